@@ -30,11 +30,12 @@ _HEAD_NORMS = {
     "hunyuan_v1_dense": ("self_attn.query_layernorm", "self_attn.key_layernorm"),
 }
 _WINDOW_EVERYWHERE = ("mistral", "ministral3")
+_USUAL = {"hidden_act": "silu", "rms_norm_eps": 1e-6}
 DEFAULTS: Defaults = {
-    "llama": {"num_key_value_heads": None, "eos_token_id": 2},
-    "mistral": {"eos_token_id": 2},
-    "qwen2": {"eos_token_id": None},
-    "qwen3": {"head_dim": ..., "eos_token_id": None},
+    "llama": {**_USUAL, "num_key_value_heads": None, "eos_token_id": 2},
+    "mistral": {**_USUAL, "eos_token_id": 2},
+    "qwen2": {**_USUAL, "eos_token_id": None},
+    "qwen3": {**_USUAL, "head_dim": ..., "eos_token_id": None},
     "hunyuan_v1_dense": {"num_key_value_heads": None},
     "ministral3": {"head_dim": ..., "rope_parameters": ...},
     "qwen2_vl_text": {"rope_theta": 1e6},

@@ -65,7 +65,7 @@ def room(shape: Shape, memory: int) -> str:
     cells = [shape.name, f"{one * PAGE:,}", f"{pages * PAGE:,}", f"{pages / one:.2f}"]
     for length in LENGTHS:
         each = -(-length // PAGE)
-        now = min(pages // each, windows // min(each, pools.sight)) if windows else one // each
+        now = min(pages // each, windows // min(each, pools.span)) if windows else one // each
         cells.append(f"{one // each} / {now}")
     return "| " + " | ".join(cells) + " |"
 

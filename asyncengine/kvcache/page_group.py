@@ -133,7 +133,7 @@ class PageGroup:
         unseen = min(self.tree.num_unseen(node.depth), max(node.depth - 1, 0))
         self.tree.lock(node, unseen)
         pages = self.tree.path_pages(node, unseen)
-        ends = () if self.lookback is None else (self._in_sight(known), self._in_sight((prompt_len - 1) // self._size))
+        ends = () if self.lookback is None else (self._in_view(known), self._in_view((prompt_len - 1) // self._size))
         if self._padded:
             return PageTable(namespace, node, [0] * unseen + pages, unseen, ends=ends)
         return PageTable(namespace, node, pages, unseen, unseen, ends)
@@ -189,7 +189,7 @@ class PageGroup:
 
     def close(self, table: PageTable, fence: int) -> None:
         """The request is done with its pages, which return when step `fence` has retired."""
-        ends = table.ends if self.lookback is None else (*table.ends, self._in_sight(table.num_shared))
+        ends = table.ends if self.lookback is None else (*table.ends, self._in_view(table.num_shared))
         given = _Given(table.own_pages(), table.node, table.num_unlocked, ends, table.namespace)
         self.retiring.add(given, fence)
 
@@ -202,7 +202,7 @@ class PageGroup:
         """Forget all that is cached. Nothing may be held or retiring."""
         self.pool.give(self.tree.clear())
 
-    def _in_sight(self, depth: int) -> Span:
+    def _in_view(self, depth: int) -> Span:
         return self.tree.num_unseen(depth), depth
 
     def _give_back(

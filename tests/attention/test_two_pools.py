@@ -76,7 +76,7 @@ def test_requests_of_two_windows_run_beside_each_other_as_before(kind: str) -> N
     shape = two_pools(specs, EngineConfig(), 131_072, torch.bfloat16)
     for tokens in (max(2 * window_of(specs), 1024), 65_536, 131_072):
         each = -(-tokens // 16)
-        now = min((found.pages - 1) // each, (found.window_pages - 1) // min(each, shape.sight))
+        now = min((found.pages - 1) // each, (found.window_pages - 1) // min(each, shape.span))
         assert now >= min((before - 1) // each, 256)
 
 

@@ -1,13 +1,13 @@
 """Sizes of the caches: pages of keys and values, and slots for recurrent states.
 
 A model with layers of full attention and layers with sliding windows gets two pools of pages (`kvcache.page_group`),
-cut from the same bytes as one would be. Let P be the pages of one pool for all layers, and a *sight* the pages that a
+cut from the same bytes as one would be. Let P be the pages of one pool for all layers, and a *span* the pages that a
 running request holds of a window at a time. Windowed layers get
 
-- a sight for each of as many requests of two windows of tokens (of 1,024, if that is more) as fill P pages: so many of
+- a span for each of as many requests of two windows of tokens (of 1,024, if that is more) as fill P pages: so many of
   them, or of longer ones, run beside each other as before (of shorter ones fewer);
-- at least eight sights, if they are no more than half of P;
-- no more than a sight for each of `max_num_seqs`, and what a step computes;
+- at least eight spans, if they are no more than half of P;
+- no more than a span for each of `max_num_seqs`, and what a step computes;
 - no less than one request needs that computes a whole step.
 
 The other layers get the rest, which holds the longer contexts. As window pages are fewer than P, the others are more:
@@ -41,9 +41,9 @@ _BARE_PAGES = 2**17
 """Pages of a model without attention, beside those of one request of its whole context: they take no memory of keys
 and values, and each is a number in the books."""
 _EDGES = 3
-"""Pages of a sight beyond those that a window fills: it may begin and end anywhere, and one is written next."""
-_WINDOWS, _TOKENS, _SIGHTS = 2, 1024, 8
-"""Windows and tokens of the requests, and number of sights, in the rules above."""
+"""Pages of a window span beyond those that a window fills: it may begin and end anywhere, and one is written next."""
+_WINDOWS, _TOKENS, _SPANS = 2, 1024, 8
+"""Windows and tokens of the requests, and number of spans, in the rules above."""
 
 
 class PoolSizes(NamedTuple):
@@ -62,7 +62,7 @@ class TwoPools:
 
     page_bytes: int
     window_page_bytes: int
-    sight: int
+    span: int
     """Pages of a window."""
     least: int
     """Pages of a window and of a whole step."""
@@ -76,7 +76,7 @@ class TwoPools:
     def split(self, budget: int) -> tuple[int, int]:
         """(pages, window pages) in `budget` bytes, page 0 of each included; no window pages: one pool holds as much."""
         one = min(budget // (self.page_bytes + self.window_page_bytes), self.longest)
-        wanted = max(one * self.sight // self.usual, min(_SIGHTS * self.sight, one // 2))
+        wanted = max(one * self.span // self.usual, min(_SPANS * self.span, one // 2))
         windows = 1 + max(min(wanted, self.most), self.least)
         pages = min((budget - windows * self.window_page_bytes) // self.page_bytes, self.longest)
         if windows >= one or pages <= one:
@@ -179,14 +179,14 @@ def two_pools(
     whole = [*(spec for spec in layers if not spec.windowed), *others]
     window = window_of(layers)
     ahead = min(config.most_ahead, max_model_len)
-    sight = -(-(window - 1) // size) + _EDGES
+    span = -(-(window - 1) // size) + _EDGES
     return TwoPools(
         page_bytes=page_bytes(whole, size, kind),
         window_page_bytes=page_bytes(windowed, size, kind),
-        sight=sight,
+        span=span,
         least=-(-(window - 1 + ahead) // size) + _EDGES,
         usual=-(-max(_WINDOWS * window, _TOKENS) // size),
-        most=config.max_num_seqs * sight + -(-ahead // size),
+        most=config.max_num_seqs * span + -(-ahead // size),
         longest=config.max_num_seqs * -(-max_model_len // size) + 1,
     )
 

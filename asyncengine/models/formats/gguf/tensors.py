@@ -87,7 +87,7 @@ def _exponents(stored: NDArray[np.uint16]) -> NDArray[np.float32]:
     return bits.astype(np.uint32).view(np.float32)
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A tensor of the file, or some of its rows, and the changes to undo.
 
     `added` is a number that was added to weights, `decay` says that the file has -exp of them, and `reshaped` is the
@@ -113,7 +113,7 @@ class Part(NamedTuple):
         return self.place.kind.name
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[TensorPart, ...]:
         """The part itself, as those of a `Joined`."""
         return (self,)
 
@@ -148,7 +148,7 @@ class Part(NamedTuple):
 class Joined(NamedTuple):
     """A tensor of transformers' whose parts are joined as `Architecture.join` says."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     join: str
     shape: tuple[int, ...]
 
@@ -220,14 +220,14 @@ class TakingTurns:
 Held = tuple[GgufFile, TensorPlace]
 
 
-def model_tensors(header: Header, row: Architecture, places: dict[str, Held]) -> dict[str, Part | Joined]:
+def model_tensors(header: Header, row: Architecture, places: dict[str, Held]) -> dict[str, TensorPart | Joined]:
     """Every tensor by its name in transformers.
 
     Raises `ModelNotFound` for one that the architecture has not or whose shape cannot be, `UnsupportedModel` for a type
     that is not read.
     """
-    found: dict[str, Part | Joined] = {}
-    joined: dict[str, dict[str, Part]] = {}
+    found: dict[str, TensorPart | Joined] = {}
+    joined: dict[str, dict[str, TensorPart]] = {}
     layers = range(header.layers, header.whole("block_count"))
     for whole, (file, place) in places.items():
         if re.fullmatch(_IGNORED, whole):
@@ -244,11 +244,11 @@ def model_tensors(header: Header, row: Architecture, places: dict[str, Held]) ->
                 f"{header.path} has the tensor {shorten(whole, 100)} as {place.kind.name}, which is not read. Pass a "
                 "file quantized to Q4_K_M, Q8_0 or another k-quant or legacy type"
             )
-        made: tuple[TensorName, Part] | None = None
+        made: tuple[TensorName, TensorPart] | None = None
         for there, part, own, piece in parts:
             if made is None or made[0] is not own:  # all experts are alike
                 try:
-                    made = own, _undone(header, row, own, Part(file, piece), joined=bool(part))
+                    made = own, _undone(header, row, own, TensorPart(file, piece), joined=bool(part))
                 except ValueError as error:
                     raise ModelNotFound(f"{header.path} has a wrong shape for the tensor {there}: {error}") from None
             if part:
@@ -319,7 +319,7 @@ def _rows(header: Header, name: TensorName, place: TensorPlace, counts: Sequence
     return found
 
 
-def _undone(header: Header, row: Architecture, name: TensorName, part: Part, *, joined: bool) -> Part:
+def _undone(header: Header, row: Architecture, name: TensorName, part: TensorPart, *, joined: bool) -> TensorPart:
     """The part with its changes. Raises `ValueError` for a shape that it cannot have."""
     kind, shape = part.place.kind, part.place.shape
     moved = row.moved(header, name, shape[0]) or Moved()
@@ -341,10 +341,10 @@ def _undone(header: Header, row: Architecture, name: TensorName, part: Part, *, 
     if kind.form is not None and reshaped:
         raise UnsupportedModel(f"{header.path} has the tensor {name} as {kind.name}, which is not read of it")
     norm = name.suffix == "weight" and name.stem.endswith("norm") and name.stem != "ssm_norm"
-    return Part(part.file, part.place, moved, row.norm_offset if norm else 0.0, name.stem == "ssm_a", reshaped)
+    return TensorPart(part.file, part.place, moved, row.norm_offset if norm else 0.0, name.stem == "ssm_a", reshaped)
 
 
-def _joined(header: Header, row: Architecture, there: str, parts: dict[str, Part]) -> Joined:
+def _joined(header: Header, row: Architecture, there: str, parts: dict[str, TensorPart]) -> Joined:
     given = tuple(parts[key] for key in sorted(parts))
     first, last, count = given[0].place.shape, given[-1].place.shape, len(given)
     shape: tuple[int, ...] = ()

@@ -1,0 +1,110 @@
+"""The words of the house: readable docstrings, names of the field, and one class for each general name."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("asyncengine", "grammar", "lora", "integrations")
+FILES = sorted(
+    path
+    for folder in FOLDERS
+    for path in (ROOT / folder).rglob("*.py")
+    if not any(each.is_symlink() for each in path.parents)
+)
+OPENERS = {"As", "By", "How", "Nobody", "Of", "Somebody", "Those", "What", "Where", "Who", "Whoever"}
+"""Words that begin a fragment: it lacks the noun that says what the thing is."""
+METAPHORS = {
+    "crew", "desk", "habits", "ledger", "lifeline", "offer", "parcel", "purse", "recruit", "sight", "told",
+}  # fmt: skip
+"""Words of names for which the field has its own."""
+GENERIC = ("Part", "Settings", "Shape", "Step", "Tally")
+"""Names that say something only while one class has them; of the grammars' library, that of a text is one more."""
+MOST_PARAMETERS = 12
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, text) of the docstrings of modules, classes, functions, fields and constants."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant) and isinstance(child.value.value, str):
+            yield child.lineno, child.value.value
+        yield from docstrings(child)
+
+
+def fragments(tree: ast.AST) -> list[str]:
+    found = []
+    for line, text in docstrings(tree):
+        words = text.split(None, 1)
+        if words and words[0].strip('`",.:;') in OPENERS:
+            found.append(f"line {line}: {text.strip().splitlines()[0]}")
+    return found
+
+
+def names(tree: ast.AST) -> Iterator[str]:
+    """Names that a file gives: of classes, functions, parameters, variables and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_docstrings_begin_with_a_sentence_or_a_noun(folder: str) -> None:
+    wrong = {
+        str(path.relative_to(ROOT)): found
+        for path in FILES
+        if path.is_relative_to(ROOT / folder) and (found := fragments(tree_of(path)))
+    }
+    assert not wrong
+
+
+def test_fragments_are_found() -> None:
+    source = '"""A page table."""\nclass Table:\n    """Where pages lie."""\n    size: int\n    """Of a page."""\n'
+    assert fragments(ast.parse(source)) == ["line 3: Where pages lie.", "line 5: Of a page."]
+
+
+def test_names_are_the_fields_words() -> None:
+    wrong = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in FILES
+        for name in names(tree_of(path))
+        if METAPHORS & set(re.findall(r"[a-z]+", re.sub(r"([A-Z])", r"_\1", name).lower()))
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", GENERIC)
+def test_a_general_name_is_of_one_class(name: str) -> None:
+    owners = [
+        str(path.relative_to(ROOT))
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef) and node.name.lstrip("_") == name
+    ]
+    assert len(owners) <= 1, owners
+
+
+def test_functions_outside_kernels_have_few_parameters() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for path in FILES
+        if "kernels" not in path.parts
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs) > MOST_PARAMETERS
+    ]
+    assert not wrong

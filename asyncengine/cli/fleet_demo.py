@@ -24,8 +24,8 @@ async def story(show: Show, config: EngineConfig, model: str, replicas: int, str
         show.print(f"[bold]asyncengine[/bold] has loaded its bundled model into {replicas} processes carried by Ray.")
         lines = [Line(SMALL_JOBS[index % len(SMALL_JOBS)]) for index in range(streams)]
         title = f"1  {streams} streams over {replicas} replicas"
-        about = "Each goes where there is least to do."
-        many = await show.scene(title, about, lines, lambda line: answer(fleet, line))
+        caption = "Each goes where there is least to do."
+        many = await show.scene(title, caption, lines, lambda line: answer(fleet, line))
         shares = [sum(stats.finished.values()) for stats in (await fleet.replica_stats()).values()]
         show.outcome(f"The replicas answered {', '.join(map(str, shares))} of them.", lines)
 

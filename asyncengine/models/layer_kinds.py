@@ -54,8 +54,8 @@ def _errors(family: str, config: Mapping[str, Any]) -> Iterator[EngineError]:
         yield from _pattern_errors(family, field, config.get(field, ""))
     for field in _INTERVALS:
         every = config.get(field, 1)
-        if isinstance(every, str) and config.get("layer_types"):
-            continue  # EXAONE 4 spells its layers there, and lists them
+        if (isinstance(every, str) or every == 0) and config.get("layer_types"):
+            continue  # EXAONE 4 spells its layers there, or says 0 without windows, and lists them
         if not isinstance(every, int) or every < 1:
             yield ModelNotFound(f"config.json: {field} must be a number of layers, got {shorten(repr(every), 80)}")
     count, unrotated = config.get("num_hidden_layers"), config.get("no_rope_layers")

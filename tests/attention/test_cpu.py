@@ -15,6 +15,7 @@ from asyncengine.attention.base import LayerSpec, MergedHeads, StepView
 from asyncengine.attention.torch_paged import TorchPagedBackend
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter
+from asyncengine.models.memory.caches import page_bytes
 
 pytest.importorskip("numba")
 
@@ -282,5 +283,5 @@ def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_pool_is_as_large_as_counted() -> None:
     backend = CompiledBackend([BASE, replace(BASE, index=1)], 7, 16, torch.bfloat16)
-    assert backend.kv_bytes == 7 * factory.page_bytes([BASE, BASE], 16, torch.bfloat16)
+    assert backend.kv_bytes == 7 * page_bytes([BASE, BASE], 16, torch.bfloat16)
     backend.close()

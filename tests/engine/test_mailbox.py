@@ -96,6 +96,6 @@ async def test_a_long_answer_is_not_as_many_objects_as_it_has_tokens(read: bool)
         while read and engine.stats().generated_tokens < count - 1:
             await anext(stream)
         await until(lambda: engine.stats().generated_tokens >= count - 1)
-        assert ours() - before < count // 4
+        assert ours() - before < count // 3  # a node of the prefix cache for every page of four tokens
         completion = await (stream.result() if reading is None else reading)
         assert len(completion.token_ids) == count

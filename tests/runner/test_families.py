@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from support.checkpoints import Checkpoint, MakeRunner
 from support.drive import Driver, Job, from_another_request, prompts
 from support.forwards import Recording, transformers_logits
@@ -28,6 +30,8 @@ LIMITED = {"phi3, longrope within": 256, "phimoe, longrope within": 256}
 MANY = ("qwen3.5", "kimi-linear", "mamba2", "lfm2", "llama")
 
 
+GROUPED = ("mamba2-bounded-steps", "mamba2-tied")
+"""Mamba-2 whose gated norm has several groups: earlier releases of transformers normalise over all of them at once."""
 NOT_HEAVY = ("gemma4", "opt-350m")
 """Families whose few large weights drown all others."""
 
@@ -50,6 +54,8 @@ def open_runner(name: str, checkpoint: Checkpoint, seed: int = 0, dtype: str = "
 def test_equals_transformers(name: str, checkpoint: Checkpoint) -> None:
     """Logits of prompts and of what is generated; a token is transformers' greedy one if it has the largest of its
     logits after the same tokens. Then the same tokens in every batch, chunk, after preemption and from cached pages."""
+    if name in GROUPED and Version(transformers.__version__) < Version("5.24"):
+        pytest.skip("transformers normalises over all groups")
     runner, recording = open_runner(name, checkpoint)
     model, driver = make_model(name, heavy=name not in NOT_HEAVY), Driver(runner)
     texts, expected = prompts(LENGTHS, VOCAB), []

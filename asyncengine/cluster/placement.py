@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncengine.checks import as_items
+from asyncengine.checks import as_choice, as_items
 from asyncengine.cluster import fit
 from asyncengine.cluster.claims import Claim
 from asyncengine.cluster.filters import passing
 from asyncengine.cluster.fit import Found, Shares, View, view_of
 from asyncengine.cluster.nodes import Instance, Node, Share, State
-from asyncengine.cluster.scores import check_strategy, score
+from asyncengine.cluster.scores import STRATEGIES, score
 from asyncengine.cluster.table import Cluster
 from asyncengine.errors import InvalidParameter, OutOfMemory
 
@@ -85,7 +85,7 @@ def place(
     """
     if not isinstance(model, Claim):
         raise InvalidParameter("model", "must be a Claim", model)
-    check_strategy(strategy)
+    as_choice("strategy", strategy, STRATEGIES)
     if isinstance(nodes, Cluster):
         table = nodes
         if as_items("instances", instances):

@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncengine.checks import as_number
+from asyncengine.checks import as_choice, as_number
 from asyncengine.cluster.fit import Shares, free_memory
 from asyncengine.cluster.nodes import Instance, Share
 from asyncengine.cluster.scores import (
+    STRATEGIES,
     Among,
     Places,
     binpack_of,
-    check_strategy,
     combine,
     spread_over_devices,
     spread_over_nodes,
@@ -50,7 +50,7 @@ def rank_for_removal(
 
     Raises `InvalidParameter`.
     """
-    check_strategy(strategy)
+    as_choice("strategy", strategy, STRATEGIES)
     scale = 1.0
     if total_max is not None:
         best = STATUS_MAX + OFFLOAD_MAX + PLACEMENT_MAX

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from asyncengine.cluster.claims import Claim
 from asyncengine.cluster.fit import Found, Shares, View
 from asyncengine.cluster.table import Cluster, Counts, Int64Array
-from asyncengine.errors import InvalidParameter
 
 Float64Array = NDArray[np.float64]
 
@@ -64,11 +63,6 @@ class Places(NamedTuple):
         places = self.slots[rows] * self.every.devices.shape[1] + columns  # flat indices are twice as fast as pairs
         current = self.current.devices.ravel()[places]
         return current, self.every.devices.ravel()[places] - current
-
-
-def check_strategy(strategy: str, field: str = "strategy") -> None:
-    if strategy not in STRATEGIES:
-        raise InvalidParameter(field, "must be one of " + ", ".join(map(repr, STRATEGIES)), strategy)
 
 
 def score(strategy: str, table: Cluster, view: View, claim: Claim, found: Found) -> tuple[Float64Array, list[float]]:

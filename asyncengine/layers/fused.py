@@ -189,9 +189,7 @@ def fused_layers(
         mlp = None if span.feeding is None else span.feeding.mlp
         mixture = mlp.fused() if isinstance(mlp, SparseMLP) else None
         kernels.append(
-            FusedLayerKernel(
-                linears, norms, _form(_dense_part(mlp)) or 0, scale, options.dtype, mixture, _factors(span)
-            )
+            FusedLayerKernel(linears, norms, _form(dense_part(mlp)) or 0, scale, options.dtype, mixture, _factors(span))
         )
     first: Any = spans[0].mixing.before_attention
     mixes = [_mix(span.mixing, own, options.dtype) for span, own in zip(spans, mixers, strict=True)]
@@ -227,12 +225,12 @@ def _linears(span: Span, mixers: Mixers) -> dict[int, Any]:
     """The products of a layer but for what the next one reads, by place; None for one that no kernel makes."""
     from asyncengine.kernels.cpu.fused_layer import GATE_UP, OUT
 
-    mlp = _dense_part(None if span.feeding is None else span.feeding.mlp)
+    mlp = dense_part(None if span.feeding is None else span.feeding.mlp)
     found = dict(enumerate(_products(mixers.outs), OUT))
     return found if mlp is None else found | dict(enumerate(_products(mlp.linears()), GATE_UP))
 
 
-def _dense_part(mlp: MLP | SparseMLP | None) -> MLP | None:
+def dense_part(mlp: MLP | SparseMLP | None) -> MLP | None:
     """The part that all rows go through: the feed-forward part, or what a mixture has beside its experts."""
     return mlp.shared if isinstance(mlp, SparseMLP) else mlp
 
@@ -241,7 +239,7 @@ def _factors(span: Span) -> Any:
     """Factors of the layer: of its embeddings, residuals and results."""
     from asyncengine.kernels.cpu.fused_layer import Factors
 
-    mlp = _dense_part(None if span.feeding is None else span.feeding.mlp)
+    mlp = dense_part(None if span.feeding is None else span.feeding.mlp)
     gate, inner = (1.0, 1.0) if mlp is None else mlp.config.scales
     return Factors(gate, inner, span.mixing.config.attention_scale)
 
@@ -265,7 +263,7 @@ def _mix(layer: LayerParts, mixers: Mixers, dtype: torch.dtype) -> Any:
 
 def _paths(span: Span, mixers: Mixers) -> list[str]:
     """Paths of a layer's products, as adapters name them; "" for a missing one."""
-    mlp = _dense_part(None if span.feeding is None else span.feeding.mlp)
+    mlp = dense_part(None if span.feeding is None else span.feeding.mlp)
     pairs = [mixers.inputs, mixers.outs, [] if mlp is None else mlp.linears()]
     return [path for pair in pairs for path in ([linear.path for linear in pair] + ["", ""])[:2]]
 
@@ -288,7 +286,7 @@ def _common(span: Span) -> bool:
     mlp = span.feeding.mlp
     if isinstance(mlp, SparseMLP) and mlp.fused() is None:
         return False
-    dense = _dense_part(mlp)
+    dense = dense_part(mlp)
     return dense is None or _form(dense) is not None
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asyncengine.kernels.compile_ahead import called, named
-from asyncengine.layers.experts import SparseMLP
+from asyncengine.layers.fused import dense_part
 from asyncengine.layers.mlp import MLP
 from asyncengine.layers.norm import Norm
 from asyncengine.layers.states import FusableState
@@ -93,7 +93,7 @@ def sampling_kernels() -> list[str]:
 
 def _between_products(layers: Sequence[DecoderLayer], kind: str) -> list[str]:
     """Kernels that fused layers call between a feed-forward part's products."""
-    parts = [part for part in map(_dense_part, layers) if part is not None]
+    parts = [part for layer in layers if (part := dense_part(layer.mlp)) is not None]
     names = [called("activation:gate", 5, kind, 1)] if any(part.config.gated for part in parts) else []
     names += [] if all(part.config.gated for part in parts) else [called("activation:activate", 4, kind, 1)]
     return names + _gates(parts, kind)
@@ -130,7 +130,7 @@ def _norms(norms: Iterable[Norm], kind: str) -> list[str]:
 
 
 def _activations(layers: Sequence[DecoderLayer], kind: str) -> list[str]:
-    parts = [part for part in map(_dense_part, layers) if part is not None]
+    parts = [part for layer in layers if (part := dense_part(layer.mlp)) is not None]
     names = [named("activation:gate", 5, kind, 1)] if any(part.gated is not None for part in parts) else []
     if any(part.in_place for part in parts):
         names.append(named("activation:activate", 4, kind, 1))
@@ -173,7 +173,7 @@ def _states(decoder: Decoder, kind: str) -> list[str]:
 def _scalings(layers: Sequence[DecoderLayer], kind: str) -> list[str]:
     """Kernels of fused layers that multiply numbers on the way, or add attention to a state."""
     names = []
-    if any(part.config.scales != (1.0, 1.0) for part in map(_dense_part, layers) if part is not None):
+    if any(part.config.scales != (1.0, 1.0) for layer in layers if (part := dense_part(layer.mlp)) is not None):
         names.append(called("scaling:scale", 1, "float32", 3, kind, 1))
     states: list[Any] = [layer.state for layer in layers]
     mixers = [state.fused() for state in states if isinstance(state, FusableState)]
@@ -209,11 +209,6 @@ def _mixtures(decoder: Decoder, kind: str) -> list[str]:
             signature = (9, "bool", 2, "bool", "float32", "float32")
             names += [named(f"routing:{name}", *signature) for name in ("_route_few", "route_rows")]
     return list(dict.fromkeys(names))
-
-
-def _dense_part(layer: DecoderLayer) -> MLP | None:
-    """The part that all rows go through: the feed-forward part, or what a mixture has beside its experts."""
-    return layer.mlp.shared if isinstance(layer.mlp, SparseMLP) else layer.mlp
 
 
 def _leaves(weight: WeightForm) -> Sequence[WeightForm]:

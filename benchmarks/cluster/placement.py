@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from asyncengine.checks import as_choice
 from asyncengine.cluster.claims import Claim
 from asyncengine.cluster.placement import Placement, Refusal, place
-from asyncengine.cluster.scores import STRATEGIES, check_strategy
+from asyncengine.cluster.scores import STRATEGIES
 from asyncengine.cluster.table import Cluster
 from benchmarks.cluster.events import Event, Plan, make_events, make_nodes
 from benchmarks.cluster.plots import new_figure, require_matplotlib, save
@@ -71,7 +72,7 @@ class Simulation:
 
     def __init__(self, plan: Plan, strategy: str) -> None:
         """Raises `InvalidParameter`."""
-        check_strategy(strategy)
+        as_choice("strategy", strategy, STRATEGIES)
         self.plan, self.strategy = plan, strategy
         self.nodes = {node.name: node for node in make_nodes(plan)}
         self.table = Cluster(self.nodes.values())

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support.checkpoints import make_checkpoint
 from support.forwards import logits_of, relative_error
+from support.tiny_configs import changed
 from support.tiny_models import FAMILIES, VOCAB
 
 from asyncengine.config import EngineConfig
@@ -34,14 +33,6 @@ def test_what_a_step_reads_is_what_the_engine_counts(name: str, tmp_path: Path) 
     weights = 2.0 * counts(shape).all
     assert shape.read_bytes(weights, 1, "bfloat16") == pytest.approx(2 * shape.parameters + 2 * needs.state_bytes)
     assert shape.read_bytes(weights, 10**6, "bfloat16") >= weights  # every expert is used
-
-
-def changed(name: str, **fields: Any) -> Callable[[], Any]:
-    def make() -> Any:
-        config = FAMILIES[name]()
-        return type(config)(**{**config.to_dict(), **fields})
-
-    return make
 
 
 VARIANTS = {

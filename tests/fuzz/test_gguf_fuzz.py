@@ -8,9 +8,10 @@ from pathlib import Path
 from fuzz.gguf_fuzz import run
 from support.gguf_bytes import STRING, array, text
 from support.gguf_files import QUANTIZED, checkpoint_of, write_gguf
-from support.gguf_models import YARN, changed
+from support.gguf_models import YARN
 from support.gguf_models import make_model as random_model
 from support.ollama_gpt_oss import write_ollama_gpt_oss
+from support.tiny_configs import changed
 from support.tiny_models import FAMILIES, make_model
 from transformers import LlamaConfig
 

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from support.tiny_models import FAMILIES
 from transformers import AutoModelForCausalLM
 
 IDS = list(range(3, 14))
-
-
-def changed(name: str, **fields: Any) -> Callable[[], Any]:
-    """The tiny model of that family with other options."""
-
-    def make() -> Any:
-        config = FAMILIES[name]()
-        return type(config)(**{**config.to_dict(), **fields})
-
-    return make
 
 
 def rope(kind: str, **fields: Any) -> dict[str, Any]:

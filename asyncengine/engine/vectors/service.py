@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio.to_thread
 
-from asyncengine.checks import as_integer, check_unicode
+from asyncengine.checks import as_integer, as_switch, as_text, check_unicode
 from asyncengine.device.process import is_terminal
 from asyncengine.engine.loop_client import LoopClient
 from asyncengine.engine.threads import INLINE_CHARS
@@ -131,7 +131,7 @@ class VectorService:
         spec = self.model.spec
         if dimensions is not None:
             as_integer("dimensions", dimensions, 1, self.model.width)
-        normalize = spec.normalize if normalize is None else _switch("normalize", normalize)
+        normalize = spec.normalize if normalize is None else as_switch("normalize", normalize)
         items = _items("texts", texts, _text_or_ids, "must be a str or a sequence of token ids")
         if prefix := self._prompt(prompt_name, prompt):
             for index, item in enumerate(items):
@@ -157,9 +157,7 @@ class VectorService:
         options: RequestOptions,
     ) -> VectorCall[Ranking]:  # fmt: skip
         """A call for the scores of documents. Raises `InvalidParameter`, `AdapterNotFound`."""
-        if not isinstance(query, str):
-            raise InvalidParameter("query", "must be a str", query)
-        check_unicode("query", query)
+        check_unicode("query", as_text("query", query))
         if top_n is not None:
             as_integer("top_n", top_n, 1)
         if instruction is not None and not isinstance(instruction, str):
@@ -234,7 +232,7 @@ class VectorService:
         """A call submitted now, with a request id of its own if it has none. Raises `AdapterNotFound`."""
         import numpy as np  # not before there are vectors: `import asyncengine` stays light
 
-        _switch("truncate", truncate)
+        as_switch("truncate", truncate)
         self._validator.check_adapter(options.adapter)
         label = options.request_id or f"req-{secrets.token_hex(8)}"
         vectors = np.zeros((len(items), self.model.width), dtype=np.float32)
@@ -358,12 +356,6 @@ class VectorService:
 
 
 # -------------------------------------------------------------------- input
-
-
-def _switch(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidParameter(name, "must be True or False", value)
-    return value
 
 
 def _items(name: str, texts: Any, read: Callable[[Any], Item | None], limit: str) -> list[Item]:

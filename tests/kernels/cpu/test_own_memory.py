@@ -60,13 +60,22 @@ def owned(function: ast.FunctionDef) -> set[str]:
     return found
 
 
+def marked(node: ast.AST) -> str:
+    """The name in `allocates(name)`, by which a function is marked that another makes; "" for anything else."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "allocates" and isinstance(node.args[0], ast.Name):
+        return node.args[0].id
+    return ""
+
+
 def unkept(source: str) -> list[str]:
     """ "function: array" for every array of a kernel's own whose address is taken and that is not kept to the end."""
     found = []
-    for function in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    allocating = {name for node in ast.walk(tree) if (name := marked(node))}
+    for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef):
             continue
-        if "allocates" not in map(ast.unparse, function.decorator_list) and function.name != "multiply_part":
+        if "allocates" not in map(ast.unparse, function.decorator_list) and function.name not in allocating:
             continue
         text = ast.unparse(function)
         last = [ast.unparse(line) for line in function.body]
@@ -87,3 +96,6 @@ def test_what_is_not_kept_is_found() -> None:
     kernel = "@serial\n@allocates\ndef part():\n    own, count = np.empty(4), 3\n    use(own.ctypes.data)\n"
     assert unkept(kernel) == ["part: own"]
     assert not unkept(kernel + "    keep(own)\n")
+    part = "def part():\n        own = np.empty(4)\n        use(own.ctypes.data)\n"
+    made = f"def make():\n    {part}    return serial(allocates(part))\n"
+    assert unkept(made) == ["part: own"]

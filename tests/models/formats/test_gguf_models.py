@@ -13,8 +13,9 @@ import pytest
 import torch
 from support.forwards import logits_of
 from support.gguf_files import PLAIN, QUANTIZED, checkpoint_of, model_of, write_gguf
-from support.gguf_models import IDS, YARN, changed, make_model, pattern, rope
+from support.gguf_models import IDS, YARN, make_model, pattern, rope
 from support.gguf_reading import check_tensors, comes_back, decoder_of, values
+from support.tiny_configs import changed
 from support.tiny_models import FAMILIES
 
 from asyncengine.config import EngineConfig

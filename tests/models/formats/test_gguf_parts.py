@@ -11,9 +11,10 @@ import pytest
 import torch
 from support.forwards import logits_of
 from support.gguf_files import checkpoint_of, write_gguf
-from support.gguf_models import IDS, YARN, changed, make_model, pattern
+from support.gguf_models import IDS, YARN, make_model, pattern
 from support.gguf_reading import check_tensors, comes_back
 from support.ollama_gpt_oss import FORMS, write_ollama_gpt_oss
+from support.tiny_configs import changed
 from support.tiny_models import FAMILIES
 
 from asyncengine.config import EngineConfig

@@ -10,8 +10,9 @@ import pytest
 import torch
 from support.forwards import Forwards
 from support.gguf_files import checkpoint_of, model_of, write_gguf
-from support.gguf_models import changed, make_model
+from support.gguf_models import make_model
 from support.gguf_reading import check_tensors, comes_back, decoder_of
+from support.tiny_configs import changed
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound

@@ -192,7 +192,10 @@ async def test_three_raylets(cluster: Any, right: dict[str, list[int]]) -> None:
                 assert both
                 assert head[:both] == right[text][:both]
                 stream.abort()
-                assert (await stream.result()).token_ids[: PARAMS.max_tokens] == right[text]
+                tokens = (await stream.result()).token_ids  # as many as came before the abort: the node may die early
+                both = min(len(tokens), len(right[text]))
+                assert tokens[: len(head)] == head
+                assert tokens[:both] == right[text][:both]
         took = await come(lambda: len(members) == REPLICAS, "a replacement")
         print(f"replaced {time.monotonic() - killed_at:.1f} s after the node was killed (waited {took:.1f} s)")
         assert (await fleet.generate(TEXTS[0], PARAMS)).token_ids == right[TEXTS[0]]

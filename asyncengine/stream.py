@@ -15,7 +15,7 @@ from typing import NoReturn, Self, SupportsIndex
 from asyncengine.engine.assembler import Assembler
 from asyncengine.engine.mailbox import MANY
 from asyncengine.errors import RequestFailed
-from asyncengine.outputs import Chunk, Completion
+from asyncengine.outputs import Chunk, Completion, Usage
 
 
 class _StreamBase:
@@ -35,6 +35,12 @@ class _StreamBase:
     def request_id(self) -> str | None:
         """The request's label; None before it has been submitted."""
         return None if self._assembler is None else self._assembler.prepared.spec.request_id
+
+    @property
+    def usage(self) -> Usage | None:
+        """Token counts so far; None before it has been submitted. From the first chunk on those of the prompt are
+        final."""
+        return None if self._assembler is None else self._assembler.usage
 
     def abort(self) -> None:
         """Leave: the engine drops the request before its next step. Synchronous, idempotent, from any thread.

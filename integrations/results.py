@@ -1,36 +1,9 @@
-"""Conversions of the engine's results for both frameworks: usage, logprobs, and deadlines that passed."""
+"""Rules about the engine's results that both frameworks share: deadlines that passed, and chunks without news."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-from asyncengine import Chunk, Completion, LogprobEntry, Usage
+from asyncengine import Chunk, Completion
 from asyncengine.errors import RequestTimeout
-
-
-def openai_usage(usage: Usage) -> dict[str, Any]:
-    """OpenAI's `usage` object."""
-    details = {"reasoning_tokens": usage.reasoning_tokens}
-    if usage.accepted_prediction_tokens or usage.rejected_prediction_tokens:
-        details["accepted_prediction_tokens"] = usage.accepted_prediction_tokens
-        details["rejected_prediction_tokens"] = usage.rejected_prediction_tokens
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.total_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": details,
-    }
-
-
-def openai_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
-    """OpenAI's `logprobs` object from `LogprobEntry`s."""
-    return {"content": [{**_entry(e), "top_logprobs": [_entry(alternative) for alternative in e.top]} for e in entries]}
-
-
-def _entry(entry: LogprobEntry) -> dict[str, Any]:
-    return {"token": entry.token, "logprob": entry.logprob, "bytes": list(entry.bytes)}
 
 
 def raise_if_timed_out(finish_reason: str | None, partial: str) -> None:

@@ -16,7 +16,7 @@ from langchain_core.messages import (
 )
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.integrations.openai_shape import (
+from asyncengine.serve.dialects.openai_shape import (
     Message,
     assistant_message,
     message,

@@ -23,7 +23,7 @@ from langchain_core.outputs import (
 )
 
 from asyncengine import Chunk, Completion, LogprobEntry, Sample, ToolCallDelta, Usage
-from asyncengine.integrations.results import openai_logprobs, openai_usage
+from asyncengine.serve.dialects.openai_shape import openai_logprobs, openai_usage
 
 PROVIDER = "asyncengine"
 

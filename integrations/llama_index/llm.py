@@ -38,8 +38,8 @@ from asyncengine.integrations.llama_index.messages import check_messages, to_ope
 from asyncengine.integrations.llama_index.outputs import Answer
 from asyncengine.integrations.llama_index.structured import Keywords
 from asyncengine.integrations.llama_index.tools import chat_keywords, selections
-from asyncengine.integrations.openai_shape import Message, message
 from asyncengine.integrations.results import worth_sending
+from asyncengine.serve.dialects.openai_shape import Message, message
 
 Response = TypeVar("Response")
 

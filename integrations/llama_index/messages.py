@@ -17,7 +17,7 @@ from llama_index.core.base.llms.types import (
 )
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.integrations.openai_shape import (
+from asyncengine.serve.dialects.openai_shape import (
     Message,
     assistant_message,
     message,

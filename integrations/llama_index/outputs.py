@@ -27,8 +27,8 @@ from llama_index.core.base.llms.types import (
 from pydantic_core import from_json
 
 from asyncengine import Chunk, Completion, LogprobEntry, Usage
-from asyncengine.integrations.openai_shape import Message, tool_call
-from asyncengine.integrations.results import openai_usage, raise_if_timed_out
+from asyncengine.integrations.results import raise_if_timed_out
+from asyncengine.serve.dialects.openai_shape import Message, openai_usage, tool_call
 
 
 @dataclass(slots=True)

@@ -180,13 +180,18 @@ ALLOWED = {
     "text": {"text"},
     "chat": {"chat", "text", "grammar"},
     "grammar": {"grammar", "text"},
+    "serve.dialects": {"serve.dialects", "serve.turn", "serve.events", "serve.fields", "serve.problems"},
+    "serve.turn": set(),
+    "serve.events": set(),
+    "serve.fields": set(),
+    "serve.problems": set(),
     "lora": {"lora", "lora.checkpoint"},
     "lora.checkpoint": {"lora", "lora.checkpoint"},
     "lora.layers": {"lora.layers", "layers", "attention", "device", "kernels"},
 }
 PURE = (
     "kvcache", "policies", "scheduler", "speculation", "cluster", "step", "sampling_params", "options", "request_spec",
-    "config", "checks", "outputs", "info", "lora.interface",
+    "config", "checks", "outputs", "info", "lora.interface", "serve.dialects", "serve.turn", "serve.events",
 )  # fmt: skip
 """No await, no torch."""
 OUTERMOST = ("cluster.fleet",)
@@ -240,6 +245,7 @@ def test_imports_point_one_way() -> None:
 def test_adapters_and_command_line_use_the_public_names() -> None:
     """Integrations import what every user can: `from asyncengine import ...`."""
     public = {"asyncengine", "asyncengine.errors", "asyncengine.grammar", "asyncengine.integrations"}
+    public |= {"asyncengine.serve.dialects.openai_shape"}  # OpenAI's shapes, which the HTTP app writes as well
     wrong = []
     for module, path in sources():
         if not module.startswith("asyncengine.integrations"):

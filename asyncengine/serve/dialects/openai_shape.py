@@ -1,12 +1,16 @@
-"""The engine's chat messages: dicts in OpenAI's shape. Both frameworks' messages become these."""
+"""OpenAI's shapes: chat messages, which the engine takes as they are, and objects for usage and logprobs.
+
+The HTTP dialects and the adapters of LangChain and LlamaIndex make their messages with these.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncengine.errors import InvalidParameter
+from asyncengine.outputs import LogprobEntry, Usage
 
 Message = dict[str, Any]
 
@@ -36,3 +40,27 @@ def tool_call(call_id: str | None, name: str, arguments: Mapping[str, Any] | str
 
 def refuse_block(where: str, kind: str) -> InvalidParameter:
     return InvalidParameter(where, f"content of type {kind!r} cannot be used: this engine reads text only")
+
+
+def openai_usage(usage: Usage) -> dict[str, Any]:
+    """OpenAI's `usage` object."""
+    details = {"reasoning_tokens": usage.reasoning_tokens}
+    if usage.accepted_prediction_tokens or usage.rejected_prediction_tokens:
+        details["accepted_prediction_tokens"] = usage.accepted_prediction_tokens
+        details["rejected_prediction_tokens"] = usage.rejected_prediction_tokens
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": details,
+    }
+
+
+def openai_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
+    """OpenAI's `logprobs` object from `LogprobEntry`s."""
+    return {"content": [{**_entry(e), "top_logprobs": [_entry(alternative) for alternative in e.top]} for e in entries]}
+
+
+def _entry(entry: LogprobEntry) -> dict[str, Any]:
+    return {"token": entry.token, "logprob": entry.logprob, "bytes": list(entry.bytes)}

@@ -1,0 +1,42 @@
+"""The engine over HTTP: an ASGI app that clients of OpenAI's and Anthropic's APIs use unmodified.
+
+`app` mounts into any Starlette or FastAPI program; `asyncengine serve MODEL` runs it. From the outside in: `asgi` says
+which path is served by what, `generating` runs a request, `answer` sends what comes of it, and `dialects` hold what
+differs between APIs, in functions without I/O: a body becomes a `Turn`, an engine's chunks `events`, events frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from asyncengine.async_engine import AsyncEngine
+from asyncengine.engine_group import EngineGroup
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+__all__ = ["app"]
+
+
+def app(
+    engines: AsyncEngine | EngineGroup | Mapping[str, AsyncEngine],
+    *,
+    api_keys: Sequence[str] = (),
+    aliases: Mapping[str, str] | None = None,
+    strict: bool = False,
+    max_body: int = 32 << 20,
+) -> Starlette:
+    """An ASGI app over engines that run; whoever made them closes them.
+
+    `api_keys`: a request must show one of them; none: everybody is served. `aliases`: other names for models and
+    adapters; "*" stands for every unknown name. `strict`: fields that would change nothing are refused. `max_body`:
+    bytes of the longest request.
+
+    Raises `ImportError` naming the extra where starlette is not installed.
+    """
+    try:
+        from asyncengine.serve.asgi import make_app
+    except ImportError as error:
+        raise ImportError('serving over HTTP needs starlette: pip install "asyncengine[serve]"') from error
+    return make_app(engines, api_keys=api_keys, aliases=aliases, strict=strict, max_body=max_body)

@@ -1,0 +1,154 @@
+"""Answering one request over HTTP, whole or as a stream of server-sent events, until its client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from starlette.types import Message, Receive, Scope, Send
+
+from asyncengine.outputs import Chunk, Completion, Usage
+from asyncengine.serve.events import NO_USAGE, Event, EventReader
+from asyncengine.serve.problems import Problem, problem_of
+from asyncengine.stream import TokenStream
+
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+PING_SECONDS = 10.0
+"""A stream's headers go out when its first token is there, or after this long; so do signs of life between tokens."""
+
+
+class AnswerWriter(Protocol):
+    """The part of a dialect that writes one answer."""
+
+    ping: str
+
+    def begin(self, usage: Usage, samples: int) -> str: ...
+    def write(self, event: Event) -> str: ...
+    def end(self, usage: Usage) -> str: ...
+    def failed(self, problem: Problem) -> str: ...
+    def whole(self, completion: Completion) -> dict[str, Any]: ...
+
+
+class Answer:
+    """An ASGI response that runs one request of the engine.
+
+    A client that leaves is noticed by reading what it sends, which is nothing more: at any moment, also in a long
+    prompt, and also where it did not ask for a stream. The request is aborted then, before the engine's next step. A
+    slow reader makes `send` wait; meanwhile the engine's mailbox merges what it has not taken.
+    """
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        writer: AnswerWriter,
+        render: Callable[[Problem], dict[str, Any]],
+        *,
+        streaming: bool,
+        samples: int = 1,
+        token_ids: bool = False,
+        headers: tuple[tuple[str, str], ...] = (),
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`render`: the dialect's error object. `release`: called once, when the model is no longer needed."""
+        self._stream, self._writer, self._render = stream, writer, render
+        self._streaming, self._samples = streaming, samples
+        self._events = EventReader(token_ids)
+        self._headers = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers]
+        self._release = release
+        self._left = False
+        self._begun = False
+        self._sent = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.create_task(self._watch(receive, send))
+        try:
+            if self._streaming:
+                await self._stream_events(send)
+            else:
+                await self._send_json(send, 200, self._writer.whole(await self._stream.result()))
+        except OSError:  # the client is gone, as some servers say it
+            pass
+        except Exception as error:
+            if not self._left:
+                await self._send_problem(send, problem_of(error))
+        finally:
+            watcher.cancel()
+            self._stream.abort()
+            self._release()
+
+    async def _watch(self, receive: Receive, send: Send) -> None:
+        """Abort the request when its client leaves; give signs of life on a stream on which nothing is sent."""
+        now = asyncio.get_running_loop().time
+        while True:
+            try:
+                message: Message = await asyncio.wait_for(receive(), PING_SECONDS if self._streaming else None)
+            except TimeoutError:
+                if self._begun and now() - self._sent >= PING_SECONDS:
+                    await self._send_text(send, self._writer.ping)
+                continue
+            if message["type"] == "http.disconnect":
+                self._left = True
+                self._stream.abort()
+                return
+
+    # ---------------------------------------------------------------- a stream
+
+    async def _stream_events(self, send: Send) -> None:
+        stream, writer, read = self._stream, self._writer, self._events.read
+        async with stream:  # what refuses the request raises here, while there can still be a status
+            chunk = await self._first(send)
+            if not self._begun:
+                await self._send_headers(send, 200, EVENT_STREAM)
+            await self._send_text(send, writer.begin(stream.usage or NO_USAGE, self._samples))
+            while chunk is not None:
+                if chunk.finish_reason == "abort":
+                    raise Problem(503, "the request was aborted: the engine is closing", code="aborted")
+                text = "".join([writer.write(event) for event in read(chunk)])
+                if text:
+                    await self._send_text(send, text)
+                chunk = await anext(stream, None)
+            await self._send_text(send, writer.end(stream.usage or NO_USAGE), more=False)
+
+    async def _first(self, send: Send) -> Chunk | None:
+        """The first chunk. Headers do not wait for it for ever: proxies and clients would give up."""
+        first = asyncio.ensure_future(anext(self._stream, None))
+        try:
+            await asyncio.wait({first}, timeout=PING_SECONDS)
+            if not first.done():
+                await self._send_headers(send, 200, EVENT_STREAM)
+                await self._send_text(send, self._writer.ping)
+            chunk = await first
+        finally:
+            first.cancel()
+        return chunk
+
+    # ---------------------------------------------------------------- sending
+
+    async def _send_headers(
+        self, send: Send, status: int, kind: bytes, extra: list[tuple[bytes, bytes]] | None = None
+    ) -> None:
+        self._begun = True
+        fixed = [(b"content-type", kind), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        headers = [*fixed, *self._headers, *(extra or [])]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _send_text(self, send: Send, text: str, *, more: bool = True) -> None:
+        self._sent = asyncio.get_running_loop().time()
+        await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+
+    async def _send_json(
+        self, send: Send, status: int, content: dict[str, Any], extra: tuple[tuple[str, str], ...] = ()
+    ) -> None:
+        body = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+        more = [(name.encode(), value.encode()) for name, value in extra]
+        more.append((b"content-length", str(len(body.encode())).encode()))
+        await self._send_headers(send, status, b"application/json", more)
+        await self._send_text(send, body, more=False)
+
+    async def _send_problem(self, send: Send, problem: Problem) -> None:
+        if self._begun:
+            await self._send_text(send, self._writer.failed(problem), more=False)
+        else:
+            await self._send_json(send, problem.status, self._render(problem), problem.headers)

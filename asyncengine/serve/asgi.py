@@ -1,0 +1,81 @@
+"""The ASGI app: which path is served by what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from asyncengine.async_engine import AsyncEngine
+from asyncengine.engine_group import EngineGroup
+from asyncengine.serve.dialects import openai_chat
+from asyncengine.serve.generating import generating
+from asyncengine.serve.models import Models
+from asyncengine.serve.problems import Problem, problem_of
+from asyncengine.serve.security import RequireKey
+from asyncengine.serve.state import Serving
+
+
+def make_app(
+    engines: AsyncEngine | EngineGroup | Mapping[str, AsyncEngine],
+    *,
+    api_keys: Sequence[str] = (),
+    aliases: Mapping[str, str] | None = None,
+    strict: bool = False,
+    max_body: int = 32 << 20,
+) -> Starlette:
+    """See `asyncengine.serve.app`."""
+    named = {engines.info.name: engines} if isinstance(engines, AsyncEngine) else engines
+    serving = Serving(Models(named, aliases), strict, max_body, tuple(api_keys))
+    middleware = [Middleware(RequireKey, keys=serving.api_keys, render=error_for)] if api_keys else []
+    return Starlette(
+        routes=routes(serving),
+        middleware=middleware,
+        exception_handlers={HTTPException: _not_found, Exception: _failed},
+    )
+
+
+def routes(serving: Serving) -> list[Route]:
+    """Every path of the app."""
+    return [
+        Route("/v1/chat/completions", generating(serving, openai_chat), methods=["POST"]),
+        Route("/v1/models", _models(serving), methods=["GET"]),
+        Route("/health", _health(serving), methods=["GET"]),
+    ]
+
+
+def error_for(path: str, problem: Problem) -> dict[str, Any]:
+    """The error object of the dialect that is spoken at a path."""
+    return openai_chat.error(problem)
+
+
+def _models(serving: Serving) -> Any:
+    async def models(_request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": serving.models.listing()})
+
+    return models
+
+
+def _health(serving: Serving) -> Any:
+    async def health(_request: Request) -> Response:
+        alive = serving.models.alive
+        return JSONResponse({"status": "ok" if alive else "dead"}, 200 if alive else 503)
+
+    return health
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    problem = Problem(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
+    return JSONResponse(error_for(request.url.path, problem), error.status_code, headers=error.headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    problem = problem_of(error)
+    return JSONResponse(error_for(request.url.path, problem), problem.status)

@@ -1,0 +1,60 @@
+"""Reading a request's body: bounded, uncompressed, strict JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+import anyio.to_thread
+from starlette.requests import ClientDisconnect, Request
+
+from asyncengine.serve.problems import Problem
+
+INLINE_BYTES = 1 << 18
+"""Longer bodies are parsed on a thread, so that streams go on meanwhile."""
+
+
+async def read_json(request: Request, most: int) -> Any:
+    """The body's JSON. Raises `Problem` for a body over `most` bytes, another type than JSON, or what is no JSON."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        # also what keeps other sites' pages away: a browser sends no JSON to a foreign host without asking it first
+        raise Problem(415, f"the body must be application/json, not {kind[:100] or 'without a type'}", "content-type")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise Problem(415, "a compressed body is not taken", "content-encoding")
+    body = await _read(request, most)
+    return await anyio.to_thread.run_sync(_parse, body) if len(body) > INLINE_BYTES else _parse(body)
+
+
+async def _read(request: Request, most: int) -> bytes:
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length[:20]) > most:
+        raise _too_large(most)
+    body = bytearray()
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > most:
+                raise _too_large(most)
+    except ClientDisconnect:
+        raise Problem(400, "the client left before it had sent its request") from None
+    return bytes(body)
+
+
+def _too_large(most: int) -> Problem:
+    return Problem(
+        413, f"the body has more than {most} bytes", code="body_too_large", headers=(("connection", "close"),)
+    )
+
+
+def _parse(body: bytes) -> Any:
+    try:
+        return json.loads(body, parse_constant=_refuse)
+    except RecursionError:
+        raise Problem(400, "the body is nested too deeply", code="invalid_json") from None
+    except ValueError as error:  # wrong encodings and integers of too many digits as well
+        raise Problem(400, f"the body is no JSON: {error}"[:300], code="invalid_json") from None
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")

@@ -1,0 +1,59 @@
+"""Reading a body's fields, one by one, so that whatever is left at the end was not understood."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from asyncengine.checks import as_switch, as_text
+from asyncengine.errors import InvalidParameter
+
+
+class Fields:
+    """The fields of a request's body that have not been read yet."""
+
+    def __init__(self, body: object, *, strict: bool = False) -> None:
+        """`strict`: fields that would be passed over are refused. Raises `InvalidParameter` unless it is an object."""
+        if not isinstance(body, Mapping):
+            raise InvalidParameter("body", "must be a JSON object", body)
+        self._left: dict[str, Any] = dict(body)
+        self.strict = strict
+        self.ignored: list[str] = []
+        """Names of fields that were given and change nothing; they are told in a header of the response."""
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """The value of a field, or `default` where it is missing or null."""
+        value = self._left.pop(name, None)
+        return default if value is None else value
+
+    def text(self, name: str) -> str | None:
+        """A str or None. Raises `InvalidParameter`."""
+        value = self.take(name)
+        return None if value is None else as_text(name, value)
+
+    def switch(self, name: str, default: bool = False) -> bool:
+        """A bool. Raises `InvalidParameter`."""
+        return as_switch(name, self.take(name, default))
+
+    def some(self, names: Mapping[str, str] | Iterable[str]) -> dict[str, Any]:
+        """The fields among these that are given and not null; a mapping says what each is called in the engine."""
+        renamed = names if isinstance(names, Mapping) else {name: name for name in names}
+        return {ours: value for name, ours in renamed.items() if (value := self._left.pop(name, None)) is not None}
+
+    def ignore(self, *names: str) -> None:
+        """Pass over fields that this engine has no use for. Raises `InvalidParameter` where `strict`."""
+        for name in names:
+            if self._left.pop(name, None) is not None:
+                if self.strict:
+                    raise InvalidParameter(name, "is not served here")
+                self.ignored.append(name)
+
+    def end(self, *, tolerant: bool = False) -> None:
+        """Refuse whatever is left, as unknown, or pass it over where the dialect's own servers do (`tolerant`).
+
+        Raises `InvalidParameter`.
+        """
+        if tolerant:
+            self.ignore(*self._left)
+        for name in self._left:
+            raise InvalidParameter(name[:100], "is no field of this request")

@@ -1,0 +1,96 @@
+"""Endpoints that generate: a dialect reads the body, an engine streams the answer, the dialect writes it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from asyncengine.sampling_params import SamplingParams
+from asyncengine.serve.answer import Answer, AnswerWriter
+from asyncengine.serve.body import read_json
+from asyncengine.serve.fields import Fields
+from asyncengine.serve.models import Target
+from asyncengine.serve.problems import Problem, problem_of
+from asyncengine.serve.state import Serving
+from asyncengine.serve.turn import Answered, Turn
+from asyncengine.stream import TokenStream
+
+IGNORED = "x-asyncengine-ignored"
+"""Header that lists the fields of a request that changed nothing."""
+
+
+class Dialect(Protocol):
+    """A module of `serve.dialects`."""
+
+    @property
+    def Writer(self) -> Callable[[Turn, Answered], AnswerWriter]: ...  # noqa: N802
+    def read(self, fields: Fields) -> Turn: ...
+    def error(self, problem: Problem) -> dict[str, Any]: ...
+
+
+Endpoint = Callable[[Request], Awaitable[Response | Answer]]
+
+
+def generating(serving: Serving, dialect: Dialect) -> Endpoint:
+    """The endpoint of a dialect whose requests need nothing but their body."""
+
+    async def endpoint(request: Request) -> Answer:
+        fields = await read_fields(request, serving)
+        return await answer(serving, dialect, dialect.read(fields), fields)
+
+    return reporting(endpoint, dialect.error)
+
+
+async def read_fields(request: Request, serving: Serving) -> Fields:
+    """The fields of a request's body. Raises `Problem` and `InvalidParameter`."""
+    return Fields(await read_json(request, serving.max_body), strict=serving.strict)
+
+
+async def answer(serving: Serving, dialect: Dialect, turn: Turn, fields: Fields) -> Answer:
+    """The response to a turn: nothing runs before it is sent. Raises `Problem` and `InvalidParameter`."""
+    target = await serving.models.acquire(turn.model)
+    try:
+        params = SamplingParams(**turn.params)
+        answered = Answered(secrets.token_hex(16), target.name, int(time.time()))
+        headers = [("x-request-id", answered.id)]
+        if fields.ignored:
+            headers.append((IGNORED, ", ".join(fields.ignored)[:1000]))
+        return Answer(
+            start(target, turn, params, answered.id),
+            dialect.Writer(turn, answered),
+            dialect.error,
+            streaming=turn.stream,
+            samples=params.n,
+            token_ids=bool(turn.extra.get("token_ids")),
+            headers=tuple(headers),
+            release=target.release,
+        )
+    except BaseException:
+        target.release()
+        raise
+
+
+def start(target: Target, turn: Turn, params: SamplingParams, request_id: str) -> TokenStream:
+    """The engine's stream of a turn. Raises `InvalidParameter` for options that it does not have."""
+    options = {"adapter": target.adapter, "request_id": request_id, **turn.options}
+    if turn.messages is None:
+        return target.engine.stream(turn.prompt or "", params, **options)
+    return target.engine.stream_chat(turn.messages, params, **options, **turn.chat)
+
+
+def reporting(endpoint: Endpoint, render: Callable[[Problem], dict[str, Any]]) -> Endpoint:
+    """The endpoint with every error made a response of the dialect's shape."""
+
+    async def reported(request: Request) -> Response | Answer:
+        try:
+            return await endpoint(request)
+        except Exception as error:
+            problem = problem_of(error)
+            return JSONResponse(render(problem), problem.status, headers=dict(problem.headers))
+
+    return reported

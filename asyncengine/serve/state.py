@@ -1,0 +1,20 @@
+"""The state of one app, which its endpoints share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncengine.serve.models import Models
+
+
+@dataclass(slots=True)
+class Serving:
+    """Models and limits of an app."""
+
+    models: Models
+    strict: bool = False
+    """Fields that change nothing are refused rather than listed in a header."""
+    max_body: int = 32 << 20
+    """Bytes of the longest body that is read."""
+    api_keys: tuple[str, ...] = ()
+    """Keys of which a request must show one; none: every request is served."""

@@ -1,0 +1,53 @@
+"""Chat completions as OpenAI's own client sees them, beside what the engine says in process."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from asyncengine import Engine, SamplingParams
+
+QUESTION = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def client(demo_url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{demo_url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    with Engine.from_pretrained("demo", show_progress=False) as engine:
+        return engine.chat(QUESTION, SamplingParams(temperature=0, max_tokens=12)).text
+
+
+def test_an_answer_is_that_of_the_engine(client: openai.OpenAI, expected: str) -> None:
+    answer = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0, max_tokens=12)
+    assert answer.choices[0].message.content == expected
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert (answer.usage.completion_tokens, answer.model) == (12, "demo")
+
+
+def test_a_stream_adds_up_to_it(client: openai.OpenAI, expected: str) -> None:
+    options = {"include_usage": True}
+    stream = client.chat.completions.create(
+        model="demo", messages=QUESTION, temperature=0, max_tokens=12, stream=True, stream_options=options
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-2:] == [None, "length"]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 12
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [({"max_tokens": -1}, "max_tokens"), ({"extra_body": {"foo": 1}}, "foo"), ({"temperature": "hot"}, "temperature")],
+)
+def test_a_wrong_field_is_named(client: openai.OpenAI, given: dict[str, object], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="demo", messages=QUESTION, **given)
+    assert refused.value.param == param

@@ -1,0 +1,63 @@
+"""An app over an engine, served by uvicorn on a free port of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+
+
+def _server(app: Starlette, listener: socket.socket) -> uvicorn.Server:
+    listener.bind(("127.0.0.1", 0))
+    # "uvloop" would be taken where it is installed; what is tested is the app
+    return uvicorn.Server(uvicorn.Config(app, log_level="error", loop="asyncio", lifespan="on"))
+
+
+@asynccontextmanager
+async def serving(app: Starlette) -> AsyncIterator[str]:
+    """Serve `app` on the running loop; its base URL, without a path."""
+    with socket.socket() as listener:
+        server = _server(app, listener)
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started and not task.done():  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await task
+
+
+@contextmanager
+def serving_thread(make_app: Any) -> Iterator[str]:
+    """Serve on a thread of its own, for clients that block. `make_app` makes an async context manager, entered on that
+    thread's loop, whose value is the app."""
+    started, stop, found = threading.Event(), threading.Event(), list[str]()
+
+    async def run() -> None:
+        async with make_app() as app, serving(app) as url:
+            found.append(url)
+            started.set()
+            await asyncio.to_thread(stop.wait)
+
+    def main() -> None:
+        try:
+            asyncio.run(run())
+        finally:
+            started.set()
+
+    thread = threading.Thread(target=main, name="http-server")
+    thread.start()
+    started.wait()
+    assert found, "the server did not start"
+    try:
+        yield found[0]
+    finally:
+        stop.set()
+        thread.join()

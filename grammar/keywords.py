@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge, GrammarUnsupported
-from asyncengine.grammar.lark import tokens
 from asyncengine.grammar.regexes import unsupported_feature
-from asyncengine.grammar.schemas import escape, subschemas
+from asyncengine.grammar.schemas import escape, schemas_of, subschemas
 from asyncengine.grammar.spec import Grammar
 
 UNIMPLEMENTED = (
@@ -50,13 +47,13 @@ def explain(grammar: Grammar, message: str) -> GrammarError:
     if any(sign in lower for sign in _IMPOSSIBLE):
         return GrammarImpossible("grammar", f"{_ADVICE['impossible']} ({shown})")
     features: list[Feature] = []
-    for schema in _schemas(grammar):
+    for schema in schemas_of(grammar):
         features += find_unsupported(schema, message)
     if features:
         return GrammarUnsupported("grammar", features, _detail(message, shown))
     if any(sign in lower for sign in _NO_AUTOMATON):
         return GrammarUnsupported("grammar", [("look-around or back-reference", "")], shown)
-    places = [place for schema in _schemas(grammar) for place in _malformed(schema, message)]
+    places = [place for schema in schemas_of(grammar) for place in _malformed(schema, message)]
     return GrammarError("grammar", f"cannot be compiled{f' at {places[0]}' if places else ''}: {shown}")
 
 
@@ -110,16 +107,6 @@ def _detail(message: str, shown: str) -> str:
     if "is not present in a registry" in message or "Default retriever" in message:
         return "only references inside the schema can be followed"
     return shown
-
-
-def _schemas(grammar: Grammar) -> Iterator[Any]:
-    """The schema, or those embedded in Lark."""
-    if grammar.kind == "json_schema":
-        yield json.loads(grammar.text)
-    elif grammar.kind == "lark":
-        for kind, text in tokens(grammar.text):
-            if kind == "json":
-                yield json.loads(text)
 
 
 def _with_keys(nodes: list[tuple[str, dict[str, Any]]], keys: tuple[str, ...]) -> list[Feature]:

@@ -10,7 +10,7 @@ import string
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from asyncengine.grammar.schemas import subschemas
+from asyncengine.grammar.schemas import schemas_of, subschemas
 from asyncengine.grammar.spec import Grammar
 
 sre: Any = importlib.import_module("re._parser")
@@ -36,8 +36,7 @@ def ways_out(grammar: Grammar, text: str) -> list[bytes]:
     found: list[str] = []
     match grammar.kind:
         case "json_schema":
-            inside = [json.dumps(text, ensure_ascii=False)[1:-1] for text in pattern_samples(json.loads(grammar.text))]
-            found += _endings(inside)
+            found += _inside_strings(grammar)
         case "regex":
             found += _endings(samples(grammar.text))
         case "choice":
@@ -46,9 +45,16 @@ def ways_out(grammar: Grammar, text: str) -> list[bytes]:
             found += [_ESCAPE.sub(_unescaped, literal) for literal in _QUOTED.findall(text)]
             found += [markup.replace("\\", "") for markup in _MARKUP.findall(text)]
             found += _endings([sample for pattern in _PATTERN.findall(text) for sample in samples(pattern)])
+            found += _inside_strings(grammar)
     ways = [item.encode("utf-8", "replace") for item in dict.fromkeys(found) if item]
     room = itertools.accumulate(map(len, ways))
     return [way for way, used in zip(ways, room, strict=True) if used <= MAX_BYTES]
+
+
+def _inside_strings(grammar: Grammar) -> list[str]:
+    """Samples of the patterns of a grammar's schemas, as JSON writes them, and their endings."""
+    found = [sample for schema in schemas_of(grammar) for sample in pattern_samples(schema)]
+    return _endings([json.dumps(sample, ensure_ascii=False)[1:-1] for sample in found])
 
 
 def _unescaped(match: re.Match[str]) -> str:
@@ -59,7 +65,7 @@ def _unescaped(match: re.Match[str]) -> str:
 def needed_keys(grammar: Grammar) -> list[bytes]:
     """The keys that objects of a schema must have, in its order, as they stand behind their first quote."""
     names: dict[str, None] = {}
-    for _, node in subschemas(json.loads(grammar.text)) if grammar.kind == "json_schema" else ():
+    for node in (node for schema in schemas_of(grammar) for _, node in subschemas(schema)):
         needed = node.get("required")
         names.update((name, None) for name in (needed if isinstance(needed, list) else ()) if isinstance(name, str))
     return [json.dumps(name, ensure_ascii=False)[1:].encode("utf-8", "replace") for name in list(names)[:MAX_KEYS]]

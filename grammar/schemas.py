@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, get_origin
@@ -10,6 +11,8 @@ from urllib.parse import unquote
 
 from asyncengine.errors import GrammarError, GrammarImpossible
 from asyncengine.grammar.canonical import canonical_json, parse_json
+from asyncengine.grammar.lark import tokens
+from asyncengine.grammar.spec import Grammar
 
 ONE = (
     "additionalProperties", "additionalItems", "items", "contains", "propertyNames", "not", "if", "then", "else",
@@ -173,3 +176,11 @@ def subschemas(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         pointer, node = stack.pop()
         yield pointer, node
         stack.extend(reversed([(pointer + step, child) for step, child in children(node)]))
+
+
+def schemas_of(grammar: Grammar) -> Iterator[Any]:
+    """The schema that a grammar is, or those embedded in its Lark text."""
+    if grammar.kind == "json_schema":
+        yield json.loads(grammar.text)
+    elif grammar.kind == "lark":
+        yield from (json.loads(text) for kind, text in tokens(grammar.text) if kind == "json")

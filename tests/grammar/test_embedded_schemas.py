@@ -1,0 +1,44 @@
+"""A schema inside a Lark grammar, as a tool's is, finds its way to the end as it does by itself."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from support.small_grammars import shared_vocabulary
+
+from asyncengine.grammar import Grammar
+from asyncengine.grammar.llguidance_backend import LlguidanceBackend
+from asyncengine.grammar.samples import needed_keys, ways_out
+
+
+def closed(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+CODE = {"type": "string", "pattern": "[0-9]{3}-[0-9]{4}"}
+SCHEMAS = {
+    "unanchored pattern": closed({"phone": CODE}),
+    "key pattern": {"type": "object", "patternProperties": {"^[0-9]{3}-x$": CODE}, "additionalProperties": False},
+    "quotes": closed({"said": {"type": "string", "pattern": '"[A-Z]{2}\\\\[a-z]{2}"'}}),
+    "recursive": {
+        "$ref": "#/$defs/n",
+        "$defs": {"n": closed({"code": CODE, "next": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}})},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_an_embedded_schema_compiles_as_it_does_by_itself(name: str) -> None:
+    backend = LlguidanceBackend(shared_vocabulary())
+    alone = backend.compile(Grammar.json_schema(SCHEMAS[name]), 10)
+    inside = backend.compile(Grammar.lark(f'start: "<" %json {json.dumps(SCHEMAS[name])} ">"'), 10)
+    assert inside.min_tokens <= alone.min_tokens + 4
+
+
+def test_ways_out_and_needed_keys_of_embedded_schemas() -> None:
+    schema = SCHEMAS["quotes"]
+    grammar = Grammar.lark(f"start: %json {json.dumps(schema)}")
+    assert rb"\"AA\\aa\"".lower() in {way.lower() for way in ways_out(grammar, grammar.text)}
+    assert needed_keys(grammar) == needed_keys(Grammar.json_schema(schema)) == [b'said"']

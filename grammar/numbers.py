@@ -1,16 +1,16 @@
 """Sets of decimal numbers (bounds, steps, lists), exact for any size, and the patterns that match their spellings.
 
 Spelled are: no exponent, no plus sign, no leading zero, no "-0"; trailing zeros of a fraction are allowed. A number
-that is no multiple of anything has at most `Numbers.places` digits after the point: so many that the text is still told
-apart from its bounds where it is read as a double. `{"exclusiveMinimum": 0.3}` is not met by 0.3000000000000000000001,
-which is 0.3 to nearly every reader.
+that is no multiple of anything has at most `Numbers.places` digits after the point, and keeps its bounds as a double,
+too: `{"exclusiveMinimum": 0.3}` is not met by 0.3000000000000000000001, which is 0.3 to nearly every reader.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -20,14 +20,15 @@ from asyncengine.grammar.digits import ending_pattern, escaped_text, listed_patt
 KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 MAX_DIGITS = 400
 """Digits of a bound, before or after the point; a double has 324 at most."""
-DOUBLE_DIGITS = 15
-"""Decimal digits that a double always keeps apart."""
+FRACTION_DIGITS = 15
+"""Digits after the point of a number with bounds, unless the bounds have more. A double near 1 keeps so many."""
 MAX_LISTED = 1000
 """Multiples within bounds that are listed one by one."""
 MAX_ENDINGS = 1000
 """Last digits that make a number a multiple."""
 SAFE = 2**53
 """Integers up to here reach the grammar library as they are."""
+LARGEST = Fraction(sys.float_info.max)
 LIBRARY_END = 10**18
 """The end of multiples that the library counts and that have none: a double, and less than its 64 bits."""
 WRITTEN_DIGITS = 308
@@ -93,11 +94,10 @@ class Numbers:
         bounds = [bound for bound in (self.low, self.high) if bound is not None]
         if self.integer or not bounds:
             return 0
-        whole = max(len(str(abs(bound) // 1)) for bound in bounds)
         fraction = max(places(bound) for bound in bounds)
         if fraction and (self.low_open or self.high_open):
             fraction += 2
-        return max(DOUBLE_DIGITS - whole, fraction)
+        return max(FRACTION_DIGITS, fraction)
 
     def ends(self) -> tuple[int | None, int | None]:
         """First and last number, counted in units of the last place (`places`) and at multiples of `step`."""
@@ -113,6 +113,23 @@ class Numbers:
             high = (high - (is_open and high * unit == bound * scale)) * unit
         return low, high
 
+    def _parts(self) -> list[Numbers]:
+        """The whole numbers, and the others with whole bounds of more than 53 bits moved inwards to doubles: a fraction
+        is read as its nearest double, 2**53 + 2.9 as 2**53 + 2. Itself alone where it has no such bound."""
+        if not self.places or self.step is not None:
+            return [self]
+        low, high = (
+            bound if bound is None or bound.denominator != 1 or _double(bound) == bound else _inwards(bound, towards)
+            for bound, towards in ((self.low, math.inf), (self.high, -math.inf))
+        )
+        if low is not None and low > LARGEST:
+            high = LARGEST
+        if high is not None and high < -LARGEST:
+            low = -LARGEST
+        if (low, high) == (self.low, self.high):
+            return [self]
+        return [replace(self, integer=True), replace(self, low=low, high=high)]
+
     @property
     def unit(self) -> int:
         """`step` in units of the last place; 1 where there is none."""
@@ -122,17 +139,20 @@ class Numbers:
 
     def _inside(self, bound: Fraction, is_open: bool, direction: float) -> tuple[Fraction, bool]:
         """An open bound that our digits tell apart from its neighbours and a double does not: the next double."""
-        if not is_open or not self.places or abs(bound) > 10**300:
+        if not is_open or not self.places:
             return bound, is_open
-        near = float(bound)
-        if Fraction(math.ulp(near)) * 10**self.places <= 1:
+        near = _double(bound)
+        beside = math.nextafter(near, direction)
+        if math.isinf(beside) or Fraction(math.ulp(near)) * 10**self.places <= 1:
             return bound, is_open
-        return Fraction(repr(math.nextafter(near, direction))), False
+        return Fraction(repr(beside)), False
 
     @property
     def empty(self) -> bool:
         if self.listed is not None:
             return not any(self._within(value) for value, _ in self.listed)
+        if len(parts := self._parts()) > 1:
+            return all(part.empty for part in parts)
         low, high = self.ends()
         return low is not None and high is not None and low > high
 
@@ -144,6 +164,9 @@ class Numbers:
         if self.listed is not None:
             texts = [text for value, text in self.listed if self._within(value)]
             return Spelling((f"(?:{'|'.join(map(escaped_text, texts))})",))
+        if len(parts := self._parts()) > 1:
+            parts = [part for part in parts if not part.empty]
+            return Spelling((f"(?:{'|'.join(part.spelling(pointer, most).patterns[0] for part in parts)})",))
         (low, high), unit, digits = self.ends(), self.unit, self.places
         bounds = range_pattern(*((low, high) if most is None else _ended(low, high, digits, most)), digits)
         if unit == 1:
@@ -221,6 +244,19 @@ def number_text(value: int | float) -> str:
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
         return str(int(value))
     return json.dumps(value)
+
+
+def _double(value: Fraction) -> float:
+    """The nearest finite double."""
+    return float(max(-LARGEST, min(value, LARGEST)))
+
+
+def _inwards(bound: Fraction, towards: float) -> Fraction:
+    """The nearest double from `bound`, which is none, on `towards` an infinity; itself beyond the last."""
+    near = _double(bound)
+    if (near < bound) == (towards > 0):
+        near = math.nextafter(near, towards)
+    return bound if math.isinf(near) else Fraction(near)
 
 
 def places(value: Fraction) -> int:

@@ -127,22 +127,34 @@ def test_random_ranges_against_decimal_arithmetic(part: int) -> None:
                 continue
             assert taken == wanted, (schema, integer, text, spelling.patterns)
             matched, unmatched = matched + taken, unmatched + (not taken)
-            if taken and "." in text and not {"minimum", "exclusiveMinimum"} <= set(schema):
+            if taken and "." in text:
                 assert keeps_as_double(schema, float(text)), (schema, text)
+                assert "multipleOf" in schema or keeps_as_double(schema, float(text), exactly=True), (schema, text)
     assert min(matched, unmatched) > RANGES
     assert refused < RANGES / 4 / 10
     assert empty > RANGES / 4 / 50
 
 
 def differs_by_less_than_a_double(schema: dict[str, Any], text: str) -> bool:
-    """Beside an exclusive bound, and no double lies between: such texts are left out."""
+    """Beside an exclusive bound, and no double lies between, or with a fraction beside a bound that is no double: such
+    texts are left out."""
     opened = [float(schema[key]) for key in ("exclusiveMinimum", "exclusiveMaximum") if key in schema]
+    if "." in text:
+        opened += [float(bound) for bound in schema.values() if Decimal(float(bound)) != decimal(bound)]
     return any(abs(Decimal(text) - decimal(bound)) < 2 * Decimal(math.ulp(bound)) for bound in opened)
 
 
-def keeps_as_double(schema: dict[str, Any], value: float) -> bool:
-    """As whoever reads both the schema and the output as doubles compares them."""
-    bounds = {key: float(bound) for key, bound in schema.items()}
+def test_no_number_between_whole_bounds_that_are_no_doubles() -> None:
+    """Fractions lie between them, and each is read as one of the bounds or beyond."""
+    numbers = of_schema({"exclusiveMinimum": 2**53 + 1, "exclusiveMaximum": 2**53 + 2}, "")
+    assert numbers.empty
+    assert not of_schema({"minimum": 2**53 + 1, "exclusiveMaximum": 2**53 + 2}, "").empty
+
+
+def keeps_as_double(schema: dict[str, Any], value: float, exactly: bool = False) -> bool:
+    """As whoever reads both the schema and the output as doubles compares them; `exactly`: as Python does, for which a
+    whole bound is none."""
+    bounds = {key: bound if exactly else float(bound) for key, bound in schema.items()}
     return (
         value >= bounds.get("minimum", value)
         and value <= bounds.get("maximum", value)
@@ -166,6 +178,29 @@ def keeps_as_double(schema: dict[str, Any], value: float) -> bool:
         ({"multipleOf": 0.01, "minimum": 0}, ["0", "19.99", "0.1", "5.50"], ["0.001", "-1"]),
         ({"multipleOf": 0.07, "minimum": 0, "maximum": 1}, ["0", "0.07", "0.7", "0.98"], ["0.1", "1"]),
         ({"minimum": 0, "exclusiveMinimum": True, "maximum": 2}, ["1", "0.5"], ["0"]),
+        (
+            {"minimum": 0, "maximum": 10**14},
+            ["1.5", "0.000000000000001", "99999999999999.99", "100000000000000.0"],
+            ["100000000000000.1", "-0.1"],
+        ),
+        (
+            {"minimum": -(2**53) + 1, "maximum": 2**53 - 1},
+            ["0.5", "-9007199254740990.5", "9007199254740991"],
+            ["9007199254740991.1", "9007199254740992"],
+        ),
+        ({"exclusiveMaximum": 10**14}, ["1.5", "99999999999999.98"], ["99999999999999.999999", "100000000000000"]),
+        (
+            {"minimum": -(2**63), "maximum": 2**63 - 1},
+            ["0.25", "9223372036854774784.0", str(2**63 - 1)],
+            ["9223372036854775807.0", "9223372036854775806.9"],
+        ),
+        (
+            {"minimum": 2**53 + 1, "exclusiveMaximum": 2**53 + 3},
+            ["9007199254740993", "9007199254740994"],
+            ["9007199254740993.0", "9007199254740994.5", "9007199254740995"],
+        ),
+        ({"minimum": 10**309, "maximum": 10**309 + 5}, ["1" + "0" * 309], ["1" + "0" * 309 + ".0", "0.5"]),
+        ({"maximum": -(10**309)}, ["-1" + "0" * 309], ["-1" + "0" * 309 + ".5", "0.5"]),
         ({"minimum": 1e-30, "maximum": 2e-30}, ["0." + "0" * 29 + "1"], ["0", "0." + "0" * 29 + "3"]),
     ],
 )

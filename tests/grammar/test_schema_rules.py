@@ -67,6 +67,8 @@ EXACT: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.1"], ["0", "0.0", "-0", "0.51"]),
     ({"type": "number", "exclusiveMinimum": 5, "maximum": 5.1}, ["5.05", "5.1"], ["5", "5.0"]),
     ({"type": "number", "exclusiveMinimum": 1, "maximum": 1.5}, ["1.1", "1.5"], ["1", "1.0"]),
+    ({"type": "number", "minimum": 0, "maximum": 10**14}, ["1.5", "0.25", "100000000000000"], ["100000000000000.5"]),
+    ({"type": "number", "maximum": 2**53 - 1}, ["-1.5", "9007199254740990.5"], ["9007199254740991.5"]),
     ({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}, [str(-(2**63))], [str(-(2**63) + 1), "-0"]),
     ({"const": -(2**63)}, [str(-(2**63))], [str(-(2**63) + 1)]),
     ({"enum": [2**53 + 1, 10**30]}, [str(2**53 + 1), str(10**30)], [str(2**53), str(2**63 - 1)]),

@@ -83,12 +83,13 @@ class Chunk:
     """One delivery to one stream: everything new since the last one (a slow reader gets merged chunks).
 
     `index` is the sample (0 unless `n` > 1); `finish_reason` is None on all but a sample's last chunk; `usage` is set
-    on the last chunk of the stream; `error` says what went wrong where the reason is "error" or "engine_dead".
+    on the last chunk of the stream; `error` says what went wrong where the reason is "error" or "engine_dead"; `stop` is
+    the stop string that ended the sample, on its last chunk, if one did.
     In a chat `text` is the answer without the `reasoning` before it and the `tool_calls` in it.
     """
 
     __slots__ = (
-        "error", "finish_reason", "index", "logprobs", "reasoning", "text", "token_ids", "tool_calls", "usage",
+        "error", "finish_reason", "index", "logprobs", "reasoning", "stop", "text", "token_ids", "tool_calls", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -102,6 +103,7 @@ class Chunk:
         usage: Usage | None = None,
         tool_calls: list[ToolCallDelta] | None = None,
         reasoning: str = "",
+        stop: str | None = None,
     ) -> None:
         self.text = text
         self.token_ids = token_ids
@@ -112,12 +114,13 @@ class Chunk:
         self.usage = usage
         self.tool_calls = tool_calls
         self.reasoning = reasoning
+        self.stop = stop
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments alone: half of the time and bytes of a state by name, and fleets send one per token."""
         return Chunk, (
             self.text, self.token_ids, self.finish_reason, self.index, self.logprobs, self.error, self.usage,
-            self.tool_calls, self.reasoning,
+            self.tool_calls, self.reasoning, self.stop,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -139,6 +142,8 @@ class Sample:
     """The violation of the schema that a check at the end found, with `unsupported="validate"`."""
     broken_calls: list[ToolCall] = field(default_factory=list)
     """Begun and never finished, with the arguments so far: a stop string, an abort or a deadline came first."""
+    stop: str | None = None
+    """The stop string that ended the text; None: something else did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +165,7 @@ class Completion:
     reasoning: str = ""
     schema_error: str | None = None
     broken_calls: list[ToolCall] = field(default_factory=list)
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

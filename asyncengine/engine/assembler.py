@@ -119,6 +119,7 @@ class Assembler:
             reasoning=samples[0].reasoning,
             schema_error=samples[0].schema_error,
             broken_calls=samples[0].broken_calls,
+            stop=samples[0].stop,
         )
 
     def _sample(self, index: int) -> Sample:
@@ -135,6 +136,7 @@ class Assembler:
             reasoning="".join(output.reasoning),
             schema_error=None if reason == "tool_calls" else self._schema_error(text),
             broken_calls=[] if self._reader is None else self._reader.broken_calls(index),
+            stop=None if last is None else last.stop,
         )
 
     def _schema_error(self, text: str) -> str | None:
@@ -157,6 +159,7 @@ def merge(chunks: list[Chunk]) -> list[Chunk]:
                 last.index,
                 logprobs or None,
                 last.error,
+                stop=last.stop,
             )
         )
     return merged

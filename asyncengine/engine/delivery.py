@@ -47,6 +47,11 @@ class OutputStream:
         """Whether the text of an id that ends the output stays out of it."""
         return token in self.spec.stop_ids and not self.spec.params.include_stop
 
+    @property
+    def stop(self) -> str | None:
+        """The stop string that has ended the text."""
+        return None if self.stops is None else self.stops.matched
+
     def rest(self) -> str:
         """Text held back until the end."""
         text = "" if self.detokenizer is None else self.detokenizer.finish()
@@ -151,13 +156,16 @@ class Delivery:
                 text += stream.rest()
         elif reason is not None:
             text = stream.rest()
+        if end == "length" and stream.stop is not None:  # it came to light with the text held back until the end
+            end = "stop"
         if end is not None:
             self._close(stream, output, end)
         logprobs = None if output.logprob is None else [self._entry(output.logprob)]
         error = output.error
         if isinstance(error, Exception):
             stream.mailbox.cause, error = error, str(error)
-        return Chunk(text, [] if token < 0 else [token], end, stream.spec.index, logprobs, error)
+        stop = stream.stop if end == "stop" else None
+        return Chunk(text, [] if token < 0 else [token], end, stream.spec.index, logprobs, error, stop=stop)
 
     def _undecodable(self, stream: OutputStream, output: Output, error: Exception) -> Chunk:
         if output.reason is None:

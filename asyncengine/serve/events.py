@@ -64,6 +64,8 @@ class End(Event):
     """The last event of a sample."""
 
     reason: FinishReason
+    stop: str | None = None
+    """The stop string that ended the text."""
 
 
 class EventReader:
@@ -94,7 +96,7 @@ class EventReader:
                 events.append(CallArguments(index, delta.index, delta.arguments))
         if chunk.finish_reason is not None:
             self._close(index, events)
-            events.append(End(index, chunk.finish_reason))
+            events.append(End(index, chunk.finish_reason, chunk.stop))
         return events
 
     def _close(self, index: int, events: list[Event]) -> None:

@@ -132,7 +132,7 @@ def test_an_update_merges_what_waits() -> None:
     assert one.text == "".join(f"{count}," for count in range(1000))
     assert (two.index, two.text, two.finish_reason) == (1, "b", "stop")
     assert (output.cached_tokens, output.computing) == (32, 0.5)
-    full = Chunk("c", [2], "stop", 1, [], "why", Usage(1, 2), [], "because")
+    full = Chunk("c", [2], "stop", 1, [], "why", Usage(1, 2), [], "because", "END")
     copy = pickle.loads(pickle.dumps(full))
     assert [getattr(copy, name) for name in Chunk.__slots__] == [getattr(full, name) for name in Chunk.__slots__]
     mailbox.put(full)

@@ -58,6 +58,7 @@ async def test_a_stop_string_ends_the_request_across_token_boundaries(kind: str,
         assert done.text == whole[: whole.index(stop)]
         kept = await engine.generate([5], SamplingParams(stop=[stop, "never"], include_stop=True, max_tokens=300))
         assert kept.text == whole[: whole.index(stop) + len(stop)]
+        assert (done.stop, kept.stop, kept.samples[0].stop) == (stop, stop, stop)
         await idle(engine)
         assert_nothing_held(engine.core)
         stats = engine.stats()
@@ -72,6 +73,7 @@ async def test_a_stream_never_shows_the_beginning_of_a_stop_string():
         async for chunk in engine.stream([5], SamplingParams(stop="lazy dog", max_tokens=300)):
             seen += chunk.text
             assert not seen.endswith("l")
+            assert chunk.stop == (None if chunk.finish_reason is None else "lazy dog")
         whole = tokenizer("gpt2").decode(script)
         assert seen == whole[: whole.index("lazy dog")]
 
@@ -80,8 +82,18 @@ async def test_what_was_held_back_comes_at_the_end_if_the_stop_string_does_not()
     engine, script = reciting("gpt2")
     async with engine:
         done = await engine.generate([5], SamplingParams(stop="👍🏽!", max_tokens=len(script)))
-        assert done.finish_reason == "length"
+        assert (done.finish_reason, done.stop) == ("length", None)
         assert done.text == tokenizer("gpt2").decode(script)
+
+
+async def test_a_stop_string_in_what_was_held_back_is_what_ended_the_text():
+    engine, script = reciting("gpt2")
+    async with engine:
+        texts = [tokenizer("gpt2").decode(script[:length]) for length in range(len(script))]
+        length = next(length for length, text in enumerate(texts) if text.endswith("\ufffd"))
+        done = await engine.generate([5], SamplingParams(stop="\ufffd", max_tokens=length))
+        assert (done.finish_reason, done.stop) == ("stop", "\ufffd")
+        assert done.text == texts[length].rstrip("\ufffd")
 
 
 async def test_stop_strings_are_ignored_before_min_tokens():

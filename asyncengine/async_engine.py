@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self, SupportsIndex, Unpack
 
@@ -380,9 +380,14 @@ class AsyncEngine:
         """Call `hook` on the engine's loop with each event; it must return at once. The result ends it."""
         return self.core.observe(hook)
 
-    def count_tokens(self, text: str | ChatMessages, tools: ToolSpecs | None = None) -> int:
-        """Length in tokens of a prompt or a chat, before sending it."""
-        return self.core.count_tokens(text, tools)
+    def count_tokens(
+        self,
+        text: str | ChatMessages,
+        tools: ToolSpecs | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Length in tokens of a prompt or a chat, before sending it; `template_kwargs` as in `ChatRequest`."""
+        return self.core.count_tokens(text, tools, template_kwargs)
 
     def tokenize(self, text: str) -> list[int]:
         return self.core.encode(text)

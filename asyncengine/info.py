@@ -35,6 +35,8 @@ class ModelInfo:
     has_chat_template: bool = False
     tool_format: str | None = None
     """The format of the model's tool calls ("hermes", "qwen3_coder", ...); None: chats with tools are refused."""
+    template_variables: tuple[str, ...] = ()
+    """Variables of the chat template that a chat may set (`enable_thinking`, `reasoning_effort`, ...)."""
     reasons: bool = False
     """The chat template marks reasoning before the answer."""
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -32,6 +32,7 @@ class RequestKeywords(TypedDict, total=False):
     tenant: str | None
     prediction: Prompt | Mapping[str, Any] | None
     speculation: bool | Literal["auto", "off"] | None
+    clip_max_tokens: bool
 
 
 class VectorKeywords(TypedDict, total=False):
@@ -79,6 +80,8 @@ class RequestOptions:
     computed many tokens at a time. It changes nothing but time; what of it no answer could reach is left out."""
     speculation: bool | Literal["auto", "off"] | None = None
     """False or "off": nothing is drafted for this request. None, True or "auto": as the engine's `speculation` says."""
+    clip_max_tokens: bool = False
+    """A `max_tokens` beyond the end of the context means up to there. False: it is refused."""
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> Self:
@@ -110,6 +113,7 @@ class RequestOptions:
         return replace(
             self,
             speculation=speculation,
+            clip_max_tokens=as_switch("clip_max_tokens", self.clip_max_tokens),
             priority=as_integer("priority", self.priority, MIN_INT64, MAX_INT64),
             timeout=None if self.timeout is None else as_seconds("timeout", self.timeout),
         )

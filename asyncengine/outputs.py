@@ -83,8 +83,8 @@ class Chunk:
     """One delivery to one stream: everything new since the last one (a slow reader gets merged chunks).
 
     `index` is the sample (0 unless `n` > 1); `finish_reason` is None on all but a sample's last chunk; `usage` is set
-    on the last chunk of the stream; `error` says what went wrong where the reason is "error" or "engine_dead"; `stop` is
-    the stop string that ended the sample, on its last chunk, if one did.
+    on the last chunk of the stream; `error` says what went wrong where the reason is "error" or "engine_dead"; `stop`
+    is the stop string that ended the sample, on its last chunk, if one did.
     In a chat `text` is the answer without the `reasoning` before it and the `tool_calls` in it.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -226,9 +226,14 @@ class Engine:
         """Statistics, as `AsyncEngine.stats`."""
         return self.aengine.stats()
 
-    def count_tokens(self, text: str | ChatMessages, tools: ToolSpecs | None = None) -> int:
+    def count_tokens(
+        self,
+        text: str | ChatMessages,
+        tools: ToolSpecs | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> int:
         """Count tokens, as `AsyncEngine.count_tokens`."""
-        return self.aengine.count_tokens(text, tools)
+        return self.aengine.count_tokens(text, tools, template_kwargs)
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text, as `AsyncEngine.tokenize`."""

@@ -141,7 +141,7 @@ with Engine.from_pretrained("demo", max_num_seqs=32, kv_cache_memory="256MiB") a
 {chr(10).join(f"{section}{chr(10)}" for section in sections)}
 ## Options of a request
 
-Keywords of `generate`, `stream`, `chat` and `stream_chat`; all but `prediction` and `speculation` also of `embed`,
+Keywords of `generate`, `stream`, `chat` and `stream_chat`; all but the last three also of `embed`,
 `rerank` and `classify`.
 
 {table(list(request.values()), "option")}

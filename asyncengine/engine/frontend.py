@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from itertools import count, islice
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from asyncengine.checks import as_items
 from asyncengine.config import EngineConfig
@@ -34,6 +34,7 @@ from asyncengine.options import (
     ToolSpecs,
     WeightSource,
     template_tools,
+    template_variables,
 )
 from asyncengine.outputs import Chunk
 from asyncengine.sampling_params import SamplingParams, as_params
@@ -107,11 +108,18 @@ class Frontend:
             return list(as_items("prompt", prompt))
         return self._tokenizer("prompt").encode(prompt)
 
-    def count_tokens(self, text: str | ChatMessages, tools: ToolSpecs | None = None) -> int:
-        """Length in tokens of a prompt, or of a chat as the model would see it."""
+    def count_tokens(
+        self,
+        text: str | ChatMessages,
+        tools: ToolSpecs | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Length in tokens of a prompt, or of a chat as the model would see it. Raises `InvalidParameter`."""
         if isinstance(text, str):
             return len(self.encode(text))
-        return len(self._tokenizer("messages").apply_chat_template(self._with_content(text), template_tools(tools)))
+        tokenizer, messages = self._tokenizer("messages"), self._with_content(text)
+        variables = template_variables(template_kwargs)
+        return len(tokenizer.apply_chat_template(messages, template_tools(tools), **variables))
 
     def _with_content(self, messages: ChatMessages) -> ChatMessages:
         """`messages` as the template has to get them."""

@@ -146,7 +146,7 @@ class RequestValidator:
         self._check_limits(params)
         self.check_adapter(options.adapter)
         options = options.checked()
-        max_total = self._check_length(len(tokens), params)
+        max_total = self._check_length(len(tokens), params, options.clip_max_tokens)
         if params.grammar is not None:
             params = params.replace(grammar=self._check_grammar(params, max_total - len(tokens)))
         mailbox = Mailbox()
@@ -277,12 +277,12 @@ class RequestValidator:
                 raise InvalidParameter("prediction", f"must be a text or token ids below {vocab}", prediction)
         return tokens[: self.info.max_model_len]  # no answer gets further
 
-    def _check_length(self, prompt_len: int, params: SamplingParams) -> int:
+    def _check_length(self, prompt_len: int, params: SamplingParams, clip: bool) -> int:
         """Most tokens of prompt and output together. Raises `ContextLengthExceeded` for what can never fit."""
         limit = self.info.max_model_len
         if prompt_len >= limit and not (prompt_len == limit and params.max_tokens == 0):
             raise self._too_long(prompt_len)
-        if params.max_tokens is None:
+        if params.max_tokens is None or (clip and prompt_len + params.max_tokens > limit):
             if params.min_tokens > limit - prompt_len:
                 raise ContextLengthExceeded(
                     "min_tokens", f"{prompt_len} prompt tokens leave room for {limit - prompt_len}", params.min_tokens

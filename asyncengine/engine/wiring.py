@@ -332,6 +332,7 @@ def _assemble(
         page_size=runner.page_size,
         has_tokenizer=tokenizer is not None,
         has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
+        template_variables=() if tokenizer is None else tokenizer.template_variables(),
         generation_defaults=loaded.generation_defaults,
         weight_bytes=runner.weights_bytes,
         kv_cache_bytes=runner.kv_bytes,

@@ -204,6 +204,13 @@ class TextTokenizer:
         if self.has_chat_template:
             self._template(None)
 
+    def template_variables(self) -> tuple[str, ...]:
+        """Names of the chat template's variables that a caller may set; none where it cannot be read."""
+        try:
+            return tuple(self._template(None).settable) if self.has_chat_template else ()
+        except InvalidParameter:
+            return ()
+
     def template_text(self, tools: object = None) -> str:
         """The chat template in force for a chat with `tools`. Raises `ValueError` where the tokenizer has none."""
         return str(self._chat_template or self._hf.get_chat_template(tools=tools or None))

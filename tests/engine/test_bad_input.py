@@ -97,6 +97,7 @@ BAD: list[tuple[str, Call, str, str]] = [
     ("NaN timeout", request(timeout=NAN), "timeout", "positive, finite"),
     ("infinite timeout", request(timeout=INF), "timeout", "positive, finite"),
     ("text timeout", request(timeout="1s"), "timeout", "positive, finite"),
+    ("clipping of text", request(clip_max_tokens="yes"), "clip_max_tokens", "True or False"),
     ("fractional priority", request(priority=1.5), "priority", "must be an integer"),
     ("text priority", request(priority="high"), "priority", "must be an integer"),
     ("numeric request id", request(request_id=7), "request_id", "must be a str"),
@@ -141,6 +142,16 @@ async def test_token_ids_of_any_kind_of_integer_are_taken(kind: Callable[[Any], 
         done = await engine.generate(kind(ids), greedy(6))
         assert done.token_ids == oracle(engine, ids, 6)
         assert done.usage.prompt_tokens == 7
+
+
+async def test_more_tokens_than_the_context_has_left_can_mean_what_is_left():
+    async with make_engine() as engine:
+        done = await engine.generate([2] * 500, greedy(900), clip_max_tokens=True)
+        assert (len(done.token_ids), done.finish_reason) == (8, "length")
+        assert len((await engine.generate([2] * 500, greedy(3), clip_max_tokens=True)).token_ids) == 3
+        with pytest.raises(ContextLengthExceeded, match="leave room for 8"):
+            params = SamplingParams(min_tokens=9, max_tokens=900)
+            await engine.generate([2] * 500, params, clip_max_tokens=True)
 
 
 async def test_the_longest_request_that_fits_is_served():

@@ -70,6 +70,17 @@ async def test_of_the_engine(keywords: dict[str, Any], more: int, engine: AsyncE
     assert (await engine.chat(CHAT, ONE, **keywords)).usage.prompt_tokens == plain + more
 
 
+async def test_what_may_be_set_is_told_and_counted(engine: AsyncEngine, plain: int) -> None:
+    assert engine.info.template_variables == ("enable_thinking", "reasoning_effort")
+    assert engine.count_tokens(CHAT, template_kwargs={"enable_thinking": True}) == plain + 3
+    continued = [*CHAT, {"role": "assistant", "content": "So:"}]
+    variables = {"continue_final_message": True, "add_generation_prompt": False}
+    counted = engine.count_tokens(continued, template_kwargs=variables)
+    assert counted == (await engine.chat(continued, ONE, template_kwargs=variables)).usage.prompt_tokens
+    with pytest.raises(InvalidParameter, match="template_kwargs"):
+        engine.count_tokens(CHAT, template_kwargs=["enable_thinking"])  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("keywords", "more"), CASES)
 async def test_of_langchain(keywords: dict[str, Any], more: int, engine: AsyncEngine, reader: str, plain: int) -> None:
     chat = ChatAsyncEngine(model=reader, **CONFIG, max_tokens=1)

@@ -149,8 +149,8 @@ async def test_more_tokens_than_the_context_has_left_can_mean_what_is_left():
         done = await engine.generate([2] * 500, greedy(900), clip_max_tokens=True)
         assert (len(done.token_ids), done.finish_reason) == (8, "length")
         assert len((await engine.generate([2] * 500, greedy(3), clip_max_tokens=True)).token_ids) == 3
+        params = SamplingParams(min_tokens=9, max_tokens=900)
         with pytest.raises(ContextLengthExceeded, match="leave room for 8"):
-            params = SamplingParams(min_tokens=9, max_tokens=900)
             await engine.generate([2] * 500, params, clip_max_tokens=True)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self, SupportsIndex, Unpack
 
 import anyio.to_thread
 
-from asyncengine.checks import MAX_SECONDS, as_number
+from asyncengine.checks import MAX_SECONDS, as_number, as_switch
 from asyncengine.config import EngineConfig
 from asyncengine.device.process import LoadAttempt
 from asyncengine.engine.assembler import Assembler
@@ -387,15 +387,32 @@ class AsyncEngine:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> int:
         """Length in tokens of a prompt or a chat, before sending it; `template_kwargs` as in `ChatRequest`."""
-        return self.core.count_tokens(text, tools, template_kwargs)
+        return len(self.core.tokens(text, tools, template_kwargs))
 
-    def tokenize(self, text: str) -> list[int]:
-        return self.core.encode(text)
+    def tokenize(
+        self,
+        text: str | ChatMessages,
+        *,
+        tools: ToolSpecs | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool | None = None,
+    ) -> list[int]:
+        """Token ids of a text, or of a chat as the model would see it.
 
-    def detokenize(self, token_ids: list[int]) -> str:
+        `add_special_tokens`: those that the tokenizer puts around a text; None: around a text, and not around a chat,
+        whose template writes them. Takes long for long texts: call it off the event loop. Raises `InvalidParameter`.
+        """
+        return self.core.tokens(text, tools, template_kwargs, add_special_tokens)
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids. Raises `InvalidParameter`."""
         if self.core.tokenizer is None:
             raise InvalidParameter("token_ids", f"{self.info.name} has no tokenizer")
-        return self.core.tokenizer.decode(token_ids)
+        return self.core.tokenizer.decode(token_ids, as_switch("skip_special_tokens", skip_special_tokens))
+
+    def token_texts(self, token_ids: Iterable[int]) -> list[str]:
+        """The text of each token alone, as logprobs have it: U+FFFD stands where it is not whole characters."""
+        return self.core.token_texts(token_ids)
 
 
 def _check_patience(timeout: float | None) -> None:

@@ -37,6 +37,11 @@ class _StreamBase:
         return None if self._assembler is None else self._assembler.prepared.spec.request_id
 
     @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The prompt as the model sees it; empty before it has been submitted."""
+        return () if self._assembler is None else self._assembler.prepared.spec.prompt
+
+    @property
     def usage(self) -> Usage | None:
         """Token counts so far; None before it has been submitted. From the first chunk on those of the prompt are
         final."""

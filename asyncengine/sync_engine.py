@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -235,13 +235,26 @@ class Engine:
         """Count tokens, as `AsyncEngine.count_tokens`."""
         return self.aengine.count_tokens(text, tools, template_kwargs)
 
-    def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text, as `AsyncEngine.tokenize`."""
-        return self.aengine.tokenize(text)
+    def tokenize(
+        self,
+        text: str | ChatMessages,
+        *,
+        tools: ToolSpecs | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool | None = None,
+    ) -> list[int]:
+        """Token ids of a text or a chat, as `AsyncEngine.tokenize`."""
+        return self.aengine.tokenize(
+            text, tools=tools, template_kwargs=template_kwargs, add_special_tokens=add_special_tokens
+        )
 
-    def detokenize(self, token_ids: list[int]) -> str:
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, as `AsyncEngine.detokenize`."""
-        return self.aengine.detokenize(token_ids)
+        return self.aengine.detokenize(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_texts(self, token_ids: Iterable[int]) -> list[str]:
+        """The text of each token, as `AsyncEngine.token_texts`."""
+        return self.aengine.token_texts(token_ids)
 
 
 @contextmanager

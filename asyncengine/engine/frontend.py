@@ -9,7 +9,7 @@ from contextlib import suppress
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, get_args
 
-from asyncengine.checks import as_items
+from asyncengine.checks import MAX_INT64, MIN_INT64, as_integer, as_items, as_switch
 from asyncengine.config import EngineConfig
 from asyncengine.engine.assembler import Assembler
 from asyncengine.engine.loop import EngineLoop, WeightUpdate
@@ -108,18 +108,26 @@ class Frontend:
             return list(as_items("prompt", prompt))
         return self._tokenizer("prompt").encode(prompt)
 
-    def count_tokens(
+    def tokens(
         self,
         text: str | ChatMessages,
         tools: ToolSpecs | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-    ) -> int:
-        """Length in tokens of a prompt, or of a chat as the model would see it. Raises `InvalidParameter`."""
+        add_special_tokens: bool | None = None,
+    ) -> list[int]:
+        """See `AsyncEngine.tokenize`."""
+        if add_special_tokens is not None:
+            as_switch("add_special_tokens", add_special_tokens)
         if isinstance(text, str):
-            return len(self.encode(text))
-        tokenizer, messages = self._tokenizer("messages"), self._with_content(text)
-        variables = template_variables(template_kwargs)
-        return len(tokenizer.apply_chat_template(messages, template_tools(tools), **variables))
+            return self._tokenizer("prompt").encode(text, add_special_tokens is not False)
+        tokenizer, variables = self._tokenizer("messages"), template_variables(template_kwargs)
+        chat = tokenizer.render_chat(self._with_content(text), template_tools(tools), **variables)
+        return tokenizer.encode(chat, add_special_tokens is True)
+
+    def token_texts(self, token_ids: Iterable[int]) -> list[str]:
+        """See `AsyncEngine.token_texts`."""
+        table = self._tokenizer("token_ids").table
+        return [table.token_text(as_integer("token_ids", token, MIN_INT64, MAX_INT64)) for token in token_ids]
 
     def _with_content(self, messages: ChatMessages) -> ChatMessages:
         """`messages` as the template has to get them."""

@@ -108,12 +108,12 @@ class Answer:
                 text = "".join([writer.write(event) for event in read(chunk)])
                 if text:
                     await self._send_text(send, text)
-                chunk = await anext(stream, None)
+                chunk = await self._next()
             await self._send_text(send, writer.end(stream.usage or NO_USAGE), more=False)
 
     async def _first(self, send: Send) -> Chunk | None:
         """The first chunk. Headers do not wait for it for ever: proxies and clients would give up."""
-        first = asyncio.ensure_future(anext(self._stream, None))
+        first = asyncio.ensure_future(self._next())
         try:
             await asyncio.wait({first}, timeout=PING_SECONDS)
             if not first.done():
@@ -122,6 +122,13 @@ class Answer:
             chunk = await first
         finally:
             first.cancel()
+        return chunk
+
+    async def _next(self) -> Chunk | None:
+        """The next chunk that is no failure: the stream raises that at its end, with its cause."""
+        chunk = await anext(self._stream, None)
+        while chunk is not None and chunk.finish_reason in ("error", "engine_dead"):
+            chunk = await anext(self._stream, None)
         return chunk
 
     # ---------------------------------------------------------------- sending

@@ -44,9 +44,13 @@ class Fields:
         """Pass over fields that this engine has no use for. Raises `InvalidParameter` where `strict`."""
         for name in names:
             if self._left.pop(name, None) is not None:
-                if self.strict:
-                    raise InvalidParameter(name, "is not served here")
-                self.ignored.append(name)
+                self.skip(name)
+
+    def skip(self, name: str) -> None:
+        """Note that a field, or a part of one, changes nothing. Raises `InvalidParameter` where `strict`."""
+        if self.strict:
+            raise InvalidParameter(name[:100], "is not served here")
+        self.ignored.append(name[:100])
 
     def end(self, *, tolerant: bool = False) -> None:
         """Refuse whatever is left, as unknown, or pass it over where the dialect's own servers do (`tolerant`).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -55,6 +55,7 @@ async def answer(serving: Serving, dialect: Dialect, turn: Turn, fields: Fields)
     """The response to a turn: nothing runs before it is sent. Raises `Problem` and `InvalidParameter`."""
     target = await serving.models.acquire(turn.model)
     try:
+        grant(turn, target, fields)
         params = SamplingParams(**turn.params)
         answered = Answered(secrets.token_hex(16), target.name, int(time.time()))
         headers = [("x-request-id", answered.id)]
@@ -73,6 +74,18 @@ async def answer(serving: Serving, dialect: Dialect, turn: Turn, fields: Fields)
     except BaseException:
         target.release()
         raise
+
+
+def grant(turn: Turn, target: Target, fields: Fields) -> None:
+    """Set the template variables that a turn wishes for, as far as the model's template reads them and the request has
+    not set them itself. Raises `InvalidParameter` for a wish that changes nothing, where `fields` are strict."""
+    given = turn.chat.get("template_kwargs", {})
+    for field, variables in turn.wishes.items() if isinstance(given, Mapping) else ():
+        read = {name: variables[name] for name in variables if name in target.engine.info.template_variables}
+        given = {name: value for name, value in read.items() if name not in turn.chat} | given
+        if not read:
+            fields.skip(field)
+    turn.chat |= {"template_kwargs": given} if given else {}
 
 
 def start(target: Target, turn: Turn, params: SamplingParams, request_id: str) -> TokenStream:

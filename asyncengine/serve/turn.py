@@ -22,6 +22,9 @@ class Turn:
     """Fields of `SamplingParams`."""
     chat: dict[str, Any] = field(default_factory=dict)
     """Fields of `ChatRequest` besides the messages: tools, tool_choice, response_format, ..."""
+    wishes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Fields of the request that are hints, with the template variables that each stands for. They are set where the
+    model's chat template reads them; a hint of which it reads nothing is told as ignored."""
     options: dict[str, Any] = field(default_factory=dict)
     """Fields of `RequestOptions`."""
     stream: bool = False

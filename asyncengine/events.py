@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextvars import Context
 from dataclasses import dataclass
 
 from asyncengine.errors import InvalidParameter
+from asyncengine.outputs import FinishReason, Timings
+from asyncengine.sampling_params import SamplingParams
 
 logger = logging.getLogger("asyncengine")
 
@@ -43,13 +46,34 @@ class Preempted:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestDone:
+    """A request for text has ended, with all its samples. Its consumer hears of it after this.
+
+    Hooks are called in a copy of the context (`contextvars`) of the call that made the request: a tracer finds the
+    caller's span there. Texts to embed, rerank or classify are not reported one by one; `stats().finished` has them.
+    """
+
+    request_id: str
+    adapter: str | None
+    params: SamplingParams
+    """With the model's defaults filled in."""
+    finish_reasons: tuple[FinishReason, ...]
+    """Reason of each sample, in the order in which they ended."""
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    """Tokens of all samples together."""
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
 class EngineDied:
     """The engine is dead; every stream has been told."""
 
     cause: BaseException
 
 
-Event = StepDone | StepSlow | Preempted | EngineDied
+Event = StepDone | StepSlow | Preempted | RequestDone | EngineDied
 Hook = Callable[[Event], None]
 
 
@@ -76,10 +100,11 @@ class Hooks:
 
         return remove
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: Event, context: Context | None = None) -> None:
+        """Tell every hook of `event`, within `context` if there is one."""
         for hook in self._hooks:
             try:
-                hook(event)
+                hook(event) if context is None else context.run(hook, event)
             except Exception:
                 if not any(known is hook for known in self._broken):  # else it would say so at every step
                     self._broken = [*self._broken, hook]

@@ -45,6 +45,8 @@ class Timings:
     """Submit to first token."""
     total: float
     """Submit to end."""
+    prepared: float | None = None
+    """Submit to its grammar and its adapter being there; None if it waited for neither."""
 
 
 @dataclass(frozen=True, slots=True)

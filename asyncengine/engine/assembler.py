@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.errors import RequestFailed
-from asyncengine.outputs import Chunk, Completion, LogprobEntry, Sample, Timings, Usage
+from asyncengine.outputs import Chunk, Completion, LogprobEntry, Sample, Usage
 
 if TYPE_CHECKING:
     from asyncengine.chat import ChatReader
@@ -102,15 +102,12 @@ class Assembler:
         if spec.params.prompt_logprobs:
             prompt_logprobs = [mailbox.prompt_logprobs.get(i) for i in range(spec.prompt_len)]
 
-        def since(moment: float | None) -> float | None:
-            return None if moment is None else moment - spec.arrival
-
         return Completion(
             text=samples[0].text,
             token_ids=samples[0].token_ids,
             finish_reason=samples[0].finish_reason,
             usage=self.usage,
-            timings=Timings(since(mailbox.started_at), since(mailbox.first_token_at), self._ended_at - spec.arrival),
+            timings=mailbox.timings(spec.arrival, self._ended_at),
             request_id=spec.request_id,
             logprobs=samples[0].logprobs,
             prompt_logprobs=prompt_logprobs,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from asyncengine.engine.clock import Clock
 from asyncengine.engine.mailbox import Mailbox, Waiter, wake_all
 from asyncengine.engine.vectors.batch import TextBatch
+from asyncengine.events import Hooks, RequestDone
 from asyncengine.outputs import Chunk, FinishReason, LogprobEntry
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler import Output
@@ -69,7 +70,12 @@ class Delivery:
     """Every open stream of one engine, by ticket. Lives on the engine's loop."""
 
     def __init__(
-        self, clock: Clock, meter: Meter, post: Callable[[StopText | Abort], object], table: TokenTable | None = None
+        self,
+        clock: Clock,
+        meter: Meter,
+        hooks: Hooks,
+        post: Callable[[StopText | Abort], object],
+        table: TokenTable | None = None,
     ) -> None:
         """`post`: told before the consumer when a stream ends here and not by the scheduler."""
         self.streams: dict[int, Receiver] = {}
@@ -77,6 +83,7 @@ class Delivery:
         """Receivers that are posted and not opened yet. Posters add to it, from any thread."""
         self._clock = clock
         self._meter = meter
+        self._hooks = hooks
         self._post = post
         self._table = table
 
@@ -84,6 +91,11 @@ class Delivery:
         """The engine takes up the request: from here on it has outputs."""
         self.streams[ticket] = self.expected[ticket]
         del self.expected[ticket]
+
+    def prepared(self, ticket: int) -> None:
+        """A grammar or an adapter that the request waited for is there."""
+        if (receiver := self.streams.get(ticket)) is not None:
+            receiver.mailbox.prepared_at = self._clock.now()
 
     def deliver(self, outputs: list[Output]) -> None:
         """Put all outputs of a step, then wake all consumers. Outputs of streams that have ended are dropped."""
@@ -198,8 +210,21 @@ class Delivery:
             mailbox.cached_tokens = output.cached_tokens
         right, wrong = output.predicted
         mailbox.predicted = (mailbox.predicted[0] + right, mailbox.predicted[1] + wrong)
-        self._meter.count_end(reason)
+        self.count_end(stream, reason)
         del self.streams[output.ticket]
+
+    def count_end(self, stream: OutputStream, reason: FinishReason) -> None:
+        """Count the end of a sample. With the last of its request, observers hear of that."""
+        self._meter.count_end(reason)
+        mailbox, spec = stream.mailbox, stream.spec
+        mailbox.ended += (reason,)
+        mailbox.generated += stream.num_tokens
+        if self._hooks and len(mailbox.ended) == spec.params.n:
+            done = RequestDone(
+                spec.request_id, spec.options.adapter, spec.params, mailbox.ended, spec.prompt_len,
+                mailbox.cached_tokens, mailbox.generated, mailbox.timings(spec.arrival, self._clock.now()),
+            )  # fmt: skip
+            self._hooks.emit(done, mailbox.context)
 
     def fail_all(self, failure: Callable[[], Exception], unopened: list[int]) -> None:
         """End every stream, and those of the tickets posted but never opened, with reason "engine_dead", once.
@@ -212,10 +237,11 @@ class Delivery:
         error = str(failure())
         waiters: list[Waiter | None] = []
         for receiver in receivers:  # a batch once for each of its texts
-            self._meter.count_end("engine_dead")
             if isinstance(receiver, TextBatch):
+                self._meter.count_end("engine_dead")
                 waiters.append(receiver.fail(failure))
                 continue
+            self.count_end(receiver, "engine_dead")
             receiver.mailbox.failure = failure
             try:
                 text = receiver.rest()

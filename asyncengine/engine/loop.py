@@ -95,8 +95,8 @@ class EngineLoop:
         self.queue_limit = queue_limit or QueueLimit(None, None)
         self.inbox: Inbox[Message] = Inbox()
         self.meter = Meter()
-        self.delivery = Delivery(clock, self.meter, self._end_early, table)
         self.hooks = Hooks()
+        self.delivery = Delivery(clock, self.meter, self.hooks, self._end_early, table)
         self.record = recorder
         self.failure: BaseException | None = None
         """The error that killed the engine, if one did."""
@@ -165,6 +165,8 @@ class EngineLoop:
         match message:
             case RequestSpec():
                 self._order(message)
+            case GrammarReady() | AdapterReady():
+                self.delivery.prepared(message.ticket)
             case Drain():
                 self._drain = _sooner(self._drain, message)
                 self.queue_limit.close()  # those in line for a place are refused like newcomers

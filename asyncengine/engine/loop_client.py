@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from typing import TYPE_CHECKING
 
 from asyncengine.device.process import PROCESS
@@ -65,6 +66,8 @@ class LoopClient:
         """
         self._claim_adapter(group)
         tickets = group.tickets
+        if self.loop.hooks:
+            group.mailbox.context = copy_context()
         self._request_ids.remember(group.spec.request_id, group.receivers)
         if self.loop.inbox.post(*group.specs):
             return

@@ -12,10 +12,11 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextvars import Context
 
 from asyncengine.device.process import PROCESS
 from asyncengine.errors import EngineDead
-from asyncengine.outputs import Chunk
+from asyncengine.outputs import Chunk, FinishReason, Timings
 from asyncengine.step import TokenLogprob
 
 Waiter = asyncio.Future[None] | threading.Event
@@ -29,8 +30,8 @@ class Mailbox:
     looks again after it has announced itself, so no wake-up is lost."""
 
     __slots__ = (
-        "_born", "_chunks", "_many", "_waiter", "cached_tokens", "cause", "failure", "first_token_at", "predicted",
-        "prompt_logprobs", "started_at",
+        "_born", "_chunks", "_many", "_waiter", "cached_tokens", "cause", "context", "ended", "failure",
+        "first_token_at", "generated", "predicted", "prepared_at", "prompt_logprobs", "started_at",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -40,14 +41,27 @@ class Mailbox:
         self._many = 1
         self.cached_tokens = 0
         self.predicted = (0, 0)
+        self.prepared_at: float | None = None
         self.started_at: float | None = None
         self.first_token_at: float | None = None
+        self.ended: tuple[FinishReason, ...] = ()
+        """Reasons of the samples that have ended."""
+        self.generated = 0
+        """Tokens of these."""
+        self.context: Context | None = None
+        """The context of the caller, if an observer will want it."""
         self.prompt_logprobs: dict[int, TokenLogprob] = {}
         """Log-probabilities by prompt position; complete when sample 0 has its first token."""
         self.cause: Exception | None = None
         """The error to raise where reason is "error", if the failure has a type of its own."""
         self.failure: Callable[[], Exception] = EngineDead
         """Makes the error to raise where reason is "engine_dead"; each consumer gets one of its own."""
+
+    def timings(self, arrival: float, ended_at: float) -> Timings:
+        """Times of a request that arrived and ended at these clock readings."""
+        moments = self.started_at, self.first_token_at, self.prepared_at
+        started, first_token, prepared = (None if moment is None else moment - arrival for moment in moments)
+        return Timings(started, first_token, ended_at - arrival, prepared)
 
     def put(self, chunk: Chunk) -> Waiter | None:
         """Append; returns whoever must be woken (see `wake_all`), or None."""

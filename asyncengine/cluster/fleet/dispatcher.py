@@ -18,6 +18,7 @@ from asyncengine.engine.inbox import Inbox
 from asyncengine.engine.mailbox import Waiter, wake_all
 from asyncengine.engine.vectors.batch import TextBatch
 from asyncengine.errors import EngineDead, FleetError
+from asyncengine.events import Hooks
 from asyncengine.outputs import Chunk, FinishReason
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler import Output
@@ -36,7 +37,8 @@ class Dispatcher:
         self.inbox: Inbox[Any] = Inbox()
         """Inbox of the fleet's loop. Posting nothing wakes that, to send commands and to see whether it may end."""
         self.meter = Meter()
-        self.delivery = Delivery(clock, self.meter, lambda message: None)
+        self.hooks = Hooks()
+        self.delivery = Delivery(clock, self.meter, self.hooks, lambda message: None)
         """Receivers of the outputs of open requests, by ticket: streams and batches of texts."""
         self.router = Router(settings.weights)
         self.replicas: dict[str, ReplicaHandle] = {}
@@ -251,11 +253,14 @@ class Dispatcher:
         """Forget samples or texts that have ended, and with the last the request, before its consumer hears of it."""
         self._leave_queue(request)
         for spec in specs:
-            request.streams.pop(spec.index, None)
+            stream = request.streams.pop(spec.index, None)
             del self._by_ticket[spec.ticket]
             self.delivery.streams.pop(spec.ticket, None)
             self.adapters.cancel(spec.ticket)
-            self.meter.count_end(reason)
+            if stream is None:
+                self.meter.count_end(reason)
+            else:
+                self.delivery.count_end(stream, reason)
         if not request.streams:
             self._release(request)
             del self.requests[request.key]

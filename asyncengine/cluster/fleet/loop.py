@@ -18,7 +18,7 @@ from asyncengine.cluster.fleet.dispatcher import Dispatcher
 from asyncengine.cluster.fleet.replicas import CHECK_SECONDS, ReplicaManager
 from asyncengine.config import EngineConfig
 from asyncengine.errors import EngineClosed, EngineDead
-from asyncengine.events import EngineDied, Hooks
+from asyncengine.events import EngineDied
 from asyncengine.grammar.interface import GrammarCompiler
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler.messages import Drain
@@ -35,7 +35,7 @@ class FleetLoop:
         self.config, self.dispatcher, self.manager, self.grammars = config, dispatcher, manager, grammars
         self.clock, self.inbox, self.meter = dispatcher.clock, dispatcher.inbox, dispatcher.meter
         self.delivery, self.queue_limit = dispatcher.delivery, dispatcher.queue_limit
-        self.hooks = Hooks()
+        self.hooks = dispatcher.hooks
         self.failure: BaseException | None = None
         self.runs_on: Future[asyncio.AbstractEventLoop] = Future()
         """The event loop that it runs on, once its replicas can be asked."""

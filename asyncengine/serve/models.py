@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,16 @@ class Models:
         """`aliases`: other names of models and adapters; the one called "*" stands for every name that is unknown."""
         self._engines = dict(engines)
         self._aliases = dict(aliases or {})
+
+    @property
+    def loaded(self) -> Mapping[str, AsyncEngine]:
+        """Engines that run, by name."""
+        return self._engines
+
+    def watch(self, observer: Callable[[str, AsyncEngine], object]) -> None:
+        """Have every engine that serves shown to `observer`, with its name: those there are now, and later ones."""
+        for name, engine in self._engines.items():
+            observer(name, engine)
 
     async def acquire(self, name: str | None, task: str = "generate") -> Target:
         """The engine for a request; None: the only one for `task`. To be released when the request has ended.

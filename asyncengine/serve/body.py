@@ -49,10 +49,15 @@ def _too_large(most: int) -> Problem:
 
 def _parse(body: bytes) -> Any:
     try:
-        return json.loads(body, parse_constant=_refuse)
+        parsed = json.loads(body, parse_constant=_refuse)
+        if (
+            b"\xed" in body or b"\\ud" in body or b"\\uD" in body
+        ):  # half a letter can't be written again, and is no text
+            json.dumps(parsed, ensure_ascii=False).encode()
+        return parsed
     except RecursionError:
         raise Problem(400, "the body is nested too deeply", code="invalid_json") from None
-    except ValueError as error:  # wrong encodings and integers of too many digits as well
+    except ValueError as error:  # wrong encodings, surrogates and integers of too many digits as well
         raise Problem(400, f"the body is no JSON: {error}"[:300], code="invalid_json") from None
 
 

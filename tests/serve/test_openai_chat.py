@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import openai
 import pytest
 
@@ -51,3 +52,14 @@ def test_a_wrong_field_is_named(client: openai.OpenAI, given: dict[str, object],
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model="demo", messages=QUESTION, **given)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize("half", [b"\\ud83d", b"\\uD83D", b"\xed\xa0\xbd"])
+def test_half_a_letter_is_refused(demo_url: str, half: bytes) -> None:
+    body = b'{"model": "demo", "messages": [], "user": "%b"}' % half
+    answer = httpx.post(f"{demo_url}/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_json"
+    whole = body.replace(half, b"\\ud83d\\ude00")
+    answer = httpx.post(f"{demo_url}/v1/chat/completions", content=whole, headers={"content-type": "application/json"})
+    assert answer.json()["error"]["param"] == "messages"

@@ -52,7 +52,7 @@ class Answer:
         release: Callable[[], None] = lambda: None,
     ) -> None:
         """`render`: the dialect's error object. `release`: called once, when the model is no longer needed."""
-        self._stream, self._writer, self._render = stream, writer, render
+        self._stream, self.writer, self._render = stream, writer, render
         self._streaming, self._samples = streaming, samples
         self._events = EventReader(token_ids)
         self._headers = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers]
@@ -67,7 +67,7 @@ class Answer:
             if self._streaming:
                 await self._stream_events(send)
             else:
-                await self._send_json(send, 200, self._writer.whole(await self._stream.result()))
+                await self._send_json(send, 200, self.writer.whole(await self._stream.result()))
         except OSError:  # the client is gone, as some servers say it
             pass
         except Exception as error:
@@ -75,8 +75,32 @@ class Answer:
                 await self._send_problem(send, problem_of(error))
         finally:
             watcher.cancel()
-            self._stream.abort()
+            self.abort()
             self._release()
+
+    async def unheard(self) -> None:
+        """Run the request with nobody to send to: `writer` has what came of it."""
+        try:
+            self.writer.whole(await self._stream.result())
+        except Exception as error:
+            self.writer.failed(problem_of(error))
+        finally:
+            self.abort()
+            self._release()
+
+    def abort(self) -> None:
+        """End the request before the engine's next step."""
+        self._stream.abort()
+
+    def then(self, call: Callable[[], object]) -> None:
+        """Have `call` called once, when the request has ended."""
+        first = self._release
+
+        def release() -> None:
+            first()
+            call()
+
+        self._release = release
 
     async def _watch(self, receive: Receive, send: Send) -> None:
         """Abort the request when its client leaves; give signs of life on a stream on which nothing is sent."""
@@ -86,7 +110,7 @@ class Answer:
                 message: Message = await asyncio.wait_for(receive(), PING_SECONDS if self._streaming else None)
             except TimeoutError:
                 if self._begun and now() - self._sent >= PING_SECONDS:
-                    await self._send_text(send, self._writer.ping)
+                    await self._send_text(send, self.writer.ping)
                 continue
             if message["type"] == "http.disconnect":
                 self._left = True
@@ -96,7 +120,7 @@ class Answer:
     # ---------------------------------------------------------------- a stream
 
     async def _stream_events(self, send: Send) -> None:
-        stream, writer, read = self._stream, self._writer, self._events.read
+        stream, writer, read = self._stream, self.writer, self._events.read
         async with stream:  # what refuses the request raises here, while there can still be a status
             chunk = await self._first(send)
             if not self._begun:
@@ -118,7 +142,7 @@ class Answer:
             await asyncio.wait({first}, timeout=PING_SECONDS)
             if not first.done():
                 await self._send_headers(send, 200, EVENT_STREAM)
-                await self._send_text(send, self._writer.ping)
+                await self._send_text(send, self.writer.ping)
             chunk = await first
         finally:
             first.cancel()
@@ -156,6 +180,6 @@ class Answer:
 
     async def _send_problem(self, send: Send, problem: Problem) -> None:
         if self._begun:
-            await self._send_text(send, self._writer.failed(problem), more=False)
+            await self._send_text(send, self.writer.failed(problem), more=False)
         else:
             await self._send_json(send, problem.status, self._render(problem), problem.headers)

@@ -51,8 +51,13 @@ async def read_fields(request: Request, serving: Serving) -> Fields:
     return Fields(await read_json(request, serving.max_body), strict=serving.strict)
 
 
-async def answer(serving: Serving, dialect: Dialect, turn: Turn, fields: Fields) -> Answer:
-    """The response to a turn: nothing runs before it is sent. Raises `Problem` and `InvalidParameter`."""
+async def answer(
+    serving: Serving, dialect: Dialect, turn: Turn, fields: Fields, writer: Callable[..., AnswerWriter] | None = None
+) -> Answer:
+    """The response to a turn: nothing runs before it is sent. `writer`: another one than the dialect's own.
+
+    Raises `Problem` and `InvalidParameter`.
+    """
     target = await serving.models.acquire(turn.model)
     try:
         grant(turn, target, fields)
@@ -63,7 +68,7 @@ async def answer(serving: Serving, dialect: Dialect, turn: Turn, fields: Fields)
             headers.append((IGNORED, ", ".join(fields.ignored)[:1000]))
         return Answer(
             start(target, turn, params, answered.id),
-            dialect.Writer(turn, answered),
+            (writer or dialect.Writer)(turn, answered),
             dialect.error,
             streaming=turn.stream,
             samples=params.n,

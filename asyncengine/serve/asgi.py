@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.engine_group import EngineGroup
+from asyncengine.serve import responses
 from asyncengine.serve.dialects import openai_chat
 from asyncengine.serve.generating import generating
 from asyncengine.serve.models import Models
@@ -45,6 +46,7 @@ def routes(serving: Serving) -> list[Route]:
     """Every path of the app."""
     return [
         Route("/v1/chat/completions", generating(serving, openai_chat), methods=["POST"]),
+        *responses.routes(serving),
         Route("/v1/models", _models(serving), methods=["GET"]),
         Route("/health", _health(serving), methods=["GET"]),
     ]

@@ -1,0 +1,162 @@
+"""Endpoints of OpenAI's Responses API: making responses, and coming back to those that are stored."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from asyncengine.checks import as_choice, as_integer
+from asyncengine.outputs import Usage
+from asyncengine.serve.answer import Answer
+from asyncengine.serve.dialects import openai_responses as dialect
+from asyncengine.serve.dialects.responses_items import Item
+from asyncengine.serve.generating import answer, read_fields, reporting
+from asyncengine.serve.problems import Problem
+from asyncengine.serve.response_store import ResponseStore, Stored
+from asyncengine.serve.state import Serving
+from asyncengine.serve.turn import Answered, Turn
+
+
+def routes(serving: Serving) -> list[Route]:
+    """Paths of the Responses API."""
+    api, one = _Responses(serving), "/v1/responses/{id}"
+    paths = [
+        ("/v1/responses", api.create, "POST"),
+        ("/v1/responses/input_tokens", api.input_tokens, "POST"),
+        ("/v1/responses/compact", api.compact, "POST"),
+        (one, api.retrieve, "GET"),
+        (one, api.delete, "DELETE"),
+        (f"{one}/cancel", api.cancel, "POST"),
+        (f"{one}/input_items", api.input_items, "GET"),
+    ]
+    return [Route(path, reporting(endpoint, dialect.error), methods=[method]) for path, endpoint, method in paths]
+
+
+class _Keeping(dialect.Writer):
+    """A writer whose response is stored before its last frame goes out: the next request may ask for it at once."""
+
+    def __init__(self, turn: Turn, answered: Answered, store: ResponseStore) -> None:
+        super().__init__(turn, answered)
+        self._items, self._store = turn.extra["items"], store
+
+    def end(self, usage: Usage) -> str:
+        return self._kept(super().end(usage))
+
+    def failed(self, problem: Problem) -> str:
+        return self._kept(super().failed(problem))
+
+    def _kept(self, frames: str) -> str:
+        if self.response["store"]:
+            self._store.put(self.response, self._items)
+        return frames
+
+
+class _Responses:
+    """The endpoints, over one store."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._store = ResponseStore(serving.max_stored)
+        self._running: dict[str, Answer] = {}
+        """Answers under way, by the ids of their responses."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Those that no client waits for."""
+
+    def _recall(self, response_id: str) -> Sequence[Item]:
+        chain = self._store.chain(response_id)
+        if chain is None:
+            raise dialect.not_found(response_id)
+        items: list[Item] = []
+        for stored in chain:
+            items += json.loads(stored.items)
+            items += json.loads(stored.response)["output"]
+        return items
+
+    # ---------------------------------------------------------------- making them
+
+    async def create(self, request: Request) -> Answer | Response:
+        fields = await read_fields(request, self._serving)
+        turn = dialect.read(fields, self._recall)
+        made = await answer(self._serving, dialect, turn, fields, partial(_Keeping, store=self._store))
+        assert isinstance(made.writer, _Keeping)
+        response = made.writer.response
+        self._running[response["id"]] = made
+        made.then(lambda: self._running.pop(response["id"], None))
+        if not response["background"]:
+            return made
+        task = asyncio.create_task(made.unheard())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return JSONResponse(response)
+
+    async def compact(self, request: Request) -> Answer:
+        fields = await read_fields(request, self._serving)
+        turn = dialect.read_compact(fields, self._recall)
+        return await answer(self._serving, dialect, turn, fields, dialect.Compacting)
+
+    async def input_tokens(self, request: Request) -> Response:
+        fields = await read_fields(request, self._serving)
+        turn = dialect.read(fields, self._recall)
+        target = await self._serving.models.acquire(turn.model)
+        try:
+            count = await asyncio.to_thread(target.engine.count_tokens, turn.messages or [], turn.chat.get("tools"))
+        finally:
+            target.release()
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
+
+    # ---------------------------------------------------------------- coming back to them
+
+    async def retrieve(self, request: Request) -> Response:
+        if request.query_params.get("stream", "false").lower() == "true":
+            raise Problem(400, "stream: a response that is stored is returned whole", "stream")
+        if (made := self._running.get(request.path_params["id"])) is not None:
+            assert isinstance(made.writer, _Keeping)
+            return JSONResponse(made.writer.response)
+        return Response(self._find(request).response, media_type="application/json")
+
+    async def delete(self, request: Request) -> Response:
+        response_id = request.path_params["id"]
+        if response_id in self._running:
+            raise Problem(409, "the response is being written: cancel it first", "response_id")
+        self._find(request)
+        self._store.delete(response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request) -> Response:
+        made = self._running.get(request.path_params["id"])
+        if made is None:  # it has ended: cancelling changes nothing
+            return Response(self._find(request).response, media_type="application/json")
+        assert isinstance(made.writer, _Keeping)
+        made.writer.cancelled = True
+        made.abort()
+        return JSONResponse({**made.writer.response, "status": "cancelled"})
+
+    async def input_items(self, request: Request) -> Response:
+        query = request.query_params
+        limit = query.get("limit", "20")
+        most = as_integer("limit", int(limit) if limit.isdecimal() and len(limit) < 9 else limit, 1, 100)
+        previous = self._find(request).previous
+        items = [*(self._recall(previous) if previous else ()), *json.loads(self._find(request).items)]
+        if as_choice("order", query.get("order", "desc"), ("asc", "desc")) == "desc":
+            items.reverse()
+        ids = [item["id"] for item in items]
+        start = ids.index(query["after"]) + 1 if query.get("after") in ids else 0
+        page = items[start : start + most]
+        ends = [item["id"] for item in page[:1] + page[-1:]] or ["", ""]
+        more = start + most < len(items)
+        return JSONResponse(
+            {"object": "list", "data": page, "first_id": ends[0], "last_id": ends[-1], "has_more": more}
+        )
+
+    def _find(self, request: Request) -> Stored:
+        response_id = request.path_params["id"]
+        stored = self._store.get(response_id)
+        if stored is None:
+            raise Problem(404, f"no response {response_id[:100]!r} is stored", "response_id", "response_not_found")
+        return stored

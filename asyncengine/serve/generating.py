@@ -33,6 +33,7 @@ class Dialect(Protocol):
     def error(self, problem: Problem) -> dict[str, Any]: ...
 
 
+Headers = tuple[tuple[str, str], ...]
 Endpoint = Callable[[Request], Awaitable[Response | Answer]]
 
 
@@ -52,9 +53,17 @@ async def read_fields(request: Request, serving: Serving) -> Fields:
 
 
 async def answer(
-    serving: Serving, dialect: Dialect, turn: Turn, fields: Fields, writer: Callable[..., AnswerWriter] | None = None
+    serving: Serving,
+    dialect: Dialect,
+    turn: Turn,
+    fields: Fields,
+    writer: Callable[..., AnswerWriter] | None = None,
+    *,
+    request_id: str = "",
+    headers: Headers = (),
 ) -> Answer:
-    """The response to a turn: nothing runs before it is sent. `writer`: another one than the dialect's own.
+    """The response to a turn, with these `headers` too: nothing runs before it is sent. `writer`: another one than the
+    dialect's own. `request_id`: empty: a new one.
 
     Raises `Problem` and `InvalidParameter`.
     """
@@ -62,10 +71,10 @@ async def answer(
     try:
         grant(turn, target, fields)
         params = SamplingParams(**turn.params)
-        answered = Answered(secrets.token_hex(16), target.name, int(time.time()))
-        headers = [("x-request-id", answered.id)]
+        answered = Answered(request_id or secrets.token_hex(16), target.name, int(time.time()))
+        headers = (*headers, ("x-request-id", answered.id))
         if fields.ignored:
-            headers.append((IGNORED, ", ".join(fields.ignored)[:1000]))
+            headers = (*headers, (IGNORED, ", ".join(fields.ignored)[:1000]))
         return Answer(
             start(target, turn, params, answered.id),
             (writer or dialect.Writer)(turn, answered),
@@ -73,7 +82,7 @@ async def answer(
             streaming=turn.stream,
             samples=params.n,
             token_ids=bool(turn.extra.get("token_ids")),
-            headers=tuple(headers),
+            headers=headers,
             release=target.release,
         )
     except BaseException:
@@ -101,14 +110,14 @@ def start(target: Target, turn: Turn, params: SamplingParams, request_id: str) -
     return target.engine.stream_chat(turn.messages, params, **options, **turn.chat)
 
 
-def reporting(endpoint: Endpoint, render: Callable[[Problem], dict[str, Any]]) -> Endpoint:
-    """The endpoint with every error made a response of the dialect's shape."""
+def reporting(endpoint: Endpoint, render: Callable[[Problem], dict[str, Any]], headers: Headers = ()) -> Endpoint:
+    """The endpoint with every error made a response of the dialect's shape, with these `headers` too."""
 
     async def reported(request: Request) -> Response | Answer:
         try:
             return await endpoint(request)
         except Exception as error:
             problem = problem_of(error)
-            return JSONResponse(render(problem), problem.status, headers=dict(problem.headers))
+            return JSONResponse(render(problem), problem.status, headers=dict((*headers, *problem.headers)))
 
     return reported

@@ -14,8 +14,8 @@ from starlette.routing import Route
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.engine_group import EngineGroup
-from asyncengine.serve import responses
-from asyncengine.serve.dialects import openai_chat
+from asyncengine.serve import messages, responses
+from asyncengine.serve.dialects import anthropic_messages, openai_chat
 from asyncengine.serve.generating import generating
 from asyncengine.serve.models import Models
 from asyncengine.serve.problems import Problem, problem_of
@@ -47,6 +47,7 @@ def routes(serving: Serving) -> list[Route]:
     return [
         Route("/v1/chat/completions", generating(serving, openai_chat), methods=["POST"]),
         *responses.routes(serving),
+        *messages.routes(serving),
         Route("/v1/models", _models(serving), methods=["GET"]),
         Route("/health", _health(serving), methods=["GET"]),
     ]
@@ -54,12 +55,15 @@ def routes(serving: Serving) -> list[Route]:
 
 def error_for(path: str, problem: Problem) -> dict[str, Any]:
     """The error object of the dialect that is spoken at a path."""
-    return openai_chat.error(problem)
+    return anthropic_messages.error(problem) if path.startswith("/v1/messages") else openai_chat.error(problem)
 
 
 def _models(serving: Serving) -> Any:
-    async def models(_request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": serving.models.listing()})
+    async def models(request: Request) -> Response:
+        rows = serving.models.listing()
+        if "anthropic-version" in request.headers:
+            return JSONResponse(anthropic_messages.model_list([row["id"] for row in rows]))
+        return JSONResponse({"object": "list", "data": rows})
 
     return models
 

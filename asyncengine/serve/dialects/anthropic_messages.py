@@ -1,0 +1,366 @@
+"""Anthropic's messages: /v1/messages, and what of it is counted at /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from asyncengine.checks import as_text
+from asyncengine.errors import InvalidParameter
+from asyncengine.outputs import Completion, FinishReason, Usage
+from asyncengine.serve.dialects.openai_shape import refuse_block, tool_call
+from asyncengine.serve.events import CallArguments, CallBegin, CallEnd, End, Event, Text, Thinking
+from asyncengine.serve.fields import Fields
+from asyncengine.serve.problems import Problem
+from asyncengine.serve.turn import Answered, Message, Turn
+
+SAMPLING = {name: name for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")} | {
+    "stop_sequences": "stop"
+}
+"""Fields and what they are called in the engine; those that Anthropic lacks have vLLM's names."""
+WITHOUT_MEANING = (
+    "metadata", "service_tier", "cache_control", "container", "context_management", "inference_geo", "mcp_servers",
+    "diagnostics", "speed", "betas", "user_profile_id",
+)  # fmt: skip
+"""Fields of Anthropic's own that nothing here depends on. Prefixes are cached without marks."""
+SERVERS_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_", "mcp_", "advisor_")
+"""Types of tools that Anthropic's servers run: the model is not told of them, as nobody here would."""
+PSEUDO_HEADER = re.compile(r"x-anthropic-[\w-]+:[^\n]*\n*")
+"""A line that Claude Code puts at the head of its system prompt, with a value that differs from call to call: left in,
+no prompt would have a prefix in common with the one before."""
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+EFFORTS = {"xhigh": "high", "max": "high"}
+THINKS = {"enabled": True, "disabled": False}
+REASONS: Mapping[FinishReason, str] = {"length": "max_tokens", "timeout": "max_tokens", "tool_calls": "tool_use"}
+ERRORS = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+THEIR_NAMES = {
+    r"\.function\.parameters": ".input_schema", r"\.function\b": "", r"^stop\b": "stop_sequences",
+    r"^response_format\.json_schema": "output_config.format",
+}  # fmt: skip
+"""Names of fields in the engine's errors, and in those that a client sees."""
+SIGNATURE = "unsigned"
+"""Goes with thoughts, where clients look for one. Thoughts are taken back with any."""
+
+
+def read(fields: Fields, *, counting: bool = False) -> Turn:
+    """The turn that a body asks for; `counting`: to be counted only. Raises `InvalidParameter` naming the field."""
+    turn = Turn(model=fields.text("model"), stream=fields.switch("stream"))
+    turn.messages = _messages(fields.take("messages"), fields.take("system"))
+    turn.params = fields.some(SAMPLING)
+    if "max_tokens" not in turn.params and not counting:
+        raise InvalidParameter("max_tokens", "is missing: the most tokens to write")
+    turn.options = {"clip_max_tokens": True}  # agents ask for as much as the largest models write
+    turn.extra = {"stop": turn.params.get("stop", ())}
+    turn.chat = {"tools": _tools(fields)} | _tool_choice(fields)
+    _output(fields, turn)
+    _thinking(fields, turn)
+    if turn.messages[-1]["role"] == "assistant" and "tool_calls" not in turn.messages[-1]:
+        turn.chat["template_kwargs"] = {"add_generation_prompt": False, "continue_final_message": True}
+    fields.ignore(*WITHOUT_MEANING)
+    fields.end(tolerant=True)
+    return turn
+
+
+# -------------------------------------------------------------------- messages
+
+
+def _messages(given: object, system: object) -> list[Message]:
+    """Messages as the engine takes them: the system prompt first, consecutive ones of a role in one.
+
+    System messages in mid-conversation are the user's words from there on, as many templates have a place for one at
+    the beginning only, and moving it there would change the head of the prompt, which is cached.
+    """
+    if not isinstance(given, list) or not given:
+        raise InvalidParameter("messages", "must be a list of messages, and not empty", given)
+    made: list[Message] = []
+    for where, block in _blocks("system", () if system is None else system):
+        text = PSEUDO_HEADER.sub("", _text(where, block), count=1) if not made else _text(where, block)
+        if text:
+            _say(made, "system", text)
+    names: dict[str, str] = {}
+    for index, message in enumerate(given):
+        at = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise InvalidParameter(at, "must be an object with role and content", message)
+        role, blocks = message.get("role"), list(_blocks(f"{at}.content", message.get("content")))
+        if role == "assistant":
+            _take_answer(made, blocks, names)
+        elif role == "user" or (role == "system" and made):
+            _take_words(made, blocks, names)
+        elif role == "system":
+            for where, block in blocks:
+                _say(made, "system", _text(where, block))
+        else:
+            raise InvalidParameter(f"{at}.role", "must be 'user', 'assistant' or 'system'", role)
+    return made
+
+
+def _blocks(where: str, content: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The blocks of a content, each with its place."""
+    if isinstance(content, str):
+        yield where, {"type": "text", "text": content}
+        return
+    if not isinstance(content, (list, tuple)):
+        raise InvalidParameter(where, "must be a str or a list of blocks", content)
+    for index, block in enumerate(content):
+        if not isinstance(block, Mapping):
+            raise InvalidParameter(f"{where}[{index}]", "must be an object with a type", block)
+        yield f"{where}[{index}]", block
+
+
+def _text(where: str, block: Mapping[str, Any]) -> str:
+    """The text of a block that holds text."""
+    source = block.get("source")
+    if block.get("type") == "document" and isinstance(source, Mapping) and source.get("type") == "text":
+        return as_text(f"{where}.source.data", source.get("data"))
+    if block.get("type") != "text":
+        raise refuse_block(where, str(block.get("type"))[:100])
+    return as_text(f"{where}.text", block.get("text"))
+
+
+def _say(made: list[Message], role: str, text: str) -> Message:
+    """Add `text` to the last message if it is of this role, else to a new one."""
+    if not made or made[-1]["role"] != role:
+        made.append({"role": role, "content": []})
+    made[-1]["content"].append({"type": "text", "text": text})
+    return made[-1]
+
+
+def _take_words(made: list[Message], blocks: list[tuple[str, Mapping[str, Any]]], names: Mapping[str, str]) -> None:
+    """A user's turn: results of tools, and text. `names`: those of the tools that were called, by the calls' ids."""
+    if not blocks:
+        _say(made, "user", "")
+    for where, block in blocks:
+        if block.get("type") != "tool_result":
+            _say(made, "user", _text(where, block))
+            continue
+        call = as_text(f"{where}.tool_use_id", block.get("tool_use_id"))
+        content = [_text(at, each) for at, each in _blocks(f"{where}.content", block.get("content") or "")]
+        texts = [{"type": "text", "text": text} for text in (["Error:"] if block.get("is_error") else []) + content]
+        named = {"name": names[call]} if call in names else {}
+        made.append({"role": "tool", "tool_call_id": call, "content": texts, **named})
+
+
+def _take_answer(made: list[Message], blocks: list[tuple[str, Mapping[str, Any]]], names: dict[str, str]) -> None:
+    """A turn of the model's. Thoughts are taken with any signature; redacted ones tell nothing here."""
+    if not made or made[-1]["role"] != "assistant":
+        made.append({"role": "assistant", "content": []})
+    answer = made[-1]
+    for where, block in blocks:
+        match block.get("type"):
+            case "thinking":
+                thought = as_text(f"{where}.thinking", block.get("thinking"))
+                answer["reasoning_content"] = answer.get("reasoning_content", "") + thought
+            case "redacted_thinking":
+                continue
+            case "tool_use":
+                call, name = (as_text(f"{where}.{key}", block.get(key)) for key in ("id", "name"))
+                arguments = block.get("input", {})
+                if not isinstance(arguments, Mapping):
+                    raise InvalidParameter(f"{where}.input", "must be an object", arguments)
+                names[call] = name
+                answer.setdefault("tool_calls", []).append(tool_call(call, name, arguments))
+            case _:
+                answer["content"].append({"type": "text", "text": _text(where, block)})
+
+
+# -------------------------------------------------------------------- other fields
+
+
+def _tools(fields: Fields) -> list[dict[str, Any]]:
+    """Tools in OpenAI's shape. One without a schema, such as the client's own shell, takes any arguments."""
+    given, made = fields.take("tools", []), []
+    if not isinstance(given, list):
+        raise InvalidParameter("tools", "must be a list of objects", given)
+    for index, tool in enumerate(given):
+        if not isinstance(tool, Mapping):
+            raise InvalidParameter(f"tools[{index}]", "must be an object with name and input_schema", tool)
+        kind = tool.get("type")
+        if isinstance(kind, str) and kind.startswith(SERVERS_TOOLS):
+            fields.skip(f"tools[{index}] ({kind})")
+            continue
+        schema = tool.get("input_schema")
+        function = {"name": tool.get("name"), "parameters": {"type": "object"} if schema is None else schema}
+        function |= {"description": tool["description"]} if tool.get("description") else {}
+        strict = tool.get("strict")  # what the grammar library cannot enforce is no reason to refuse an agent's tool
+        made.append({"type": "function", "function": {**function, "strict": False if strict is None else strict}})
+    return made
+
+
+def _tool_choice(fields: Fields) -> dict[str, Any]:
+    given = fields.take("tool_choice", {"type": "auto"})
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    chat: dict[str, Any] = {}
+    if kind == "tool":
+        name = as_text("tool_choice.name", given.get("name"))
+        chat["tool_choice"] = {"type": "function", "function": {"name": name}}
+    elif isinstance(kind, str) and kind in CHOICES:
+        chat["tool_choice"] = CHOICES[kind]
+    else:
+        raise InvalidParameter("tool_choice", "must be an object of type 'auto', 'any', 'tool' or 'none'", given)
+    if given.get("disable_parallel_tool_use"):
+        chat["parallel_tool_calls"] = False
+    return chat
+
+
+def _output(fields: Fields, turn: Turn) -> None:
+    """The form of the answer (`output_config.format`, or `output_format` as it was called at first) and the effort."""
+    given = fields.take("output_config", {})
+    if not isinstance(given, Mapping):
+        raise InvalidParameter("output_config", "must be an object", given)
+    form = given.get("format") or fields.take("output_format")
+    if form is not None:
+        if not isinstance(form, Mapping) or form.get("type") != "json_schema":
+            raise InvalidParameter("output_config.format", "must be an object of type 'json_schema'", form)
+        turn.chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
+    if (effort := given.get("effort")) is not None:
+        effort = as_text("output_config.effort", effort)
+        turn.wishes["output_config.effort"] = {"reasoning_effort": EFFORTS.get(effort, effort)}
+
+
+def _thinking(fields: Fields, turn: Turn) -> None:
+    """Whether to think. "adaptive" is as the model's template has it; how long, no model can be told."""
+    given = fields.take("thinking", {})
+    if not isinstance(given, Mapping):
+        raise InvalidParameter("thinking", "must be an object", given)
+    if (thinks := THINKS.get(str(given.get("type")))) is not None:
+        turn.wishes["thinking"] = {"enable_thinking": thinks}
+    if given.get("budget_tokens") is not None:
+        fields.skip("thinking.budget_tokens")
+
+
+# -------------------------------------------------------------------- answers
+
+
+def error(problem: Problem, request_id: str | None = None) -> dict[str, Any]:
+    """Anthropic's error object. Agents look for "prompt is too long" in it, and shorten the conversation then."""
+    field, colon, rest = problem.message.partition(": ")
+    for ours, theirs in THEIR_NAMES.items():
+        field = re.sub(ours, theirs, field)
+    if problem.code == "context_length_exceeded":
+        field, colon = "prompt is too long", ": "
+    kind = ERRORS.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": field + colon + rest}, "request_id": request_id}
+
+
+def model_list(names: list[str]) -> dict[str, Any]:
+    """Anthropic's page of models: all of them."""
+    first, last = (names[0], names[-1]) if names else (None, None)
+    return {"data": [model_object(name) for name in names], "has_more": False, "first_id": first, "last_id": last}
+
+
+def model_object(name: str) -> dict[str, Any]:
+    """Anthropic's object of a model."""
+    return {
+        "type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active",
+    }  # fmt: skip
+
+
+class Writer:
+    """Writes one answer: as a stream's frames, or whole. Text, thoughts and each call are blocks, one after another."""
+
+    ping = 'event: ping\ndata: {"type": "ping"}\n\n'
+
+    def __init__(self, turn: Turn, answered: Answered) -> None:
+        self._stops = turn.extra.get("stop", ())
+        self._id, self._model = answered.id, answered.model
+        self._block = -1
+        """Index of the last block."""
+        self._open: str | None = None
+        """Type of the block that is being written."""
+        self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+
+    def _message(self, content: list[dict[str, Any]], ended: dict[str, Any], usage: Usage) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self._id}", "type": "message", "role": "assistant", "model": self._model, "content": content,
+            **ended, "usage": _usage(usage),
+        }  # fmt: skip
+
+    def _ended(self, reason: FinishReason, stop: str | None) -> dict[str, Any]:
+        asked_for = reason == "stop" and stop is not None and stop in self._stops  # not one of the model's own
+        kind = "stop_sequence" if asked_for else REASONS.get(reason, "end_turn")
+        return {"stop_reason": kind, "stop_sequence": stop if asked_for else None}
+
+    def begin(self, usage: Usage, _samples: int = 1) -> str:
+        """The frame that says who speaks, and what the prompt cost."""
+        return _frame("message_start", message=self._message([], self._end, usage))
+
+    def write(self, event: Event) -> str:
+        """The frames of one event; an empty text for none."""
+        match event:
+            case Text() if event.text:
+                return self._begin("text", text="") + self._delta("text_delta", "text", event.text)
+            case Thinking():
+                begin = self._begin("thinking", thinking="", signature="")
+                return begin + self._delta("thinking_delta", "thinking", event.text)
+            case CallBegin():
+                return self._close() + self._begin("tool_use", id=event.id, name=event.name, input={})
+            case CallArguments():
+                return self._delta("input_json_delta", "partial_json", event.text)
+            case CallEnd():
+                return self._close()
+            case End():
+                self._end = self._ended(event.reason, event.stop)
+                return self._close()
+        return ""
+
+    def _begin(self, kind: str, **content: Any) -> str:
+        """Frames up to the beginning of a block of this kind, which may be the one that is open."""
+        if self._open == kind:
+            return ""
+        before = self._close()
+        self._open, self._block = kind, self._block + 1
+        return before + _frame("content_block_start", index=self._block, content_block={"type": kind, **content})
+
+    def _delta(self, kind: str, name: str, text: str) -> str:
+        # a frame for every token of every stream: made as text, not as objects
+        return (
+            f'event: content_block_delta\ndata: {{"type": "content_block_delta", "index": {self._block}, '
+            f'"delta": {{"type": "{kind}", "{name}": {json.dumps(text)}}}}}\n\n'
+        )
+
+    def _close(self) -> str:
+        if self._open is None:
+            return ""
+        signed = self._delta("signature_delta", "signature", SIGNATURE) if self._open == "thinking" else ""
+        self._open = None
+        return signed + _frame("content_block_stop", index=self._block)
+
+    def end(self, usage: Usage) -> str:
+        """The last frames of a stream."""
+        return _frame("message_delta", delta=self._end, usage=_usage(usage)) + _frame("message_stop")
+
+    def failed(self, problem: Problem) -> str:
+        """The frame of a stream that broke off."""
+        return f"event: error\ndata: {json.dumps(error(problem, f'req_{self._id}'))}\n\n"
+
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        """The response to a request that did not ask for a stream. A call that was cut off is left out."""
+        content: list[dict[str, Any]] = []
+        if completion.reasoning:
+            content.append({"type": "thinking", "thinking": completion.reasoning, "signature": SIGNATURE})
+        if completion.text:
+            content.append({"type": "text", "text": completion.text})
+        for call in completion.tool_calls:
+            content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)})
+        return self._message(content, self._ended(completion.finish_reason, completion.stop), completion.usage)
+
+
+def _frame(kind: str, **content: Any) -> str:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **content})}\n\n"
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Anthropic's `usage`: tokens that came from the cache are no input tokens there."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+    }

@@ -91,7 +91,7 @@ class ChatPlanner:
             limit = f"this model's chat template writes no tool calls known here: choose tool_format= one of {known}"
             raise InvalidParameter("tools", limit)
         state = reasoning_state(prompt_tail, self.reasoning, tuple(self._markers.special))
-        callable_tools = _callable(checked, choice)
+        callable_tools = choice.among(checked)
         grammar = self._grammar(checked, callable_tools, choice, parallel_tool_calls is not False, final, state)
         return ChatPlan(grammar, *self._reading(callable_tools, final, state), final)
 
@@ -158,12 +158,6 @@ class ChatPlanner:
         if form is not None and form.optional_trigger and self._markers.is_text(form.trigger):
             return replace(form, trigger="", optional_trigger=False)
         return form
-
-
-def _callable(tools: Sequence[Tool], choice: Choice) -> tuple[Tool, ...]:
-    if choice.mode == "none":
-        return ()
-    return tuple(tool for tool in tools if choice.mode != "named" or tool.name == choice.name)
 
 
 def _chosen_format(tokenizer: TextTokenizer, name: object) -> ToolFormat | None:

@@ -31,6 +31,15 @@ class Choice:
 
     mode: Literal["none", "auto", "required", "named"]
     name: str = ""
+    allowed: frozenset[str] | None = None
+    """Names of the tools that may be called; None: all of them."""
+
+    def among(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
+        """The tools that may be called."""
+        if self.mode == "none":
+            return ()
+        named = frozenset((self.name,)) if self.mode == "named" else self.allowed
+        return tuple(tool for tool in tools if named is None or tool.name in named)
 
 
 def check_tools(tools: object) -> list[Tool]:
@@ -94,10 +103,28 @@ def check_choice(tool_choice: object, tools: Sequence[Tool]) -> Choice:
                 limit = f"must be 'none', 'auto', 'required' or a tool's name, and the tools are: {_listed(known)}"
                 raise InvalidParameter("tool_choice", limit, name)
             return Choice("named", name)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(listed)}}:
+            return Choice(mode, allowed=_allowed(listed, [tool.name for tool in tools]))
     raise InvalidParameter("tool_choice", _SHAPE, tool_choice)
 
 
-_SHAPE = "must be 'none', 'auto', 'required', a name or {'type': 'function', 'function': {'name': ...}}"
+_SHAPE = (
+    "must be 'none', 'auto', 'required', a name, {'type': 'function', 'function': {'name': ...}} or "
+    "{'type': 'allowed_tools', 'allowed_tools': {'mode': 'auto' or 'required', 'tools': [...]}}"
+)
+
+
+def _allowed(listed: list[Any], known: list[str]) -> frozenset[str]:
+    """The names in OpenAI's list of allowed tools. Raises `InvalidParameter`."""
+    names = [each.get("function", each) if isinstance(each, Mapping) else each for each in listed]
+    names = [each.get("name") if isinstance(each, Mapping) else each for each in names]
+    for index, name in enumerate(names):
+        if name not in known:
+            where = f"tool_choice.allowed_tools.tools[{index}]"
+            raise InvalidParameter(where, f"must name one of the tools, which are: {_listed(known)}", name)
+    if not names:
+        raise InvalidParameter("tool_choice.allowed_tools.tools", "must not be empty")
+    return frozenset(names)
 
 
 def _listed(names: list[str]) -> str:

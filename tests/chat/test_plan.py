@@ -36,6 +36,12 @@ def nested(depth: int) -> Any:
     return {"items": nested(depth - 1)} if depth else {}
 
 
+def allowed(*names: Any, mode: str = "required") -> dict[str, Any]:
+    """A tool choice of OpenAI's that leaves these."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 @pytest.mark.parametrize(
     ("settings", "field", "words"),
     [
@@ -57,6 +63,10 @@ def nested(depth: int) -> Any:
         ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice", "add"),
         ({"tools": [ADD], "tool_choice": {"type": "tool"}}, "tool_choice", "required"),
         ({"tools": [ADD], "tool_choice": 5}, "tool_choice", "required"),
+        ({"tools": [ADD], "tool_choice": allowed("sub")}, "tool_choice.allowed_tools.tools[0]", "add"),
+        ({"tools": [ADD], "tool_choice": allowed("add", [1])}, "tool_choice.allowed_tools.tools[1]", "add"),
+        ({"tools": [ADD], "tool_choice": allowed()}, "tool_choice.allowed_tools.tools", "empty"),
+        ({"tools": [ADD], "tool_choice": allowed("add", mode="none")}, "tool_choice", "allowed_tools"),
         ({"tool_choice": "required"}, "tool_choice", "pass tools"),
         ({"tools": [], "tool_choice": "any"}, "tool_choice", "pass tools"),
         ({"tool_choice": "add"}, "tool_choice", "none"),
@@ -110,6 +120,13 @@ def test_formats_and_markers_can_be_told() -> None:
         with pytest.raises(InvalidParameter) as caught:
             ChatPlanner(tokenizer(HERMES), **settings)  # type: ignore[arg-type]
         assert [caught.value.field] == list(settings)
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_tools_that_are_not_allowed_are_as_if_they_were_not_there(mode: str) -> None:
+    both = PLANNER.plan("", tools=[ADD, ADDRESS], tool_choice=allowed("add", mode=mode))
+    assert both.grammar == PLANNER.plan("", tools=[ADD], tool_choice=mode).grammar
+    assert both.grammar != PLANNER.plan("", tools=[ADD, ADDRESS], tool_choice=mode).grammar
 
 
 def test_nothing_asked_nothing_planned() -> None:

@@ -15,7 +15,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from asyncengine.checks import MAX_BYTES, Count, Positive, Seconds, Settings, as_integer, integer_in, one_of
+from asyncengine.checks import (
+    MAX_BYTES,
+    MAX_SECONDS,
+    Count,
+    Positive,
+    Seconds,
+    Settings,
+    as_integer,
+    as_number,
+    integer_in,
+    one_of,
+)
 from asyncengine.errors import InvalidParameter
 from asyncengine.kvcache.eviction import STRATEGIES
 from asyncengine.policies import POLICIES, Policy, as_policy
@@ -35,7 +46,22 @@ _UNITS = {"B": 1} | {
     for kind, base in (("B", 1000), ("iB", 1024))
     for power, letter in enumerate("KMGTP", 1)
 }
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
+_TIME = re.compile(r"(-1|\d{1,10}(?:\.\d{1,10})?)([smh]?)")
 _BYTES = re.compile(r"([^a-z]*(?:e[+-]?\d+)?)([a-z]*)", re.IGNORECASE)
+
+
+def parse_keep_alive(name: str, value: Any) -> float:
+    """ "5m" -> 300.0; numbers are seconds, -1 is never (infinite). Raises `InvalidParameter`."""
+    found = _TIME.fullmatch(value.strip()) if isinstance(value, str) else None
+    number = float(found[1]) * _SECONDS[found[2]] if found else value
+    if number == -1 and not isinstance(number, bool):
+        return math.inf
+    try:
+        return as_number(name, number, 0.0, MAX_SECONDS)
+    except InvalidParameter:
+        limit = 'must be seconds without use (at most 1e9), a text like "90s", "5m" or "1h", or -1 for never'
+        raise InvalidParameter(name, limit, value) from None
 
 
 def parse_bytes(name: str, value: Any) -> int | None:

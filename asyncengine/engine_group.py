@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -11,8 +14,10 @@ import anyio
 import anyio.to_thread
 
 from asyncengine.async_engine import AsyncEngine
-from asyncengine.config import EngineConfig, parse_bytes
-from asyncengine.errors import InvalidParameter
+from asyncengine.config import EngineConfig, parse_bytes, parse_keep_alive
+from asyncengine.engine.on_demand import OnDemand, OnDemandModel
+from asyncengine.errors import AdapterNotFound, EngineClosed, InvalidParameter
+from asyncengine.lora.naming import AdapterInfo
 from asyncengine.options import ChatKeywords, ChatMessages, Prompt, RequestKeywords
 from asyncengine.outputs import Classifications, Completion, Embeddings, Ranking
 from asyncengine.sampling_params import SamplingParams
@@ -20,7 +25,7 @@ from asyncengine.stats import EngineStats
 from asyncengine.stream import TokenStream
 
 ModelSetup = str | os.PathLike[str] | Mapping[str, Any]
-"""A model to load: a folder or hub id, or a mapping of "model" and settings of its engine."""
+"""A model to load: a folder or hub id, or a mapping of "model" and settings of its engine, and its "keep_alive"."""
 
 
 class EngineGroup(Mapping[str, AsyncEngine]):
@@ -40,7 +45,10 @@ class EngineGroup(Mapping[str, AsyncEngine]):
         """Group engines that exist already; the group closes them."""
         if not engines:
             raise InvalidParameter("models", "must name at least one model")
-        self._engines = dict(engines)
+        self._names = tuple(engines)
+        self._loaded = dict(engines)
+        self._on_demand: OnDemand | None = None
+        self._setups: Setups = {}
 
     @classmethod
     async def from_pretrained(
@@ -48,6 +56,7 @@ class EngineGroup(Mapping[str, AsyncEngine]):
         models: Mapping[str, ModelSetup],
         *,
         memory: int | str | None = None,
+        keep_alive: float | str | None = None,
         hosted: bool = False,
         **settings: Any,
     ) -> Self:
@@ -59,13 +68,21 @@ class EngineGroup(Mapping[str, AsyncEngine]):
         before it have left. `settings` are fields of `EngineConfig` for all engines; those beside a model's name
         stand above them.
 
+        `keep_alive`: load nothing now, but each model at its first use, and close it after so many seconds without one
+        (or "5m"; -1: never), or earlier if another needs its memory: the budget must have room for the largest, not for
+        all. A model may have a "keep_alive" of its own beside its name. None: all are loaded now, and stay.
+
         Raises what loading any of them raises, `InvalidParameter` for a budget that is too small, naming what would be
         enough. Then none of them is left in memory.
         """
-        setups = _setups(models, settings)
+        given = {"keep_alive": keep_alive, **settings} if keep_alive is not None else settings
+        setups, patience = _setups(models, given)
         budget = parse_bytes("memory", memory)
+        sizes: dict[str, int] = {}
         if budget is not None:
-            setups = await anyio.to_thread.run_sync(_divide, budget, setups)
+            setups, sizes = await anyio.to_thread.run_sync(_divide, budget, setups, bool(patience))
+        if patience:
+            return cls._of_unloaded(setups, sizes, patience, budget, hosted)
         engines: dict[str, AsyncEngine] = {}
         try:
             for name, (model, config) in setups.items():
@@ -76,39 +93,130 @@ class EngineGroup(Mapping[str, AsyncEngine]):
             raise
         return cls(engines)
 
+    @classmethod
+    def _of_unloaded(
+        cls, setups: Setups, sizes: Mapping[str, int], patience: Mapping[str, float], budget: int | None, hosted: bool
+    ) -> Self:
+        """A group that loads its models when they are used."""
+        group = cls.__new__(cls)
+        group._names, group._loaded, group._setups = tuple(setups), {}, setups
+
+        async def load(name: str) -> AsyncEngine:
+            model, config = group._setups[name]  # with the adapters that were loaded meanwhile
+            return await AsyncEngine.from_pretrained(model, config=config, hosted=hosted)
+
+        models = [
+            OnDemandModel(name, partial(load, name), patience[name], config.task, sizes.get(name, 0))
+            for name, (_, config) in setups.items()
+        ]
+        group._on_demand = OnDemand(models, budget)
+        return group
+
     # ---------------------------------------------------------------- engines by name
 
+    @property
+    def _engines(self) -> Mapping[str, AsyncEngine]:
+        """Engines that are loaded now."""
+        return self._loaded if self._on_demand is None else self._on_demand.loaded
+
     def __getitem__(self, name: str) -> AsyncEngine:
+        """The engine. Raises `KeyError`, and `EngineClosed` for a model that is not loaded now (see `using`)."""
+        if name in self._names and name not in self._engines:
+            raise EngineClosed(
+                f"{name!r} is not loaded now: use it within `async with group.using({name!r}) as engine`"
+            )
         return self._engines[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
     def __iter__(self) -> Iterator[str]:
-        return iter(self._engines)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._engines)
+        return len(self._names)
+
+    @asynccontextmanager
+    async def using(self, model: str | None, task: str = "generate") -> AsyncIterator[AsyncEngine]:
+        """The engine called `model`, as `engine_for`, loaded if need be, and not closed within the block.
+
+        Raises what loading raises; the next use tries again. One who uses a model while another waits for room, in
+        the same task, waits for ever where the budget has none for both.
+        """
+        name = self._name_for(model, task)
+        if self._on_demand is None:
+            yield self._loaded[name]
+            return
+        engine = await self._on_demand.acquire(name)
+        try:
+            yield engine
+        finally:
+            self._on_demand.release(name)
 
     def engine_for(self, model: str | None, task: str = "generate") -> AsyncEngine:
         """The engine called `model`; None: the only one whose model does `task`.
 
-        Raises `InvalidParameter` naming the models there are.
+        Raises `InvalidParameter` naming the models there are, and `EngineClosed` for one that is not loaded now.
         """
+        return self[self._name_for(model, task)]
+
+    def task_of(self, name: str) -> str:
+        """The task of a model ("generate", "embed", "rerank", "classify"); "auto": not known before its first load."""
+        return self._loaded[name].info.task if self._on_demand is None else self._on_demand.models[name].task
+
+    def _name_for(self, model: str | None, task: str) -> str:
         if model is not None:
-            found = self._engines.get(model) if isinstance(model, str) else None
-            if found is None:
-                raise InvalidParameter("model", f"must be one of {_quoted(self._engines)}", model)
-            return found
-        able = [name for name, engine in self._engines.items() if engine.info.task == task]
+            if model not in self._names:
+                raise InvalidParameter("model", f"must be one of {_quoted(self._names)}", model)
+            return model
+        able = [name for name in self._names if self.task_of(name) in (task, "auto")]
         if len(able) == 1:
-            return self._engines[able[0]]
+            return able[0]
         if not able:
-            raise InvalidParameter("model", f"none of {_quoted(self._engines)} was made to {task}")
+            raise InvalidParameter("model", f"none of {_quoted(self._names)} was made to {task}")
         raise InvalidParameter("model", f"must say which: {_quoted(able)} can {task}")
+
+    # ---------------------------------------------------------------- adapters
+
+    async def load_adapter(
+        self, name: str, path: str | os.PathLike[str], *, model: str | None = None, pinned: bool = False
+    ) -> AdapterInfo:
+        """`AsyncEngine.load_adapter` of `model`; None: of the only one that generates. It is there again after a model
+        was closed for want of use and is loaded anew."""
+        base = self._name_for(model, "generate")
+        async with self.using(base) as engine:
+            info = await engine.load_adapter(name, path, pinned=pinned)
+            self._remember_adapters(base, {name: os.fspath(path)})
+        return info
+
+    async def unload_adapter(self, name: str, *, model: str | None = None, wait: bool = False) -> None:
+        """`AsyncEngine.unload_adapter` of `model`; None: of the only one that generates."""
+        base = self._name_for(model, "generate")
+        if base in self._engines:
+            async with self.using(base) as engine:
+                await engine.unload_adapter(name, wait=wait)
+        elif name not in self.adapter_names(base):
+            raise AdapterNotFound(f"no adapter {name[:100]!r} is loaded on {base!r}")
+        self._remember_adapters(base, {}, without=name)
+
+    def adapter_names(self, model: str) -> list[str]:
+        """Names of the adapters of a model: those that are loaded, or those that will be once it is."""
+        if model in self._engines:
+            return [adapter.name for adapter in self._engines[model].adapters()]
+        return [name for name, _ in self._setups[model][1].adapters]
+
+    def _remember_adapters(self, model: str, more: Mapping[str, str], without: str | None = None) -> None:
+        if self._on_demand is not None:
+            path, config = self._setups[model]
+            kept = {name: path for name, path in config.adapters if name != without}
+            self._setups[model] = path, config.replace(adapters={**kept, **more})
 
     # ---------------------------------------------------------------- life
 
     async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """Close every engine, all at once; as `AsyncEngine.aclose`. Raises the first error of any of them."""
-        await _close_all(self._engines, drain=drain, timeout=timeout)
+        engines = self._loaded if self._on_demand is None else await self._on_demand.aclose()
+        await _close_all(engines, drain=drain, timeout=timeout)
 
     async def __aenter__(self) -> Self:
         return self
@@ -128,7 +236,7 @@ class EngineGroup(Mapping[str, AsyncEngine]):
         model: str | None = None,
         **options: Unpack[RequestKeywords],
     ) -> TokenStream:
-        """`AsyncEngine.stream` of `model`; None: of the only one that generates."""
+        """`AsyncEngine.stream` of `model`; None: of the only one that generates. It must be loaded (see `using`)."""
         return self.engine_for(model).stream(prompt, params, **options)
 
     def stream_chat(
@@ -139,7 +247,7 @@ class EngineGroup(Mapping[str, AsyncEngine]):
         model: str | None = None,
         **options: Unpack[ChatKeywords],
     ) -> TokenStream:
-        """`AsyncEngine.stream_chat` of `model`; None: of the only one that generates."""
+        """`AsyncEngine.stream_chat`, as `stream`."""
         return self.engine_for(model).stream_chat(messages, params, **options)
 
     async def generate(
@@ -151,7 +259,8 @@ class EngineGroup(Mapping[str, AsyncEngine]):
         **options: Unpack[RequestKeywords],
     ) -> Completion:
         """`AsyncEngine.generate` of `model`; None: of the only one that generates."""
-        return await self.engine_for(model).generate(prompt, params, **options)
+        async with self.using(model) as engine:
+            return await engine.generate(prompt, params, **options)
 
     async def chat(
         self,
@@ -162,31 +271,35 @@ class EngineGroup(Mapping[str, AsyncEngine]):
         **options: Unpack[ChatKeywords],
     ) -> Completion:
         """`AsyncEngine.chat` of `model`; None: of the only one that generates."""
-        return await self.engine_for(model).chat(messages, params, **options)
+        async with self.using(model) as engine:
+            return await engine.chat(messages, params, **options)
 
     async def embed(
         self, texts: str | Sequence[str | Sequence[int]], *, model: str | None = None, **options: Any
     ) -> Embeddings:
         """`AsyncEngine.embed` of `model`, with its keywords; None: of the only one that embeds."""
-        return await self.engine_for(model, "embed").embed(texts, **options)
+        async with self.using(model, "embed") as engine:
+            return await engine.embed(texts, **options)
 
     async def rerank(
         self, query: str, documents: Sequence[str], *, model: str | None = None, **options: Any
     ) -> Ranking:
         """`AsyncEngine.rerank` of `model`, with its keywords; None: of the only one that reranks."""
-        return await self.engine_for(model, "rerank").rerank(query, documents, **options)
+        async with self.using(model, "rerank") as engine:
+            return await engine.rerank(query, documents, **options)
 
     async def classify(
         self, texts: Sequence[str | tuple[str, str]], *, model: str | None = None, **options: Any
     ) -> Classifications:
         """`AsyncEngine.classify` of `model`, with its keywords; None: of the only one that classifies."""
-        return await self.engine_for(model, "classify").classify(texts, **options)
+        async with self.using(model, "classify") as engine:
+            return await engine.classify(texts, **options)
 
     # ---------------------------------------------------------------- looking in
 
     @property
     def alive(self) -> bool:
-        """True if every engine would take a request."""
+        """True if every engine that is loaded would take a request."""
         return all(engine.alive for engine in self._engines.values())
 
     def stats(self) -> dict[str, EngineStats]:
@@ -201,27 +314,34 @@ class EngineGroup(Mapping[str, AsyncEngine]):
 Setups = dict[str, tuple[str | os.PathLike[str], EngineConfig]]
 
 
-def _setups(models: Mapping[str, ModelSetup], settings: Mapping[str, Any]) -> Setups:
-    """Every name's model and configuration. Raises `InvalidParameter` naming the model that is at fault."""
+def _setups(models: Mapping[str, ModelSetup], settings: Mapping[str, Any]) -> tuple[Setups, dict[str, float]]:
+    """Every name's model and configuration, and the seconds for which each is kept; none of these where all models are
+    loaded at once. Raises `InvalidParameter` naming the model that is at fault."""
     if not isinstance(models, Mapping) or not models:
         raise InvalidParameter("models", "must map at least one name to a model", models)
     setups: Setups = {}
+    patience: dict[str, float] = {}
     for name, setup in models.items():
         if not isinstance(name, str) or not name:
             raise InvalidParameter("models", "must have names that are str", name)
-        own = dict(setup) if isinstance(setup, Mapping) else {"model": setup}
+        own = {**settings, **(setup if isinstance(setup, Mapping) else {"model": setup})}
         model = own.pop("model", None)
         if not isinstance(model, (str, os.PathLike)):
             raise InvalidParameter("models", f'{name!r} must be a folder, a hub id, or a mapping with "model"', setup)
-        setups[name] = (model, EngineConfig.from_dict({**settings, **own}))
-    return setups
+        if (keep := own.pop("keep_alive", None)) is not None:
+            patience[name] = parse_keep_alive("keep_alive", keep)
+        setups[name] = (model, EngineConfig.from_dict(own))
+    if patience:
+        patience = {name: patience.get(name, math.inf) for name in setups}
+    return setups, patience
 
 
-def _divide(budget: int, setups: Setups) -> Setups:
+def _divide(budget: int, setups: Setups, in_turns: bool) -> tuple[Setups, dict[str, int]]:
     from asyncengine.engine.wiring import divide_memory
 
-    configs = divide_memory(budget, setups)
-    return {name: (model, configs[name]) for name, (model, _) in setups.items()}
+    divided = divide_memory(budget, setups, in_turns=in_turns)
+    configured = {name: (model, divided[name][0]) for name, (model, _) in setups.items()}
+    return configured, {name: size for name, (_, size) in divided.items()}
 
 
 async def _close_all(engines: Mapping[str, AsyncEngine], *, drain: bool = False, timeout: float | None = None) -> None:
@@ -240,5 +360,5 @@ async def _close_all(engines: Mapping[str, AsyncEngine], *, drain: bool = False,
         raise errors[0]
 
 
-def _quoted(names: Mapping[str, Any] | list[str]) -> str:
+def _quoted(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))

@@ -94,10 +94,13 @@ def bundled_name(path: str) -> str | None:
 
 
 def divide_memory(
-    budget: int, setups: Mapping[str, tuple[str | os.PathLike[str], EngineConfig]]
-) -> dict[str, EngineConfig]:
-    """Each name's configuration with its share of `budget` bytes: `kv_cache_memory` and `state_memory`, where those
-    were not set.
+    budget: int, setups: Mapping[str, tuple[str | os.PathLike[str], EngineConfig]], *, in_turns: bool = False
+) -> dict[str, tuple[EngineConfig, int]]:
+    """Each name's configuration with its share of `budget` bytes (`kv_cache_memory` and `state_memory`, where those
+    were not set), and what its engine takes with it.
+
+    `in_turns`: models that are too large for the budget together get an equal part of it each, or their least where
+    that is more, and will not all be loaded at once.
 
     Blocking: configurations and headers of files are read, no weights. Raises `InvalidParameter` for a budget that is
     too small, and what reading the files raises.
@@ -107,9 +110,16 @@ def divide_memory(
     claims = [
         claim_of(name, read_needs(resolve_model(model), config), config) for name, (model, config) in setups.items()
     ]
-    shares = zip(claims, share_memory(budget, claims), strict=True)
-    given = {claim.name: claim.settings(share) for claim, share in shares}
-    return {name: config.replace(**given[name]) for name, (_, config) in setups.items()}
+    least = [claim.fixed + claim.least for claim in claims]
+    if in_turns and sum(least) > budget:
+        parts = [min(max(budget // len(claims), each), budget) for each in least]
+        shares = [share_memory(part, [claim])[0] for part, claim in zip(parts, claims, strict=True)]
+    else:
+        shares = share_memory(budget, claims)
+    return {
+        claim.name: (setups[claim.name][1].replace(**claim.settings(share)), claim.fixed + share)
+        for claim, share in zip(claims, shares, strict=True)
+    }
 
 
 def needed_memory(model: str | os.PathLike[str], config: EngineConfig, device: str) -> int:

@@ -1,0 +1,310 @@
+"""Models that are loaded when they are used and closed when they are not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+from asyncengine import EngineGroup, SamplingParams
+from asyncengine.config import parse_keep_alive
+from asyncengine.engine.on_demand import OnDemand, OnDemandModel
+from asyncengine.errors import AdapterNotFound, EngineClosed, InvalidParameter, ModelNotFound, OutOfMemory, WrongLoop
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+SMALL: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 256, "grammar_backend": "none", "speculation": "off"}
+FOREVER = parse_keep_alive("keep_alive", -1)
+
+
+class Loaded:
+    """An engine that does nothing."""
+
+    class Info:
+        task = "generate"
+
+    info = Info()
+
+    def __init__(self, closed: Callable[[], None]) -> None:
+        self.alive = True
+        self._closed = closed
+
+    async def aclose(self, *, drain: bool) -> None:
+        assert drain
+        self.alive = False
+        self._closed()
+
+
+class Loads:
+    """What was loaded and closed, in order. Loads wait for `gate`, and raise what `failures` has for them."""
+
+    def __init__(self) -> None:
+        self.happened: list[str] = []
+        self.begun: Counter[str] = Counter()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.failures: dict[str, list[Exception]] = {}
+
+    def model(self, name: str, size: int = 0, keep_alive: float = FOREVER) -> OnDemandModel:
+        async def load() -> Any:
+            self.begun[name] += 1
+            await self.gate.wait()
+            if waiting := self.failures.get(name):
+                raise waiting.pop()
+            self.happened.append(f"+{name}")
+            return Loaded(lambda: self.happened.append(f"-{name}"))
+
+        return OnDemandModel(name, load, keep_alive, size=size)
+
+    @asynccontextmanager
+    async def demand(self, *models: OnDemandModel, budget: int | None = None) -> AsyncIterator[OnDemand]:
+        found = OnDemand(models, budget)
+        try:
+            with anyio.fail_after(60):
+                yield found
+        finally:
+            await found.aclose()
+
+
+async def settled() -> None:
+    """Everything that can run without anybody's doing has run."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_a_model_is_loaded_once_for_all_who_wait() -> None:
+    loads = Loads()
+    loads.gate.clear()
+    async with loads.demand(loads.model("a"), loads.model("b")) as demand:
+        waiting = [asyncio.create_task(demand.acquire("a")) for _ in range(5)]
+        await settled()
+        waiting[0].cancel()  # one who leaves costs the others nothing
+        loads.gate.set()
+        assert len({id(engine) for engine in await asyncio.gather(*waiting[1:])}) == 1
+        assert loads.happened == ["+a"]
+        assert waiting[0].cancelled()
+        assert demand.models["a"].users == 4
+
+
+async def test_others_go_on_while_one_loads() -> None:
+    loads = Loads()
+    async with loads.demand(loads.model("a"), loads.model("b")) as demand:
+        await demand.acquire("a")
+        loads.gate.clear()
+        slow = asyncio.create_task(demand.acquire("b"))
+        await settled()
+        assert (await demand.acquire("a")).alive
+        assert not slow.done()
+
+
+async def test_it_goes_when_nobody_needs_it_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = Loads()
+    timers: list[tuple[float, asyncio.TimerHandle]] = []
+    loop = asyncio.get_running_loop()
+    later = loop.call_later
+
+    def call_later(delay: float, call: Any, *args: Any) -> asyncio.TimerHandle:
+        if getattr(call, "__name__", "") != "_start_unloading":
+            return later(delay, call, *args)
+        timers.append((delay, later(10_000, call, *args)))
+        return timers[-1][1]
+
+    monkeypatch.setattr(loop, "call_later", call_later)
+    async with loads.demand(loads.model("a", keep_alive=300), loads.model("b")) as demand:
+        for _ in range(2):
+            await demand.acquire("a")
+        demand.release("a")
+        assert not timers  # it still has a user
+        demand.release("a")
+        await demand.acquire("a")
+        assert timers.pop()[1].cancelled()  # it was used again in time
+        demand.release("a")
+        delay, timer = timers.pop()
+        assert (delay, timer.cancelled()) == (300, False)
+        timer._run()  # type: ignore[attr-defined]
+        await settled()
+        assert loads.happened == ["+a", "-a"]
+        assert (await demand.acquire("a")).alive
+        await demand.acquire("b")
+        demand.release("b")
+        assert not timers  # -1: it stays
+
+
+async def test_who_comes_while_it_closes_waits_for_the_next_load() -> None:
+    loads = Loads()
+    async with loads.demand(loads.model("a", keep_alive=0)) as demand:
+        await demand.acquire("a")
+        demand.release("a")
+        await settled()
+        assert (await demand.acquire("a")).alive
+        assert loads.happened == ["+a", "-a", "+a"]
+
+
+async def test_the_idle_one_that_was_used_longest_ago_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = Loads()
+    now = iter(range(1000))
+    async with loads.demand(*(loads.model(name, 40) for name in "abc"), budget=100) as demand:
+        monkeypatch.setattr(demand, "_loop", type("Clock", (), {"time": lambda _: float(next(now))})())
+        monkeypatch.setattr("asyncengine.engine.on_demand.asyncio.get_running_loop", lambda: demand._loop)
+        for name in "ab":
+            await demand.acquire(name)
+            demand.release(name)
+        await demand.acquire("a")
+        demand.release("a")
+        await demand.acquire("c")
+        assert loads.happened == ["+a", "+b", "-b", "+c"]
+
+
+async def test_busy_ones_take_turns() -> None:
+    """One waits for the users of another, and whoever comes for that one meanwhile waits for its next load."""
+    loads = Loads()
+    async with loads.demand(loads.model("a", 60), loads.model("b", 60), budget=100) as demand:
+        await demand.acquire("a")
+        b = asyncio.create_task(demand.acquire("b"))
+        await settled()
+        again = asyncio.create_task(demand.acquire("a"))
+        await settled()
+        assert loads.happened == ["+a"]
+        demand.release("a")
+        await b
+        await settled()
+        assert not again.done()
+        assert loads.happened == ["+a", "-a", "+b"]
+        demand.release("b")
+        await again
+        assert loads.happened == ["+a", "-a", "+b", "-b", "+a"]
+
+
+async def test_nobody_makes_room_for_one_who_has_left() -> None:
+    loads = Loads()
+    async with loads.demand(loads.model("a", 60), loads.model("b", 60), loads.model("c", 60), budget=100) as demand:
+        await demand.acquire("a")
+        b, c = (asyncio.create_task(demand.acquire(name)) for name in "bc")
+        await settled()
+        c.cancel()
+        demand.release("a")
+        await b
+        demand.release("b")
+        await settled()
+        assert loads.begun == {"a": 1, "b": 1}
+        assert demand.loaded.keys() == {"b"}
+
+
+async def test_a_failed_load_is_told_to_all_who_waited_and_tried_again() -> None:
+    loads = Loads()
+    loads.failures["a"] = [ModelNotFound("no a")]
+    async with loads.demand(loads.model("a", 60), loads.model("b", 60), budget=100) as demand:
+        failed = await asyncio.gather(*(demand.acquire("a") for _ in range(3)), return_exceptions=True)
+        assert [str(error) for error in failed] == ["no a"] * 3
+        assert loads.begun["a"] == 1
+        assert (await demand.acquire("b")).alive  # what it would have taken is free again
+        demand.release("b")
+        assert (await demand.acquire("a")).alive
+
+
+async def test_without_a_budget_idle_ones_go_when_memory_ends() -> None:
+    loads = Loads()
+    async with loads.demand(*(loads.model(name) for name in "abc")) as demand:
+        for name in "ab":
+            await demand.acquire(name)
+        demand.release("b")
+        loads.failures["c"] = [OutOfMemory("too large"), OutOfMemory("too large")]
+        with pytest.raises(OutOfMemory):
+            await demand.acquire("c")
+        assert loads.happened == ["+a", "+b", "-b"]  # the one in use stays
+        assert (await demand.acquire("c")).alive
+
+
+async def test_one_that_has_died_is_loaded_anew() -> None:
+    loads = Loads()
+    async with loads.demand(loads.model("a")) as demand:
+        engine: Any = await demand.acquire("a")
+        engine.alive = False
+        again = asyncio.create_task(demand.acquire("a"))
+        await settled()
+        assert not again.done()
+        demand.release("a")
+        assert (await again) is not engine
+
+
+async def test_closing_ends_loads_and_those_who_wait() -> None:
+    loads = Loads()
+    loads.gate.clear()
+    async with loads.demand(loads.model("a")) as demand:
+        waiting = asyncio.create_task(demand.acquire("a"))
+        await settled()
+        await demand.aclose()
+        with pytest.raises(EngineClosed):
+            await waiting
+        with pytest.raises(EngineClosed):
+            await demand.acquire("a")
+
+
+# ---------------------------------------------------------------- groups
+
+
+async def test_a_group_loads_when_it_is_used() -> None:
+    models = {"chat": "demo", "embed": {"model": "demo-embed", "keep_alive": 0}}
+    async with await EngineGroup.from_pretrained(models, keep_alive="5m", **SMALL) as group:
+        assert (sorted(group), group.stats(), "chat" in group) == (["chat", "embed"], {}, True)
+        with pytest.raises(EngineClosed, match="'chat' is not loaded now"):
+            group["chat"]
+        with pytest.raises(InvalidParameter, match="must say which: 'chat', 'embed'"):
+            await group.generate("Once", GREEDY)  # nobody knows yet what they can do
+        completion = await group.generate("Once", GREEDY, model="chat")
+        assert len((await group.embed(["a text"], model="embed")).vectors) == 1
+        assert len((await group.embed(["a text"])).vectors) == 1
+        assert group.stats().keys() >= {"chat"}
+        async with group.using("chat") as engine:
+            assert engine is group["chat"]
+            assert (await group.generate("Once", GREEDY)).token_ids == completion.token_ids
+        with pytest.raises(WrongLoop):
+            await asyncio.to_thread(asyncio.run, group.generate("Once", GREEDY))
+    with pytest.raises(EngineClosed):
+        await group.generate("Once", GREEDY)
+
+
+async def test_models_that_do_not_fit_together_share_a_budget_in_turns() -> None:
+    models = {"a": "demo", "b": "demo", "c": "demo"}
+    with pytest.raises(InvalidParameter, match=r"memory: must be at least \d+ MiB") as refused:
+        await EngineGroup.from_pretrained(models, memory="30MiB", **SMALL)
+    least = int(str(refused.value).split(" MiB")[0].split()[-1]) // 3
+    with pytest.raises(InvalidParameter, match="memory: must be at least"):  # there is no room even for one
+        await EngineGroup.from_pretrained(models, memory=f"{least // 2}MiB", keep_alive=-1, **SMALL)
+    memory = f"{least * 2 + 2}MiB"
+    async with await EngineGroup.from_pretrained(models, memory=memory, keep_alive=-1, **SMALL) as group:
+        for name in ("a", "b", "c", "a"):
+            await group.generate("Once", GREEDY, model=name)
+            taken = sum(engine.info.weight_bytes + engine.info.kv_cache_bytes for engine in group._engines.values())
+            assert taken <= (least * 2 + 2) * 2**20
+        assert len(group.stats()) == 2
+
+
+async def test_adapters_come_back_with_their_model() -> None:
+    async with await EngineGroup.from_pretrained({"chat": "demo"}, keep_alive=0, max_loras=2, **SMALL) as group:
+        assert (await group.load_adapter("pirate", "demo/pirate")).name == "pirate"
+        assert group.adapter_names("chat") == ["pirate"]
+        async with group.using("chat") as engine:
+            said = (await engine.generate("Once", GREEDY, adapter="pirate")).token_ids
+        assert said
+        await group.unload_adapter("pirate")
+        assert group.adapter_names("chat") == []
+        with pytest.raises(AdapterNotFound):
+            await group.unload_adapter("pirate")
+
+
+@pytest.mark.parametrize("wrong", [-2, "long", "5 d", True, float("nan"), float("inf"), "1e9", [1], "9999999999h"])
+def test_a_keep_alive_that_is_no_time_is_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidParameter, match="keep_alive: must be seconds"):
+        parse_keep_alive("keep_alive", wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"), [(0, 0), (2.5, 2.5), ("90", 90), ("5m", 300), ("1h", 3600), ("-1", FOREVER)]
+)
+def test_times_in_words(given: Any, seconds: float) -> None:
+    assert parse_keep_alive("keep_alive", given) == seconds

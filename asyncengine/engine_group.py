@@ -196,20 +196,20 @@ class EngineGroup(Mapping[str, AsyncEngine]):
             async with self.using(base) as engine:
                 await engine.unload_adapter(name, wait=wait)
         elif name not in self.adapter_names(base):
-            raise AdapterNotFound(f"no adapter {name[:100]!r} is loaded on {base!r}")
+            raise AdapterNotFound("adapter", f"is not loaded on {base!r}", name)
         self._remember_adapters(base, {}, without=name)
 
     def adapter_names(self, model: str) -> list[str]:
         """Names of the adapters of a model: those that are loaded, or those that will be once it is."""
         if model in self._engines:
             return [adapter.name for adapter in self._engines[model].adapters()]
-        return [name for name, _ in self._setups[model][1].adapters]
+        return list(dict(self._setups[model][1].adapters))
 
     def _remember_adapters(self, model: str, more: Mapping[str, str], without: str | None = None) -> None:
         if self._on_demand is not None:
             path, config = self._setups[model]
-            kept = {name: path for name, path in config.adapters if name != without}
-            self._setups[model] = path, config.replace(adapters={**kept, **more})
+            adapters = {**dict(config.adapters), **more}
+            self._setups[model] = path, config.replace(adapters={k: v for k, v in adapters.items() if k != without})
 
     # ---------------------------------------------------------------- life
 

@@ -115,17 +115,17 @@ class EngineGroup(Mapping[str, AsyncEngine]):
     # ---------------------------------------------------------------- engines by name
 
     @property
-    def _engines(self) -> Mapping[str, AsyncEngine]:
-        """Engines that are loaded now."""
+    def loaded(self) -> Mapping[str, AsyncEngine]:
+        """Engines that are in memory now, by name."""
         return self._loaded if self._on_demand is None else self._on_demand.loaded
 
     def __getitem__(self, name: str) -> AsyncEngine:
         """The engine. Raises `KeyError`, and `EngineClosed` for a model that is not loaded now (see `using`)."""
-        if name in self._names and name not in self._engines:
+        if name in self._names and name not in self.loaded:
             raise EngineClosed(
                 f"{name!r} is not loaded now: use it within `async with group.using({name!r}) as engine`"
             )
-        return self._engines[name]
+        return self.loaded[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -144,14 +144,20 @@ class EngineGroup(Mapping[str, AsyncEngine]):
         the same task, waits for ever where the budget has none for both.
         """
         name = self._name_for(model, task)
-        if self._on_demand is None:
-            yield self._loaded[name]
-            return
-        engine = await self._on_demand.acquire(name)
+        engine = await self.acquire(name)
         try:
             yield engine
         finally:
-            self._on_demand.release(name)
+            self.release(name)
+
+    async def acquire(self, model: str) -> AsyncEngine:
+        """The engine, loaded if need be, which is not closed before `release`; `using` does both. Raises alike."""
+        return self._loaded[model] if self._on_demand is None else await self._on_demand.acquire(model)
+
+    def release(self, model: str) -> None:
+        """End one use of `acquire`."""
+        if self._on_demand is not None:
+            self._on_demand.release(model)
 
     def engine_for(self, model: str | None, task: str = "generate") -> AsyncEngine:
         """The engine called `model`; None: the only one whose model does `task`.
@@ -192,7 +198,7 @@ class EngineGroup(Mapping[str, AsyncEngine]):
     async def unload_adapter(self, name: str, *, model: str | None = None, wait: bool = False) -> None:
         """`AsyncEngine.unload_adapter` of `model`; None: of the only one that generates."""
         base = self._name_for(model, "generate")
-        if base in self._engines:
+        if base in self.loaded:
             async with self.using(base) as engine:
                 await engine.unload_adapter(name, wait=wait)
         elif name not in self.adapter_names(base):
@@ -201,8 +207,8 @@ class EngineGroup(Mapping[str, AsyncEngine]):
 
     def adapter_names(self, model: str) -> list[str]:
         """Names of the adapters of a model: those that are loaded, or those that will be once it is."""
-        if model in self._engines:
-            return [adapter.name for adapter in self._engines[model].adapters()]
+        if model in self.loaded:
+            return [adapter.name for adapter in self.loaded[model].adapters()]
         return list(dict(self._setups[model][1].adapters))
 
     def _remember_adapters(self, model: str, more: Mapping[str, str], without: str | None = None) -> None:
@@ -300,15 +306,15 @@ class EngineGroup(Mapping[str, AsyncEngine]):
     @property
     def alive(self) -> bool:
         """True if every engine that is loaded would take a request."""
-        return all(engine.alive for engine in self._engines.values())
+        return all(engine.alive for engine in self.loaded.values())
 
     def stats(self) -> dict[str, EngineStats]:
         """Statistics of each engine, by name. May be called from any thread."""
-        return {name: engine.stats() for name, engine in self._engines.items()}
+        return {name: engine.stats() for name, engine in self.loaded.items()}
 
     def abort(self, request_id: str) -> bool:
         """Abort every unfinished request labelled `request_id`, of any engine. True if there was one."""
-        return sum(engine.abort(request_id) for engine in self._engines.values()) > 0
+        return sum(engine.abort(request_id) for engine in self.loaded.values()) > 0
 
 
 Setups = dict[str, tuple[str | os.PathLike[str], EngineConfig]]

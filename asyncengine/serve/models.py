@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from asyncengine.async_engine import AsyncEngine
+from asyncengine.engine_group import EngineGroup
+from asyncengine.errors import InvalidParameter, ModelNotFound, OutOfMemory, UnsupportedModel
 from asyncengine.serve.problems import Problem
+
+log = logging.getLogger("asyncengine.serve")
 
 
 @dataclass(slots=True)
@@ -18,18 +23,38 @@ class Target:
     """Name for the response: the one that was asked for, or the model's own."""
     engine: AsyncEngine
     adapter: str | None = None
+    _let_go: Callable[[], None] | None = None
 
     def release(self) -> None:
-        """The request has ended."""
+        """The request has ended, and its model may be closed. Idempotent."""
+        let_go, self._let_go = self._let_go, None
+        if let_go is not None:
+            let_go()
 
 
 class Models:
-    """Engines by name, their adapters, and other names for both."""
+    """Models by name, loaded or not, their adapters, and other names for both."""
 
-    def __init__(self, engines: Mapping[str, AsyncEngine], aliases: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, engines: EngineGroup | Mapping[str, AsyncEngine], aliases: Mapping[str, str] | None = None
+    ) -> None:
         """`aliases`: other names of models and adapters; the one called "*" stands for every name that is unknown."""
-        self._engines = dict(engines)
+        self.group = engines if isinstance(engines, EngineGroup) else EngineGroup(engines)
         self._aliases = dict(aliases or {})
+        self._observers: list[Callable[[str, AsyncEngine], object]] = []
+        self._shown: dict[str, AsyncEngine] = {}
+
+    @property
+    def loaded(self) -> Mapping[str, AsyncEngine]:
+        """Engines that run, by name."""
+        return self.group.loaded
+
+    def watch(self, observer: Callable[[str, AsyncEngine], object]) -> None:
+        """Have every engine that serves shown to `observer`, with its name: those there are now, and later ones."""
+        self._observers.append(observer)
+        for name, engine in self.loaded.items():
+            self._shown[name] = engine
+            observer(name, engine)
 
     @property
     def loaded(self) -> Mapping[str, AsyncEngine]:
@@ -42,55 +67,67 @@ class Models:
             observer(name, engine)
 
     async def acquire(self, name: str | None, task: str = "generate") -> Target:
-        """The engine for a request; None: the only one for `task`. To be released when the request has ended.
+        """The engine for a request, loaded if need be; None: the only one for `task`. To be released when the request
+        has ended.
 
-        Raises `Problem` 404 naming the models there are.
+        Raises `Problem`: 400 where the request must say which, 404 naming the models there are, 503 for a model that
+        cannot be loaded now.
         """
-        able = [each for each, engine in self._engines.items() if engine.info.task == task]
+        base, adapter = self._find(name, task)
+        engine = await self._acquired(base)
+        if self._shown.get(base) is not engine:
+            self._shown[base] = engine
+            for observer in self._observers:
+                observer(base, engine)
+        return Target(name or base, engine, adapter, lambda: self.group.release(base))
+
+    async def _acquired(self, base: str) -> AsyncEngine:
+        try:
+            return await self.group.acquire(base)
+        except (ModelNotFound, UnsupportedModel, OutOfMemory, InvalidParameter) as error:
+            log.error("%s cannot be loaded: %s", base, error)  # which may name folders: nothing for clients
+            status = 404 if isinstance(error, ModelNotFound) else 503
+            message = f"{base!r} cannot be loaded; the server's log says why"
+            raise Problem(status, message, "model", "model_unavailable") from error
+
+    def _find(self, name: str | None, task: str) -> tuple[str, str | None]:
+        """The name of a model, and of an adapter of it if that is meant."""
         if name is None:
+            able = [each for each in self.group if self.group.task_of(each) in (task, "auto")]
             if len(able) != 1:
                 raise Problem(400, f"must say which model: {_listed(able)}", "model", "model_required")
-            return Target(able[0], self._engines[able[0]])
-        found = self._find(self._aliases.get(name, name)) or self._find(self._aliases.get("*", ""))
-        if found is None:
-            raise Problem(
-                404,
-                f"no model {name[:100]!r} is served here: {_listed(list(self._engines))}",
-                "model",
-                "model_not_found",
-            )
-        return Target(name, *found)
+            return able[0], None
+        for wanted in (self._aliases.get(name, name), self._aliases.get("*")):
+            for base, adapter in self._names():
+                if wanted == (adapter or base):
+                    return base, adapter
+        listed = _listed(list(self.group))
+        raise Problem(404, f"no model {name[:100]!r} is served here: {listed}", "model", "model_not_found")
 
-    def _find(self, name: str) -> tuple[AsyncEngine, str | None] | None:
-        if name in self._engines:
-            return self._engines[name], None
-        for engine in self._engines.values():
-            if any(adapter.name == name for adapter in engine.adapters()):
-                return engine, name
-        return None
+    def _names(self) -> Iterator[tuple[str, str | None]]:
+        """Pairs of model and adapter: the models themselves first, then the adapters of each."""
+        yield from ((base, None) for base in self.group)
+        yield from ((base, adapter) for base in self.group for adapter in self.group.adapter_names(base))
 
     @property
     def alive(self) -> bool:
-        """True if every engine would take a request."""
-        return all(engine.alive for engine in self._engines.values())
+        """True if every engine that is loaded would take a request."""
+        return self.group.alive
 
     def listing(self) -> list[dict[str, Any]]:
-        """Objects of OpenAI's /v1/models: models, then adapters with the model that is under them."""
-        rows = [_row(name, None) for name in self._engines]
-        for name, engine in self._engines.items():
-            rows += [_row(adapter.name, name) for adapter in engine.adapters()]
-        return rows
-
-
-def _row(name: str, parent: str | None) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": 0,
-        "owned_by": "asyncengine",
-        "root": parent or name,
-        "parent": parent,
-    }
+        """Objects of OpenAI's /v1/models: models, loaded or not, then adapters with the model that is under them."""
+        return [
+            {
+                "id": adapter or base,
+                "object": "model",
+                "created": 0,
+                "owned_by": "asyncengine",
+                "root": base,
+                "parent": base if adapter else None,
+                "loaded": base in self.loaded,
+            }
+            for base, adapter in self._names()
+        ]
 
 
 def _listed(names: list[str]) -> str:

@@ -279,7 +279,7 @@ async def test_models_that_do_not_fit_together_share_a_budget_in_turns() -> None
     async with await EngineGroup.from_pretrained(models, memory=memory, keep_alive=-1, **SMALL) as group:
         for name in ("a", "b", "c", "a"):
             await group.generate("Once", GREEDY, model=name)
-            taken = sum(engine.info.weight_bytes + engine.info.kv_cache_bytes for engine in group._engines.values())
+            taken = sum(engine.info.weight_bytes + engine.info.kv_cache_bytes for engine in group.loaded.values())
             assert taken <= (least * 2 + 2) * 2**20
         assert len(group.stats()) == 2
 

@@ -96,7 +96,7 @@ class Group(EngineGroup):
             "b": InvalidParameter("max_num_seqs", "too many"),
             "c": ModelNotFound("c"),
         }
-        self._names = ("a", "b", "c", "d")
+        self._names, self._loaded, self._on_demand = ("a", "b", "c", "d"), {}, None
         self.released: list[str] = []
 
     def adapter_names(self, model: str) -> list[str]:

@@ -14,9 +14,10 @@ from starlette.routing import Route
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.engine_group import EngineGroup
-from asyncengine.serve import messages, responses
+from asyncengine.serve import messages, metrics, responses
 from asyncengine.serve.dialects import anthropic_messages, openai_chat
 from asyncengine.serve.generating import generating
+from asyncengine.serve.metrics import CountAnswers
 from asyncengine.serve.models import Models
 from asyncengine.serve.problems import Problem, problem_of
 from asyncengine.serve.security import RequireKey
@@ -34,9 +35,11 @@ def make_app(
     """See `asyncengine.serve.app`."""
     named = {engines.info.name: engines} if isinstance(engines, AsyncEngine) else engines
     serving = Serving(Models(named, aliases), strict, max_body, tuple(api_keys))
-    middleware = [Middleware(RequireKey, keys=serving.api_keys, render=error_for)] if api_keys else []
+    paths = routes(serving)
+    middleware = [Middleware(CountAnswers, serving=serving, routes=paths)]
+    middleware += [Middleware(RequireKey, keys=serving.api_keys, render=error_for)] if api_keys else []
     return Starlette(
-        routes=routes(serving),
+        routes=paths,
         middleware=middleware,
         exception_handlers={HTTPException: _not_found, Exception: _failed},
     )
@@ -50,6 +53,7 @@ def routes(serving: Serving) -> list[Route]:
         *messages.routes(serving),
         Route("/v1/models", _models(serving), methods=["GET"]),
         Route("/health", _health(serving), methods=["GET"]),
+        *metrics.routes(serving),
     ]
 
 

@@ -56,16 +56,6 @@ class Models:
             self._shown[name] = engine
             observer(name, engine)
 
-    @property
-    def loaded(self) -> Mapping[str, AsyncEngine]:
-        """Engines that run, by name."""
-        return self._engines
-
-    def watch(self, observer: Callable[[str, AsyncEngine], object]) -> None:
-        """Have every engine that serves shown to `observer`, with its name: those there are now, and later ones."""
-        for name, engine in self._engines.items():
-            observer(name, engine)
-
     async def acquire(self, name: str | None, task: str = "generate") -> Target:
         """The engine for a request, loaded if need be; None: the only one for `task`. To be released when the request
         has ended.

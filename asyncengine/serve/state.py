@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from asyncengine.serve.models import Models
 
@@ -20,3 +21,5 @@ class Serving:
     """Keys of which a request must show one; none: every request is served."""
     max_stored: int = 64 << 20
     """Bytes of the responses that clients can come back to."""
+    answers: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    """Answers by method, path and status."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -28,7 +27,6 @@ MAX_ENDINGS = 1000
 """Last digits that make a number a multiple."""
 SAFE = 2**53
 """Integers up to here reach the grammar library as they are."""
-LARGEST = Fraction(sys.float_info.max)
 LIBRARY_END = 10**18
 """The end of multiples that the library counts and that have none: a double, and less than its 64 bits."""
 WRITTEN_DIGITS = 308
@@ -114,21 +112,15 @@ class Numbers:
         return low, high
 
     def _parts(self) -> list[Numbers]:
-        """The whole numbers, and the others with whole bounds of more than 53 bits moved inwards to doubles: a fraction
-        is read as its nearest double, 2**53 + 2.9 as 2**53 + 2. Itself alone where it has no such bound."""
-        if not self.places or self.step is not None:
+        """Whole numbers, and apart from them fractions, which a double has up to 2**53 only: 2**53 + 2.9 is read as
+        2**53 + 2 or 2**53 + 4. Itself alone where no bound is beyond."""
+        bounds = [bound for bound in (self.low, self.high) if bound is not None and abs(bound) > SAFE]
+        if self.integer or self.step is not None or not bounds:
             return [self]
-        low, high = (
-            bound if bound is None or bound.denominator != 1 or _double(bound) == bound else _inwards(bound, towards)
-            for bound, towards in ((self.low, math.inf), (self.high, -math.inf))
-        )
-        if low is not None and low > LARGEST:
-            high = LARGEST
-        if high is not None and high < -LARGEST:
-            low = -LARGEST
-        if (low, high) == (self.low, self.high):
-            return [self]
-        return [replace(self, integer=True), replace(self, low=low, high=high)]
+        low = Fraction(-SAFE) if self.low is None else max(self.low, Fraction(-SAFE))
+        high = Fraction(SAFE) if self.high is None else min(self.high, Fraction(SAFE))
+        whole = replace(self, integer=True)
+        return [whole, replace(self, low=low, high=high)] if low <= high else [whole]
 
     @property
     def unit(self) -> int:
@@ -139,19 +131,18 @@ class Numbers:
 
     def _inside(self, bound: Fraction, is_open: bool, direction: float) -> tuple[Fraction, bool]:
         """An open bound that our digits tell apart from its neighbours and a double does not: the next double."""
-        if not is_open or not self.places:
+        if not is_open or not self.places or abs(bound) > 10**300:
             return bound, is_open
-        near = _double(bound)
-        beside = math.nextafter(near, direction)
-        if math.isinf(beside) or Fraction(math.ulp(near)) * 10**self.places <= 1:
+        near = float(bound)
+        if Fraction(math.ulp(near)) * 10**self.places <= 1:
             return bound, is_open
-        return Fraction(repr(beside)), False
+        return Fraction(repr(math.nextafter(near, direction))), False
 
     @property
     def empty(self) -> bool:
         if self.listed is not None:
             return not any(self._within(value) for value, _ in self.listed)
-        if len(parts := self._parts()) > 1:
+        if (parts := self._parts()) != [self]:
             return all(part.empty for part in parts)
         low, high = self.ends()
         return low is not None and high is not None and low > high
@@ -164,9 +155,9 @@ class Numbers:
         if self.listed is not None:
             texts = [text for value, text in self.listed if self._within(value)]
             return Spelling((f"(?:{'|'.join(map(escaped_text, texts))})",))
-        if len(parts := self._parts()) > 1:
-            parts = [part for part in parts if not part.empty]
-            return Spelling((f"(?:{'|'.join(part.spelling(pointer, most).patterns[0] for part in parts)})",))
+        if (parts := self._parts()) != [self]:
+            found = [part.spelling(pointer, most).patterns[0] for part in parts if not part.empty]
+            return Spelling((f"(?:{'|'.join(found)})",))
         (low, high), unit, digits = self.ends(), self.unit, self.places
         bounds = range_pattern(*((low, high) if most is None else _ended(low, high, digits, most)), digits)
         if unit == 1:
@@ -244,19 +235,6 @@ def number_text(value: int | float) -> str:
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
         return str(int(value))
     return json.dumps(value)
-
-
-def _double(value: Fraction) -> float:
-    """The nearest finite double."""
-    return float(max(-LARGEST, min(value, LARGEST)))
-
-
-def _inwards(bound: Fraction, towards: float) -> Fraction:
-    """The nearest double from `bound`, which is none, on `towards` an infinity; itself beyond the last."""
-    near = _double(bound)
-    if (near < bound) == (towards > 0):
-        near = math.nextafter(near, towards)
-    return bound if math.isinf(near) else Fraction(near)
 
 
 def places(value: Fraction) -> int:

@@ -127,21 +127,20 @@ def test_random_ranges_against_decimal_arithmetic(part: int) -> None:
                 continue
             assert taken == wanted, (schema, integer, text, spelling.patterns)
             matched, unmatched = matched + taken, unmatched + (not taken)
-            if taken and "." in text:
+            if taken and "." in text and not ("multipleOf" in schema and abs(Decimal(text)) > 2**53):
                 assert keeps_as_double(schema, float(text)), (schema, text)
-                assert "multipleOf" in schema or keeps_as_double(schema, float(text), exactly=True), (schema, text)
+                assert keeps_as_double(schema, float(text), exactly=True), (schema, text)
     assert min(matched, unmatched) > RANGES
     assert refused < RANGES / 4 / 10
     assert empty > RANGES / 4 / 50
 
 
 def differs_by_less_than_a_double(schema: dict[str, Any], text: str) -> bool:
-    """Beside an exclusive bound, and no double lies between, or with a fraction beside a bound that is no double: such
+    """Beside an exclusive bound, and no double lies between, or written with a fraction where doubles have none: such
     texts are left out."""
     opened = [float(schema[key]) for key in ("exclusiveMinimum", "exclusiveMaximum") if key in schema]
-    if "." in text:
-        opened += [float(bound) for bound in schema.values() if Decimal(float(bound)) != decimal(bound)]
-    return any(abs(Decimal(text) - decimal(bound)) < 2 * Decimal(math.ulp(bound)) for bound in opened)
+    beyond = "." in text and abs(Decimal(text)) >= 2**53 - 2
+    return beyond or any(abs(Decimal(text) - decimal(bound)) < 2 * Decimal(math.ulp(bound)) for bound in opened)
 
 
 def test_no_number_between_whole_bounds_that_are_no_doubles() -> None:
@@ -191,7 +190,7 @@ def keeps_as_double(schema: dict[str, Any], value: float, exactly: bool = False)
         ({"exclusiveMaximum": 10**14}, ["1.5", "99999999999999.98"], ["99999999999999.999999", "100000000000000"]),
         (
             {"minimum": -(2**63), "maximum": 2**63 - 1},
-            ["0.25", "9223372036854774784.0", str(2**63 - 1)],
+            ["0.25", "9007199254740992.0", str(2**63 - 1)],
             ["9223372036854775807.0", "9223372036854775806.9"],
         ),
         (

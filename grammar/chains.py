@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from asyncengine.grammar.schemas import anchors, children, resolve
+from asyncengine.grammar.schemas import children, resolve
 
 Node = Any
 
@@ -36,10 +36,8 @@ def schema_chain(schema: dict[str, Any]) -> int:
     Definitions count where something refers to them.
     """
 
-    named = anchors(schema)
-
     def steps(node: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
-        target = resolve(schema, node, named)
+        target = resolve(schema, node)
         found = [target] if isinstance(target, dict) and target is not node else []
         found += [child for step, child in children(node) if not step.startswith(("/$defs/", "/definitions/"))]
         return [(id(child), child) for child in found]

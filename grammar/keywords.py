@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar.regexes import unsupported_feature
-from asyncengine.grammar.schemas import escape, schemas_of, subschemas
+from asyncengine.grammar.schemas import escape, resolve, schemas_of, subschemas
 from asyncengine.grammar.spec import Grammar
 
 UNIMPLEMENTED = (
@@ -152,7 +152,7 @@ def _patterns(nodes: list[tuple[str, dict[str, Any]]], message: str) -> list[Fea
 
 
 def _malformed(schema: Any, message: str) -> list[str]:
-    """Pointers to the pattern or type the message quotes."""
+    """Pointers to the pattern or type the message quotes, or to references that lead nowhere."""
     found = []
     for place, node in subschemas(schema):
         names = node.get("patternProperties")
@@ -161,6 +161,8 @@ def _malformed(schema: Any, message: str) -> list[str]:
                 found.append(place + ("/pattern" if pattern == node.get("pattern") else "/patternProperties"))
         if isinstance(node.get("type"), str) and message.startswith(f"Invalid type: {node['type']}"):
             found.append(f"{place}/type")
+        if message.startswith("Pointer '") and resolve(schema, node) is None:
+            found.append(f"{place}/$ref")
     return found
 
 

@@ -11,7 +11,7 @@ from asyncengine.grammar.canonical import canonical_json, parse_json
 from asyncengine.grammar.keywords import explain
 from asyncengine.grammar.lark import literal, regex, replace_json
 from asyncengine.grammar.number_schemas import lowered, without_bounds
-from asyncengine.grammar.schemas import subschemas
+from asyncengine.grammar.schemas import subschemas, with_local_references
 from asyncengine.grammar.spec import Grammar
 
 FLEXIBLE = r"( |\n[ \t]{0,40})"
@@ -149,6 +149,7 @@ def _object(text: str, lenient: bool) -> dict[str, Any]:
     schema = json.loads(text) if isinstance(text, str) else text
     if not isinstance(schema, dict):
         return {} if schema is True else {"not": {}}
+    schema = with_local_references(schema, text)
     if lenient or any(sign in text for sign in _MENDED):
         for _, node in subschemas(schema):
             _without_effect(node)

@@ -6,12 +6,12 @@ has a name, and a recursive schema comes to an end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar.numbers import KEYWORDS, Numbers, exact, number_text, of_schema
-from asyncengine.grammar.schemas import anchors, resolve
+from asyncengine.grammar.schemas import resolve
 
 MAX_TERMS = 4096
 """Alternatives of one place: a conjunction of choices multiplies them."""
@@ -72,7 +72,6 @@ class Alternatives:
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
-        self._anchors = anchors(root)
         self._work = 0
 
     def of(self, conjunction: Sequence[Entry]) -> list[Term]:
@@ -96,7 +95,7 @@ class Alternatives:
                     dead = True
                 elif item.schema is not True and item.pointer not in [entry.pointer for entry in done]:
                     done = (*done, item)
-                    todo[:0] = list(_applied(self._root, item, self._anchors))
+                    todo[:0] = list(_applied(self._root, item))
             if not dead:
                 found.append(Term(done))
         if len(found) > MAX_TERMS:
@@ -111,14 +110,14 @@ class Alternatives:
             raise GrammarError("grammar", f"the schema at {item.pointer or '/'} must be an object", item.schema)
 
 
-def _applied(root: dict[str, Any], entry: Entry, named: Mapping[str, Any]) -> Iterator[Entry | list[Entry]]:
+def _applied(root: dict[str, Any], entry: Entry) -> Iterator[Entry | list[Entry]]:
     """Schemas that the applicators of a schema add: those that must hold too, and choices among schemas."""
     pointer, schema = entry.pointer, entry.schema
     if entry.plain:
         return
     for key, value in schema.items():
         if key == "$ref":
-            target = resolve(root, schema, named)
+            target = resolve(root, schema)
             if not isinstance(target, (dict, bool)):
                 raise GrammarUnsupported("grammar", [("$ref", f"{pointer}/$ref")], "leads nowhere in the schema")
             yield Entry(value.removeprefix("#"), target)

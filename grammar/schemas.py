@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator
 from typing import Any, get_origin
-from urllib.parse import unquote
+from urllib.parse import quote, unquote, urljoin
 
 from asyncengine.errors import GrammarError, GrammarImpossible
 from asyncengine.grammar.canonical import canonical_json, parse_json
@@ -23,6 +22,7 @@ MANY = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 """Keywords whose value is a list of schemas."""
 NAMED = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas", "dependencies")
 """Keywords whose value maps names to schemas."""
+_ANCHORS = ("$anchor", "$dynamicAnchor")
 ACCEPTED = "a dict, JSON text, True, or a pydantic model, dataclass or TypedDict class"
 
 
@@ -38,7 +38,9 @@ def schema_text(schema: Any) -> str:
         raise GrammarImpossible("grammar", "the schema `false` allows no output")
     if not isinstance(schema, dict):
         raise GrammarError("grammar", f"a JSON schema must be an object: pass {ACCEPTED}", schema)
-    return canonical_json(schema)
+    text = canonical_json(schema)
+    local = with_local_references(schema, text)
+    return text if local is schema else canonical_json(local)
 
 
 def is_typed_dict(cls: Any) -> bool:
@@ -113,16 +115,7 @@ def _require(node: Any, name: Any) -> None:
         node["required"] = [*node.get("required", []), name]
 
 
-def anchors(root: Any) -> dict[str, Any]:
-    """Subschemas by the name that `$anchor` gives them."""
-    found: dict[str, Any] = {}
-    for _, node in subschemas(root):
-        if isinstance(node.get("$anchor"), str):
-            found.setdefault(node["$anchor"], node)
-    return found
-
-
-def resolve(root: Any, node: Any, anchors: Mapping[str, Any] = MappingProxyType({})) -> Any:
+def resolve(root: Any, node: Any) -> Any:
     """The target of a local `$ref`; `node` itself where there is none; None where the pointer leads nowhere."""
     if not isinstance(node, dict) or not isinstance(node.get("$ref"), str):
         return node
@@ -130,7 +123,7 @@ def resolve(root: Any, node: Any, anchors: Mapping[str, Any] = MappingProxyType(
     if pointer == "#":
         return root
     if not pointer.startswith("#/"):
-        return anchors.get(pointer[1:]) if pointer.startswith("#") else None
+        return None
     here = root
     for part in unquote(pointer[2:]).split("/"):
         name = part.replace("~1", "/").replace("~0", "~")
@@ -141,6 +134,53 @@ def resolve(root: Any, node: Any, anchors: Mapping[str, Any] = MappingProxyType(
         else:
             return None
     return here
+
+
+def with_local_references(schema: dict[str, Any], text: str) -> dict[str, Any]:
+    """A copy in which each reference to a place in the document, by address, URN or anchor, is `#/...`; `schema`
+    itself where nothing has such a name. `text` is its JSON text.
+
+    A reference that leads out of the document keeps its absolute address. Draft 4 writes `id` for `$id`, draft 7 writes
+    anchors as `$id: "#name"`.
+    """
+    key = "id" if "draft-04" in str(schema.get("$schema")) else "$id"
+    if not any(f'"{name}"' in text for name in (key, *_ANCHORS)):
+        return schema
+    root: dict[str, Any] = json.loads(text)
+    resources: dict[str, str] = {}
+    named: dict[tuple[str, str], str] = {}
+    found: list[tuple[str, dict[str, Any]]] = []  # (base address, schema)
+    stack = [("", root, "")]
+    while stack:
+        pointer, node, base = stack.pop()
+        own = node.pop(key, None)
+        address, _, fragment = own.partition("#") if isinstance(own, str) else ("", "", "")
+        base = _joined(base, address)
+        resources.setdefault(base, pointer)
+        for name in (fragment, *(node.pop(name, None) for name in _ANCHORS)):
+            if isinstance(name, str) and name:
+                named.setdefault((base, name), pointer)
+        found.append((base, node))
+        stack.extend((pointer + step, child, base) for step, child in children(node))
+    for base, node in found:
+        if isinstance(reference := node.get("$ref"), str):
+            address, _, fragment = reference.partition("#")
+            target = _joined(base, address)
+            if fragment.startswith("/") and target in resources:
+                place: str | None = resources[target] + unquote(fragment)
+            else:
+                place = named.get((target, fragment)) if fragment else resources.get(target)
+            outside = reference if not target else f"{target}#{fragment}"
+            node["$ref"] = outside if place is None else "#" + quote(place, safe="/~!$&'()*+,;=:@")
+    return root
+
+
+def _joined(base: str, address: str) -> str:
+    """`address`, which may be relative to `base`."""
+    try:
+        return urljoin(base, address) if address else base
+    except ValueError:  # no address at all
+        return address
 
 
 def escape(name: str) -> str:

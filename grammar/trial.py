@@ -20,7 +20,7 @@ from asyncengine.grammar import trial_worker
 from asyncengine.grammar.canonical import parse_json
 from asyncengine.grammar.outlines_core_backend import START_TIMEOUT, Process
 from asyncengine.grammar.outlines_core_worker import READY
-from asyncengine.grammar.schemas import anchors, resolve
+from asyncengine.grammar.schemas import resolve
 from asyncengine.grammar.spec import Grammar
 
 STACK_BYTES = 64 << 20
@@ -101,15 +101,14 @@ def known_safe(grammar: Grammar) -> bool:
 
 
 def _can_be_read(schema: Any) -> bool:
-    """Every reference in it leads to a place in it, by a pointer or an anchor of its own."""
-    named = anchors(schema)
+    """Every reference in it leads to a place in it, by a pointer."""
     stack = [schema]
     while stack:
         node = stack.pop()
         if isinstance(node, dict):
             if any(key in node for key in ("$id", "id", "$dynamicRef", "$recursiveRef")):
                 return False
-            if isinstance(node.get("$ref"), str) and resolve(schema, node, named) is None:
+            if isinstance(node.get("$ref"), str) and resolve(schema, node) is None:
                 return False
             stack += node.values()
         elif isinstance(node, list):

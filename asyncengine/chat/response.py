@@ -9,6 +9,7 @@ from typing import Any
 from asyncengine.chat.schemas import close_objects, plain_json
 from asyncengine.errors import GrammarError, InvalidParameter
 from asyncengine.grammar import Grammar
+from asyncengine.grammar.schemas import with_local_references
 
 FIELD = "response_format"
 JSON_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
@@ -63,5 +64,6 @@ def _schema_grammar(field: str, schema: Any, strict: bool) -> Grammar:
     if not isinstance(schema, Mapping):
         raise InvalidParameter(field, "must be a JSON schema, as a dict", schema)
     plain = plain_json(field, schema)
+    plain = with_local_references(plain, json.dumps(plain))
     text = json.dumps(close_objects(plain) if strict else plain, ensure_ascii=False, separators=(",", ":"))
     return Grammar(kind="json_schema", text=text, unsupported="error" if strict else "ignore")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from asyncengine.errors import InvalidParameter
+from asyncengine.grammar.schemas import resolve, with_local_references
 
 MAX_DEPTH = 64
 """Nesting of a schema; a grammar refuses more as well."""
@@ -60,6 +61,7 @@ def tool_schema(field: str, parameters: object, strict: bool = True) -> Schema:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if "type" not in schema:
         schema = {"type": "object", **schema}
+    schema = with_local_references(schema, json.dumps(schema))
     return close_objects(schema) if strict else schema
 
 
@@ -94,8 +96,8 @@ class _Opened:
             # a definition is met where it is referred to
             inner = [(key, child) for key, child in _children(part) if key not in ("$defs", "definitions")]
             waiting += [(child, opened or key in CONDITIONS) for key, child in inner]
-            if isinstance(reference := part.get("$ref"), str):
-                waiting.append((resolve(root, reference), opened))
+            if isinstance(part.get("$ref"), str):
+                waiting.append((resolve(root, part), opened))
 
     def __contains__(self, part: object) -> bool:
         return (id(part), True) in self._seen
@@ -117,22 +119,6 @@ def _children(part: Schema) -> Iterator[tuple[str, Any]]:
             yield from ((key, child) for child in value)
         elif key in SINGLE or key in CONDITIONS:
             yield key, value
-
-
-def resolve(root: Any, reference: str) -> Any:
-    """The part a local reference points to; None if there is none."""
-    if not reference.startswith("#"):
-        return None
-    found = root
-    for step in reference.removeprefix("#").split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict):
-            found = found.get(name)
-        elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
-            found = found[int(name)]
-        else:
-            return None
-    return found
 
 
 def moved(schema: Schema, pointer: str) -> Schema:

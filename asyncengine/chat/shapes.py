@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from asyncengine.chat.schemas import Schema, moved, resolve
+from asyncengine.chat.schemas import Schema, moved
 from asyncengine.errors import GrammarUnsupported
+from asyncengine.grammar.schemas import resolve
 
 JSON_TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 ANNOTATIONS = frozenset((
@@ -70,7 +71,7 @@ class Reader:
             raise GrammarUnsupported("tools", [("$ref", "")])
         own = {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}
         if isinstance(reference := own.pop("$ref", None), str):
-            target = resolve(self._root, reference)
+            target = resolve(self._root, schema)
             if target is None:
                 raise GrammarUnsupported("tools", [("$ref", reference)])
             yield from self._split(self._merged(as_schema(target), own), depth + 1)

@@ -80,6 +80,16 @@ REFUSED = {
         ),
         "nesting through",
     ),
+    "references by addresses": (
+        lambda: schema(
+            {
+                "$id": "http://x/y",
+                "$defs": {f"d{i}": {"$id": f"a{i}", "$ref": f"a{i + 1}"} for i in range(400)},
+                "$ref": "a0",
+            }
+        ),
+        "nesting through",
+    ),
     "minItems": (lambda: schema({"minItems": 10**9}), "minItems must not exceed 10000"),
     "minLength": (lambda: schema({"items": {"minLength": MAX_LITERAL + 1}}), "minLength must not exceed 65536"),
     "minLength, a float": (lambda: schema({"minLength": 1e9}), "minLength must not exceed 65536"),

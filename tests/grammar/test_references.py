@@ -1,0 +1,133 @@
+"""References by address, URN and anchor mean what JSON Schema says, beside a bound of numbers and in tools, too."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from asyncengine.chat.schemas import moved, tool_schema
+from asyncengine.grammar import Grammar
+from asyncengine.grammar.lower import inline_json
+from asyncengine.grammar.schemas import with_local_references
+
+from .oracle import accepts, complaint
+
+URN = "urn:uuid:deadbeef-1234-0000-0000-4321feebdaed"
+SEVEN = "http://json-schema.org/draft-07/schema#"
+FOUR = "http://json-schema.org/draft-04/schema#"
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "absolute, to a definition": {
+        "$id": "http://example.org/root.json",
+        "properties": {"a": {"$ref": "http://example.org/root.json#/$defs/n"}},
+        "$defs": {"n": {"type": "string"}},
+    },
+    "relative to the root": {
+        "$id": "http://example.org/root.json",
+        "properties": {"a": {"$ref": "node.json"}},
+        "$defs": {"n": {"$id": "/node.json", "type": "string"}},
+    },
+    "URN with a pointer": {
+        "$id": URN,
+        "properties": {"a": {"$ref": f"{URN}#/$defs/n"}},
+        "$defs": {"n": {"type": "string"}},
+    },
+    "URN with an anchor": {
+        "$id": URN,
+        "properties": {"a": {"$ref": f"{URN}#here"}},
+        "$defs": {"n": {"$anchor": "here", "type": "string"}},
+    },
+    "embedded, with references of its own": {
+        "$id": "http://example.org/a",
+        "properties": {"a": {"$ref": "b"}},
+        "$defs": {
+            "n": {"type": "integer"},
+            "b": {"$id": "b", "$ref": "#/$defs/n", "$defs": {"n": {"type": "string"}}},
+        },
+    },
+    "anchors of two documents": {
+        "properties": {"a": {"$ref": "x#t"}},
+        "$defs": {
+            "n": {"$anchor": "t", "type": "integer"},
+            "x": {"$id": "x", "$defs": {"y": {"$anchor": "t", "type": "string"}}},
+        },
+    },
+    "a name that has to be escaped": {
+        "properties": {"a": {"$ref": "#50%25"}, "b": {"$ref": "#here"}},
+        "$defs": {"50% a/b~ü": {"$anchor": "here", "type": "string"}},
+    },
+    "recursive": {
+        "$id": "http://example.org/tree",
+        "properties": {"a": {"type": "string"}, "next": {"$ref": "tree"}},
+    },
+    "draft 7's anchor": {
+        "$schema": SEVEN,
+        "properties": {"a": {"$ref": "#here"}},
+        "definitions": {"n": {"$id": "#here", "type": "string"}},
+    },
+    "draft 4's id": {
+        "$schema": FOUR,
+        "id": "http://example.org/root",
+        "properties": {"a": {"$ref": "n"}, "id": {"type": "string"}},
+        "definitions": {"n": {"id": "n", "type": "string"}},
+    },
+    "properties with such names": {
+        "properties": {
+            "$id": {"type": "integer"}, "$anchor": {"const": "$id"}, "a": {"type": "string"}, "$ref": {"enum": ["#"]},
+        },
+    },
+}  # fmt: skip
+SCHEMAS["a name that has to be escaped"]["properties"].pop("a")
+VALUES: list[Any] = [
+    {}, {"a": "x"}, {"a": 1}, {"b": "x"}, {"b": 1}, {"a": "x", "next": {"a": "y", "next": {}}}, {"id": 1}, {"id": "x"},
+    {"a": "x", "next": {"a": "y", "next": {"a": 1}}}, {"$id": 1}, {"$id": "x"}, {"$anchor": "$id"}, {"$ref": "x"},
+    {"n": 1}, {"n": 0}, {"n": 1.5},
+]  # fmt: skip
+
+
+def schema_of(name: str, bound: bool) -> dict[str, Any]:
+    schema: dict[str, Any] = json.loads(json.dumps(SCHEMAS[name]))
+    if bound:
+        schema["properties"]["n"] = {"type": "number", "minimum": 0.5}
+    return {"type": "object", **schema}
+
+
+def judged(schema: dict[str, Any]) -> list[bool]:
+    validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema)
+    return [validator.is_valid(value) for value in VALUES]
+
+
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_references_lead_where_the_specification_says(name: str, bound: bool) -> None:
+    schema = schema_of(name, bound)
+    expected = judged(schema)
+    assert len(set(expected)) == 2
+    texts = [json.dumps(value) for value in VALUES]
+    assert [accepts(Grammar.json_schema(schema), text) for text in texts] == expected
+    embedded = Grammar.lark(f"start: %json {json.dumps(schema)}")
+    assert [accepts(embedded, text) for text in texts] == expected
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_they_do_so_in_a_tool_and_wherever_it_is_moved(name: str) -> None:
+    schema = schema_of(name, bound=True)
+    tool = tool_schema("parameters", schema, strict=False)
+    inside = {"$ref": "#/$defs/final", "$defs": {"final": moved(tool, "#/$defs/final")}}
+    for text in (inline_json(tool), inline_json(inside)):
+        grammar = Grammar.lark(f"start: {text}")
+        assert [accepts(grammar, json.dumps(value)) for value in VALUES] == judged(schema)
+    call = Grammar.tool_calls([{"name": "f", "parameters": schema}], parallel=False)
+    texts = [json.dumps({"name": "f", "arguments": value}) for value in VALUES]
+    assert [accepts(call, text) for text in texts] == judged(schema)
+
+
+@pytest.mark.parametrize("reference", ["other.json", "http://example.org/other#/a", "#nowhere", "#/$defs/none", URN])
+def test_what_leads_out_of_the_document_is_refused_by_name(reference: str) -> None:
+    """Even where a resource had such a place, were it the document: the pointer below is relative to `inner`."""
+    inner = {"$id": "inner", "properties": {"a": {"$ref": reference}}}
+    schema = {"$id": "http://example.org/", "$ref": "inner", "$defs": {"inner": inner, "none": {}}}
+    assert "at /$defs/inner/properties/a/$ref" in complaint(Grammar.json_schema(schema))
+    assert with_local_references({"a": 1}, '{"a":1}') == {"a": 1}

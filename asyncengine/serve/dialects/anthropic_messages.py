@@ -27,7 +27,7 @@ WITHOUT_MEANING = (
 """Fields of Anthropic's own that nothing here depends on. Prefixes are cached without marks."""
 SERVERS_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_", "mcp_", "advisor_")
 """Types of tools that Anthropic's servers run: the model is not told of them, as nobody here would."""
-PSEUDO_HEADER = re.compile(r"x-anthropic-[\w-]+:[^\n]*\n*")
+PSEUDO_HEADER = re.compile(r"\A(?:x-anthropic-[\w-]+:[^\n]*\n*)+")
 """A line that Claude Code puts at the head of its system prompt, with a value that differs from call to call: left in,
 no prompt would have a prefix in common with the one before."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -79,7 +79,7 @@ def _messages(given: object, system: object) -> list[Message]:
         raise InvalidParameter("messages", "must be a list of messages, and not empty", given)
     made: list[Message] = []
     for where, block in _blocks("system", () if system is None else system):
-        text = PSEUDO_HEADER.sub("", _text(where, block), count=1) if not made else _text(where, block)
+        text = PSEUDO_HEADER.sub("", _text(where, block)) if not made else _text(where, block)
         if text:
             _say(made, "system", text)
     names: dict[str, str] = {}
@@ -90,11 +90,11 @@ def _messages(given: object, system: object) -> list[Message]:
         role, blocks = message.get("role"), list(_blocks(f"{at}.content", message.get("content")))
         if role == "assistant":
             _take_answer(made, blocks, names)
-        elif role == "user" or (role == "system" and made):
-            _take_words(made, blocks, names)
-        elif role == "system":
+        elif role == "system" and all(each["role"] == "system" for each in made):
             for where, block in blocks:
                 _say(made, "system", _text(where, block))
+        elif role in ("user", "system"):
+            _take_words(made, blocks, names)
         else:
             raise InvalidParameter(f"{at}.role", "must be 'user', 'assistant' or 'system'", role)
     return made

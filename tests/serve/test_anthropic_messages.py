@@ -1,0 +1,277 @@
+"""Messages as Anthropic's own client sees them, beside what the engine says in process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anthropic
+import httpx
+import pydantic
+import pytest
+from starlette.applications import Starlette
+from support.http_server import serving_thread
+
+from asyncengine import AsyncEngine
+from asyncengine.serve import app
+
+QUESTION: list[Any] = [{"role": "user", "content": "hello"}]
+SUM: list[Any] = [{"role": "user", "content": "What is 17 plus 25?"}]
+GREEDY: dict[str, Any] = {"model": "demo", "extra_body": {"temperature": 0}}
+ADD: Any = {
+    "name": "add",
+    "description": "Add two numbers.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        "required": ["a", "b"],
+    },
+}
+
+
+@pytest.fixture
+def client(demo_url: str) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=demo_url, api_key="none", max_retries=0) as made:
+        yield made
+
+
+def text_of(message: Any) -> str:
+    return "".join(block.text for block in message.content if block.type == "text")
+
+
+def test_a_message_and_a_stream_say_the_same(client: anthropic.Anthropic) -> None:
+    whole = client.messages.create(messages=QUESTION, max_tokens=12, **GREEDY)
+    with client.messages.stream(messages=QUESTION, max_tokens=12, **GREEDY) as stream:
+        events = list(stream)
+        final = stream.get_final_message()
+    assert text_of(whole) == text_of(final) != ""
+    assert whole.stop_reason == final.stop_reason == "max_tokens"
+    assert (whole.usage.output_tokens, final.usage.output_tokens) == (12, 12)
+    assert whole.id.startswith("msg_")
+    assert whole._request_id == f"req_{whole.id.removeprefix('msg_')}"
+    kinds = [event.type for event in events if event.type != "text"]
+    assert kinds[:3] == ["message_start", "content_block_start", "content_block_delta"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+
+
+async def test_the_async_client_streams_text(demo_url: str) -> None:
+    async with anthropic.AsyncAnthropic(base_url=demo_url, api_key="none", max_retries=0) as client:
+        async with client.messages.stream(messages=QUESTION, max_tokens=12, **GREEDY) as stream:
+            text = "".join([piece async for piece in stream.text_stream])
+        assert text == text_of(await client.messages.create(messages=QUESTION, max_tokens=12, **GREEDY))
+
+
+def test_a_stream_begins_with_what_the_prompt_cost(client: anthropic.Anthropic) -> None:
+    long: list[Any] = [{"role": "user", "content": "Count from one to ninety. " * 40}]
+    counted = client.messages.count_tokens(model="demo", messages=long, system="Be brief.", tools=[ADD]).input_tokens
+    cached = []
+    for _ in range(2):
+        with client.messages.stream(messages=long, system="Be brief.", tools=[ADD], max_tokens=2, **GREEDY) as stream:
+            start = next(event.message.usage for event in stream if event.type == "message_start")
+            end = stream.get_final_message().usage
+        assert start.cache_read_input_tokens is not None
+        assert start.input_tokens + start.cache_read_input_tokens == counted
+        assert (start.input_tokens, start.cache_read_input_tokens) == (end.input_tokens, end.cache_read_input_tokens)
+        cached.append(start.cache_read_input_tokens)
+    assert cached[0] == 0
+    assert counted - 16 <= cached[1] < counted
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_stop_sequence_is_told(client: anthropic.Anthropic, streaming: bool) -> None:
+    asked: dict[str, Any] = {"messages": QUESTION, "max_tokens": 30, "stop_sequences": ["zebra", "can I"], **GREEDY}
+    if streaming:
+        with client.messages.stream(**asked) as stream:
+            message: Any = stream.get_final_message()
+    else:
+        message = client.messages.create(**asked)
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "can I")
+    assert "can I" not in text_of(message)
+
+
+def test_an_end_by_itself_is_no_stop_sequence(client: anthropic.Anthropic) -> None:
+    message = client.messages.create(messages=QUESTION, max_tokens=100, stop_sequences=["zebra"], **GREEDY)
+    assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+
+
+def test_a_tool_is_called_and_its_result_answered(client: anthropic.Anthropic) -> None:
+    with client.messages.stream(messages=SUM, tools=[ADD], max_tokens=80, **GREEDY) as stream:
+        pieces = [event.partial_json for event in stream if event.type == "input_json"]
+        asked = stream.get_final_message()
+    assert asked.stop_reason == "tool_use"
+    call = asked.content[-1]
+    assert call.type == "tool_use"
+    assert (call.name, call.input) == ("add", {"a": 17, "b": 25})
+    assert len(pieces) > 1
+    assert json.loads("".join(pieces)) == call.input
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "42"}]}
+    turns = [*SUM, {"role": "assistant", "content": asked.content}, {"role": "user", "content": [result]}]
+    answer = client.messages.create(messages=turns, tools=[ADD], max_tokens=80, **GREEDY)
+    assert answer.stop_reason == "end_turn"
+    assert "42" in text_of(answer)
+
+
+@pytest.mark.parametrize(
+    ("choice", "calls"),
+    [({"type": "any"}, True), ({"type": "tool", "name": "add"}, True), ({"type": "none"}, False)],
+)
+def test_the_choice_of_tools_holds(client: anthropic.Anthropic, choice: Any, calls: bool) -> None:
+    choice = {**choice, **({"disable_parallel_tool_use": True} if calls else {})}
+    messages = QUESTION if calls else SUM
+    message = client.messages.create(messages=messages, tools=[ADD], tool_choice=choice, max_tokens=80, **GREEDY)
+    assert [block.type for block in message.content].count("tool_use") == int(calls)
+    assert (message.stop_reason == "tool_use") == calls
+
+
+def test_the_client_runs_tools_by_itself(client: anthropic.Anthropic) -> None:
+    asked = []
+
+    @anthropic.beta_tool
+    def add(a: int, b: int) -> str:
+        """Add two numbers."""
+        asked.append((a, b))
+        return str(a + b)
+
+    runner = client.beta.messages.tool_runner(messages=SUM, tools=[add], max_tokens=80, **GREEDY)
+    assert "42" in text_of(runner.until_done())
+    assert asked == [(17, 25)]
+
+
+def test_the_client_parses_what_it_asked_for(client: anthropic.Anthropic) -> None:
+    class Person(pydantic.BaseModel):
+        name: str
+        age: int
+
+    about: list[Any] = [{"role": "user", "content": "Extract: Ada is 36 years old."}]
+    parsed = client.messages.parse(messages=about, output_format=Person, max_tokens=80, **GREEDY)
+    assert isinstance(parsed.parsed_output, Person)
+    with client.messages.stream(messages=about, output_format=Person, max_tokens=80, **GREEDY) as stream:
+        assert stream.get_final_message().parsed_output == parsed.parsed_output
+
+
+def test_a_begun_answer_is_continued(client: anthropic.Anthropic) -> None:
+    whole = text_of(client.messages.create(messages=QUESTION, max_tokens=12, **GREEDY))
+    begun: list[Any] = [*QUESTION, {"role": "assistant", "content": whole[:5]}]
+    assert whole[:5] + text_of(client.messages.create(messages=begun, max_tokens=11, **GREEDY)) == whole
+
+
+def test_the_pseudo_header_of_an_agent_costs_no_prefix(client: anthropic.Anthropic) -> None:
+    used = []
+    for value in ("c7a10", "00f3e"):
+        head = f"x-anthropic-billing-header: cc_version=2.1.{value}; cc_entrypoint=cli; cch={value};"
+        mark = {"cache_control": {"type": "ephemeral"}}
+        system: Any = [{"type": "text", "text": head}, {"type": "text", "text": "You are an agent. " * 30, **mark}]
+        used.append(client.messages.create(messages=QUESTION, system=system, max_tokens=1, **GREEDY).usage)
+    assert used[1].cache_read_input_tokens is not None
+    assert used[1].input_tokens <= 16 < used[1].cache_read_input_tokens
+
+
+def test_more_than_the_context_may_be_asked_for(client: anthropic.Anthropic) -> None:
+    assert client.messages.create(messages=QUESTION, max_tokens=20000, **GREEDY).stop_reason == "end_turn"
+
+
+def test_what_an_agent_sends_is_tolerated_and_told(client: anthropic.Anthropic) -> None:
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "object", "additionalProperties": {}}
+    raw = client.beta.messages.with_raw_response.create(
+        messages=[*QUESTION, {"role": "system", "content": "# Notes\nThe user is in Rome."}],
+        system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        tools=[
+            {**ADD, "cache_control": {"type": "ephemeral"}, "eager_input_streaming": True},
+            {"name": "Read", "description": "Read a file.", "input_schema": schema},
+            {"type": "bash_20250124", "name": "bash"},
+            {"type": "web_search_20250305", "name": "web_search", "max_uses": 3},
+        ],
+        max_tokens=3,
+        metadata={"user_id": "somebody"},
+        thinking={"type": "adaptive"},
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        output_config={"effort": "high"},
+        betas=["claude-code-20250219"],
+        model="demo",
+        extra_body={"temperature": 0, "something_new": {"a": 1}},
+    )
+    assert raw.parse().usage.output_tokens == 3
+    told = raw.headers["x-asyncengine-ignored"].split(", ")
+    assert told == [
+        "tools[3] (web_search_20250305)", "metadata", "context_management", "something_new", "output_config.effort",
+    ]  # fmt: skip
+
+
+BAD = "invalid_request_error"
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "eA=="}}
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "kind", "says"),
+    [
+        ({"messages": []}, 400, BAD, "messages: must be a list of messages"),
+        ({"messages": None}, 400, BAD, "messages: must be"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, BAD, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, 400, BAD, "messages[0].content[0]: "),
+        ({"max_tokens": None}, 400, BAD, "max_tokens: is missing"),
+        ({"max_tokens": 0}, 400, BAD, "max_tokens: must be"),
+        ({"stop_sequences": [""]}, 400, BAD, "stop_sequences: each"),
+        ({"tools": [{"name": "a b"}]}, 400, BAD, "tools[0].name: must"),
+        (
+            {"tools": [{**ADD, "input_schema": {"type": "array"}}]}, 400, BAD,
+            "tools[0].input_schema.type: ",
+        ),
+        ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "b"}}, 400, BAD, "tool_choice: "),
+        ({"tool_choice": "auto"}, 400, BAD, "tool_choice: must be an object"),
+        ({"thinking": "yes"}, 400, BAD, "thinking: must be an object"),
+        ({"output_config": {"format": {"type": "xml"}}}, 400, BAD, "output_config.format: must"),
+        ({"system": 5}, 400, BAD, "system: must be"),
+        ({"messages": [{"role": "user", "content": "word " * 9000}]}, 400, BAD, "prompt is too long"),
+        ({"stream": "yes"}, 400, BAD, "stream: must be"),
+    ],
+)  # fmt: skip
+def test_an_error_has_anthropics_shape_and_names_the_field(
+    demo_url: str, given: dict[str, Any], status: int, kind: str, says: str
+) -> None:
+    body = {"model": "demo", "max_tokens": 4, "messages": QUESTION, **given}
+    answer = httpx.post(f"{demo_url}/v1/messages?beta=true", json=body)
+    assert answer.status_code == status
+    told = answer.json()
+    assert (told["type"], told["error"]["type"]) == ("error", kind)
+    assert told["error"]["message"].startswith(says)
+    assert told["request_id"] == answer.headers["request-id"] != ""
+
+
+def test_what_is_not_there_is_said_in_the_same_shape(demo_url: str, client: anthropic.Anthropic) -> None:
+    for answer in (httpx.get(f"{demo_url}/v1/messages"), httpx.post(f"{demo_url}/v1/messages/batches", json={})):
+        assert answer.json()["type"] == "error"
+        assert answer.status_code in (404, 405)
+    with pytest.raises(anthropic.BadRequestError, match="messages: must be"):
+        client.messages.count_tokens(model="demo", messages=[])
+
+
+def test_models_are_listed_as_the_client_knows_them(client: anthropic.Anthropic, demo_url: str) -> None:
+    page = client.models.list()
+    assert [(model.id, model.display_name, model.type) for model in page] == [("demo", "demo", "model")]
+    assert httpx.get(f"{demo_url}/v1/models").json()["object"] == "list"
+
+
+@asynccontextmanager
+async def guarded_app() -> AsyncIterator[Starlette]:
+    async with await AsyncEngine.from_pretrained("demo", show_progress=False) as engine:
+        yield app(engine, api_keys=["right"], strict=True, max_body=1000)
+
+
+def test_a_key_and_strictness() -> None:
+    with serving_thread(guarded_app) as url:
+        asked: Any = {"model": "demo", "messages": QUESTION, "max_tokens": 2}
+        wrong = anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0)
+        with pytest.raises(anthropic.AuthenticationError) as refused:
+            wrong.messages.create(**asked)
+        assert refused.value.type == "authentication_error"
+        client = anthropic.Anthropic(base_url=url, api_key="right", max_retries=0)
+        assert client.messages.create(**asked).usage.output_tokens == 2
+        with pytest.raises(anthropic.NotFoundError, match="no model 'other'"):
+            client.messages.create(**{**asked, "model": "other"})
+        with pytest.raises(anthropic.BadRequestError, match="metadata: is not served here"):
+            client.messages.create(**asked, metadata={"user_id": "somebody"})
+        with pytest.raises(anthropic.APIStatusError) as large:
+            client.messages.create(**{**asked, "messages": [{"role": "user", "content": "x" * 2000}]})
+        assert (large.value.status_code, large.value.type) == (413, "request_too_large")

@@ -150,7 +150,8 @@ def test_thinking_and_effort_are_wishes() -> None:
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
-        (400, "invalid_request_error"), (401, "authentication_error"), (404, "not_found_error"), (413, "request_too_large"), (415, "invalid_request_error"), (429, "rate_limit_error"),
+        (400, "invalid_request_error"), (401, "authentication_error"), (404, "not_found_error"),
+        (413, "request_too_large"), (415, "invalid_request_error"), (429, "rate_limit_error"),
         (500, "api_error"),
         (503, "overloaded_error"), (504, "timeout_error"),
     ],

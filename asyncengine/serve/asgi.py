@@ -52,6 +52,7 @@ def routes(serving: Serving) -> list[Route]:
         *responses.routes(serving),
         *messages.routes(serving),
         Route("/v1/models", _models(serving), methods=["GET"]),
+        Route("/v1/models/{name:path}", _models(serving), methods=["GET"]),
         Route("/health", _health(serving), methods=["GET"]),
         *metrics.routes(serving),
     ]
@@ -63,11 +64,19 @@ def error_for(path: str, problem: Problem) -> dict[str, Any]:
 
 
 def _models(serving: Serving) -> Any:
+    """All models, or the one of the path, in the shape of the client that asks."""
+
     async def models(request: Request) -> Response:
-        rows = serving.models.listing()
-        if "anthropic-version" in request.headers:
-            return JSONResponse(anthropic_messages.model_list([row["id"] for row in rows]))
-        return JSONResponse({"object": "list", "data": rows})
+        rows, name = serving.models.listing(), request.path_params.get("name")
+        anthropics = "anthropic-version" in request.headers
+        if name is None:
+            listed = anthropic_messages.model_list([row["id"] for row in rows])
+            return JSONResponse(listed if anthropics else {"object": "list", "data": rows})
+        for row in rows:
+            if row["id"] == name:
+                return JSONResponse(anthropic_messages.model_object(name) if anthropics else row)
+        problem = Problem(404, f"no model {name[:100]!r} is served here", "model", "model_not_found")
+        return JSONResponse((anthropic_messages if anthropics else openai_chat).error(problem), 404)
 
     return models
 

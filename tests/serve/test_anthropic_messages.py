@@ -250,7 +250,12 @@ def test_what_is_not_there_is_said_in_the_same_shape(demo_url: str, client: anth
 def test_models_are_listed_as_the_client_knows_them(client: anthropic.Anthropic, demo_url: str) -> None:
     page = client.models.list()
     assert [(model.id, model.display_name, model.type) for model in page] == [("demo", "demo", "model")]
+    assert client.models.retrieve("demo").id == "demo"
+    with pytest.raises(anthropic.NotFoundError, match="no model 'other'"):
+        client.models.retrieve("other")
     assert httpx.get(f"{demo_url}/v1/models").json()["object"] == "list"
+    assert httpx.get(f"{demo_url}/v1/models/demo").json()["object"] == "model"
+    assert httpx.get(f"{demo_url}/v1/models/other/../x").json()["error"]["code"] == "model_not_found"
 
 
 @asynccontextmanager

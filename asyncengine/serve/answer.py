@@ -12,6 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 from asyncengine.outputs import Chunk, Completion, Usage
 from asyncengine.serve.events import NO_USAGE, Event, EventReader
 from asyncengine.serve.problems import Problem, problem_of
+from asyncengine.serve.several import Several
 from asyncengine.stream import TokenStream
 
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
@@ -41,7 +42,7 @@ class Answer:
 
     def __init__(
         self,
-        stream: TokenStream,
+        stream: TokenStream | Several,
         writer: AnswerWriter,
         render: Callable[[Problem], dict[str, Any]],
         *,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
+import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -16,6 +18,7 @@ from asyncengine.serve.body import read_json
 from asyncengine.serve.fields import Fields
 from asyncengine.serve.models import Target
 from asyncengine.serve.problems import Problem, problem_of
+from asyncengine.serve.several import Several
 from asyncengine.serve.state import Serving
 from asyncengine.serve.turn import Answered, Turn
 from asyncengine.stream import TokenStream
@@ -70,17 +73,23 @@ async def answer(
     target = await serving.models.acquire(turn.model)
     try:
         grant(turn, target, fields)
+        if turn.grammar is not None:
+            turn.params["grammar"] = await anyio.to_thread.run_sync(turn.grammar)
         params = SamplingParams(**turn.params)
-        answered = Answered(request_id or secrets.token_hex(16), target.name, int(time.time()))
+        answer_id = request_id or secrets.token_hex(16)
+        stream, engine = start(target, turn, params, answer_id), target.engine
+        answered = Answered(
+            answer_id, target.name, int(time.time()), lambda: prompts_of(stream), engine.token_texts, engine.detokenize
+        )
         headers = (*headers, ("x-request-id", answered.id))
         if fields.ignored:
             headers = (*headers, (IGNORED, ", ".join(fields.ignored)[:1000]))
         return Answer(
-            start(target, turn, params, answered.id),
+            stream,
             (writer or dialect.Writer)(turn, answered),
             dialect.error,
             streaming=turn.stream,
-            samples=params.n,
+            samples=params.n * max(1, len(turn.prompts)),
             token_ids=bool(turn.extra.get("token_ids")),
             headers=headers,
             release=target.release,
@@ -102,12 +111,19 @@ def grant(turn: Turn, target: Target, fields: Fields) -> None:
     turn.chat |= {"template_kwargs": given} if given else {}
 
 
-def start(target: Target, turn: Turn, params: SamplingParams, request_id: str) -> TokenStream:
+def start(target: Target, turn: Turn, params: SamplingParams, request_id: str) -> TokenStream | Several:
     """The engine's stream of a turn. Raises `InvalidParameter` for options that it does not have."""
     options = {"adapter": target.adapter, "request_id": request_id, **turn.options}
-    if turn.messages is None:
-        return target.engine.stream(turn.prompt or "", params, **options)
-    return target.engine.stream_chat(turn.messages, params, **options, **turn.chat)
+    if turn.messages is not None:
+        return target.engine.stream_chat(turn.messages, params, **options, **turn.chat)
+    engine = target.engine
+    encode = None if turn.special_tokens else partial(engine.tokenize, add_special_tokens=False)
+    return Several(turn.prompts, lambda prompt: engine.stream(prompt, params, **options), params.n, encode)
+
+
+def prompts_of(stream: TokenStream | Several) -> list[tuple[int, ...]]:
+    """Token ids of the prompts of a stream, as far as it is submitted."""
+    return stream.prompts if isinstance(stream, Several) else [stream.prompt_token_ids]
 
 
 def reporting(endpoint: Endpoint, render: Callable[[Problem], dict[str, Any]], headers: Headers = ()) -> Endpoint:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from asyncengine.grammar import Grammar
 
 Message = dict[str, Any]
 
 
 @dataclass(slots=True)
 class Turn:
-    """A canonical request: a chat's `messages` or a text's `prompt`, and how it is to be answered."""
+    """A canonical request: a chat's `messages` or texts' `prompts`, and how it is to be answered."""
 
     model: str | None = None
     """Name of a model, an adapter or an alias; None: the only model there is."""
     messages: list[Message] | None = None
     """Messages as `AsyncEngine.stream_chat` takes them; None for a text's completion."""
-    prompt: str | list[int] | None = None
-    """Text or token ids to go on with, where there are no messages."""
+    prompts: list[str | list[int]] = field(default_factory=list)
+    """Texts or token ids to go on with, where there are no messages."""
+    special_tokens: bool = True
+    """Put the tokenizer's own tokens around these texts."""
     params: dict[str, Any] = field(default_factory=dict)
     """Fields of `SamplingParams`."""
     chat: dict[str, Any] = field(default_factory=dict)
@@ -27,6 +32,8 @@ class Turn:
     model's chat template reads them; a hint of which it reads nothing is told as ignored."""
     options: dict[str, Any] = field(default_factory=dict)
     """Fields of `RequestOptions`."""
+    grammar: Callable[[], Grammar] | None = None
+    """Makes the grammar that the answer must match, on a thread: that of a long text takes a while."""
     stream: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
     """Facts that only the dialect's own writer reads, such as whether usage was asked for."""
@@ -42,3 +49,9 @@ class Answered:
     """Name under which the model was asked for, or its own where the request named none."""
     created: int
     """Seconds since 1970."""
+    prompts: Callable[[], Sequence[Sequence[int]]] = tuple
+    """Token ids of the prompts, as soon as the request is submitted."""
+    token_texts: Callable[[Iterable[int]], list[str]] = lambda ids: [""] * len(list(ids))
+    """The text of each of some tokens."""
+    text_of: Callable[[Sequence[int]], str] = lambda _: ""
+    """The text of some tokens together."""

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.outputs import Completion, FinishReason, Sample, Usage
+from asyncengine.outputs import Completion, FinishReason, LogprobEntry, Sample, Usage
+from asyncengine.serve.dialects.openai_fields import read_common
+from asyncengine.serve.dialects.openai_frames import Frames, error
+from asyncengine.serve.dialects.openai_messages import read_messages, read_tools
 from asyncengine.serve.dialects.openai_shape import openai_logprobs, openai_usage, tool_call
 from asyncengine.serve.events import CallArguments, CallBegin, End, Event, Text, Thinking
 from asyncengine.serve.fields import Fields
-from asyncengine.serve.problems import Problem
 from asyncengine.serve.turn import Answered, Turn
 
-SAMPLING = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "n", "min_tokens", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos", "skip_special_tokens",
-)  # fmt: skip
-"""Fields that mean to the engine what they mean here; those that OpenAI lacks have vLLM's names."""
-OPTIONS = ("priority", "prediction", "timeout", "cache_salt")
-CHAT = ("tools", "tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort", "enable_thinking")
-WITHOUT_MEANING = (
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "verbosity", "modalities", "audio", "web_search_options", "moderation",
-)  # fmt: skip
-"""Fields of OpenAI's own that nothing here depends on."""
+__all__ = ["Writer", "error", "read"]
+
 REASONS: Mapping[FinishReason, str] = {
     "stop": "stop",
     "length": "length",
@@ -40,15 +32,59 @@ def read(fields: Fields) -> Turn:
     messages = fields.take("messages")
     if messages is None:
         raise InvalidParameter("messages", "is missing: the chat to answer")
-    turn.messages = messages
-    turn.params, turn.options, turn.chat = fields.some(SAMPLING), fields.some(OPTIONS), fields.some(CHAT)
+    turn.messages = read_messages(messages)
+    read_common(fields, turn)
+    read_tools(fields, turn)
     turn.params |= max_tokens(fields)
     turn.params |= logprobs(fields)
-    turn.chat |= fields.some({"chat_template_kwargs": "template_kwargs"})
-    turn.extra = {"usage": wants_usage(fields)}
-    fields.ignore(*WITHOUT_MEANING)
+    turn.chat |= fields.some(("response_format", "enable_thinking"))
+    read_template(fields, turn)
+    read_modalities(fields)
+    turn.extra["reasoning"] = fields.switch("include_reasoning", True)
+    if fields.take("prompt_logprobs") is not None:
+        raise InvalidParameter("prompt_logprobs", "is served at /v1/completions")
+    if fields.switch("add_special_tokens"):
+        raise InvalidParameter("add_special_tokens", "is not served: the chat template writes a chat's special tokens")
     fields.end()
     return turn
+
+
+def read_template(fields: Fields, turn: Turn) -> None:
+    """Read what the chat template is told: variables, and whether the last message is to be gone on with."""
+    if (effort := fields.text("reasoning_effort")) is not None:
+        turn.wishes["reasoning_effort"] = {"reasoning_effort": effort}
+        if effort == "none":
+            turn.wishes["reasoning_effort"]["enable_thinking"] = False
+    variables = fields.take("chat_template_kwargs", {})
+    if not isinstance(variables, Mapping):
+        raise InvalidParameter("chat_template_kwargs", "must be an object", variables)
+    variables = dict(variables) | fields.some(("documents", "add_generation_prompt", "continue_final_message"))
+    if variables.get("continue_final_message") is True:
+        variables.setdefault("add_generation_prompt", False)
+    if variables:
+        turn.chat["template_kwargs"] = variables
+    if fields.switch("echo"):
+        turn.extra["echo"] = _last_text(turn.messages)
+
+
+def _last_text(messages: Any) -> str:
+    """The text of an assistant's last message, with which an echo begins; none of anybody else's."""
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant":
+        return ""
+    content = last.get("content") or ""
+    if isinstance(content, str):
+        return content
+    texts = [part.get("text") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    return "\n".join(text for text in texts if isinstance(text, str))
+
+
+def read_modalities(fields: Fields) -> None:
+    """Refuse an answer in sounds."""
+    wanted = fields.take("modalities", [])
+    if not isinstance(wanted, list) or any(each != "text" for each in wanted):
+        raise InvalidParameter("modalities", 'must be ["text"]: text is served, sounds are not', wanted)
+    fields.ignore("audio")  # says how sounds are to be, which nobody wants
 
 
 def max_tokens(fields: Fields) -> dict[str, Any]:
@@ -67,94 +103,78 @@ def logprobs(fields: Fields) -> dict[str, Any]:
     return ({"logprobs": True} if wanted else {}) | ({} if top is None else {"top_logprobs": top})
 
 
-def wants_usage(fields: Fields) -> bool:
-    """Whether a stream's last chunk is to be one of its usage (`stream_options`)."""
-    given = fields.take("stream_options", {})
-    if not isinstance(given, Mapping):
-        raise InvalidParameter("stream_options", "must be an object", given)
-    inner = Fields(given, strict=fields.strict)
-    wanted = inner.switch("include_usage")
-    inner.ignore("include_obfuscation")
-    inner.end()
-    return wanted
-
-
-def error(problem: Problem) -> dict[str, Any]:
-    """OpenAI's error object."""
-    kind = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-    name = kind.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
-    return {"error": {"message": problem.message, "type": name, "param": problem.param, "code": problem.code}}
-
-
-class Writer:
+class Writer(Frames):
     """Writes one answer: as a stream's frames, or whole."""
 
-    ping = ": still there\n\n"
-    """A comment, which clients pass over: the connection is used."""
-
     def __init__(self, turn: Turn, answered: Answered) -> None:
-        self._usage = bool(turn.extra.get("usage"))
-        self._id, self._created, self._model = f"chatcmpl-{answered.id}", answered.created, answered.model
-        # A frame is made for every token of every stream: all of it that stays the same is written once.
-        head = self._head("chat.completion.chunk")
-        self._before = "data: " + json.dumps(head, ensure_ascii=False)[:-1] + ', "choices": [{"index": '
-        self._after = "}]" + (', "usage": null' if self._usage else "") + "}\n\n"
+        super().__init__("chatcmpl-", "chat.completion.chunk", turn, answered)
+        self._reasoning, self._functions = turn.extra.get("reasoning", True), turn.extra.get("functions", False)
+        self._echo: str = turn.extra.get("echo", "")
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self._id, "object": kind, "created": self._created, "model": self._model, "system_fingerprint": None,
-        }  # fmt: skip
+    def _delta(
+        self,
+        event: Event,
+        delta: Mapping[str, Any],
+        token_ids: Sequence[int] = (),
+        reason: str | None = None,
+        logprobs: Sequence[LogprobEntry] = (),
+        more: str = "",
+    ) -> str:
+        entries = json.dumps({**openai_logprobs(logprobs), "refusal": None}) if logprobs else "null"
+        quoted = "null" if reason is None else f'"{reason}"'
+        fields = f'"delta": {json.dumps(delta)}, "logprobs": {entries}, "finish_reason": {quoted}'
+        return self.frame(event.index, fields, token_ids, more)
 
-    def _frame(self, index: int, delta: str, reason: str = "null", logprobs: str = "null") -> str:
-        tail = f', "delta": {delta}, "logprobs": {logprobs}, "finish_reason": {reason}'
-        return f"{self._before}{index}{tail}{self._after}"
-
-    def begin(self, _usage: Usage, samples: int = 1) -> str:
-        """Frames that say who speaks. `_usage`: that of the prompt."""
-        return "".join(self._frame(index, '{"role": "assistant", "content": ""}') for index in range(samples))
+    def begin(self, usage: Usage, samples: int = 1) -> str:
+        """Frames that say who speaks. `usage`: that of the prompt."""
+        self.start(usage)
+        more = f', "prompt_token_ids": {list(self._answered.prompts()[0])}' if self._ids else ""
+        delta = {"role": "assistant", "content": self._echo}
+        return "".join([self._delta(Event(index), delta, more=more) for index in range(samples)])
 
     def write(self, event: Event) -> str:
         """The frames of one event; an empty text for none."""
         match event:
-            case Text() | Thinking():
-                name = "content" if isinstance(event, Text) else "reasoning_content"
-                logprobs = json.dumps(openai_logprobs(event.logprobs)) if event.logprobs else "null"
-                return self._frame(event.index, f'{{"{name}": {json.dumps(event.text)}}}', logprobs=logprobs)
+            case Text():
+                return self._delta(event, {"content": event.text}, event.token_ids, logprobs=event.logprobs)
+            case Thinking():
+                delta = _reasoning(event.text) if self._reasoning else {}
+                return self._delta(event, delta, event.token_ids, logprobs=event.logprobs)
             case CallBegin():
-                call = {"index": event.call, **tool_call(event.id, event.name, "")}
-                return self._frame(event.index, json.dumps({"tool_calls": [call]}))
+                return self._delta(event, self._call(event.call, tool_call(event.id, event.name, "")))
             case CallArguments():
-                call = {"index": event.call, "function": {"arguments": event.text}}
-                return self._frame(event.index, json.dumps({"tool_calls": [call]}))
+                return self._delta(event, self._call(event.call, {"function": {"arguments": event.text}}))
             case End():
-                return self._frame(event.index, "{}", json.dumps(REASONS.get(event.reason, "stop")))
+                return self._delta(event, {}, reason=self._reason(event.reason))
         return ""
 
-    def end(self, usage: Usage) -> str:
-        """The last frames of a stream."""
-        last = ""
-        if self._usage:
-            head = self._head("chat.completion.chunk")
-            last = f"data: {json.dumps({**head, 'choices': [], 'usage': openai_usage(usage)})}\n\n"
-        return last + "data: [DONE]\n\n"
+    def _call(self, number: int, call: dict[str, Any]) -> dict[str, Any]:
+        """The delta of a piece of a call, in the form in which its function was given."""
+        return {"function_call": call["function"]} if self._functions else {"tool_calls": [{"index": number, **call}]}
 
-    def failed(self, problem: Problem) -> str:
-        """The frames of a stream that broke off."""
-        return f"data: {json.dumps(error(problem))}\n\ndata: [DONE]\n\n"
+    def _reason(self, reason: FinishReason) -> str:
+        return "function_call" if self._functions and reason == "tool_calls" else REASONS.get(reason, "stop")
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         """The response to a request that did not ask for a stream."""
-        choices = [_choice(index, sample) for index, sample in enumerate(completion.samples)]
-        return {**self._head("chat.completion"), "choices": choices, "usage": openai_usage(completion.usage)}
+        choices = [self._choice(index, sample) for index, sample in enumerate(completion.samples)]
+        ids = {"prompt_token_ids": list(self._answered.prompts()[0])} if self._ids else {}
+        return {**self.head("chat.completion"), "choices": choices, "usage": openai_usage(completion.usage), **ids}
+
+    def _choice(self, index: int, sample: Sample) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": self._echo + sample.text, "refusal": None}
+        if sample.reasoning and self._reasoning:
+            message |= _reasoning(sample.reasoning)
+        if calls := [*sample.tool_calls, *sample.broken_calls]:  # as in a stream, where a broken one was sent as well
+            made = [tool_call(call.id, call.name, call.arguments) for call in calls]
+            message["content"] = message["content"] or None
+            message |= {"function_call": made[0]["function"]} if self._functions else {"tool_calls": made}
+        logprobs = {**openai_logprobs(sample.logprobs), "refusal": None} if sample.logprobs else None
+        reason = self._reason(sample.finish_reason)
+        choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        return choice | ({"token_ids": list(sample.token_ids)} if self._ids else {})
 
 
-def _choice(index: int, sample: Sample) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": sample.text, "refusal": None}
-    if sample.reasoning:
-        message["reasoning_content"] = sample.reasoning
-    if sample.tool_calls:
-        message["content"] = sample.text or None
-        message["tool_calls"] = [tool_call(call.id, call.name, call.arguments) for call in sample.tool_calls]
-    logprobs = {**openai_logprobs(sample.logprobs), "refusal": None} if sample.logprobs else None
-    reason = REASONS.get(sample.finish_reason, "stop")
-    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+def _reasoning(text: str) -> dict[str, str]:
+    """Thoughts under both names that clients look for: DeepSeek's, and that of vLLM and OpenRouter."""
+    return {"reasoning_content": text, "reasoning": text}

@@ -1,0 +1,142 @@
+"""Several prompts answered as one request: `Several` is a stream over the streams of all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+import anyio.to_thread
+
+from asyncengine.errors import InvalidParameter, RequestFailed
+from asyncengine.outputs import Chunk, Completion, Timings, Usage
+from asyncengine.stream import TokenStream
+
+Prompt = str | list[int]
+
+
+class Several:
+    """A stream over one `TokenStream` for each prompt, with `samples` samples of each.
+
+    Sample s of prompt p is number `p * samples + s`. All are submitted before the first is read, in order, so that they
+    share steps and pages; if one is refused, all end. An error about one of several prompts names it.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        open_stream: Callable[[Prompt], TokenStream],
+        samples: int,
+        encode: Callable[[str], list[int]] | None = None,
+    ) -> None:
+        """`encode`: makes ids of texts, on a thread; None: the engine does, in its own way."""
+        self._prompts, self._open_stream, self._samples = prompts, open_stream, samples
+        self._encode = encode
+        self._left = False
+        self._streams: list[TokenStream] = []
+        self._reading: dict[asyncio.Future[Chunk | None], int] = {}
+        self._ready: deque[Chunk] = deque()
+
+    @property
+    def prompts(self) -> list[tuple[int, ...]]:
+        """Token ids of all prompts that are submitted."""
+        return [stream.prompt_token_ids for stream in self._streams]
+
+    @property
+    def usage(self) -> Usage | None:
+        """Token counts so far, of all prompts together."""
+        return _added([stream.usage for stream in self._streams])
+
+    def abort(self) -> None:
+        """Leave all streams."""
+        self._left = True
+        for task in self._reading:
+            task.cancel()
+        for stream in self._streams:
+            stream.abort()
+
+    async def __aenter__(self) -> Self:
+        try:
+            for number, prompt in enumerate(self._prompts):
+                with naming(f"prompt[{number}]" if len(self._prompts) > 1 else "prompt"):
+                    await self._submit(prompt)
+        except BaseException:
+            self.abort()
+            raise
+        return self
+
+    async def _submit(self, prompt: Prompt) -> None:
+        if self._encode is not None and isinstance(prompt, str):
+            prompt = await anyio.to_thread.run_sync(self._encode, prompt)
+        if self._left:
+            raise RequestFailed("the stream was left before it started")
+        self._streams.append(self._open_stream(prompt))
+        await self._streams[-1].__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if not self._reading and not self._ready:
+            for number in range(len(self._streams)):
+                self._read(number)
+        while not self._ready:
+            if not self._reading:
+                raise StopAsyncIteration
+            await asyncio.wait(self._reading, return_when=asyncio.FIRST_COMPLETED)
+            for task in [each for each in self._reading if each.done()]:
+                number, chunk = self._reading.pop(task), task.result()
+                if chunk is not None:
+                    chunk.index += number * self._samples
+                    self._ready.append(chunk)
+                    self._read(number)
+        return self._ready.popleft()
+
+    def _read(self, number: int) -> None:
+        task = asyncio.ensure_future(anext(self._streams[number], None))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, also if others failed first
+        self._reading[task] = number
+
+    async def result(self) -> Completion:
+        """All completions as one: samples and logprobs of the prompts in order."""
+        async with self:
+            done = [await stream.result() for stream in self._streams]
+        first = done[0]
+        scored = [each.prompt_logprobs for each in done if each.prompt_logprobs is not None]
+        return Completion(
+            first.text,
+            first.token_ids,
+            first.finish_reason,
+            _added([each.usage for each in done]) or Usage(0, 0),
+            Timings(first.timings.queued, first.timings.first_token, max(each.timings.total for each in done)),
+            first.request_id,
+            prompt_logprobs=[entry for each in scored for entry in each] if scored else None,
+            samples=[sample for each in done for sample in each.samples],
+        )
+
+
+@contextmanager
+def naming(prompt: str) -> Iterator[None]:
+    """Have errors about a prompt name this one."""
+    try:
+        yield
+    except InvalidParameter as error:
+        if error.field.split("[")[0] == "prompt" and prompt != "prompt":
+            name = prompt + error.field.removeprefix("prompt")
+            raise type(error)(name, error.limit, error.value) from None
+        raise
+
+
+def _added(usages: Sequence[Usage | None]) -> Usage | None:
+    known = [usage for usage in usages if usage is not None]
+    if not known:
+        return None
+    return Usage(*(sum(getattr(usage, name) for usage in known) for name in Usage.__slots__))

@@ -16,6 +16,7 @@ from asyncengine.async_engine import AsyncEngine
 from asyncengine.engine_group import EngineGroup
 from asyncengine.serve import messages, metrics, responses
 from asyncengine.serve.dialects import anthropic_messages, openai_chat
+from asyncengine.serve.dialects import completions, openai_chat
 from asyncengine.serve.generating import generating
 from asyncengine.serve.metrics import CountAnswers
 from asyncengine.serve.models import Models
@@ -51,6 +52,7 @@ def routes(serving: Serving) -> list[Route]:
         Route("/v1/chat/completions", generating(serving, openai_chat), methods=["POST"]),
         *responses.routes(serving),
         *messages.routes(serving),
+        Route("/v1/completions", generating(serving, completions), methods=["POST"]),
         Route("/v1/models", _models(serving), methods=["GET"]),
         Route("/v1/models/{name:path}", _models(serving), methods=["GET"]),
         Route("/health", _health(serving), methods=["GET"]),

@@ -1,0 +1,207 @@
+"""OpenAI's text completions: /v1/completions. What goes in and out may be token ids, and prompts can be scored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from asyncengine.checks import as_integer
+from asyncengine.errors import InvalidParameter
+from asyncengine.outputs import Completion, LogprobEntry, Sample, Usage
+from asyncengine.serve.dialects.openai_fields import read_common
+from asyncengine.serve.dialects.openai_frames import Frames, error
+from asyncengine.serve.dialects.openai_shape import openai_usage
+from asyncengine.serve.events import End, Event, Text
+from asyncengine.serve.fields import Fields
+from asyncengine.serve.turn import Answered, Turn
+from asyncengine.step import TokenLogprob
+
+__all__ = ["Writer", "error", "read"]
+
+MAX_TOKENS = 16
+"""Tokens to write where the request does not say, as OpenAI has it."""
+MAX_SAMPLES = 2048
+Scored = tuple[str, float | None, Mapping[str, float] | None]
+"""A token's text and log-probability, with those of the likeliest ones and of itself; a prompt's first has none."""
+
+
+def read(fields: Fields) -> Turn:
+    """The turn that a body asks for. Raises `InvalidParameter` naming the field."""
+    turn = Turn(model=fields.text("model"), stream=fields.switch("stream"))
+    turn.prompts = read_prompts(fields.take("prompt"))
+    turn.special_tokens = fields.switch("add_special_tokens", True)
+    read_common(fields, turn)
+    if fields.take("suffix"):
+        raise InvalidParameter("suffix", "is not served: text is written at the end, not in the middle")
+    samples = turn.params.get("n", 1)
+    if isinstance(samples, int) and samples * len(turn.prompts) > MAX_SAMPLES:
+        raise InvalidParameter("prompt", f"asks for more than {MAX_SAMPLES} samples: n of each prompt")
+    if (best_of := fields.take("best_of")) is not None and best_of != samples:
+        raise InvalidParameter("best_of", f"must be n, which is {samples}: all samples are returned", best_of)
+    turn.params["max_tokens"] = fields.take("max_tokens", MAX_TOKENS)
+    _read_scores(fields, turn)
+    fields.end()
+    return turn
+
+
+def read_prompts(given: Any) -> list[str | list[int]]:
+    """The prompts of a text, token ids, or a list of either. Raises `InvalidParameter`."""
+    if isinstance(given, str) or (isinstance(given, list) and given and all(type(each) is int for each in given)):
+        return [given]
+    if not isinstance(given, list) or not given:
+        raise InvalidParameter("prompt", "must be a text, token ids, or a list of either", given)
+    for index, each in enumerate(given):
+        if not isinstance(each, str) and not (isinstance(each, list) and all(type(item) is int for item in each)):
+            raise InvalidParameter(f"prompt[{index}]", "must be a text or token ids", each)
+    return given
+
+
+def _read_scores(fields: Fields, turn: Turn) -> None:
+    """Read which log-probabilities are wanted, and whether the prompt is to be a part of the text."""
+    echo, top, of_prompt = fields.switch("echo"), fields.take("logprobs"), fields.take("prompt_logprobs")
+    for name, count in (("logprobs", top), ("prompt_logprobs", of_prompt)):
+        if count is not None:
+            as_integer(name, count, 0)
+    scored = of_prompt is not None or (echo and (top is not None or turn.params["max_tokens"] == 0))
+    if scored and turn.stream:
+        name = "logprobs" if of_prompt is None else "prompt_logprobs"
+        raise InvalidParameter(name, "of a prompt are not served in a stream")
+    turn.params |= {"logprobs": top is not None, "top_logprobs": max(top or 0, of_prompt or 0)}
+    turn.params |= {"prompt_logprobs": scored}
+    turn.extra |= {"echo": echo, "logprobs": top, "prompt_logprobs": of_prompt}
+
+
+class Writer(Frames):
+    """Writes one answer: as a stream's frames, or whole."""
+
+    def __init__(self, turn: Turn, answered: Answered) -> None:
+        super().__init__("cmpl-", "text_completion", turn, answered)
+        self._prompts, self._samples = turn.prompts, turn.params.get("n", 1)
+        self._echo, self._top, self._of_prompt = (
+            turn.extra.get(name) for name in ("echo", "logprobs", "prompt_logprobs")
+        )
+        self._offsets: dict[int, int] = {}
+        """Characters of each choice whose logprobs were sent."""
+
+    def begin(self, usage: Usage, samples: int = 1) -> str:
+        """The prompts, where they are a part of the texts or their ids are wanted. `usage`: that of the prompts."""
+        self.start(usage)
+        if not self._echo and not self._ids:
+            return ""
+        return "".join([self._choice_frame(index, self._prompt(index), first=True) for index in range(samples)])
+
+    def write(self, event: Event) -> str:
+        """The frames of one event; an empty text for none."""
+        match event:
+            case Text():
+                return self._choice_frame(event.index, event.text, event.logprobs, event.token_ids)
+            case End():
+                return self._choice_frame(
+                    event.index, "", reason="length" if event.reason == "timeout" else event.reason
+                )
+        return ""
+
+    def _choice_frame(
+        self,
+        index: int,
+        text: str,
+        entries: Sequence[LogprobEntry] = (),
+        token_ids: Sequence[int] = (),
+        reason: str | None = None,
+        first: bool = False,
+    ) -> str:
+        logprobs = self._logprobs(index, self._scored(entries)) if entries else None
+        fields = (
+            f'"text": {json.dumps(text)}, "logprobs": {json.dumps(logprobs)}, "finish_reason": {json.dumps(reason)}'
+        )
+        if first and self._ids:
+            fields += f', "prompt_token_ids": {list(self._prompt_ids(index))}'
+        return self.frame(index, fields, token_ids)
+
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        """The response to a request that did not ask for a stream."""
+        of_prompts, entries = list[list[TokenLogprob | None]](), completion.prompt_logprobs or []
+        for ids in self._answered.prompts():
+            of_prompts.append(entries[: len(ids)])
+            entries = entries[len(ids) :]
+        choices = [
+            self._choice(index, sample, of_prompts[index // self._samples])
+            for index, sample in enumerate(completion.samples)
+        ]
+        head = self.head("text_completion")
+        return {**head, "choices": choices, "usage": openai_usage(completion.usage)}
+
+    def _choice(self, index: int, sample: Sample, of_prompt: list[TokenLogprob | None]) -> dict[str, Any]:
+        logprobs = None
+        if self._top is not None:
+            before = self._scored_prompt(index, of_prompt) if self._echo else []
+            logprobs = self._logprobs(index, [*before, *self._scored(sample.logprobs or ())])
+        reason = "length" if sample.finish_reason == "timeout" else sample.finish_reason
+        text = self._prompt(index) + sample.text if self._echo else sample.text
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        if self._of_prompt is not None:
+            choice["prompt_logprobs"] = [self._vllm_entry(entry) for entry in of_prompt]
+        if self._ids:
+            choice |= {"prompt_token_ids": list(self._prompt_ids(index)), "token_ids": list(sample.token_ids)}
+        return choice
+
+    # ---------------------------------------------------------------- prompts
+
+    def _prompt_ids(self, index: int) -> Sequence[int]:
+        return self._answered.prompts()[index // self._samples]
+
+    def _prompt(self, index: int) -> str:
+        """The text of the prompt of a choice, if it is to be a part of it."""
+        given = self._prompts[index // self._samples]
+        return "" if not self._echo else given if isinstance(given, str) else self._answered.text_of(given)
+
+    def _scored_prompt(self, index: int, entries: list[TokenLogprob | None]) -> list[Scored]:
+        texts, scored = self._answered.token_texts(self._prompt_ids(index)), list[Scored]()
+        for text, entry in zip(texts, entries, strict=True):
+            if entry is None:
+                scored.append((text, None, None))
+                continue
+            others = self._answered.token_texts([token for token, _ in entry.top[: self._top]])
+            pairs = zip(others, [logprob for _, logprob in entry.top], strict=False)
+            scored.append((text, entry.logprob, _by_text([*pairs, (text, entry.logprob)])))
+        return scored
+
+    def _vllm_entry(self, entry: TokenLogprob | None) -> dict[str, Any] | None:
+        """vLLM's form of a prompt token's scores: by id, the token's own first."""
+        if entry is None:
+            return None
+        ranks: dict[int, tuple[int | None, float]] = {}
+        ranks |= {token: (rank, logprob) for rank, (token, logprob) in enumerate(entry.top[: self._of_prompt], 1)}
+        ranks = {entry.token_id: ranks.get(entry.token_id, (None, entry.logprob)), **ranks}
+        texts = self._answered.token_texts(ranks)
+        return {
+            str(token): {"logprob": logprob, "rank": rank, "decoded_token": text}
+            for (token, (rank, logprob)), text in zip(ranks.items(), texts, strict=True)
+        }
+
+    def _scored(self, entries: Sequence[LogprobEntry]) -> list[Scored]:
+        return [
+            (each.token, each.logprob, _by_text([(e.token, e.logprob) for e in (*each.top[: self._top], each)]))
+            for each in entries
+        ]
+
+    def _logprobs(self, index: int, scored: Sequence[Scored]) -> dict[str, Any]:
+        """OpenAI's `logprobs` object of the next tokens of a choice."""
+        tokens = [text for text, _, _ in scored]
+        *offsets, self._offsets[index] = accumulate(map(len, tokens), initial=self._offsets.get(index, 0))
+        return {
+            "tokens": tokens,
+            "token_logprobs": [logprob for _, logprob, _ in scored],
+            "top_logprobs": [top for _, _, top in scored],
+            "text_offset": offsets,
+        }
+
+
+def _by_text(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Log-probabilities by text; of tokens with the same text, the likeliest."""
+    found: dict[str, float] = {}
+    for text, logprob in pairs:
+        found[text] = max(logprob, found.get(text, logprob))
+    return found

@@ -12,12 +12,16 @@ from asyncengine.errors import InvalidParameter
 class Fields:
     """The fields of a request's body that have not been read yet."""
 
-    def __init__(self, body: object, *, strict: bool = False) -> None:
-        """`strict`: fields that would be passed over are refused. Raises `InvalidParameter` unless it is an object."""
+    def __init__(self, body: object, *, strict: bool = False, name: str = "") -> None:
+        """`strict`: fields that would be passed over are refused. `name`: that of the field whose object it is.
+
+        Raises `InvalidParameter` unless it is an object.
+        """
         if not isinstance(body, Mapping):
-            raise InvalidParameter("body", "must be a JSON object", body)
+            raise InvalidParameter(name or "body", "must be a JSON object", body)
         self._left: dict[str, Any] = dict(body)
         self.strict = strict
+        self._within = f"{name}." if name else ""
         self.ignored: list[str] = []
         """Names of fields that were given and change nothing; they are told in a header of the response."""
 
@@ -29,11 +33,17 @@ class Fields:
     def text(self, name: str) -> str | None:
         """A str or None. Raises `InvalidParameter`."""
         value = self.take(name)
-        return None if value is None else as_text(name, value)
+        return None if value is None else as_text(self._within + name, value)
 
     def switch(self, name: str, default: bool = False) -> bool:
         """A bool. Raises `InvalidParameter`."""
-        return as_switch(name, self.take(name, default))
+        return as_switch(self._within + name, self.take(name, default))
+
+    def inner(self, name: str) -> Fields:
+        """The fields of an object within; none where it is missing or null. Raises `InvalidParameter`."""
+        made = Fields(self.take(name, {}), strict=self.strict, name=self._within + name)
+        made.ignored = self.ignored
+        return made
 
     def some(self, names: Mapping[str, str] | Iterable[str]) -> dict[str, Any]:
         """The fields among these that are given and not null; a mapping says what each is called in the engine."""
@@ -48,9 +58,10 @@ class Fields:
 
     def skip(self, name: str) -> None:
         """Note that a field, or a part of one, changes nothing. Raises `InvalidParameter` where `strict`."""
+        name = (self._within + name)[:100]
         if self.strict:
-            raise InvalidParameter(name[:100], "is not served here")
-        self.ignored.append(name[:100])
+            raise InvalidParameter(name, "is not served here")
+        self.ignored.append(name)
 
     def end(self, *, tolerant: bool = False) -> None:
         """Refuse whatever is left, as unknown, or pass it over where the dialect's own servers do (`tolerant`).
@@ -60,4 +71,4 @@ class Fields:
         if tolerant:
             self.ignore(*self._left)
         for name in self._left:
-            raise InvalidParameter(name[:100], "is no field of this request")
+            raise InvalidParameter((self._within + name)[:100], "is no field of this request")

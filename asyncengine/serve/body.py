@@ -22,7 +22,11 @@ async def read_json(request: Request, most: int) -> Any:
         raise Problem(415, f"the body must be application/json, not {kind[:100] or 'without a type'}", "content-type")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise Problem(415, "a compressed body is not taken", "content-encoding")
-    body = await _read(request, most)
+    return await parse_json(await _read(request, most))
+
+
+async def parse_json(body: bytes) -> Any:
+    """The JSON of a text. Raises `Problem`."""
     return await anyio.to_thread.run_sync(_parse, body) if len(body) > INLINE_BYTES else _parse(body)
 
 

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.engine_group import EngineGroup
@@ -46,7 +46,7 @@ def make_app(
     )
 
 
-def routes(serving: Serving) -> list[Route]:
+def routes(serving: Serving) -> list[BaseRoute]:
     """Every path of the app."""
     return [
         Route("/v1/chat/completions", generating(serving, openai_chat), methods=["POST"]),

@@ -21,6 +21,8 @@ class Stored:
     items: bytes
     previous: str | None
     """Id of the response that it went on from."""
+    owner: object
+    """The connection that alone may come back to it; None: everybody."""
 
     @property
     def size(self) -> int:
@@ -40,21 +42,23 @@ class ResponseStore:
         """Bytes that are taken."""
         return self._used
 
-    def put(self, response: Item, items: Sequence[Item]) -> None:
+    def put(self, response: Item, items: Sequence[Item], owner: object = None) -> None:
         """Keep a response and the items that were its own input."""
         named = [{**item, "id": item.get("id") or f"item_{response['id']}_{at}"} for at, item in enumerate(items)]
-        made = Stored(_packed(response), _packed(named), response["previous_response_id"])
+        made = Stored(_packed(response), _packed(named), response["previous_response_id"], owner)
         self.delete(response["id"])
         self._stored[response["id"]] = made
         self._used += made.size
         while self._used > self._most:
             self._used -= self._stored.popitem(last=False)[1].size
 
-    def get(self, response_id: str) -> Stored | None:
+    def get(self, response_id: str, owner: object = None) -> Stored | None:
         """The response of that id, which counts as used."""
-        if response_id in self._stored:
-            self._stored.move_to_end(response_id)
-        return self._stored.get(response_id)
+        found = self._stored.get(response_id)
+        if found is None or found.owner not in (None, owner):
+            return None
+        self._stored.move_to_end(response_id)
+        return found
 
     def delete(self, response_id: str) -> bool:
         """Forget a response, and say whether there was one. Those that went on from it can't be gone on from."""
@@ -62,11 +66,11 @@ class ResponseStore:
         self._used -= found.size if found else 0
         return found is not None
 
-    def chain(self, response_id: str | None) -> list[Stored] | None:
+    def chain(self, response_id: str | None, owner: object = None) -> list[Stored] | None:
         """A response and all before it, oldest first, as one conversation; None where one of them is gone."""
         found: list[Stored] = []
         while response_id is not None:
-            stored = self.get(response_id)
+            stored = self.get(response_id, owner)
             if stored is None:
                 return None
             found.append(stored)

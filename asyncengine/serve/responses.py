@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 
 from asyncengine.checks import as_choice, as_integer
 from asyncengine.outputs import Usage
 from asyncengine.serve.answer import Answer
 from asyncengine.serve.dialects import openai_responses as dialect
 from asyncengine.serve.dialects.responses_items import Item
-from asyncengine.serve.generating import answer, read_fields, reporting
+from asyncengine.serve.fields import Fields
+from asyncengine.serve.generating import answer, grant, read_fields, reporting
 from asyncengine.serve.problems import Problem
 from asyncengine.serve.response_store import ResponseStore, Stored
+from asyncengine.serve.responses_socket import converse
 from asyncengine.serve.state import Serving
 from asyncengine.serve.turn import Answered, Turn
 
 
-def routes(serving: Serving) -> list[Route]:
+def routes(serving: Serving) -> list[BaseRoute]:
     """Paths of the Responses API."""
     api, one = _Responses(serving), "/v1/responses/{id}"
     paths = [
@@ -35,15 +37,16 @@ def routes(serving: Serving) -> list[Route]:
         (f"{one}/cancel", api.cancel, "POST"),
         (f"{one}/input_items", api.input_items, "GET"),
     ]
-    return [Route(path, reporting(endpoint, dialect.error), methods=[method]) for path, endpoint, method in paths]
+    made = [Route(path, reporting(endpoint, dialect.error), methods=[method]) for path, endpoint, method in paths]
+    return [*made, WebSocketRoute("/v1/responses", partial(converse, serving, api.respond, api.forget))]
 
 
 class _Keeping(dialect.Writer):
     """A writer whose response is stored before its last frame goes out: the next request may ask for it at once."""
 
-    def __init__(self, turn: Turn, answered: Answered, store: ResponseStore) -> None:
+    def __init__(self, turn: Turn, answered: Answered, store: ResponseStore, owner: object) -> None:
         super().__init__(turn, answered)
-        self._items, self._store = turn.extra["items"], store
+        self._items, self._store, self._owner = turn.extra["items"], store, owner
 
     def end(self, usage: Usage) -> str:
         return self._kept(super().end(usage))
@@ -52,8 +55,8 @@ class _Keeping(dialect.Writer):
         return self._kept(super().failed(problem))
 
     def _kept(self, frames: str) -> str:
-        if self.response["store"]:
-            self._store.put(self.response, self._items)
+        if self.response["store"] or self._owner is not None:
+            self._store.put(self.response, self._items, None if self.response["store"] else self._owner)
         return frames
 
 
@@ -68,8 +71,8 @@ class _Responses:
         self._tasks: set[asyncio.Task[None]] = set()
         """Those that no client waits for."""
 
-    def _recall(self, response_id: str) -> Sequence[Item]:
-        chain = self._store.chain(response_id)
+    def _recall(self, response_id: str, owner: object = None) -> Sequence[Item]:
+        chain = self._store.chain(response_id, owner)
         if chain is None:
             raise dialect.not_found(response_id)
         items: list[Item] = []
@@ -81,19 +84,31 @@ class _Responses:
     # ---------------------------------------------------------------- making them
 
     async def create(self, request: Request) -> Answer | Response:
-        fields = await read_fields(request, self._serving)
-        turn = dialect.read(fields, self._recall)
-        made = await answer(self._serving, dialect, turn, fields, partial(_Keeping, store=self._store))
+        made = await self.respond(await read_fields(request, self._serving))
         assert isinstance(made.writer, _Keeping)
         response = made.writer.response
-        self._running[response["id"]] = made
-        made.then(lambda: self._running.pop(response["id"], None))
         if not response["background"]:
             return made
         task = asyncio.create_task(made.unheard())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return JSONResponse(response)
+
+    async def respond(self, fields: Fields, owner: object = None) -> Answer:
+        """The answer to a request's fields. `owner`: the connection that may come back to it though it isn't stored."""
+        turn = dialect.read(fields, partial(self._recall, owner=owner))
+        turn.stream |= owner is not None
+        made = await answer(self._serving, dialect, turn, fields, partial(_Keeping, store=self._store, owner=owner))
+        assert isinstance(made.writer, _Keeping)
+        response_id = made.writer.response["id"]
+        self._running[response_id] = made
+        made.then(lambda: self._running.pop(response_id, None))
+        return made
+
+    def forget(self, response_id: str, owner: object) -> None:
+        """Drop a response that is kept for one connection alone."""
+        if (found := self._store.get(response_id, owner)) is not None and found.owner is owner:
+            self._store.delete(response_id)
 
     async def compact(self, request: Request) -> Answer:
         fields = await read_fields(request, self._serving)
@@ -105,7 +120,9 @@ class _Responses:
         turn = dialect.read(fields, self._recall)
         target = await self._serving.models.acquire(turn.model)
         try:
-            count = await asyncio.to_thread(target.engine.count_tokens, turn.messages or [], turn.chat.get("tools"))
+            grant(turn, target, fields)
+            given = turn.messages or [], turn.chat.get("tools"), turn.chat.get("template_kwargs")
+            count = await asyncio.to_thread(target.engine.count_tokens, *given)
         finally:
             target.release()
         return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
@@ -113,12 +130,15 @@ class _Responses:
     # ---------------------------------------------------------------- coming back to them
 
     async def retrieve(self, request: Request) -> Response:
-        if request.query_params.get("stream", "false").lower() == "true":
-            raise Problem(400, "stream: a response that is stored is returned whole", "stream")
+        query = request.query_params
         if (made := self._running.get(request.path_params["id"])) is not None:
             assert isinstance(made.writer, _Keeping)
             return JSONResponse(made.writer.response)
-        return Response(self._find(request).response, media_type="application/json")
+        stored = self._find(request).response
+        if query.get("stream", "false").lower() != "true":
+            return Response(stored, media_type="application/json")
+        frames = dialect.replay(json.loads(stored))[_number(query, "starting_after", -1, -1, 1 << 30) + 1 :]
+        return Response("".join(f"{frame}\n\n" for frame in frames), media_type="text/event-stream")
 
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["id"]
@@ -139,8 +159,7 @@ class _Responses:
 
     async def input_items(self, request: Request) -> Response:
         query = request.query_params
-        limit = query.get("limit", "20")
-        most = as_integer("limit", int(limit) if limit.isdecimal() and len(limit) < 9 else limit, 1, 100)
+        most = _number(query, "limit", 20, 1, 100)
         previous = self._find(request).previous
         items = [*(self._recall(previous) if previous else ()), *json.loads(self._find(request).items)]
         if as_choice("order", query.get("order", "desc"), ("asc", "desc")) == "desc":
@@ -160,3 +179,8 @@ class _Responses:
         if stored is None:
             raise Problem(404, f"no response {response_id[:100]!r} is stored", "response_id", "response_not_found")
         return stored
+
+
+def _number(query: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
+    given = query.get(name, str(default))
+    return as_integer(name, int(given) if given.lstrip("-").isdecimal() and len(given) < 12 else given, low, high)

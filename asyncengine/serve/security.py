@@ -26,7 +26,7 @@ class RequireKey:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._may(HTTPConnection(scope)):
+        if scope["type"] != "lifespan" and scope["path"] not in OPEN_PATHS and not self._may(HTTPConnection(scope)):
             problem = Problem(
                 401, "a valid API key is needed, as Authorization: Bearer KEY or x-api-key", code="invalid_api_key"
             )

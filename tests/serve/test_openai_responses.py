@@ -232,3 +232,20 @@ async def test_tasks_get_the_same_answers(demo_url: str) -> None:
         create = client.responses.create
         first, *others = await asyncio.gather(*[create(model="demo", input="hello", temperature=0) for _ in range(4)])
         assert {other.output_text for other in others} == {first.output_text}
+
+
+def test_what_is_stored_is_told_once_more(client: openai.OpenAI) -> None:
+    with client.responses.stream(model="demo", input="the weather in Paris?", tools=[WEATHER], temperature=0) as stream:
+        told = stream.get_final_response()
+    events = list(client.responses.retrieve(told.id, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    last = events[-1]
+    assert last.type == "response.completed"
+    assert last.response == client.responses.retrieve(told.id)
+    assert list(client.responses.retrieve(told.id, stream=True, starting_after=3)) == events[4:]
+
+
+def test_a_tool_is_chosen_among_some(client: openai.OpenAI) -> None:
+    other: Any = {**WEATHER, "name": "get_time"}
+    choice: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_time"}]}
+    assert call(ask(client, "the weather in Paris?", tools=[WEATHER, other], tool_choice=choice)).name == "get_time"

@@ -140,34 +140,18 @@ def _read_tools(fields: Fields, turn: Turn) -> dict[str, Any]:
         tools.append({"type": "function", "function": function | ({} if strict is None else {"strict": strict})})
         repeated.append({"description": None, "parameters": None, **tool, "strict": strict is not False})
     parallel = fields.switch("parallel_tool_calls", True)
-    mode: Any = choice
-    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        tools, mode = _allowed(tools, choice)
-    elif choice == "auto" or (isinstance(choice, Mapping) and choice.get("type") == "function"):
-        mode = choice if choice != "auto" or tools else None
-    elif not isinstance(choice, str):
-        raise InvalidParameter("tool_choice", "must be 'none', 'auto', 'required', a function or allowed_tools", choice)
     if tools:
         turn.chat |= {"tools": tools, "parallel_tool_calls": parallel}
-    if mode is not None:
-        turn.chat["tool_choice"] = mode
+    if choice != "auto":
+        allowed = isinstance(choice, Mapping) and choice.get("type") == "allowed_tools"
+        turn.chat["tool_choice"] = {"type": "allowed_tools", "allowed_tools": choice} if allowed else choice
     return {"tools": repeated, "tool_choice": choice, "parallel_tool_calls": parallel}
-
-
-def _allowed(tools: list[Any], choice: Mapping[str, Any]) -> tuple[list[Any], str]:
-    """The tools among those of the request that the model is told of, and whether it must call one."""
-    listed = choice.get("tools")
-    if not isinstance(listed, list) or not all(isinstance(tool, Mapping) for tool in listed):
-        raise InvalidParameter("tool_choice.tools", "must be a list of objects", listed)
-    names = [tool.get("name") for tool in listed]
-    mode = as_choice("tool_choice.mode", choice.get("mode", "auto"), ("auto", "required"))
-    return [tool for tool in tools if tool["function"].get("name") in names], mode
 
 
 def _read_form(fields: Fields, turn: Turn) -> dict[str, Any]:
     """The form of the answer, and how much is thought before it. Returns what the response repeats."""
-    inner = {name: Fields(fields.take(name, {})) for name in ("text", "reasoning")}
-    form, effort = inner["text"].take("format", {"type": "text"}), inner["reasoning"].text("effort")
+    text, reasoning = fields.inner("text"), fields.inner("reasoning")
+    form, effort = text.take("format", {"type": "text"}), reasoning.text("effort")
     if not isinstance(form, Mapping):
         raise InvalidParameter("text.format", "must be an object", form)
     if as_choice("text.format.type", form.get("type"), ("text", "json_object", "json_schema")) != "text":
@@ -175,14 +159,11 @@ def _read_form(fields: Fields, turn: Turn) -> dict[str, Any]:
     if form["type"] == "json_schema":
         turn.chat["response_format"]["json_schema"] = {name: form[name] for name in form if name != "type"}
         form = {"name": "", "description": None, "strict": None, **form}
-    if effort == "none":
-        turn.chat["enable_thinking"] = False
-    elif effort is not None:
-        turn.chat["reasoning_effort"] = effort
-    for name, rest in inner.items():
-        rest.end(tolerant=True)
-        for each in rest.ignored:
-            fields.skip(f"{name}.{each}")
+    if effort is not None:
+        thinks = {"enable_thinking": True, "reasoning_effort": effort}
+        turn.wishes["reasoning.effort"] = {"enable_thinking": False} if effort == "none" else thinks
+    text.end(tolerant=True)
+    reasoning.end(tolerant=True)
     return {"text": {"format": form}, "reasoning": {"effort": effort, "summary": None}}
 
 
@@ -315,24 +296,27 @@ class Writer:
     def end(self, usage: Usage) -> str:
         """The last frames of a stream."""
         status = {"length": "incomplete", "timeout": "incomplete", "abort": "cancelled"}.get(self._reason, "completed")
-        last = self._close("completed" if status == "completed" else "incomplete")
-        self.response |= {"status": status, "usage": responses_usage(usage), "completed_at": int(time.time())}
-        if status != "completed":
-            self.response["completed_at"] = None
-        if status == "incomplete":
-            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
-        return last + self._frame("completed" if status == "completed" else "incomplete", response=self.response)
+        known: dict[str, Any] = {"status": status, "usage": responses_usage(usage)}
+        if status == "completed":
+            known["completed_at"] = int(time.time())
+        elif status == "incomplete":
+            known["incomplete_details"] = {"reason": "max_output_tokens"}
+        return self.finish(known)
 
     def failed(self, problem: Problem) -> str:
         """The frames of a stream that broke off, or was cancelled."""
         begun = "" if self._number else self.begin(Usage(0, 0))
-        last = begun + self._close("incomplete")
         if self.cancelled:
-            self.response["status"] = "cancelled"
-            return last + self._frame("incomplete", response=self.response)
+            return begun + self.finish({"status": "cancelled"})
         code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(problem.status, "server_error")
-        self.response |= {"status": "failed", "error": {"code": code, "message": problem.message}}
-        return last + self._frame("failed", response=self.response)
+        return begun + self.finish({"status": "failed", "error": {"code": code, "message": problem.message}})
+
+    def finish(self, known: Mapping[str, Any]) -> str:
+        """The frames that end the response with what is `known` of it. A cancelled one has no event of its own."""
+        status = known["status"]
+        last = self._close("completed" if status == "completed" else "incomplete")
+        self.response |= known
+        return last + self._frame("incomplete" if status == "cancelled" else status, response=self.response)
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         """The response to a request that did not ask for a stream."""
@@ -361,6 +345,25 @@ class Compacting(Writer):
             "id": self.response["id"], "object": "response.compaction", "created_at": self.response["created_at"],
             "output": [item], "usage": responses_usage(completion.usage),
         }  # fmt: skip
+
+
+def replay(response: Mapping[str, Any]) -> list[str]:
+    """The frames that tell a stored response once more, each item in one piece; their places are their numbers."""
+    answered = Answered(response["id"].removeprefix("resp_"), response["model"], response["created_at"])
+    begun = {**response, "output": [], "status": "in_progress", "usage": None, "completed_at": None}
+    writer = Writer(Turn(extra={"echo": begun}), answered)
+    frames = [writer.begin(Usage(0, 0))]
+    for item in response["output"]:
+        match item["type"]:
+            case "message":
+                frames.append(writer.write(Text(0, item["content"][0]["text"])))
+            case "reasoning":
+                frames.append(writer.write(Thinking(0, item["content"][0]["text"])))
+            case "function_call":
+                frames.append(writer.write(CallBegin(0, 0, item["call_id"], item["name"])))
+                frames.append(writer.write(CallArguments(0, 0, item["arguments"])))
+    frames.append(writer.finish(response))
+    return "".join(frames).split("\n\n")[:-1]
 
 
 DELTAS = {

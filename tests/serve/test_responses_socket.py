@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from starlette.testclient import TestClient, WebSocketDenialResponse
+from support.http_server import serving
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
+from asyncengine import EngineGroup
 from asyncengine.serve import app
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -111,11 +113,15 @@ def test_a_page_of_another_site_gets_no_connection(demo_url: str) -> None:
         connect(demo_url.replace("http", "ws") + "/v1/responses", origin="http://evil.example")  # type: ignore[arg-type]
 
 
-def test_a_connection_needs_a_key_where_requests_do() -> None:
-    client = TestClient(app({}, api_keys=["secret"]))
-    with pytest.raises(WebSocketDenialResponse) as denied, client.websocket_connect("/v1/responses"):
-        pass
-    assert denied.value.status_code == 401
-    with client.websocket_connect("/v1/responses", headers={"authorization": "Bearer secret"}) as made:
-        made.send_json({"type": "response.create", "input": "hello"})
-        assert made.receive_json()["error"]["code"] == "model_required"
+async def test_a_connection_needs_a_key_where_requests_do() -> None:
+    nothing = {"gone": {"model": "/nowhere/at/all"}}
+    async with await EngineGroup.from_pretrained(nothing, keep_alive="5m", show_progress=False) as group:
+        async with serving(app(group, api_keys=["secret"])) as url:
+            at = url.replace("http", "ws") + "/v1/responses"
+            with pytest.raises(InvalidStatus) as denied:
+                await asyncio.to_thread(connect, at)
+            assert denied.value.response.status_code == 401
+            made = await asyncio.to_thread(connect, at, additional_headers={"authorization": "Bearer secret"})
+            await asyncio.to_thread(send, made, model="other")
+            assert json.loads(await asyncio.to_thread(made.recv, 60))["error"]["code"] == "model_not_found"
+            await asyncio.to_thread(made.close)

@@ -17,6 +17,8 @@ from asyncengine.engine_group import EngineGroup
 from asyncengine.serve import messages, metrics, responses
 from asyncengine.serve.dialects import anthropic_messages, openai_chat
 from asyncengine.serve.dialects import completions, openai_chat
+from asyncengine.serve import metrics, web_page
+from asyncengine.serve.dialects import openai_chat
 from asyncengine.serve.generating import generating
 from asyncengine.serve.metrics import CountAnswers
 from asyncengine.serve.models import Models
@@ -57,6 +59,7 @@ def routes(serving: Serving) -> list[BaseRoute]:
         Route("/v1/models/{name:path}", _models(serving), methods=["GET"]),
         Route("/health", _health(serving), methods=["GET"]),
         *metrics.routes(serving),
+        *web_page.routes(),
     ]
 
 

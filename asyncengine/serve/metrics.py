@@ -222,6 +222,8 @@ def routes(serving: Serving) -> list[Route]:
 
     async def stats(_request: Request) -> Response:
         loaded = serving.models.loaded
-        return JSONResponse({name: asdict(engine.stats()) for name, engine in loaded.items()})
+        return JSONResponse(
+            {name: {"task": engine.info.task, **asdict(engine.stats())} for name, engine in loaded.items()}
+        )
 
     return [Route("/metrics", metrics, methods=["GET"]), Route("/stats", stats, methods=["GET"])]

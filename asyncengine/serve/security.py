@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from asyncengine.serve.problems import Problem
 
-OPEN_PATHS = frozenset(("/", "/health"))
+OPEN_PATHS = frozenset(("/", "/page.js", "/page.css", "/health"))
 """Paths that need no key: they tell nothing of anybody."""
 
 

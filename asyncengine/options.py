@@ -128,8 +128,8 @@ class ChatRequest:
     tools: ToolSpecs | None = None
     """Functions the model may call: {"type": "function", "function": {"name", "description", "parameters"}}."""
     tool_choice: str | Mapping[str, Any] | None = None
-    """"auto" (the default with tools), "none", "required", a tool's name, {"type": "function", "function": ...}, or some
-    of the tools: {"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}."""
+    """"auto" (the default with tools), "none", "required", a tool's name, {"type": "function", "function": ...}, or
+    some of the tools: {"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}."""
     parallel_tool_calls: bool = True
     """Whether one answer may hold several calls."""
     response_format: Any = None

@@ -14,11 +14,8 @@ from starlette.routing import BaseRoute, Route
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.engine_group import EngineGroup
-from asyncengine.serve import messages, metrics, responses
-from asyncengine.serve.dialects import anthropic_messages, openai_chat
-from asyncengine.serve.dialects import completions, openai_chat
-from asyncengine.serve import metrics, web_page
-from asyncengine.serve.dialects import openai_chat
+from asyncengine.serve import messages, metrics, responses, web_page
+from asyncengine.serve.dialects import anthropic_messages, completions, openai_chat
 from asyncengine.serve.generating import generating
 from asyncengine.serve.metrics import CountAnswers
 from asyncengine.serve.models import Models

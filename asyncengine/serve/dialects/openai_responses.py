@@ -13,7 +13,7 @@ from typing import Any
 from asyncengine.checks import as_choice, as_integer
 from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Completion, LogprobEntry, Usage
-from asyncengine.serve.dialects import openai_chat
+from asyncengine.serve.dialects import openai_chat, openai_fields
 from asyncengine.serve.dialects.openai_shape import openai_logprobs
 from asyncengine.serve.dialects.responses_items import Item, messages_of, read_input, seal
 from asyncengine.serve.events import CallArguments, CallBegin, CallEnd, End, Event, Text, Thinking
@@ -21,7 +21,7 @@ from asyncengine.serve.fields import Fields
 from asyncengine.serve.problems import Problem
 from asyncengine.serve.turn import Answered, Turn
 
-SAMPLING = tuple(name for name in openai_chat.SAMPLING if name != "n")
+SAMPLING = {name: ours for name, ours in openai_fields.SAMPLING.items() if name != "n"}
 """Sampling parameters; those that the API lacks have the names of chat completions."""
 WITHOUT_MEANING = (
     "user", "service_tier", "prompt_cache_retention", "prompt_cache_options", "stream_options", "context_management",
@@ -103,7 +103,10 @@ def read_compact(fields: Fields, recall: Recall = _nothing) -> Turn:
 
 def _read_limits(fields: Fields, turn: Turn) -> dict[str, Any]:
     """Sampling, limits and marks. Returns what the response repeats of them."""
-    turn.params, turn.options = fields.some((*SAMPLING, "top_logprobs")), fields.some(openai_chat.OPTIONS)
+    turn.params, turn.options = (
+        fields.some({**SAMPLING, "top_logprobs": "top_logprobs"}),
+        fields.some(openai_fields.OPTIONS),
+    )
     most = fields.take("max_output_tokens")
     if most is not None:
         turn.params["max_tokens"] = as_integer("max_output_tokens", most, 1)

@@ -1,59 +1,66 @@
-"""The nearest complete output of a grammar that counts, by arithmetic in place of a search.
+"""The nearest complete output of a grammar whose shape is known, by arithmetic in place of a search.
 
 `CountedClosing` follows the output through the grammar's shape (`tracker`), which knows after each byte what the rest
-costs at least, however long it is: a token is taken if that still fits. Tokens to steer by are made one at a time, and
-what comes next of them is checked by the library. Where the output goes where the shape says nothing, or the library
-says otherwise, a `ByteClosing` takes over for good.
+costs at most, however long it is: a token is taken if that still fits. Tokens to steer by are made one at a time, and
+what comes next of them is checked by the library. Where the library says otherwise, a `ByteClosing` takes over for
+good.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
-from asyncengine.grammar.closing import ByteClosing
+from asyncengine.grammar.closing import FAR, ByteClosing
 from asyncengine.grammar.prices import Prices
-from asyncengine.grammar.schema_shapes import shape_of
-from asyncengine.grammar.shapes import Shape, Unmodelled
-from asyncengine.grammar.spec import Grammar
-from asyncengine.grammar.tracker import Lost, Tracker
+from asyncengine.grammar.shapes import Opaque, Shape
+from asyncengine.grammar.tracker import MAX_STEPS, Leaf, Lost, Standing, Tracker
 from asyncengine.grammar.vocabulary import Vocabulary
+from asyncengine.grammar.walks import Effort
 from asyncengine.grammar.ways import UNREACHABLE
 
-COUNTED = 4
-"""Tokens of one repetition from which on counting is worth it: shorter ones are found as soon by searching."""
+Segment = tuple[list[int], int]
+"""Tokens, so many times in a row."""
 AHEAD = 64
 """Tokens of a way that are checked by the library."""
+CLOSE = 4
+"""Times the budget that a way may cost by its parts to be spelled as a whole: mostly it takes half of that."""
+ACCOUNT, REFILL = 200_000, 100
+"""The account of all readings of one output at first, and its growth by each byte."""
 
 
 class Counted:
     """The common part of all outputs of one grammar: its shape and the prices in it."""
 
-    def __init__(self, shape: Shape, prices: Prices) -> None:
-        self.shape = shape
+    def __init__(self, shape: Shape, prices: Prices, leaf: Callable[[Opaque], Leaf]) -> None:
+        """Raises `Unmodelled` for a shape that is too large."""
         self.prices = prices
+        self.tracker = Tracker(shape, prices, leaf)
+        self.cost = self.tracker.cost(self.tracker.begin)
+        """Tokens of the cheapest output, as the sum of its parts."""
 
-    @classmethod
-    def of(cls, grammar: Grammar, vocabulary: Vocabulary) -> Counted | None:
-        """None for a grammar that does not count far, or whose shape is unknown."""
-        shape = shape_of(grammar)
-        if shape is None:
-            return None
-        try:
-            prices = Prices(shape, vocabulary)
-        except Unmodelled:
-            return None
-        return cls(shape, prices) if prices.counts >= COUNTED and prices.cost(shape) < UNREACHABLE else None
+    def way(self, standing: Standing) -> Iterator[Segment]:
+        """Tokens of the nearest complete output."""
+        return self.prices.segments(self.tracker.pieces(standing))
 
-    def tokens(self) -> list[int]:
-        """Tokens of the cheapest output."""
-        return list(self.prices.tokens(self.shape))
+    def least(self, most: int | None = None) -> tuple[int, bool]:
+        """Tokens of the cheapest output, and whether these are the fewest for its text: beyond `most` segments, no."""
+        way = list(itertools.islice(self.way(self.tracker.begin), most))
+        return (length(way), True) if most is None or len(way) < most else (self.cost, False)
+
+
+def length(way: Iterable[Segment]) -> int:
+    return sum(len(tokens) * times for tokens, times in way)
+
+
+def unrolled(way: Iterable[Segment]) -> Iterator[int]:
+    return (token for tokens, times in way for _ in range(times) for token in tokens)
 
 
 class Source(Protocol):
-    def new_bytes(self) -> Any:
-        """A matcher over bytes, at the beginning; others may share its lexer."""
+    def new_matcher(self) -> Any:
+        """A matcher over the vocabulary, at the beginning; others may share its lexer."""
         ...
 
     def spoil(self) -> None: ...
@@ -63,38 +70,36 @@ class CountedClosing:
     """A `Closing`. Belongs to one request."""
 
     def __init__(
-        self,
-        source: Source,
-        counted: Counted,
-        vocabulary: Vocabulary,
-        tokens: list[int],
-        searching: Callable[[], ByteClosing],
+        self, source: Source, counted: Counted, vocabulary: Vocabulary, searching: Callable[[], ByteClosing]
     ) -> None:
-        """`tokens`: a complete output, checked. `searching` makes what takes over, at the beginning of the output."""
+        """`searching` makes what takes over, at the beginning of the output."""
         self._source = source
         self._vocabulary = vocabulary
-        self._prices = counted.prices
-        self._tracker = Tracker(counted.shape, counted.prices)
-        self._standing = self._tracker.begin
-        self._said = bytearray()
+        self._counted = counted
+        self._tracker = counted.tracker
+        self._standing = counted.tracker.begin
+        self._effort = Effort(ACCOUNT)
+        self._said: list[int] = []
         self._searching = searching
         self._other: ByteClosing | None = None
         self._matcher: Any = None
-        """Behind the first `_checked` bytes that were said; None: not needed so far."""
+        """Behind the first `_checked` tokens that were said; None: not needed so far."""
         self._checked = 0
         self._trusted = False
         """The library failed: what the shape says has to do."""
-        self._plan: Iterator[int] | None = iter(tokens[1:])
+        self._plan: Iterator[int] | None = None
         """Behind the next token of the way known; None: it has to be made."""
-        self._next: int | None = tokens[0] if tokens else None
-        self._left = len(tokens)
+        self._next: int | None = None
+        self._left = 0
         """Tokens of the way."""
 
     @property
     def cost(self) -> int:
         if self._other is not None:
             return self._other.cost
-        return self._left if self._plan is not None else self._tracker.cost(self._standing)
+        if self._plan is not None:
+            return self._left
+        return min(self._tracker.cost(self._standing), length(self._counted.way(self._standing)))
 
     def first(self) -> int:
         if self._other is None and not self._planned():
@@ -107,36 +112,58 @@ class CountedClosing:
         if self._other is not None:
             return self._other.advance(token, at_most)
         if token in self._vocabulary.eos_ids:
-            return self.cost == 0
-        data = bytes(self._vocabulary.symbols(token)) if token not in self._vocabulary.special_ids else b""
-        try:
-            standing = self._tracker.step(self._standing, data) if data else None
-        except Lost:
-            standing = None
+            return self._tracker.cost(self._standing) == 0
+        standing = self._step(token)
         if standing is None:
             return self._search(at_most + 1).advance(token, at_most)
         if self._plan is not None and token == self._next and self._left - 1 <= at_most:
             self._next = next(self._plan, None)
             self._left -= 1
-        elif self._tracker.cost(standing) <= at_most:
+        elif self._fits(standing, at_most):
             self._plan = None
-        elif not self._prices.opaque and self._planned():
+        elif self._planned():
             return False
         else:
             return self._search(at_most + 1).advance(token, at_most)
         self._standing = standing
-        self._said += data
+        self._said.append(token)
         return True
+
+    def _step(self, token: int) -> Standing | None:
+        """Past `token`; None where the shape does not follow it."""
+        if token in self._vocabulary.special_ids:
+            return None
+        data = bytes(self._vocabulary.symbols(token))
+        self._effort.left = min(ACCOUNT, self._effort.left + REFILL * len(data))
+        effort = self._effort.part(min(MAX_STEPS, self._effort.left))
+        try:
+            return self._tracker.step(self._standing, data, effort)
+        except Lost:
+            return None
+        finally:
+            self._effort.regain(effort)
+
+    def _fits(self, standing: Standing, at_most: int) -> bool:
+        """A way of at most `at_most` tokens leads on from there; or none was found so far, and the end is far."""
+        cost = self._tracker.cost(standing)
+        if cost <= at_most:
+            return True
+        if cost >= UNREACHABLE:
+            return at_most >= FAR
+        return cost <= CLOSE * at_most and length(self._counted.way(standing)) <= at_most
 
     def _planned(self) -> bool:
         """See that there are tokens to steer by. False: the library does not agree with them."""
         if self._plan is not None:
             return True
-        tokens = self._tracker.tokens(self._standing)
+        if self._tracker.cost(self._standing) >= UNREACHABLE:
+            return False
+        way = list(self._counted.way(self._standing))
+        tokens = unrolled(way)
         ahead = list(itertools.islice(tokens, AHEAD))
         if not self._agreed(ahead):
             return False
-        self._left = self._tracker.cost(self._standing)
+        self._left = length(way)
         self._plan = itertools.chain(ahead, tokens)
         self._next = next(self._plan, None)
         return True
@@ -145,12 +172,11 @@ class CountedClosing:
         if self._trusted:
             return True
         if self._matcher is None:
-            self._matcher = self._source.new_bytes()
-        matcher, behind = self._matcher, list(self._said[self._checked :])
-        symbols = [symbol for token in ahead for symbol in self._vocabulary.symbols(token)]
+            self._matcher = self._source.new_matcher()
+        matcher, behind = self._matcher, self._said[self._checked :]
         taken = matcher.try_consume_tokens(behind)
         self._checked += taken
-        agreed = taken == len(behind) and matcher.validate_tokens(symbols) == len(symbols)
+        agreed = taken == len(behind) and matcher.validate_tokens(ahead) == len(ahead)
         if not agreed:
             matcher.compute_bitmask()  # says what a broken lexer keeps to itself when it refuses
             if matcher.is_error():
@@ -162,5 +188,6 @@ class CountedClosing:
     def _search(self, at_most: int) -> ByteClosing:
         """From now on look for ways."""
         self._other = self._searching()
-        self._other.catch_up(list(self._said), at_most)
+        symbols = [symbol for token in self._said for symbol in self._vocabulary.symbols(token)]
+        self._other.catch_up(symbols, at_most)
         return self._other

@@ -16,6 +16,7 @@ What the library does not do for us, each with a test:
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -24,19 +25,26 @@ import llguidance
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge
 from asyncengine.grammar.backend import Closing, Mask
 from asyncengine.grammar.closing import ByteClosing
-from asyncengine.grammar.counted import Counted, CountedClosing
+from asyncengine.grammar.counted import AHEAD, Counted, CountedClosing, unrolled
 from asyncengine.grammar.keywords import explain, summary
-from asyncengine.grammar.lower import to_llguidance, without_numbers
-from asyncengine.grammar.samples import needed_keys, ways_out
+from asyncengine.grammar.lower import with_rules, without_numbers
+from asyncengine.grammar.prices import Prices, Speller
+from asyncengine.grammar.samples import ways_out
+from asyncengine.grammar.schema_shapes import shape_of
 from asyncengine.grammar.search import EFFORT, LONGEST, Search
+from asyncengine.grammar.shapes import Opaque, Shape, Unmodelled
 from asyncengine.grammar.spec import Grammar
+from asyncengine.grammar.tracker import LEAF_EFFORT, Leaf
 from asyncengine.grammar.trial import Trial, known_safe
 from asyncengine.grammar.vocabulary import Vocabulary
-from asyncengine.grammar.walks import Effort, Tail, leads
+from asyncengine.grammar.walks import Effort
 from asyncengine.grammar.ways import UNREACHABLE, Way
 
 TEMPLATE_BYTES = 600_000
 """Memory of a compiled grammar after use, measured over 285 schemas at 150,000 tokens; llguidance does not say."""
+CHECKED = 8
+"""Parts of the cheapest output that are spelled and shown to the library when a grammar is compiled."""
+MAX_LEAVES = 256
 _TOKEN_ID = re.compile(r"<\[(\d+)\]>")
 
 
@@ -47,7 +55,9 @@ class LlguidanceBackend:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
+        self.speller = Speller(vocabulary)
         self._trial = Trial()
+        self._leaves: dict[str, Leaf] = {}
 
     def compile(self, grammar: Grammar, timeout: float) -> LlgTemplate:
         """Blocking, bounded by llguidance's own fuel (under two seconds at worst); `timeout` is for what is tried in a
@@ -74,6 +84,28 @@ class LlguidanceBackend:
             raise explain(grammar, matcher.get_error())
         return matcher
 
+    def leaf(self, opaque: Opaque) -> Leaf:
+        """How to follow what only the library knows, by itself. A millisecond at its first use."""
+        leaf = self._leaves.get(opaque.text)
+        if leaf is None:
+            if len(self._leaves) >= MAX_LEAVES:
+                self._leaves.clear()
+            lark = llguidance.LLMatcher.grammar_from_lark(f"start: {opaque.text}\n")
+            if not opaque.text.startswith("%json"):
+                lark = llguidance.LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {opaque.text}\n")
+            grammar = Grammar("lark", lark)
+            matcher = self.matcher(grammar, lark, self.vocabulary.byte_tokenizer)
+            leaf = self._leaves[opaque.text] = Leaf(matcher, Search(self.vocabulary, ways_out(grammar, opaque.text)))
+        return leaf
+
+    def sample(self, opaque: Opaque) -> bytes | None:
+        """A short text of what only the library knows; None if none was found."""
+        if opaque.sample is not None:
+            return opaque.sample
+        leaf = self.leaf(opaque)
+        symbols = leaf.search.shortest(leaf.matcher.deep_copy(), LEAF_EFFORT, Effort(LEAF_EFFORT))
+        return None if symbols is None else bytes(symbols)
+
     def close(self) -> None:
         """End the process in which grammars are tried. Idempotent."""
         self._trial.close()
@@ -85,14 +117,18 @@ class LlgTemplate:
     def __init__(self, backend: LlguidanceBackend, grammar: Grammar) -> None:
         self.backend = backend
         self.grammar = grammar
-        self.text = to_llguidance(grammar)
-        vocabulary = backend.vocabulary
-        self._matcher = backend.matcher(grammar, self.text, vocabulary.ll_tokenizer)
-        self._bytes = self.own_bytes()
+        self.text, rules = with_rules(grammar)
+        self._matcher = backend.matcher(grammar, self.text, backend.vocabulary.ll_tokenizer)
+        self._bytes: Any = None
         self._spoiled = False
-        self._counted, self._tokens = self._count()
-        self._search, self._way = self._first_way()
+        self._counted = self._count(shape_of(grammar, rules))
+        self._searched: tuple[Search, Way] | None = None
         self.refined = False
+        if self._counted is None:
+            self._searched = self._first_way()
+            self.min_tokens = self._searched[1].cost(0)
+        else:
+            self.min_tokens, self.refined = self._counted.least(CHECKED)
 
     def own_bytes(self) -> Any:
         """A matcher over bytes, at the beginning, that shares nothing with any other."""
@@ -107,21 +143,24 @@ class LlgTemplate:
         """The error for `matcher`, which hit a limit."""
         return explain(self.grammar, matcher.get_error())
 
-    def _count(self) -> tuple[Counted | None, list[int]]:
-        """The grammar's counts, with the tokens of a complete output; None where they are unknown, or the library
-        does not agree."""
-        vocabulary = self.backend.vocabulary
-        counted = Counted.of(self.grammar, vocabulary)
-        if counted is not None:
-            tokens = counted.tokens()
-            symbols = [symbol for token in tokens for symbol in vocabulary.symbols(token)]
-            probe = self._bytes.deep_copy()
-            if leads(probe, Tail([*symbols, 256 + len(vocabulary.marks)])):
-                return counted, tokens
-            probe.compute_bitmask()
-            if probe.is_error():
-                self._bytes = self.own_bytes()
-        return None, []
+    def _count(self, shape: Shape | None) -> Counted | None:
+        """The grammar's costs; None where they are unknown, or the library does not agree with the cheapest output."""
+        if shape is None:
+            return None
+        try:
+            counted = Counted(shape, Prices(self.backend.speller, self.backend.sample), self.backend.leaf)
+        except Unmodelled:
+            return None
+        if counted.cost >= UNREACHABLE:
+            return None
+        ahead = list(itertools.islice(unrolled(counted.way(counted.tracker.begin)), CHECKED * AHEAD))
+        probe = self._matcher.deep_copy()
+        if probe.validate_tokens(ahead) == len(ahead):
+            return counted
+        probe.compute_bitmask()
+        if probe.is_error():
+            self._matcher = self.fresh_matcher()
+        return None
 
     def _first_way(self) -> tuple[Search, Way]:
         """The first way found, and the search that found it: JSON spellings, or for Lark those that lead there sooner.
@@ -129,24 +168,26 @@ class LlgTemplate:
         Raises `GrammarImpossible` or `GrammarTooLarge` if there is none.
         """
         hints = ways_out(self.grammar, self.text)
-        keys = needed_keys(self.grammar)
+        vocabulary = self.backend.vocabulary
         if self._counted is not None:
-            symbols = [symbol for token in self._tokens for symbol in self.backend.vocabulary.symbols(token)]
-            return Search(self.backend.vocabulary, hints, keys), Way(symbols, self.backend.vocabulary)
+            tokens = unrolled(self._counted.way(self._counted.tracker.begin))
+            return Search(vocabulary, hints), Way(
+                [s for token in tokens for s in vocabulary.symbols(token)], vocabulary
+            )
         spellings = [(hints, False), (hints, True)] if self.grammar.kind == "lark" else [(hints, False)]
         found: list[tuple[int, Search, Way]] = []
         reason: GrammarError = GrammarImpossible("grammar", "allows no complete output")
         for exits, prose in (*spellings, ((), False)):
             if found and not exits:
                 break  # without hints only where they led nowhere
-            search = Search(self.backend.vocabulary, exits, keys, prose=prose)
-            effort, probe = Effort(EFFORT), self._bytes.deep_copy()
+            search = Search(vocabulary, exits, prose=prose)
+            effort, probe = Effort(EFFORT), self.new_bytes()
             walk, _, cut, _ = search.find(probe, LONGEST, effort)
             probe.compute_bitmask()  # a lexer that was broken on the way says so only here
             if probe.is_error():
-                self._bytes = self.own_bytes()
+                self._bytes = None
             if walk is not None:
-                way = Way(walk.symbols, self.backend.vocabulary)
+                way = Way(walk.symbols, vocabulary)
                 found.append((way.cost(0), search, way))
             elif probe.is_error():  # there may be one, but the library could not follow it
                 reason = self.broken(probe)
@@ -159,22 +200,22 @@ class LlgTemplate:
             raise GrammarImpossible("grammar", "this model's tokens cannot spell any output found for it")
         return search, way
 
-    @property
-    def min_tokens(self) -> int:
-        known = self._way.cost(0)
-        return known if self._counted is None else min(known, len(self._tokens))
-
     def refine(self) -> None:
-        if not self.refined:
-            matcher = self._bytes.deep_copy()
-            symbols = self._search.shortest(matcher, LONGEST, Effort(EFFORT))
+        if self.refined:
+            return
+        if self._counted is not None:
+            self.min_tokens, _ = self._counted.least()
+        elif self._searched is not None:
+            search, way = self._searched
+            matcher = self.new_bytes()
+            symbols = search.shortest(matcher, LONGEST, Effort(EFFORT))
             matcher.compute_bitmask()
             if matcher.is_error():
-                self._bytes = self.own_bytes()
-            way = self._way if symbols is None else Way(symbols, self.backend.vocabulary)
-            if way.cost(0) < self._way.cost(0):
-                self._way = way
-            self.refined = True
+                self._bytes = None
+            if symbols is not None and (shorter := Way(symbols, self.backend.vocabulary)).cost(0) < way.cost(0):
+                self._searched = search, shorter
+                self.min_tokens = shorter.cost(0)
+        self.refined = True
 
     @property
     def nbytes(self) -> int:
@@ -186,16 +227,24 @@ class LlgTemplate:
     def new_closing(self) -> Closing:
         if self._counted is None:
             return self._searching()
-        vocabulary, way = self.backend.vocabulary, self._way
-        tokens = self._tokens if len(self._tokens) <= way.cost(0) else way.tokens()
-        return CountedClosing(self, self._counted, vocabulary, tokens, self._searching)
+        return CountedClosing(self, self._counted, self.backend.vocabulary, self._searching)
 
     def _searching(self) -> ByteClosing:
-        return ByteClosing(self, self._search, self.backend.vocabulary, self.new_bytes(), self._way)
+        if self._searched is None:
+            self._searched = self._first_way()
+        search, way = self._searched
+        return ByteClosing(self, search, self.backend.vocabulary, self.new_bytes(), way)
+
+    def new_matcher(self) -> Any:
+        """A matcher at the beginning. Others share its lexer, unless one of them has broken it: an output that goes on
+        must not end because of another's."""
+        copy = self._matcher.deep_copy()
+        return self.fresh_matcher() if self._spoiled or copy.is_error() else copy
 
     def new_bytes(self) -> Any:
-        """A matcher over bytes, at the beginning. Others share its lexer, unless one of them has broken it: an output
-        that goes on must not end because of another's."""
+        """The same over bytes."""
+        if self._bytes is None:
+            self._bytes = self.own_bytes()
         copy = self._bytes.deep_copy()
         return self.own_bytes() if self._spoiled or copy.is_error() else copy
 

@@ -11,6 +11,7 @@ from asyncengine.grammar.canonical import canonical_json, parse_json
 from asyncengine.grammar.keywords import explain
 from asyncengine.grammar.lark import literal, regex, replace_json
 from asyncengine.grammar.number_schemas import lowered, without_bounds
+from asyncengine.grammar.rules import Rules
 from asyncengine.grammar.schemas import subschemas, with_local_references
 from asyncengine.grammar.spec import Grammar
 
@@ -49,21 +50,21 @@ _CLASS = re.compile(r"\\.|\[\^(?P<inside>\]?(?:\\.|[^\]\\])*)\]", re.DOTALL)
 
 def to_llguidance(grammar: Grammar) -> str:
     """The text that `LLMatcher` takes. Raises `GrammarTooLarge` for schemas that `check_limits` would have refused."""
+    return with_rules(grammar)[0]
+
+
+def with_rules(grammar: Grammar) -> tuple[str, tuple[Rules, str] | None]:
+    """The same, and the rules of a schema with the first one's name, where they are ours. Raises likewise."""
     from llguidance import LLMatcher
 
     if grammar.kind == "json_schema":
         lenient = grammar.unsupported != "error"
         schema = _object(grammar.text, lenient)
-        return str(LLMatcher.grammar_from_lark(_own_numbers(grammar, schema, OPTIONS[grammar.whitespace], lenient)))
+        text, rules = _own_numbers(grammar, schema, OPTIONS[grammar.whitespace], lenient)
+        return str(LLMatcher.grammar_from_lark(text)), rules
     if grammar.kind == "lark":
-        return str(LLMatcher.grammar_from_lark(replace_json(grammar.text, partial(_embedded, grammar))))
-    return str(LLMatcher.grammar_from_lark(f"start: OUTPUT\nOUTPUT: {fragment(grammar)}\n"))
-
-
-def json_options(grammar: Grammar, schema: dict[str, Any]) -> dict[str, Any]:
-    """llguidance's JSON options for a schema."""
-    own = schema.get("x-guidance")
-    return {**OPTIONS[grammar.whitespace], **_escapes(schema), **(own if isinstance(own, dict) else {})}
+        return str(LLMatcher.grammar_from_lark(replace_json(grammar.text, partial(_embedded, grammar)))), None
+    return str(LLMatcher.grammar_from_lark(f"start: OUTPUT\nOUTPUT: {fragment(grammar)}\n")), None
 
 
 def without_numbers(grammar: Grammar) -> str:
@@ -87,8 +88,10 @@ def _from_schema(grammar: Grammar, schema: dict[str, Any], options: dict[str, An
         raise explain(grammar, str(error)) from None
 
 
-def _own_numbers(grammar: Grammar, schema: dict[str, Any], options: dict[str, Any], lenient: bool) -> str:
-    """Lark of our own, for what the library would accept but for its numbers."""
+def _own_numbers(
+    grammar: Grammar, schema: dict[str, Any], options: dict[str, Any], lenient: bool
+) -> tuple[str, tuple[Rules, str] | None]:
+    """Lark of our own with its rules, for what the library would accept but for its numbers."""
     from llguidance import LLMatcher
 
     own = schema.pop("x-guidance", None)
@@ -108,7 +111,7 @@ def _embedded(grammar: Grammar, text: str) -> str:
     schema = json.loads(text)
     own = schema.get("x-guidance") if isinstance(schema, dict) else None
     lenient = isinstance(own, dict) and own.get("lenient") is True
-    return "%lark {\n" + _own_numbers(grammar, _object(text, lenient), {}, lenient) + "}"
+    return "%lark {\n" + _own_numbers(grammar, _object(text, lenient), {}, lenient)[0] + "}"
 
 
 def fragment(grammar: Grammar) -> str:

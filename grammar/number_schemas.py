@@ -8,7 +8,8 @@ from typing import Any
 
 from asyncengine.errors import GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar.numbers import KEYWORDS, SAFE, of_schema
-from asyncengine.grammar.schema_rules import schema_lark
+from asyncengine.grammar.rules import Rules
+from asyncengine.grammar.schema_rules import schema_grammar
 
 MAX_RETRIES = 64
 """Keywords that are left out one after the other where that is allowed."""
@@ -30,21 +31,23 @@ def without_bounds(schema: Any) -> Any:
 
 def lowered(
     schema: dict[str, Any], options: dict[str, Any], lenient: bool, library: Callable[[dict[str, Any]], str]
-) -> str:
-    """Lark for `schema`; or, where its structure is beyond us and its numbers are small and whole, what `library` makes
-    of it with closed bounds. If `lenient`, keywords that stand in the way are left out. Raises as `schema_lark`."""
-    for _ in range(MAX_RETRIES):
+) -> tuple[str, tuple[Rules, str] | None]:
+    """Lark for `schema`, with the rules that it was written from and the first one's name; or, where its structure is
+    beyond us and its numbers are small and whole, what `library` makes of it with closed bounds. If `lenient`, keywords
+    that stand in the way are left out. Raises as `schema_grammar`."""
+    for left in range(MAX_RETRIES, -1, -1):
         try:
-            return schema_lark(schema, options)
+            rules, start = schema_grammar(schema, options)
+            return rules.lark(start), (rules, start)
         except (GrammarUnsupported, GrammarTooLarge) as error:
             safe = with_closed_bounds(schema)
             if safe is not None:
-                return library(safe)
-            if not lenient or not isinstance(error, GrammarUnsupported):
+                return library(safe), None
+            if not left or not lenient or not isinstance(error, GrammarUnsupported):
                 raise
             if not sum(_drop(schema, pointer) for _, pointer in error.features):
                 raise
-    return schema_lark(schema, options)
+    raise AssertionError("it was raised")
 
 
 def with_closed_bounds(schema: dict[str, Any]) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from asyncengine.grammar.shapes import (
     Shape,
     Times,
     Unmodelled,
+    chain,
     complement,
     letters,
     literal,
@@ -57,7 +58,7 @@ def json_letters(ranges: Ranges) -> Shape:
     options = ([letters(plain)] if plain else []) + [literal(text) for text in spelled]
     if not options:
         raise Unmodelled
-    return Either(options)
+    return options[0] if len(options) == 1 else Either(options)
 
 
 def _parsed(pattern: str) -> Any:
@@ -96,8 +97,7 @@ class _Reader:
         return Chain([*before, self._sequence(items), *after])
 
     def _sequence(self, items: Any) -> Shape:
-        found = [self._one(str(operator), argument) for operator, argument in items]
-        return found[0] if len(found) == 1 else Chain(found)
+        return chain(self._one(str(operator), argument) for operator, argument in items)
 
     def _one(self, operator: str, argument: Any) -> Shape:
         match operator:

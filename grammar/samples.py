@@ -10,7 +10,7 @@ import string
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from asyncengine.grammar.schemas import schemas_of, subschemas
+from asyncengine.grammar.schemas import schemas_of
 from asyncengine.grammar.spec import Grammar
 
 sre: Any = importlib.import_module("re._parser")
@@ -20,7 +20,6 @@ MAX_SAMPLE, MAX_BEGUN = 2048, 256
 MAX_SAMPLES = 64
 """The number of samples of one pattern."""
 MAX_SUFFIXES = 12
-MAX_KEYS = 256
 MAX_BYTES = 64 << 10
 """Bytes of all ways out of one grammar together: that much is tried in a few milliseconds."""
 _PRINTABLE = string.ascii_lowercase + string.digits + string.ascii_uppercase + string.punctuation + " "
@@ -60,15 +59,6 @@ def _inside_strings(grammar: Grammar) -> list[str]:
 def _unescaped(match: re.Match[str]) -> str:
     """An escape's character; all that is not escaped may be of any script."""
     return match[0].encode("ascii", "replace").decode("unicode_escape", "replace")
-
-
-def needed_keys(grammar: Grammar) -> list[bytes]:
-    """The keys that objects of a schema must have, in its order, as they stand behind their first quote."""
-    names: dict[str, None] = {}
-    for node in (node for schema in schemas_of(grammar) for _, node in subschemas(schema)):
-        needed = node.get("required")
-        names.update((name, None) for name in (needed if isinstance(needed, list) else ()) if isinstance(name, str))
-    return [json.dumps(name, ensure_ascii=False)[1:].encode("utf-8", "replace") for name in list(names)[:MAX_KEYS]]
 
 
 def samples(pattern: str) -> list[str]:

@@ -1,54 +1,66 @@
 """Shapes of grammars: patterns, choices, and JSON schemas by way of the rules that `schema_rules` makes of them.
 
-A shape may allow a little more than the library does (names that a declared key excludes), so that what an output says
-is followed; what is taken from it for a way to the end is checked by the library.
+A shape may allow a little more than the library does (other escapes), so that what an output says is followed; what is
+taken from it for a way to the end is checked by the library. What is not read here is left to the library (`Opaque`).
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from asyncengine.errors import GrammarError
 from asyncengine.grammar.canonical import parse_json
-from asyncengine.grammar.lower import json_options
 from asyncengine.grammar.regex_shapes import RAW, regex_shape, searched_shape
 from asyncengine.grammar.rules import Repeat, Rules, Symbol
-from asyncengine.grammar.schema_rules import schema_grammar
+from asyncengine.grammar.samples import samples
+from asyncengine.grammar.schema_members import KEY, PLAIN_KEY
 from asyncengine.grammar.shapes import (
     Chain,
     Either,
+    Later,
     Named,
     Opaque,
+    Ranges,
     Shape,
     Times,
     Unmodelled,
+    complement,
     letters,
     literal,
+    meet,
 )
 from asyncengine.grammar.spec import Grammar
 
-_COUNTS = re.compile(r'"min(?:Length|Items|Properties)":|\{[0-9]{1,9}[,}]|\{,[0-9]')
+FORMATS = {
+    "email": "a@a", "hostname": "a", "ipv4": "0.0.0.0", "ipv6": "::", "uri": "a:",
+    "uuid": "00000000-0000-0000-0000-000000000000",
+}  # fmt: skip
+"""Short texts of the formats that the library enforces."""
+MAX_LEAVES = 4096
+"""Shapes of strings and patterns that are kept from one schema to the next."""
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_REGEX = re.compile(r"/((?:[^/\\]|\\.)*)/(\?)?(?= & ~\(|\Z)", re.DOTALL)
-_HEX = [(48, 57), (65, 70), (97, 102)]
+_REGEX = re.compile(r"/((?:[^/\\]|\\.)*)/(\?)?", re.DOTALL)
+_TERMINAL = re.compile(
+    r'(?P<but>~?)(?:/(?P<regex>(?:[^/\\]|\\.)*)/|\((?P<texts>(?:"(?:[^"\\]|\\.)*"|[ |])*)\))(?: & |\Z)', re.DOTALL
+)
+_HEX: Ranges = [(48, 57), (65, 70), (97, 102)]
+_ESCAPED = '"\\bfnrt'
 _STRING = ("x-guidance", "type", "minLength", "maxLength", "pattern", "enum")
 
 
-def shape_of(grammar: Grammar) -> Shape | None:
-    """The shape of a grammar that counts; None for one that does not, or that has none."""
-    if _COUNTS.search(grammar.text) is None:
-        return None
+def shape_of(grammar: Grammar, rules: tuple[Rules, str] | None) -> Shape | None:
+    """The shape of a grammar; None for one that has none. `rules`: those of a schema, and the first one's name."""
     try:
         if grammar.kind == "regex":
             return regex_shape(grammar.text)
-        if grammar.kind == "json_schema":
-            schema = parse_json(grammar.text)
-            return _Reader(*schema_grammar(schema, json_options(grammar, schema))).start
-    except (Unmodelled, GrammarError):
-        pass
-    return None
+        if grammar.kind == "choice":
+            return Either([literal(text.encode("utf-8", "replace")) for text in parse_json(grammar.text)])
+        return None if rules is None else _Reader(*rules).start
+    except Unmodelled:
+        return None
 
 
 class _Reader:
@@ -58,16 +70,15 @@ class _Reader:
         self._rules = rules
         self._texts = {name: text for text, name in rules.names()}
         self._shapes: dict[str, Shape] = {}
+        self._pending: list[tuple[Named, str]] = []
         self.start = self._named(start)
-        pending = [start]
-        while pending:
-            name = pending.pop()
-            shape = self._shapes[name]
-            if isinstance(shape, Named) and shape.target is None:
-                known = len(self._shapes)
-                alternatives = rules.alternatives[name]
-                shape.target = Either([Chain([self._symbol(s) for s in symbols]) for symbols in alternatives])
-                pending += list(self._shapes)[known:]
+        for named, name in self._pending:  # grows while it is walked
+            found = [self._sequence(symbols) for symbols in rules.alternatives[name]]
+            named.target = found[0] if len(found) == 1 else Either(found)
+
+    def _sequence(self, symbols: list[Symbol]) -> Shape:
+        found = [self._symbol(symbol) for symbol in symbols]
+        return found[0] if len(found) == 1 else Chain(found)
 
     def _symbol(self, symbol: Symbol) -> Shape:
         if isinstance(symbol, Repeat):
@@ -77,49 +88,145 @@ class _Reader:
     def _named(self, name: str) -> Shape:
         shape = self._shapes.get(name)
         if shape is None:
-            shape = Named() if name in self._rules.alternatives else self._text(self._texts.get(name, name))
+            if name in self._rules.alternatives:
+                shape = named = Named()
+                self._pending.append((named, name))
+            else:
+                shape = leaf_shape(self._texts.get(name, name))
             self._shapes[name] = shape
         return shape
 
-    def _text(self, text: str) -> Shape:
-        """Lark text that stands for itself."""
-        if _TEXT.fullmatch(text):
-            return literal(json.loads(text).encode())
-        if text.startswith("%json "):
-            return self._json(json.loads(text[6:]))
-        match = _REGEX.match(text)
-        if match is None:
-            return Opaque()
-        shape = _or_opaque(match[1].replace("\\/", "/"))
-        return Times(shape, 0, 1) if match[2] else shape
 
-    def _json(self, schema: dict[str, Any]) -> Shape:
-        return _string(schema) if schema.get("type") == "string" else Opaque()
-
-
-def _or_opaque(pattern: str) -> Shape:
+@functools.lru_cache(MAX_LEAVES)
+def leaf_shape(text: str) -> Shape:
+    """The shape of Lark text that stands for itself: a literal, a terminal, or a schema of strings or numbers."""
+    if _TEXT.fullmatch(text):
+        return literal(json.loads(text).encode())
+    if text.startswith("%json "):
+        return _json(text, json.loads(text[6:]))
+    match = _REGEX.fullmatch(text)
+    if match is None:
+        return _terminal(text)
     try:
-        return regex_shape(pattern)
+        shape = regex_shape(match[1].replace("\\/", "/"))
     except Unmodelled:
-        return Opaque()
+        return Opaque(text)
+    return Times(shape, 0, 1) if match[2] else shape
 
 
-def _string(schema: dict[str, Any]) -> Shape:
-    least, most, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern")
-    if set(schema) - set(_STRING):
-        return Opaque()
-    quote = literal(b'"')
-    if "enum" in schema:
-        if pattern is not None or least or most is not None:
-            return Opaque()
-        return Either([literal(json.dumps(text, ensure_ascii=False).encode()) for text in schema["enum"]])
-    if pattern is not None:
-        if least or most is not None:
-            return Opaque()
-        try:
-            return Chain([quote, searched_shape(pattern), quote])
-        except Unmodelled:
-            return Opaque()
-    escape = Either([letters([(ord(c), ord(c)) for c in '"/\\bfnrt']), Chain([literal(b"u"), *[letters(_HEX)] * 4])])
-    char = Either([letters(RAW), Chain([literal(b"\\"), escape])])
-    return Chain([quote, Times(char, least, most), quote])
+def _terminal(text: str) -> Shape:
+    """An expression over patterns: those that a text matches, and what it must not be."""
+    found = list(_TERMINAL.finditer(text))
+    matched = [part["regex"].replace("\\/", "/") for part in found if part["regex"] is not None and not part["but"]]
+    if matched in ([KEY], [PLAIN_KEY]) and all(part["texts"] is not None for part in found[1:]):
+        names = [name for part in found[1:] for name in _TEXT.findall(part["texts"])]
+        return _other_key([json.loads(name)[1:-1] for name in names], escapes=matched == [KEY])
+    wrong = [part["regex"].replace("\\/", "/") for part in found if part["regex"] is not None and part["but"]]
+    names = [json.loads(name) for part in found if part["texts"] for name in _TEXT.findall(part["texts"])]
+    for sample in (sample for pattern in matched for sample in samples(pattern)):
+        if sample not in names and _all(re.fullmatch, matched, sample) and not _any(re.fullmatch, wrong, sample):
+            return Opaque(text, sample.encode())
+    return Opaque(text)
+
+
+def _all(match: Callable[[str, str], Any], patterns: Sequence[str], text: str) -> bool:
+    """Whether `text` matches all of `patterns`, as Python reads them."""
+    try:
+        return all(match(pattern, text) for pattern in patterns)
+    except (re.error, RecursionError, OverflowError):
+        return False
+
+
+def _any(match: Callable[[str, str], Any], patterns: Sequence[str], text: str) -> bool:
+    return any(not _all(lambda one, two: not match(one, two), [pattern], text) for pattern in patterns)
+
+
+def _other_key(names: list[str], *, escapes: bool) -> Shape:
+    """A JSON key that is none of `names` (as they stand between the quotes): a tree of their letters, made as far as
+    outputs go into it."""
+    tree: dict[str, Any] = {}
+    for name in names:
+        here = tree
+        for letter in re.findall(r"\\.|.", name, re.DOTALL):
+            here = here.setdefault(letter, {})
+        here["end"] = True
+    return Chain([literal(b'"'), _node(tree, escapes)])
+
+
+def _node(tree: dict[str, Any], escapes: bool) -> Shape:
+    sample = b'"' if "end" not in tree else _filler(tree)
+    return Later(sample, lambda: Either(list(_branches(tree, escapes))))
+
+
+def _filler(tree: dict[str, Any]) -> bytes:
+    """A letter that leads out of the tree, and the end of the key."""
+    return (
+        next(chr(code) for code in (*range(97, 123), *range(0x3B1, 0x110000)) if chr(code) not in tree).encode() + b'"'
+    )
+
+
+def _branches(tree: dict[str, Any], escapes: bool) -> Iterator[Shape]:
+    if "end" not in tree:
+        yield literal(b'"')
+    inside = [letter for letter in tree if letter != "end"]
+    for letter in inside:
+        yield Chain([literal(letter.encode("utf-8", "replace")), _node(tree[letter], escapes)])
+    plain = [(ord(letter), ord(letter)) for letter in inside if len(letter) == 1]
+    yield Chain([letters(meet(_PLAIN, complement(plain))), _key_rest(escapes)])
+    others = [(ord(code), ord(code)) for code in _ESCAPED if f"\\{code}" not in tree]
+    if escapes and others:
+        yield Chain([literal(b"\\"), letters(others), _key_rest(escapes)])
+
+
+_PLAIN: Ranges = meet(RAW, complement([(0x7F, 0x7F)]))
+
+
+@functools.cache
+def _key_rest(escapes: bool) -> Shape:
+    escape = Chain([literal(b"\\"), letters([(ord(code), ord(code)) for code in _ESCAPED])])
+    return Chain([Times(Either([letters(_PLAIN), *([escape] if escapes else [])]), 0, None), literal(b'"')])
+
+
+def _json(text: str, schema: dict[str, Any]) -> Shape:
+    said = schema.get("allOf", [schema])
+    if any(part.get("type") != "string" for part in said):
+        return Opaque(text)
+    if len(said) == 1 and not set(schema) - set(_STRING):
+        least, most, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern")
+        counted = least or most is not None
+        if "enum" in schema and pattern is None:
+            fitting = [one for one in schema["enum"] if least <= len(one) and (most is None or len(one) <= most)]
+            return Either([literal(json.dumps(one, ensure_ascii=False).encode("utf-8", "replace")) for one in fitting])
+        if pattern is None:
+            return Chain([literal(b'"'), Times(_char(), least, most), literal(b'"')])
+        if not counted and "enum" not in schema:
+            try:
+                return Chain([literal(b'"'), searched_shape(pattern), literal(b'"')])
+            except Unmodelled:
+                pass
+    return Opaque(text, _string_sample(said))
+
+
+@functools.cache
+def _char() -> Shape:
+    """A character of a JSON string in any of its spellings."""
+    short = letters([(ord(code), ord(code)) for code in '"/\\bfnrt'])
+    escape = Either([short, Chain([literal(b"u"), *[letters(_HEX)] * 4])])
+    return Either([letters(RAW), Chain([literal(b"\\"), escape])])
+
+
+def _string_sample(said: list[dict[str, Any]]) -> bytes | None:
+    """A short string that is valid under all of `said`, as far as Python can tell."""
+    patterns = [part["pattern"] for part in said if "pattern" in part]
+    formats = dict.fromkeys(part["format"] for part in said if "format" in part)
+    found = [FORMATS.get(name) for name in formats] or [text for pattern in patterns for text in samples(pattern)]
+    for text in found if len(formats) <= 1 else ():
+        if text is not None and _all(re.search, patterns, text) and all(_holds(part, text) for part in said):
+            return json.dumps(text, ensure_ascii=False).encode()
+    return None
+
+
+def _holds(part: dict[str, Any], text: str) -> bool:
+    """`text` keeps the length and is among the values of a schema."""
+    size = len(text)
+    return part.get("minLength", 0) <= size <= part.get("maxLength", size) and text in part.get("enum", (text,))

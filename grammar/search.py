@@ -48,18 +48,15 @@ class Search:
         self,
         vocabulary: Vocabulary,
         exits: Sequence[bytes] = (),
-        keys: Sequence[bytes] = (),
         *,
         prose: bool = False,
     ) -> None:
-        """`exits`: texts that may end a free text (`samples.ways_out`). `keys`: as they stand behind a quote, those an
-        object needs (`samples.needed_keys`). `prose`: as for `preferred`."""
+        """`exits`: texts that may end a free text (`samples.ways_out`). `prose`: as for `preferred`."""
         self.end = 256 + len(vocabulary.marks)
         """The symbol that ends an output."""
         self._filler = vocabulary.filler
         self._prose = prose
         self._ways_out = [list(text) for text in exits]
-        self._keys = [list(key) for key in keys]
         self._choices: dict[bytes, Choices] = {}
 
     def choices(self, mask: bytes) -> Choices:
@@ -74,7 +71,7 @@ class Search:
         return known
 
     def walker(self, matcher: Any, limit: int, effort: Effort, next_way: int = 0) -> Walker:
-        return Walker(self.choices, self._ways_out, matcher, limit, effort, next_way, self._keys)
+        return Walker(self.choices, self._ways_out, matcher, limit, effort, next_way)
 
     def find(self, matcher: Any, limit: int, effort: Effort, tails: Sequence[Tail] = (), next_way: int = 0) -> Found:
         """A completion of at most `limit` symbols from where `matcher` stands (it is left there), ended where one of

@@ -6,7 +6,7 @@ texts can be is arithmetic (`prices`) and where an output stands in it is a coun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 MAX_CODE = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
@@ -33,6 +33,15 @@ class Letters(Shape):
         """`mask`: bit b for byte b by itself. `tails`: first bytes from one to another, and what follows them."""
         self.mask = mask
         self.tails = tails
+
+
+class Literal(Shape):
+    """One text, not empty."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
 
 
 class Chain(Shape):
@@ -67,14 +76,52 @@ class Named(Shape):
         self.target = target
 
 
-class Opaque(Shape):
-    """Texts nobody here can say anything about."""
+class Later(Shape):
+    """Stands for another shape that is made when an output comes to it; `sample` is a short text of it."""
 
-    __slots__ = ()
+    __slots__ = ("_made", "_make", "sample")
+
+    def __init__(self, sample: bytes, make: Callable[[], Shape]) -> None:
+        self.sample = sample
+        self._make = make
+        self._made: Shape | None = None
+
+    @property
+    def target(self) -> Shape:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+
+class Opaque(Shape):
+    """Texts that the library alone knows: `text` is Lark for them. `sample`: one that is probably among them."""
+
+    __slots__ = ("sample", "text")
+
+    def __init__(self, text: str, sample: bytes | None = None) -> None:
+        self.text = text
+        self.sample = sample
+
+
+NOTHING = Chain(())
 
 
 def literal(data: bytes) -> Shape:
-    return Chain([Letters(1 << byte) for byte in data])
+    return Literal(data) if data else NOTHING
+
+
+def chain(items: Iterable[Shape]) -> Shape:
+    """A sequence; texts that follow one another are one."""
+    found: list[Shape] = []
+    for item in items:
+        part = item
+        if isinstance(item, Letters) and item.mask.bit_count() == 1 and not item.tails:
+            part = Literal(bytes([item.mask.bit_length() - 1]))
+        if found and isinstance(part, Literal) and isinstance(last := found[-1], Literal):
+            found[-1] = Literal(last.data + part.data)
+        else:
+            found.append(part)
+    return found[0] if len(found) == 1 else Chain(found)
 
 
 def letters(ranges: Ranges) -> Shape:
@@ -155,28 +202,8 @@ def _cut(first: int, last: int) -> int | None:
     return None
 
 
-def inside_out(root: Shape, most: int) -> list[Shape]:
-    """Every shape once, what it contains before it where it does not contain itself. Raises `Unmodelled` for
-    more than `most`."""
-    seen: dict[Shape, bool] = {root: True}
-    order: list[Shape] = []
-    stack: list[tuple[Shape, Iterator[Shape]]] = [(root, iter(_parts(root)))]
-    while stack:
-        shape, parts = stack[-1]
-        for part in parts:
-            if part not in seen:
-                seen[part] = True
-                stack.append((part, iter(_parts(part))))
-                break
-        else:
-            stack.pop()
-            order.append(shape)
-        if len(seen) > most:
-            raise Unmodelled
-    return order
-
-
-def _parts(shape: Shape) -> tuple[Shape, ...]:
+def parts(shape: Shape) -> Sequence[Shape]:
+    """The shapes that a shape is made of."""
     if isinstance(shape, (Chain, Either)):
         return shape.items
     if isinstance(shape, Times):
@@ -184,6 +211,18 @@ def _parts(shape: Shape) -> tuple[Shape, ...]:
     if isinstance(shape, Named):
         return () if shape.target is None else (shape.target,)
     if isinstance(shape, Letters):
-        return tuple(tail for _, _, tail in shape.tails)
-    assert isinstance(shape, Opaque)
+        return [tail for _, _, tail in shape.tails]
     return ()
+
+
+def within(root: Shape, known: Container[Shape], most: int) -> list[Shape]:
+    """`root` and every shape in it that is not in `known`, once each. Raises `Unmodelled` for more than `most`."""
+    seen: dict[Shape, bool] = {root: True}
+    for shape in (order := [root]):  # grows while it is walked
+        for part in parts(shape):
+            if part not in seen and part not in known:
+                seen[part] = True
+                order.append(part)
+        if len(order) > most:
+            raise Unmodelled
+    return order

@@ -1,166 +1,267 @@
 """The position of an output in a shape: for each way to read it, what is open, how often it was repeated, what remains.
 
 Every reading is a chain of places, innermost first, each with the cost of what follows it: so the cost of the nearest
-complete output is known after each byte, without looking for it. Readings that have come to the same place are one.
+complete output is known after each byte, without looking for it. Readings that have come to the same place are one, and
+where a byte leads from a place is found out once for all outputs of a grammar. In what only the library knows, a
+matcher of the library for that part alone says what may come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
-from weakref import WeakValueDictionary
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from asyncengine.grammar.prices import Prices
-from asyncengine.grammar.shapes import Chain, Either, Letters, Named, Opaque, Shape, Times
+from asyncengine.grammar.prices import Piece, Prices
+from asyncengine.grammar.search import Search
+from asyncengine.grammar.shapes import Chain, Either, Later, Letters, Literal, Named, Opaque, Shape, Times
+from asyncengine.grammar.walks import Effort, Tail, leads
+from asyncengine.grammar.ways import UNREACHABLE
 
 MAX_STEPS = 20_000
-"""Steps from place to place that one token may take, some twenty milliseconds."""
-ACCOUNT, REFILL = 200_000, 100
-"""The account of all readings of one output at first, and its growth by each byte."""
+"""Steps from place to place that one byte may take, some twenty milliseconds."""
+MAX_PLACES = 4096
+"""Places that are kept for outputs to come; those of an output that goes on stay."""
+LEAF_EFFORT = 20_000
+"""Effort of one search in what only the library knows, some ten milliseconds."""
+MAX_WAIT = 64
+"""Bytes between two searches that find nothing."""
 
 
 class Lost(Exception):
-    """The output is where the shape says nothing, or can be read in too many ways. Never leaves the package."""
+    """The output can be read in too many ways, or the library gave up. Never leaves the package."""
 
 
 class Place:
-    """Behind item `index` of a sequence, or behind round `index` of a repetition (from the least on all are one where
-    there is no most). None in place of one: behind everything."""
+    """A place behind item `index` of a sequence, byte `index` of a text, or round `index` of a repetition (from the
+    least on all are one where there is no most)."""
 
-    __slots__ = ("__weakref__", "index", "outer", "rest", "shape")
+    __slots__ = ("index", "leaves", "moves", "next", "outer", "rest", "shape")
 
-    def __init__(self, shape: Chain | Times, index: int, outer: Place | None, rest: int) -> None:
+    def __init__(self, shape: Shape, index: int, outer: Place | None, rest: int) -> None:
         self.shape = shape
         self.index = index
         self.outer = outer
         self.rest = rest
         """Tokens of the cheapest text from here to the end of the output."""
+        self.moves: list[tuple[Letters, Place]] | None = None
+        """Letters that may come next, with the place behind each; None: not asked so far."""
+        self.leaves: list[Inside] = []
+        """Beginnings of what only the library knows."""
+        self.next: dict[int, tuple[Place | Inside, ...]] = {}
 
 
-class Standing(NamedTuple):
-    """All readings of what was said: places that have just been reached."""
+class Leaf(NamedTuple):
+    """A language that only the library knows: a matcher at its beginning, not to be moved, and a search in it."""
 
-    places: tuple[Place | None, ...]
-    start: bool = False
-    """Nothing was said yet."""
+    matcher: Any
+    search: Search
+
+
+class Inside:
+    """A place inside what only the library knows."""
+
+    __slots__ = ("_guesses", "_leaf", "_matcher", "_prices", "_wait", "_way", "outer")
+
+    def __init__(
+        self, leaf: Leaf, prices: Prices, matcher: Any, outer: Place, guesses: Sequence[bytes], wait: int
+    ) -> None:
+        """`guesses`: texts that may lead to its end; `wait`: bytes until it is worth to search for one."""
+        self._leaf = leaf
+        self._prices = prices
+        self._matcher = matcher
+        self._guesses = guesses
+        self._wait = wait
+        self._way: bytes | None = None
+        self.outer = outer
+
+    @property
+    def way(self) -> bytes | None:
+        """A text that leads to its end; None if none was found."""
+        if self._way is None and self._wait <= 0:
+            self._way = self._found()
+            self._wait = MAX_WAIT if self._way is None else 0
+        return self._way
+
+    def _found(self) -> bytes | None:
+        copy = self._matcher.deep_copy()
+        for guess in self._guesses:
+            if leads(copy, Tail([*guess, self._leaf.search.end])):
+                return guess
+        walk = self._leaf.search.find(copy, LEAF_EFFORT, Effort(LEAF_EFFORT)).walk
+        return None if walk is None else bytes(walk.symbols)
+
+    @property
+    def rest(self) -> int:
+        way = self.way
+        if way is None:
+            return UNREACHABLE
+        return self.outer.rest + sum(len(tokens) * times for tokens, times in self._prices.segments([way]))
+
+    def on(self, byte: int) -> Iterator[Place | Inside]:
+        """Places behind `byte`."""
+        matcher = self._matcher.deep_copy()
+        if not matcher.try_consume_tokens([byte]):
+            matcher.compute_bitmask()  # says what a broken lexer keeps to itself when it refuses
+            if matcher.is_error():
+                raise Lost
+            return
+        if matcher.is_accepting():
+            yield self.outer
+        if not matcher.is_stopped():
+            way, wait = self._way, max(0, self._wait - 1)
+            guesses = self._guesses if way is None else [way[1:], *(() if way[:1] == bytes([byte]) else (way,))]
+            yield Inside(self._leaf, self._prices, matcher, self.outer, guesses, wait)
+
+
+Standing = tuple[Place | Inside, ...]
+"""All readings of what was said: places that have just been reached."""
 
 
 class Tracker:
-    """Follows outputs through one shape. Keeps nothing about them but places that are alive."""
+    """Follows outputs through one shape. Any number of threads may share it."""
 
-    def __init__(self, root: Shape, prices: Prices) -> None:
-        self._root = root
+    def __init__(self, root: Shape, prices: Prices, leaf: Callable[[Opaque], Leaf]) -> None:
+        """`leaf`: how to follow what only the library knows. Raises `Unmodelled` for a shape that is too large."""
         self._prices = prices
-        self._known: WeakValueDictionary[tuple[int, int, int], Place] = WeakValueDictionary()
-        self._account = ACCOUNT
-        self.begin = Standing((), start=True)
+        self._leaf = leaf
+        self._known: dict[tuple[int, int, int], Place] = {}
+        prices.cost(root)
+        self._end = Place(Chain(()), 0, None, 0)
+        self.begin: Standing = (self._place(Chain([root]), -1, self._end),)
 
     def cost(self, standing: Standing) -> int:
-        """Tokens of the nearest complete output."""
-        if standing.start:
-            return self._prices.cost(self._root)
-        return min(0 if place is None else place.rest for place in standing.places)
+        """Tokens of the nearest complete output, at most."""
+        return min(place.rest for place in standing)
 
-    def tokens(self, standing: Standing) -> Iterator[int]:
-        """Tokens of the nearest complete output, `cost` of them."""
-        if standing.start:
-            yield from self._prices.tokens(self._root)
-            return
-        place = min(standing.places, key=lambda place: 0 if place is None else place.rest)
-        while place is not None:
-            shape = place.shape
-            if isinstance(shape, Times):
-                yield from self._prices.times_tokens(shape, shape.least - place.index)
-            else:
-                yield from self._prices.suffix_tokens(shape, place.index + 1)
+    def pieces(self, standing: Standing) -> Iterator[Piece]:
+        """The text of the nearest complete output."""
+        place = min(standing, key=lambda place: place.rest)
+        if isinstance(place, Inside):
+            yield place.way or b""
+            place = place.outer
+        while place.outer is not None:
+            yield from self._prices.pieces(place.shape, place.index + (not isinstance(place.shape, Times)))
             place = place.outer
 
-    def step(self, standing: Standing, data: bytes) -> Standing | None:
+    def step(self, standing: Standing, data: bytes, effort: Effort) -> Standing | None:
         """Past `data`; None if no reading goes on with it. Raises `Lost`."""
-        self._account = min(ACCOUNT, self._account + REFILL * len(data))
-        least = max(0, self._account - MAX_STEPS)
         for byte in data:
-            found: dict[Place | None, None] = {}
-            for letters, outer in self._letters(standing):
-                if letters.mask >> byte & 1:
-                    found[outer] = None
-                elif byte >= 0x80:
-                    for low, high, tail in letters.tails:
-                        if low <= byte <= high:
-                            assert isinstance(tail, Chain)
-                            found[self._place(tail, -1, outer)] = None
+            found: dict[Place | Inside, None] = {}
+            for place in standing:
+                if isinstance(place, Inside):
+                    following = tuple(place.on(byte))
+                elif byte in place.next:
+                    following = place.next[byte]
+                else:
+                    following = place.next[byte] = tuple(self._on(place, byte, effort))
+                for item in following:
+                    found[item] = None
+            effort.left -= len(standing)
             if not found:
                 return None
-            if self._account < least:
+            if effort.left < 0:
                 raise Lost
-            standing = Standing(tuple(found))
+            standing = tuple(found)
         return standing
 
-    def _letters(self, standing: Standing) -> Iterator[tuple[Letters, Place | None]]:
-        """Letters that may come next, with the place behind each."""
-        seen: dict[tuple[Shape | None, Place | None], None] = {}
-        if standing.start:
-            seen[self._root, None] = None
-        for place in standing.places:
-            seen[None, place] = None
+    def _on(self, place: Place, byte: int, effort: Effort) -> Iterator[Place | Inside]:
+        if place.moves is None:
+            place.moves = self._look(place, effort)
+        for letters, outer in place.moves:
+            if letters.mask >> byte & 1:
+                yield outer
+            elif byte >= 0x80:
+                for low, high, tail in letters.tails:
+                    if low <= byte <= high:
+                        yield self._place(tail, -1, outer)
+        for leaf in place.leaves:
+            yield from leaf.on(byte)
+
+    def _look(self, place: Place, effort: Effort) -> list[tuple[Letters, Place]]:
+        """Letters that may come next, with the place behind each; and where what only the library knows begins."""
+        seen: dict[tuple[Shape | None, Place], None] = {(None, place): None}
+        found: list[tuple[Letters, Place]] = []
+        leaves: list[Inside] = []
         for shape, outer in (todo := list(seen)):  # grows while it is walked
-            for step in self._beyond(outer) if shape is None else self._into(shape, outer):
-                if step not in seen:
-                    seen[step] = None
-                    todo.append(step)
             if isinstance(shape, Letters):
-                yield shape, outer
+                found.append((shape, outer))
+            elif isinstance(shape, Opaque):
+                leaf = self._leaf(shape)
+                guesses = [piece for piece in self._prices.pieces(shape) if isinstance(piece, bytes)]
+                leaves.append(Inside(leaf, self._prices, leaf.matcher, outer, guesses, 0))
+            else:
+                for step in self._beyond(outer) if shape is None else self._into(shape, outer):
+                    if step not in seen:
+                        seen[step] = None
+                        todo.append(step)
             if len(todo) > MAX_STEPS:
                 raise Lost
-        self._account -= len(todo)
+        effort.left -= len(todo)
+        place.leaves = leaves
+        return found
 
-    def _beyond(self, place: Place | None) -> Iterator[tuple[Shape | None, Place | None]]:
+    def _beyond(self, place: Place) -> Iterator[tuple[Shape | None, Place]]:
         """Shapes that follow a place."""
-        if place is None:
-            return
         shape, index, outer = place.shape, place.index, place.outer
+        if outer is None:
+            return
         if isinstance(shape, Chain):
             if index + 1 < len(shape.items):
                 yield self._item(shape, index + 1, outer)
             else:
                 yield None, outer
-            return
-        if index >= shape.least:
-            yield None, outer
-        if shape.most is None or index < shape.most:
-            counted = index + 1 if shape.most is not None else min(index + 1, shape.least)
-            yield shape.body, self._place(shape, counted, outer)
+        elif isinstance(shape, Literal):
+            yield self._byte(shape, index + 1, outer)
+        elif isinstance(shape, Times):
+            if index >= shape.least:
+                yield None, outer
+            if shape.most is None or index < shape.most:
+                counted = index + 1 if shape.most is not None else min(index + 1, shape.least)
+                yield shape.body, self._place(shape, counted, outer)
 
-    def _into(self, shape: Shape, outer: Place | None) -> Iterator[tuple[Shape | None, Place | None]]:
+    def _into(self, shape: Shape, outer: Place) -> Iterator[tuple[Shape | None, Place]]:
         """Shapes that a shape begins with."""
         if isinstance(shape, Chain):
             yield self._item(shape, 0, outer) if shape.items else (None, outer)
+        elif isinstance(shape, Literal):
+            yield self._byte(shape, 0, outer)
         elif isinstance(shape, Either):
             for item in shape.items:
                 yield item, outer
-        elif isinstance(shape, Named):
-            yield shape.target, outer
+        elif isinstance(shape, (Named, Later)):
+            if shape.target is not None:
+                yield shape.target, outer
         elif isinstance(shape, Times):
             if shape.least == 0:
                 yield None, outer
             if shape.most != 0:
                 one = 1 if shape.most is not None or shape.least else 0
                 yield shape.body, self._place(shape, one, outer)
-        elif isinstance(shape, Opaque):
-            raise Lost
 
-    def _item(self, shape: Chain, index: int, outer: Place | None) -> tuple[Shape, Place | None]:
+    def _item(self, shape: Chain, index: int, outer: Place) -> tuple[Shape, Place]:
         last = index + 1 == len(shape.items)
         return shape.items[index], outer if last else self._place(shape, index, outer)
 
-    def _place(self, shape: Chain | Times, index: int, outer: Place | None) -> Place:
+    def _byte(self, shape: Literal, index: int, outer: Place) -> tuple[Shape, Place]:
+        last = index + 1 == len(shape.data)
+        return _BYTES[shape.data[index]], outer if last else self._place(shape, index, outer)
+
+    def _place(self, shape: Shape, index: int, outer: Place) -> Place:
         key = id(shape), index, id(outer)
         place = self._known.get(key)
         if place is None:
-            rest = 0 if outer is None else outer.rest
+            self._prices.cost(shape)  # where it was made later, that of its body is not known yet
             if isinstance(shape, Times):
-                rest += self._prices.times(shape, shape.least - index)
+                rest = self._prices.times(shape, shape.least - index)
+            elif isinstance(shape, Chain):
+                rest = self._prices.suffix(shape, index + 1)
             else:
-                rest += self._prices.suffix(shape, index + 1)
-            place = self._known[key] = Place(shape, index, outer, rest)
+                assert isinstance(shape, Literal)
+                rest = self._prices.speller.cost(shape.data[index + 1 :])
+            if len(self._known) >= MAX_PLACES:
+                self._known.clear()
+            place = self._known[key] = Place(shape, index, outer, rest + outer.rest)
         return place
+
+
+_BYTES = [Letters(1 << byte) for byte in range(256)]

@@ -79,16 +79,11 @@ class Walker:
         limit: int,
         effort: Effort,
         next_way: int,
-        keys: Sequence[list[int]],
     ) -> None:
-        """`ways_out`: texts that may end a free text; `next_way`: the one to try first. `limit`: symbols at most.
-        `keys`: what follows a quote where keys stand that an object needs."""
+        """`ways_out`: texts that may end a free text; `next_way`: the one to try first. `limit`: symbols at most."""
         self.path: list[int] = []
         self.forks: list[Fork] = []
         self.next_way = next_way
-        self._keys = keys
-        self._used: dict[int, int] = {}
-        """Times that each key was written, by its index."""
         self._choices = choices
         self._ways_out = ways_out
         self._matcher = matcher
@@ -142,8 +137,6 @@ class Walker:
         place.visits += 1
         place.at = len(self.path)
         self._last = place
-        if not free and (key := self._key()):
-            return key
         turn = place.visits // PATIENCE  # coming back and back, it is going round in a circle
         # closing one bracket of many changes nothing to be seen, and is progress all the same
         if (stays and self.path[-1] not in BRACKETS) or (free and self._ways_out):
@@ -155,26 +148,6 @@ class Walker:
                 place.left += 1
                 return place.exits[place.left // 2 % len(place.exits)]
         return (symbols[0 if free else turn % len(symbols)],)
-
-    def _key(self) -> Sequence[int]:
-        """A key that is needed, where one can stand: those that may be left out come first only in the alphabet. Of
-        several the one used least so far, for one of them may lead out of a recursion."""
-        begun: list[int] = []
-        for symbol in reversed(self.path[-CYCLE:]):
-            if symbol == QUOTE:
-                break
-            begun.insert(0, symbol)
-        else:
-            return ()
-        self._effort.left -= len(self._keys)
-        size, validate = len(begun), self._matcher.validate_tokens
-        rests = ((at, key[size:]) for at, key in enumerate(self._keys) if key[:size] == begun)
-        found = [(self._used.get(at, 0), at, rest) for at, rest in rests if rest and validate(rest) == len(rest)]
-        if not found:
-            return ()
-        used, at, rest = min(found)
-        self._used[at] = used + 1
-        return rest
 
     # ---------------------------------------------------------------- what repeats
 

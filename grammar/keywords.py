@@ -80,9 +80,6 @@ def find_unsupported(schema: Any, message: str) -> list[Feature]:
         return _circular(nodes, message)
     if "is not present in a registry" in message or "Default retriever" in message:
         return [(k, p) for k, p in _with_keys(nodes, ("$ref",)) if not _local(nodes, p)]
-    name = re.search(r"Unknown format: (.{1,200})", message)
-    if name:
-        return _formats(nodes, name.group(1).strip())
     if any(sign in message.lower() for sign in _NO_AUTOMATON):
         return _patterns(nodes, message)
     return []
@@ -130,11 +127,6 @@ def _circular(nodes: list[tuple[str, dict[str, Any]]], message: str) -> list[Fea
     named = re.search(r"json-schema:///#?(/\S*)", message)
     inside = [feature for feature in _with_keys(nodes, ("$ref",)) if named and feature[1].startswith(named.group(1))]
     return inside or beside
-
-
-def _formats(nodes: list[tuple[str, dict[str, Any]]], name: str) -> list[Feature]:
-    found = [(place, node.get("format")) for place, node in nodes if isinstance(node.get("format"), str)]
-    return [("format", f"{place}/format") for place, value in found if value == name]
 
 
 def _patterns(nodes: list[tuple[str, dict[str, Any]]], message: str) -> list[Feature]:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from asyncengine.grammar.canonical import canonical_json, parse_json
+from asyncengine.grammar.formats import enforce_format, keep_enforced
 from asyncengine.grammar.keywords import explain
 from asyncengine.grammar.lark import literal, regex, replace_json
 from asyncengine.grammar.number_schemas import lowered, without_bounds
@@ -25,25 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """llguidance's JSON options by `Grammar.whitespace`. Read only."""
 
-_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
-_LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
-_LONG, _SHORT = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])", "(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
-_DAY = f"(?:{_LONG}|{_SHORT}|02-(?:0[1-9]|1[0-9]|2[0-8]))"
-DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP}-02-29)"
-CLOCK = "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]"
-_TIME = rf"{CLOCK}(?:\.[0-9]{{1,6}})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_PARTS = "(?:N{0}(?:N{1}(?:N{2})?)?|N{1}(?:N{2})?|N{2})".replace("N", "[0-9]{{1,6}}")
-_YEARS, _HOURS = _PARTS.format(*"YMD"), _PARTS.format(*"HMS")
-DATES = {
-    "date": f"^{DATE}$",
-    "date-time": f"^{DATE}T{_TIME}$",
-    "time": f"^{_TIME}$",
-    "duration": f"^P(?:{_YEARS}(?:T{_HOURS})?|T{_HOURS}|[0-9]{{1,6}}W)$",
-}
-"""RFC 3339 as Python and pydantic read it: years 1 to 9999, no 60th second, capitals, and durations that a `timedelta`
-holds. Read only."""
-MAX_HOSTNAME = 253
-_MENDED = ('"uniqueItems":false', '"if":', "[^", '"format":')
+_MENDED = ('"uniqueItems"', '"if"', "[^", '"format"')
 """Signs that a schema has something the functions below change."""
 _CLASS = re.compile(r"\\.|\[\^(?P<inside>\]?(?:\\.|[^\]\\])*)\]", re.DOTALL)
 
@@ -59,7 +42,7 @@ def with_rules(grammar: Grammar) -> tuple[str, tuple[Rules, str] | None]:
 
     if grammar.kind == "json_schema":
         lenient = grammar.unsupported != "error"
-        schema = _object(grammar.text, lenient)
+        schema = _object(grammar.text, lenient, grammar.formats == "strict")
         text, rules = _own_numbers(grammar, schema, OPTIONS[grammar.whitespace], lenient)
         return str(LLMatcher.grammar_from_lark(text)), rules
     if grammar.kind == "lark":
@@ -121,7 +104,9 @@ def fragment(grammar: Grammar) -> str:
     '("a" | "ab")'
     """
     if grammar.kind == "json_schema":
-        return inline_json(grammar.text, grammar.whitespace, grammar.unsupported != "error")
+        return inline_json(
+            grammar.text, grammar.whitespace, grammar.unsupported != "error", grammar.formats == "strict"
+        )
     if grammar.kind == "regex":
         return regex(grammar.text)
     if grammar.kind == "choice":
@@ -129,13 +114,15 @@ def fragment(grammar: Grammar) -> str:
     return "%lark {\n" + grammar.text.rstrip("\n") + "\n}"
 
 
-def inline_json(schema: Any, whitespace: str = "flexible", lenient: bool = False, **options: Any) -> str:
+def inline_json(
+    schema: Any, whitespace: str = "flexible", lenient: bool = False, strict_formats: bool = False, **options: Any
+) -> str:
     """`%json {...}` for use inside Lark, with the options written into it. `schema`: a dict, or its JSON text.
 
     `options` are further llguidance options (`whitespace_pattern`). References (`#/$defs/...`) are relative to this
     schema. A schema's own "x-guidance" wins over `whitespace`, never over `lenient`.
     """
-    node = dict(_object(schema if isinstance(schema, str) else canonical_json(schema), lenient))
+    node = dict(_object(schema if isinstance(schema, str) else canonical_json(schema), lenient, strict_formats))
     own = node.pop("x-guidance", None)
     merged = {
         **OPTIONS[whitespace],
@@ -147,17 +134,19 @@ def inline_json(schema: Any, whitespace: str = "flexible", lenient: bool = False
     return "%json " + canonical_json({"x-guidance": merged, **node})
 
 
-def _object(text: str, lenient: bool) -> dict[str, Any]:
-    """The schema as a dict, without keywords that say nothing; if lenient, without those no option makes it take."""
+def _object(text: str, lenient: bool, strict_formats: bool = False) -> dict[str, Any]:
+    """The schema as a dict, without keywords that say nothing; if lenient, without those no option makes it take.
+    Raises `GrammarUnsupported` for a format that cannot be enforced, if `strict_formats` and not `lenient`."""
     schema = json.loads(text) if isinstance(text, str) else text
     if not isinstance(schema, dict):
         return {} if schema is True else {"not": {}}
     schema = with_local_references(schema, text)
     if lenient or any(sign in text for sign in _MENDED):
+        keep_enforced(schema, strict_formats and not lenient)
         for _, node in subschemas(schema):
             _without_effect(node)
             _enforce_classes(node)
-            _enforce_formats(node)
+            enforce_format(node)
             if lenient:
                 _relax(node)
     return schema
@@ -196,17 +185,6 @@ def _enforce_classes(node: dict[str, Any]) -> None:
     named = node.get("patternProperties")
     if isinstance(named, dict):
         node["patternProperties"] = {_with_nul(key): value for key, value in named.items()}
-
-
-def _enforce_formats(node: dict[str, Any]) -> None:
-    """llguidance 1.9.1 knows 29 February in every year, a second 60, and hosts and durations of any size."""
-    if node.get("format") == "hostname":
-        longest = node.get("maxLength")
-        node["maxLength"] = min(longest, MAX_HOSTNAME) if isinstance(longest, int) else MAX_HOSTNAME
-    pattern = DATES.get(node["format"]) if isinstance(node.get("format"), str) else None
-    if pattern is not None:
-        del node["format"]
-        node["allOf"] = [*node.get("allOf", ()), {"pattern": pattern}]
 
 
 def _with_nul(pattern: str) -> str:

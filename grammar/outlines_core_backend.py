@@ -25,6 +25,7 @@ import numpy as np
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTimeout, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar import outlines_core_worker as worker
 from asyncengine.grammar.canonical import parse_json
+from asyncengine.grammar.formats import keep_enforced
 from asyncengine.grammar.json_subset import schema_pattern
 from asyncengine.grammar.outlines_core_template import OutlinesCoreTemplate
 from asyncengine.grammar.patterns import checked_pattern, choice_pattern, hint
@@ -242,7 +243,9 @@ def pattern_of(grammar: Grammar) -> str:
     if grammar.kind == "choice":
         return choice_pattern(parse_json(grammar.text))
     if grammar.kind == "json_schema":
-        return schema_pattern(parse_json(grammar.text), grammar.whitespace)
+        schema = parse_json(grammar.text)
+        keep_enforced(schema, grammar.formats == "strict")
+        return schema_pattern(schema, grammar.whitespace)
     raise GrammarUnsupported("grammar", [(grammar.kind, "")], "outlines_core knows no such grammars: use llguidance")
 
 

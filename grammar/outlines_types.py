@@ -14,8 +14,9 @@ from typing import Any
 from outlines.types import dsl
 
 from asyncengine.errors import GrammarError, GrammarTooLarge
+from asyncengine.grammar.formats import CLOCK, DATE
 from asyncengine.grammar.lark import ebnf_to_lark, literal, regex
-from asyncengine.grammar.lower import CLOCK, DATE, inline_json
+from asyncengine.grammar.lower import inline_json
 from asyncengine.grammar.numbers import WRITTEN_DIGITS
 from asyncengine.grammar.python_types import is_json, json_of, union_members
 from asyncengine.grammar.regexes import escaped, portable

@@ -98,11 +98,22 @@ def _modern(annotation: Any) -> Any:
     return typing_extensions.TypedDict(annotation.__name__, fields)  # type: ignore[operator]
 
 
+CLASS_FORMATS: dict[str, dict[str, Any]] = {
+    **{f"uuid{n}": {"pattern": f"^[0-9a-f]{{8}}-[0-9a-f]{{4}}-{n}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}$"}
+       for n in range(1, 9)},
+    "ipvanyaddress": {"anyOf": [{"format": "ipv4"}, {"format": "ipv6"}]},
+}  # fmt: skip
+"""Formats that pydantic writes for types of its own, and how a schema says what they are. Read only."""
+
+
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
     """A class's schema as the class means it: no undeclared keys, and a union's discriminator is always written."""
     for _, node in list(subschemas(schema)):
         if isinstance(node.get("properties"), dict) or node.get("type") == "object":
             node.setdefault("additionalProperties", False)
+        if (own := CLASS_FORMATS.get(str(node.get("format")))) is not None:
+            del node["format"]
+            node.update(own)
         discriminator = node.get("discriminator")
         if isinstance(discriminator, dict) and isinstance(node.get("oneOf"), list):
             for member in node["oneOf"]:

@@ -13,9 +13,10 @@ from asyncengine.errors import GrammarError
 Kind = Literal["json_schema", "regex", "choice", "lark"]
 Whitespace = Literal["flexible", "single_space", "compact"]
 Unsupported = Literal["error", "ignore", "validate"]
+Formats = Literal["known", "strict"]
 Backend = Literal["auto", "llguidance", "outlines_core"]
 
-KEY_VERSION = 3
+KEY_VERSION = 4
 """Goes into `Grammar.key`; raise it when the same text comes to mean something else."""
 
 
@@ -44,18 +45,22 @@ class Grammar:
     """The treatment of schema keywords that the library cannot enforce: refuse, leave them out, or leave them out and
     check the finished text."""
     backend: Backend = "auto"
+    formats: Formats = "known"
+    """The treatment of a `format` that cannot be enforced: it says nothing, or ("strict") is treated as `unsupported`
+    says."""
 
     def __post_init__(self) -> None:
         _one_of("kind", self.kind, get_args(Kind))
         _one_of("whitespace", self.whitespace, get_args(Whitespace))
         _one_of("unsupported", self.unsupported, get_args(Unsupported))
         _one_of("backend", self.backend, get_args(Backend))
+        _one_of("formats", self.formats, get_args(Formats))
         check_text(self.text)
 
     @property
     def key(self) -> str:
         """SHA-256 (hex) of everything that decides the language. The order of JSON keys does: it is output order."""
-        parts = [KEY_VERSION, self.kind, self.text, self.whitespace, self.unsupported, self.backend]
+        parts = [KEY_VERSION, self.kind, self.text, self.whitespace, self.unsupported, self.backend, self.formats]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @classmethod
@@ -66,19 +71,21 @@ class Grammar:
         whitespace: Whitespace = "flexible",
         unsupported: Unsupported = "error",
         backend: Backend = "auto",
+        formats: Formats = "known",
     ) -> Grammar:
         """JSON that is valid under `schema`: a dict, JSON text, `True` (any JSON), or a class.
 
         A pydantic model (v1 or v2), dataclass or TypedDict is closed: keys it does not declare are not generated. A
         dict or text means what JSON Schema says, so an object without `"additionalProperties": false` may get more
-        keys. Properties are generated in the order the schema lists them.
+        keys. Properties are generated in the order the schema lists them. A `format` that JSON Schema does not define
+        says nothing, unless `formats` is "strict".
 
         >>> Grammar.json_schema('{"type": "array", "items": {"type": "integer"}}', whitespace="compact").text
         '{"type":"array","items":{"type":"integer"}}'
         """
         from asyncengine.grammar.schemas import schema_text
 
-        return cls("json_schema", schema_text(schema), whitespace, unsupported, backend)
+        return cls("json_schema", schema_text(schema), whitespace, unsupported, backend, formats)
 
     @classmethod
     def json_object(cls, *, whitespace: Whitespace = "flexible", backend: Backend = "auto") -> Grammar:
@@ -173,6 +180,7 @@ class Grammar:
         parallel: bool = True,
         whitespace: Whitespace = "flexible",
         unsupported: Unsupported = "error",
+        formats: Formats = "known",
     ) -> Grammar:
         """The whole output is `{"name": ..., "arguments": {...}}`, or a non-empty list of them if `parallel`.
 
@@ -182,7 +190,7 @@ class Grammar:
         from asyncengine.grammar.structural import tool_call_schema
 
         schema = tool_call_schema(tools, tool_choice, parallel)
-        return cls.json_schema(schema, whitespace=whitespace, unsupported=unsupported)
+        return cls.json_schema(schema, whitespace=whitespace, unsupported=unsupported, formats=formats)
 
     @classmethod
     def of(cls, spec: Any) -> Grammar:

@@ -166,7 +166,8 @@ class _Writer:
             options.append({"type": "array", "items": {"anyOf": options[1:]}, "minItems": 1})
         lenient = final.unsupported != "error" or not all(tool.strict for tool in calls)
         schema = {"anyOf": options, "$defs": definitions}
-        self._lines.append(f"calls_or_final: {inline_json(schema, final.whitespace, lenient)}")
+        strict = final.formats == "strict"
+        self._lines.append(f"calls_or_final: {inline_json(schema, final.whitespace, lenient, strict)}")
         return "calls_or_final"
 
     def _calls(self) -> None:

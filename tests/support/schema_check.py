@@ -30,7 +30,11 @@ DURATION_TIME = r"T(\d+H(\d+M(\d+S)?)?|\d+M(\d+S)?|\d+S)"
 DURATION_DATE = r"(\d+Y(\d+M(\d+D)?)?|\d+M(\d+D)?|\d+D)"
 DURATION = rf"P({DURATION_DATE}({DURATION_TIME})?|{DURATION_TIME}|\d+W)"
 UUID = r"[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{12}"
-ENFORCED_FORMATS = ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+ENFORCED_FORMATS = (
+    "date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
+    "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer", "relative-json-pointer",
+)  # fmt: skip
+MAY_BE_EMPTY = ("uri-reference", "iri-reference", "uri-template", "json-pointer")
 
 
 def full(pattern: str, text: str) -> bool:
@@ -75,6 +79,38 @@ def is_hostname(text: str) -> bool:
     )
 
 
+def is_reference(text: str, international: bool) -> bool:
+    """RFC 3986, split as its appendix B does, and RFC 3987; the parts are looked at letter by letter."""
+    parts = re.fullmatch(r"(?:([^:/?#]+):)?(?://([^/?#]*))?([^?#]*)(?:\?([^#]*))?(?:#(.*))?", text, re.DOTALL)
+    if parts is None:
+        return False
+    scheme, authority, path, query, fragment = parts.groups()
+    if scheme is not None and not full(r"[A-Za-z][A-Za-z0-9+.\-]*", scheme):
+        return False
+    host = (authority or "").rpartition("@")[2]
+    if not full(r"[^:]*(:\d*)?", host) or "@" in (authority or "").rpartition("@")[0]:
+        return False
+    allowed = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~!$&'()*+,;=:@")
+    for part, more in ((authority, ""), (path, "/"), (query, "/?"), (fragment, "/?")):
+        bare = re.sub("%[0-9A-Fa-f]{2}", "", part or "")
+        if any(c not in allowed and c not in more and not (international and c >= "\xa0") for c in bare):
+            return False
+    return True
+
+
+def is_template(text: str) -> bool:
+    """RFC 6570."""
+    literals = re.split(r"\{[^{}]*\}", text)
+    if any(re.search(r"[\x00-\x20\x7f\"'<>\\^`{|}]|%(?![0-9A-Fa-f]{2})", literal) for literal in literals):
+        return False
+    for expression in re.findall(r"\{([^{}]*)\}", text):
+        for variable in re.sub(r"^[+#./;?&=,!@|]", "", expression).split(","):
+            name, _limit = re.match(r"(.*?)(\*|:[1-9]\d{0,3})?$", variable, re.DOTALL).groups()  # type: ignore[union-attr]
+            if not name or not full(r"([A-Za-z0-9_]|%[0-9A-Fa-f]{2})(\.?([A-Za-z0-9_]|%[0-9A-Fa-f]{2}))*", name):
+                return False
+    return True
+
+
 def is_format(name: str, text: str) -> bool:
     """Whether `text` has the format; one that no grammar enforces is not looked at."""
     match name:
@@ -98,6 +134,18 @@ def is_format(name: str, text: str) -> bool:
             return full(UUID, text)
         case "uri":
             return full(URI, text)
+        case "uri-reference" | "iri-reference":
+            return is_reference(text, name.startswith("iri"))
+        case "iri":
+            return full(r"[A-Za-z][A-Za-z0-9+.\-]*:.*", text) and is_reference(text, True)
+        case "uri-template":
+            return is_template(text)
+        case "json-pointer":
+            return not text or (text.startswith("/") and not re.search("~(?![01])", text))
+        case "relative-json-pointer":
+            number = re.match("0|[1-9][0-9]*", text)
+            rest = text[number.end() :] if number else "no"
+            return rest == "#" or is_format("json-pointer", rest)
     return True
 
 

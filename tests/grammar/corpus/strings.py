@@ -84,7 +84,38 @@ FORMATS: dict[str, tuple[list[str], list[str]]] = {
         ["https://example.org/a/b?c=d&e=%20#f", "mailto:me@example.org", "urn:isbn:0451450523", "http://[::1]:80/"],
         ["example.org", "//example.org", "http://a b", "http://x/%zz", "1http://x"],
     ),
+    "uri-reference": (
+        [
+            "https://a@example.org:80/a?b#c",
+            "/a/b%20c",
+            "a/b:c",
+            "//host/x",
+            "#f",
+            "?q=/",
+            "",
+            "mailto:me@x.org",
+            "./a:b",
+        ],
+        ["a b", "1a:b", "%zz", "a#b#c", "a|b", "\\\\host", "/é", "//h:80a/"],
+    ),
+    "iri": (
+        ["https://exämple.org/日本?ü#é", "urn:x", "mailto:me@x.org"],
+        ["日本", "//x", "http://a b", "http://x/%z", "é:x", "http://x/<a>"],
+    ),
+    "iri-reference": (["/日本", "https://x/é", "#ü", "", "a/b"], ["a b", "<a>", "ü:a", "%g0"]),
+    "uri-template": (
+        ["https://x/{id}/a{?q,r*}", "{+path:3}", "{/a.b,c}", "plain", "", "{%41b}", "日本{x}"],
+        ["{", "}", "{}", "{a", "{a b}", "a b", "{a:0}", "{a**}", "{?}", "<a>", "{a..b}", "{a:10000}"],
+    ),
+    "json-pointer": (["", "/", "/a/0", "/a~1b/~0", '/é "/\\'], ["a", "#/a", "/~", "/~2", "a/"]),
+    "relative-json-pointer": (["0", "1/a", "12#", "0/", "2/a~1b"], ["", "/a", "01", "-1", "1#/a", "1a", "1/~"]),
 }
+
+
+UNKNOWN_FORMATS = (
+    "idn-email", "idn-hostname", "regex", "binary", "password", "path", "url", "byte", "phone", "uuid4", "semver",
+)  # fmt: skip
+"""Those of JSON Schema that no pattern enforces, and those that people made up."""
 
 
 def lengths() -> Iterator[Case]:
@@ -116,6 +147,10 @@ def formats() -> Iterator[Case]:
     yield make("format", "date_with_pattern", year, ["2024-05-05"], ["2023-05-05", "2024-5-5"])
     short = {"type": "string", "format": "email", "maxLength": 12}
     yield make("format", "email_with_length", short, ["me@site.org"], ["someone@site.org", "me"])
+    for name in UNKNOWN_FORMATS:
+        yield make("format", f"annotation_{name}", {"type": "string", "format": name}, ["x", ""], [1])
+    anything = {"properties": {"a": {"format": "int32"}}, "required": ["a"]}
+    yield make("format", "annotation_without_type", anything, [{"a": 1}, {"a": "x"}], [{}])
     yield make("format", "ignored_on_integers", {"type": "integer", "format": "int32"}, [1], ["1"])
 
 

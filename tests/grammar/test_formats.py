@@ -1,0 +1,96 @@
+"""Formats: those of JSON Schema hold, any other says nothing, or is refused by name where that is asked for."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any, get_type_hints
+from uuid import UUID
+
+import pytest
+from pydantic import UUID1, UUID4, BaseModel, IPvAnyAddress, TypeAdapter
+from support.schema_check import is_format
+
+from asyncengine.errors import GrammarError, GrammarUnsupported
+from asyncengine.grammar import Grammar
+from asyncengine.grammar.formats import LIBRARY, PATTERNS
+from asyncengine.grammar.lower import fragment
+from asyncengine.grammar.outlines_core_backend import pattern_of
+from asyncengine.grammar.schemas import class_schema
+
+from .oracle import accepts, complaint, matcher
+from .test_readable_json import text_of_walk
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_what_is_written_has_the_format(name: str) -> None:
+    found, random = matcher(Grammar.json_schema({"type": "string", "format": name})), Random(name)
+    for _ in range(200):
+        text = text_of_walk(found, random)
+        assert is_format(name, text), text
+
+
+NESTED = {
+    "type": "object",
+    "properties": {
+        "a": {"type": ["string", "null"], "format": "path"},
+        "n": {"type": "number", "minimum": 0.5, "format": "double"},
+        "b": {"items": {"format": "idn-email"}},
+        "c": {"type": "string", "format": "email"},
+    },
+}
+
+
+def test_strict_refuses_by_name_what_a_string_can_meet() -> None:
+    features = (("format", "/properties/a/format"), ("format", "/properties/b/items/format"))
+    for make in (
+        lambda: matcher(Grammar.json_schema(NESTED, formats="strict")),
+        lambda: fragment(Grammar.json_schema(NESTED, formats="strict")),
+    ):
+        with pytest.raises(GrammarUnsupported) as refused:
+            make()
+        assert refused.value.features == features
+    for name in (*PATTERNS, *LIBRARY):
+        assert complaint(Grammar.json_schema({"type": "string", "format": name}, formats="strict")) == ""
+    tool = {"name": "f", "parameters": NESTED}
+    assert "'format' at /$defs/tool_0/properties/a/format" in complaint(Grammar.tool_calls([tool], formats="strict"))
+    with pytest.raises(GrammarError, match="formats"):
+        Grammar.json_schema(True, formats="loose")  # type: ignore[arg-type]
+    assert Grammar.json_schema(NESTED, formats="strict").key != Grammar.json_schema(NESTED).key
+
+
+@pytest.mark.parametrize("options", [{}, *({"formats": "strict", "unsupported": u} for u in ("ignore", "validate"))])
+def test_other_formats_say_nothing_beside_a_bound_and_without(options: dict[str, Any]) -> None:
+    for schema in (NESTED, {"type": "string", "allOf": [{"format": "x"}, {"format": "y", "minLength": 1}]}):
+        grammar = Grammar.json_schema(schema, **options)
+        text = '{"a": "x", "n": 0.75, "b": ["y"]}' if schema is NESTED else '"x"'
+        assert accepts(grammar, text)
+        assert accepts(Grammar.lark(f"start: {fragment(grammar)}"), text)
+    assert accepts(Grammar.lark('start: %json {"type": "string", "format" : "x"}'), '"y"')
+    assert not accepts(Grammar.json_schema(NESTED), '{"c": "x"}')
+
+
+class Ids(BaseModel):
+    """Identifiers of every kind."""
+
+    one: UUID1
+    four: UUID4
+    any: UUID
+    host: IPvAnyAddress
+
+
+@pytest.mark.parametrize("name", Ids.model_fields)
+def test_formats_of_pydantic_s_own_types_are_what_pydantic_reads(name: str) -> None:
+    found, random = matcher(Grammar.json_schema(class_schema(Ids)["properties"][name], formats="strict")), Random(name)
+    for _ in range(100):
+        TypeAdapter(get_type_hints(Ids, include_extras=True)[name]).validate_python(text_of_walk(found, random))
+
+
+def test_outlines_core_reads_formats_alike() -> None:
+    schema = {"type": "string", "format": "path"}
+    pattern_of(Grammar.json_schema(schema, backend="outlines_core"))
+    for refused in (
+        Grammar.json_schema(schema, backend="outlines_core", formats="strict"),
+        Grammar.json_schema({"type": "string", "format": "uri"}, backend="outlines_core"),
+    ):
+        with pytest.raises(GrammarUnsupported, match="format"):
+            pattern_of(refused)

@@ -115,13 +115,16 @@ def test_a_page_of_another_site_gets_no_connection(demo_url: str) -> None:
 
 async def test_a_connection_needs_a_key_where_requests_do() -> None:
     nothing = {"gone": {"model": "/nowhere/at/all"}}
-    async with await EngineGroup.from_pretrained(nothing, keep_alive="5m", show_progress=False) as group:
-        async with serving(app(group, api_keys=["secret"])) as url:
-            at = url.replace("http", "ws") + "/v1/responses"
-            with pytest.raises(InvalidStatus) as denied:
-                await asyncio.to_thread(connect, at)
-            assert denied.value.response.status_code == 401
-            made = await asyncio.to_thread(connect, at, additional_headers={"authorization": "Bearer secret"})
-            await asyncio.to_thread(send, made, model="other")
-            assert json.loads(await asyncio.to_thread(made.recv, 60))["error"]["code"] == "model_not_found"
-            await asyncio.to_thread(made.close)
+    lazy = {"keep_alive": "5m", "show_progress": False}
+    async with (
+        await EngineGroup.from_pretrained(nothing, **lazy) as group,  # type: ignore[arg-type]
+        serving(app(group, api_keys=["secret"])) as url,
+    ):
+        at = url.replace("http", "ws") + "/v1/responses"
+        with pytest.raises(InvalidStatus) as denied:
+            await asyncio.to_thread(connect, at)
+        assert denied.value.response.status_code == 401
+        made = await asyncio.to_thread(connect, at, additional_headers={"authorization": "Bearer secret"})
+        await asyncio.to_thread(send, made, model="other")
+        assert json.loads(await asyncio.to_thread(made.recv, 60))["error"]["code"] == "model_not_found"
+        await asyncio.to_thread(made.close)

@@ -1,0 +1,119 @@
+"""OpenAI's own tests of its Python client against the app: python -m benchmarks.suites.openai_python
+
+    [--source FOLDER --work FOLDER] [TESTS ...]
+
+The tests call every method with every parameter, sync and async, and compare every field of every response with its
+type, with strict validation. They are written for a mock server that answers anything, so their ids name nothing and
+some of their values exclude each other. What a real server can't take is put right on the way (`MENDED`, a reason
+each); the responses come back as the app wrote them. TESTS: files below tests/, those of the Responses API by default.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from benchmarks.suites.served import demo_server, environment, parser, run, source
+
+DROP, FRESH = object(), object()
+"""A field that is taken out, and one that gets the id of a response that there is."""
+NEEDED = frozenset(("input",))
+"""Fields that are put in where they are missing, and stay as they are where they are given."""
+TESTS = ["tests/api_resources/test_responses.py", "tests/api_resources/responses"]
+GIVEN_TWICE = "previous_response_id and conversation exclude each other; conversations are not kept here"
+NO_INPUT = "a request without an input: a real server has nothing to answer"
+NO_SUCH = "an id that names nothing: it becomes that of a response made for the test"
+MENDED: Mapping[str, Mapping[str, tuple[Any, str]]] = {
+    r"/v1/responses(/compact|/input_tokens)?": {
+        "input": ("hello", NO_INPUT),
+        "previous_response_id": (FRESH, NO_SUCH),
+        "conversation": (DROP, GIVEN_TWICE),
+        "prompt": (DROP, "a prompt template: they are not kept here"),
+        "personality": (DROP, "a manner of OpenAI's own models, which only input_tokens names"),
+    },
+}
+"""Fields of bodies by their paths: what they become, and why."""
+DESELECTED: Mapping[str, str] = {}
+"""Tests that are left out, with the reason."""
+IDS = re.compile(r"/v1/responses/(resp_677efb5139a88190b512bc3fef8e535d|response_id)(?=/|$)")
+
+
+class Mending:
+    """ASGI middleware that puts requests right before the app sees them."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://app")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        if IDS.match(scope["path"]):
+            scope = {**scope, "path": IDS.sub(f"/v1/responses/{await self._made()}", scope["path"])}
+            scope["query_string"] = scope["query_string"].replace(b"limit=0", b"limit=1")  # the API's own least is 1
+        for path, mended in MENDED.items():
+            if scope["method"] == "POST" and re.fullmatch(path, scope["path"]):
+                return await self._mended(mended, scope, receive, send)
+        return await self._app(scope, receive, send)
+
+    async def _mended(self, mended: Mapping[str, tuple[Any, str]], scope: Scope, receive: Receive, send: Send) -> None:
+        content = bytearray()
+        while (message := await receive())["type"] == "http.request":
+            content += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        body = json.loads(content or b"{}")
+        for name, (value, _) in mended.items():
+            if name not in body and name not in NEEDED:
+                continue
+            if value is DROP:
+                del body[name]
+            elif name not in NEEDED:
+                body[name] = await self._made() if value is FRESH else value
+            else:
+                body.setdefault(name, value)
+        if body.get("stream"):
+            body.pop("background", None)  # a response in the background is not streamed here
+        text = json.dumps(body).encode()
+        kept = [pair for pair in scope["headers"] if pair[0] not in (b"content-length", b"content-type")]
+        headers = [*kept, (b"content-length", str(len(text)).encode()), (b"content-type", b"application/json")]
+        given: list[Message] = [{"type": "http.request", "body": text, "more_body": False}]
+
+        async def again() -> Message:
+            return given.pop() if given else await receive()
+
+        await self._app({**scope, "headers": headers}, again, send)
+
+    async def _made(self) -> str:
+        answer = await self._client.post("/v1/responses", json={"input": "hello", "max_output_tokens": 1})
+        return str(answer.raise_for_status().json()["id"])
+
+
+def main() -> int:
+    flags = parser(__doc__)
+    flags.add_argument("--version", default="3.57.0", help="of the client")
+    flags.add_argument("tests", nargs="*", default=TESTS)
+    args = flags.parse_args()
+    folder = source(args.source, "openai/openai-python", f"v{args.version}", args.work)
+    python = environment(
+        args.work,
+        "openai-python",
+        [f"{folder}[aiohttp]", "pytest>=9", "pytest-asyncio>=1.4", "rich", "inline-snapshot"],
+    )
+    for test, reason in DESELECTED.items():
+        print(f"left out: {test}: {reason}")
+    command = [str(python), "-m", "pytest", "-q", "-o", "addopts=--tb=short", "-p", "no:cacheprovider", *args.tests]
+    command += [f"--deselect={test}" for test in DESELECTED]
+    with demo_server(Mending) as url:
+        return run(command, cwd=folder, env={**os.environ, "TEST_API_BASE_URL": f"{url}/v1"})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

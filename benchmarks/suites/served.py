@@ -1,0 +1,89 @@
+"""Parts that the suites share: the demo model behind an app, other projects' sources, and environments for them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+import venv
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from asyncengine import AsyncEngine
+from asyncengine.serve import app
+
+Wrap = Callable[[Any], Any]
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The flags that every suite has."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--source", type=Path, help="a copy of the project at hand, instead of fetching it")
+    made.add_argument("--work", type=Path, default=Path("suites-work"), help="folder for what is fetched and installed")
+    return made
+
+
+@contextlib.contextmanager
+def demo_server(wrap: Wrap = lambda made: made, **settings: Any) -> Iterator[str]:
+    """Base URL of an app that answers every model's name with the demo model. `wrap`: what is put around the app.
+
+    `settings` are keywords of `asyncengine.serve.app`.
+    """
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    started, servers = threading.Event(), list[uvicorn.Server]()
+
+    async def run() -> None:
+        async with await AsyncEngine.from_pretrained("demo", show_progress=False) as engine:
+            made = wrap(app(engine, aliases={"*": "demo"}, **settings))
+            server = uvicorn.Server(uvicorn.Config(made, log_level="error"))
+            servers.append(server)
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
+                await asyncio.sleep(0.01)
+            started.set()
+            await serving
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),), name="demo-server")
+    thread.start()
+    started.wait()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        servers[0].should_exit = True
+        thread.join()
+
+
+def source(given: Path | None, repository: str, reference: str, work: Path) -> Path:
+    """The folder of a project's source: the copy `given`, or `reference` (a tag or branch) fetched into `work`."""
+    if given is not None:
+        return given.resolve()
+    folder = (work / repository.rpartition("/")[2]).resolve()
+    if not folder.exists():
+        command = ["git", "clone", "--quiet", "--depth", "1", "--branch", reference, f"https://github.com/{repository}"]
+        subprocess.run([*command, str(folder)], check=True)
+    return folder
+
+
+def environment(work: Path, name: str, requirements: Sequence[str]) -> Path:
+    """The Python of an environment of its own with some packages."""
+    folder = (work / f"{name}-venv").resolve()
+    python = folder / "bin" / "python"
+    if not (folder / "ready").exists():
+        venv.create(folder, with_pip=True)
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *requirements], check=True)
+        (folder / "ready").touch()
+    return python
+
+
+def run(command: Sequence[str], **more: Any) -> int:
+    """Run a command in the foreground; its exit status."""
+    print("+", *command, file=sys.stderr, flush=True)
+    return subprocess.run(command, check=False, **more).returncode

@@ -69,16 +69,17 @@ def _models(serving: Serving) -> Any:
     """All models, or the one of the path, in the shape of the client that asks."""
 
     async def models(request: Request) -> Response:
-        rows, name = serving.models.listing(), request.path_params.get("name")
-        anthropics = "anthropic-version" in request.headers
-        if name is None:
-            listed = anthropic_messages.model_list([row["id"] for row in rows])
-            return JSONResponse(listed if anthropics else {"object": "list", "data": rows})
-        for row in rows:
-            if row["id"] == name:
+        name, anthropics = request.path_params.get("name"), "anthropic-version" in request.headers
+        try:
+            if name is not None:
+                row = serving.models.described(name)
                 return JSONResponse(anthropic_messages.model_object(name) if anthropics else row)
-        problem = Problem(404, f"no model {name[:100]!r} is served here", "model", "model_not_found")
-        return JSONResponse((anthropic_messages if anthropics else openai_chat).error(problem), 404)
+        except Problem as problem:
+            told = anthropic_messages.error(problem) if anthropics else openai_chat.error(problem)
+            return JSONResponse(told, problem.status)
+        rows = serving.models.listing()
+        listed = anthropic_messages.model_list([row["id"] for row in rows])
+        return JSONResponse(listed if anthropics else {"object": "list", "data": rows})
 
     return models
 

@@ -106,18 +106,22 @@ class Models:
 
     def listing(self) -> list[dict[str, Any]]:
         """Objects of OpenAI's /v1/models: models, loaded or not, then adapters with the model that is under them."""
-        return [
-            {
-                "id": adapter or base,
-                "object": "model",
-                "created": 0,
-                "owned_by": "asyncengine",
-                "root": base,
-                "parent": base if adapter else None,
-                "loaded": base in self.loaded,
-            }
-            for base, adapter in self._names()
-        ]
+        return [self._row(adapter or base, base, adapter) for base, adapter in self._names()]
+
+    def described(self, name: str) -> dict[str, Any]:
+        """The object of one, whatever it may be called. Raises `Problem` 404 naming the models there are."""
+        return self._row(name, *self._find(name, "auto"))
+
+    def _row(self, name: str, base: str, adapter: str | None) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "asyncengine",
+            "root": base,
+            "parent": base if adapter else None,
+            "loaded": base in self.loaded,
+        }
 
 
 def _listed(names: list[str]) -> str:

@@ -1,0 +1,65 @@
+"""anthropic-sdk-python's own tests of its API, against an app with the demo model.
+
+    python -m benchmarks.suites.anthropic_python [--source CHECKOUT] [-- PYTEST'S ARGUMENTS]
+
+Every response is checked by the client's types, strictly, by the synchronous client, the asynchronous one, and that on
+aiohttp. The tests are made for a mock server that answers anything; what of their requests no server can answer is
+listed here, with a reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.suites.running import checkout, demo_app, environment
+
+URL = "https://github.com/anthropics/anthropic-sdk-python"
+NEEDED = (
+    "pytest",
+    "pytest-asyncio",
+    "pytest-xdist",
+    "respx",
+    "inline-snapshot",
+    "http-snapshot[httpx]",
+    "dirty-equals",
+)
+FILES = ("test_messages.py", "test_models.py", "beta/test_messages.py", "beta/test_models.py")
+AMENDED = {
+    '"location": "bar",': '"location": {"type": "string"},',  # the schema of a property is an object, no text
+    '"unit": "bar",': '"unit": {"type": "string"},',
+    '"schema": {"foo": "bar"},': '"schema": {"type": "object"},',  # a schema that says nothing and is for nothing
+}
+"""Texts of the tests that are no JSON schema, and what stands there instead."""
+DESELECTED: dict[str, str] = {}
+"""Parts of tests' names, and why they are left out."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", type=Path, help="a checkout at hand, in place of a clone")
+    parser.add_argument("pytest", nargs="*", help="more arguments for pytest")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, demo_app() as url:
+        source = checkout(URL, options.source, Path(folder) / "source")
+        for file in FILES:
+            path = source / "tests" / "api_resources" / file
+            text = path.read_text(encoding="utf-8")
+            for given, meant in AMENDED.items():
+                text = text.replace(given, meant)
+            path.write_text(text, encoding="utf-8")
+        python = environment(Path(folder) / "environment", [f"{source}[aiohttp]", *NEEDED])
+        command = [str(python), "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider"]
+        command += [f"tests/api_resources/{file}" for file in FILES]
+        if DESELECTED:
+            command += ["-k", " and ".join(f"not {name}" for name in DESELECTED)]
+        settings = {**os.environ, "TEST_API_BASE_URL": url}
+        return subprocess.run([*command, *options.pytest], cwd=source, env=settings, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

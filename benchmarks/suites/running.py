@@ -1,4 +1,4 @@
-"""Tools of the scripts that run other projects' test suites: an app on a socket, a checkout, an environment of its own."""
+"""Tools of the scripts that run other projects' test suites: an app on a socket, a checkout, a fresh environment."""
 
 from __future__ import annotations
 

@@ -103,10 +103,8 @@ def read_compact(fields: Fields, recall: Recall = _nothing) -> Turn:
 
 def _read_limits(fields: Fields, turn: Turn) -> dict[str, Any]:
     """Sampling, limits and marks. Returns what the response repeats of them."""
-    turn.params, turn.options = (
-        fields.some({**SAMPLING, "top_logprobs": "top_logprobs"}),
-        fields.some(openai_fields.OPTIONS),
-    )
+    turn.params, turn.options = fields.some(SAMPLING), fields.some(openai_fields.OPTIONS)
+    turn.params |= fields.some(("top_logprobs",))
     most = fields.take("max_output_tokens")
     if most is not None:
         turn.params["max_tokens"] = as_integer("max_output_tokens", most, 1)

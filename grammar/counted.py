@@ -13,15 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 from asyncengine.grammar.closing import FAR, ByteClosing
-from asyncengine.grammar.prices import Prices
+from asyncengine.grammar.prices import Prices, Segment
 from asyncengine.grammar.shapes import Opaque, Shape
 from asyncengine.grammar.tracker import MAX_STEPS, Leaf, Lost, Standing, Tracker
 from asyncengine.grammar.vocabulary import Vocabulary
 from asyncengine.grammar.walks import Effort
 from asyncengine.grammar.ways import UNREACHABLE
 
-Segment = tuple[list[int], int]
-"""Tokens, so many times in a row."""
 AHEAD = 64
 """Tokens of a way that are checked by the library."""
 CLOSE = 4
@@ -40,13 +38,13 @@ class Counted:
         self.cost = self.tracker.cost(self.tracker.begin)
         """Tokens of the cheapest output, as the sum of its parts."""
 
-    def way(self, standing: Standing) -> Iterator[Segment]:
-        """Tokens of the nearest complete output."""
-        return self.prices.segments(self.tracker.pieces(standing))
+    def way(self) -> Iterator[Segment]:
+        """Tokens of the cheapest output."""
+        return self.tracker.segments(self.tracker.begin[0])
 
     def least(self, most: int | None = None) -> tuple[int, bool]:
         """Tokens of the cheapest output, and whether these are the fewest for its text: beyond `most` segments, no."""
-        way = list(itertools.islice(self.way(self.tracker.begin), most))
+        way = list(itertools.islice(self.way(), most))
         return (length(way), True) if most is None or len(way) < most else (self.cost, False)
 
 
@@ -75,7 +73,6 @@ class CountedClosing:
         """`searching` makes what takes over, at the beginning of the output."""
         self._source = source
         self._vocabulary = vocabulary
-        self._counted = counted
         self._tracker = counted.tracker
         self._standing = counted.tracker.begin
         self._effort = Effort(ACCOUNT)
@@ -99,7 +96,7 @@ class CountedClosing:
             return self._other.cost
         if self._plan is not None:
             return self._left
-        return min(self._tracker.cost(self._standing), length(self._counted.way(self._standing)))
+        return self._tracker.nearest(self._standing)[0]
 
     def first(self) -> int:
         if self._other is None and not self._planned():
@@ -150,20 +147,20 @@ class CountedClosing:
             return True
         if cost >= UNREACHABLE:
             return at_most >= FAR
-        return cost <= CLOSE * at_most and length(self._counted.way(standing)) <= at_most
+        return cost <= CLOSE * at_most and self._tracker.nearest(standing)[0] <= at_most
 
     def _planned(self) -> bool:
         """See that there are tokens to steer by. False: the library does not agree with them."""
         if self._plan is not None:
             return True
-        if self._tracker.cost(self._standing) >= UNREACHABLE:
+        cost, place = self._tracker.nearest(self._standing)
+        if cost >= UNREACHABLE:
             return False
-        way = list(self._counted.way(self._standing))
-        tokens = unrolled(way)
+        tokens = unrolled(self._tracker.segments(place))
         ahead = list(itertools.islice(tokens, AHEAD))
         if not self._agreed(ahead):
             return False
-        self._left = length(way)
+        self._left = cost
         self._plan = itertools.chain(ahead, tokens)
         self._next = next(self._plan, None)
         return True

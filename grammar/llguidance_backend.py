@@ -44,6 +44,8 @@ TEMPLATE_BYTES = 600_000
 """Memory of a compiled grammar after use, measured over 285 schemas at 150,000 tokens; llguidance does not say."""
 CHECKED = 8
 """Parts of the cheapest output that are spelled and shown to the library when a grammar is compiled."""
+MASKED = 16
+"""Bytes of it whose masks are made, for a limit of the library that they would hit: what they warm is of use later."""
 MAX_LEAVES = 256
 _TOKEN_ID = re.compile(r"<\[(\d+)\]>")
 
@@ -145,6 +147,7 @@ class LlgTemplate:
 
     def _count(self, shape: Shape | None) -> Counted | None:
         """The grammar's costs; None where they are unknown, or the library does not agree with the cheapest output."""
+        vocabulary = self.backend.vocabulary
         if shape is None:
             return None
         try:
@@ -153,14 +156,20 @@ class LlgTemplate:
             return None
         if counted.cost >= UNREACHABLE:
             return None
-        ahead = list(itertools.islice(unrolled(counted.way(counted.tracker.begin)), CHECKED * AHEAD))
+        if counted.cost > LONGEST:
+            raise GrammarTooLarge("grammar", f"its shortest output must not exceed {LONGEST} tokens", counted.cost)
+        ahead = list(itertools.islice(unrolled(counted.way()), CHECKED * AHEAD))
         probe = self._matcher.deep_copy()
-        if probe.validate_tokens(ahead) == len(ahead):
-            return counted
-        probe.compute_bitmask()
-        if probe.is_error():
-            self._matcher = self.fresh_matcher()
-        return None
+        agreed = probe.validate_tokens(ahead) == len(ahead)
+        text = b"".join(map(bytes, map(vocabulary.symbols, ahead[:MASKED])))[:MASKED]
+        for token in map(vocabulary.by_bytes.get, (text[at : at + 1] for at in range(len(text)))):
+            probe.compute_bitmask()
+            if probe.is_error() or not agreed or token is None:
+                break
+            probe.consume_token(token)
+        if probe.is_error():  # outputs would end in it
+            raise self.broken(probe)
+        return counted if agreed else None
 
     def _first_way(self) -> tuple[Search, Way]:
         """The first way found, and the search that found it: JSON spellings, or for Lark those that lead there sooner.
@@ -170,7 +179,7 @@ class LlgTemplate:
         hints = ways_out(self.grammar, self.text)
         vocabulary = self.backend.vocabulary
         if self._counted is not None:
-            tokens = unrolled(self._counted.way(self._counted.tracker.begin))
+            tokens = unrolled(self._counted.way())
             return Search(vocabulary, hints), Way(
                 [s for token in tokens for s in vocabulary.symbols(token)], vocabulary
             )

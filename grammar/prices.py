@@ -43,8 +43,9 @@ MAX_SHAPES = 100_000
 MAX_KEPT = 16_384
 """Texts whose tokens are kept."""
 
-Piece = bytes | tuple[list[int], int]
-"""A text, or some tokens so many times in a row."""
+Segment = tuple[list[int], int]
+"""Tokens, so many times in a row."""
+Piece = bytes | Segment
 
 
 class Unit(NamedTuple):
@@ -203,7 +204,7 @@ class Prices:
                 if not short:
                     yield unit.tokens, whole
 
-    def segments(self, pieces: Iterable[Piece]) -> Iterator[tuple[list[int], int]]:
+    def segments(self, pieces: Iterable[Piece]) -> Iterator[Segment]:
         """Pieces as tokens, each of these so many times in a row."""
         text = b""
         for piece in itertools.chain(pieces, ((),)):

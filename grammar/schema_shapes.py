@@ -71,18 +71,29 @@ class _Reader:
         self._texts = {name: text for text, name in rules.names()}
         self._shapes: dict[str, Shape] = {}
         self._pending: list[tuple[Named, str]] = []
-        self.start = self._named(start)
+        self._made: list[Chain | Either | Times] = []
+        first = self._named(start)
         for named, name in self._pending:  # grows while it is walked
             found = [self._sequence(symbols) for symbols in rules.alternatives[name]]
-            named.target = found[0] if len(found) == 1 else Either(found)
+            named.target = found[0] if len(found) == 1 else self._keep(Either(found))
+        for shape in self._made:
+            if isinstance(shape, Times):
+                shape.body = _itself(shape.body)
+            else:
+                shape.items = tuple(map(_itself, shape.items))
+        self.start = _itself(first)
+
+    def _keep(self, shape: Chain | Either | Times) -> Shape:
+        self._made.append(shape)
+        return shape
 
     def _sequence(self, symbols: list[Symbol]) -> Shape:
         found = [self._symbol(symbol) for symbol in symbols]
-        return found[0] if len(found) == 1 else Chain(found)
+        return found[0] if len(found) == 1 else self._keep(Chain(found))
 
     def _symbol(self, symbol: Symbol) -> Shape:
         if isinstance(symbol, Repeat):
-            return Times(self._named(symbol.rule), symbol.least, symbol.most)
+            return self._keep(Times(self._named(symbol.rule), symbol.least, symbol.most))
         return self._named(symbol)
 
     def _named(self, name: str) -> Shape:
@@ -95,6 +106,13 @@ class _Reader:
                 shape = leaf_shape(self._texts.get(name, name))
             self._shapes[name] = shape
         return shape
+
+
+def _itself(shape: Shape) -> Shape:
+    """What a name stands for in the end: with names, half of all shapes would be one."""
+    while isinstance(shape, Named) and shape.target is not None:
+        shape = shape.target
+    return shape
 
 
 @functools.lru_cache(MAX_LEAVES)

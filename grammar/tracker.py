@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from asyncengine.grammar.prices import Piece, Prices
+from asyncengine.grammar.prices import Piece, Prices, Segment
 from asyncengine.grammar.search import Search
 from asyncengine.grammar.shapes import Chain, Either, Later, Letters, Literal, Named, Opaque, Shape, Times
 from asyncengine.grammar.walks import Effort, Tail, leads
@@ -21,6 +21,10 @@ MAX_STEPS = 20_000
 """Steps from place to place that one byte may take, some twenty milliseconds."""
 MAX_PLACES = 4096
 """Places that are kept for outputs to come; those of an output that goes on stay."""
+TOGETHER = 128
+"""Tokens to the end from which on all that is left is spelled together."""
+TRIED = 4
+"""Readings whose way to the end is spelled."""
 LEAF_EFFORT = 20_000
 """Effort of one search in what only the library knows, some ten milliseconds."""
 MAX_WAIT = 64
@@ -35,14 +39,16 @@ class Place:
     """A place behind item `index` of a sequence, byte `index` of a text, or round `index` of a repetition (from the
     least on all are one where there is no most)."""
 
-    __slots__ = ("index", "leaves", "moves", "next", "outer", "rest", "shape")
+    __slots__ = ("index", "leaves", "moves", "next", "outer", "rest", "shape", "spelled")
 
     def __init__(self, shape: Shape, index: int, outer: Place | None, rest: int) -> None:
         self.shape = shape
         self.index = index
         self.outer = outer
         self.rest = rest
-        """Tokens of the cheapest text from here to the end of the output."""
+        """Tokens of the cheapest text from here to the end of the output, as the sum of its parts."""
+        self.spelled: int | None = None
+        """The same with neighbours spelled together; None: not counted so far."""
         self.moves: list[tuple[Letters, Place]] | None = None
         """Letters that may come next, with the place behind each; None: not asked so far."""
         self.leaves: list[Inside] = []
@@ -130,18 +136,52 @@ class Tracker:
         self.begin: Standing = (self._place(Chain([root]), -1, self._end),)
 
     def cost(self, standing: Standing) -> int:
-        """Tokens of the nearest complete output, at most."""
+        """Tokens of the nearest complete output, at most: the sum of its parts."""
         return min(place.rest for place in standing)
 
-    def pieces(self, standing: Standing) -> Iterator[Piece]:
-        """The text of the nearest complete output."""
-        place = min(standing, key=lambda place: place.rest)
-        if isinstance(place, Inside):
-            yield place.way or b""
+    def nearest(self, standing: Standing) -> tuple[int, Place | Inside]:
+        """Tokens of the nearest complete output with neighbours spelled together, and the place it goes on from."""
+        found = sorted(standing, key=lambda place: place.rest)[:TRIED]
+        return min(((self._spelled(place), place) for place in found), key=lambda item: item[0])
+
+    def segments(self, place: Place | Inside) -> Iterator[Segment]:
+        """Tokens of the output that `nearest` counted."""
+        while True:
+            yield from self._prices.segments(self._pieces(place, place.rest <= TOGETHER))
+            if place.outer is None or place.rest <= TOGETHER:
+                return
             place = place.outer
-        while place.outer is not None:
-            yield from self._prices.pieces(place.shape, place.index + (not isinstance(place.shape, Times)))
-            place = place.outer
+
+    def _pieces(self, place: Place | Inside, to_the_end: bool) -> Iterator[Piece]:
+        """The rest of a place's own shape, or of all of them."""
+        here: Place | Inside | None = place
+        while here is not None and here.outer is not None:
+            if isinstance(here, Inside):
+                yield here.way or b""
+            else:
+                yield from self._prices.pieces(here.shape, here.index + (not isinstance(here.shape, Times)))
+            here = here.outer if to_the_end else None
+
+    def _spelled(self, place: Place | Inside) -> int:
+        """Tokens from a place to the end. Texts are spelled as a whole within one shape, and near the end over all."""
+        total, open_here = 0, list[tuple[Place, int]]()
+        here: Place | Inside | None = place
+        while here is not None and here.outer is not None:
+            if here.rest >= UNREACHABLE:
+                return UNREACHABLE
+            near = here.rest <= TOGETHER
+            known = here.spelled if isinstance(here, Place) else None
+            if known is None:
+                known = sum(len(tokens) * times for tokens, times in self._prices.segments(self._pieces(here, near)))
+                if isinstance(here, Place):
+                    open_here.append((here, total))
+            else:
+                near = True
+            total += known
+            here = None if near else here.outer
+        for above, before in open_here:
+            above.spelled = total - before
+        return total
 
     def step(self, standing: Standing, data: bytes, effort: Effort) -> Standing | None:
         """Past `data`; None if no reading goes on with it. Raises `Lost`."""

@@ -189,8 +189,6 @@ class Prices:
             elif isinstance(shape, Named):
                 assert shape.target is not None
                 stack.append((shape.target, 0))
-            elif isinstance(shape, Later):
-                yield shape.sample
             elif not isinstance(shape, Times):
                 yield self._samples[shape]
             elif shape.least - begin == 1 or (unit := self._unit_of(shape)) is None:
@@ -283,10 +281,10 @@ class Prices:
 
     def _one(self, shape: Shape) -> bytes | None:
         """A text of letters, or of what is not read here."""
-        if isinstance(shape, Later):
-            return shape.sample
         text: bytes | None = None
-        if isinstance(shape, Letters):
+        if isinstance(shape, Later):
+            text = min(shape.samples, key=self.speller.cost)
+        elif isinstance(shape, Letters):
             text = self.speller.letter(shape.mask)
             for low, _, tail in shape.tails if text is None else ():
                 if (rest := self._text(tail)) is not None:

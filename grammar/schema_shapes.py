@@ -27,6 +27,7 @@ from asyncengine.grammar.shapes import (
     Shape,
     Times,
     Unmodelled,
+    choice,
     complement,
     letters,
     literal,
@@ -57,7 +58,7 @@ def shape_of(grammar: Grammar, rules: tuple[Rules, str] | None) -> Shape | None:
         if grammar.kind == "regex":
             return regex_shape(grammar.text)
         if grammar.kind == "choice":
-            return Either([literal(text.encode("utf-8", "replace")) for text in parse_json(grammar.text)])
+            return choice([text.encode("utf-8", "replace") for text in parse_json(grammar.text)])
         return None if rules is None else _Reader(*rules).start
     except Unmodelled:
         return None
@@ -173,7 +174,7 @@ def _other_key(names: list[str], *, escapes: bool) -> Shape:
 
 def _node(tree: dict[str, Any], escapes: bool) -> Shape:
     sample = b'"' if "end" not in tree else _filler(tree)
-    return Later(sample, lambda: Either(list(_branches(tree, escapes))))
+    return Later([sample], lambda: Either(list(_branches(tree, escapes))))
 
 
 def _filler(tree: dict[str, Any]) -> bytes:
@@ -214,7 +215,7 @@ def _json(text: str, schema: dict[str, Any]) -> Shape:
         counted = least or most is not None
         if "enum" in schema and pattern is None:
             fitting = [one for one in schema["enum"] if least <= len(one) and (most is None or len(one) <= most)]
-            return Either([literal(json.dumps(one, ensure_ascii=False).encode("utf-8", "replace")) for one in fitting])
+            return choice([json.dumps(one, ensure_ascii=False).encode("utf-8", "replace") for one in fitting])
         if pattern is None:
             return Chain([literal(b'"'), Times(_char(), least, most), literal(b'"')])
         if not counted and "enum" not in schema:

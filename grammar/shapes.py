@@ -6,9 +6,12 @@ texts can be is arithmetic (`prices`) and where an output stands in it is a coun
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Container, Iterable, Sequence
 
 MAX_CODE = 0x10FFFF
+FEW = 16
+"""Texts to choose from that are looked at one by one."""
 _SURROGATES = (0xD800, 0xDFFF)
 Ranges = list[tuple[int, int]]
 """Code points from one to another, ends included; ascending and apart."""
@@ -77,12 +80,12 @@ class Named(Shape):
 
 
 class Later(Shape):
-    """Stands for another shape that is made when an output comes to it; `sample` is a short text of it."""
+    """Stands for another shape that is made when an output comes to it; `samples` are short texts of it."""
 
-    __slots__ = ("_made", "_make", "sample")
+    __slots__ = ("_made", "_make", "samples")
 
-    def __init__(self, sample: bytes, make: Callable[[], Shape]) -> None:
-        self.sample = sample
+    def __init__(self, samples: Sequence[bytes], make: Callable[[], Shape]) -> None:
+        self.samples = samples
         self._make = make
         self._made: Shape | None = None
 
@@ -122,6 +125,22 @@ def chain(items: Iterable[Shape]) -> Shape:
         else:
             found.append(part)
     return found[0] if len(found) == 1 else Chain(found)
+
+
+def choice(texts: Sequence[bytes], at: int = 0) -> Shape:
+    """One of `texts` from byte `at` on; of many, by their first bytes, made as far as outputs go into them."""
+    if len(texts) <= FEW:
+        return Either([literal(text[at:]) for text in texts])
+
+    def by_first_byte() -> Shape:
+        begun: dict[bytes, list[bytes]] = {}
+        for text in texts:
+            begun.setdefault(text[at : at + 1], []).append(text)
+        return Either(
+            [chain([literal(byte), choice(same, at + 1)]) if byte else NOTHING for byte, same in begun.items()]
+        )
+
+    return Later([text[at:] for text in heapq.nsmallest(FEW, texts, key=len)], by_first_byte)
 
 
 def letters(ranges: Ranges) -> Shape:

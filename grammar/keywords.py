@@ -99,8 +99,6 @@ def _detail(message: str, shown: str) -> str:
     """In words, where the library's are about itself; nothing where the keyword's name says it all."""
     if "Unimplemented keys" in message:
         return ""
-    if "oneOf constraints" in message:
-        return "its branches cannot be told apart; anyOf, or a required const in each branch, can be enforced"
     if "is not present in a registry" in message or "Default retriever" in message:
         return "only references inside the schema can be followed"
     return shown

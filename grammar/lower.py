@@ -7,11 +7,13 @@ import re
 from functools import partial
 from typing import Any
 
+from asyncengine.errors import GrammarUnsupported
 from asyncengine.grammar.canonical import canonical_json, parse_json
 from asyncengine.grammar.formats import enforce_format, keep_enforced
 from asyncengine.grammar.keywords import explain
 from asyncengine.grammar.lark import literal, regex, replace_json
 from asyncengine.grammar.number_schemas import lowered, without_bounds
+from asyncengine.grammar.one_of import overlapping
 from asyncengine.grammar.rules import Rules
 from asyncengine.grammar.schemas import subschemas, with_local_references
 from asyncengine.grammar.spec import Grammar
@@ -26,8 +28,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """llguidance's JSON options by `Grammar.whitespace`. Read only."""
 
-_MENDED = ('"uniqueItems"', '"if"', "[^", '"format"')
+_NOTES = ("discriminator", "xml", "externalDocs", "example", "deprecated", "nullable")
+"""Annotations, mostly OpenAPI's, that llguidance 1.9.1 takes for constraints beside a recursive reference."""
+_MENDED = ("uniqueItems", '"if"', "[^", '"format"', '"x-', *_NOTES)
 """Signs that a schema has something the functions below change."""
+OVERLAP = "branches {1} and {2} of {0} may both hold; anyOf, or a required const of its own in each, can be enforced"
 _CLASS = re.compile(r"\\.|\[\^(?P<inside>\]?(?:\\.|[^\]\\])*)\]", re.DOTALL)
 
 
@@ -80,6 +85,10 @@ def _own_numbers(
     own = schema.pop("x-guidance", None)
     merged = {**options, **_escapes(schema), **(own if isinstance(own, dict) else {}), "lenient": lenient}
     complaint = LLMatcher.validate_grammar(_from_schema(grammar, without_bounds(schema), merged, lenient))
+    if "oneOf constraints" in complaint:
+        if pairs := overlapping(schema):
+            raise GrammarUnsupported("grammar", [("oneOf", place) for place, _, _ in pairs], OVERLAP.format(*pairs[0]))
+        complaint = LLMatcher.validate_grammar(_from_schema(grammar, without_bounds(schema), merged, lenient))
     if complaint:
         raise explain(grammar, complaint)
 
@@ -166,7 +175,11 @@ def _escapes(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_effect(node: dict[str, Any]) -> None:
-    """Drop `uniqueItems: false`, and `if` with nothing depending on it: the library refuses them unread."""
+    """Drop annotations, `uniqueItems: false`, and `if` without effect: the library refuses some unread."""
+    for key, value in list(node.items()):
+        # "x-guidance" holds the library's options, and other lists and dicts may be what references lead to
+        if key in _NOTES or (key.startswith("x-") and not isinstance(value, (dict, list))):
+            del node[key]
     if node.get("uniqueItems") is False:
         del node["uniqueItems"]
     if "then" not in node and "else" not in node:

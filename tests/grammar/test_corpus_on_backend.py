@@ -24,7 +24,7 @@ MENDED = {
 }  # fmt: skip
 """What llguidance lets through and our lowering does not."""
 
-RECOVERED = {"refused/uniqueItems_07", "refused/number_33", "refused/number_34"}
+RECOVERED = {"refused/uniqueItems_07", "refused/number_31", "refused/number_32"}
 """Schemas that llguidance refuses and the lowering makes it take, with the same meaning."""
 
 

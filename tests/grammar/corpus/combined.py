@@ -119,12 +119,15 @@ def exclusive() -> Iterator[Case]:
         {"oneOf": [{"const": 1, "title": "one"}, {"const": 2, "title": "two"}]},
         [1, 2],
         [3],
-        refuses="oneOf",
     )
+    lengths = [{"type": "string", "maxLength": 2}, {"type": "string", "minLength": 3}]
+    yield make("one_of", "lengths", {"oneOf": lengths}, ["ab", "abc"], [1])
+    ranges = [{"type": "integer", "maximum": 2}, {"type": "integer", "minimum": 3}]
+    yield make("one_of", "ranges", {"oneOf": ranges}, [1, 7], ["x"])
     yield make("one_of", "list_or_map", {"oneOf": [{"type": "array"}, {"type": "object"}]}, [[1], {"a": 1}], [1])
     yield make("one_of", "shapes", {"oneOf": [CIRCLE, SQUARE, TEXT]}, SHAPES, CROSSED)
     tagged = {"oneOf": [{"$ref": "#/$defs/c"}, {"$ref": "#/$defs/s"}], "$defs": {"c": CIRCLE, "s": SQUARE}}
-    yield make("one_of", "tagged_by_reference", tagged, SHAPES[:2], CROSSED, refuses="oneOf")
+    yield make("one_of", "tagged_by_reference", tagged, SHAPES[:2], CROSSED)
     named = {**tagged, "discriminator": {"propertyName": "kind"}}
     yield make("one_of", "tagged_with_discriminator", named, SHAPES[:2], CROSSED)
     listed = {"type": "array", "items": {"oneOf": [CIRCLE, SQUARE]}, "minItems": 1}

@@ -1,0 +1,182 @@
+"""`oneOf` is compiled where its branches exclude one another, and then means what JSON Schema says."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Annotated, Any, Literal
+
+import jsonschema
+import pytest
+from pydantic import BaseModel, Field, RootModel
+
+from asyncengine.errors import GrammarError, GrammarUnsupported
+from asyncengine.grammar import Grammar
+
+from .corpus import compilable
+from .oracle import accepts, complaint, matcher
+
+
+def closed(properties: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "additionalProperties": False, **more}
+
+
+TAG_A, TAG_B = ({"properties": {"t": {"const": name}}, "required": ["t"]} for name in "ab")
+APART: dict[str, dict[str, Any]] = {
+    "types through references": {
+        "oneOf": [{"$ref": "#/$defs/s"}, {"$ref": "#/$defs/n"}],
+        "$defs": {"s": {"type": "string"}, "n": {"$ref": "#/$defs/m"}, "m": {"type": "integer"}},
+    },
+    "tags through references": {
+        "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+        "$defs": {"a": {"type": "object", **TAG_A}, "b": {"type": "object", **TAG_B}},
+    },
+    "tags that are required around them": {
+        "type": "object",
+        "required": ["t"],
+        "properties": {"t": {"enum": ["a", "b"]}},
+        "oneOf": [{"properties": {"t": {"const": "a"}}}, {"properties": {"t": {"const": "b"}}}],
+    },
+    "closed objects with other required keys": {
+        "oneOf": [closed({"a": {}, "c": {}}, required=["a"]), closed({"b": {}, "c": {}}, required=["b"])]
+    },
+    "values": {"oneOf": [{"enum": ["a", 1, None]}, {"enum": ["b", 2, True]}, {"const": [1]}, {"const": {"t": "a"}}]},
+    "lengths": {"oneOf": [{"type": "string", "maxLength": 1}, {"type": "string", "minLength": 2}]},
+    "ranges": {"oneOf": [{"type": "integer", "maximum": 1}, {"type": "number", "exclusiveMinimum": 1}]},
+    "items": {
+        "oneOf": [
+            {"type": "array", "prefixItems": [{"const": "a"}], "minItems": 1},
+            {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+            {"type": "array", "maxItems": 0},
+        ]
+    },
+    "beside anyOf": {
+        "anyOf": [{"type": "integer"}, {"type": "string"}],
+        "oneOf": [{"$ref": "#/$defs/s"}, {"maximum": 1, "type": "integer"}],
+        "$defs": {"s": {"type": "string"}},
+    },
+    "nested tags": {
+        "oneOf": [
+            closed({"t": {"allOf": [{"$ref": "#/$defs/t"}, TAG_A]}}, required=["t"]),
+            closed({"t": {"allOf": [{"$ref": "#/$defs/t"}, TAG_B]}}, required=["t"]),
+        ],
+        "$defs": {"t": {"type": "object"}},
+    },
+}
+TOGETHER: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
+    "optional tags": (
+        {"oneOf": [{"type": "object", "properties": tag["properties"]} for tag in (TAG_A, TAG_B)]}, (0, 1),
+    ),
+    "numbers": ({"oneOf": [{"type": "string"}, {"type": "integer"}, {"type": "number"}]}, (1, 2)),
+    "required only": ({"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, (0, 1)),
+    "a bound in common": ({"oneOf": [{"type": "number", "maximum": 1}, {"type": "number", "minimum": 1}]}, (0, 1)),
+    "empty list": (
+        {"oneOf": [{"type": "array", "items": {"type": name}} for name in ("string", "null")]}, (0, 1),
+    ),
+    "twice": ({"$ref": "#/$defs/n", "$defs": {"n": {"oneOf": [{"type": "null"}, {"enum": [1, None]}]}}}, (0, 1)),
+}  # fmt: skip
+VALUES: list[Any] = [
+    None, True, 0, 1, 2, 1.5, "", "a", "b", "ab", [], [1], ["a"], ["a", 1], [1, "a"], {}, {"t": "a"}, {"t": "b"},
+    {"t": "c"}, {"a": 1}, {"b": 1}, {"a": 1, "b": 1}, {"a": 1, "c": 2}, {"t": {"t": "a"}}, {"t": {"t": "b"}}, {"c": 1},
+]  # fmt: skip
+
+
+def wrong(schema: dict[str, Any]) -> list[Any]:
+    validator, grammar = jsonschema.Draft202012Validator(schema), Grammar.json_schema(schema)
+    return [value for value in VALUES if accepts(grammar, json.dumps(value)) != validator.is_valid(value)]
+
+
+@pytest.mark.parametrize("name", APART)
+def test_branches_that_exclude_one_another(name: str) -> None:
+    assert complaint(Grammar.json_schema(APART[name])) == ""
+    assert wrong(APART[name]) == []
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_others_are_refused_with_the_pair(name: str) -> None:
+    schema, (one, two) = TOGETHER[name]
+    with pytest.raises(GrammarUnsupported, match=f"branches {one} and {two} of .*oneOf may both hold") as refused:
+        matcher(Grammar.json_schema(schema))
+    assert [keyword for keyword, _ in refused.value.features] == ["oneOf"]
+
+
+class Leaf(BaseModel):
+    type: Literal["leaf"] = "leaf"
+    value: int
+
+
+class And(BaseModel):
+    type: Literal["and"] = "and"
+    parts: list[Annotated[And | Leaf, Field(discriminator="type")]]
+
+
+class Tree(RootModel[Annotated[And | Leaf, Field(discriminator="type")]]):
+    """A recursive discriminated union."""
+
+
+def test_a_recursive_discriminated_union_of_pydantic() -> None:
+    grammar = Grammar.json_schema(Tree)
+    tree = {"type": "and", "parts": [{"type": "leaf", "value": 3}, {"type": "and", "parts": []}]}
+    assert accepts(grammar, json.dumps(tree))
+    Tree.model_validate(tree)
+    for text in ('{"type": "or", "parts": []}', '{"type": "leaf", "parts": []}', '{"type": "and", "value": 3}', "{}"):
+        assert not accepts(grammar, text)
+
+
+def random_schema(rng: random.Random, depth: int) -> dict[str, Any]:
+    kind = rng.randrange(9 if depth else 6)
+    if kind < 3:
+        kinds = [
+            {"type": "string"},
+            {"type": "integer"},
+            {"type": "number"},
+            {"type": "null"},
+            {"type": "array"},
+            {"$ref": "#/$defs/d"},
+        ]
+        return rng.choice(kinds)
+    if kind == 3:
+        return {"enum": rng.sample([None, True, 0, 1, 1.5, "a", "b", {"t": "a"}, [1]], 2)}
+    if kind == 4:
+        return {"type": "number", rng.choice(["minimum", "exclusiveMaximum"]): rng.randrange(3)}
+    if kind == 5:
+        return {"type": "string", rng.choice(["minLength", "maxLength"]): rng.randrange(3)}
+    if kind == 6:
+        return {"type": "array", "items": random_schema(rng, depth - 1), "minItems": rng.randrange(2)}
+    if kind == 7:
+        return {rng.choice(["anyOf", "allOf"]): [random_schema(rng, depth - 1) for _ in range(2)]}
+    properties = {name: random_schema(rng, depth - 1) for name in sorted(rng.sample("abt", 2))}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [min(properties)],
+        "additionalProperties": rng.random() < 0.5,
+    }
+
+
+def test_random_schemas_are_refused_or_exact() -> None:
+    rng = random.Random(3)
+    compiled = 0
+    for _ in range(300):
+        branches = [random_schema(rng, 2) for _ in range(rng.randrange(2, 4))]
+        schema = {"oneOf": branches, "$defs": {"d": closed({"a": random_schema(rng, 1)})}}
+        try:
+            if complaint(Grammar.json_schema(schema)):
+                continue
+        except GrammarError:
+            continue
+        compiled += 1
+        validator, grammar = jsonschema.Draft202012Validator(schema), Grammar.json_schema(schema)
+        taken = [value for value in VALUES if accepts(grammar, json.dumps(value))]
+        assert [value for value in taken if not validator.is_valid(value)] == [], schema
+        lost = [value for value in VALUES if value not in taken and validator.is_valid(value)]
+        assert lost == [], schema
+    assert compiled > 50
+
+
+def test_it_proves_whatever_the_library_does() -> None:
+    from asyncengine.grammar.one_of import overlapping
+
+    cases = [case for case in compilable() if '"oneOf"' in json.dumps(case.schema)]
+    assert len(cases) > 5
+    assert [case.name for case in cases if overlapping(json.loads(json.dumps(case.schema)))] == []

@@ -107,10 +107,17 @@ CLASS_FORMATS: dict[str, dict[str, Any]] = {
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """A class's schema as the class means it: no undeclared keys, and a union's discriminator is always written."""
-    for _, node in list(subschemas(schema)):
+    """A class's schema without undeclared keys, otherwise as `as_meant`."""
+    for _, node in subschemas(schema):
         if isinstance(node.get("properties"), dict) or node.get("type") == "object":
             node.setdefault("additionalProperties", False)
+    return as_meant(schema)
+
+
+def as_meant(schema: dict[str, Any]) -> dict[str, Any]:
+    """A class's schema as the class means it, in place: a union's discriminator is always written, even where it has a
+    default, and formats of pydantic's own types are what they read."""
+    for _, node in list(subschemas(schema)):
         if (own := CLASS_FORMATS.get(str(node.get("format")))) is not None:
             del node["format"]
             node.update(own)

@@ -18,11 +18,12 @@ from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser,
 from langchain_core.outputs import Generation
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema
-from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, PydanticUserError, RootModel, TypeAdapter, ValidationError
 
 from asyncengine.errors import GrammarError, InvalidParameter
 from asyncengine.grammar import Grammar
-from asyncengine.integrations.langchain.tools import OpenAITool, is_model, model_schema, openai_tools
+from asyncengine.grammar.schemas import as_meant
+from asyncengine.integrations.langchain.tools import OpenAITool, is_model, model_schema, openai_tools, tool_name
 
 Method = Literal["json_schema", "function_calling", "json_mode"]
 Answerer = Runnable[LanguageModelInput, AIMessage]
@@ -80,9 +81,9 @@ def is_type(schema: Any) -> bool:
 
 
 def type_schema(kind: Any) -> JSONSchema:
-    """The JSON schema of a Python type, as pydantic writes it. Raises `InvalidParameter` for what has none."""
+    """The JSON schema of a Python type, as pydantic means it. Raises `InvalidParameter` for what has none."""
     try:
-        return TypeAdapter(kind).json_schema()
+        return as_meant(TypeAdapter(kind).json_schema())
     except PydanticUserError as error:
         raise InvalidParameter("schema", f"has no JSON schema: {error.message}") from error
 
@@ -139,9 +140,10 @@ def converted(schema: Any) -> JSONSchema:
 
 def as_tool(schema: Any, strict: bool | None) -> OpenAITool:
     """The tool whose arguments are the answer, or whose one argument is, where that is no object."""
-    if is_type(schema):
+    if _is_whole(schema):
         whole = type_schema(schema)
-        about = {"name": getattr(schema, "__name__", NAMELESS), "description": whole.pop("description", "")}
+        name = tool_name(getattr(schema, "__name__", NAMELESS))
+        about = {"name": name, "description": whole.pop("description", "")}
         if not _is_object(whole):
             shared = {key: whole.pop(key) for key in ("$defs",) if key in whole}
             whole = {"type": "object", "properties": {VALUE: whole}, "required": [VALUE], **shared}
@@ -150,8 +152,16 @@ def as_tool(schema: Any, strict: bool | None) -> OpenAITool:
         tool = schema if is_model(schema) or isinstance(schema, Mapping) else converted(schema)
         return openai_tools([tool], strict)[0]
     parameters = dict(schema)
-    about = {"name": parameters.pop("title", NAMELESS), "description": parameters.pop("description", "")}
+    about = {
+        "name": tool_name(str(parameters.pop("title", NAMELESS))) or NAMELESS,
+        "description": parameters.pop("description", ""),
+    }
     return openai_tools([{**about, "parameters": parameters}], strict)[0]
+
+
+def _is_whole(schema: Any) -> bool:
+    """A type, or a class with one value in place of fields: its value may be no object."""
+    return is_type(schema) or (isinstance(schema, type) and issubclass(schema, RootModel))
 
 
 def _is_json_schema(schema: Any) -> bool:
@@ -174,12 +184,17 @@ def text_parser(schema: Any) -> BaseOutputParser[Any]:
 
 def call_parser(schema: Any, name: str) -> BaseOutputParser[Any]:
     """Reads an answer that is one call of the tool `name`."""
+    if _is_whole(schema) or (isinstance(schema, type) and issubclass(schema, BaseModel) and name != _title(schema)):
+        inside = None if _is_object(type_schema(schema)) or not _is_whole(schema) else VALUE
+        return CallTypeParser(key_name=name, first_tool_only=True, kind=schema, inside=inside)
     if is_model(schema):
         return PydanticToolsParser(tools=[schema], first_tool_only=True)
-    if is_type(schema):
-        inside = None if _is_object(type_schema(schema)) else VALUE
-        return CallTypeParser(key_name=name, first_tool_only=True, kind=schema, inside=inside)
     return JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
+
+
+def _title(model: type[BaseModel]) -> str:
+    """The name by which LangChain's parser knows a class."""
+    return model.model_config.get("title") or model.__name__
 
 
 def parsed(model: Answerer, parser: BaseOutputParser[Any], include_raw: bool) -> Runnable[LanguageModelInput, Any]:

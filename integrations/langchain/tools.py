@@ -12,6 +12,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from asyncengine.errors import InvalidParameter
+from asyncengine.grammar.schemas import as_meant
 
 AnyTool = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
 """A LangChain tool, a function, a pydantic class (v1 or v2), a TypedDict, or a dict of OpenAI's, Anthropic's or
@@ -43,6 +44,10 @@ def _openai_tool(where: str, tool: AnyTool, strict: bool | None) -> OpenAITool:
     whole = _own_schema(tool)
     if _refers_to_itself(whole):
         function["parameters"] = {key: value for key, value in whole.items() if key not in ("title", "description")}
+    elif whole and isinstance(function.get("parameters"), dict):
+        as_meant(function["parameters"])
+    if is_model(tool):
+        function["name"] = tool_name(function["name"])
     if strict is not None:
         function["strict"] = strict
     # Strict is what the engine does anyway; models were trained on tools that do not say it.
@@ -57,8 +62,13 @@ def is_model(kind: Any) -> bool:
 
 
 def model_schema(kind: Any) -> dict[str, Any]:
-    """The JSON schema of a pydantic class, as pydantic writes it."""
-    return dict(kind.model_json_schema() if hasattr(kind, "model_json_schema") else kind.schema())
+    """The JSON schema of a pydantic class, as pydantic means it."""
+    return as_meant(dict(kind.model_json_schema() if hasattr(kind, "model_json_schema") else kind.schema()))
+
+
+def tool_name(name: str) -> str:
+    """A name that a tool can have: of `Box[list[int]]` it is `Box_list_int`."""
+    return re.sub(r"[^\w.:/-]+", "_", name).strip("_")[:128]
 
 
 def _own_schema(tool: AnyTool) -> dict[str, Any]:

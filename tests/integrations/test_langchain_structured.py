@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Generic, Literal, NotRequired, TypedDict, TypeVar
 
 import pydantic.v1
 import pytest
 from langchain_core.exceptions import ModelInvalidRequestError, OutputParserException
 from langchain_core.messages import AIMessage
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, RootModel, TypeAdapter
 
 from asyncengine import EngineHandle
 from asyncengine.errors import BudgetTooSmall, GrammarUnsupported, InvalidParameter
@@ -204,6 +204,75 @@ def test_a_recursive_class_is_valid_to_the_bottom(demo: EngineHandle, method: An
     hot = ChatAsyncEngine(model="demo", temperature=3.0, max_tokens=60)
     for seed in range(4):
         assert isinstance(hot.with_structured_output(Node, method=method, seed=seed).invoke("A tree."), Node)
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"] = "cat"
+    mood: Literal["calm", "wild"]
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"] = "dog"
+    trick: Literal["sit", "roll"]
+
+
+class Owner(BaseModel):
+    """Who keeps a pet."""
+
+    pet: Annotated[Cat | Dog, Field(discriminator="kind")]
+
+
+Content = TypeVar("Content")
+
+
+class Box(BaseModel, Generic[Content]):
+    """Something in a box."""
+
+    content: Content
+
+
+class Titled(BaseModel):
+    model_config = ConfigDict(title="A box, titled!")
+    size: Literal[1, 2]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_tag_is_written_even_where_it_has_a_default(demo: EngineHandle, method: Any) -> None:
+    """Without it pydantic cannot tell which class it is."""
+    hot = ChatAsyncEngine(model="demo", temperature=3.0, max_tokens=60)
+    for seed in range(6):
+        assert isinstance(hot.with_structured_output(Owner, method=method, seed=seed).invoke("A pet."), Owner)
+
+
+def test_a_class_s_tool_and_its_format_require_the_same(demo: EngineHandle) -> None:
+    written = as_tool(Owner, None)["function"]["parameters"]["properties"]["pet"]["oneOf"]
+    assert [branch["required"] for branch in written] == [["mood", "kind"], ["trick", "kind"]]
+    definitions = response_format(Owner, None)["json_schema"]["schema"]["$defs"]
+    assert [definitions[name]["required"] for name in ("Cat", "Dog")] == [["mood", "kind"], ["trick", "kind"]]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        RootModel[Annotated[list[int], Field(max_length=2)]],
+        RootModel[Literal["a", "b"]],
+        RootModel[Owner],
+        Box[Literal[1, 2]],
+        Box[Annotated[list[bool], Field(max_length=2)]],
+        Titled,
+    ],
+)
+def test_generic_and_root_models_are_answered_by_every_method(demo: EngineHandle, method: Any, kind: Any) -> None:
+    hot = ChatAsyncEngine(model="demo", temperature=3.0, max_tokens=120)
+    for seed in range(2):
+        assert isinstance(hot.with_structured_output(kind, method=method, seed=seed).invoke("A value."), kind)
+
+
+def test_names_of_generic_models_become_names_of_tools() -> None:
+    names = [as_tool(kind, None)["function"]["name"] for kind in (RootModel[list[int]], Box[dict[str, int]], Titled)]
+    assert names == ["RootModel_list_int", "Box_dict_str_int", "A_box_titled"]
+    assert as_tool({"title": "My answer (short)", "type": "object"}, None)["function"]["name"] == "My_answer_short"
 
 
 def test_what_a_list_is_made_of(chat: ChatAsyncEngine) -> None:

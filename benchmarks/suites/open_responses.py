@@ -37,7 +37,11 @@ def main() -> int:
     results = json.loads(told)["results"]
     for result in results:
         reason = LEFT_OUT.get(result["id"])
-        print("left out" if reason else result["status"], result["id"], reason or "; ".join(result.get("errors", []))[:500])
+        print(
+            "left out" if reason else result["status"],
+            result["id"],
+            reason or "; ".join(result.get("errors", []))[:500],
+        )
     counted = [result for result in results if result["id"] not in LEFT_OUT]
     failed = [result for result in counted if result["status"] != "passed"]
     print(f"{len(counted) - len(failed)} passed, {len(failed)} failed, {len(LEFT_OUT)} left out")

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from benchmarks.suites.served import demo_server, environment, parser, run, source
+from benchmarks.suites.served import demo_server, environment, parser, run, sdist
 
 DROP, FRESH = object(), object()
 """A field that is taken out, and one that gets the id of a response that there is."""
@@ -98,10 +98,10 @@ class Mending:
 
 def main() -> int:
     flags = parser(__doc__)
-    flags.add_argument("--version", default="3.57.0", help="of the client")
+    flags.add_argument("--version", default="3.57.0", help="that of the client")
     flags.add_argument("tests", nargs="*", default=TESTS)
     args = flags.parse_args()
-    folder = source(args.source, "openai/openai-python", f"v{args.version}", args.work)
+    folder = sdist(args.source, "openai", args.version, args.work)
     python = environment(
         args.work,
         "openai-python",

@@ -8,6 +8,7 @@ import contextlib
 import socket
 import subprocess
 import sys
+import tarfile
 import threading
 import venv
 from collections.abc import Callable, Iterator, Sequence
@@ -69,6 +70,19 @@ def source(given: Path | None, repository: str, reference: str, work: Path) -> P
     if not folder.exists():
         command = ["git", "clone", "--quiet", "--depth", "1", "--branch", reference, f"https://github.com/{repository}"]
         subprocess.run([*command, str(folder)], check=True)
+    return folder
+
+
+def sdist(given: Path | None, name: str, version: str, work: Path) -> Path:
+    """The folder of a package's source: the copy `given`, or what its index has of that version."""
+    if given is not None:
+        return given.resolve()
+    folder = (work / f"{name}-{version}").resolve()
+    if not folder.exists():
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", name]
+        subprocess.run([*command, f"{name}=={version}", "--dest", str(work)], check=True)
+        with tarfile.open(work / f"{name}-{version}.tar.gz") as archive:
+            archive.extractall(work, filter="data")
     return folder
 
 

@@ -25,7 +25,7 @@ SAMPLING = {name: ours for name, ours in openai_fields.SAMPLING.items() if name 
 """Sampling parameters; those that the API lacks have the names of chat completions."""
 WITHOUT_MEANING = (
     "user", "service_tier", "prompt_cache_retention", "prompt_cache_options", "stream_options", "context_management",
-    "moderation", "client_metadata", "max_tool_calls",
+    "moderation", "client_metadata", "max_tool_calls", "access_programs", "background_options", "image",
 )  # fmt: skip
 """Fields of OpenAI's own that nothing here depends on."""
 REFUSED = {

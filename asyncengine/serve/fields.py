@@ -30,6 +30,10 @@ class Fields:
         value = self._left.pop(name, None)
         return default if value is None else value
 
+    def peek(self, name: str) -> Any:
+        """The value of a field that is still to be read."""
+        return self._left.get(name)
+
     def text(self, name: str) -> str | None:
         """A str or None. Raises `InvalidParameter`."""
         value = self.take(name)

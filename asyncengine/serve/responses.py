@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
@@ -14,6 +15,7 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from asyncengine.checks import as_choice, as_integer
 from asyncengine.outputs import Usage
 from asyncengine.serve.answer import Answer
+from asyncengine.serve.body import INLINE_BYTES
 from asyncengine.serve.dialects import openai_responses as dialect
 from asyncengine.serve.dialects.responses_items import Item
 from asyncengine.serve.fields import Fields
@@ -23,6 +25,11 @@ from asyncengine.serve.response_store import ResponseStore, Stored
 from asyncengine.serve.responses_socket import converse
 from asyncengine.serve.state import Serving
 from asyncengine.serve.turn import Answered, Turn
+
+INLINE_ITEMS = 1000
+"""A longer input is read on a thread."""
+MOST_IN_BACKGROUND = 1024
+"""Responses that are made with no client waiting, at once."""
 
 
 def routes(serving: Serving) -> list[BaseRoute]:
@@ -71,20 +78,24 @@ class _Responses:
         self._tasks: set[asyncio.Task[None]] = set()
         """Those that no client waits for."""
 
-    def _recall(self, response_id: str, owner: object = None) -> Sequence[Item]:
-        chain = self._store.chain(response_id, owner)
-        if chain is None:
-            raise dialect.not_found(response_id)
-        items: list[Item] = []
-        for stored in chain:
-            items += json.loads(stored.items)
-            items += json.loads(stored.response)["output"]
-        return items
+    async def _read(self, fields: Fields, read: Callable[..., Turn] = dialect.read, owner: object = None) -> Turn:
+        """The turn of a request, which is made on a thread where it is long, so that streams go on meanwhile."""
+        previous, given = fields.peek("previous_response_id"), fields.peek("input")
+        chain = self._store.chain(previous, owner) if isinstance(previous, str) else []
+        long = isinstance(given, list) and len(given) > INLINE_ITEMS
+        if long or sum([stored.size for stored in chain or ()]) > INLINE_BYTES:
+            return await anyio.to_thread.run_sync(read, fields, partial(_recalled, chain))
+        return read(fields, partial(_recalled, chain))
 
     # ---------------------------------------------------------------- making them
 
     async def create(self, request: Request) -> Answer | Response:
-        made = await self.respond(await read_fields(request, self._serving))
+        fields = await read_fields(request, self._serving)
+        if fields.peek("background") and len(self._tasks) >= MOST_IN_BACKGROUND:
+            raise Problem(
+                429, f"background: {MOST_IN_BACKGROUND} responses are made already", "background", "queue_full"
+            )
+        made = await self.respond(fields)
         assert isinstance(made.writer, _Keeping)
         response = made.writer.response
         if not response["background"]:
@@ -96,7 +107,7 @@ class _Responses:
 
     async def respond(self, fields: Fields, owner: object = None) -> Answer:
         """The answer to a request's fields. `owner`: the connection that may come back to it though it isn't stored."""
-        turn = dialect.read(fields, partial(self._recall, owner=owner))
+        turn = await self._read(fields, owner=owner)
         turn.stream |= owner is not None
         made = await answer(self._serving, dialect, turn, fields, partial(_Keeping, store=self._store, owner=owner))
         assert isinstance(made.writer, _Keeping)
@@ -112,12 +123,12 @@ class _Responses:
 
     async def compact(self, request: Request) -> Answer:
         fields = await read_fields(request, self._serving)
-        turn = dialect.read_compact(fields, self._recall)
+        turn = await self._read(fields, dialect.read_compact)
         return await answer(self._serving, dialect, turn, fields, dialect.Compacting)
 
     async def input_tokens(self, request: Request) -> Response:
         fields = await read_fields(request, self._serving)
-        turn = dialect.read(fields, self._recall)
+        turn = await self._read(fields)
         target = await self._serving.models.acquire(turn.model)
         try:
             grant(turn, target, fields)
@@ -160,8 +171,8 @@ class _Responses:
     async def input_items(self, request: Request) -> Response:
         query = request.query_params
         most = _number(query, "limit", 20, 1, 100)
-        previous = self._find(request).previous
-        items = [*(self._recall(previous) if previous else ()), *json.loads(self._find(request).items)]
+        stored = self._find(request)
+        items = [*_recalled(self._store.chain(stored.previous), stored.previous or ""), *json.loads(stored.items)]
         if as_choice("order", query.get("order", "desc"), ("asc", "desc")) == "desc":
             items.reverse()
         ids = [item["id"] for item in items]
@@ -179,6 +190,17 @@ class _Responses:
         if stored is None:
             raise Problem(404, f"no response {response_id[:100]!r} is stored", "response_id", "response_not_found")
         return stored
+
+
+def _recalled(chain: Sequence[Stored] | None, response_id: str) -> list[Item]:
+    """Input and output of a chain of responses, in order. Raises `Problem` where one of them is not stored."""
+    if chain is None:
+        raise dialect.not_found(response_id)
+    items: list[Item] = []
+    for stored in chain:
+        items += json.loads(stored.items)
+        items += json.loads(stored.response)["output"]
+    return items
 
 
 def _number(query: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:

@@ -206,7 +206,13 @@ def test_a_conversation_becomes_one_item(client: openai.OpenAI) -> None:
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
         ({"conversation": "c"}, "conversation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"metadata": {"a": 1}}, "metadata"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"metadata": {"a": "x" * 513}}, "metadata.a"),
+        ({"metadata": {str(number): "x" for number in range(17)}}, "metadata"),
+        ({"metadata": {"x" * 65: "x"}}, "metadata"),
+        ({"prompt_cache_key": "x" * 513}, "prompt_cache_key"),
+        ({"reasoning": "much"}, "reasoning"),
+        ({"reasoning": {"effort": 3}}, "reasoning.effort"),
         ({"background": True, "store": False}, "background"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
@@ -243,6 +249,15 @@ def test_what_is_stored_is_told_once_more(client: openai.OpenAI) -> None:
     assert last.type == "response.completed"
     assert last.response == client.responses.retrieve(told.id)
     assert list(client.responses.retrieve(told.id, stream=True, starting_after=3)) == events[4:]
+
+
+def test_a_long_input_is_read(client: openai.OpenAI) -> None:
+    nothing: Any = {"type": "reasoning", "summary": []}
+    long = ask(client, [nothing] * 1001 + [{"role": "user", "content": "hello"}])
+    assert long.output_text == ask(client).output_text
+    items = client.responses.input_items.list(long.id, limit=100, order="asc")
+    assert len(list(items)) == 1002
+    assert ask(client, "and then?", previous_response_id=long.id).status == "completed"
 
 
 def test_a_tool_is_chosen_among_some(client: openai.OpenAI) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from asyncengine.checks import as_choice, as_integer
+from asyncengine.checks import as_choice, as_integer, as_text
 from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Completion, LogprobEntry, Usage
 from asyncengine.serve.dialects import openai_chat, openai_fields
@@ -36,6 +36,8 @@ INCLUDABLE = {"message.output_text.logprobs": "logprobs", "reasoning.encrypted_c
 """Values of `include` that change something."""
 LOGPROBS, SEALED_TOO = INCLUDABLE.values()
 
+MOST_REPEATED = 512
+"""Characters of a metadata's value, as OpenAI has it, and of other texts that nothing here looks at."""
 COMPACT = (
     "Summarize this conversation for a colleague who goes on with it and has not seen it. Keep every fact, name, "
     "number, decision, open question and result of a tool that may matter. Write the summary alone."
@@ -111,16 +113,26 @@ def _read_limits(fields: Fields, turn: Turn) -> dict[str, Any]:
     if as_choice("truncation", fields.take("truncation", "disabled"), ("auto", "disabled")) == "auto":
         fields.skip("truncation")
     metadata = fields.take("metadata", {})
-    if not isinstance(metadata, Mapping) or not all(isinstance(value, str) for value in metadata.values()):
-        raise InvalidParameter("metadata", "must be an object of strings", metadata)
+    if not isinstance(metadata, Mapping) or len(metadata) > 16 or max(map(len, metadata), default=0) > 64:
+        raise InvalidParameter("metadata", "must be an object of at most 16 names of 64 characters", metadata)
+    for name, value in metadata.items():
+        _short(f"metadata.{name}", value)
     store, background = fields.switch("store", True), fields.switch("background")
     if background and (turn.stream or not store):
         raise InvalidParameter("background", "needs store=true and stream=false: the response is to be fetched")
     echo = {name: turn.params.get(name, 1.0) for name in ("temperature", "top_p")}
     echo |= {name: turn.params.get(name, 0) for name in ("presence_penalty", "frequency_penalty", "top_logprobs")}
     echo |= {"max_output_tokens": most, "max_tool_calls": None, "truncation": "disabled", "service_tier": "default"}
-    echo |= {name: fields.text(name) for name in ("safety_identifier", "prompt_cache_key")}
+    echo |= {name: _short(name, fields.take(name, "")) or None for name in ("safety_identifier", "prompt_cache_key")}
     return echo | {"store": store, "background": background, "metadata": metadata}
+
+
+def _short(name: str, value: object) -> str:
+    """A str that is repeated in the response. Raises `InvalidParameter`."""
+    text = as_text(name, value)
+    if len(text) > MOST_REPEATED:
+        raise InvalidParameter(name, f"must have at most {MOST_REPEATED} characters")
+    return text
 
 
 def _read_tools(fields: Fields, turn: Turn) -> dict[str, Any]:
@@ -139,7 +151,8 @@ def _read_tools(fields: Fields, turn: Turn) -> dict[str, Any]:
         strict = tool.get("strict")
         function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
         tools.append({"type": "function", "function": function | ({} if strict is None else {"strict": strict})})
-        repeated.append({"description": None, "parameters": None, **tool, "strict": strict is not False})
+        said = {name: tool.get(name) for name in ("name", "description", "parameters")}
+        repeated.append({"type": "function", **said, "strict": strict is not False})
     parallel = fields.switch("parallel_tool_calls", True)
     if tools:
         turn.chat |= {"tools": tools, "parallel_tool_calls": parallel}

@@ -12,7 +12,7 @@ from asyncengine.errors import InvalidParameter
 from asyncengine.serve.dialects.openai_shape import Message, refuse_block, tool_call, tool_message
 
 Item = dict[str, Any]
-TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 SEALED = "ae1."
 """Start of an `encrypted_content` that was written here."""
 
@@ -24,118 +24,117 @@ def seal(text: str) -> str:
 
 def unseal(sealed: object) -> str:
     """The text that `seal` was given; an empty one for another server's."""
+    if not isinstance(sealed, str) or not sealed.startswith(SEALED):
+        return ""
     try:
-        return base64.b64decode(sealed[len(SEALED) :]).decode() if str(sealed).startswith(SEALED) else ""  # type: ignore[index]
-    except (binascii.Error, UnicodeDecodeError):
+        return base64.b64decode(sealed.removeprefix(SEALED)).decode()
+    except (binascii.Error, ValueError):
         return ""
 
 
 def read_input(given: object) -> list[Item]:
-    """The items of `input`, with all that is left out of them. Raises `InvalidParameter` naming the faulty part."""
-    if given is None:
-        return []
+    """The items of `input`, each with its known parts alone and with all of them. Raises `InvalidParameter` naming the
+    faulty part."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    if not isinstance(given, list):
+    if given is not None and not isinstance(given, list):
         raise InvalidParameter("input", "must be a str or a list of items", given)
-    return [_item(f"input[{at}]", item) for at, item in enumerate(given)]
+    return [_item(f"input[{at}]", item) for at, item in enumerate(given or ())]
 
 
 def _item(name: str, given: object) -> Item:
     if not isinstance(given, Mapping):
         raise InvalidParameter(name, "must be an object", given)
     kind = given.get("type") or ("message" if "role" in given else None)
-    item = {**given, "type": kind, "status": given.get("status") or "completed"}
-    as_text(f"{name}.id", item.setdefault("id", ""))
+    item: Item = {field: as_text(f"{name}.{field}", given[field]) for field in ("id", "phase") if given.get(field)}
+    item |= {"type": kind, "status": "completed"}
     match kind:
         case "message":
-            role = as_choice(f"{name}.role", item.get("role"), ("user", "assistant", "system", "developer"))
-            item["content"] = _parts(f"{name}.content", item.get("content"), role)
+            item["role"] = as_choice(f"{name}.role", given.get("role"), ("user", "assistant", "system", "developer"))
+            own = "output_text" if item["role"] == "assistant" else "input_text"
+            item["content"] = _parts(f"{name}.content", given.get("content"), own)
         case "function_call":
-            for field in ("call_id", "name", "arguments"):
-                as_text(f"{name}.{field}", item.get(field))
+            item |= {field: as_text(f"{name}.{field}", given.get(field)) for field in ("call_id", "name", "arguments")}
         case "function_call_output":
-            as_text(f"{name}.call_id", item.get("call_id"))
-            if not isinstance(item.get("output"), str):
-                item["output"] = _parts(f"{name}.output", item.get("output"), "tool")
+            item["call_id"] = as_text(f"{name}.call_id", given.get("call_id"))
+            output = given.get("output")
+            item["output"] = output if isinstance(output, str) else _parts(f"{name}.output", output, "input_text")
         case "reasoning":
-            item["summary"] = _parts(f"{name}.summary", item.get("summary") or [], "summary")
-            item["content"] = _parts(f"{name}.content", item.get("content") or [], "reasoning")
+            for field in ("summary", "content"):
+                item[field] = _parts(f"{name}.{field}", given.get(field) or [], "reasoning_text")
+            if not item["content"] and (thought := unseal(given.get("encrypted_content"))):
+                item["content"] = [{"type": "reasoning_text", "text": thought}]
         case "compaction":
-            as_text(f"{name}.encrypted_content", item.get("encrypted_content"))
+            sealed = as_text(f"{name}.encrypted_content", given.get("encrypted_content"))
+            item["encrypted_content"] = sealed
         case _:
             raise InvalidParameter(f"{name}.type", "cannot be used: messages, function calls and reasoning are", kind)
     return item
 
 
-def _parts(name: str, given: object, role: str) -> list[Item]:
+def _parts(name: str, given: object, own: str) -> list[Item]:
+    """Parts of a content. `own`: the type of one that is given as a str."""
     if isinstance(given, str):
-        kind = "output_text" if role == "assistant" else "input_text"
-        return [{"type": kind, "text": given} | ({"annotations": []} if role == "assistant" else {})]
+        given = [{"type": own, "text": given}]
     if not isinstance(given, list):
         raise InvalidParameter(name, "must be a str or a list of parts", given)
+    made: list[Item] = []
     for at, part in enumerate(given):
         if not isinstance(part, Mapping):
             raise InvalidParameter(f"{name}[{at}]", 'must be an object like {"type": "input_text", "text": ...}', part)
-        if part.get("type") == "refusal":
-            as_text(f"{name}[{at}].refusal", part.get("refusal"))
-        elif part.get("type") in TEXT_PARTS:
-            as_text(f"{name}[{at}].text", part.get("text"))
-        else:
-            raise refuse_block(f"{name}[{at}].type", str(part.get("type"))[:100])
-    return given
+        kind = part.get("type")
+        if kind not in TEXT_PARTS:
+            raise refuse_block(f"{name}[{at}].type", str(kind)[:100])
+        field = "refusal" if kind == "refusal" else "text"
+        made.append({"type": kind, field: as_text(f"{name}[{at}].{field}", part.get(field))})
+        if kind == "output_text":
+            made[-1]["annotations"] = []
+    return made
 
 
-def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join([part["refusal"] if part["type"] == "refusal" else part["text"] for part in content])
+def _texts(content: str | Sequence[Mapping[str, Any]]) -> list[str]:
+    return [content] if isinstance(content, str) else [part.get("text", part.get("refusal", "")) for part in content]
 
 
 def messages_of(instructions: str | None, earlier: Sequence[Item], items: Sequence[Item]) -> list[Message]:
     """The chat that items make up. `earlier`: those of the responses that these `items` go on from.
 
     What the model wrote in one turn (thoughts, text, calls) is one message, as its template wrote it the first time;
-    system and developer messages at the head are one, too. Raises `InvalidParameter` for a result without its call.
+    system and developer messages beside one another are one, too. Raises `InvalidParameter` for a result without its
+    call.
     """
-    made: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
+    made: list[Message] = [{"role": "system", "content": [instructions]}] if instructions else []
     names: dict[str, str] = {}
+
+    def last(role: str) -> Message:
+        """The message of that role that is being put together: its texts are joined at the end, all at once."""
+        if not made or made[-1]["role"] != role:
+            made.append({"role": role, "content": []})
+        return made[-1]
+
     for at, item in enumerate((*earlier, *items), -len(earlier)):
         match item["type"]:
-            case "message" if item["role"] == "assistant":
-                message = _turn_of(made)
-                message["content"] += ("\n\n" if message["content"] else "") + _text(item["content"])
-            case "message" if item["role"] in ("system", "developer"):
-                if made and made[-1]["role"] == "system":
-                    made[-1]["content"] += "\n\n" + _text(item["content"])
-                else:
-                    made.append({"role": "system", "content": _text(item["content"])})
+            case "message" if item["role"] == "user":
+                texts = [{"type": "text", "text": text} for text in _texts(item["content"])]
+                made.append({"role": "user", "content": texts[0]["text"] if len(texts) == 1 else texts})
             case "message":
-                texts = [
-                    {"type": "text", "text": part["text"]} for part in item["content"] if part["type"] != "refusal"
-                ]
-                made.append({"role": item["role"], "content": texts[0]["text"] if len(texts) == 1 else texts})
+                role = "assistant" if item["role"] == "assistant" else "system"
+                last(role)["content"].append("".join(_texts(item["content"])))
             case "function_call":
                 names[item["call_id"]] = item["name"]
                 call = tool_call(item["call_id"], item["name"], item["arguments"])
-                _turn_of(made).setdefault("tool_calls", []).append(call)
+                last("assistant").setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 if item["call_id"] not in names:
-                    raise InvalidParameter(
-                        f"input[{at}].call_id", "is that of no function_call before", item["call_id"]
-                    )
-                made.append(tool_message(_text(item["output"]), item["call_id"], names[item["call_id"]]))
-            case "reasoning":
-                if thought := _text(item["content"]) or unseal(item.get("encrypted_content")):
-                    message = _turn_of(made)
-                    message["reasoning_content"] = message.get("reasoning_content", "") + thought
+                    raise InvalidParameter(f"input[{at}].call_id", "is that of no function_call before it")
+                made.append(tool_message("".join(_texts(item["output"])), item["call_id"], names[item["call_id"]]))
+            case "reasoning" if item["content"]:
+                last("assistant").setdefault("reasoning_content", []).extend(_texts(item["content"]))
             case "compaction":
                 made.append({"role": "user", "content": unseal(item["encrypted_content"])})
+    for message in made:
+        if message["role"] in ("assistant", "system"):
+            message["content"] = "\n\n".join(message["content"])
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "".join(message["reasoning_content"])
     return made
-
-
-def _turn_of(made: list[Message]) -> Message:
-    """The model's message that is being put together."""
-    if not made or made[-1]["role"] != "assistant":
-        made.append({"role": "assistant", "content": ""})
-    return made[-1]

@@ -183,7 +183,7 @@ def test_a_field_without_meaning_is_told_or_refused(name: str) -> None:
         ({"guided_regex": "a", "grammar": "b"}, "grammar"),
         ({"guided_regex": "a" * ((1 << 20) + 1)}, "guided_regex"),
         ({"stream_options": []}, "stream_options"),
-        ({"stream_options": {"foo": 1}}, "foo"),
+        ({"stream_options": {"foo": 1}}, "stream_options.foo"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"chat_template": "{{ x }}"}, "chat_template"),
         ({"use_beam_search": True}, "use_beam_search"),

@@ -80,15 +80,12 @@ def read_common(fields: Fields, turn: Turn) -> None:
 def grammar(fields: Fields) -> Callable[[], Grammar] | None:
     """What makes the grammar that a request asks for, which takes a while for a long one; None: none is asked for."""
     given = {name: (make, value) for name, make in GUIDES.items() if (value := fields.take(name)) is not None}
-    if (structured := fields.take("structured_outputs")) is not None:
-        if not isinstance(structured, Mapping):
-            raise InvalidParameter("structured_outputs", "must be an object", structured)
-        inner = Fields(structured, strict=fields.strict)
-        for name, make in STRUCTURED.items():
-            if value := inner.take(name):
-                given[f"structured_outputs.{name}"] = (make, value)
-        inner.ignore("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
-        inner.end()
+    structured = fields.inner("structured_outputs")
+    for name, make in STRUCTURED.items():
+        if value := structured.take(name):
+            given[f"structured_outputs.{name}"] = (make, value)
+    structured.ignore("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
+    structured.end()
     if not given:
         return None
     if len(given) > 1:
@@ -112,10 +109,7 @@ def grammar(fields: Fields) -> Callable[[], Grammar] | None:
 
 def read_stream_options(fields: Fields, turn: Turn) -> None:
     """Whether a stream tells its usage: in its last chunk, and in every one (`stream_options`)."""
-    given = fields.take("stream_options", {})
-    if not isinstance(given, Mapping):
-        raise InvalidParameter("stream_options", "must be an object", given)
-    inner = Fields(given, strict=fields.strict)
+    inner = fields.inner("stream_options")
     wanted = inner.switch("include_usage")
     turn.extra["usage"] = wanted
     turn.extra["continuous_usage"] = inner.switch("continuous_usage_stats") and wanted

@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Route
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.engine_group import EngineGroup
-from asyncengine.serve import messages, metrics, responses, web_page
+from asyncengine.serve import messages, metrics, responses, vectors, web_page
 from asyncengine.serve.dialects import anthropic_messages, completions, openai_chat
 from asyncengine.serve.generating import generating
 from asyncengine.serve.metrics import CountAnswers
@@ -52,6 +52,7 @@ def routes(serving: Serving) -> list[BaseRoute]:
         *responses.routes(serving),
         *messages.routes(serving),
         Route("/v1/completions", generating(serving, completions), methods=["POST"]),
+        *vectors.routes(serving),
         Route("/v1/models", _models(serving), methods=["GET"]),
         Route("/v1/models/{name:path}", _models(serving), methods=["GET"]),
         Route("/health", _health(serving), methods=["GET"]),

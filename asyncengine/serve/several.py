@@ -61,7 +61,7 @@ class Several:
     async def __aenter__(self) -> Self:
         try:
             for number, prompt in enumerate(self._prompts):
-                with naming(f"prompt[{number}]" if len(self._prompts) > 1 else "prompt"):
+                with naming("prompt", f"prompt[{number}]" if len(self._prompts) > 1 else "prompt"):
                     await self._submit(prompt)
         except BaseException:
             self.abort()
@@ -124,13 +124,13 @@ class Several:
 
 
 @contextmanager
-def naming(prompt: str) -> Iterator[None]:
-    """Have errors about a prompt name this one."""
+def naming(theirs: str, ours: str) -> Iterator[None]:
+    """Have errors about the engine's parameter `theirs`, or a part of it, name the request's field `ours`."""
     try:
         yield
     except InvalidParameter as error:
-        if error.field.split("[")[0] == "prompt" and prompt != "prompt":
-            name = prompt + error.field.removeprefix("prompt")
+        if error.field.split("[")[0] == theirs != ours:
+            name = ours + error.field.removeprefix(theirs)
             raise type(error)(name, error.limit, error.value) from None
         raise
 

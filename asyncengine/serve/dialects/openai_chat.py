@@ -55,16 +55,21 @@ def read_template(fields: Fields, turn: Turn) -> None:
         turn.wishes["reasoning_effort"] = {"reasoning_effort": effort}
         if effort == "none":
             turn.wishes["reasoning_effort"]["enable_thinking"] = False
+    if variables := template_variables(fields):
+        turn.chat["template_kwargs"] = variables
+    if fields.switch("echo"):
+        turn.extra["echo"] = _last_text(turn.messages)
+
+
+def template_variables(fields: Fields) -> dict[str, Any]:
+    """Variables of the chat template, under vLLM's names."""
     variables = fields.take("chat_template_kwargs", {})
     if not isinstance(variables, Mapping):
         raise InvalidParameter("chat_template_kwargs", "must be an object", variables)
     variables = dict(variables) | fields.some(("documents", "add_generation_prompt", "continue_final_message"))
     if variables.get("continue_final_message") is True:
         variables.setdefault("add_generation_prompt", False)
-    if variables:
-        turn.chat["template_kwargs"] = variables
-    if fields.switch("echo"):
-        turn.extra["echo"] = _last_text(turn.messages)
+    return variables
 
 
 def _last_text(messages: Any) -> str:

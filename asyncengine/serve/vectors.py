@@ -1,0 +1,215 @@
+"""Endpoints of vectors and scores (/v1/embeddings, /v1/rerank, /v1/classify), and of tokens (/tokenize, /detokenize).
+
+Embeddings have OpenAI's form; reranking has Jina's and Cohere's, or text-embeddings-inference's where `texts` are
+given; the others have vLLM's, and llama.cpp's where `content` is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
+
+import anyio.to_thread
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from asyncengine.checks import as_choice, as_text
+from asyncengine.errors import InvalidParameter
+from asyncengine.outputs import Embeddings, Usage
+from asyncengine.serve.dialects.completions import read_prompts
+from asyncengine.serve.dialects.openai_chat import template_variables
+from asyncengine.serve.dialects.openai_frames import error
+from asyncengine.serve.dialects.openai_messages import read_messages
+from asyncengine.serve.fields import Fields
+from asyncengine.serve.generating import IGNORED, Endpoint, read_fields, reporting
+from asyncengine.serve.models import Target
+from asyncengine.serve.problems import Problem
+from asyncengine.serve.several import naming
+from asyncengine.serve.state import Serving
+
+TRUNCATED = "x-asyncengine-truncated"
+"""Header that lists the numbers of texts that were cut to what the model takes."""
+OPTIONS = ("priority", "timeout", "cache_salt")
+Made = tuple[Any, tuple[int, ...]]
+"""An answer, which is JSON or its text, and the numbers of the texts that were cut."""
+Work = Callable[[Fields, Target], Awaitable[Made]]
+
+
+def routes(serving: Serving) -> list[Route]:
+    """Paths of vectors, scores and tokens."""
+    served: dict[str, tuple[Work, str]] = {
+        "/v1/embeddings": (_embed, "embed"),
+        "/v1/rerank": (_rerank, "rerank"),
+        "/v2/rerank": (_rerank, "rerank"),
+        "/rerank": (_rerank, "rerank"),
+        "/v1/classify": (_classify, "classify"),
+        "/classify": (_classify, "classify"),
+        "/tokenize": (_tokenize, "generate"),
+        "/detokenize": (_detokenize, "generate"),
+    }
+    return [Route(path, _endpoint(serving, *work), methods=["POST"]) for path, work in served.items()]
+
+
+def _endpoint(serving: Serving, work: Work, task: str) -> Endpoint:
+    """`work` on a request's fields and a model, which is `task`'s only one where the request names none."""
+
+    async def endpoint(request: Request) -> Response:
+        fields = await read_fields(request, serving)
+        target = await serving.models.acquire(fields.text("model"), task)
+        try:
+            content, cut = await until_left(request, work(fields, target))
+        finally:
+            target.release()
+        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+        told = {IGNORED: fields.ignored, TRUNCATED: list(map(str, cut))}
+        headers = {name: ", ".join(values)[:1000] for name, values in told.items() if values}
+        return Response(text, headers=headers, media_type="application/json")
+
+    return reporting(endpoint, error)
+
+
+async def until_left(request: Request, work: Awaitable[Made]) -> Made:
+    """What comes of `work`, which is cancelled when the client leaves. Raises `Problem` then."""
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Problem(400, "the client left before it was answered")
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    return {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.total_tokens}
+
+
+# -------------------------------------------------------------------- embeddings
+
+
+async def _embed(fields: Fields, target: Target) -> Made:
+    with naming("prompt", "input"):
+        texts = read_prompts(fields.take("input"))
+    form = as_choice("encoding_format", fields.take("encoding_format", "float"), ("float", "base64"))
+    given = fields.some((*OPTIONS, "dimensions", "prompt_name", "prompt", "normalize"))
+    cut = fields.switch("truncate")
+    if (limit := fields.take("truncate_prompt_tokens")) is not None:
+        if limit != -1:
+            raise InvalidParameter("truncate_prompt_tokens", "must be -1: as many as the model takes", limit)
+        cut = True
+    fields.ignore("user", "request_id")
+    fields.end()
+    with naming("texts", "input"):
+        made = await target.engine.embed(texts, truncate=cut, adapter=target.adapter, show_progress=False, **given)
+    head = {"object": "list", "model": target.name, "usage": _usage(made.usage)}
+    return await anyio.to_thread.run_sync(_embedding_text, head, made, form), made.truncated
+
+
+def _embedding_text(head: dict[str, Any], made: Embeddings, form: str) -> str:
+    """The response's JSON, made row by row: one call for all of it would let no other thread run meanwhile."""
+    rows = []
+    for index, vector in enumerate(made.vectors):
+        packed = base64.b64encode(vector.astype("<f4").tobytes()).decode() if form == "base64" else vector.tolist()
+        rows.append(json.dumps({"object": "embedding", "index": index, "embedding": packed}))
+    return f'{json.dumps(head)[:-1]}, "data": [{", ".join(rows)}]}}'
+
+
+# -------------------------------------------------------------------- scores
+
+
+async def _rerank(fields: Fields, target: Target) -> Made:
+    query, documents, texts = fields.text("query"), fields.take("documents"), fields.take("texts")
+    if query is None:
+        raise InvalidParameter("query", "is missing: the text that documents are to answer")
+    name = "documents" if texts is None else "texts"
+    documents = _documents(name, documents if texts is None else texts)
+    given = fields.some((*OPTIONS, "top_n", "instruction"))
+    cut, shown = fields.switch("truncate", True), fields.switch("return_documents", True)
+    with_text = fields.switch("return_text")
+    if fields.switch("raw_scores"):
+        raise InvalidParameter("raw_scores", "is not served: scores are what the model makes of them")
+    fields.ignore("user", "request_id", "rank_fields", "max_chunks_per_doc", "max_tokens_per_doc", "overlap_tokens")
+    fields.end()
+    with naming("documents", name):
+        made = await target.engine.rerank(query, documents, truncate=cut, adapter=target.adapter, **given)
+    if texts is not None:
+        rows = [
+            {"index": e.index, "score": e.score} | ({"text": e.document} if with_text else {}) for e in made.results
+        ]
+        return rows, made.truncated
+    results = [
+        {"index": each.index, "relevance_score": each.score} | ({"document": {"text": each.document}} if shown else {})
+        for each in made.results
+    ]
+    head = {"id": f"rerank-{secrets.token_hex(16)}", "object": "list", "model": target.name}
+    return {**head, "results": results, "usage": _usage(made.usage)}, made.truncated
+
+
+def _documents(name: str, given: Any) -> list[Any]:
+    """Documents as texts, which may come as {"text": ...}. Raises `InvalidParameter` for what is no list."""
+    if not isinstance(given, list) or not given:
+        raise InvalidParameter(name, 'must be a list of texts, or of {"text": ...}', given)
+    return [each.get("text") if isinstance(each, Mapping) else each for each in given]
+
+
+async def _classify(fields: Fields, target: Target) -> Made:
+    texts, given = fields.take("input"), fields.some(OPTIONS)
+    if not texts or not isinstance(texts, (str, list)):
+        raise InvalidParameter("input", "must be a text, or a list of texts or pairs of them", texts)
+    cut = fields.switch("truncate", True)
+    fields.ignore("user", "request_id")
+    fields.end()
+    with naming("texts", "input"):
+        listed = [texts] if isinstance(texts, str) else texts
+        made = await target.engine.classify(listed, truncate=cut, adapter=target.adapter, **given)
+    data = [
+        {"index": index, "label": each.label, "probs": list(each.scores.values()), "num_classes": len(each.scores)}
+        for index, each in enumerate(made.results)
+    ]
+    return {"object": "list", "model": target.name, "data": data, "usage": _usage(made.usage)}, made.truncated
+
+
+# -------------------------------------------------------------------- tokens
+
+
+async def _tokenize(fields: Fields, target: Target) -> Made:
+    given = {name: value for name in ("prompt", "content", "messages") if (value := fields.take(name)) is not None}
+    if len(given) != 1:
+        raise InvalidParameter("prompt", "is missing: a text, or messages in its place", list(given) or None)
+    ((name, what),) = given.items()
+    what = read_messages(what) if name == "messages" else as_text(name, what)
+    special = fields.switch("add_special_tokens", name == "prompt") | fields.switch("add_special")
+    pieces, strings = fields.switch("with_pieces"), fields.switch("return_token_strs")
+    variables, tools = template_variables(fields), fields.take("tools")
+    fields.ignore("parse_special")
+    fields.end()
+    engine = target.engine
+    encode = partial(engine.tokenize, what, tools=tools, template_kwargs=variables, add_special_tokens=special)
+    ids = await anyio.to_thread.run_sync(encode)
+    if name == "content":  # llama.cpp's form
+        paired = zip(ids, engine.token_texts(ids), strict=True)
+        return {"tokens": [{"id": token, "piece": piece} for token, piece in paired] if pieces else ids}, ()
+    texts = engine.token_texts(ids) if strings else None
+    return {"count": len(ids), "max_model_len": engine.info.max_model_len, "tokens": ids, "token_strs": texts}, ()
+
+
+async def _detokenize(fields: Fields, target: Target) -> Made:
+    ids = fields.take("tokens")
+    if not isinstance(ids, list):
+        raise InvalidParameter("tokens", "must be a list of token ids", ids)
+    fields.end()
+    with naming("token_ids", "tokens"):
+        text = await anyio.to_thread.run_sync(partial(target.engine.detokenize, ids, skip_special_tokens=False))
+    return {"prompt": text, "content": text}, ()

@@ -53,8 +53,6 @@ class Several:
     def abort(self) -> None:
         """Leave all streams."""
         self._left = True
-        for task in self._reading:
-            task.cancel()
         for stream in self._streams:
             stream.abort()
 
@@ -80,6 +78,8 @@ class Several:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.abort()
+        for task in self._reading:
+            task.cancel()
 
     def __aiter__(self) -> Self:
         return self

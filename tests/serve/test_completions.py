@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from asyncengine import Engine, SamplingParams
+from asyncengine import AsyncEngine, Chunk, Engine, SamplingParams
+from asyncengine.serve.several import Several
 
 TEXT = "The capital of France is"
 
@@ -116,6 +118,22 @@ def test_a_text_may_go_without_the_tokenizers_own_tokens(client: openai.OpenAI, 
 def test_a_grammar_holds_the_text(client: openai.OpenAI) -> None:
     assert ask(client, guided_choice=["Paris", "London"]).choices[0].text in ("Paris", "London")
     assert ask(client, structured_outputs={"regex": "[0-9]{3}"}).choices[0].text.isdecimal()
+
+
+async def test_a_reader_of_several_prompts_sees_their_end_when_they_are_left() -> None:
+    async with await AsyncEngine.from_pretrained("demo", show_progress=False) as engine:
+        params = SamplingParams(max_tokens=500, ignore_eos=True)
+        async with Several([TEXT, "Once"], lambda prompt: engine.stream(prompt, params), 1) as several:
+            chunk = await anext(several)
+            reading = asyncio.ensure_future(rest_of(several))
+            await asyncio.sleep(0)  # until it waits
+            several.abort()
+            ends = [each.finish_reason for each in [chunk, *await reading] if each.finish_reason]
+    assert ends == ["abort", "abort"]
+
+
+async def rest_of(several: Several) -> list[Chunk]:
+    return [chunk async for chunk in several]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@
 The tests call every method with every parameter, sync and async, and compare every field of every response with its
 type, with strict validation. They are written for a mock server that answers anything, so their ids name nothing and
 some of their values exclude each other. What a real server can't take is put right on the way (`MENDED`, a reason
-each); the responses come back as the app wrote them. TESTS: files below tests/, those of the Responses API by default.
+each); the responses come back as the app wrote them. TESTS: files below tests/; by default those of what is served.
 """
 
 from __future__ import annotations
@@ -26,10 +26,18 @@ DROP, FRESH = object(), object()
 """A field that is taken out, and one that gets the id of a response that there is."""
 NEEDED = frozenset(("input",))
 """Fields that are put in where they are missing, and stay as they are where they are given."""
-TESTS = ["tests/api_resources/test_responses.py", "tests/api_resources/responses"]
+TESTS = [
+    f"tests/api_resources/{part}"
+    for part in (
+        "test_responses.py", "responses", "chat/test_completions.py", "test_completions.py", "test_embeddings.py",
+        "test_models.py",
+    )
+]  # fmt: skip
 GIVEN_TWICE = "previous_response_id and conversation exclude each other; conversations are not kept here"
 NO_INPUT = "a request without an input: a real server has nothing to answer"
 NO_SUCH = "an id that names nothing: it becomes that of a response made for the test"
+NO_TOKEN = 'a bias of "foo", which is no token id'
+NO_ROOM = "0 tokens to answer in"
 MENDED: Mapping[str, Mapping[str, tuple[Any, str]]] = {
     r"/v1/responses(/compact|/input_tokens)?": {
         "input": ("hello", NO_INPUT),
@@ -38,9 +46,35 @@ MENDED: Mapping[str, Mapping[str, tuple[Any, str]]] = {
         "prompt": (DROP, "a prompt template: they are not kept here"),
         "personality": (DROP, "a manner of OpenAI's own models, which only input_tokens names"),
     },
+    "/v1/chat/completions": {
+        "logit_bias": (DROP, NO_TOKEN),
+        "max_tokens": (16, NO_ROOM),
+        "max_completion_tokens": (16, NO_ROOM),
+    },
+    "/v1/completions": {
+        "logit_bias": (DROP, NO_TOKEN),
+        "best_of": (1, "0 samples to choose from, and n is 1"),
+        "suffix": (DROP, "text is written at the end, not in the middle"),
+        "echo": (DROP, "with logprobs: the first token of a prompt has a null for its score, which the types lack"),
+    },
+    "/v1/embeddings": {
+        "encoding_format": ("float", "base64, which the client asks for itself and its strict validation then refuses"),
+    },
 }
 """Fields of bodies by their paths: what they become, and why."""
-DESELECTED: Mapping[str, str] = {}
+LEFT_OUT = {
+    ("test_models.py", "Models", "delete"): "no model is deleted by a client",
+    ("chat/test_completions.py", "Completions", "retrieve"): "chats are not stored (responses are)",
+    ("chat/test_completions.py", "Completions", "update"): "chats are not stored",
+    ("chat/test_completions.py", "Completions", "list"): "chats are not stored",
+    ("chat/test_completions.py", "Completions", "delete"): "chats are not stored",
+}
+DESELECTED: Mapping[str, str] = {
+    f"tests/api_resources/{file}::Test{kind}{group}::test_{way}_{call}": reason
+    for (file, group, call), reason in LEFT_OUT.items()
+    for kind in ("", "Async")
+    for way in ("method", "raw_response", "streaming_response")
+}
 """Tests that are left out, with the reason."""
 IDS = re.compile(r"/v1/responses/(resp_677efb5139a88190b512bc3fef8e535d|response_id)(?=/|$)")
 

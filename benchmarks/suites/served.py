@@ -33,7 +33,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def demo_server(wrap: Wrap = lambda made: made, **settings: Any) -> Iterator[str]:
-    """Base URL of an app that answers every model's name with the demo model. `wrap`: what is put around the app.
+    """Base URL of an app that answers every model's name with the demo model, but that of OpenAI's small embedder with
+    the demo embedder. `wrap`: what is put around the app.
 
     `settings` are keywords of `asyncengine.serve.app`.
     """
@@ -42,8 +43,12 @@ def demo_server(wrap: Wrap = lambda made: made, **settings: Any) -> Iterator[str
     started, servers = threading.Event(), list[uvicorn.Server]()
 
     async def run() -> None:
-        async with await AsyncEngine.from_pretrained("demo", show_progress=False) as engine:
-            made = wrap(app(engine, aliases={"*": "demo"}, **settings))
+        async with (
+            await AsyncEngine.from_pretrained("demo", show_progress=False) as engine,
+            await AsyncEngine.from_pretrained("demo-embed", show_progress=False) as embedder,
+        ):
+            aliases = {"text-embedding-3-small": "embedder", "*": "demo"}
+            made = wrap(app({"demo": engine, "embedder": embedder}, aliases=aliases, **settings))
             server = uvicorn.Server(uvicorn.Config(made, log_level="error"))
             servers.append(server)
             serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -16,7 +16,7 @@ from typing import Any
 
 import anyio.to_thread
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from asyncengine.checks import as_choice, as_text
@@ -53,7 +53,8 @@ def routes(serving: Serving) -> list[Route]:
         "/tokenize": (_tokenize, "generate"),
         "/detokenize": (_detokenize, "generate"),
     }
-    return [Route(path, _endpoint(serving, *work), methods=["POST"]) for path, work in served.items()]
+    made = [Route(path, _endpoint(serving, *work), methods=["POST"]) for path, work in served.items()]
+    return [*made, Route("/tokenizer_info", reporting(partial(_tokenizer_info, serving), error), methods=["GET"])]
 
 
 def _endpoint(serving: Serving, work: Work, task: str) -> Endpoint:
@@ -213,3 +214,13 @@ async def _detokenize(fields: Fields, target: Target) -> Made:
     with naming("token_ids", "tokens"):
         text = await anyio.to_thread.run_sync(partial(target.engine.detokenize, ids, skip_special_tokens=False))
     return {"prompt": text, "content": text}, ()
+
+
+async def _tokenizer_info(serving: Serving, request: Request) -> Response:
+    """What evaluation harnesses ask of a tokenizer before they use /tokenize: some of vLLM's answer."""
+    target = await serving.models.acquire(request.query_params.get("model"))
+    try:
+        ends = target.engine.token_texts(target.engine.info.eos_token_ids[:1])
+    finally:
+        target.release()
+    return JSONResponse({"eos_token": ends[0] if ends else None, "bos_token": None, "pad_token": None})

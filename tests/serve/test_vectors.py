@@ -142,6 +142,12 @@ def test_tokens_of_texts_and_chats(url: str, engines: Engines) -> None:
     assert [piece["id"] for piece in pieces] == plain
 
 
+def test_a_tokenizer_tells_its_end(url: str, engines: Engines) -> None:
+    end = httpx.get(f"{url}/tokenizer_info").json()["eos_token"]
+    ids = post(url, "/tokenize", prompt=end, add_special_tokens=False).json()["tokens"]
+    assert tuple(ids) == engines["demo"].info.eos_token_ids[:1]
+
+
 # -------------------------------------------------------------------- errors
 
 

@@ -10,6 +10,7 @@ from asyncengine.cli.adapters import name_and_path
 from asyncengine.cli.options import ENGINE_FIELDS, MOST_TOKENS, SAMPLING_FIELDS, add_flags, field_docs, literal
 from asyncengine.config import GROUPS, EngineConfig
 from asyncengine.sampling_params import SamplingParams
+from asyncengine.serve.settings import ServerSettings
 
 Commands = Any
 """The type of what `add_subparsers` returns; argparse does not export its type."""
@@ -30,6 +31,26 @@ def add_demo(commands: Commands) -> None:
         metavar="N",
         help="another story: N processes behind one engine (needs the extra: cluster)",
     )
+    _add_engine_flags(parser)
+
+
+def add_serve(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "serve", help="serve models over HTTP", allow_abbrev=False, usage="asyncengine serve [flags] MODEL [MODEL ...]",
+        description="OpenAI's and Anthropic's APIs on http://127.0.0.1:8000 (needs the extra: serve). Ctrl-C ends it.",
+    )  # fmt: skip
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="as for the other commands, or NAME=MODEL")
+    parser.add_argument("--config", metavar="FILE", help="TOML with [server], [engine], [aliases] and [models.NAME]")
+    parser.add_argument(
+        "--alias", action="append", type=name_and_path, default=[], metavar="NAME=MODEL",
+        help='another name of a model or adapter (repeat the flag); "*=MODEL" answers to every name',
+    )  # fmt: skip
+    parser.add_argument(
+        "--adapter", action="append", type=name_and_path, default=[], metavar="NAME=PATH",
+        help="load the LoRA adapter in the folder PATH (repeat the flag)",
+    )  # fmt: skip
+    names = tuple(ServerSettings.__dataclass_fields__)
+    add_flags(parser, "server", ServerSettings, names, field_docs(ServerSettings))
     _add_engine_flags(parser)
 
 

@@ -25,7 +25,7 @@ for _name, _value in (("TRANSFORMERS_VERBOSITY", "error"), ("TOKENIZERS_PARALLEL
 @contextlib.contextmanager
 def open_engine(model: str, config: EngineConfig) -> Iterator[Engine]:
     """A loaded engine on a thread of its own, closed on the way out. Raises what loading raises."""
-    _check_paths(model, config)
+    check_paths(model, config)
     with _no_collections():
         handle = shared_engine(model, config=config, keep_alive=0)
         with _saying_so("importing torch") as said:
@@ -45,7 +45,7 @@ def open_engine(model: str, config: EngineConfig) -> Iterator[Engine]:
 @contextlib.asynccontextmanager
 async def open_async_engine(model: str, config: EngineConfig, *, hosted: bool = True) -> AsyncIterator[AsyncEngine]:
     """The same for a coroutine. Cancelling it while it loads a hosted engine leaves at once."""
-    _check_paths(model, config)
+    check_paths(model, config)
     if not hosted:
         async with await AsyncEngine.from_pretrained(model, config=config) as engine:
             yield engine
@@ -79,7 +79,7 @@ async def in_background(work: Callable[[], T]) -> T:
     return await asyncio.wrap_future(on_thread(work))
 
 
-def _check_paths(model: str, config: EngineConfig) -> None:
+def check_paths(model: str, config: EngineConfig) -> None:
     """Refuse wrong paths at once, for importing torch takes seconds. Hub ids are the loader's business."""
     from asyncengine.engine.wiring import resolve_model
     from asyncengine.models.checkpoint import open_checkpoint

@@ -13,7 +13,15 @@ from importlib import import_module
 from typing import NoReturn
 
 from asyncengine import __version__
-from asyncengine.cli.arguments import add_bench, add_chat, add_demo, add_embed, add_fit, add_generate
+from asyncengine.cli.arguments import (
+    add_bench,
+    add_chat,
+    add_demo,
+    add_embed,
+    add_fit,
+    add_generate,
+    add_serve,
+)
 from asyncengine.cli.errors import FAILED, INTERRUPTED, USAGE, CliError
 from asyncengine.cli.starting import interruptible
 from asyncengine.cli.text import drop_output, prepare_streams
@@ -38,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"asyncengine {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=OneLineParser)
-    for add in (add_demo, add_chat, add_generate, add_embed, add_bench, add_fit):
+    for add in (add_demo, add_serve, add_chat, add_generate, add_embed, add_bench, add_fit):
         add(commands)
     return parser
 

@@ -52,14 +52,14 @@ def add_flags(
         )
 
 
-def _given(args: argparse.Namespace, settings: type[Settings]) -> dict[str, Any]:
+def given(args: argparse.Namespace, settings: type[Settings]) -> dict[str, Any]:
     """The fields of a class that were on the command line."""
     return {name: value for name, value in vars(args).items() if name in settings.__dataclass_fields__}
 
 
 def sampling_params(args: argparse.Namespace, **defaults: Any) -> SamplingParams:
     """Raises `InvalidParameter` naming the field."""
-    return SamplingParams(**{**defaults, **_given(args, SamplingParams)})
+    return SamplingParams(**{**defaults, **given(args, SamplingParams)})
 
 
 def start_limited(params: SamplingParams, start: Callable[[SamplingParams], T]) -> T:
@@ -82,7 +82,7 @@ def say_stopped(completion: Completion, context: int) -> None:
 
 def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
     """Raises `InvalidParameter` naming the field."""
-    return EngineConfig(**{**defaults, **_given(args, EngineConfig)})
+    return EngineConfig(**{**defaults, **given(args, EngineConfig)})
 
 
 _MOST_CHOICES = 9

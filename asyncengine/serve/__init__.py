@@ -7,7 +7,7 @@ differs between APIs, in functions without I/O: a body becomes a `Turn`, an engi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from asyncengine.async_engine import AsyncEngine
@@ -26,12 +26,16 @@ def app(
     aliases: Mapping[str, str] | None = None,
     strict: bool = False,
     max_body: int = 32 << 20,
+    allow_adapters: bool = False,
+    hosts: Collection[str] | None = None,
+    cors: Sequence[str] = (),
 ) -> Starlette:
-    """An ASGI app over engines that run; whoever made them closes them.
+    """An ASGI app over engines that run, or a group that loads them; whoever made them closes them.
 
     `api_keys`: a request must show one of them; none: everybody is served. `aliases`: other names for models and
     adapters; "*" stands for every unknown name. `strict`: fields that would change nothing are refused. `max_body`:
-    bytes of the longest request.
+    bytes of the longest request. `allow_adapters`: requests may load adapters without a key. `hosts`: names in the Host
+    header that are answered without a key; None: all. `cors`: origins of web pages that may ask.
 
     Raises `ImportError` naming the extra where starlette is not installed.
     """
@@ -39,4 +43,7 @@ def app(
         from asyncengine.serve.asgi import make_app
     except ImportError as error:
         raise ImportError('serving over HTTP needs starlette: pip install "asyncengine[serve]"') from error
-    return make_app(engines, api_keys=api_keys, aliases=aliases, strict=strict, max_body=max_body)
+    return make_app(
+        engines, api_keys=api_keys, aliases=aliases, strict=strict, max_body=max_body, allow_adapters=allow_adapters,
+        hosts=hosts, cors=cors,
+    )  # fmt: skip

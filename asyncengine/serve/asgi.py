@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -15,12 +16,14 @@ from starlette.routing import BaseRoute, Route
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.engine_group import EngineGroup
 from asyncengine.serve import messages, metrics, responses, vectors, web_page
+from asyncengine.serve import messages, metrics, responses, web_page
+from asyncengine.serve import adapters, messages, metrics, responses, web_page
 from asyncengine.serve.dialects import anthropic_messages, completions, openai_chat
 from asyncengine.serve.generating import generating
 from asyncengine.serve.metrics import CountAnswers
 from asyncengine.serve.models import Models
 from asyncengine.serve.problems import Problem, problem_of
-from asyncengine.serve.security import RequireKey
+from asyncengine.serve.security import RequireHost, RequireKey, path_of
 from asyncengine.serve.state import Serving
 
 
@@ -31,13 +34,21 @@ def make_app(
     aliases: Mapping[str, str] | None = None,
     strict: bool = False,
     max_body: int = 32 << 20,
+    allow_adapters: bool = False,
+    hosts: Collection[str] | None = None,
+    cors: Sequence[str] = (),
 ) -> Starlette:
     """See `asyncengine.serve.app`."""
     named = {engines.info.name: engines} if isinstance(engines, AsyncEngine) else engines
-    serving = Serving(Models(named, aliases), strict, max_body, tuple(api_keys))
+    serving = Serving(Models(named, aliases), strict, max_body, tuple(api_keys), allow_adapters=allow_adapters)
     paths = routes(serving)
     middleware = [Middleware(CountAnswers, serving=serving, routes=paths)]
-    middleware += [Middleware(RequireKey, keys=serving.api_keys, render=error_for)] if api_keys else []
+    if cors:  # before keys: a browser asks without one whether it may ask
+        middleware.append(Middleware(CORSMiddleware, cors, ("GET", "POST", "DELETE"), ("*",)))
+    if hosts is not None and not api_keys:
+        middleware.append(Middleware(RequireHost, hosts, cors, error_for))
+    if api_keys:
+        middleware.append(Middleware(RequireKey, serving.api_keys, error_for))
     return Starlette(
         routes=paths,
         middleware=middleware,
@@ -58,6 +69,7 @@ def routes(serving: Serving) -> list[BaseRoute]:
         Route("/health", _health(serving), methods=["GET"]),
         *metrics.routes(serving),
         *web_page.routes(),
+        *adapters.routes(serving),
     ]
 
 
@@ -96,9 +108,9 @@ def _health(serving: Serving) -> Any:
 async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     problem = Problem(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
-    return JSONResponse(error_for(request.url.path, problem), error.status_code, headers=error.headers)
+    return JSONResponse(error_for(path_of(request.scope), problem), error.status_code, headers=error.headers)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     problem = problem_of(error)
-    return JSONResponse(error_for(request.url.path, problem), problem.status)
+    return JSONResponse(error_for(path_of(request.scope), problem), problem.status)

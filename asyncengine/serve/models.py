@@ -99,6 +99,23 @@ class Models:
         yield from ((base, None) for base in self.group)
         yield from ((base, adapter) for base in self.group for adapter in self.group.adapter_names(base))
 
+    async def load_adapter(self, name: str, path: str, model: str | None, *, again: bool) -> None:
+        """Load an adapter of `model`; None: of the only one that generates. `again`: its name may be taken by another.
+
+        Raises `Problem` and `AdapterError`.
+        """
+        if name in self._aliases or name in self.group or (not again and any(name == one for _, one in self._names())):
+            raise Problem(400, f"the name {name[:100]!r} is taken", "lora_name", "name_taken")
+        await self.group.load_adapter(name, path, model=self._base(model))
+
+    async def unload_adapter(self, name: str, model: str | None) -> None:
+        """Unload an adapter. Raises `Problem` and `AdapterError`."""
+        found = [base for base, adapter in self._names() if name == adapter and model in (None, base)]
+        await self.group.unload_adapter(name, model=found[0] if found else self._base(model))
+
+    def _base(self, model: str | None) -> str:
+        return self._find(model, "generate")[0]
+
     @property
     def alive(self) -> bool:
         """True if every engine that is loaded would take a request."""

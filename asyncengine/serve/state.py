@@ -23,3 +23,5 @@ class Serving:
     """Bytes of the responses that clients can come back to."""
     answers: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     """Answers by method, path and status."""
+    allow_adapters: bool = False
+    """Requests without a key may load and unload adapters."""

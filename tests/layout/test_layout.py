@@ -382,8 +382,8 @@ def test_importing_asyncengine_is_light() -> None:
 def test_loading_imports_only_what_it_needs() -> None:
     """A path is looked at before torch is imported, and the demo model never has transformers imported."""
     probe = (
-        "import sys; from asyncengine import Engine, EngineConfig; from asyncengine.cli.loading import _check_paths;"
-        "_check_paths('demo', EngineConfig()); print('torch' in sys.modules);"
+        "import sys; from asyncengine import Engine, EngineConfig; from asyncengine.cli.loading import check_paths;"
+        "check_paths('demo', EngineConfig()); print('torch' in sys.modules);"
         "engine = Engine.from_pretrained('demo', show_progress=False);"
         "engine.chat([{'role': 'user', 'content': 'hi'}]); engine.close();"
         "print([m for m in ('transformers', 'huggingface_hub', 'torch._dynamo') if m in sys.modules])"

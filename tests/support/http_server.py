@@ -1,4 +1,4 @@
-"""An app over an engine, served by uvicorn on a free port of this machine."""
+"""An app over an engine, served on a free port of this machine as `asyncengine serve` does."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 
+from asyncengine.serve.server import Server
+from asyncengine.serve.settings import ServerSettings
 
-def _server(app: Starlette, listener: socket.socket) -> uvicorn.Server:
+
+def _server(app: Starlette, listener: socket.socket) -> Server:
     listener.bind(("127.0.0.1", 0))
-    # "uvloop" would be taken where it is installed; what is tested is the app
-    return uvicorn.Server(uvicorn.Config(app, log_level="error", loop="asyncio", lifespan="on"))
+    return Server(app, ServerSettings(log_level="error"), lambda: None)
 
 
 @asynccontextmanager

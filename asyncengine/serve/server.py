@@ -1,0 +1,149 @@
+"""The HTTP server of `asyncengine serve`: uvicorn, with connections that cannot be held for ever and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from asyncengine.engine_group import EngineGroup
+from asyncengine.errors import InvalidParameter
+from asyncengine.serve.settings import ServerSettings
+
+HEADER_BYTES = 1 << 16
+IDLE_SECONDS = 60.0
+"""A connection without a request, or with half the head of one, is closed after this long."""
+ABORT_SECONDS = 5
+"""Time for streams to tell their clients that they were ended."""
+
+
+class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """A connection that is closed in time where no request comes, whether nothing is sent or a byte now and then.
+
+    uvicorn itself closes idle connections only after their first request.
+    """
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._waiting_since: float | None = None
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._wait()
+
+    def _wait(self) -> None:
+        if self.transport.get_protocol() is not self:
+            return  # it has become a WebSocket
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._waiting_since = None
+        elif self.timeout_keep_alive_task is None:
+            self._waiting_since = self._waiting_since or self.loop.time()
+            until = self._waiting_since + IDLE_SECONDS
+            self.timeout_keep_alive_task = self.loop.call_at(until, self.timeout_keep_alive_handler)
+
+
+class Server(uvicorn.Server):
+    """A server that says when it listens, and leaves signals to `until_stopped`."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, ready: Callable[[], None]) -> None:
+        config = uvicorn.Config(
+            app, http=Connection, lifespan="auto", server_header=False,
+            log_config=None, log_level=settings.log_level, access_log=settings.log_level in ("info", "debug"),
+            h11_max_incomplete_event_size=HEADER_BYTES, timeout_keep_alive=int(IDLE_SECONDS),
+            timeout_graceful_shutdown=int(settings.drain_timeout), ws_max_size=settings.max_body,
+        )  # fmt: skip
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def until_stopped(server: Server, listener: socket.socket, group: EngineGroup) -> int:
+    """Serve until a signal. SIGTERM lets requests end, for a time; Ctrl-C ends them, and a second one this process.
+
+    Returns the signal's number; 0 where there was none.
+    """
+    loop, got = asyncio.get_running_loop(), list[int]()
+    endings: list[asyncio.Task[None]] = []
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        if signal.SIGINT in got:
+            os.write(2, b"interrupted\n")
+            os._exit(128 + number)
+        got.append(number)
+        loop.call_soon_threadsafe(begin, number)
+
+    def begin(number: int) -> None:
+        server.should_exit = True
+        if number == signal.SIGINT:
+            server.config.timeout_graceful_shutdown = ABORT_SECONDS
+            endings.append(loop.create_task(group.aclose()))
+
+    numbers = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {each: signal.signal(each, stop) for each in numbers}
+    try:
+        await server.serve([listener])
+        await asyncio.gather(*endings)
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    return got[0] if got else 0
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """A socket at the address; nobody can connect before the server listens. Raises `InvalidParameter`."""
+    if settings.uds is not None:
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.stat(settings.uds).st_mode):
+                os.unlink(settings.uds)  # that of a server that was killed
+        family, address, field = socket.AF_UNIX, settings.uds, "uds"
+    else:
+        field = "port"
+        try:
+            family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
+        except OSError as error:
+            raise InvalidParameter("host", f"is no address of this machine: {error.strerror}", settings.host) from error
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise InvalidParameter(field, f"cannot be listened on: {error.strerror}", address) from error
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """The base URL at which a socket is reached."""
+    name = listener.getsockname()
+    if isinstance(name, str):
+        return f"unix:{name}"
+    host = f"[{name[0]}]" if ":" in name[0] else name[0]
+    return f"http://{host}:{name[1]}"
+
+
+def allow_many_connections() -> None:
+    """Raise the limit of open files as far as it may be: each connection is one."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,0 +1,96 @@
+"""Settings of a server. Each is a flag of `asyncengine serve` and a field of [server] in its configuration file."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from asyncengine.checks import Positive, Seconds, Settings, as_items, integer_in
+from asyncengine.config import Memory, parse_keep_alive
+from asyncengine.errors import InvalidParameter
+
+KEY_VARIABLE = "ASYNCENGINE_API_KEY"
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    texts = as_items(name, value) if not isinstance(value, str) else (value,)
+    for text in texts:
+        if not isinstance(text, str) or not (text.isascii() and text.isprintable() and text.strip() == text != ""):
+            raise InvalidParameter(name, "must be printable ASCII without spaces around it")
+    return texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings(Settings):
+    """Settings of a server."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Others than this machine's own need a key, or `insecure`."""
+    port: Annotated[int, integer_in(0, 65535)] = 8000
+    """Port to listen on; 0 takes a free one."""
+    uds: str | None = None
+    """Path of a Unix domain socket to listen on in the place of an address."""
+    api_key: Annotated[Sequence[str], _texts] = ()
+    """A key of which requests must show one. `ps` shows flags to everybody: better a file, or ASYNCENGINE_API_KEY."""
+    api_key_file: str | None = None
+    """File with a key on each line."""
+    insecure: bool = False
+    """Serve everybody who reaches the address, without a key and under any host name."""
+    allow_adapters: bool = False
+    """Let requests load and unload adapters although they show no key."""
+    cors: Annotated[Sequence[str], _texts] = ()
+    """Origin of web pages that may ask, such as https://chat.example; "*" for all."""
+    strict: bool = False
+    """Refuse the fields of requests that would change nothing."""
+    max_body: Positive = 32 << 20
+    """Bytes of the longest request."""
+    memory: Memory | None = None
+    """Memory for all models together ("8GiB"). With `keep_alive` they share it in turns where it is too small for all.
+    """
+    keep_alive: Annotated[float | str, parse_keep_alive] | None = None
+    """Load each model at its first request, and close it after this time without one ("5m", seconds, -1 for never).
+    Without the flag all are loaded at the start; those of a configuration file are kept for "5m"."""
+    drain_timeout: Seconds = 30.0
+    """Seconds that requests have to end after SIGTERM."""
+    log_level: Literal["error", "warning", "info", "debug"] = "warning"
+    """Least weight of what is logged; "info" has a line for each request."""
+
+    @property
+    def local(self) -> bool:
+        """Only programs of this machine reach it."""
+        try:
+            return self.uds is not None or self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def hosts(self) -> tuple[str, ...] | None:
+        """Host names to which it answers; None: all. Where neither a key nor an address keeps others away, a web page
+        can have its own host name resolve to this machine, and then ask with the rights of its visitor's browser."""
+        if self.insecure or self.uds is not None or not self.local:
+            return None
+        return ("localhost", "127.0.0.1", "[::1]", f"[{self.host}]" if ":" in self.host else self.host)
+
+    def keys(self) -> tuple[str, ...]:
+        """Every key that is given, in flags, the file and the environment.
+
+        Raises `InvalidParameter` for a file that cannot be read or holds none, and for an address that others reach
+        without one.
+        """
+        keys = [*self.api_key, *_texts(KEY_VARIABLE, [key] if (key := os.environ.get(KEY_VARIABLE)) else [])]
+        if self.api_key_file is not None:
+            try:
+                lines = Path(self.api_key_file).expanduser().read_text(encoding="ascii").split()
+            except (OSError, ValueError) as error:
+                raise InvalidParameter("api_key_file", f"cannot be read: {error}") from error
+            if not lines:
+                raise InvalidParameter("api_key_file", "holds no key", self.api_key_file)
+            keys += lines
+        if not (keys or self.local or self.insecure):
+            need = f"api_key, api_key_file or {KEY_VARIABLE}; insecure serves everybody"
+            raise InvalidParameter("host", f"is reached from other machines, so a key is needed ({need})", self.host)
+        return tuple(keys)

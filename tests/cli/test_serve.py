@@ -1,0 +1,265 @@
+"""`asyncengine serve` as a process: how it starts, what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from asyncengine.cli.errors import CliError
+from asyncengine.cli.main import build_parser, main
+from asyncengine.cli.serve import read_plan
+from asyncengine.errors import InvalidParameter
+
+if sys.platform == "win32":
+    pytest.skip("signals are others there", allow_module_level=True)
+
+PATIENCE = 120.0
+SMALL = ("--max-num-seqs", "4", "--num-threads", "1", "--grammar-backend", "none")
+HELLO = [{"role": "user", "content": "hello"}]
+ENDLESS = {"model": "demo", "messages": HELLO, "ignore_eos": True, "stream": True, "temperature": 0}
+
+
+class Served:
+    """A server of its own process on a free port; killed at the end if it is still there."""
+
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "asyncengine", "serve", *arguments, "--port", "0", *SMALL],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment},
+            # the tests may have been started in the background, where shells have Ctrl-C ignored for good
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  # no thread holds a lock
+        )  # fmt: skip
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def ready(self) -> str:
+        """The line that says that it serves."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("serving "), self.process.communicate(timeout=PATIENCE)
+        self.url = next(word for word in line.split() if word.startswith(("http:", "unix:")))
+        return line
+
+    def end(self) -> tuple[int, str]:
+        """(exit code, all of stderr)"""
+        _, said = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, said
+
+    def stream(self, max_tokens: int) -> Any:
+        """The lines of an answer that goes on for long."""
+        body = {**ENDLESS, "max_tokens": max_tokens}
+        return httpx.stream("POST", f"{self.url}/v1/chat/completions", json=body, timeout=PATIENCE)
+
+
+def frames(lines: Iterator[str]) -> list[Any]:
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+def test_ctrl_c_ends_streams_and_then_the_server() -> None:
+    with Served("demo", "pet=demo", "--alias", "*=pet") as served:
+        assert served.ready().startswith("serving demo, pet at http://127.0.0.1:")
+        with served.stream(1000) as answer:
+            lines = answer.iter_lines()
+            assert json.loads(next(lines)[6:])["choices"]
+            served.process.send_signal(signal.SIGINT)
+            rest = frames(lines)
+        assert "the engine is closing" in rest[-1]["error"]["message"]
+        code, said = served.end()
+        assert (code, said.strip().splitlines()[-1]) == (130, "stopped")
+        assert "Traceback" not in said
+
+
+def test_sigterm_lets_answers_end_and_takes_no_new_ones() -> None:
+    with Served("demo") as served:
+        served.ready()
+        with served.stream(300) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            served.process.send_signal(signal.SIGTERM)
+            rest = frames(lines)
+        assert rest[-1]["choices"][0]["finish_reason"] == "length"
+        code, said = served.end()
+        assert (code, said) == (0, "stopped\n")
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{served.url}/health")
+
+
+def test_a_second_ctrl_c_waits_for_nobody() -> None:
+    with Served("demo", "--keep-alive", "5m") as served:
+        served.ready()
+        port = int(served.url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as slow:
+            head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            slow.sendall(head + b"Content-Length: 100\r\n\r\n{")  # and the rest never comes
+            assert httpx.get(f"{served.url}/health").status_code == 200
+            served.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(httpx.TransportError):
+                while httpx.get(f"{served.url}/health"):  # until it listens no more
+                    pass
+            served.process.send_signal(signal.SIGINT)
+            assert served.end() == (130, "interrupted\n")
+
+
+def test_ctrl_c_while_it_loads() -> None:
+    with Served("demo", "--log-level", "debug") as served:
+        assert served.process.stderr is not None
+        assert "selector" in served.process.stderr.readline()  # the loop runs, and loading has not ended
+        served.process.send_signal(signal.SIGINT)
+        code, said = served.end()
+        assert code == 130
+        assert "Traceback" not in said
+
+
+def test_a_key_from_the_environment_is_asked_for(tmp_path: Path) -> None:
+    with Served("demo", "--host", "0.0.0.0", "--keep-alive", "5m", ASYNCENGINE_API_KEY="sesame") as served:
+        served.ready()
+        port = served.url.rpartition(":")[2]
+        url = f"http://127.0.0.1:{port}/v1/models"
+        assert httpx.get(url).status_code == 401
+        assert httpx.get(url, params={"api_key": "sesame"}).status_code == 401
+        assert httpx.get(url, headers={"authorization": "Bearer sesame"}).json()["data"][0]["loaded"] is False
+        served.process.send_signal(signal.SIGINT)
+        assert served.end()[0] == 130
+
+
+def test_a_unix_socket(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(path)  # as a server that was killed leaves it
+    with Served("demo", "--uds", path, "--keep-alive", "5m") as served:
+        served.ready()
+        assert served.url == f"unix:{path}"
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path)) as client:
+            assert client.get("http://whatever/health").json() == {"status": "ok"}
+        served.process.send_signal(signal.SIGTERM)
+        assert served.end()[0] == 0
+    assert not os.path.exists(path)
+
+
+# ---------------------------------------------------------------- what it refuses
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["serve", *arguments]) in (1, 2)
+    said = capsys.readouterr().err
+    assert said.startswith("asyncengine: error: ")
+    assert said.count("\n") == 1
+    return said.removeprefix("asyncengine: error: ").strip()
+
+
+def test_addresses_that_others_reach_need_a_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "::", "192.168.0.7", "example.org"):
+        assert refused(capsys, "demo", "--host", host).startswith("--host: is reached from other machines")
+    (tmp_path / "empty").write_text("\n")
+    assert "holds no key" in refused(capsys, "demo", "--api-key-file", str(tmp_path / "empty"))
+    assert "cannot be read" in refused(capsys, "demo", "--api-key-file", str(tmp_path / "none"))
+    assert refused(capsys, "demo", "--api-key", "with space ").startswith("--api-key: must be printable")
+    assert refused(capsys, "demo", "--api-key", "").startswith("--api-key: must be printable")
+
+
+def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        assert refused(capsys, "demo", "--port", port).startswith("--port: cannot be listened on: ")
+
+
+def test_what_it_cannot_serve(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refused(capsys).startswith("models: name a MODEL")
+    assert "/no/such/model" in refused(capsys, "/no/such/model")
+    assert "there twice" in refused(capsys, "demo", "demo")
+    assert refused(capsys, "a=demo", "b=demo", "--adapter", "x=demo/pirate").startswith("--adapter: say in a --config")
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    said = refused(capsys, "demo")
+    assert said == 'serve needs prometheus_client: pip install "asyncengine[serve]"'
+
+
+# ---------------------------------------------------------------- configuration files
+
+CONFIG = """
+[server]
+port = 8123
+memory = "4GiB"
+cors = ["https://chat.example"]
+
+[engine]
+max_num_seqs = 8
+
+[aliases]
+"*" = "chat"
+
+[models.chat]
+model = "demo"
+aliases = ["gpt-4o", "claude"]
+adapters = { pirate = "demo/pirate" }
+max_num_seqs = 2
+preload = true
+
+[models.embed]
+model = "demo-embed"
+keep_alive = -1
+"""
+
+
+def plan_of(tmp_path: Path, text: str, *arguments: str) -> Any:
+    file = tmp_path / "server.toml"
+    file.write_text(text)
+    return read_plan(build_parser().parse_args(["serve", "--config", str(file), *arguments]))
+
+
+def test_a_file_and_flags_above_it(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, CONFIG, "--port", "8124", "--max-model-len", "64", "more=demo", "--alias", "pal=pirate")
+    assert (plan.settings.port, plan.settings.memory, plan.preload) == (8124, 4 << 30, ["chat"])
+    assert plan.aliases == {"*": "chat", "gpt-4o": "chat", "claude": "chat", "pal": "pirate"}
+    common = {"max_num_seqs": 8, "max_model_len": 64}
+    chat = {"model": "demo", "adapters": {"pirate": "demo/pirate"}, "keep_alive": "5m"}
+    assert plan.models == {
+        "chat": {**common, **chat, "max_num_seqs": 2},
+        "embed": {**common, "model": "demo-embed", "keep_alive": -1},
+        "more": {**common, "model": "demo", "keep_alive": "5m"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[server", "config: .*server.toml: "),
+        ("[sever]\nport = 1", r"has no use for \[sever\]; known: server, engine, models, aliases"),
+        ("[server]\nprot = 1\n[models.a]\nmodel='demo'", "prot: unknown parameter; did you mean 'port'"),
+        ("[server]\nport = 'x'", "port: must be an integer"),
+        ("[server]\nmemory = 'much'", "memory: must be a positive number of bytes"),
+        ("[server]\nkeep_alive = 'long'", "keep_alive: must be seconds"),
+        ("models = 1", "models must be a table of tables"),
+        ("[models]\na = 'demo'", "models must be a table of tables"),
+        ("[models.a]\nmax_num_seqs = 1", "models.a.model: must be a folder"),
+        ("[models.a]\nmodel = 'demo'\naliases = 'b'", "models.a.aliases: must be a list of names"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_by_name(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises((InvalidParameter, CliError), match=complaint):
+        plan_of(tmp_path, text)
+
+
+def test_folders_and_names_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "a=b").mkdir()
+    given = ["serve", str(tmp_path / "a=b"), "pet=USER/repo", "USER/Other-0.6B", "--keep-alive", "-1"]
+    plan = read_plan(build_parser().parse_args(given))
+    assert {name: setup["model"] for name, setup in plan.models.items()} == {
+        "a=b": str(tmp_path / "a=b"), "pet": "USER/repo", "Other-0.6B": "USER/Other-0.6B",
+    }  # fmt: skip
+    assert plan.aliases == {str(tmp_path / "a=b"): "a=b", "USER/Other-0.6B": "Other-0.6B"}

@@ -28,25 +28,30 @@ ABORT_SECONDS = 5
 
 
 class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """A connection that is closed in time where no request comes, whether nothing is sent or a byte now and then.
+    """A connection that is closed in time where no request comes, whether nothing is sent or a byte now and then, and
+    at once where a request's head has no end.
 
-    uvicorn itself closes idle connections only after their first request.
+    uvicorn itself closes idle connections only after their first request, and httptools reads any number of headers.
     """
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._waiting_since: float | None = None
+        self._head_bytes = 0
         self._wait()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        self._head_bytes += len(data)
         self._wait()
 
     def _wait(self) -> None:
         if self.transport.get_protocol() is not self:
             return  # it has become a WebSocket
         if self.cycle is not None and not self.cycle.response_complete:
-            self._waiting_since = None
+            self._waiting_since, self._head_bytes = None, 0
+        elif self._head_bytes > HEADER_BYTES:
+            self.send_400_response(f"The head of a request has more than {HEADER_BYTES} bytes.")
         elif self.timeout_keep_alive_task is None:
             self._waiting_since = self._waiting_since or self.loop.time()
             until = self._waiting_since + IDLE_SECONDS

@@ -1,0 +1,336 @@
+"""Requests that mean no good, over a real socket: each is refused in the dialect's shape, and nobody else notices."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import fastapi
+import httpx
+import pytest
+from starlette.applications import Starlette
+from support.http_server import serving_thread
+
+from asyncengine import AsyncEngine, Engine
+from asyncengine.serve import app, server
+from asyncengine.serve.settings import ServerSettings
+
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+HELLO = {"model": "demo", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
+JSON = {"content-type": "application/json"}
+KEY = "sesame"
+ORIGIN = "https://chat.example"
+
+
+@asynccontextmanager
+async def three_apps() -> AsyncIterator[Starlette]:
+    """At /open one without keys, at /locked one with a key, at /any one that answers to every model name."""
+    async with await AsyncEngine.from_pretrained("demo", show_progress=False, max_num_seqs=8) as engine:
+        host = fastapi.FastAPI()
+        hosts = ServerSettings().hosts
+        host.mount("/open", app(engine, hosts=hosts, cors=[ORIGIN], max_body=1 << 20))
+        host.mount("/locked", app(engine, api_keys=[KEY, "other"], cors=[ORIGIN], hosts=hosts))
+        host.mount("/any", app(engine, aliases={"*": "demo"}))
+        yield host
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving_thread(three_apps) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def undisturbed(client: httpx.Client) -> Iterator[None]:
+    """Whatever a test does, a good request is answered after it."""
+    yield
+    answer = client.post(f"/open{CHAT}", json=HELLO)
+    assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 4)
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    error: dict[str, Any] = answer.json()["error"]
+    assert isinstance(error["message"], str)
+    assert len(answer.content) < 2000
+    return error
+
+
+# ---------------------------------------------------------------- bodies
+
+BODIES: dict[str, tuple[bytes, int]] = {
+    "empty": (b"", 400),
+    "cut off": (b'{"model": "demo", ', 400),
+    "an array": (b"[]", 400),
+    "a number": (b"1", 400),
+    "null": (b"null", 400),
+    "no JSON": (b"model=demo", 400),
+    "not a number": (b'{"model": "demo", "messages": [], "temperature": NaN}', 400),
+    "infinite": (b'{"model": "demo", "messages": [], "temperature": Infinity}', 400),
+    "too large a number": (
+        b'{"model": "demo", "messages": [{"role":"user","content":"a"}], "temperature": 1e999}',
+        400,
+    ),
+    "too many digits": (b'{"model": "demo", "messages": [], "seed": ' + b"9" * 10_000 + b"}", 400),
+    "deep": (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400),
+    "deep objects": (b'{"a":' * 50_000 + b"1" + b"}" * 50_000, 400),
+    "wrong encoding": (b'{"model": "\xff\xfe"}', 400),
+    "UTF-16": ('{"model": "other"}'.encode("utf-16"), 404),
+    "too long": (b'{"model": "' + b"x" * (2 << 20) + b'"}', 413),
+}
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+@pytest.mark.parametrize(("body", "status"), BODIES.values(), ids=BODIES)
+def test_bodies(client: httpx.Client, path: str, body: bytes, status: int) -> None:
+    answer = client.post(f"/open{path}", content=body, headers=JSON)
+    assert error_of(answer)
+    assert answer.status_code in (status, 400)
+    assert (answer.json().get("type") == "error") == (path == MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": "application/x-www-form-urlencoded"}, 415),
+        ({"content-type": "multipart/form-data; boundary=x"}, 415),
+        ({**JSON, "content-encoding": "gzip"}, 415),
+        ({**JSON, "content-encoding": "br, gzip"}, 415),
+    ],
+)
+def test_types_and_codings_of_bodies(client: httpx.Client, headers: dict[str, str], status: int) -> None:
+    bomb = gzip.compress(b" " * (64 << 20))
+    assert error_of(client.post(f"/open{CHAT}", content=bomb, headers=headers))["param"] in headers
+    assert client.post(f"/open{CHAT}", content=json.dumps(HELLO), headers=headers).status_code == status
+
+
+def test_a_body_is_not_read_beyond_its_limit(url: str) -> None:
+    """One that is announced as too long is refused before it is sent, one without a length where it exceeds."""
+    head = f"POST /open{CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with connection(url) as announced:
+        announced.sendall(f"{head}Content-Length: 100000000000\r\n\r\n{{".encode())
+        assert b" 413 " in announced.recv(1 << 16)
+    with connection(url) as chunked:
+        chunked.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+        with contextlib.suppress(ConnectionError):
+            for _ in range(40):  # of a hundred thousand
+                chunked.sendall(b"10000\r\n" + b" " * 0x10000 + b"\r\n")
+            assert b" 413 " in chunked.recv(1 << 16)
+
+
+@pytest.mark.parametrize(
+    "field", ["model", "messages", "max_tokens", "temperature", "stream", "stop", "tools", "seed", "n"]
+)
+@pytest.mark.parametrize("value", [{"a": [1]}, [[]], "\ud800", "x" * 5000, -(10**30), 1.5e300, True])
+def test_fields_of_wrong_types(client: httpx.Client, field: str, value: Any) -> None:
+    answer = client.post(f"/open{CHAT}", content=json.dumps({**HELLO, field: value}), headers=JSON)
+    if answer.status_code != 200:  # some are a stop string, or true
+        assert 400 <= answer.status_code < 500
+        assert error_of(answer)["param"]
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\r\nset-cookie: x=1", "\0", "é" * 3000, "x" * 100_000])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_names_of_fields_and_models(client: httpx.Client, path: str, name: str) -> None:
+    """Strange names come back in messages, in bodies and in a header, and break none of them."""
+    for where, body in (
+        ("open", {**HELLO, name: 1}),
+        ("open", {**HELLO, "model": name}),
+        ("any", {**HELLO, "model": name}),
+    ):
+        answer = client.post(f"/{where}{path}", content=json.dumps(body), headers=JSON)
+        assert answer.status_code < 500, answer.text
+        assert isinstance(answer.json(), dict)
+        assert "set-cookie" not in answer.headers
+
+
+# ---------------------------------------------------------------- paths, methods, heads
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/models/../../etc/passwd", "/v1/models/..%2f..%2fetc%2fpasswd", "/v1/models/%00", "/v1/models/%ff",
+        "/v1/models/" + "x" * 5000, "/v1//models", "/v1/chat/completions/", "/%2e%2e/", "/page/../../pyproject.toml",
+        "/v1/models/demo%0d%0aset-cookie:%20x=1",
+    ],
+)  # fmt: skip
+def test_paths(url: str, path: str) -> None:
+    with connection(url) as raw:
+        raw.sendall(f"GET /open{path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        answer = everything(raw)
+    assert answer.split(b" ")[1] in (b"404", b"307", b"405"), answer[:200]
+    assert b"root:" not in answer
+    assert b"\r\nset-cookie" not in answer.lower()
+    assert len(answer) < 7000
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "BREW"])
+def test_methods(client: httpx.Client, method: str) -> None:
+    assert client.request(method, f"/open{CHAT}").status_code in (400, 405)
+    assert (
+        client.request(method, "/open/health").status_code == (200 if method in ("GET", "HEAD") else 405)
+        or method == "BREW"
+    )
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /open/health\r\n\r\n",
+        b"POST /open/v1/chat/completions HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"POST /open/v1/chat/completions HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
+        b"GET /open/health HTTP/1.1\r\nHost: localhost\r\n" + b"a: " + b"b" * 200_000,
+        b"GET /open/health HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 50_000,
+        b"GET /" + b"x" * 200_000,
+    ],
+    ids=["TLS", "version", "0.9", "negative", "two lengths", "long header", "many headers", "long path"],
+)
+def test_heads(url: str, head: bytes) -> None:
+    """What is no request, or one whose head has no end, is refused and the connection closed."""
+    with connection(url) as raw, contextlib.suppress(ConnectionError):
+        raw.sendall(head)
+        answer = everything(raw)
+        assert answer == b"" or answer.split(b" ")[1].startswith(b"4"), answer[:100]
+
+
+# ---------------------------------------------------------------- keys, hosts, origins
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {}, {"authorization": "Bearer"}, {"authorization": f"Basic {KEY}"}, {"authorization": f"Bearer {KEY}x"},
+        {"authorization": f"Bearer {KEY[:-1]}"}, {"x-api-key": ""}, {"x-api-key": "é"}, {"x-api-key": "x" * 10_000},
+        {"cookie": f"api_key={KEY}"},
+    ],
+)  # fmt: skip
+def test_without_a_key(client: httpx.Client, headers: dict[str, str]) -> None:
+    encoded = {name: value.encode() for name, value in headers.items()}
+    for path in (CHAT, MESSAGES, "/v1/models", "/v1/load_lora_adapter", "/metrics", "/nowhere"):
+        answer = client.post(f"/locked{path}?api_key={KEY}&key={KEY}", json=HELLO, headers=encoded)
+        assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+        assert "authentication_error" in json.dumps(answer.json())
+        assert (answer.json().get("type") == "error") == (path == MESSAGES)
+    assert client.get("/locked/health").status_code == 200  # that tells nothing of anybody
+
+
+@pytest.mark.parametrize("headers", [{"authorization": f"bearer  {KEY}"}, {"x-api-key": KEY}, {"x-api-key": "other"}])
+def test_with_a_key(client: httpx.Client, headers: dict[str, str]) -> None:
+    for host in ("localhost", "llm.example"):  # a key is enough
+        assert client.post(f"/locked{CHAT}", json=HELLO, headers={**headers, "host": host}).status_code == 200
+
+
+def test_other_host_names_are_refused(client: httpx.Client) -> None:
+    """A page whose name was made to resolve to this machine has its own name in the Host header."""
+    for host in ("localhost", "LOCALHOST:80", "127.0.0.1:1", "[::1]", "[::1]:8000"):
+        assert client.get("/open/v1/models", headers={"host": host}).status_code == 200
+    for host in ("evil.example", "localhost.evil.example:8000", "127.0.0.1.evil.example", "[::2]:80", "[::1", ""):
+        answer = client.get("/open/v1/models", headers={"host": host})
+        assert answer.status_code in (400, 403)
+    assert client.get("/any/v1/models", headers={"host": "evil.example"}).status_code == 200
+
+
+def test_other_pages_may_not_ask_unless_they_are_named(client: httpx.Client) -> None:
+    def preflight(origin: str) -> httpx.Response:
+        asked = {
+            "origin": origin,
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "x-api-key",
+        }
+        return client.options(f"/locked{CHAT}", headers=asked)
+
+    assert preflight(ORIGIN).headers["access-control-allow-origin"] == ORIGIN
+    assert preflight("https://evil.example").status_code == 400
+    for where, origin in (("open", "https://evil.example"), ("any", ORIGIN)):
+        answer = client.get(f"/{where}/v1/models", headers={"origin": origin})
+        assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [("https://evil.example", 403), ("null", 403), (ORIGIN, 101), ("http://localhost:9", 101), (None, 101)],
+)
+def test_sockets_of_other_pages_are_refused(url: str, origin: str | None, status: int) -> None:
+    """No browser asks a server before it opens a WebSocket to it for whatever page."""
+    head = [
+        "GET /open/v1/responses HTTP/1.1", "Host: localhost", "Upgrade: websocket", "Connection: Upgrade",
+        "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==",
+        *([f"Origin: {origin}"] if origin else []),
+    ]  # fmt: skip
+    with connection(url) as raw:
+        raw.sendall("\r\n".join([*head, "", ""]).encode())
+        assert int(raw.recv(1 << 16).split(b" ")[1]) == status
+
+
+# ---------------------------------------------------------------- connections
+
+
+def test_many_connections_disturb_nobody(url: str, client: httpx.Client) -> None:
+    """Idle ones, ones with half a head, ones with half a body. (Ten thousand of them: docs/howto/serve.md.)"""
+    halves = [
+        b"",
+        b"POST /open/v1/chat",
+        f"POST /open{CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{{".encode(),
+    ]
+    with contextlib.ExitStack() as stack:
+        for index in range(300):
+            raw = stack.enter_context(connection(url))
+            raw.sendall(halves[index % 3])
+        answer = client.post(f"/open{CHAT}", json=HELLO)
+        assert answer.status_code == 200
+
+
+def test_connections_without_a_request_are_closed(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """Also where a byte comes now and then; one whose request is being answered stays."""
+    monkeypatch.setattr(server, "IDLE_SECONDS", 0.05)
+    with connection(url) as silent, connection(url) as slow:
+        slow.sendall(b"GET /open/he")
+        assert everything(silent) == b""
+        with contextlib.suppress(ConnectionError):
+            assert everything(slow) == b""
+    with connection(url) as asking:
+        body = json.dumps({**HELLO, "max_tokens": 200, "ignore_eos": True}).encode()
+        head = (
+            f"POST /open{CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        )
+        asking.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert everything(asking).startswith(b"HTTP/1.1 200")
+
+
+# ---------------------------------------------------------------- an app within another
+
+
+def test_a_mounted_app_answers_as_the_engine_does(client: httpx.Client) -> None:
+    with Engine.from_pretrained("demo", show_progress=False) as engine:
+        from asyncengine import SamplingParams
+
+        expected = engine.chat(HELLO["messages"], SamplingParams(max_tokens=4, temperature=0)).text
+    answer = client.post(f"/any{CHAT}", json=HELLO).json()
+    assert answer["choices"][0]["message"]["content"] == expected
+    assert client.get("/docs").status_code == 200  # the host's own
+
+
+def connection(url: str) -> socket.socket:
+    host, _, port = url.removeprefix("http://").partition(":")
+    return socket.create_connection((host, int(port)), timeout=120)
+
+
+def everything(raw: socket.socket) -> bytes:
+    found = b""
+    while piece := raw.recv(1 << 16):
+        found += piece
+    return found

@@ -56,7 +56,7 @@ class Answer:
         self._stream, self.writer, self._render = stream, writer, render
         self._streaming, self._samples = streaming, samples
         self._events = EventReader(token_ids)
-        self._headers = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers]
+        self._headers = [(name.encode(), _one_line(value)) for name, value in headers]
         self._release = release
         self._left = False
         self._begun = False
@@ -184,3 +184,8 @@ class Answer:
             await self._send_text(send, self.writer.failed(problem), more=False)
         else:
             await self._send_json(send, problem.status, self._render(problem), problem.headers)
+
+
+def _one_line(text: str) -> bytes:
+    """A text as a header may have it: names of fields, which clients choose, may hold line breaks."""
+    return "".join([letter if letter.isprintable() else "?" for letter in text]).encode("latin-1", "replace")

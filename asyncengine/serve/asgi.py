@@ -46,7 +46,7 @@ def make_app(
     if cors:  # before keys: a browser asks without one whether it may ask
         middleware.append(Middleware(CORSMiddleware, cors, ("GET", "POST", "DELETE"), ("*",)))
     if hosts is not None and not api_keys:
-        middleware.append(Middleware(RequireHost, hosts, cors, error_for))
+        middleware.append(Middleware(RequireHost, hosts, error_for))
     if api_keys:
         middleware.append(Middleware(RequireKey, serving.api_keys, error_for))
     return Starlette(

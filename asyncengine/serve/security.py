@@ -45,33 +45,23 @@ class RequireKey:
 
 
 class RequireHost:
-    """ASGI middleware that answers to some host names only, and opens WebSockets only for their pages.
+    """ASGI middleware that answers to some host names only, which keeps DNS rebinding out.
 
-    A web page's own host name, made to resolve to this machine, would have browsers treat this server as the page's
-    (DNS rebinding); and a browser opens a WebSocket for any page, to any host, saying only whose it is.
+    A web page's own host name, made to resolve to this machine, would have browsers treat this server as the page's.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str], render: Render) -> None:
-        """`origins`: those whose pages may ask, whatever their host."""
-        self._app, self._hosts, self._origins, self._render = app, frozenset(hosts), frozenset(origins), render
+    def __init__(self, app: ASGIApp, hosts: Collection[str], render: Render) -> None:
+        self._app, self._hosts, self._render = app, frozenset(hosts), render
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
-            headers = HTTPConnection(scope).headers
-            origin = headers.get("origin", "") if scope["type"] == "websocket" else ""
-            foreign = origin and not self._origins & {origin, "*"} and _name_in(origin) not in self._hosts
-            if foreign or _name_in(headers.get("host", "")) not in self._hosts:
-                known = ", ".join(sorted(self._hosts))
-                message = f"a server without a key answers to {known} and to their pages only"
+            host = HTTPConnection(scope).headers.get("host", "").lower()
+            name = host if host.endswith("]") else host.rpartition(":")[0] or host
+            if name not in self._hosts:
+                message = f"a server without a key answers to {', '.join(sorted(self._hosts))} only"
                 response = JSONResponse(self._render(path_of(scope), Problem(403, message, "host", "wrong_host")), 403)
                 return await response(scope, receive, send)
         return await self._app(scope, receive, send)
-
-
-def _name_in(address: str) -> str:
-    """The host name of "name:port" or "http://name:port"; an IPv6 address keeps its brackets."""
-    host = address.lower().rpartition("://")[2]
-    return host if host.endswith("]") else host.rpartition(":")[0] or host
 
 
 def path_of(scope: Scope) -> str:

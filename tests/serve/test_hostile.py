@@ -137,7 +137,7 @@ def test_fields_of_wrong_types(client: httpx.Client, field: str, value: Any) -> 
     answer = client.post(f"/open{CHAT}", content=json.dumps({**HELLO, field: value}), headers=JSON)
     if answer.status_code != 200:  # some are a stop string, or true
         assert 400 <= answer.status_code < 500
-        assert error_of(answer)["param"]
+        assert error_of(answer)["param"] or error_of(answer)["code"] == "invalid_json"
 
 
 @pytest.mark.parametrize("name", ["\ud800", "a\r\nset-cookie: x=1", "\0", "é" * 3000, "x" * 100_000])
@@ -262,7 +262,7 @@ def test_other_pages_may_not_ask_unless_they_are_named(client: httpx.Client) -> 
 
 @pytest.mark.parametrize(
     ("origin", "status"),
-    [("https://evil.example", 403), ("null", 403), (ORIGIN, 101), ("http://localhost:9", 101), (None, 101)],
+    [("https://evil.example", 403), ("null", 403), ("http://localhost:9", 403), ("http://localhost", 101), (None, 101)],
 )
 def test_sockets_of_other_pages_are_refused(url: str, origin: str | None, status: int) -> None:
     """No browser asks a server before it opens a WebSocket to it for whatever page."""

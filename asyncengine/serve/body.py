@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any, NoReturn
 
@@ -10,6 +11,9 @@ from starlette.requests import ClientDisconnect, Request
 
 from asyncengine.serve.problems import Problem
 
+BODY_SECONDS = 120.0
+"""A body must be there after so long: what has come of it is kept in memory."""
+CLOSE = (("connection", "close"),)
 INLINE_BYTES = 1 << 18
 """Longer bodies are parsed on a thread, so that streams go on meanwhile."""
 
@@ -36,19 +40,20 @@ async def _read(request: Request, most: int) -> bytes:
         raise _too_large(most)
     body = bytearray()
     try:
-        async for piece in request.stream():
-            body += piece
-            if len(body) > most:
-                raise _too_large(most)
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > most:
+                    raise _too_large(most)
+    except TimeoutError:
+        raise Problem(408, f"the body was not there after {BODY_SECONDS:g} seconds", headers=CLOSE) from None
     except ClientDisconnect:
         raise Problem(400, "the client left before it had sent its request") from None
     return bytes(body)
 
 
 def _too_large(most: int) -> Problem:
-    return Problem(
-        413, f"the body has more than {most} bytes", code="body_too_large", headers=(("connection", "close"),)
-    )
+    return Problem(413, f"the body has more than {most} bytes", code="body_too_large", headers=CLOSE)
 
 
 def _parse(body: bytes) -> Any:

@@ -129,6 +129,14 @@ def test_a_body_is_not_read_beyond_its_limit(url: str) -> None:
             assert b" 413 " in chunked.recv(1 << 16)
 
 
+def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setattr("asyncengine.serve.body.BODY_SECONDS", 0.05)
+    head = f"POST /open{CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with connection(url) as slow:
+        slow.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        assert b"408" in everything(slow).split(b"\r\n")[0]
+
+
 @pytest.mark.parametrize(
     "field", ["model", "messages", "max_tokens", "temperature", "stream", "stop", "tools", "seed", "n"]
 )

@@ -66,9 +66,10 @@ class Server(uvicorn.Server):
             app, http=Connection, lifespan="auto", server_header=False,
             log_config=None, log_level=settings.log_level, access_log=settings.log_level in ("info", "debug"),
             h11_max_incomplete_event_size=HEADER_BYTES, timeout_keep_alive=int(IDLE_SECONDS),
-            timeout_graceful_shutdown=int(settings.drain_timeout), ws_max_size=settings.max_body,
+            ws_max_size=settings.max_body,
         )  # fmt: skip
         super().__init__(config)
+        self.drain_timeout = settings.drain_timeout
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -78,6 +79,13 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def cut_connections(self, *, unfinished: bool = False) -> None:
+        """Close every connection, or those whose request has not come to its end."""
+        for connection in list(self.server_state.connections):
+            cycle = getattr(connection, "cycle", None)
+            if connection.transport is not None and (not unfinished or (cycle is not None and cycle.more_body)):
+                connection.transport.abort()
 
 
 async def until_stopped(server: Server, listener: socket.socket, group: EngineGroup) -> int:
@@ -97,9 +105,12 @@ async def until_stopped(server: Server, listener: socket.socket, group: EngineGr
 
     def begin(number: int) -> None:
         server.should_exit = True
-        if number == signal.SIGINT:
-            server.config.timeout_graceful_shutdown = ABORT_SECONDS
+        if number == signal.SIGTERM:
+            loop.call_later(server.drain_timeout, begin, signal.SIGINT)
+        elif not endings:
             endings.append(loop.create_task(group.aclose()))
+            server.cut_connections(unfinished=True)
+            loop.call_later(ABORT_SECONDS, server.cut_connections)  # those who do not read that it is over
 
     numbers = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]
     before = {each: signal.signal(each, stop) for each in numbers}

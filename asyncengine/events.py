@@ -54,6 +54,8 @@ class RequestDone:
     """
 
     request_id: str
+    is_chat: bool
+    """False: a text to go on with."""
     adapter: str | None
     params: SamplingParams
     """With the model's defaults filled in."""

@@ -221,7 +221,7 @@ class Delivery:
         mailbox.generated += stream.num_tokens
         if self._hooks and len(mailbox.ended) == spec.params.n:
             done = RequestDone(
-                spec.request_id, spec.options.adapter, spec.params, mailbox.ended, spec.prompt_len,
+                spec.request_id, mailbox.is_chat, spec.options.adapter, spec.params, mailbox.ended, spec.prompt_len,
                 mailbox.cached_tokens, mailbox.generated, mailbox.timings(spec.arrival, self._clock.now()),
             )  # fmt: skip
             self._hooks.emit(done, mailbox.context)

@@ -31,11 +31,13 @@ class Mailbox:
 
     __slots__ = (
         "_born", "_chunks", "_many", "_waiter", "cached_tokens", "cause", "context", "ended", "failure",
-        "first_token_at", "generated", "predicted", "prepared_at", "prompt_logprobs", "started_at",
+        "first_token_at", "generated", "is_chat", "predicted", "prepared_at", "prompt_logprobs", "started_at",
     )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, is_chat: bool = False) -> None:
+        """`is_chat`: the request is a chat's, for whoever observes its end."""
         self._born = PROCESS.generation
+        self.is_chat = is_chat
         self._chunks: deque[Chunk] = deque()
         self._waiter: Waiter | None = None
         self._many = 1

@@ -29,13 +29,15 @@ def app(
     allow_adapters: bool = False,
     hosts: Collection[str] | None = None,
     cors: Sequence[str] = (),
+    telemetry: bool = False,
 ) -> Starlette:
     """An ASGI app over engines that run, or a group that loads them; whoever made them closes them.
 
     `api_keys`: a request must show one of them; none: everybody is served. `aliases`: other names for models and
     adapters; "*" stands for every unknown name. `strict`: fields that would change nothing are refused. `max_body`:
     bytes of the longest request. `allow_adapters`: requests may load adapters without a key. `hosts`: names in the Host
-    header that are answered without a key; None: all. `cors`: origins of web pages that may ask.
+    header that are answered without a key; None: all. `cors`: origins of web pages that may ask. `telemetry`: spans of
+    OpenTelemetry (`asyncengine.integrations.opentelemetry`) for every request, below the caller's.
 
     Raises `ImportError` naming the extra where starlette is not installed.
     """
@@ -45,5 +47,5 @@ def app(
         raise ImportError('serving over HTTP needs starlette: pip install "asyncengine[serve]"') from error
     return make_app(
         engines, api_keys=api_keys, aliases=aliases, strict=strict, max_body=max_body, allow_adapters=allow_adapters,
-        hosts=hosts, cors=cors,
+        hosts=hosts, cors=cors, telemetry=telemetry,
     )  # fmt: skip

@@ -15,9 +15,7 @@ from starlette.routing import BaseRoute, Route
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.engine_group import EngineGroup
-from asyncengine.serve import messages, metrics, responses, vectors, web_page
-from asyncengine.serve import messages, metrics, responses, web_page
-from asyncengine.serve import adapters, messages, metrics, responses, web_page
+from asyncengine.serve import adapters, messages, metrics, responses, vectors, web_page
 from asyncengine.serve.dialects import anthropic_messages, completions, openai_chat
 from asyncengine.serve.generating import generating
 from asyncengine.serve.metrics import CountAnswers
@@ -37,6 +35,7 @@ def make_app(
     allow_adapters: bool = False,
     hosts: Collection[str] | None = None,
     cors: Sequence[str] = (),
+    telemetry: bool = False,
 ) -> Starlette:
     """See `asyncengine.serve.app`."""
     named = {engines.info.name: engines} if isinstance(engines, AsyncEngine) else engines
@@ -49,6 +48,11 @@ def make_app(
         middleware.append(Middleware(RequireHost, hosts, error_for))
     if api_keys:
         middleware.append(Middleware(RequireKey, serving.api_keys, error_for))
+    if telemetry:
+        from asyncengine.integrations.opentelemetry import TraceContext, trace
+
+        serving.models.watch(lambda name, engine: trace(engine, name=name))
+        middleware.append(Middleware(TraceContext))
     return Starlette(
         routes=paths,
         middleware=middleware,

@@ -115,3 +115,6 @@ async def test_a_fleet_tells_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(event.finish_reasons) == 2
         assert event.generated_tokens == done.usage.completion_tokens
         assert event.timings.queued == done.timings.queued
+        assert not event.is_chat
+        await fleet.chat([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=1))
+        assert seen[1][0].is_chat

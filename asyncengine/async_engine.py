@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self, SupportsIndex, Unpack
 
 import anyio.to_thread
 
-from asyncengine.checks import MAX_SECONDS, as_number, as_switch
+from asyncengine.checks import MAX_SECONDS, as_number, as_seconds, as_switch
 from asyncengine.config import EngineConfig
 from asyncengine.device.process import LoadAttempt
 from asyncengine.engine.assembler import Assembler
@@ -379,6 +380,23 @@ class AsyncEngine:
     def on_event(self, hook: Callable[[Event], None]) -> Callable[[], None]:
         """Call `hook` on the engine's loop with each event; it must return at once. The result ends it."""
         return self.core.observe(hook)
+
+    async def profile(self, folder: str | os.PathLike[str], steps: int = 50, *, timeout: float = 60.0) -> Path:
+        """Record the engine's next `steps` steps, for at most `timeout` seconds, and write what its loop, its threads
+        and the device did into a file in `folder`, which Perfetto and chrome://tracing open. Returns its path.
+
+        Raises `InvalidParameter`, also while another is recorded; `OSError` where it cannot be written.
+        """
+        timeout = as_seconds("timeout", timeout)
+        profile = self._awaited.profile(steps)
+        try:
+            await anyio.to_thread.run_sync(profile.start)
+            with anyio.move_on_after(timeout):
+                await finished(profile.done)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(profile.stop)
+        return await anyio.to_thread.run_sync(profile.write, folder, self.info.name)
 
     def count_tokens(
         self,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 from asyncengine.async_engine import AsyncEngine
-from asyncengine.checks import as_items
+from asyncengine.checks import as_items, as_seconds
 from asyncengine.device.process import LoadAttempt
 from asyncengine.engine.threads import finished_blocking
 from asyncengine.engine.validation import PreparedRequest
@@ -225,6 +227,17 @@ class Engine:
     def stats(self) -> EngineStats:
         """Statistics, as `AsyncEngine.stats`."""
         return self.aengine.stats()
+
+    def profile(self, folder: str | os.PathLike[str], steps: int = 50, *, timeout: float = 60.0) -> Path:
+        """Record the next steps of what other threads ask for, as `AsyncEngine.profile`."""
+        self._check_thread()
+        timeout, profile = as_seconds("timeout", timeout), self.aengine.core.profile(steps)
+        try:
+            profile.start()
+            wait([profile.done], timeout)
+        finally:
+            profile.stop()
+        return profile.write(folder, self.info.name)
 
     def count_tokens(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from itertools import count, islice
+from threading import Lock
 from typing import TYPE_CHECKING, Any, get_args
 
 from asyncengine.checks import MAX_INT64, MIN_INT64, as_integer, as_items, as_switch
@@ -14,6 +15,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.engine.assembler import Assembler
 from asyncengine.engine.loop import EngineLoop, WeightUpdate
 from asyncengine.engine.loop_client import LoopClient
+from asyncengine.engine.profiling import Profile
 from asyncengine.engine.snapshot import snapshot
 from asyncengine.engine.threads import begun
 from asyncengine.engine.validation import PreparedRequest, RequestValidator
@@ -91,6 +93,7 @@ class Frontend:
         self._adapter_folder = adapter_folder
         self._prepare_update = prepare_update
         self._update_numbers = count(1)
+        self._profiling = Lock()
         self.started_at = loop.clock.now()
         self._vectors = None if vector_model is None else VectorService(self.client, validator, tokenizer, vector_model)
 
@@ -300,6 +303,17 @@ class Frontend:
 
     def observe(self, hook: Callable[[Event], None]) -> Callable[[], None]:
         return self.loop.hooks.add(hook)
+
+    def profile(self, steps: int) -> Profile:
+        """A profile of the engine's next steps, to be started and stopped. Raises `InvalidParameter` if there is one
+        already, and of a fleet."""
+        self.client.check_open()
+        steps = as_integer("steps", steps, 1)
+        if not isinstance(self.loop, EngineLoop):
+            raise InvalidParameter("profile", "is of one engine, and this is a fleet of several")
+        if not self._profiling.acquire(blocking=False):
+            raise InvalidParameter("profile", "is being made already; there can be one at a time")
+        return Profile(self.loop, steps, self._profiling.release)
 
     def stats(self) -> EngineStats:
         """A snapshot, from any thread. Counts of a running engine may be a step apart from each other."""

@@ -65,6 +65,8 @@ _HELD = (
 class ModelRunner:
     """Holds weights, KV memory and per-slot state of one model. One step at a time, on any one thread."""
 
+    traced_parts = ("_forward", "_run_pieces", "_replay", "_sample", "_keep")
+    """Parts of a step that a profile shows (`engine.profiling`)."""
     batch_variance: str | None = None
     """Why an answer may depend on what is computed beside it; None: it does not."""
 

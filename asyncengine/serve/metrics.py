@@ -1,4 +1,4 @@
-"""Figures for operators: /metrics in Prometheus' form, and /stats in JSON.
+"""Figures for operators: /metrics in Prometheus' form, /stats in JSON, and /profile.
 
 Metrics that mean what they mean in vLLM have its names, so that its dashboards show them; the others begin with
 "asyncengine:". Counts are read from `stats()` when somebody asks. Histograms are fed once for each request,
@@ -11,11 +11,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import accumulate
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -24,6 +26,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.events import Event, RequestDone
 from asyncengine.kvcache import PageCounts
+from asyncengine.serve.dialects import openai_chat
+from asyncengine.serve.generating import read_fields, reporting
+from asyncengine.serve.problems import Problem
 from asyncengine.serve.state import Serving
 from asyncengine.stats import EngineStats, Summary
 
@@ -212,7 +217,7 @@ class CountAnswers:
 
 
 def routes(serving: Serving) -> list[Route]:
-    """The paths /metrics and /stats."""
+    """The paths /metrics, /stats and /profile."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Metrics(serving))
 
@@ -226,4 +231,22 @@ def routes(serving: Serving) -> list[Route]:
             {name: {"task": engine.info.task, **asdict(engine.stats())} for name, engine in loaded.items()}
         )
 
-    return [Route("/metrics", metrics, methods=["GET"]), Route("/stats", stats, methods=["GET"])]
+    async def profile(request: Request) -> Response:
+        if not serving.api_keys:
+            raise Problem(403, "a profile is made where requests need a key, or in process", code="forbidden")
+        fields = await read_fields(request, serving)
+        model, options = fields.text("model"), fields.some(("steps", "timeout"))
+        fields.end()
+        target = await serving.models.acquire(model)
+        try:
+            with TemporaryDirectory() as folder:
+                path = await target.engine.profile(folder, **options)
+                return Response(await run_in_threadpool(path.read_bytes), media_type="application/json")
+        finally:
+            target.release()
+
+    return [
+        Route("/metrics", metrics, methods=["GET"]),
+        Route("/stats", stats, methods=["GET"]),
+        Route("/profile", reporting(profile, openai_chat.error), methods=["POST"]),
+    ]

@@ -127,6 +127,27 @@ def test_stats_are_json(url: str) -> None:
     assert stats["demo"]["speculation"]["drafted"] >= 0
 
 
+def test_a_profile_needs_a_key_and_is_a_file_for_perfetto(url: str) -> None:
+    refused = httpx.post(f"{url}/profile", json={"steps": 3})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
+
+    @asynccontextmanager
+    async def locked() -> AsyncIterator[Starlette]:
+        async with make_engine() as engine:
+            yield app({"fake": engine}, api_keys=["the key"])
+
+    with serving_thread(locked) as other, httpx.Client(base_url=other) as client:
+        assert client.post("/profile", json={}).status_code == 401
+        client.headers["x-api-key"] = "the key"
+        for body, param in (({"steps": 0}, "steps"), ({"folder": "/tmp"}, "folder"), ({"model": "none"}, "model")):
+            wrong = client.post("/profile", json=body)
+            assert wrong.status_code in (400, 404)
+            assert wrong.json()["error"]["param"] == param
+        trace = client.post("/profile", json={"timeout": 0.05, "model": "fake"})
+        assert trace.headers["content-type"] == "application/json"
+        assert "traceEvents" in trace.json()
+
+
 async def test_a_model_that_comes_back_goes_on_with_its_histograms() -> None:
     async with make_engine() as engine, make_engine() as again:
         registry, metrics = CollectorRegistry(), Metrics(Serving(Models({"demo": engine})))

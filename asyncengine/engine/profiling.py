@@ -1,0 +1,113 @@
+"""A trace of an engine at work: its loop, the thread that launches its steps, and the kernels of these.
+
+The file is Chrome's JSON of trace events, which Perfetto opens. Operators and kernels of torch are what its own
+profiler says, on the clock of our spans. A CPU's compiled kernels are no operators: they lie in the parts of a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import wraps
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from asyncengine.engine.loop import EngineLoop
+from asyncengine.events import EngineDied, Event, StepDone
+
+LOOP_PARTS = ("_apply_inbox", "_schedule", "_deliver", "_commit")
+
+
+class Profile:
+    """A recording of an engine from `start` to `stop`. An engine of which none is made pays nothing: what is timed is
+    replaced on the engine's objects, for as long as it is timed."""
+
+    def __init__(self, loop: EngineLoop, steps: int, free: Callable[[], None]) -> None:
+        """`free`: called when it has stopped; until then no other may be made."""
+        self.done: Future[None] = Future()
+        """Set once `steps` steps have retired, or the engine has died."""
+        self._loop, self._left, self._undo = loop, steps, [free]
+        self._events: list[dict[str, Any]] = []
+        self._kernels: Any = None
+
+    def start(self) -> None:
+        """Begin, from any thread. Takes some tens of milliseconds."""
+        loop, self._kernels = self._loop, _begin_kernels()
+        executor: Any = getattr(loop.runner, "executor", None)
+        self._undo.append(loop.hooks.add(self._hear))
+        for part in LOOP_PARTS:
+            self._time(loop, part)
+        for part in ("launch", *getattr(executor, "traced_parts", ())):
+            self._time(executor, part)
+
+    def _time(self, owner: Any, name: str) -> None:
+        work, before = getattr(owner, name), vars(owner).get(name)
+
+        @wraps(work)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.time_ns()
+            try:
+                return work(*args, **kwargs)
+            finally:
+                self._add("X", name.strip("_"), began, dur=(time.time_ns() - began) / 1000)
+
+        setattr(owner, name, timed)
+        self._undo.append(lambda: delattr(owner, name) if before is None else setattr(owner, name, before))
+
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, StepDone):
+            ended, number = time.time_ns(), event.step
+            said = {"rows": event.rows, "tokens": event.tokens, "running": event.running, "waiting": event.waiting}
+            self._add("b", "step", ended - int(event.seconds * 1e9), cat="steps", id=number, args=said)
+            self._add("e", "step", ended, cat="steps", id=number)
+            self._add("C", "requests", ended, args={"running": event.running, "waiting": event.waiting})
+            self._left -= 1
+        if (isinstance(event, EngineDied) or self._left == 0) and not self.done.done():
+            self.done.set_result(None)
+
+    def _add(self, kind: str, name: str, at: int, **more: Any) -> None:
+        place = {"pid": os.getpid(), "tid": threading.get_native_id(), "cat": "engine"}
+        self._events.append({"ph": kind, "name": name, "ts": at, **place, **more})
+
+    def stop(self) -> None:
+        """Time nothing any more. From any thread, once."""
+        if self._kernels is not None:
+            self._kernels.__exit__(None, None, None)
+        for undo in reversed(self._undo):
+            undo()
+
+    def write(self, folder: str | os.PathLike[str], model: str) -> Path:
+        """Write the trace into `folder`, which is made if need be. Raises `OSError`."""
+        trace: dict[str, Any] = {"traceEvents": [], "displayTimeUnit": "ms", "baseTimeNanoseconds": 0}
+        if self._kernels is not None:
+            with TemporaryDirectory() as own:
+                self._kernels.export_chrome_trace(f"{own}/kernels.json")
+                trace = json.loads(Path(own, "kernels.json").read_bytes())
+        for event in self._events:
+            event["ts"] = (event["ts"] - trace["baseTimeNanoseconds"]) / 1000  # microseconds, as torch's
+        trace["traceEvents"] += self._events
+        for thread in threading.enumerate():
+            named = {"ph": "M", "name": "thread_name", "pid": os.getpid(), "tid": thread.native_id}
+            trace["traceEvents"].append({**named, "args": {"name": thread.name}})
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        path = Path(folder, f"{model.replace(os.sep, '-')}-{time.strftime('%Y%m%d-%H%M%S')}.json")
+        path.write_text(json.dumps(trace), encoding="utf-8")
+        return path
+
+
+def _begin_kernels() -> Any:
+    """Torch's profiler, begun on all threads; None where torch is not loaded or is profiled already."""
+    torch = sys.modules.get("torch")
+    if torch is None or torch.autograd.profiler._is_profiler_enabled:
+        return None
+    # torch.profiler.profile does the same after ten seconds of importing its compiler
+    everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    device = "cuda" if torch.cuda.is_available() else None
+    kernels = torch.autograd.profiler.profile(use_kineto=True, use_device=device, experimental_config=everywhere)
+    return kernels.__enter__()

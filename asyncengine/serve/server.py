@@ -129,7 +129,8 @@ def bind(settings: ServerSettings) -> socket.socket:
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISSOCK(os.stat(settings.uds).st_mode):
                 os.unlink(settings.uds)  # that of a server that was killed
-        family, address, field = socket.AF_UNIX, settings.uds, "uds"
+        family, field = socket.AF_UNIX, "uds"
+        address: Any = settings.uds
     else:
         field = "port"
         try:

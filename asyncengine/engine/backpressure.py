@@ -98,7 +98,7 @@ class QueueLimit:
         place = self._join_line(samples, tokens, threading.Event())
         if place is None:
             return True
-        assert isinstance(place.waiter, threading.Event)
+        assert not isinstance(place.waiter, asyncio.Future)
         try:
             while not place.waiter.is_set():
                 seconds = left()

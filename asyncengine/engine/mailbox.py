@@ -147,7 +147,7 @@ def wake_all(waiters: Iterable[Waiter]) -> None:
     here = _running_loop()
     foreign: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for waiter in waiters:
-        if isinstance(waiter, threading.Event):
+        if not isinstance(waiter, asyncio.Future):
             waiter.set()
         elif (loop := waiter.get_loop()) is here:
             if not waiter.done():

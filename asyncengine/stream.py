@@ -125,11 +125,11 @@ class TokenStream(_StreamBase):
                     return ready.popleft()
                 assembler = await self._started()
             mailbox = assembler.prepared.mailbox
-            while not mailbox.ready:
+            while not (chunks := mailbox.take()):
                 waiter = mailbox.announce()
                 if waiter is not None:
                     await waiter
-            ready.extend(assembler.feed(mailbox.take()))
+            ready.extend(assembler.feed(chunks))
             return ready.popleft()
         finally:
             self._reading.release()

@@ -26,8 +26,9 @@ MANY = 64
 
 
 class Mailbox:
-    """Lock-free between one putting and one receiving thread: deque operations are atomic, and the receiver
-    looks again after it has announced itself, so no wake-up is lost."""
+    """Lock-free between one putting and one receiving thread: deque operations are atomic, and the receiver looks again
+    after it has announced itself, so no wake-up is lost. A chunk that the receiver has seen may be gone for a moment,
+    when a token joins it: nobody relies on `ready`, and `take` may find nothing."""
 
     __slots__ = (
         "_born", "_chunks", "_many", "_waiter", "cached_tokens", "cause", "context", "ended", "failure",
@@ -100,13 +101,16 @@ class Mailbox:
         """Everything there is, now."""
         chunks: list[Chunk] = []
         while self._chunks:
-            chunks.append(self._chunks.popleft())
+            try:
+                chunks.append(self._chunks.popleft())
+            except IndexError:  # the other thread has it, to join a token to it
+                break
         return chunks
 
     def announce(self, many: int = 1) -> asyncio.Future[None] | None:
         """A future that is set when so many tokens are there, or a sample's end; None if there is any already.
 
-        `while not mailbox.ready: await mailbox.announce()` in effect; not a coroutine, which would cost a token twice
+        `while not mailbox.take(): await mailbox.announce()` in effect; not a coroutine, which would cost a token twice
         as much. Cancelling the wait loses nothing. Raises `WrongProcess` in a fork, where nobody puts.
         """
         PROCESS.check_unforked(self._born)
@@ -123,23 +127,23 @@ class Mailbox:
     async def receive(self, many: int = 1) -> list[Chunk]:
         """Everything there is, at least one chunk. Who has nothing to do with a part of the answer waits for `many`
         and is woken the less often: each time takes the engine, and the reader's loop, longer than a chunk."""
-        while not self._chunks:
+        while not (chunks := self.take()):
             waiter = self.announce(many)
             if waiter is not None:
                 await waiter
-        return self.take()
+        return chunks
 
     def receive_blocking(self, many: int = 1) -> list[Chunk]:
         """The same for a plain thread."""
-        while not self._chunks:
+        while not (chunks := self.take()):
             PROCESS.check_unforked(self._born)
             event = threading.Event()
             self._many, self._waiter = many, event
             if self._chunks:
                 self._waiter = None
-                break
-            event.wait()
-        return self.take()
+            else:
+                event.wait()
+        return chunks
 
 
 def wake_all(waiters: Iterable[Waiter]) -> None:

@@ -5,13 +5,21 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from functools import partial
 
 import pytest
-from support.fake_engine import make_engine, until
+from support.fake_engine import make_core, make_engine, until
 
 from asyncengine import SamplingParams
-from asyncengine.engine.mailbox import MANY, Mailbox
+from asyncengine.engine import mailbox as mailbox_module
+from asyncengine.engine.assembler import Assembler
+from asyncengine.engine.mailbox import MANY, Mailbox, wake_all
+from asyncengine.options import RequestOptions
 from asyncengine.outputs import Chunk, LogprobEntry
+from asyncengine.stream import TokenStream
+from asyncengine.testing.world.kernel import World
+from asyncengine.testing.world.loop import VirtualLoop
+from asyncengine.testing.world.seams import exchanged
 
 
 def test_tokens_that_wait_are_one_chunk() -> None:
@@ -99,3 +107,44 @@ async def test_a_long_answer_is_not_as_many_objects_as_it_has_tokens(read: bool)
         assert ours() - before < count // 3  # a node of the prefix cache for every page of four tokens
         completion = await (stream.result() if reading is None else reading)
         assert len(completion.token_ids) == count
+
+
+@pytest.mark.parametrize("reader", ["thread", "task", "stream"])
+def test_a_token_that_joins_a_chunk_under_its_reader(reader: str) -> None:
+    """The engine's thread takes the last chunk back for a moment: at any line, its reader finds all the same."""
+    for seed in range(60):
+        world = World(seed, switching=0.5)
+        world.interrupt_lines_of([str(mailbox_module.__file__)], 1.0)
+        found: list[int] = []
+        with exchanged(world, lambda world=world: VirtualLoop(world, shuffled=True, delay=0.0)):  # type: ignore[misc]
+            world.run(partial(_read_across_threads, world, reader, found))
+        assert not world.complaints, world.complaints
+        assert found == list(range(40)), seed
+
+
+def _read_across_threads(world: World, reader: str, found: list[int]) -> None:
+    core = make_core(pages=64)
+    prepared = core.prepare([5, 6], SamplingParams(max_tokens=40), RequestOptions())
+    mailbox = prepared.mailbox
+
+    def put_each() -> None:
+        for token in range(40):
+            waiter = mailbox.put_token("a", token, 0)
+            if waiter is not None:
+                wake_all([waiter])
+
+    async def read() -> None:
+        async def start() -> Assembler:
+            return Assembler(prepared, core.loop.clock.now)
+
+        stream = TokenStream(start, lambda tickets: None)
+        while len(found) < 40:
+            chunks = [await anext(stream)] if reader == "stream" else await mailbox.receive()
+            found.extend(token for chunk in chunks for token in chunk.token_ids)
+
+    world.spawn(put_each, "engine")
+    if reader == "thread":
+        while len(found) < 40:
+            found.extend(token for chunk in mailbox.receive_blocking() for token in chunk.token_ids)
+    else:
+        asyncio.run(read())

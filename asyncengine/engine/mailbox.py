@@ -31,7 +31,7 @@ class Mailbox:
     when a token joins it: nobody relies on `ready`, and `take` may find nothing."""
 
     __slots__ = (
-        "_born", "_chunks", "_many", "_waiter", "cached_tokens", "cause", "context", "ended", "failure",
+        "_born", "_chunks", "_many", "_waiter", "_woken", "cached_tokens", "cause", "context", "ended", "failure",
         "first_token_at", "generated", "is_chat", "predicted", "prepared_at", "prompt_logprobs", "started_at",
     )  # fmt: skip
 
@@ -41,6 +41,10 @@ class Mailbox:
         self.is_chat = is_chat
         self._chunks: deque[Chunk] = deque()
         self._waiter: Waiter | None = None
+        """The receiver's last one, which the receiver alone sets and clears: a putter that cleared it might clear the
+        next one, of whom it knows nothing."""
+        self._woken: Waiter | None = None
+        """The last one that the putter has had woken."""
         self._many = 1
         self.cached_tokens = 0
         self.predicted = (0, 0)
@@ -71,11 +75,11 @@ class Mailbox:
         chunks = self._chunks
         chunks.append(chunk)
         waiter = self._waiter
-        if waiter is None:
+        if waiter is None or waiter is self._woken:
             return None
         if chunk.finish_reason is None and len(chunks) < self._many and len(chunk.token_ids) < self._many:
             return None
-        self._waiter = None
+        self._woken = waiter
         return waiter
 
     def put_token(self, text: str, token: int, index: int) -> Waiter | None:
@@ -115,7 +119,7 @@ class Mailbox:
         """
         PROCESS.check_unforked(self._born)
         known = self._waiter
-        if known is not None and not (isinstance(known, asyncio.Future) and known.done()):
+        if known not in (None, self._woken) and not (isinstance(known, asyncio.Future) and known.done()):
             raise RuntimeError("two readers wait for one stream; read it in one place")
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._many, self._waiter = many, waiter
@@ -139,10 +143,9 @@ class Mailbox:
             PROCESS.check_unforked(self._born)
             event = threading.Event()
             self._many, self._waiter = many, event
-            if self._chunks:
-                self._waiter = None
-            else:
+            if not self._chunks:
                 event.wait()
+            self._waiter = None
         return chunks
 
 

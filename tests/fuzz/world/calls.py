@@ -6,13 +6,14 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from fuzz.world.plan import Call
+
 from asyncengine.outputs import Chunk, Completion
 from asyncengine.stream import SyncTokenStream, TokenStream
 from asyncengine.sync_engine import Engine
-from asyncengine.testing.world.plan import Call
 
 if TYPE_CHECKING:
-    from asyncengine.testing.world.life import Life
+    from fuzz.world.life import Life
 
 
 class Record:

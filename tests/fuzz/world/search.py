@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from asyncengine.testing.world.kernel import Stuck
-from asyncengine.testing.world.life import Life
-from asyncengine.testing.world.plan import Plan, make_plan
+from fuzz.world.life import Life
+from fuzz.world.plan import Plan, make_plan
+
+from asyncengine.testing.world import Stuck
 
 ORDERS = 4
 """Orders of events in which a smaller plan is tried: that of the failure need not be one in which it still fails."""
@@ -23,13 +24,13 @@ class Finding(NamedTuple):
 
     @property
     def replay(self) -> str:
-        """The command that lives it again."""
-        parts = [f"python -m asyncengine.testing.world --seed {self.plan.seed} --order {self.order}"]
+        """The command, in `tests`, that lives it again."""
+        parts = [f"python -m fuzz.world --seed {self.plan.seed} --order {self.order}"]
         whole = make_plan(self.plan.seed)
         if len(self.plan.calls) < len(whole.calls):
-            parts.append("--calls " + ",".join(str(call.number) for call in self.plan.calls))
+            parts.append("--calls=" + ",".join(str(call.number) for call in self.plan.calls))
         if len(self.plan.faults) < len(whole.faults):
-            parts.append("--faults " + ",".join(str(whole.faults.index(fault)) for fault in self.plan.faults))
+            parts.append("--faults=" + ",".join(str(whole.faults.index(fault)) for fault in self.plan.faults))
         return " ".join(parts)
 
     def __str__(self) -> str:

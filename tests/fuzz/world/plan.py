@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from asyncengine.config import EngineConfig
 from asyncengine.grammar.spec import Grammar
@@ -15,7 +15,7 @@ from asyncengine.sampling_params import SamplingParams
 
 VOCABULARY, EOS = 97, 1
 Style = Literal["result", "stream", "slow", "leave", "drop", "cancel", "abort", "abort by id"]
-STYLES: tuple[Style, ...] = ("result", "stream", "slow", "leave", "drop", "cancel", "abort", "abort by id")
+STYLES: tuple[Style, ...] = get_args(Style)
 """The ways of a caller: await the whole answer; read it; read it slowly; leave it after some chunks; drop it without a
 word; be cancelled; abort it and read on."""
 Caller = Literal["home", "loop", "thread"]
@@ -113,11 +113,7 @@ def make_plan(seed: int) -> Plan:
     closing = rng.choice(["late", "late", "late", "early", "drain", "early" if hosted else "lost"])
     faults = tuple(_make_fault(rng, span, len(setups)) for _ in range(rng.choice([0, 0, 1, 2, 4])))
     return Plan(
-        seed=seed,
-        setups=setups,
-        calls=_make_calls(rng, span, len(setups)),
-        faults=faults,
-        hosted=hosted,
+        seed, setups, _make_calls(rng, span, len(setups)), faults, hosted,
         blocking=rng.random() < 0.5,
         closing=closing,  # type: ignore[arg-type]
         close_at=rng.random() * span,
@@ -127,7 +123,7 @@ def make_plan(seed: int) -> Plan:
         switching=rng.choice([0.02, 0.2, 0.5]),
         stalling=rng.choice([0.0, 0.002, 0.01, 0.05]),
         interrupted=rng.choice([0.0, 0.0, 0.0, 0.2]),
-    )
+    )  # fmt: skip
 
 
 def _make_setup(rng: random.Random) -> Setup:

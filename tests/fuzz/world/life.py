@@ -7,12 +7,16 @@ after every step. Liveness: when the faults are over everything ends, the pages 
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+
+from fuzz.world.calls import Record, ask, ask_blocking
+from fuzz.world.device import LettersBackend, VirtualDevice
+from fuzz.world.plan import VOCABULARY, Call, Fault, Plan
+from fuzz.world.verdict import judge
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.engine.frontend import Frontend
@@ -25,13 +29,8 @@ from asyncengine.info import ModelInfo
 from asyncengine.step import Batch
 from asyncengine.sync_engine import Engine
 from asyncengine.testing.leaks import assert_nothing_held
-from asyncengine.testing.world import seams
-from asyncengine.testing.world.calls import Record, ask, ask_blocking
-from asyncengine.testing.world.device import LettersBackend, VirtualDevice
-from asyncengine.testing.world.kernel import World
-from asyncengine.testing.world.loop import VirtualLoop
-from asyncengine.testing.world.plan import VOCABULARY, Call, Fault, Plan
-from asyncengine.testing.world.verdict import judge
+from asyncengine.testing.world import World, simulate
+from asyncengine.testing.world.simulation import engine_files
 
 PATIENCE = 500.0
 """Seconds in which something happens, where anybody waits for anything."""
@@ -47,7 +46,7 @@ class Life:
         self.plan = plan
         self.world = World(plan.seed * 1000 + order, switching=plan.switching, stalling=plan.stalling)
         if plan.interrupted:
-            self.world.interrupt_lines_of(seams.engine_files(), plan.interrupted)
+            self.world.interrupt_lines_of(engine_files(), plan.interrupted)
         self.records = {call.number: Record(call) for call in plan.calls}
         self.updates = [fault for fault in plan.faults if fault.is_update]
         self.devices = [
@@ -69,10 +68,8 @@ class Life:
     def run(self) -> None:
         """Live it. Raises `AssertionError` for what is not as it must be."""
         plan, world = self.plan, self.world
-        with _quietly(), seams.exchanged(
-            world, lambda: VirtualLoop(world, shuffled=plan.shuffled, delay=plan.delay)
-        ):  # fmt: skip
-            world.run(self._first_thread)
+        with _silent_logger():
+            simulate(world, self._first_thread, shuffled=plan.shuffled, delay=plan.delay)
         judged = [problem for record in self.records.values() for problem in judge(record, self)]
         assert not (problems := [*world.complaints, *self.wrong, *judged]), "\n".join(problems)
 
@@ -246,18 +243,11 @@ class Life:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Within, planned faults are not logged, and garbage in cycles is collected at no moment that the seed does not
-    know; that of before is not looked through at the end."""
-    logger, enabled = logging.getLogger("asyncengine"), gc.isenabled()
+def _silent_logger() -> Iterator[None]:
+    """Within, planned faults are not logged."""
+    logger = logging.getLogger("asyncengine")
     before, logger.disabled = logger.disabled, True
-    gc.disable()
-    gc.freeze()
     try:
         yield
     finally:
-        gc.collect()
-        gc.unfreeze()
         logger.disabled = before
-        if enabled:
-            gc.enable()

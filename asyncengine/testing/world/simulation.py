@@ -1,4 +1,4 @@
-"""The seams between an engine and its world: names of modules, exchanged while a world runs.
+"""Running code in a world. Its seams are the names of modules, which are exchanged while the world runs.
 
 Production code says `threading.Lock()`, `queue.SimpleQueue()` and `time.monotonic()` by the names of these modules, and
 never imports from them what makes or reads such things (`tests/fuzz/test_world.py` holds that). So whoever exchanges
@@ -11,6 +11,7 @@ import asyncio
 import asyncio.base_events
 import concurrent.futures._base
 import concurrent.futures.thread
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,17 +22,29 @@ from unittest.mock import patch
 import anyio
 import anyio.to_thread
 
+from asyncengine.device.frozen_heap import FrozenHeap
+from asyncengine.engine import device_thread
 from asyncengine.testing.world.kernel import World
+from asyncengine.testing.world.loop import VirtualLoop
 from asyncengine.testing.world.primitives import VirtualLock, virtual_modules
 
 LIBRARIES = (concurrent.futures._base, concurrent.futures.thread, asyncio.base_events)
 """Modules of the standard library that make threads and locks for the engine."""
 
 
+def simulate(world: World, work: Callable[[], object], *, shuffled: bool = False, delay: float = 0.0) -> None:
+    """Do `work` as the first thread of `world`. Whatever of the engine's code its threads run has virtual threads,
+    locks, queues, clocks and loops; other threads of the process have real ones.
+
+    `shuffled`: loops run what is ready in any order, not in asyncio's. `delay`: most seconds that a call from another
+    thread is on its way to a loop. Raises what `work` raises, and `Stuck`; then look at `world.complaints`.
+    """
+    with _orderly_garbage(), _exchanged(world, lambda: VirtualLoop(world, shuffled=shuffled, delay=delay)):
+        world.run(work)
+
+
 @contextmanager
-def exchanged(world: World, new_loop: Callable[[], asyncio.AbstractEventLoop]) -> Iterator[None]:
-    """Within, threads of the world that run the engine's code get virtual threads, locks, queues, clocks and loops;
-    other threads of the process get the real ones."""
+def _exchanged(world: World, new_loop: Callable[[], asyncio.AbstractEventLoop]) -> Iterator[None]:
     ours = [
         module
         for name, module in sorted(sys.modules.items())
@@ -47,9 +60,26 @@ def exchanged(world: World, new_loop: Callable[[], asyncio.AbstractEventLoop]) -
                 if vars(module).get(name) is sys.modules[name]:
                     exchange(module, name, virtual)
         exchange(concurrent.futures.thread, "_global_shutdown_lock", VirtualLock(world, reentrant=True))
+        exchange(device_thread, "HEAP", FrozenHeap())  # threads that are unwound do not tell it that they end
         exchange(asyncio.events, "new_event_loop", world.either(new_loop, asyncio.events.new_event_loop))
         exchange(anyio.to_thread, "run_sync", world.either(_on_a_thread, anyio.to_thread.run_sync))
         yield
+
+
+@contextmanager
+def _orderly_garbage() -> Iterator[None]:
+    """Within, garbage in cycles is collected at no moment that the seed does not know; after it, what was there before
+    is not looked through."""
+    enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
 
 
 async def _on_a_thread(work: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
+from fuzz.world.plan import VOCABULARY, Fault, Setup
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import GrammarError
@@ -14,8 +15,7 @@ from asyncengine.grammar.backend import Mask
 from asyncengine.grammar.spec import Grammar
 from asyncengine.step import Batch, FinishedStep, StepHandle, StepResult
 from asyncengine.testing.fake_runner import FakeExecutor, FakeModel
-from asyncengine.testing.world.kernel import World
-from asyncengine.testing.world.plan import VOCABULARY, Fault, Setup
+from asyncengine.testing.world import World
 
 BRIEF = 6
 """Most tokens of a step that an engine's own loop computes."""

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fuzz.world.calls import Record
+from fuzz.world.device import allowed_letters
+from fuzz.world.plan import EOS, VOCABULARY
+
 from asyncengine.engine.validation import _sample_seed
 from asyncengine.errors import (
     BudgetTooSmall,
@@ -16,12 +20,9 @@ from asyncengine.errors import (
     RequestFailed,
 )
 from asyncengine.testing.fake_runner import FakeModel
-from asyncengine.testing.world.calls import Record
-from asyncengine.testing.world.device import allowed_letters
-from asyncengine.testing.world.plan import EOS, VOCABULARY
 
 if TYPE_CHECKING:
-    from asyncengine.testing.world.life import Life
+    from fuzz.world.life import Life
 
 
 def judge(record: Record, life: Life) -> list[str]:

@@ -172,6 +172,10 @@ class Prices:
         whole, rest = _split(shape, unit, count)
         return whole * len(unit.tokens) + len(unit.fewer[rest])
 
+    def samples(self, shape: Opaque) -> list[bytes]:
+        """Its short text, if one is known."""
+        return [self._samples[shape]] if self.cost(shape) < UNREACHABLE else []
+
     # ---------------------------------------------------------------- the texts
 
     def pieces(self, shape: Shape, begin: int = 0) -> Iterator[Piece]:

@@ -67,7 +67,11 @@ class _Builder:
         self._known: dict[tuple[str, ...], str] = {}
         self._todo: list[tuple[str, Conjunction]] = []
         self._empty: list[str] = []
-        self._leaf_options = {key: options[key] for key in LEAF_OPTIONS if options.get(key)}
+        # without that, llguidance 1.9.1 takes any blanks before some of them
+        self._leaf_options = {
+            "whitespace_flexible": False,
+            **{key: options[key] for key in LEAF_OPTIONS if options.get(key)},
+        }
         usual = None if options.get("whitespace_flexible") is False else r"[ \t\n\r]+"
         blank = usual if (given := options.get("whitespace_pattern")) is None else given
         self._blank: list[Symbol] = [self.rules.text(f"{regex(blank)}?")] if blank else []

@@ -227,8 +227,7 @@ class Tracker:
                 found.append((shape, outer))
             elif isinstance(shape, Opaque):
                 leaf = self._leaf(shape)
-                guesses = [piece for piece in self._prices.pieces(shape) if isinstance(piece, bytes)]
-                leaves.append(Inside(leaf, self._prices, leaf.matcher, outer, guesses, 0))
+                leaves.append(Inside(leaf, self._prices, leaf.matcher, outer, self._prices.samples(shape), 0))
             else:
                 for step in self._beyond(outer) if shape is None else self._into(shape, outer):
                     if step not in seen:

@@ -300,3 +300,12 @@ def test_the_errors_of_malformed_numbers_are_typed() -> None:
     for schema in ({"multipleOf": 0}, {"multipleOf": -3}, {"minimum": 10**450}, {"minimum": [1]}, {"const": 10**450}):
         with pytest.raises(GrammarError):
             LlguidanceBackend(shared_vocabulary()).compile(Grammar.json_schema(schema), 10)
+
+
+def test_blanks_before_a_string_are_bounded_beside_a_choice() -> None:
+    """The library's own compiler let any number of them in before some strings of a grammar with several."""
+    content = {"modifier": {"enum": ["", "dark"]}, "children": {"type": "string"}, "content": {"type": "string"}}
+    either = [{"required": ["children"]}, {"required": ["content"]}]
+    grammar = Grammar.json_schema({"type": "object", "properties": content, "anyOf": either})
+    assert accepts(grammar, '{"modifier": "dark","content":"a"}')
+    assert not accepts(grammar, '{"modifier":  \n   \n   "dark","content":"a"}')

@@ -46,7 +46,7 @@ CHECKED = 8
 """Parts of the cheapest output that are spelled and shown to the library when a grammar is compiled."""
 MASKED = 16
 """Bytes of it whose masks are made, for a limit of the library that they would hit: what they warm is of use later."""
-MAX_LEAVES = 256
+MAX_LEAVES = 64
 _TOKEN_ID = re.compile(r"<\[(\d+)\]>")
 
 
@@ -228,7 +228,8 @@ class LlgTemplate:
 
     @property
     def nbytes(self) -> int:
-        return TEMPLATE_BYTES + 4 * len(self.text)
+        counted = 0 if self._counted is None else self._counted.prices.nbytes
+        return TEMPLATE_BYTES + 4 * len(self.text) + counted
 
     def new_state(self) -> LlgState:
         return LlgState(self, self._copy(self._matcher))

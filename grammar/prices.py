@@ -40,7 +40,9 @@ ROUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 MAX_UNITS, MAX_PAIRED = 16, 4
 """Alternatives of a body that are tried as units, and of those in pairs."""
 MAX_SHAPES = 100_000
-MAX_KEPT = 16_384
+SHAPE_BYTES, LEAF_BYTES = 300, 150_000
+"""Memory of a shape, and of what the library needs to follow what it alone knows."""
+MAX_KEPT = 4096
 """Texts whose tokens are kept."""
 
 Segment = tuple[list[int], int]
@@ -88,7 +90,7 @@ class Speller:
         """The best unit for a repetition whose rounds are any of `texts` or one letter of any of `sets`."""
         key = tuple(texts), tuple(sets)
         if key not in self._units:
-            if len(self._units) >= MAX_KEPT // 16:
+            if len(self._units) >= MAX_KEPT // 4:
                 self._units.clear()
             pairs = [[one, two] for one in texts[:MAX_PAIRED] for two in texts[:MAX_PAIRED] if one != two]
             found = [unit for said in ([text] for text in texts) if (unit := self._unit(said)) is not None]
@@ -154,6 +156,11 @@ class Prices:
             with self._lock:
                 self._settle(shape)
         return self._costs[shape]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the shapes and what is known of them, roughly."""
+        return SHAPE_BYTES * len(self._costs) + LEAF_BYTES * sum(isinstance(one, Opaque) for one in self._samples)
 
     def suffix(self, shape: Chain, begin: int) -> int:
         """The cost of the items from `begin` on."""

@@ -6,13 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from asyncengine.chat.schemas import close_objects, plain_json
+from asyncengine.chat.schemas import TYPES, close_objects, plain_json, with_json_types
 from asyncengine.errors import GrammarError, InvalidParameter
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.schemas import with_local_references
 
 FIELD = "response_format"
-JSON_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 
 
 def response_grammar(response_format: object) -> Grammar | None:
@@ -42,7 +41,7 @@ def response_grammar(response_format: object) -> Grammar | None:
         return Grammar.json_object()
     if kind == "json_schema":
         return _named_schema(response_format.get("json_schema"))
-    if not response_format or (isinstance(kind, str) and kind not in JSON_TYPES):
+    if not response_format or (isinstance(kind, str) and kind.lower() not in TYPES):
         shape = "must say its type: 'text', 'json_object' or 'json_schema', or be a JSON schema"
         raise InvalidParameter(FIELD, shape, response_format)
     return _schema_grammar(FIELD, response_format, strict=True)
@@ -63,7 +62,7 @@ def _named_schema(given: object) -> Grammar:
 def _schema_grammar(field: str, schema: Any, strict: bool) -> Grammar:
     if not isinstance(schema, Mapping):
         raise InvalidParameter(field, "must be a JSON schema, as a dict", schema)
-    plain = plain_json(field, schema)
+    plain = with_json_types(field, plain_json(field, schema))
     plain = with_local_references(plain, json.dumps(plain))
     text = json.dumps(close_objects(plain) if strict else plain, ensure_ascii=False, separators=(",", ":"))
     return Grammar(kind="json_schema", text=text, unsupported="error" if strict else "ignore")

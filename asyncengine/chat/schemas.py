@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.grammar.schemas import resolve, with_local_references
+from asyncengine.grammar.schemas import resolve, subschemas, with_local_references
 
 MAX_DEPTH = 64
 """Nesting of a schema; a grammar refuses more as well."""
@@ -19,6 +20,14 @@ CONDITIONS = ("not", "if", "then", "else", "dependentSchemas", "unevaluatedPrope
 """Keywords whose meaning for a value depends on the schema around them."""
 OWN_KEYS = ("properties", "patternProperties", "required", *CONDITIONS)
 """Beside these a `$ref`, `allOf` or `anyOf` is one of several statements about the same object."""
+
+TYPES = {
+    **dict.fromkeys(("string", "str", "text"), "string"), **dict.fromkeys(("boolean", "bool"), "boolean"),
+    **dict.fromkeys(("integer", "int", "long"), "integer"), **dict.fromkeys(("number", "float", "double"), "number"),
+    **dict.fromkeys(("object", "dict", "map"), "object"), **dict.fromkeys(("array", "list", "tuple", "set"), "array"),
+    **dict.fromkeys(("null", "none", "nonetype"), "null"), "any": None,
+}  # fmt: skip
+"""JSON Schema's types by how they are written in other languages, in small letters; None: any of them. Read only."""
 
 Schema = dict[str, Any]
 
@@ -43,8 +52,28 @@ def _inside(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def tool_schema(field: str, parameters: object, strict: bool = True) -> Schema:
-    """The schema of a tool's arguments, always an object's; closed unless not `strict`.
+def with_json_types(about: str, schema: Schema) -> Schema:
+    """`schema` with types as other languages write them (`str`, `Boolean`, `dict`, `any`) replaced by JSON Schema's, in
+    place. Warns of each with its JSON pointer; `about` names whose schema it is."""
+    for pointer, node in subschemas(schema):
+        given = node.get("type")
+        names = given if isinstance(given, list) else [given]
+        found = [TYPES.get(name.lower(), name) if isinstance(name, str) else name for name in names]
+        if found == names:
+            continue
+        if None in found:
+            del node["type"]
+        else:
+            once = [kind for index, kind in enumerate(found) if kind not in found[:index]]
+            node["type"] = once if isinstance(given, list) else once[0]
+        meant = "anything" if None in found else f"{node['type']!r}"
+        warnings.warn(f"{about}: {given!r} at {pointer}/type is no type of JSON Schema; {meant} is meant", stacklevel=2)
+    return schema
+
+
+def tool_schema(field: str, parameters: object, strict: bool = True, name: str = "") -> Schema:
+    """The schema of a tool's arguments, always an object's; closed unless not `strict`. `name` is the tool's, for
+    warnings.
 
     A tool without parameters, or with none declared, takes exactly `{}`.
     """
@@ -52,7 +81,7 @@ def tool_schema(field: str, parameters: object, strict: bool = True) -> Schema:
         parameters = {}
     if not isinstance(parameters, Mapping):
         raise InvalidParameter(field, "must be a JSON schema of an object, as a dict", parameters)
-    schema: Schema = plain_json(field, parameters)
+    schema = with_json_types(f"tool {name!r}" if name else field, plain_json(field, parameters))
     if schema.get("type", "object") != "object":
         raise InvalidParameter(f"{field}.type", "a tool's arguments must be an object schema", schema["type"])
     if not isinstance(schema.get("properties", {}), dict):

@@ -78,7 +78,7 @@ def _check_tool(field: str, tool: object) -> Tool:
         strict = tool.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise InvalidParameter(f"{inside}.strict", "must be a bool", strict)
-    schema = tool_schema(f"{inside}.parameters", function.get("parameters"), strict is not False)
+    schema = tool_schema(f"{inside}.parameters", function.get("parameters"), strict is not False, name)
     return Tool(str(name), schema, strict is not False)
 
 

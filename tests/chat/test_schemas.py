@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 import jsonschema
 import pytest
 
+from asyncengine.chat.response import response_grammar
 from asyncengine.chat.schemas import close_objects, plain_json, tool_schema
+from asyncengine.chat.tools import check_tools
 from asyncengine.errors import InvalidParameter
 
 A = {"properties": {"a": {"type": "integer"}}}
@@ -130,3 +133,34 @@ def test_malformed_parameters_are_named(parameters: Any, field: str) -> None:
     with pytest.raises(InvalidParameter) as caught:
         tool_schema("p", parameters)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("str", {"type": "string"}), ("Boolean", {"type": "boolean"}), ("float", {"type": "number"}),
+        ("dict", {"type": "object"}), ("INTEGER", {"type": "integer"}), ("list", {"type": "array"}), ("any", {}),
+        (["int", "None"], {"type": ["integer", "null"]}), (["string", "any"], {}),
+        (["int", "integer"], {"type": ["integer"]}),
+    ],
+)  # fmt: skip
+def test_types_of_other_languages_are_read_with_a_warning(written: Any, meant: dict[str, Any]) -> None:
+    parameters = {"type": "OBJECT", "properties": {"a/b": {"items": {"type": written}}, "type": {"enum": ["str"]}}}
+    before = json.dumps(parameters)
+    with pytest.warns(UserWarning, match=r"tool 'save': .* at /properties/a~1b/items/type is no type of JSON Schema"):
+        [tool] = check_tools([{"name": "save", "parameters": parameters}])
+    properties = {"a/b": {"items": meant}, "type": {"enum": ["str"]}}
+    assert tool.schema == {"type": "object", "properties": properties, "additionalProperties": False}
+    assert json.dumps(parameters) == before
+    with pytest.warns(UserWarning, match=r"response_format: .* at /type is no type"):
+        grammar = response_grammar({"type": "Dict", "properties": {"a": {"type": "boolean"}}})
+    assert grammar is not None
+    assert json.loads(grammar.text)["type"] == "object"
+
+
+@pytest.mark.parametrize("kind", ["string", ["integer", "null"], "file", 3, None, [3]])
+def test_types_of_json_schema_and_unknown_ones_are_left_as_they_are(kind: Any) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": kind}}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tool_schema("parameters", parameters)["properties"] == {"a": {"type": kind}}

@@ -90,6 +90,21 @@ class GrammarError(InvalidParameter):
     """A grammar cannot be used: malformed, unsupported, too large, or its compilation failed."""
 
 
+_BRANCHES = "write an anyOf with a branch for each case"
+INSTEAD = {
+    "uniqueItems": "declare a list in place of a set",
+    "not": "list what is allowed (enum, type, pattern)",
+    "contains": "describe every item",
+    "propertyNames": "describe the keys by patternProperties, and forbid additionalProperties",
+    "unevaluatedProperties": "use additionalProperties",
+    "unevaluatedItems": "use items",
+    "$dynamicRef": "use $ref",
+    **dict.fromkeys(("minProperties", "maxProperties"), "require properties by name"),
+    **dict.fromkeys(("if", "dependentRequired", "dependentSchemas", "dependencies"), _BRANCHES),
+}
+"""Advice by keyword: how to write something that can be enforced. Read only."""
+
+
 class GrammarUnsupported(GrammarError):
     """The grammar library cannot enforce a part of the schema; `features` are (keyword, JSON pointer) pairs.
 
@@ -101,9 +116,8 @@ class GrammarUnsupported(GrammarError):
         shown = ", ".join(f"{keyword!r} at {pointer or '/'}" for keyword, pointer in self.features[:8])
         more = f" and {len(self.features) - 8} more" if len(self.features) > 8 else ""
         found = f"cannot enforce {shown}{more}" if self.features else "cannot be enforced"
-        advice = "leave it out"
-        if any(keyword == "uniqueItems" for keyword, _ in self.features):
-            advice = "declare a list in place of a set"
+        instead = dict.fromkeys(INSTEAD[keyword] for keyword, _ in self.features if keyword in INSTEAD)
+        advice = " and ".join(list(instead)[:3]) or "leave it out"
         if any(pointer for _, pointer in self.features):  # a schema: the only kind that can do with less
             advice += (
                 ', or have it not enforced: "strict": False in a tool or a json_schema response_format, or '

@@ -42,6 +42,8 @@ def explain(grammar: Grammar, message: str) -> GrammarError:
     """
     lower = message.lower()
     shown = summary(message)
+    if grammar.kind == "json_schema":  # lines and columns of Lark that nobody but us has seen
+        shown = re.sub(r"^at [0-9]+\([0-9]+\): ", "", shown)
     if any(sign in lower for sign in _TOO_LARGE):
         return GrammarTooLarge("grammar", f"too large for the library ({shown}); {_ADVICE['too large']}")
     if any(sign in lower for sign in _IMPOSSIBLE):

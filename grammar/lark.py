@@ -40,6 +40,8 @@ _GBNF = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
+_LARK = re.compile(r"(?m)^\s*(?:%llguidance\b|[?!]?start\s*:(?!:=))")
+"""A line that GBNF does not have. In GBNF, too, a rule may be called `start`."""
 _UNICODE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 _DECODER = json.JSONDecoder()
 
@@ -111,7 +113,7 @@ def checked_lark(text: object) -> str:
     if not isinstance(text, str):
         raise GrammarError("grammar", "a Lark grammar must be a str", text)
     check_text(text)
-    if re.search(r"(?m)^[ \t]*start\b", text) is None:
+    if re.search(r"(?m)^[ \t]*[?!]?start\b", text) is None:
         raise GrammarError("grammar", "a Lark grammar needs a rule named start")
     if "max_tokens" in text and any(token == ("name", "max_tokens") for token in tokens(text)):
         raise GrammarError("grammar", "max_tokens inside a Lark grammar is not supported: a step could not be undone")
@@ -128,9 +130,9 @@ def ebnf_to_lark(text: object) -> str:
     if not isinstance(text, str):
         raise GrammarError("grammar", "an EBNF grammar must be a str", text)
     check_text(text)
-    from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    if is_lark_syntax(text):
+    if _LARK.search(text):
         return checked_lark(text)
     if len(text) > MAX_EBNF:
         raise GrammarTooLarge("grammar", f"GBNF must not exceed {MAX_EBNF} characters", len(text))
@@ -157,6 +159,8 @@ def _plain_gbnf(text: str) -> str:
             piece = _UNICODE.sub(_character, piece)
         elif kind == "any":
             piece = "[\\x00-\U0010ffff]"
+        elif kind == "other":  # the converter calls the root so
+            piece = re.sub(r"(?<![\w-])start(?![\w-])", "start-0", piece)
         depth += (kind == "open") - (kind == "close")
         if depth > MAX_PARENTHESES:
             raise GrammarTooLarge("grammar", f"GBNF must not nest deeper than {MAX_PARENTHESES} parentheses")

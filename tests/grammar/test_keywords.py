@@ -67,6 +67,29 @@ def test_unsupported_keywords_are_named_with_their_place(schema: Any, features: 
         assert f"{keyword!r} at {pointer}" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("schema", "advice"),
+    [
+        ({"not": {}}, "list what is allowed"),
+        ({"type": "array", "items": {"contains": {}, "uniqueItems": True}}, "describe every item and declare a list"),
+        ({"if": {}, "then": {"type": "null"}}, "an anyOf with a branch for each case"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "branches 0 and 1 of /oneOf may both hold"),
+        ({"type": "string", "pattern": "(?=a)b"}, "leave it out"),
+    ],
+)
+def test_what_is_refused_says_what_to_write_instead(schema: Any, advice: str) -> None:
+    with pytest.raises(GrammarUnsupported) as refused:
+        raise explained(Grammar.json_schema(schema))
+    assert advice in str(refused.value)
+
+
+def test_no_place_in_a_text_of_ours_is_named() -> None:
+    """A schema's pattern is compiled as a part of Lark that its author has not seen."""
+    message = 'at 7(14): invalid regex "a{9}{9}" (in regex): no such thing\n'
+    assert "7(14)" not in str(explain(Grammar.json_schema({"type": "string"}), message))
+    assert "7(14)" in str(explain(Grammar.lark("start: /a/"), message))
+
+
 def test_schemas_inside_lark_are_searched_too() -> None:
     error = explained(Grammar.lark('start: %json {"type": "integer"} | %json {"items": {"not": {}}}\n'))
     assert isinstance(error, GrammarUnsupported)

@@ -17,6 +17,7 @@ from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge,
 from asyncengine.grammar import numbers
 from asyncengine.grammar.json_values import IS_TYPE, count, is_number, limits, same, types
 from asyncengine.grammar.patterns import either, literal
+from asyncengine.grammar.schemas import escape, resolve
 
 ANNOTATIONS = frozenset(
     ("title", "description", "default", "examples", "$defs", "definitions", "$schema", "$comment")
@@ -80,12 +81,12 @@ class Builder:
             raise GrammarError("grammar", f"the schema at {at or '/'} must be an object", schema)
         unknown = [key for key in schema if key not in KEYWORDS | ANNOTATIONS]
         for key in unknown:
-            self._refuse(key, f"{at}/{escaped(key)}")
+            self._refuse(key, f"{at}/{escape(key)}")
         for key, method in (("$ref", self._ref), ("anyOf", self._any_of)):
             if key in schema:
                 others = [other for other in schema if other in KEYWORDS and other != key]
                 for other in others:
-                    self._refuse(other, f"{at}/{escaped(other)}")  # both must hold: no regular expression says that
+                    self._refuse(other, f"{at}/{escape(other)}")  # both must hold: no regular expression says that
                 return None if others else method(schema, at, depth, refs)
         if "enum" in schema or "const" in schema:
             return self._values(schema, at, depth)
@@ -107,20 +108,11 @@ class Builder:
             return self._refuse("$ref", f"{at}/$ref")  # recursive, or in another document
         key = (ref, self._indentation(depth))
         if key not in self._known:
-            self._known[key] = self.build(self._resolve(ref), ref[1:], depth, (*refs, ref))
-        return self._known[key]
-
-    def _resolve(self, ref: str) -> Any:
-        target = self.root
-        for part in unquote(ref[2:]).split("/") if ref != "#" else ():
-            name = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, dict) and name in target:
-                target = target[name]
-            elif isinstance(target, list) and name.isdecimal() and int(name) < len(target):
-                target = target[int(name)]
-            else:
+            target = resolve(self.root, schema)
+            if target is None:
                 raise GrammarError("grammar", f"$ref {ref!r} points nowhere")
-        return target
+            self._known[key] = self.build(target, unquote(ref[1:]), depth, (*refs, ref))
+        return self._known[key]
 
     def _any_of(self, schema: dict[str, Any], at: str, depth: int, refs: tuple[str, ...]) -> Pattern:
         branches = schema["anyOf"]
@@ -131,7 +123,7 @@ class Builder:
     def _values(self, schema: dict[str, Any], at: str, depth: int) -> Pattern:
         for key in schema:
             if key in KEYWORDS and key not in ("enum", "const", "type", *numbers.KEYWORDS):
-                self._refuse(key, f"{at}/{escaped(key)}")
+                self._refuse(key, f"{at}/{escape(key)}")
         values = schema.get("enum", [schema.get("const")])
         if not isinstance(values, list):
             raise GrammarError("grammar", f"enum at {at or '/'} must be a list", values)
@@ -200,7 +192,7 @@ class Builder:
             self._refuse("required", f"{at}/required")  # asks for what additionalProperties forbids
         members: list[tuple[str, bool]] = []
         for name, value in properties.items():
-            inner = self.build(value, f"{at}/properties/{escaped(name)}", depth + 1, refs)
+            inner = self.build(value, f"{at}/properties/{escape(name)}", depth + 1, refs)
             if inner is not None:
                 members.append((self._member(name, inner), name in required))
             elif name in required:
@@ -263,8 +255,3 @@ def in_order(members: list[tuple[str, bool]], comma: str) -> str:
             found = f"(?:{found}(?:{comma}{text})?|{text})"
         certain = certain or needed
     return found
-
-
-def escaped(name: str) -> str:
-    """`name` as part of a JSON pointer."""
-    return name.replace("~", "~0").replace("/", "~1")

@@ -70,8 +70,6 @@ def find_unsupported(schema: Any, message: str) -> list[Feature]:
     if named:
         keys = [*UNIMPLEMENTED, *re.findall(r'"([^"]+)"', named.group(1))]
         return _with_keys(nodes, tuple(dict.fromkeys(keys)))
-    if "oneOf constraints are not supported" in message:
-        return _with_keys(nodes, ("oneOf",))
     if "min/maxProperties only supported" in message:
         return _with_keys(nodes, ("minProperties", "maxProperties"))
     if "are not disjoint" in message and "patternProperty" in message:

@@ -10,6 +10,7 @@ from asyncengine.errors import GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar.numbers import KEYWORDS, SAFE, of_schema
 from asyncengine.grammar.rules import Rules
 from asyncengine.grammar.schema_rules import schema_grammar
+from asyncengine.grammar.schemas import pointed
 
 MAX_RETRIES = 64
 """Keywords that are left out one after the other where that is allowed."""
@@ -107,11 +108,6 @@ def _small(value: Any) -> Any:
 
 def _drop(schema: dict[str, Any], pointer: str) -> bool:
     """Delete what `pointer` leads to; False if that is nothing."""
-    here: Any = schema
-    *parts, last = [part.replace("~1", "/").replace("~0", "~") for part in pointer[1:].split("/")]
-    for part in parts:
-        if isinstance(here, list) and part.isdecimal() and int(part) < len(here):
-            here = here[int(part)]
-        else:
-            here = here.get(part) if isinstance(here, dict) else None
-    return isinstance(here, dict) and here.pop(last, None) is not None
+    around, _, last = pointer.rpartition("/")
+    here = pointed(schema, around)
+    return isinstance(here, dict) and here.pop(last.replace("~1", "/").replace("~0", "~"), None) is not None

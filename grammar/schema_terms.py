@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar.numbers import KEYWORDS, Numbers, exact, number_text, of_schema
@@ -120,7 +121,7 @@ def _applied(root: dict[str, Any], entry: Entry) -> Iterator[Entry | list[Entry]
             target = resolve(root, schema)
             if not isinstance(target, (dict, bool)):
                 raise GrammarUnsupported("grammar", [("$ref", f"{pointer}/$ref")], "leads nowhere in the schema")
-            yield Entry(value.removeprefix("#"), target)
+            yield Entry(unquote(value.removeprefix("#")), target)
         elif key in ("allOf", "anyOf", "oneOf"):
             if not isinstance(value, list) or not value:
                 raise GrammarError("grammar", f"{key} at {pointer or '/'} must be a list with at least one schema")

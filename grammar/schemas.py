@@ -137,13 +137,14 @@ def resolve(root: Any, node: Any) -> Any:
     """The target of a local `$ref`; `node` itself where there is none; None where the pointer leads nowhere."""
     if not isinstance(node, dict) or not isinstance(node.get("$ref"), str):
         return node
-    pointer = node["$ref"]
-    if pointer == "#":
-        return root
-    if not pointer.startswith("#/"):
-        return None
-    here = root
-    for part in unquote(pointer[2:]).split("/"):
+    mark, _, pointer = node["$ref"].partition("#")
+    return None if mark else pointed(root, unquote(pointer))
+
+
+def pointed(root: Any, pointer: str) -> Any:
+    """What a JSON pointer (RFC 6901) leads to; None where that is nothing."""
+    here = root if not pointer or pointer[0] == "/" else None
+    for part in pointer.split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(here, dict):
             here = here.get(name)
@@ -152,6 +153,17 @@ def resolve(root: Any, node: Any) -> Any:
         else:
             return None
     return here
+
+
+def moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
+    """A copy whose local references stay right when it is put at the reference `place` of another document."""
+    copy: dict[str, Any] = json.loads(json.dumps(schema))
+    copy.pop("$schema", None)
+    for _, node in subschemas(copy):
+        target = node.get("$ref")
+        if isinstance(target, str) and target.startswith("#"):
+            node["$ref"] = place + target[1:]
+    return copy
 
 
 def with_local_references(schema: dict[str, Any], text: str) -> dict[str, Any]:

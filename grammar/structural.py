@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncengine.errors import GrammarError
-from asyncengine.grammar.canonical import canonical_json, parse_json
+from asyncengine.grammar.canonical import parse_json
 from asyncengine.grammar.lark import literal, regex
 from asyncengine.grammar.regexes import escaped
-from asyncengine.grammar.schemas import schema_text, subschemas
+from asyncengine.grammar.schemas import moved, schema_text
 from asyncengine.grammar.spec import Grammar
 
 Tag = tuple[str, Grammar, str]
@@ -114,7 +114,7 @@ def tool_call_schema(tools: Any, tool_choice: Any, parallel: bool) -> dict[str, 
     calls = []
     definitions = {}
     for index, (name, parameters) in enumerate(functions):
-        definitions[f"tool_{index}"] = _moved(parameters, f"#/$defs/tool_{index}")
+        definitions[f"tool_{index}"] = moved(parameters, f"#/$defs/tool_{index}")
         properties = {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/tool_{index}"}}
         calls.append(
             {
@@ -152,15 +152,3 @@ def _chosen(choice: Any) -> str | None:
         limit = 'must be "required", a tool\'s name or {"type": "function", "function": {"name": ...}}'
         raise GrammarError("tool_choice", f"{limit}; to leave the choice to the model, use chat", choice)
     return choice
-
-
-def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """`schema` with its local references made to lead into `place`, where it is going to lie."""
-    moved: dict[str, Any] = parse_json(canonical_json(schema))
-    moved.pop("$schema", None)
-    moved.pop("$id", None)
-    for _, node in subschemas(moved):
-        target = node.get("$ref")
-        if isinstance(target, str) and (target == "#" or target.startswith("#/")):
-            node["$ref"] = place + target[1:]
-    return moved

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from asyncengine.chat.formats import Reasoning, ReasoningState, ToolFormat
 from asyncengine.chat.marks import Markers, literal_pattern, sequence
 from asyncengine.chat.members import member_rules
-from asyncengine.chat.schemas import moved
 from asyncengine.chat.tools import Tool
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.lark import literal
 from asyncengine.grammar.lower import fragment, inline_json
+from asyncengine.grammar.schemas import moved
 
 ANY = "/(?s:.*)/"
 

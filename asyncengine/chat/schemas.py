@@ -150,18 +150,6 @@ def _children(part: Schema) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def moved(schema: Schema, pointer: str) -> Schema:
-    """A copy whose references stay right when it is put at `pointer` of another document."""
-
-    def change(_: Schema, copy: Schema) -> None:
-        reference = copy.get("$ref")
-        if isinstance(reference, str) and reference.startswith("#"):
-            copy["$ref"] = pointer + reference.removeprefix("#")
-
-    copy: Schema = _mapped(schema, change)
-    return copy
-
-
 def _mapped(part: Any, change: Callable[[Schema, Schema], None]) -> Any:
     """A copy, with `change(original, copy)` made to every schema in it, the innermost first."""
     if not isinstance(part, dict):

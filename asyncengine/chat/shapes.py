@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from asyncengine.chat.schemas import Schema, moved
+from asyncengine.chat.schemas import Schema
 from asyncengine.errors import GrammarUnsupported
-from asyncengine.grammar.schemas import resolve
+from asyncengine.grammar.schemas import moved, resolve
 
 JSON_TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 ANNOTATIONS = frozenset((

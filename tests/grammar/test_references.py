@@ -8,10 +8,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from asyncengine.chat.schemas import moved, tool_schema
+from asyncengine.chat.schemas import tool_schema
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.lower import inline_json
-from asyncengine.grammar.schemas import with_local_references
+from asyncengine.grammar.schemas import moved, with_local_references
 
 from .oracle import accepts, complaint
 

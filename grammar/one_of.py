@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import combinations
 from typing import Any
 
@@ -9,7 +10,7 @@ from asyncengine.errors import GrammarError
 from asyncengine.grammar.numbers import Numbers
 from asyncengine.grammar.schema_members import at, count_of, items_of, property_of
 from asyncengine.grammar.schema_terms import Alternatives, Conjunction, Entry, Term
-from asyncengine.grammar.schemas import subschemas
+from asyncengine.grammar.schemas import pointed, subschemas
 
 MAX_DEPTH = 16
 """Values inside one another that are looked into."""
@@ -20,17 +21,16 @@ MAX_PAIRS = 2_000
 def overlapping(schema: dict[str, Any]) -> list[tuple[str, int, int]]:
     """Write each `oneOf` whose branches exclude one another as `anyOf`, in place. Returns the others: the pointer, and
     the indices of two branches that both may hold."""
-    proof = _Emptiness(schema)
+    root = _read_as_written(schema)
+    proof = _Emptiness(root)
     found = []
     for pointer, node in list(subschemas(schema)):
-        branches = node.get("oneOf")
-        if not isinstance(branches, list):
+        if not isinstance(node.get("oneOf"), list):
             continue
-        around = Entry(pointer, {key: value for key, value in node.items() if key != "oneOf"})
-        entries = [Entry(f"{pointer}/oneOf/{index}", branch) for index, branch in enumerate(branches)]
-        both = next(
-            (pair for pair in combinations(range(len(entries)), 2) if not proof.apart(around, entries, *pair)), None
-        )
+        said = dict(pointed(root, pointer) or {})
+        entries = [Entry(f"{pointer}/oneOf/{index}", branch) for index, branch in enumerate(said.pop("oneOf", ()))]
+        around, pairs = Entry(pointer, said), combinations(range(len(entries)), 2)
+        both = next((pair for pair in pairs if not proof.apart(around, entries, *pair)), None)
         if both is not None:
             found.append((f"{pointer}/oneOf", *both))
         elif "anyOf" in node:
@@ -38,6 +38,15 @@ def overlapping(schema: dict[str, Any]) -> list[tuple[str, int, int]]:
         else:
             node["anyOf"] = node.pop("oneOf")
     return found
+
+
+def _read_as_written(schema: dict[str, Any]) -> dict[str, Any]:
+    """A copy; up to draft 7 without what stands beside a `$ref`, which says nothing there."""
+    root: dict[str, Any] = json.loads(json.dumps(schema))
+    for _, node in list(subschemas(root)) if "draft-0" in str(schema.get("$schema")) else ():
+        for key in [key for key in node if "$ref" in node and key not in ("$ref", "$defs", "definitions")]:
+            del node[key]
+    return root
 
 
 class _Emptiness:

@@ -55,6 +55,11 @@ APART: dict[str, dict[str, Any]] = {
         "oneOf": [{"$ref": "#/$defs/s"}, {"maximum": 1, "type": "integer"}],
         "$defs": {"s": {"type": "string"}},
     },
+    "references of draft 7": {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "oneOf": [{"$ref": "#/definitions/a", "title": "A"}, {"$ref": "#/definitions/b", "description": "B"}],
+        "definitions": {"a": {"type": "object", **TAG_A}, "b": {"type": "object", **TAG_B}},
+    },
     "nested tags": {
         "oneOf": [
             closed({"t": {"allOf": [{"$ref": "#/$defs/t"}, TAG_A]}}, required=["t"]),
@@ -73,6 +78,18 @@ TOGETHER: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     "empty list": (
         {"oneOf": [{"type": "array", "items": {"type": name}} for name in ("string", "null")]}, (0, 1),
     ),
+    "beside a reference of draft 7": (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "oneOf": [{"$ref": "#/definitions/a"}, {"$ref": "#/definitions/b"}],
+            "definitions": {
+                "n": {"type": "object"},
+                "a": {"$ref": "#/definitions/n", **TAG_A},
+                "b": {"$ref": "#/definitions/n", **TAG_B},
+            },
+        },
+        (0, 1),
+    ),
     "twice": ({"$ref": "#/$defs/n", "$defs": {"n": {"oneOf": [{"type": "null"}, {"enum": [1, None]}]}}}, (0, 1)),
 }  # fmt: skip
 VALUES: list[Any] = [
@@ -82,7 +99,8 @@ VALUES: list[Any] = [
 
 
 def wrong(schema: dict[str, Any]) -> list[Any]:
-    validator, grammar = jsonschema.Draft202012Validator(schema), Grammar.json_schema(schema)
+    kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+    validator, grammar = kind(schema), Grammar.json_schema(schema)
     return [value for value in VALUES if accepts(grammar, json.dumps(value)) != validator.is_valid(value)]
 
 

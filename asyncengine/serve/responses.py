@@ -11,6 +11,7 @@ import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.websockets import WebSocket
 
 from asyncengine.checks import as_choice, as_integer
 from asyncengine.outputs import Usage
@@ -22,7 +23,7 @@ from asyncengine.serve.fields import Fields
 from asyncengine.serve.generating import answer, grant, read_fields, reporting
 from asyncengine.serve.problems import Problem
 from asyncengine.serve.response_store import ResponseStore, Stored
-from asyncengine.serve.responses_socket import converse
+from asyncengine.serve.responses_socket import Conversation
 from asyncengine.serve.state import Serving
 from asyncengine.serve.turn import Answered, Turn
 
@@ -45,7 +46,7 @@ def routes(serving: Serving) -> list[BaseRoute]:
         (f"{one}/input_items", api.input_items, "GET"),
     ]
     made = [Route(path, reporting(endpoint, dialect.error), methods=[method]) for path, endpoint, method in paths]
-    return [*made, WebSocketRoute("/v1/responses", partial(converse, serving, api.respond, api.forget))]
+    return [*made, WebSocketRoute("/v1/responses", api.converse)]
 
 
 class _Keeping(dialect.Writer):
@@ -76,7 +77,7 @@ class _Responses:
         self._running: dict[str, Answer] = {}
         """Answers under way, by the ids of their responses."""
         self._tasks: set[asyncio.Task[None]] = set()
-        """Those that no client waits for."""
+        """Tasks of answers that no client waits for."""
 
     async def _read(self, fields: Fields, read: Callable[..., Turn] = dialect.read, owner: object = None) -> Turn:
         """The turn of a request, which is made on a thread where it is long, so that streams go on meanwhile."""
@@ -120,6 +121,9 @@ class _Responses:
         """Drop a response that is kept for one connection alone."""
         if (found := self._store.get(response_id, owner)) is not None and found.owner is owner:
             self._store.delete(response_id)
+
+    async def converse(self, socket: WebSocket) -> None:
+        await Conversation(self._serving, self.respond, self.forget, socket).run()
 
     async def compact(self, request: Request) -> Answer:
         fields = await read_fields(request, self._serving)
@@ -195,7 +199,7 @@ class _Responses:
 def _recalled(chain: Sequence[Stored] | None, response_id: str) -> list[Item]:
     """Input and output of a chain of responses, in order. Raises `Problem` where one of them is not stored."""
     if chain is None:
-        raise dialect.not_found(response_id)
+        dialect.not_found(response_id)
     items: list[Item] = []
     for stored in chain:
         items += json.loads(stored.items)

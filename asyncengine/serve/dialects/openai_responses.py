@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from asyncengine.checks import as_choice, as_integer, as_text
 from asyncengine.errors import InvalidParameter
@@ -48,21 +48,13 @@ Recall = Callable[[str], Sequence[Item]]
 error = openai_chat.error
 
 
-def not_found(response_id: str) -> Problem:
-    """The error for a `previous_response_id` that is not stored."""
-    return Problem(
-        400,
-        f"no response {response_id[:100]!r} is stored: it was not to be, was deleted, or gave way to newer ones",
-        "previous_response_id",
-        "previous_response_not_found",
-    )
+def not_found(response_id: str) -> NoReturn:
+    """Refuse a `previous_response_id` that is not stored."""
+    why = f"no response {response_id[:100]!r} is stored: it was not to be, was deleted, or gave way to newer ones"
+    raise Problem(400, why, "previous_response_id", "previous_response_not_found")
 
 
-def _nothing(response_id: str) -> Sequence[Item]:
-    raise not_found(response_id)
-
-
-def read(fields: Fields, recall: Recall = _nothing) -> Turn:
+def read(fields: Fields, recall: Recall = not_found) -> Turn:
     """The turn that a body asks for. `recall`: the items, input and output, of a stored response and those before it.
 
     Raises `InvalidParameter` naming the field, and what `recall` raises.
@@ -91,7 +83,7 @@ def read(fields: Fields, recall: Recall = _nothing) -> Turn:
     return turn
 
 
-def read_compact(fields: Fields, recall: Recall = _nothing) -> Turn:
+def read_compact(fields: Fields, recall: Recall = not_found) -> Turn:
     """The turn that makes one item of a conversation. Raises as `read`."""
     if fields.take("stream"):
         raise InvalidParameter("stream", "must be left out: a compaction is returned whole")
@@ -211,7 +203,7 @@ class Writer:
         """Type of the item that is being written."""
         self._texts: list[str] = []
         self._entries: list[LogprobEntry] = []
-        self._untold: list[LogprobEntry] = []
+        self._pending: list[LogprobEntry] = []
         """Log-probabilities of tokens that had no text yet."""
         self._delta = ""
         self._reason = "stop"
@@ -266,8 +258,8 @@ class Writer:
         else:
             part = self._part(text)
             item["content"] = [part]
-            told = {"logprobs": part["logprobs"]} if self._kind == "message" else {}
-            done = self._frame(f"{name}.done", **place, text=text, **told)
+            scores = {"logprobs": part["logprobs"]} if self._kind == "message" else {}
+            done = self._frame(f"{name}.done", **place, text=text, **scores)
             done += self._frame("content_part.done", **place, part=part)
             if self._kind == "reasoning" and self._sealed:
                 item["encrypted_content"] = seal(text)
@@ -284,24 +276,24 @@ class Writer:
         """The frames of one event; an empty text for none."""
         match event:
             case Text(text=""):
-                self._untold += event.logprobs if self._logprobs else ()
+                self._pending += event.logprobs if self._logprobs else ()
             case Text():
                 opened = "" if self._kind == "message" else self._open("message", "msg", role="assistant", content=[])
-                entries = [*self._untold, *event.logprobs] if self._logprobs else []
+                entries = [*self._pending, *event.logprobs] if self._logprobs else []
                 self._entries += entries
-                self._untold = []
+                self._pending = []
                 more = json.dumps(_logprobs(entries)) if entries else "[]"
                 return opened + self._next(event.text, f', "logprobs": {more}')
             case Thinking():
                 opened = "" if self._kind == "reasoning" else self._open("reasoning", "rs", summary=[], content=[])
                 return opened + self._next(event.text)
             case CallBegin():
-                self._untold = []
+                self._pending = []
                 return self._open("function_call", "fc", call_id=event.id, name=event.name, arguments="")
             case CallArguments():
                 return self._next(event.text)
             case CallEnd():
-                self._untold = []
+                self._pending = []
                 return self._close()
             case End():
                 self._reason = event.reason
@@ -328,7 +320,9 @@ class Writer:
     def finish(self, known: Mapping[str, Any]) -> str:
         """The frames that end the response with what is `known` of it. A cancelled one has no event of its own."""
         status = known["status"]
-        last = self._close("completed" if status == "completed" else "incomplete")
+        empty = status == "completed" and not self.response["output"]
+        last = self._open("message", "msg", role="assistant", content=[]) if empty else ""
+        last += self._close("completed" if status == "completed" else "incomplete")
         self.response |= known
         return last + self._frame("incomplete" if status == "cancelled" else status, response=self.response)
 

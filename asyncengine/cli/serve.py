@@ -76,7 +76,8 @@ async def _serve(plan: Plan, keys: tuple[str, ...], listener: Any) -> int:
                 pass
         served = app(
             group, api_keys=keys, aliases=plan.aliases, strict=settings.strict, max_body=settings.max_body,
-            allow_adapters=settings.allow_adapters or settings.insecure, hosts=settings.hosts, cors=settings.cors,
+            response_memory=int(settings.response_memory), hosts=settings.hosts, cors=settings.cors,
+            allow_adapters=settings.allow_adapters or settings.insecure,
         )  # fmt: skip
         ready = f"serving {', '.join(group)} at {server.address_of(listener)} (Ctrl-C stops it)"
         running = server.Server(served, settings, lambda: print(ready, flush=True))

@@ -26,6 +26,7 @@ def app(
     aliases: Mapping[str, str] | None = None,
     strict: bool = False,
     max_body: int = 32 << 20,
+    response_memory: int = 64 << 20,
     allow_adapters: bool = False,
     hosts: Collection[str] | None = None,
     cors: Sequence[str] = (),
@@ -35,9 +36,10 @@ def app(
 
     `api_keys`: a request must show one of them; none: everybody is served. `aliases`: other names for models and
     adapters; "*" stands for every unknown name. `strict`: fields that would change nothing are refused. `max_body`:
-    bytes of the longest request. `allow_adapters`: requests may load adapters without a key. `hosts`: names in the Host
-    header that are answered without a key; None: all. `cors`: origins of web pages that may ask. `telemetry`: spans of
-    OpenTelemetry (`asyncengine.integrations.opentelemetry`) for every request, below the caller's.
+    bytes of the longest request. `response_memory`: bytes of responses that clients may come back to. `allow_adapters`:
+    requests may load adapters without a key. `hosts`: names in the Host header that are answered without a key; None:
+    all. `cors`: origins of web pages that may ask. `telemetry`: spans of OpenTelemetry
+    (`asyncengine.integrations.opentelemetry`) for every request, below the caller's.
 
     Raises `ImportError` naming the extra where starlette is not installed.
     """
@@ -46,6 +48,6 @@ def app(
     except ImportError as error:
         raise ImportError('serving over HTTP needs starlette: pip install "asyncengine[serve]"') from error
     return make_app(
-        engines, api_keys=api_keys, aliases=aliases, strict=strict, max_body=max_body, allow_adapters=allow_adapters,
-        hosts=hosts, cors=cors, telemetry=telemetry,
+        engines, api_keys=api_keys, aliases=aliases, strict=strict, max_body=max_body, response_memory=response_memory,
+        allow_adapters=allow_adapters, hosts=hosts, cors=cors, telemetry=telemetry,
     )  # fmt: skip

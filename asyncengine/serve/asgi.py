@@ -32,6 +32,7 @@ def make_app(
     aliases: Mapping[str, str] | None = None,
     strict: bool = False,
     max_body: int = 32 << 20,
+    response_memory: int = 64 << 20,
     allow_adapters: bool = False,
     hosts: Collection[str] | None = None,
     cors: Sequence[str] = (),
@@ -39,7 +40,8 @@ def make_app(
 ) -> Starlette:
     """See `asyncengine.serve.app`."""
     named = {engines.info.name: engines} if isinstance(engines, AsyncEngine) else engines
-    serving = Serving(Models(named, aliases), strict, max_body, tuple(api_keys), allow_adapters=allow_adapters)
+    serving = Serving(Models(named, aliases), strict, max_body, tuple(api_keys), response_memory)
+    serving.allow_adapters = allow_adapters
     paths = routes(serving)
     middleware = [Middleware(CountAnswers, serving=serving, routes=paths)]
     if cors:  # before keys: a browser asks without one whether it may ask

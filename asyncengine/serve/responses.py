@@ -73,7 +73,7 @@ class _Responses:
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        self._store = ResponseStore(serving.max_stored)
+        self._store = ResponseStore(serving.response_memory)
         self._running: dict[str, Answer] = {}
         """Answers under way, by the ids of their responses."""
         self._tasks: set[asyncio.Task[None]] = set()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from asyncengine.checks import Positive, Seconds, Settings, as_items, integer_in
-from asyncengine.config import Memory, parse_keep_alive
+from asyncengine.config import CacheMemory, Memory, parse_keep_alive
 from asyncengine.errors import InvalidParameter
 
 KEY_VARIABLE = "ASYNCENGINE_API_KEY"
@@ -48,6 +48,8 @@ class ServerSettings(Settings):
     """Refuse the fields of requests that would change nothing."""
     max_body: Positive = 32 << 20
     """Bytes of the longest request."""
+    response_memory: CacheMemory = "64MiB"
+    """Bytes of responses that clients of /v1/responses may come back to. None: none."""
     memory: Memory | None = None
     """Memory for all models together ("8GiB"). With `keep_alive` they share it in turns where it is too small for all.
     """

@@ -19,7 +19,7 @@ class Serving:
     """Bytes of the longest body that is read."""
     api_keys: tuple[str, ...] = ()
     """Keys of which a request must show one; none: every request is served."""
-    max_stored: int = 64 << 20
+    response_memory: int = 64 << 20
     """Bytes of the responses that clients can come back to."""
     answers: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     """Answers by method, path and status."""

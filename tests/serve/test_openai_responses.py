@@ -9,6 +9,10 @@ import openai
 import pydantic
 import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall
+from support.http_server import serving
+
+from asyncengine import AsyncEngine
+from asyncengine.serve import app
 
 WEATHER: Any = {
     "type": "function",
@@ -264,3 +268,25 @@ def test_a_tool_is_chosen_among_some(client: openai.OpenAI) -> None:
     other: Any = {**WEATHER, "name": "get_time"}
     choice: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_time"}]}
     assert call(ask(client, "the weather in Paris?", tools=[WEATHER, other], tool_choice=choice)).name == "get_time"
+
+
+def test_a_client_that_leaves_leaves_nothing(client: openai.OpenAI) -> None:
+    stream = client.responses.create(model="demo", input="hello", stream=True, extra_body=FOR_EVER)
+    first = next(iter(stream))
+    assert first.type == "response.created"
+    assert client.responses.retrieve(first.response.id).status == "in_progress"
+    stream.close()
+    with pytest.raises(openai.NotFoundError):
+        settled(client, first.response.id)
+
+
+async def test_an_app_stores_no_more_than_it_is_given() -> None:
+    settings: dict[str, Any] = {"show_progress": False, "grammar_backend": "none", "speculation": "off"}
+    async with (
+        await AsyncEngine.from_pretrained("demo", **settings) as engine,
+        serving(app(engine, response_memory=0)) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client,
+    ):
+        answer = await client.responses.create(model="demo", input="hello", max_output_tokens=2)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(answer.id)

@@ -78,6 +78,12 @@ class ToolFormat:
         return not self.trigger or self.optional_trigger
 
     @property
+    def head(self) -> str:
+        """The text of a call up to its name, by which a call is known in the midst of thoughts; empty where calls
+        cannot follow text."""
+        return "" if self.only_whole or NUMBER in self.name_open else self.trigger + self.opening + self.name_open
+
+    @property
     def is_object(self) -> bool:
         """A call is a JSON object with a member "name", perhaps among others."""
         return '"name"' in self.name_open

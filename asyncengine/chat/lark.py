@@ -68,6 +68,8 @@ class _Writer:
         self._opens_itself = state == "undecided"
         self._markup: list[str] = []  # rules of the text around calls: first, for whoever looks for its way out
         self._lines: list[str] = []
+        self._calls_end = ""
+        """What follows the first call: more of them, and their closing."""
 
     def write(self) -> str:
         answer = self._answer
@@ -86,6 +88,8 @@ class _Writer:
         start = " | ".join(options)
         if self._reasoning is not None:
             start = f"{self._think(self._reasoning, gap=not answer.text)} ({start})"
+            if answer.calls and self._form is not None and self._form.head:
+                start += f" | {self._thought_calls(self._reasoning, self._form)}"
         return "\n".join([f"start: {start}", *self._markup, *self._lines]) + "\n"
 
     def _wrapped(self, answer: str) -> str:
@@ -105,6 +109,20 @@ class _Writer:
             self._markup.append(r"NEWLINES: /\n{1,3}/")
         whole = "think NEWLINES?" if gap else "think"
         return f"({whole})?" if self._opens_itself else whole
+
+    def _thought_calls(self, reasoning: Reasoning, form: ToolFormat) -> str:
+        """Calls in the midst of the reasoning, which end it: from their head on they are like any others. A trigger
+        alone may be a word of the thoughts, unless it is a special token."""
+        begin = self._markers.lark(reasoning.start) if self._opens_itself else ""
+        before, special, rest = self._markers.split(form.trigger)
+        if special:
+            self._markup.append(f"THOUGHT_HEAD: THOUGHT {literal(before) if before else ''}")
+            return sequence(begin, "THOUGHT_HEAD", special, rest, "calls_after_trigger")
+        head = r"[ \t\r\n]*".join(map(literal_pattern, form.head.split()))
+        self._markup.append(f"thought_head[lazy]: /(?s:.*){head}/")  # it ends where the first head does
+        named = (f"{literal(tool.name + form.name_close)} body_{i}" for i, tool in enumerate(self._answer.calls))
+        blanks = self._markers.lark(form.head[len(form.head.rstrip()) :])
+        return sequence(begin, "thought_head", blanks, f"({' | '.join(named)})", self._calls_end)
 
     def _text(self, others: list[str]) -> list[str]:
         """The answer's options with free text, and text before calls, added."""
@@ -179,7 +197,8 @@ class _Writer:
         more = f"({'again' if not form.is_object else sequence(lark(again), 'call')})*" if self._answer.several else ""
         # a model that ends its last call with a newline must not thereby begin another
         last = f"{separator}?" if more and form.each and form.separator.strip() != form.separator else ""
-        body = sequence(opening, "call", more, last, lark(form.closing))
+        self._calls_end = sequence(more, last, lark(form.closing))
+        body = sequence(opening, "call", self._calls_end)
         if form.list_for_several and self._answer.several:
             body = f'call | "[" {body} "]"'
         if form.optional_trigger:

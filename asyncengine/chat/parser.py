@@ -35,6 +35,8 @@ class OutputParser:
     `tool_format` None: there are no calls. Only calls of the tools in `names` count; text that merely looks like one
     stays text. `calls_after_text` False: calls are looked for at the beginning of the answer only. `arguments` are the
     types of each tool's arguments, which formats need that write strings without quotes.
+
+    A call's head ends the reasoning too: models forget to close it, and a call must not be lost in it.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class OutputParser:
         self._types = arguments or {}
         self._whole = tool_format is not None and (tool_format.only_whole or not calls_after_text)
         self._reasoning = reasoning or Reasoning("", "")
+        self._call_head = self._form.head if self._form is not None else ""
         self._buffer = ""
         self._out = Parsed()
         self._calls = Calls(short_ids=tool_format is not None and tool_format.family == "mistral")
@@ -128,16 +131,30 @@ class OutputParser:
     def _reason(self) -> bool:
         end = self._reasoning.end
         found = self._buffer.find(end)
-        if found >= 0:
-            self._out.reasoning += self._buffer[:found].rstrip("\r\n")
-            self._buffer = self._buffer[found + len(end) :]
-            self._step = self._after_reasoning
-            return True
-        keep = len(self._buffer) - partial_suffix(self._buffer, end)
+        call, known = self._call_in_thought(found)
+        keep = min(at for at in (call, found, len(self._buffer) - partial_suffix(self._buffer, end)) if at >= 0)
         keep = len(self._buffer[:keep].rstrip("\r\n"))
         self._out.reasoning += self._buffer[:keep]
         self._buffer = self._buffer[keep:]
-        return False
+        if known:
+            self._step = self._head
+        elif found >= 0:
+            self._buffer = self._buffer[found + len(end) - keep :]
+            self._step = self._after_reasoning
+        return known or found >= 0
+
+    def _call_in_thought(self, end: int) -> tuple[int, bool]:
+        """The place (-1: none) where a call begins, or may begin, before the reasoning's `end` (-1: not there yet), and
+        whether it does."""
+        trigger = self._form.trigger if self._call_head and self._form is not None else ""
+        at = self._buffer.find(trigger) if trigger else -1
+        while at >= 0 and not 0 <= end < at:
+            size = follow(self._buffer, at, self._call_head)
+            if size is None or size >= 0:
+                return (-1, False) if size is None and end >= 0 else (at, size is not None)
+            at = self._buffer.find(trigger, at + 1)
+        partial = partial_suffix(self._buffer, trigger) if trigger and end < 0 else 0
+        return (len(self._buffer) - partial, False) if partial else (-1, False)
 
     def _after_reasoning(self) -> bool:
         self._buffer = self._buffer.lstrip("\r\n")

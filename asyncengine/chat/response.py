@@ -37,6 +37,8 @@ def response_grammar(response_format: object) -> Grammar | None:
     kind = response_format.get("type")
     if kind == "text":
         return None
+    if kind == "json_object" and "schema" in response_format:  # as llama.cpp and Together write it
+        return _schema_grammar(f"{FIELD}.schema", response_format["schema"], strict=True)
     if kind == "json_object":
         return Grammar.json_object()
     if kind == "json_schema":

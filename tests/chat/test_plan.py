@@ -72,6 +72,7 @@ def allowed(*names: Any, mode: str = "required") -> dict[str, Any]:
         ({"tool_choice": "add"}, "tool_choice", "none"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "bool"),
         ({"response_format": {}}, "response_format", "type"),
+        ({"response_format": {"type": "json_object", "schema": 5}}, "response_format.schema", "dict"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "dict"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
          "response_format.json_schema.schema", "missing"),

@@ -125,14 +125,15 @@ async def until_stopped(server: Server, listener: socket.socket, group: EngineGr
 
 def bind(settings: ServerSettings) -> socket.socket:
     """A socket at the address; nobody can connect before the server listens. Raises `InvalidParameter`."""
+    family: int
+    address: Any
     if settings.uds is not None:
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISSOCK(os.stat(settings.uds).st_mode):
                 os.unlink(settings.uds)  # that of a server that was killed
-        family, field = socket.AF_UNIX, "uds"
+        family = socket.AF_UNIX
         address: Any = settings.uds
     else:
-        field = "port"
         try:
             family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
         except OSError as error:
@@ -144,7 +145,9 @@ def bind(settings: ServerSettings) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise InvalidParameter(field, f"cannot be listened on: {error.strerror}", address) from error
+        raise InvalidParameter(
+            "uds" if settings.uds else "port", f"cannot be listened on: {error.strerror}", address
+        ) from error
     return listener
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from asyncengine import EngineConfig
 from asyncengine.cli.errors import CliError
 from asyncengine.cli.main import build_parser, main
 from asyncengine.cli.serve import read_plan
@@ -266,6 +268,15 @@ def test_a_file_and_flags_above_it(tmp_path: Path) -> None:
 def test_a_file_that_is_wrong_is_refused_by_name(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises((InvalidParameter, CliError), match=complaint):
         plan_of(tmp_path, text)
+
+
+def test_the_file_of_the_page_is_one(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "howto" / "serve.md"
+    [text] = re.findall(r"^```toml\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    plan = plan_of(tmp_path, text)
+    assert (plan.settings.port, plan.preload, plan.aliases["claude-haiku"]) == (8080, ["chat"], "chat")
+    for setup in plan.models.values():
+        EngineConfig.from_dict({name: value for name, value in setup.items() if name not in ("model", "keep_alive")})
 
 
 def test_folders_and_names_on_the_command_line(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_only_what_no_extra_installs_may_be_missing() -> None:
     assert set().union(*(imported(code) for code in BLOCK.findall(page))) >= OPTIONAL.keys()
 
 
-LANGUAGES = {"python", "py", "text", "bash", "dockerfile"}
+LANGUAGES = {"python", "py", "text", "toml", "bash", "dockerfile"}
 """Of fenced blocks: what is python runs, `py` is a program of another library, what is not marked could be anything."""
 FOREIGN = re.compile(r"^```py\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 

@@ -16,7 +16,7 @@ import pytest
 from starlette.applications import Starlette
 from support.http_server import serving_thread
 
-from asyncengine import AsyncEngine, Engine
+from asyncengine import AsyncEngine, Engine, SamplingParams
 from asyncengine.serve import app, server
 from asyncengine.serve.settings import ServerSettings
 
@@ -29,14 +29,19 @@ ORIGIN = "https://chat.example"
 
 @asynccontextmanager
 async def three_apps() -> AsyncIterator[Starlette]:
-    """At /open one without keys, at /locked one with a key, at /any one that answers to every model name."""
-    async with await AsyncEngine.from_pretrained("demo", show_progress=False, max_num_seqs=8) as engine:
-        host = fastapi.FastAPI()
+    """Another program with an engine of its own, and below it, at /open an app without keys, at /locked one with keys,
+    at /any one that answers to every model name."""
+
+    @asynccontextmanager
+    async def lifespan(host: fastapi.FastAPI) -> AsyncIterator[None]:
         hosts = ServerSettings().hosts
-        host.mount("/open", app(engine, hosts=hosts, cors=[ORIGIN], max_body=1 << 20))
-        host.mount("/locked", app(engine, api_keys=[KEY, "other"], cors=[ORIGIN], hosts=hosts))
-        host.mount("/any", app(engine, aliases={"*": "demo"}))
-        yield host
+        async with await AsyncEngine.from_pretrained("demo", show_progress=False, max_num_seqs=8) as engine:
+            host.mount("/open", app(engine, hosts=hosts, cors=[ORIGIN], max_body=1 << 20))
+            host.mount("/locked", app(engine, api_keys=[KEY, "other"], cors=[ORIGIN], hosts=hosts))
+            host.mount("/any", app(engine, aliases={"*": "demo"}))
+            yield
+
+    yield fastapi.FastAPI(lifespan=lifespan)
 
 
 @pytest.fixture(scope="module")
@@ -324,8 +329,6 @@ def test_connections_without_a_request_are_closed(monkeypatch: pytest.MonkeyPatc
 
 def test_a_mounted_app_answers_as_the_engine_does(client: httpx.Client) -> None:
     with Engine.from_pretrained("demo", show_progress=False) as engine:
-        from asyncengine import SamplingParams
-
         expected = engine.chat(HELLO["messages"], SamplingParams(max_tokens=4, temperature=0)).text
     answer = client.post(f"/any{CHAT}", json=HELLO).json()
     assert answer["choices"][0]["message"]["content"] == expected

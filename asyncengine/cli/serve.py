@@ -39,14 +39,16 @@ class Plan:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        import prometheus_client  # noqa: F401
-
-        from asyncengine.serve import server
-        from asyncengine.serve.asgi import make_app  # noqa: F401
-    except ImportError as error:
-        raise CliError(f'serve needs {error.name}: pip install "asyncengine[serve]"', FAILED) from error
     plan = read_plan(args)
+    try:
+        from asyncengine.serve import asgi, server  # noqa: F401
+
+        if plan.settings.telemetry:
+            import asyncengine.integrations.opentelemetry  # noqa: F401
+    except ImportError as error:
+        lacking = (error.name or "").partition(".")[0]  # or it says so itself
+        message = f'serve needs {lacking}: pip install "asyncengine[serve]"' if lacking else str(error)
+        raise CliError(message, FAILED) from error
     keys = plan.settings.keys()
     for setup in plan.models.values():
         config = {name: value for name, value in setup.items() if name not in ("model", "keep_alive")}
@@ -60,8 +62,6 @@ def run(args: argparse.Namespace) -> int:
         number = asyncio.run(_serve(plan, keys, listener))
     finally:
         listener.close()
-        if plan.settings.uds is not None:
-            Path(plan.settings.uds).unlink(missing_ok=True)
     print("stopped", file=sys.stderr)
     return INTERRUPTED if number == signal.SIGINT else 0
 
@@ -78,6 +78,7 @@ async def _serve(plan: Plan, keys: tuple[str, ...], listener: Any) -> int:
             group, api_keys=keys, aliases=plan.aliases, strict=settings.strict, max_body=settings.max_body,
             response_memory=int(settings.response_memory), hosts=settings.hosts, cors=settings.cors,
             allow_adapters=settings.allow_adapters or settings.insecure,
+            telemetry=settings.telemetry,
         )  # fmt: skip
         ready = f"serving {', '.join(group)} at {server.address_of(listener)} (Ctrl-C stops it)"
         running = server.Server(served, settings, lambda: print(ready, flush=True))

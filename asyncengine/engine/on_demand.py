@@ -78,7 +78,8 @@ class OnDemand:
         model.waiting += 1
         try:
             while not model.usable:
-                self._check_open()
+                if self._closed:
+                    raise EngineClosed("the models are closed")
                 if model.loading is None:
                     model.loading = asyncio.create_task(self._load(model), name=f"load {name}")
                 loading = model.loading
@@ -95,9 +96,8 @@ class OnDemand:
 
     def release(self, name: str) -> None:
         """End one use of an engine."""
-        model = self.models[name]
-        model.users -= 1
-        self._settle(model)
+        self.models[name].users -= 1
+        self._settle(self.models[name])
 
     async def aclose(self) -> dict[str, AsyncEngine]:
         """Load nothing more. Returns the engines that are loaded, for the caller to close. Idempotent."""
@@ -115,10 +115,6 @@ class OnDemand:
     def loaded(self) -> dict[str, AsyncEngine]:
         """Engines that are in memory now."""
         return {name: model.engine for name, model in self.models.items() if model.engine is not None}
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineClosed("the models are closed")
 
     # ---------------------------------------------------------------- loading
 
@@ -144,7 +140,7 @@ class OnDemand:
             if others:
                 await self._unload(min(others, key=lambda one: (one.users > 0, one.last_used)))
             else:  # others are being loaded or closed
-                await self._changed()
+                await self._change.wait()
         model.taken = model.size
 
     async def _load_where_memory_is(self, model: OnDemandModel) -> AsyncEngine:
@@ -174,7 +170,7 @@ class OnDemand:
     async def _close(self, model: OnDemandModel) -> None:
         try:
             while model.users:
-                await self._changed()
+                await self._change.wait()
             assert model.engine is not None
             await model.engine.aclose(drain=True)  # of those who use it without saying so
             model.engine, model.taken = None, 0
@@ -189,9 +185,6 @@ class OnDemand:
         self._stop_timer(model)
         if model.idle and not self._closed and model.keep_alive < math.inf:
             model.timer = self._loop.call_later(model.keep_alive, self._start_unloading, model)
-
-    async def _changed(self) -> None:
-        await self._change.wait()
 
     def _stop_timer(self, model: OnDemandModel) -> None:
         if model.timer is not None:

@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import socket
-import stat
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -125,19 +124,10 @@ async def until_stopped(server: Server, listener: socket.socket, group: EngineGr
 
 def bind(settings: ServerSettings) -> socket.socket:
     """A socket at the address; nobody can connect before the server listens. Raises `InvalidParameter`."""
-    family: int
-    address: Any
-    if settings.uds is not None:
-        with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISSOCK(os.stat(settings.uds).st_mode):
-                os.unlink(settings.uds)  # that of a server that was killed
-        family = socket.AF_UNIX
-        address: Any = settings.uds
-    else:
-        try:
-            family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
-        except OSError as error:
-            raise InvalidParameter("host", f"is no address of this machine: {error.strerror}", settings.host) from error
+    try:
+        family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise InvalidParameter("host", f"is no address of this machine: {error.strerror}", settings.host) from error
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         if os.name == "posix":
@@ -145,19 +135,14 @@ def bind(settings: ServerSettings) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise InvalidParameter(
-            "uds" if settings.uds else "port", f"cannot be listened on: {error.strerror}", address
-        ) from error
+        raise InvalidParameter("port", f"cannot be listened on: {error.strerror}", address) from error
     return listener
 
 
 def address_of(listener: socket.socket) -> str:
     """The base URL at which a socket is reached."""
-    name = listener.getsockname()
-    if isinstance(name, str):
-        return f"unix:{name}"
-    host = f"[{name[0]}]" if ":" in name[0] else name[0]
-    return f"http://{host}:{name[1]}"
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def allow_many_connections() -> None:

@@ -32,8 +32,6 @@ class ServerSettings(Settings):
     """Address to listen on. Others than this machine's own need a key, or `insecure`."""
     port: Annotated[int, integer_in(0, 65535)] = 8000
     """Port to listen on; 0 takes a free one."""
-    uds: str | None = None
-    """Path of a Unix domain socket to listen on in the place of an address."""
     api_key: Annotated[Sequence[str], _texts] = ()
     """A key of which requests must show one. `ps` shows flags to everybody: better a file, or ASYNCENGINE_API_KEY."""
     api_key_file: str | None = None
@@ -58,6 +56,8 @@ class ServerSettings(Settings):
     Without the flag all are loaded at the start; those of a configuration file are kept for "5m"."""
     drain_timeout: Seconds = 30.0
     """Seconds that requests have to end after SIGTERM."""
+    telemetry: bool = False
+    """Make OpenTelemetry spans of requests for the tracer provider of this process (`opentelemetry-instrument`)."""
     log_level: Literal["error", "warning", "info", "debug"] = "warning"
     """Least weight of what is logged; "info" has a line for each request."""
 
@@ -65,7 +65,7 @@ class ServerSettings(Settings):
     def local(self) -> bool:
         """Only programs of this machine reach it."""
         try:
-            return self.uds is not None or self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
 
@@ -73,7 +73,7 @@ class ServerSettings(Settings):
     def hosts(self) -> tuple[str, ...] | None:
         """Host names to which it answers; None: all. Where neither a key nor an address keeps others away, a web page
         can have its own host name resolve to this machine, and then ask with the rights of its visitor's browser."""
-        if self.insecure or self.uds is not None or not self.local:
+        if self.insecure or not self.local:
             return None
         return ("localhost", "127.0.0.1", "[::1]", f"[{self.host}]" if ":" in self.host else self.host)
 

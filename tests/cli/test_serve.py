@@ -61,7 +61,7 @@ class Served:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line.startswith("serving "), self.process.communicate(timeout=PATIENCE)
-        self.url = next(word for word in line.split() if word.startswith(("http:", "unix:")))
+        self.url = next(word for word in line.split() if word.startswith("http:"))
         return line
 
     def end(self) -> tuple[int, str]:
@@ -153,20 +153,6 @@ def test_a_key_from_the_environment_is_asked_for(tmp_path: Path) -> None:
         assert served.end()[0] == 130
 
 
-def test_a_unix_socket(tmp_path: Path) -> None:
-    path = str(tmp_path / "socket")
-    with socket.socket(socket.AF_UNIX) as left:
-        left.bind(path)  # as a server that was killed leaves it
-    with Served("demo", "--uds", path, "--keep-alive", "5m") as served:
-        served.ready()
-        assert served.url == f"unix:{path}"
-        with httpx.Client(transport=httpx.HTTPTransport(uds=path)) as client:
-            assert client.get("http://whatever/health").json() == {"status": "ok"}
-        served.process.send_signal(signal.SIGTERM)
-        assert served.end()[0] == 0
-    assert not os.path.exists(path)
-
-
 # ---------------------------------------------------------------- what it refuses
 
 
@@ -199,9 +185,13 @@ def test_what_it_cannot_serve(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "/no/such/model" in refused(capsys, "/no/such/model")
     assert "there twice" in refused(capsys, "demo", "demo")
     assert refused(capsys, "a=demo", "b=demo", "--adapter", "x=demo/pirate").startswith("--adapter: say in a --config")
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    monkeypatch.delitem(sys.modules, "asyncengine.integrations.opentelemetry", raising=False)
+    assert 'pip install "asyncengine[telemetry]"' in refused(capsys, "demo", "--telemetry")
+    for name in ("asyncengine.serve.asgi", "asyncengine.serve.metrics"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    said = refused(capsys, "demo")
-    assert said == 'serve needs prometheus_client: pip install "asyncengine[serve]"'
+    assert refused(capsys, "demo") == 'serve needs prometheus_client: pip install "asyncengine[serve]"'
 
 
 # ---------------------------------------------------------------- configuration files

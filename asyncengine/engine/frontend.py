@@ -15,7 +15,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.engine.assembler import Assembler
 from asyncengine.engine.loop import EngineLoop, WeightUpdate
 from asyncengine.engine.loop_client import LoopClient
-from asyncengine.engine.profiling import Profile
+from asyncengine.engine.profiling import MOST_STEPS, Profile
 from asyncengine.engine.snapshot import snapshot
 from asyncengine.engine.threads import begun
 from asyncengine.engine.validation import PreparedRequest, RequestValidator
@@ -308,7 +308,7 @@ class Frontend:
         """A profile of the engine's next steps, to be started and stopped. Raises `InvalidParameter` if there is one
         already, and of a fleet."""
         self.client.check_open()
-        steps = as_integer("steps", steps, 1)
+        steps = as_integer("steps", steps, 1, MOST_STEPS)
         if not isinstance(self.loop, EngineLoop):
             raise InvalidParameter("profile", "is of one engine, and this is a fleet of several")
         if not self._profiling.acquire(blocking=False):

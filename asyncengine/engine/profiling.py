@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,6 +20,8 @@ from typing import Any
 from asyncengine.engine.loop import EngineLoop
 from asyncengine.events import EngineDied, Event, StepDone
 
+MOST_STEPS = 10_000
+"""Steps of one profile: its events are kept in memory, and one file of more would open nowhere."""
 LOOP_PARTS = ("_apply_inbox", "_schedule", "_deliver", "_commit")
 
 
@@ -49,7 +50,6 @@ class Profile:
     def _time(self, owner: Any, name: str) -> None:
         work, before = getattr(owner, name), vars(owner).get(name)
 
-        @wraps(work)
         def timed(*args: Any, **kwargs: Any) -> Any:
             began = time.time_ns()
             try:
@@ -66,7 +66,6 @@ class Profile:
             said = {"rows": event.rows, "tokens": event.tokens, "running": event.running, "waiting": event.waiting}
             self._add("b", "step", ended - int(event.seconds * 1e9), cat="steps", id=number, args=said)
             self._add("e", "step", ended, cat="steps", id=number)
-            self._add("C", "requests", ended, args={"running": event.running, "waiting": event.waiting})
             self._left -= 1
         if (isinstance(event, EngineDied) or self._left == 0) and not self.done.done():
             self.done.set_result(None)

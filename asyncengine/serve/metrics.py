@@ -223,7 +223,8 @@ def routes(serving: Serving) -> list[Route]:
 
     async def metrics(request: Request) -> Response:
         encode, kind = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), media_type=kind)
+        text = await run_in_threadpool(encode, registry)  # takes milliseconds, and streams go on
+        return Response(text, media_type=kind)
 
     async def stats(_request: Request) -> Response:
         loaded = serving.models.loaded

@@ -97,7 +97,7 @@ async def test_one_at_a_time_and_leaving_it_leaves_nothing(tmp_path: Path) -> No
         assert not os.listdir(tmp_path)
         nothing = await engine.profile(tmp_path, timeout=0.01)  # and the next one may be made
         assert not named(read(nothing), "step", "b")
-        for wrong in ({"steps": 0}, {"steps": "3"}, {"timeout": 0}):
+        for wrong in ({"steps": 0}, {"steps": 10_001}, {"steps": "3"}, {"timeout": 0}):
             with pytest.raises(InvalidParameter, match=next(iter(wrong))):
                 await engine.profile(tmp_path, **wrong)  # type: ignore[arg-type]
 

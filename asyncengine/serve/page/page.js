@@ -200,7 +200,10 @@ async function list() {
   at("model").replaceChildren(...chats.map((row) => new Option(row.id, row.id)));
 }
 
-at("model").addEventListener("change", () => [before, rates] = [null, []]);
+at("model").addEventListener("change", () => {
+  [before, rates] = [null, []];
+  at("figures").replaceChildren();
+});
 at("now").open = matchMedia("(min-width: 48rem)").matches;
 at("key").value = sessionStorage.getItem("key") ?? "";
 at("key").addEventListener("input", () => sessionStorage.setItem("key", at("key").value));

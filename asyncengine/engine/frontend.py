@@ -178,7 +178,9 @@ class Frontend:
         text = tokenizer.render_chat(self._with_content(chat.messages), tools, **chat.variables)
         prompt = tokenizer.encode(text, add_special_tokens=False)
         params = as_params(params)
-        return self.validator.prepare(prompt, params, options, arrival, self._plan(chat, params, text))
+        prepared = self.validator.prepare(prompt, params, options, arrival, self._plan(chat, params, text))
+        prepared.mailbox.is_chat = True
+        return prepared
 
     def _plan(self, chat: ChatRequest, params: SamplingParams, text: str) -> ChatPlan | None:
         """`params.grammar` constrains a chat's answer as `response_format` does: after the reasoning, if there is."""

@@ -35,10 +35,8 @@ class Mailbox:
         "first_token_at", "generated", "is_chat", "predicted", "prepared_at", "prompt_logprobs", "started_at",
     )  # fmt: skip
 
-    def __init__(self, is_chat: bool = False) -> None:
-        """`is_chat`: the request is a chat's, for whoever observes its end."""
+    def __init__(self) -> None:
         self._born = PROCESS.generation
-        self.is_chat = is_chat
         self._chunks: deque[Chunk] = deque()
         self._waiter: Waiter | None = None
         """The receiver's last one, which the receiver alone sets and clears: a putter that cleared it might clear the
@@ -51,6 +49,8 @@ class Mailbox:
         self.prepared_at: float | None = None
         self.started_at: float | None = None
         self.first_token_at: float | None = None
+        self.is_chat = False
+        """The request is a chat's, for whoever observes its end."""
         self.ended: tuple[FinishReason, ...] = ()
         """Reasons of the samples that have ended."""
         self.generated = 0

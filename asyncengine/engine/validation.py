@@ -149,7 +149,7 @@ class RequestValidator:
         max_total = self._check_length(len(tokens), params, options.clip_max_tokens)
         if params.grammar is not None:
             params = params.replace(grammar=self._check_grammar(params, max_total - len(tokens)))
-        mailbox = Mailbox(is_chat=plan is not None)
+        mailbox = Mailbox()
         stops = StopAutomaton(params.stop) if params.stop else None
         prediction = self._check_prediction(options.prediction, params)
         specs = self._specify(tokens, params, options, max_total, arrival, prediction)

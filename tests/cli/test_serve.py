@@ -41,10 +41,17 @@ NEVER_CLOSING = (
 class Served:
     """A server of its own process on a free port; killed at the end if it is still there."""
 
-    def __init__(self, *arguments: str, start: tuple[str, ...] = ("-m", "asyncengine"), **environment: str) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        start: tuple[str, ...] = ("-m", "asyncengine"),
+        cwd: str | None = None,
+        **environment: str,
+    ) -> None:
         self.process = subprocess.Popen(
             [sys.executable, *start, "serve", *arguments, "--port", "0", *SMALL],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment},
+            cwd=cwd,
             # the tests may have been started in the background, where shells have Ctrl-C ignored for good
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  # no thread holds a lock
         )  # fmt: skip
@@ -277,3 +284,23 @@ def test_folders_and_names_on_the_command_line(tmp_path: Path) -> None:
         "a=b": str(tmp_path / "a=b"), "pet": "USER/repo", "Other-0.6B": "USER/Other-0.6B",
     }  # fmt: skip
     assert plan.aliases == {str(tmp_path / "a=b"): "a=b", "USER/Other-0.6B": "Other-0.6B"}
+
+
+def test_spans_go_to_the_provider_that_the_starter_has_set_up(tmp_path: Path) -> None:
+    """What `opentelemetry-instrument` does, by hand: a provider is set before the command runs."""
+    start = (
+        "-c",
+        "from opentelemetry import trace; from opentelemetry.sdk.trace import TracerProvider, export;"
+        "provider = TracerProvider(); console = export.ConsoleSpanExporter(out=open('spans', 'w'));"
+        "provider.add_span_processor(export.SimpleSpanProcessor(console)); trace.set_tracer_provider(provider);"
+        "from asyncengine.cli.main import script; script()",
+    )
+    with Served("demo", "--telemetry", start=start, cwd=tmp_path) as served:
+        served.ready()
+        body = {"messages": HELLO, "max_tokens": 2}
+        httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=PATIENCE).raise_for_status()
+        served.process.send_signal(signal.SIGINT)
+        served.end()
+    said = (tmp_path / "spans").read_text(encoding="utf-8")
+    assert '"name": "chat demo"' in said
+    assert '"gen_ai.usage.output_tokens": 2' in said

@@ -105,6 +105,13 @@ async def test_waiting_for_a_grammar_is_a_time_of_its_own() -> None:
         assert done.timings.prepared == timings.prepared
 
 
+async def test_a_chat_is_one_also_where_there_are_no_grammars() -> None:
+    async with await AsyncEngine.from_pretrained("demo", grammar_backend="none", show_progress=False) as engine:
+        seen = watch(engine)
+        await engine.chat([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=1))
+        assert seen[0][0].is_chat
+
+
 async def test_a_fleet_tells_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     async with local_fleet(monkeypatch, replicas=1) as (fleet, _):
         seen = watch(fleet)

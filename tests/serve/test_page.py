@@ -93,14 +93,20 @@ def test_whoever_looks_whether_somebody_is_there_finds_it(url: str, method: str)
     assert bool(answer.text) == (method == "GET")
 
 
-async def test_it_may_be_mounted_anywhere() -> None:
+async def test_it_may_be_mounted_anywhere_and_its_files_need_no_key() -> None:
     async with make_engine() as engine:
-        client = TestClient(Starlette(routes=[Mount("/llm", app(engine))]))
+        client = TestClient(Starlette(routes=[Mount("/llm", app(engine, api_keys=[KEY]))]))
         page = client.get("/llm/")
         files = re.findall(r'(?:href|src)="([\w.]+)"', page.text)
         assert files == ["page.css", "page.js"]
-        for name in (*files, "stats", "v1/models"):
-            assert client.get(f"/llm/{name}").status_code == 200, name
+        assert [client.get(f"/llm/{name}").status_code for name in (*files, "stats", "v1/models")] == [
+            200,
+            200,
+            401,
+            401,
+        ]
+        client.headers["x-api-key"] = KEY
+        assert [client.get(f"/llm/{name}").status_code for name in ("stats", "v1/models")] == [200, 200]
 
 
 def test_it_names_no_other_host_and_makes_no_html() -> None:

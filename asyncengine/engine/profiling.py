@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -67,8 +68,9 @@ class Profile:
             self._add("b", "step", ended - int(event.seconds * 1e9), cat="steps", id=number, args=said)
             self._add("e", "step", ended, cat="steps", id=number)
             self._left -= 1
-        if (isinstance(event, EngineDied) or self._left == 0) and not self.done.done():
-            self.done.set_result(None)
+        if isinstance(event, EngineDied) or self._left == 0:
+            with suppress(InvalidStateError):  # its maker has left
+                self.done.set_result(None)
 
     def _add(self, kind: str, name: str, at: int, **more: Any) -> None:
         place = {"pid": os.getpid(), "tid": threading.get_native_id(), "cat": "engine"}
@@ -76,10 +78,12 @@ class Profile:
 
     def stop(self) -> None:
         """Time nothing any more. From any thread, once."""
-        if self._kernels is not None:
-            self._kernels.__exit__(None, None, None)
-        for undo in reversed(self._undo):
-            undo()
+        try:
+            if self._kernels is not None:
+                self._kernels.__exit__(None, None, None)
+        finally:
+            for undo in reversed(self._undo):
+                undo()
 
     def write(self, folder: str | os.PathLike[str], model: str) -> Path:
         """Write the trace into `folder`, which is made if need be. Raises `OSError`."""
@@ -95,7 +99,7 @@ class Profile:
             named = {"ph": "M", "name": "thread_name", "pid": os.getpid(), "tid": thread.native_id}
             trace["traceEvents"].append({**named, "args": {"name": thread.name}})
         Path(folder).mkdir(parents=True, exist_ok=True)
-        path = Path(folder, f"{model.replace(os.sep, '-')}-{time.strftime('%Y%m%d-%H%M%S')}.json")
+        path = Path(folder, f"{model.replace(os.sep, '-')}-{time.time_ns()}.json")
         path.write_text(json.dumps(trace), encoding="utf-8")
         return path
 

@@ -14,7 +14,7 @@ from itertools import accumulate
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 from starlette.concurrency import run_in_threadpool
@@ -33,6 +33,8 @@ from asyncengine.serve.state import Serving
 from asyncengine.stats import EngineStats, Summary
 
 MODEL = "model_name"
+PLAIN = "text/plain; version=0.0.4; charset=utf-8"
+"""Whatever Prometheus would rather have: in other forms the library writes "vllm_" for "vllm:"."""
 SECONDS = tuple(float(f"{digit}e{power}") for power in range(-4, 4) for digit in (1, 2.5, 5))
 TOKENS = tuple(float(f"{digit}e{power}") for power in range(7) for digit in (1, 2, 5))
 HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
@@ -221,10 +223,9 @@ def routes(serving: Serving) -> list[Route]:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Metrics(serving))
 
-    async def metrics(request: Request) -> Response:
-        encode, kind = choose_encoder(request.headers.get("accept", ""))
-        text = await run_in_threadpool(encode, registry)  # takes milliseconds, and streams go on
-        return Response(text, media_type=kind)
+    async def metrics(_request: Request) -> Response:
+        text = await run_in_threadpool(generate_latest, registry)  # takes milliseconds, and streams go on
+        return Response(text, media_type=PLAIN)
 
     async def stats(_request: Request) -> Response:
         loaded = serving.models.loaded

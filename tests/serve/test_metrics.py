@@ -33,6 +33,11 @@ ON_DASHBOARDS = (
     "vllm:request_inference_time_seconds_bucket", "vllm:request_prompt_tokens_bucket",
     "vllm:request_generation_tokens_bucket", "vllm:request_params_max_tokens_bucket",
 )  # fmt: skip
+PROMETHEUS = (
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+)
+"""The header with which Prometheus 2 asks."""
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -49,7 +54,7 @@ def url() -> Iterator[str]:
 
 
 def scrape(url: str) -> Samples:
-    answer = httpx.get(f"{url}/metrics")
+    answer = httpx.get(f"{url}/metrics", headers={"accept": PROMETHEUS})
     assert answer.headers["content-type"].startswith("text/plain; version=")
     samples: Samples = {}
     for family in text_string_to_metric_families(answer.text):

@@ -58,8 +58,6 @@ class ServerSettings(Settings):
     """Make spans of OpenTelemetry for requests, for the tracer provider that `opentelemetry-instrument` sets up."""
     drain_timeout: Seconds = 30.0
     """Seconds that requests have to end after SIGTERM."""
-    telemetry: bool = False
-    """Make OpenTelemetry spans of requests for the tracer provider of this process (`opentelemetry-instrument`)."""
     log_level: Literal["error", "warning", "info", "debug"] = "warning"
     """Least weight of what is logged; "info" has a line for each request."""
 

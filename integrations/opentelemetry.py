@@ -15,12 +15,13 @@ from asyncengine.events import Event, RequestDone
 
 try:
     from opentelemetry import context, propagate
-    from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvider, get_current_span, get_tracer
+    from opentelemetry.trace import SpanKind, Status, StatusCode, TracerProvider, get_current_span, get_tracer
     from opentelemetry.trace import set_span_in_context as within
 except ImportError as error:
     raise ImportError('tracing needs OpenTelemetry: pip install "asyncengine[telemetry]"') from error
 
 NANO = 1e9
+FAILURES = {"error", "engine_dead", "timeout"}
 
 
 def trace(
@@ -46,7 +47,9 @@ def trace(
             for phase, start, end in phases(event):
                 at = began + int(start * NANO), began + int(end * NANO)
                 tracer.start_span(phase, within(span), start_time=at[0]).end(at[1])
-            _tell_failure(span, event)
+            if failed := FAILURES & {*event.finish_reasons}:
+                span.set_attribute("error.type", min(failed))
+                span.set_status(Status(StatusCode.ERROR))
         span.end(ended)
 
     return aengine.on_event(hook)
@@ -91,13 +94,6 @@ def phases(done: RequestDone) -> Iterator[tuple[str, float, float]]:
         elif phase != "prepare":  # it ended there
             yield phase, began, times.total
             return
-
-
-def _tell_failure(span: Span, done: RequestDone) -> None:
-    for reason in done.finish_reasons:
-        if reason in ("error", "engine_dead", "timeout"):
-            span.set_attribute("error.type", reason)
-            span.set_status(Status(StatusCode.ERROR))
 
 
 class TraceContext:

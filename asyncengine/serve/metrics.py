@@ -54,6 +54,12 @@ HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
 }
 Family = tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str, str, Callable[[EngineStats], Any]]
 COUNT, GAUGE = CounterMetricFamily, GaugeMetricFamily
+
+
+def _guesses(field: str) -> Callable[[EngineStats], Any]:
+    return lambda stats: getattr(stats.speculation, field, None)
+
+
 FAMILIES: Mapping[str, Family] = {
     "vllm:num_requests_running": (GAUGE, "", "Requests in the running batch.", lambda s: s.requests["running"]),
     "vllm:num_requests_waiting": (
@@ -70,15 +76,9 @@ FAMILIES: Mapping[str, Family] = {
     "vllm:prefix_cache_queries": (COUNT, "", "Prompt tokens looked up in the prefix cache.", lambda s: s.prompt_tokens),
     "vllm:prefix_cache_hits": (COUNT, "", "Prompt tokens found there.", lambda s: s.cached_tokens),
     "vllm:num_preemptions": (COUNT, "", "Requests that lost their pages for a while.", lambda s: s.preemptions),
-    "vllm:spec_decode_num_drafts": (
-        COUNT, "", "Rows that had guesses.", lambda s: s.speculation and s.speculation.rows
-    ),
-    "vllm:spec_decode_num_draft_tokens": (
-        COUNT, "", "Tokens guessed.", lambda s: s.speculation and s.speculation.drafted
-    ),
-    "vllm:spec_decode_num_accepted_tokens": (
-        COUNT, "", "Guesses that came true.", lambda s: s.speculation and s.speculation.accepted
-    ),
+    "vllm:spec_decode_num_drafts": (COUNT, "", "Rows that had guesses.", _guesses("rows")),
+    "vllm:spec_decode_num_draft_tokens": (COUNT, "", "Tokens guessed.", _guesses("drafted")),
+    "vllm:spec_decode_num_accepted_tokens": (COUNT, "", "Guesses that came true.", _guesses("accepted")),
     "asyncengine:steps": (COUNT, "", "Forward passes.", lambda s: s.steps),
     "asyncengine:computed_tokens": (COUNT, "", "Positions computed.", lambda s: s.computed_tokens),
     "asyncengine:forced_tokens": (COUNT, "", "Tokens that a grammar left no choice about.", lambda s: s.forced_tokens),

@@ -8,8 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-FILES = {"/": "index.html", "/page.js": "page.js", "/page.css": "page.css"}
-KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
+FILES = {"index.html": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -23,13 +22,13 @@ HEADERS = {
 
 def routes() -> list[Route]:
     """The page's files; addresses in them are relative, so that the app may be mounted anywhere."""
-    return [_route(path, name) for path, name in FILES.items()]
+    return [_route(name, kind) for name, kind in FILES.items()]
 
 
-def _route(path: str, name: str) -> Route:
+def _route(name: str, kind: str) -> Route:
     content = (resources.files("asyncengine.serve") / "page" / name).read_bytes()
 
     async def page(_request: Request) -> Response:
-        return Response(content, media_type=KINDS[name.rpartition(".")[2]], headers=HEADERS)
+        return Response(content, media_type=kind, headers=HEADERS)
 
-    return Route(path, page, methods=["GET"])
+    return Route("/" if name == "index.html" else f"/{name}", page, methods=["GET"])

@@ -32,7 +32,8 @@ from asyncengine.serve.problems import Problem
 from asyncengine.serve.state import Serving
 from asyncengine.stats import EngineStats, Summary
 
-MODEL = "model_name"
+LABELS = ["model_name", "engine"]
+"""Labels of vLLM's metrics. An engine here is one of its own, numbered 0 in its model."""
 PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 """Whatever Prometheus would rather have: in other forms the library writes "vllm_" for "vllm:"."""
 SECONDS = tuple(float(f"{digit}e{power}") for power in range(-4, 4) for digit in (1, 2.5, 5))
@@ -66,12 +67,19 @@ FAMILIES: Mapping[str, Family] = {
         GAUGE, "", "Requests that have not begun, with those whose grammar or adapter is not there.",
         lambda s: sum(s.requests.values()) - s.requests["running"],
     ),
+    "vllm:num_requests_waiting_by_reason": (
+        GAUGE, "reason", "The same: capacity, their turn has not come; deferred, a grammar or an adapter is not there.",
+        lambda s: {
+            "capacity": s.requests["waiting"], "deferred": s.requests["grammar_queue"] + s.requests["adapter_queue"]
+        },
+    ),
     "vllm:kv_cache_usage_perc": (
         GAUGE, "", "Share of pages that requests use, 0 to 1.",
         lambda s: 1 - (s.pages.free + s.pages.cached) / s.pages.total if s.pages.total else 0.0,
     ),
     "vllm:request_success": (COUNT, "finished_reason", "Ended samples.", lambda s: _reasons(s.finished)),
     "vllm:prompt_tokens": (COUNT, "", "Tokens of prompts.", lambda s: s.prompt_tokens),
+    "vllm:prompt_tokens_cached": (COUNT, "", "Tokens of prompts that were cached.", lambda s: s.cached_tokens),
     "vllm:generation_tokens": (COUNT, "", "Generated tokens.", lambda s: s.generated_tokens),
     "vllm:prefix_cache_queries": (COUNT, "", "Prompt tokens looked up in the prefix cache.", lambda s: s.prompt_tokens),
     "vllm:prefix_cache_hits": (COUNT, "", "Prompt tokens found there.", lambda s: s.cached_tokens),
@@ -79,6 +87,10 @@ FAMILIES: Mapping[str, Family] = {
     "vllm:spec_decode_num_drafts": (COUNT, "", "Rows that had guesses.", _guesses("rows")),
     "vllm:spec_decode_num_draft_tokens": (COUNT, "", "Tokens guessed.", _guesses("drafted")),
     "vllm:spec_decode_num_accepted_tokens": (COUNT, "", "Guesses that came true.", _guesses("accepted")),
+    "vllm:spec_decode_num_accepted_tokens_per_pos": (
+        COUNT, "position", "The same by place in their row.",
+        lambda s: {str(place): count for place, count in enumerate(s.speculation.by_position if s.speculation else ())},
+    ),
     "asyncengine:steps": (COUNT, "", "Forward passes.", lambda s: s.steps),
     "asyncengine:computed_tokens": (COUNT, "", "Positions computed.", lambda s: s.computed_tokens),
     "asyncengine:forced_tokens": (COUNT, "", "Tokens that a grammar left no choice about.", lambda s: s.forced_tokens),
@@ -110,7 +122,7 @@ class Histogram:
     def show(self, family: HistogramMetricFamily, model: str) -> None:
         """Add the samples of one model."""
         bounds = [*map(str, self._bounds), "+Inf"]
-        family.add_metric([model], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
+        family.add_metric([model, "0"], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
 
 
 class Metrics(Collector):
@@ -137,21 +149,21 @@ class Metrics(Collector):
         """Every family, with the samples of each model."""
         each = {name: engine.stats() for name, engine in self._serving.models.loaded.items()}
         for name, (kind, label, text, read) in FAMILIES.items():
-            family = kind(name, text, labels=[MODEL, label] if label else [MODEL])
+            family = kind(name, text, labels=[*LABELS, label] if label else LABELS)
             for model, stats in each.items():
                 found = read(stats)
                 for value, number in found.items() if label else (() if found is None else (("", found),)):
-                    family.add_metric([model, value] if label else [model], number)
+                    family.add_metric([model, "0", value] if label else [model, "0"], number)
             yield family
         for name, (text, _) in HISTOGRAMS.items():
-            histogram = HistogramMetricFamily(name, text, labels=[MODEL])
+            histogram = HistogramMetricFamily(name, text, labels=LABELS)
             for model, own in list(self._histograms.items()):
                 own[name].show(histogram, model)
             yield histogram
-        labels = ["method", "path", "status"]
-        answers = CounterMetricFamily("asyncengine:http_requests", "Answers over HTTP.", labels=labels)
-        for values, number in list(self._serving.answers.items()):
-            answers.add_metric(values, number)
+        labels = ["method", "handler", "status", "code"]
+        answers = CounterMetricFamily("http_requests", "Answers over HTTP.", labels=labels)
+        for (method, path, code), number in list(self._serving.answers.items()):
+            answers.add_metric([method, path, f"{code[0]}xx", code], number)
         yield answers
 
 

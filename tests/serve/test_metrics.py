@@ -31,7 +31,9 @@ ON_DASHBOARDS = (
     "vllm:e2e_request_latency_seconds_bucket", "vllm:request_queue_time_seconds_bucket",
     "vllm:request_prefill_time_seconds_bucket", "vllm:request_decode_time_seconds_bucket",
     "vllm:request_inference_time_seconds_bucket", "vllm:request_prompt_tokens_bucket",
-    "vllm:request_generation_tokens_bucket", "vllm:request_params_max_tokens_bucket",
+    "vllm:request_generation_tokens_bucket", "vllm:request_params_max_tokens_bucket", "vllm:prompt_tokens_cached_total",
+    "vllm:num_requests_waiting_by_reason", "vllm:spec_decode_num_drafts_total",
+    "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total",
 )  # fmt: skip
 PROMETHEUS = (
     "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
@@ -87,14 +89,16 @@ def test_they_say_what_the_clients_have_counted(url: str) -> None:
     after = scrape(url)
 
     def grown(name: str, **labels: str) -> float:
-        key = name, tuple(sorted(labels.items() or {"model_name": "demo"}.items()))
+        if name != "http_requests_total":
+            labels |= {"model_name": "demo", "engine": "0"}
+        key = name, tuple(sorted(labels.items()))
         return after[key] - before.get(key, 0)
 
     assert written == 5 + 3 * 8 + 1
     assert grown("vllm:generation_tokens_total") == grown("vllm:request_generation_tokens_sum") == written
     assert grown("vllm:request_prompt_tokens_sum") == read
     assert grown("vllm:prefix_cache_hits_total") >= cached
-    assert grown("vllm:request_success_total", finished_reason="length", model_name="demo") == 5, "one for each sample"
+    assert grown("vllm:request_success_total", finished_reason="length") == 5, "one for each sample"
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
         assert grown(f"vllm:{name}_count") == 3, "one for each request"
     assert grown("vllm:request_time_per_output_token_seconds_count") == 2, "one token has no gap"
@@ -103,12 +107,13 @@ def test_they_say_what_the_clients_have_counted(url: str) -> None:
     parts = ("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds")
     assert sum(grown(f"vllm:{part}_sum") for part in parts) == pytest.approx(total)
     assert grown("vllm:num_requests_running") == 0
-    assert grown("vllm:request_params_max_tokens_bucket", le="5.0", model_name="demo") == 2
+    assert grown("vllm:request_params_max_tokens_bucket", le="5.0") == 2
     for path, method, status, times in (
         ("/v1/chat/completions", "POST", "200", 3), ("/v1/chat/completions", "POST", "400", 1),
         ("/metrics", "GET", "200", 1), ("other", "other", "404", 1), ("/v1/models", "other", "405", 1),
     ):  # fmt: skip
-        asked = grown("asyncengine:http_requests_total", path=path, method=method, status=status)
+        labels = {"handler": path, "method": method, "status": f"{status[0]}xx", "code": status}
+        asked = grown("http_requests_total", **labels)
         assert asked == times, (path, method, status)
     assert "PROPFIND" not in str(after)
 
@@ -161,4 +166,4 @@ async def test_a_model_that_comes_back_goes_on_with_its_histograms() -> None:
         for each in (engine, again):
             await each.generate([2, 3], greedy(2))
         text = generate_latest(registry).decode()
-    assert 'vllm:e2e_request_latency_seconds_count{model_name="demo"} 2.0' in text
+    assert 'vllm:e2e_request_latency_seconds_count{engine="0",model_name="demo"} 2.0' in text

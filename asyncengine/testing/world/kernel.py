@@ -1,8 +1,8 @@
 """The kernel of a simulated world: its threads, of which one runs at a time, and its time, which jumps.
 
-Every thread of a world is a real one with a stack of its own, so that blocking code runs as it is; but all wait for a
-baton, and the seed says who has it next. A thread gives it away where it waits, and perhaps at any other place that the
-virtual primitives call `pause` from. Where nobody can run, time jumps to the next alarm: an hour in which nothing
+Every thread of a world is a real one with a stack of its own, so that blocking code runs as it is; but all wait for
+their turn, and the seed says whose it is next. A turn ends where a thread waits, and perhaps at any other place that
+the virtual primitives call `pause` from. Where nobody can run, time jumps to the next alarm: an hour in which nothing
 happens costs nothing. The idea is that of FoundationDB's simulation and TigerBeetle's VOPR.
 """
 
@@ -28,7 +28,7 @@ class Ended(BaseException):
 
 
 class Stuck(AssertionError):
-    """Nobody can run and no alarm is set (deadlock), or it takes for ever (livelock)."""
+    """All threads wait for each other (deadlock), or something goes on for ever (livelock)."""
 
 
 class Strand:
@@ -51,14 +51,14 @@ class World:
     """Threads and time, both decided by a seed. One world at a time runs in a process."""
 
     def __init__(self, seed: int, *, switching: float = 0.2, stalling: float = 0.0) -> None:
-        """`switching`: the probability that a thread loses the baton at a place where it may. `stalling`: that it is
+        """`switching`: the probability that a thread's turn ends at a place where it may. `stalling`: that it is
         held up there for a while, as on a busy machine."""
         self.rng = random.Random(seed)
         self.now = 0.0
         self.horizon = inf
         """The moment after which it is `Stuck`."""
         self.ticks = self.switches = self.digest = 0
-        """Places passed where others might have run; batons given; a sum over these: equal ones, equal runs."""
+        """Places passed where a turn might have ended; turns; a sum over these: equal ones, equal runs."""
         self.complaints: list[str] = []
         """Errors that nobody handled: of threads, and of callbacks of virtual loops."""
         self.ending = False
@@ -133,7 +133,7 @@ class World:
         return self._numbers
 
     def spawn(self, work: Callable[[], object], name: str) -> Strand:
-        """A new thread that runs `work`, from when it has the baton."""
+        """A new thread that runs `work`, from its first turn on."""
         strand = Strand(name, len(self._strands))
         self._strands.append(strand)
         self._runnable.append(strand)
@@ -153,7 +153,7 @@ class World:
         except BaseException as error:
             self.complain(f"thread {strand.name}", error)
         sys.settrace(None)
-        del work  # what it holds ends here, while the baton is ours
+        del work  # what it holds ends here, in our turn
         strand.ended = True
         self._by_ident.pop(strand.ident, None)
         if self.ending:
@@ -222,7 +222,7 @@ class World:
     # ---------------------------------------------------------------- who is next
 
     def _choose(self) -> Strand:
-        """The thread that has the baton next. Where none can run, time jumps."""
+        """The thread whose turn is next. Where none can run, time jumps."""
         while self._error is None:
             alarms = self._alarms
             while alarms and (alarms[0][0] <= self.now or not _counts(alarms[0])):
@@ -250,7 +250,7 @@ class World:
         self.wake(self._main)
 
     def _pass_on(self) -> None:
-        """Give the baton to whoever has it next, and wait until it comes back."""
+        """End this turn, and wait for the next one."""
         strand, chosen = self.current, self._choose()
         if chosen is not strand:
             self._hand_to(chosen)

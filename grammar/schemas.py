@@ -142,7 +142,7 @@ def resolve(root: Any, node: Any) -> Any:
 
 
 def pointed(root: Any, pointer: str) -> Any:
-    """What a JSON pointer (RFC 6901) leads to; None where that is nothing."""
+    """The value that a JSON pointer (RFC 6901) leads to; None where there is none."""
     here = root if not pointer or pointer[0] == "/" else None
     for part in pointer.split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")

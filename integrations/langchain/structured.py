@@ -21,8 +21,7 @@ from langchain_core.utils.function_calling import convert_to_json_schema
 from pydantic import BaseModel, ConfigDict, PydanticUserError, RootModel, TypeAdapter, ValidationError
 
 from asyncengine.errors import GrammarError, InvalidParameter
-from asyncengine.grammar import Grammar
-from asyncengine.grammar.schemas import as_meant
+from asyncengine.grammar import Grammar, as_meant
 from asyncengine.integrations.langchain.tools import OpenAITool, is_model, model_schema, openai_tools, tool_name
 
 Method = Literal["json_schema", "function_calling", "json_mode"]

@@ -12,7 +12,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.grammar.schemas import as_meant
+from asyncengine.grammar import as_meant
 
 AnyTool = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
 """A LangChain tool, a function, a pydantic class (v1 or v2), a TypedDict, or a dict of OpenAI's, Anthropic's or

@@ -20,11 +20,6 @@ SAMPLING = {name: name for name in ("max_tokens", "temperature", "top_p", "top_k
     "stop_sequences": "stop"
 }
 """Fields and what they are called in the engine; those that Anthropic lacks have vLLM's names."""
-WITHOUT_MEANING = (
-    "metadata", "service_tier", "cache_control", "container", "context_management", "inference_geo", "mcp_servers",
-    "diagnostics", "speed", "betas", "user_profile_id",
-)  # fmt: skip
-"""Fields of Anthropic's own that nothing here depends on. Prefixes are cached without marks."""
 SERVERS_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_", "mcp_", "advisor_")
 """Types of tools that Anthropic's servers run: the model is not told of them, as nobody here would."""
 PSEUDO_HEADER = re.compile(r"\A(?:x-anthropic-[\w-]+:[^\n]*\n*)+")
@@ -61,8 +56,7 @@ def read(fields: Fields, *, counting: bool = False) -> Turn:
     _thinking(fields, turn)
     if turn.messages[-1]["role"] == "assistant" and "tool_calls" not in turn.messages[-1]:
         turn.chat["template_kwargs"] = {"add_generation_prompt": False, "continue_final_message": True}
-    fields.ignore(*WITHOUT_MEANING)
-    fields.end(tolerant=True)
+    fields.end(tolerant=True)  # cache_control among them: every prefix is cached, without marks
     return turn
 
 

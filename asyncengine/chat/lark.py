@@ -69,7 +69,7 @@ class _Writer:
         self._markup: list[str] = []  # rules of the text around calls: first, for whoever looks for its way out
         self._lines: list[str] = []
         self._calls_end = ""
-        """What follows the first call: more of them, and their closing."""
+        """The rest after the first call: more of them, and their closing."""
 
     def write(self) -> str:
         answer = self._answer

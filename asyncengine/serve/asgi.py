@@ -94,8 +94,8 @@ def _models(serving: Serving) -> Any:
                 row = serving.models.described(name)
                 return JSONResponse(anthropic_messages.model_object(name) if anthropics else row)
         except Problem as problem:
-            told = anthropic_messages.error(problem) if anthropics else openai_chat.error(problem)
-            return JSONResponse(told, problem.status)
+            refused = anthropic_messages.error(problem) if anthropics else openai_chat.error(problem)
+            return JSONResponse(refused, problem.status)
         rows = serving.models.listing()
         listed = anthropic_messages.model_list([row["id"] for row in rows])
         return JSONResponse(listed if anthropics else {"object": "list", "data": rows})

@@ -11,7 +11,7 @@ import sys
 import tarfile
 import threading
 import venv
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,13 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 @contextlib.contextmanager
-def demo_server(wrap: Wrap = lambda made: made, **settings: Any) -> Iterator[str]:
+def demo_server(
+    wrap: Wrap = lambda made: made, model: Mapping[str, Any] | None = None, **settings: Any
+) -> Iterator[str]:
     """Base URL of an app that answers every model's name with the demo model, but that of OpenAI's small embedder with
     the demo embedder. `wrap`: what is put around the app.
 
-    `settings` are keywords of `asyncengine.serve.app`.
+    `model`: settings of the demo model's engine. `settings` are keywords of `asyncengine.serve.app`.
     """
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
@@ -44,7 +46,7 @@ def demo_server(wrap: Wrap = lambda made: made, **settings: Any) -> Iterator[str
 
     async def run() -> None:
         async with (
-            await AsyncEngine.from_pretrained("demo", show_progress=False) as engine,
+            await AsyncEngine.from_pretrained("demo", show_progress=False, **(model or {})) as engine,
             await AsyncEngine.from_pretrained("demo-embed", show_progress=False) as embedder,
         ):
             aliases = {"text-embedding-3-small": "embedder", "*": "demo"}

@@ -23,6 +23,7 @@ from asyncengine.engine_group import EngineGroup
 from asyncengine.models.hub import short_name
 from asyncengine.serve.settings import ServerSettings
 
+log = logging.getLogger("asyncengine.serve")
 KEEP_ALIVE = "5m"
 """How long the models of a configuration file stay without use, where it does not say."""
 
@@ -70,6 +71,7 @@ async def _serve(plan: Plan, keys: tuple[str, ...], listener: Any) -> int:
     from asyncengine.serve import app, server
 
     settings = plan.settings
+    log.info("loading %s", ", ".join(plan.models))
     async with await EngineGroup.from_pretrained(plan.models, memory=settings.memory) as group:
         for name in plan.preload:
             async with group.using(name):

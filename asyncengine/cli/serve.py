@@ -25,7 +25,7 @@ from asyncengine.serve.settings import ServerSettings
 
 log = logging.getLogger("asyncengine.serve")
 KEEP_ALIVE = "5m"
-"""How long the models of a configuration file stay without use, where it does not say."""
+"""The time that models of a configuration file stay without use, unless it says otherwise."""
 
 
 @dataclass(slots=True)

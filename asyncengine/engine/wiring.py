@@ -110,15 +110,14 @@ def divide_memory(
     claims = [
         claim_of(name, read_needs(resolve_model(model), config), config) for name, (model, config) in setups.items()
     ]
-    least = [claim.fixed + claim.least for claim in claims]
-    if in_turns and sum(least) > budget:
-        parts = [min(max(budget // len(claims), each), budget) for each in least]
-        shares = [share_memory(part, [claim])[0] for part, claim in zip(parts, claims, strict=True)]
+    if in_turns and sum(claim.fixed + claim.least for claim in claims) > budget:
+        part = budget // len(claims)
+        shares = [share_memory(min(max(part, one.fixed + one.least), budget), [one])[0] for one in claims]
     else:
         shares = share_memory(budget, claims)
     return {
-        claim.name: (setups[claim.name][1].replace(**claim.settings(share)), claim.fixed + share)
-        for claim, share in zip(claims, shares, strict=True)
+        one.name: (setups[one.name][1].replace(**one.settings(share)), one.fixed + share)
+        for one, share in zip(claims, shares, strict=True)
     }
 
 

@@ -87,7 +87,7 @@ class LlguidanceBackend:
         return matcher
 
     def leaf(self, opaque: Opaque) -> Leaf:
-        """How to follow what only the library knows, by itself. A millisecond at its first use."""
+        """A matcher of what only the library knows, by itself, and a search in it. A millisecond at its first use."""
         leaf = self._leaves.get(opaque.text)
         if leaf is None:
             if len(self._leaves) >= MAX_LEAVES:

@@ -246,7 +246,7 @@ class Prices:
         heap: list[tuple[int, int, Shape]] = []
         count = itertools.count()
 
-        def offer(shape: Shape) -> None:
+        def push(shape: Shape) -> None:
             if missing[shape] and isinstance(shape, Chain):
                 return
             cost = self._value(shape)
@@ -259,12 +259,12 @@ class Prices:
             for part in todo:
                 users.setdefault(part, []).append(shape)
         for shape in order:
-            offer(shape)
+            push(shape)
         while heap:
             cost, _, shape = heapq.heappop(heap)
             if shape in self._costs:
                 continue
-            if isinstance(shape, Times):  # more alternatives of its body are settled than when it was offered
+            if isinstance(shape, Times):  # more alternatives of its body are settled than when it was pushed
                 cost = min(cost, self._value(shape))
             if isinstance(shape, Either):  # before it is settled itself, so that the choice leads to an end
                 self._best[shape] = min(shape.items, key=lambda item: self._costs.get(item, UNREACHABLE))
@@ -272,7 +272,7 @@ class Prices:
             for user in users.get(shape, ()):
                 missing[user] -= 1
                 if user not in self._costs:
-                    offer(user)
+                    push(user)
         for shape in order:
             self._costs.setdefault(shape, UNREACHABLE)
 

@@ -110,7 +110,7 @@ class _Reader:
 
 
 def _itself(shape: Shape) -> Shape:
-    """What a name stands for in the end: with names, half of all shapes would be one."""
+    """The shape that a name stands for in the end: with names, half of all shapes would be one."""
     while isinstance(shape, Named) and shape.target is not None:
         shape = shape.target
     return shape

@@ -50,6 +50,10 @@ Segment = tuple[list[int], int]
 Piece = bytes | Segment
 
 
+BLANK = b"\xff"
+"""A blank that may be left out, in a text to be spelled."""
+
+
 class Unit(NamedTuple):
     """A text for some rounds of a repetition, by its tokens; and for fewer rounds, each count by its own."""
 
@@ -71,7 +75,8 @@ class Speller:
         if text not in self._tokens:
             if len(self._tokens) >= MAX_KEPT:
                 self._tokens.clear()
-            way = Way(list(text), self.vocabulary)
+            ways = [Way(list(said), self.vocabulary) for said in _with_blanks(text)]
+            way = min(ways, key=lambda way: way.cost(0))
             self._tokens[text] = way.tokens() if way.cost(0) < UNREACHABLE else None
         return self._tokens.get(text)
 
@@ -202,6 +207,8 @@ class Prices:
                 stack.append((shape.target, 0))
             elif not isinstance(shape, Times):
                 yield self._samples[shape]
+            elif shape.least == begin == 0 and shape.most != 0 and self._text(shape.body) == b" ":
+                yield BLANK
             elif shape.least - begin == 1 or (unit := self._unit_of(shape)) is None:
                 stack += [(shape.body, 0)] * max(0, shape.least - begin)
             elif shape.least > begin:
@@ -234,7 +241,7 @@ class Prices:
             if not isinstance(piece, bytes) or len(found) + len(piece) > SHORT // 8:
                 return None
             found += piece
-        return found
+        return found.replace(BLANK, b"")
 
     # ---------------------------------------------------------------- the fixpoint
 
@@ -320,6 +327,15 @@ class Prices:
         if all(item in self._costs for item in items):
             self._units[body] = found
         return found
+
+
+def _with_blanks(text: bytes) -> list[bytes]:
+    """Texts with and without the blanks that may be left out: behind colons, commas, both or none."""
+    if BLANK not in text:
+        return [text]
+    found = [text, text.replace(b":" + BLANK, b": ")]
+    found += [said.replace(b"," + BLANK, b", ") for said in found]
+    return [said.replace(BLANK, b"") for said in found]
 
 
 def _split(shape: Times, unit: Unit, count: int) -> tuple[int, int]:

@@ -133,3 +133,12 @@ def test_a_bound_costs_what_it_says_and_no_more(vocabulary: Vocabulary) -> None:
     assert spelled(a={"type": "string", "minLength": 1}) <= plain + 1
     assert spelled(a={"type": "string", "minLength": 9}) <= plain + 60  # the best unit is looked for, once
     assert spelled(**{f"a{i}": {"type": "string", "minLength": 9 + i} for i in range(20)}) <= plain + 60 + 20
+
+
+def test_blanks_are_said_where_that_takes_fewer_tokens() -> None:
+    """With a tokenizer that knows `": ` and not `":`, the shortest text is not the cheapest one."""
+    pieces = [b'{"', b'": ', b', "', b"null", b"<eos>"]
+    vocabulary = Vocabulary([*(bytes([byte]) for byte in range(256)), *pieces], [260], [], 261)
+    schema = closed({"a": {"type": "null"}, "b": {"type": "null"}}, "a", "b")
+    template = LlguidanceBackend(vocabulary).compile(Grammar.json_schema(schema), 10)
+    assert template.min_tokens == len(['{"', "a", '": ', "null", ', "', "b", '": ', "null", "}"])

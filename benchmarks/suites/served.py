@@ -38,7 +38,7 @@ def demo_server(
     """Base URL of an app that answers every model's name with the demo model, but that of OpenAI's small embedder with
     the demo embedder. `wrap`: what is put around the app.
 
-    `model`: settings of the demo model's engine. `settings` are keywords of `asyncengine.serve.app`.
+    `model`: settings of the demo model's engine; "model" among them is another one. `settings` are keywords of `asyncengine.serve.app`.
     """
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
@@ -46,7 +46,7 @@ def demo_server(
 
     async def run() -> None:
         async with (
-            await AsyncEngine.from_pretrained("demo", show_progress=False, **(model or {})) as engine,
+            await AsyncEngine.from_pretrained(**{"model": "demo", "show_progress": False, **(model or {})}) as engine,
             await AsyncEngine.from_pretrained("demo-embed", show_progress=False) as embedder,
         ):
             aliases = {"text-embedding-3-small": "embedder", "*": "demo"}

@@ -38,7 +38,8 @@ def demo_server(
     """Base URL of an app that answers every model's name with the demo model, but that of OpenAI's small embedder with
     the demo embedder. `wrap`: what is put around the app.
 
-    `model`: settings of the demo model's engine; "model" among them is another one. `settings` are keywords of `asyncengine.serve.app`.
+    `model`: settings of the demo model's engine; "model" among them is another one. `settings` are keywords of
+    `asyncengine.serve.app`.
     """
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))

@@ -168,6 +168,34 @@ def test_the_pseudo_header_of_an_agent_costs_no_prefix(client: anthropic.Anthrop
     assert used[1].input_tokens <= 16 < used[1].cache_read_input_tokens
 
 
+def test_each_turn_of_an_agent_finds_all_that_was_said_before(client: anthropic.Anthropic) -> None:
+    """Texts, calls and results come back as other objects than they went, with marks that move."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    turns: list[Any] = []
+    before = calls = 0
+    for turn in range(6):
+        head = {"type": "text", "text": f"x-anthropic-billing-header: cch={turn};"}
+        if turn % 2 == 0:
+            turns.append({"role": "user", "content": f"What is {turn + 11} plus 25?"})
+        system: Any = [head, {"type": "text", "text": "You are an agent. " * 20, **mark}]
+        answer = client.messages.create(messages=turns, system=system, tools=[ADD], max_tokens=80, **GREEDY)
+        assert answer.usage.cache_read_input_tokens is not None
+        assert answer.usage.cache_read_input_tokens > before - 16  # whole pages
+        before = answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+        turns.append(
+            {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in answer.content]}
+        )
+        results = [
+            {"type": "tool_result", "tool_use_id": block.id, "content": str(sum(block.input.values())), **mark}
+            for block in answer.content
+            if block.type == "tool_use"
+        ]
+        calls += len(results)
+        if results:
+            turns.append({"role": "user", "content": results})
+    assert calls == 3
+
+
 def test_more_than_the_context_may_be_asked_for(client: anthropic.Anthropic) -> None:
     assert client.messages.create(messages=QUESTION, max_tokens=20000, **GREEDY).stop_reason == "end_turn"
 

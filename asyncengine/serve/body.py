@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any, NoReturn
 
@@ -13,6 +14,7 @@ from asyncengine.serve.problems import Problem
 
 BODY_SECONDS = 120.0
 """A body must be there after so long: what has come of it is kept in memory."""
+DISCARD_SECONDS = 5.0
 CLOSE = (("connection", "close"),)
 INLINE_BYTES = 1 << 18
 """Longer bodies are parsed on a thread, so that streams go on meanwhile."""
@@ -37,14 +39,14 @@ async def parse_json(body: bytes) -> Any:
 async def _read(request: Request, most: int) -> bytes:
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > most:
-        raise _too_large(most)
+        raise await _too_large(request, most)
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for piece in request.stream():
                 body += piece
                 if len(body) > most:
-                    raise _too_large(most)
+                    raise await _too_large(request, most)
     except TimeoutError:
         raise Problem(408, f"the body was not there after {BODY_SECONDS:g} seconds", headers=CLOSE) from None
     except ClientDisconnect:
@@ -52,7 +54,14 @@ async def _read(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-def _too_large(most: int) -> Problem:
+async def _too_large(request: Request, most: int) -> Problem:
+    """The refusal of a body, once its client has sent it, or for some seconds: of a connection that is closed before,
+    many clients see the end and not the answer."""
+    if "expect" not in request.headers:  # such a client waits for leave to send it
+        with contextlib.suppress(TimeoutError, ClientDisconnect):
+            async with asyncio.timeout(DISCARD_SECONDS):
+                async for _ in request.stream():
+                    pass
     return Problem(413, f"the body has more than {most} bytes", code="body_too_large", headers=CLOSE)
 
 

@@ -49,7 +49,8 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             return  # it has become a WebSocket
         if self.cycle is not None and not self.cycle.response_complete:
             self._waiting_since, self._head_bytes = None, 0
-        elif self._head_bytes > HEADER_BYTES:
+        elif self._head_bytes > (self.config.ws_max_size if self.cycle and self.cycle.more_body else HEADER_BYTES):
+            # after an early answer, such as 401, the rest of a body goes by first
             self.send_400_response(f"The head of a request has more than {HEADER_BYTES} bytes.")
         elif self.timeout_keep_alive_task is None:
             self._waiting_since = self._waiting_since or self.loop.time()

@@ -91,7 +91,7 @@ BODIES: dict[str, tuple[bytes, int]] = {
     "deep objects": (b'{"a":' * 50_000 + b"1" + b"}" * 50_000, 400),
     "wrong encoding": (b'{"model": "\xff\xfe"}', 400),
     "UTF-16": ('{"model": "other"}'.encode("utf-16"), 404),
-    "too long": (b'{"model": "' + b"x" * (2 << 20) + b'"}', 413),
+    "too long": (b'{"model": "' + b"x" * (20 << 20) + b'"}', 413),
 }
 
 
@@ -120,9 +120,13 @@ def test_types_and_codings_of_bodies(client: httpx.Client, headers: dict[str, st
     assert client.post(f"/open{CHAT}", content=json.dumps(HELLO), headers=headers).status_code == status
 
 
-def test_a_body_is_not_read_beyond_its_limit(url: str) -> None:
-    """One that is announced as too long is refused before it is sent, one without a length where it exceeds."""
+def test_a_body_is_not_kept_beyond_its_limit(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """One that is announced as too long is refused before it is sent if its client waits, else when it has gone by."""
     head = f"POST /open{CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with connection(url) as careful:
+        careful.sendall(f"{head}Expect: 100-continue\r\nContent-Length: 100000000000\r\n\r\n".encode())
+        assert b" 413 " in everything(careful).split(b"\r\n\r\n", 1)[0]
+    monkeypatch.setattr("asyncengine.serve.body.DISCARD_SECONDS", 0.05)
     with connection(url) as announced:
         announced.sendall(f"{head}Content-Length: 100000000000\r\n\r\n{{".encode())
         assert b" 413 " in announced.recv(1 << 16)
@@ -239,6 +243,12 @@ def test_without_a_key(client: httpx.Client, headers: dict[str, str]) -> None:
         assert "authentication_error" in json.dumps(answer.json())
         assert (answer.json().get("type") == "error") == (path == MESSAGES)
     assert client.get("/locked/health").status_code == 200  # that tells nothing of anybody
+
+
+def test_a_long_body_without_a_key_has_its_answer_too(client: httpx.Client) -> None:
+    for _ in range(5):
+        answer = client.post(f"/locked{CHAT}", content=b" " * (8 << 20), headers=JSON)
+        assert answer.status_code == 401
 
 
 @pytest.mark.parametrize("headers", [{"authorization": f"bearer  {KEY}"}, {"x-api-key": KEY}, {"x-api-key": "other"}])

@@ -36,7 +36,8 @@ def simulate(world: World, work: Callable[[], object], *, shuffled: bool = False
     """Do `work` as the first thread of `world`. Whatever of the engine's code its threads run has virtual threads,
     locks, queues, clocks and loops; other threads of the process have real ones.
 
-    `shuffled`: loops run what is ready in any order, not in asyncio's. `delay`: most seconds that a call from another
+    Make engines within `work`: the locks of one that was made before are real, and whoever waits for a real lock stops
+    the world. `shuffled`: loops run what is ready in any order, not in asyncio's. `delay`: most seconds that a call from another
     thread is on its way to a loop. Raises what `work` raises, and `Stuck`; then look at `world.complaints`.
     """
     with _orderly_garbage(), _exchanged(world, lambda: VirtualLoop(world, shuffled=shuffled, delay=delay)):

@@ -38,7 +38,7 @@ def simulate(world: World, work: Callable[[], object], *, shuffled: bool = False
 
     Make engines within `work`: the locks of one that was made before are real, and whoever waits for a real lock stops
     the world. `shuffled`: loops run what is ready in any order, not in asyncio's. `delay`: most seconds that a call
-    from another thread is on its way to a loop. Raises what `work` raises, and `Stuck`; then look at `world.complaints`.
+    from another thread is on its way to a loop. Raises what `work` raises, and `Stuck`; then see `world.complaints`.
     """
     with _orderly_garbage(), _exchanged(world, lambda: VirtualLoop(world, shuffled=shuffled, delay=delay)):
         world.run(work)

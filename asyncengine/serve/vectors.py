@@ -68,15 +68,15 @@ def _endpoint(serving: Serving, work: Work, task: str) -> Endpoint:
         finally:
             target.release()
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-        told = {IGNORED: fields.ignored, TRUNCATED: list(map(str, cut))}
-        headers = {name: ", ".join(values)[:1000] for name, values in told.items() if values}
+        lists = {IGNORED: fields.ignored, TRUNCATED: list(map(str, cut))}
+        headers = {name: ", ".join(values)[:1000] for name, values in lists.items() if values}
         return Response(text, headers=headers, media_type="application/json")
 
     return reporting(endpoint, error)
 
 
 async def until_left(request: Request, work: Awaitable[Made]) -> Made:
-    """What comes of `work`, which is cancelled when the client leaves. Raises `Problem` then."""
+    """The result of `work`, which is cancelled when the client leaves. Raises `Problem` then."""
 
     async def left() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -217,7 +217,7 @@ async def _detokenize(fields: Fields, target: Target) -> Made:
 
 
 async def _tokenizer_info(serving: Serving, request: Request) -> Response:
-    """What evaluation harnesses ask of a tokenizer before they use /tokenize: some of vLLM's answer."""
+    """Facts that evaluation harnesses ask of a tokenizer before they use /tokenize: some of vLLM's answer."""
     target = await serving.models.acquire(request.query_params.get("model"))
     try:
         ends = target.engine.token_texts(target.engine.info.eos_token_ids[:1])

@@ -68,8 +68,8 @@ def _endpoint(serving: Serving, work: Work, task: str) -> Endpoint:
         finally:
             target.release()
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-        lists = {IGNORED: fields.ignored, TRUNCATED: list(map(str, cut))}
-        headers = {name: ", ".join(values)[:1000] for name, values in lists.items() if values}
+        listed = {IGNORED: fields.ignored, TRUNCATED: list(map(str, cut))}
+        headers = {name: ", ".join(values)[:1000] for name, values in listed.items() if values}
         return Response(text, headers=headers, media_type="application/json")
 
     return reporting(endpoint, error)
@@ -217,7 +217,7 @@ async def _detokenize(fields: Fields, target: Target) -> Made:
 
 
 async def _tokenizer_info(serving: Serving, request: Request) -> Response:
-    """Facts that evaluation harnesses ask of a tokenizer before they use /tokenize: some of vLLM's answer."""
+    """Respond with a tokenizer's end, for which evaluation harnesses ask (in vLLM's form) before they use /tokenize."""
     target = await serving.models.acquire(request.query_params.get("model"))
     try:
         ends = target.engine.token_texts(target.engine.info.eos_token_ids[:1])

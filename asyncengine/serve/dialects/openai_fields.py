@@ -78,7 +78,7 @@ def read_common(fields: Fields, turn: Turn) -> None:
 
 
 def grammar(fields: Fields) -> Callable[[], Grammar] | None:
-    """The maker of the grammar that a request asks for, which takes a while for a long one; None: none is asked for."""
+    """The maker of the grammar that a request asks for: making a long one takes a while. None: none is asked for."""
     given = {name: (make, value) for name, make in GUIDES.items() if (value := fields.take(name)) is not None}
     structured = fields.inner("structured_outputs")
     for name, make in STRUCTURED.items():

@@ -59,6 +59,8 @@ class Answer:
         self._headers = [(name.encode(), _one_line(value)) for name, value in headers]
         self._release = release
         self._left = False
+        self._ended = False
+        """Somebody here has ended the request."""
         self._begun = False
         self._sent = 0.0
 
@@ -68,7 +70,7 @@ class Answer:
             if self._streaming:
                 await self._stream_events(send)
             else:
-                await self._send_json(send, 200, self.writer.whole(await self._stream.result()))
+                await self._send_json(send, 200, await self._whole())
         except OSError:  # the client is gone, as some servers say it
             pass
         except Exception as error:
@@ -82,7 +84,7 @@ class Answer:
     async def unheard(self) -> None:
         """Run the request with nobody to send to: `writer` has what came of it."""
         try:
-            self.writer.whole(await self._stream.result())
+            await self._whole()
         except Exception as error:
             self.writer.failed(problem_of(error))
         finally:
@@ -91,7 +93,15 @@ class Answer:
 
     def abort(self) -> None:
         """End the request before the engine's next step."""
+        self._ended = True
         self._stream.abort()
+
+    async def _whole(self) -> dict[str, Any]:
+        """The whole response. Raises `Problem` where the engine broke the request off."""
+        completion = await self._stream.result()
+        if not self._ended and any(sample.finish_reason == "abort" for sample in completion.samples):
+            raise _aborted()
+        return self.writer.whole(completion)
 
     def then(self, call: Callable[[], object]) -> None:
         """Have `call` called once, when the request has ended."""
@@ -129,7 +139,7 @@ class Answer:
             await self._send_text(send, writer.begin(stream.usage or NO_USAGE, self._samples))
             while chunk is not None:
                 if chunk.finish_reason == "abort":
-                    raise Problem(503, "the request was aborted: the engine is closing", code="aborted")
+                    raise _aborted()
                 text = "".join([writer.write(event) for event in read(chunk)])
                 if text:
                     await self._send_text(send, text)
@@ -189,3 +199,7 @@ class Answer:
 def _one_line(text: str) -> bytes:
     """A text as a header may have it: names of fields, which clients choose, may hold line breaks."""
     return "".join([letter if letter.isprintable() else "?" for letter in text]).encode("latin-1", "replace")
+
+
+def _aborted() -> Problem:
+    return Problem(503, "the request was aborted: the engine is closing", code="aborted")

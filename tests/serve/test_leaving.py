@@ -123,6 +123,15 @@ async def test_a_closing_engine_ends_streams_with_an_error(engine: AsyncEngine) 
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unavailable")
 
 
+async def test_a_closing_engine_is_an_error_to_whoever_waits_for_the_whole(engine: AsyncEngine) -> None:
+    async with serving(app(engine)) as url, httpx.AsyncClient() as client:
+        asked = asyncio.create_task(client.post(url + PATH, json=body(stream=False)))
+        await come(lambda: engine.stats().requests["running"] == 1)
+        await engine.aclose()
+        answered = await asked
+    assert (answered.status_code, answered.json()["error"]["code"]) == (503, "aborted")
+
+
 async def test_signs_of_life_before_the_first_token(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer, "PING_SECONDS", 0.0)
     async with serving(app(engine)) as url, httpx.AsyncClient() as client:

@@ -1,6 +1,6 @@
 """anthropic-sdk-python's own tests of its API, against an app with the demo model.
 
-    python -m benchmarks.suites.anthropic_python [--source CHECKOUT] [-- PYTEST'S ARGUMENTS]
+    python -m benchmarks.suites.anthropic_python [--source FOLDER] [-- PYTEST'S ARGUMENTS]
 
 Every response is checked by the client's types, strictly, by the synchronous client, the asynchronous one, and that on
 aiohttp. The tests are made for a mock server that answers anything; what of their requests no server can answer is
@@ -9,16 +9,13 @@ listed here, with a reason.
 
 from __future__ import annotations
 
-import argparse
 import os
-import subprocess
+import shutil
 import sys
-import tempfile
-from pathlib import Path
 
-from benchmarks.suites.running import checkout, demo_app, environment
+from benchmarks.suites.served import demo_server, environment, parser, run, source
 
-URL = "https://github.com/anthropics/anthropic-sdk-python"
+PROJECT, REFERENCE = "anthropics/anthropic-sdk-python", "main"
 NEEDED = (
     "pytest",
     "pytest-asyncio",
@@ -40,25 +37,24 @@ DESELECTED: dict[str, str] = {}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", type=Path, help="a checkout at hand, in place of a clone")
-    parser.add_argument("pytest", nargs="*", help="more arguments for pytest")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, demo_app() as url:
-        source = checkout(URL, options.source, Path(folder) / "source")
-        for file in FILES:
-            path = source / "tests" / "api_resources" / file
-            text = path.read_text(encoding="utf-8")
-            for given, meant in AMENDED.items():
-                text = text.replace(given, meant)
-            path.write_text(text, encoding="utf-8")
-        python = environment(Path(folder) / "environment", [f"{source}[aiohttp]", *NEEDED])
-        command = [str(python), "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider"]
-        command += [f"tests/api_resources/{file}" for file in FILES]
-        if DESELECTED:
-            command += ["-k", " and ".join(f"not {name}" for name in DESELECTED)]
-        settings = {**os.environ, "TEST_API_BASE_URL": url}
-        return subprocess.run([*command, *options.pytest], cwd=source, env=settings, check=False).returncode
+    flags = parser(__doc__)
+    flags.add_argument("pytest", nargs="*", help="more arguments for pytest")
+    args = flags.parse_args()
+    folder = args.work.resolve() / "anthropic-python"
+    shutil.copytree(source(args.source, PROJECT, REFERENCE, args.work), folder, dirs_exist_ok=True)
+    for file in FILES:
+        path = folder / "tests" / "api_resources" / file
+        text = path.read_text(encoding="utf-8")
+        for given, meant in AMENDED.items():
+            text = text.replace(given, meant)
+        path.write_text(text, encoding="utf-8")
+    python = environment(args.work, "anthropic-python", [f"{folder}[aiohttp]", *NEEDED])
+    command = [str(python), "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider"]
+    command += [f"tests/api_resources/{file}" for file in FILES]
+    if DESELECTED:
+        command += ["-k", " and ".join(f"not {name}" for name in DESELECTED)]
+    with demo_server() as url:
+        return run([*command, *args.pytest], cwd=folder, env={**os.environ, "TEST_API_BASE_URL": url})
 
 
 if __name__ == "__main__":

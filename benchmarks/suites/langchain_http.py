@@ -19,7 +19,7 @@ from langchain_core.language_models import BaseChatModel
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 
-from benchmarks.suites.running import demo_app
+from benchmarks.suites.served import demo_server
 
 URL = os.environ.get("SUITE_URL", "")
 """Base URL of the app, which `main` starts."""
@@ -104,7 +104,7 @@ class TestOpenAI(OverHTTP):
 
 
 def main() -> int:
-    with demo_app() as url:
+    with demo_server(model={"adapters": {"pirate": "demo/pirate"}}) as url:
         os.environ["SUITE_URL"] = url
         # one loop: the client keeps its connections from one model object to the next
         loops = ["-o", "asyncio_default_test_loop_scope=session", "-o", "asyncio_default_fixture_loop_scope=session"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from itertools import count, islice
-from threading import Lock
 from typing import TYPE_CHECKING, Any, get_args
 
 from asyncengine.checks import MAX_INT64, MIN_INT64, as_integer, as_items, as_switch
@@ -93,7 +93,7 @@ class Frontend:
         self._adapter_folder = adapter_folder
         self._prepare_update = prepare_update
         self._update_numbers = count(1)
-        self._profiling = Lock()
+        self._profiling = threading.Lock()
         self.started_at = loop.clock.now()
         self._vectors = None if vector_model is None else VectorService(self.client, validator, tokenizer, vector_model)
 

@@ -68,7 +68,8 @@ def model_schema(kind: Any) -> dict[str, Any]:
 
 def tool_name(name: str) -> str:
     """A name that a tool can have: of `Box[list[int]]` it is `Box_list_int`."""
-    return re.sub(r"[^\w.:/-]+", "_", name).strip("_")[:128]
+    allowed = re.sub(r"[^\w.:/-]+", "_", name)
+    return (name if allowed == name else allowed.strip("_"))[:128]
 
 
 def _own_schema(tool: AnyTool) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class Answer:
         self._release = release
         self._left = False
         self._ended = False
-        """Somebody here has ended the request."""
+        """The request was ended from here, not by its engine."""
         self._begun = False
         self._sent = 0.0
 

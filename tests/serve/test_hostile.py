@@ -252,7 +252,7 @@ def test_a_body_that_follows_its_answer_goes_by(url: str) -> None:
         assert b" 401 " in raw.recv(1 << 16)
         raw.sendall(b" " * (1 << 20))
         raw.sendall(b"GET /locked/health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        assert everything(raw).startswith(b"HTTP/1.1 200")
+        assert b"HTTP/1.1 200" in everything(raw)  # behind what was still on its way of the first answer
 
 
 @pytest.mark.parametrize("headers", [{"authorization": f"bearer  {KEY}"}, {"x-api-key": KEY}, {"x-api-key": "other"}])

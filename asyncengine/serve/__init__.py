@@ -45,9 +45,13 @@ def app(
     """
     try:
         from asyncengine.serve.asgi import make_app
+        from asyncengine.serve.models import Models
+        from asyncengine.serve.state import Serving
     except ImportError as error:
         raise ImportError('serving over HTTP needs starlette: pip install "asyncengine[serve]"') from error
-    return make_app(
-        engines, api_keys=api_keys, aliases=aliases, strict=strict, max_body=max_body, response_memory=response_memory,
-        allow_adapters=allow_adapters, hosts=hosts, cors=cors, telemetry=telemetry,
+    named = {engines.info.name: engines} if isinstance(engines, AsyncEngine) else engines
+    serving = Serving(
+        Models(named, aliases), strict=strict, max_body=max_body, api_keys=tuple(api_keys),
+        response_memory=response_memory, allow_adapters=allow_adapters, hosts=hosts, cors=cors, telemetry=telemetry,
     )  # fmt: skip
+    return make_app(serving)

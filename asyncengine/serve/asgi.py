@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -13,44 +12,26 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from asyncengine.async_engine import AsyncEngine
-from asyncengine.engine_group import EngineGroup
 from asyncengine.serve import adapters, messages, metrics, responses, vectors, web_page
 from asyncengine.serve.dialects import anthropic_messages, completions, openai_chat
 from asyncengine.serve.generating import generating
 from asyncengine.serve.metrics import CountAnswers
-from asyncengine.serve.models import Models
 from asyncengine.serve.problems import Problem, problem_of
 from asyncengine.serve.security import RequireHost, RequireKey, path_of
 from asyncengine.serve.state import Serving
 
 
-def make_app(
-    engines: AsyncEngine | EngineGroup | Mapping[str, AsyncEngine],
-    *,
-    api_keys: Sequence[str] = (),
-    aliases: Mapping[str, str] | None = None,
-    strict: bool = False,
-    max_body: int = 32 << 20,
-    response_memory: int = 64 << 20,
-    allow_adapters: bool = False,
-    hosts: Collection[str] | None = None,
-    cors: Sequence[str] = (),
-    telemetry: bool = False,
-) -> Starlette:
-    """See `asyncengine.serve.app`."""
-    named = {engines.info.name: engines} if isinstance(engines, AsyncEngine) else engines
-    serving = Serving(Models(named, aliases), strict, max_body, tuple(api_keys), response_memory)
-    serving.allow_adapters = allow_adapters
+def make_app(serving: Serving) -> Starlette:
+    """The app of `asyncengine.serve.app`."""
     paths = routes(serving)
     middleware = [Middleware(CountAnswers, serving=serving, routes=paths)]
-    if cors:  # before keys: a browser asks without one whether it may ask
-        middleware.append(Middleware(CORSMiddleware, cors, ("GET", "POST", "DELETE"), ("*",)))
-    if hosts is not None and not api_keys:
-        middleware.append(Middleware(RequireHost, hosts, error_for))
-    if api_keys:
+    if serving.cors:  # before keys: a browser asks without one whether it may ask
+        middleware.append(Middleware(CORSMiddleware, serving.cors, ("GET", "POST", "DELETE"), ("*",)))
+    if serving.hosts is not None and not serving.api_keys:
+        middleware.append(Middleware(RequireHost, serving.hosts, error_for))
+    if serving.api_keys:
         middleware.append(Middleware(RequireKey, serving.api_keys, error_for))
-    if telemetry:
+    if serving.telemetry:
         from asyncengine.integrations.opentelemetry import TraceContext, trace
 
         serving.models.watch(lambda name, engine: trace(engine, name=name))

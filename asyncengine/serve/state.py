@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from asyncengine.serve.models import Models
@@ -21,6 +22,12 @@ class Serving:
     """Keys of which a request must show one; none: every request is served."""
     response_memory: int = 64 << 20
     """Bytes of the responses that clients can come back to."""
+    hosts: Collection[str] | None = None
+    """Names in the Host header that are answered without a key; None: all."""
+    cors: Sequence[str] = ()
+    """Origins of web pages that may ask."""
+    telemetry: bool = False
+    """Requests get spans of OpenTelemetry."""
     answers: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     """Answers by method, path and status."""
     allow_adapters: bool = False

@@ -44,18 +44,13 @@ Member = tuple[str, bool]
 """(rule of one member, or of all undeclared ones; needed)"""
 
 
-def schema_lark(schema: dict[str, Any], options: dict[str, Any]) -> str:
-    """A Lark grammar of the JSON values valid under `schema`; `options` as llguidance's JSON compiler takes them.
+def schema_grammar(schema: dict[str, Any], options: dict[str, Any]) -> tuple[Rules, str]:
+    """Rules of the JSON values valid under `schema`, and the name of the one for the whole value; `options` as
+    llguidance's JSON compiler takes them.
 
     Raises `GrammarImpossible` naming the bounds that no number keeps, `GrammarUnsupported` for what cannot be written
     beside such numbers, `GrammarTooLarge`, and `GrammarError` for a malformed schema.
     """
-    rules, start = schema_grammar(schema, options)
-    return rules.lark(start)
-
-
-def schema_grammar(schema: dict[str, Any], options: dict[str, Any]) -> tuple[Rules, str]:
-    """The rules, and the name of the one for the whole value. Otherwise as `schema_lark`."""
     return _Builder(schema, options).build()
 
 

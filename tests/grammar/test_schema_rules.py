@@ -20,7 +20,7 @@ from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.lower import OPTIONS, _escapes, _object, to_llguidance
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.number_schemas import with_closed_bounds, without_bounds
-from asyncengine.grammar.schema_rules import schema_lark
+from asyncengine.grammar.schema_rules import schema_grammar
 from asyncengine.grammar.vocabulary import Vocabulary
 
 from .corpus import compilable, invalid_texts, valid_texts
@@ -39,7 +39,8 @@ def by_rules(schema: dict[str, Any]) -> Any:
     from llguidance import LLMatcher, LLParserLimits
 
     lowered = _object(canonical_json(schema), False)
-    text = LLMatcher.grammar_from_lark(schema_lark(lowered, {**OPTIONS["flexible"], **_escapes(lowered)}))
+    rules, start = schema_grammar(lowered, {**OPTIONS["flexible"], **_escapes(lowered)})
+    text = LLMatcher.grammar_from_lark(rules.lark(start))
     return LLMatcher(tokenizer(), text, log_level=0, limits=LLParserLimits(verbose_errors=False))
 
 
@@ -264,7 +265,7 @@ def test_conjunctions_that_explode_are_refused_in_time() -> None:
     dead = {"allOf": [{"anyOf": [{"maximum": index} for index in range(50)]}] * 2 + [False]}
     many = {f"p{index}": {"$ref": "#/$defs/dead"} for index in range(1000)}
     with pytest.raises(GrammarTooLarge, match="200000 combinations"):
-        schema_lark({"type": "object", "properties": many, "$defs": {"dead": dead}}, OPTIONS["compact"])
+        schema_grammar({"type": "object", "properties": many, "$defs": {"dead": dead}}, OPTIONS["compact"])
 
 
 STEERED: dict[str, dict[str, Any]] = {

@@ -1,5 +1,6 @@
 """What all tests share: one thread per operator (tiny models gain nothing from more), no network, no progress bars."""
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; subprocesses inherit it
@@ -9,3 +10,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 if not os.path.exists("/dev/nvidiactl"):  # kernels for GPUs run by Triton's interpreter, on host tensors
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish() -> None:
+    """Keep the collector from going through what stays: ten thousand tests and the modules they import. A full
+    collection, of which tests of leaks ask for hundreds, takes a second else."""
+    gc.collect()
+    gc.freeze()

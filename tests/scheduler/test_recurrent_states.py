@@ -30,17 +30,22 @@ def served(prompts: list[list[int]], num_states: int, *, at_once: bool, **settin
     return steps
 
 
-@pytest.mark.parametrize("num_states", [20, 33, 129])
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize(("shared", "own"), [(1500, 700), (1600, 600)])
-def test_prefixes_of_any_length_are_found(shared: int, own: int, at_once: bool, num_states: int) -> None:
+def test_prefixes_of_any_length_are_found(shared: int, own: int, at_once: bool) -> None:
     """vllm #45238: with a checkpoint at the last block boundary alone, one of these two finds nothing."""
     chance = random.Random(1)
     prefix = words(shared, chance)
     prompts = [prefix + words(own, chance) for _ in range(64)]
     dense = served(prompts, 0, at_once=at_once).scheduler.counters
-    states = served(prompts, num_states, at_once=at_once).scheduler.counters
     assert dense.cached_tokens == 63 * (shared // 16) * 16
+    for num_states in (20, 129):
+        states = served(prompts, num_states, at_once=at_once).scheduler.counters
+        assert_nearly_as_much(states, dense, at_once)
+
+
+def assert_nearly_as_much(states: Any, dense: Any, at_once: bool) -> None:
+    """Counters of the two: the cache of states finds what pages alone would find."""
     # one after another, the second shows where ways part; those that come together are known beforehand
     assert states.cached_tokens >= (1.0 if at_once else 0.98) * dense.cached_tokens
     assert states.computed_tokens - dense.computed_tokens <= dense.cached_tokens - states.cached_tokens
@@ -73,8 +78,8 @@ def test_chats_find_what_a_dense_model_does() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_long_answers_are_found_by_the_next_turn(depth: int) -> None:
     """All that is lost is where the second chat parts from the first: the third one starts there."""
-    dense, _ = chats(0, conversations=3, turns=4, answer=300, max_steps_in_flight=depth)
-    states, _ = chats(24, conversations=3, turns=4, answer=300, max_steps_in_flight=depth)
+    dense, _ = chats(0, conversations=3, turns=4, answer=200, max_steps_in_flight=depth)
+    states, _ = chats(24, conversations=3, turns=4, answer=200, max_steps_in_flight=depth)
     assert dense - states == 500 // 16 * 16
 
 

@@ -35,7 +35,7 @@ def test_every_request_of_a_random_soak_finishes(settings: dict):
     left: set[int] = set()
     constrained: dict[int, Letters] = {}
     compiling: list[int] = []
-    for _ in range(5000):
+    for _ in range(3000):
         steps.now += 0.01
         if len(steps.scheduler.requests) < 12 and rng.random() < 0.4:
             prompt = [*rng.choice(prefixes), *(rng.randrange(2, 97) for _ in range(rng.randrange(1, 10)))]

@@ -22,17 +22,20 @@ def shares(steps: Steps, owner: dict[int, str], first: int = 0) -> dict[str, flo
     return {flow: count / served.total() for flow, count in served.items()}
 
 
+ROWS: dict[str, Any] = {"max_num_seqs": 4}
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("weights", "settings"),
     [
-        {"max_num_seqs": 4},
-        {"max_num_seqs": 4, "max_steps_in_flight": 2},
-        {"max_num_seqs": 64, "pages": 60, "prefix_caching": False},
-        {"max_num_seqs": 64, "max_num_batched_tokens": 24},
+        pytest.param({}, ROWS, id="rows"),
+        pytest.param({"a": 3.0}, ROWS, id="rows, one weight"),
+        pytest.param({"a": 2.0, "c": 0.5}, ROWS, id="rows, two weights"),
+        pytest.param({"a": 3.0}, {**ROWS, "max_steps_in_flight": 2}, id="two steps in flight"),
+        pytest.param({"a": 3.0}, {"max_num_seqs": 64, "pages": 60, "prefix_caching": False}, id="pages"),
+        pytest.param({"a": 2.0, "c": 0.5}, {"max_num_seqs": 64, "max_num_batched_tokens": 24}, id="budget"),
     ],
-    ids=["rows", "two steps in flight", "pages", "budget"],
 )
-@pytest.mark.parametrize("weights", [{}, {"a": 3.0}, {"a": 2.0, "c": 0.5}])
 def test_shares_follow_the_weights(weights: dict[str, float], settings: dict[str, Any]) -> None:
     """Three tenants that always have more to ask, of different sizes, whatever it is that they lack."""
     steps = Steps(**{"pages": 400, "check_every": 50, **settings}, policy=WeightedFair(weights))

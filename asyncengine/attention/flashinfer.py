@@ -11,6 +11,8 @@ Three things must hold and are easily broken:
   the step that is still waiting; an event behind each plan is waited for before the next one.
 * All work of an engine is queued in one stream. The workspaces and the arrays of the graphs are shared on that ground.
 
+Steps of long prompts go through a third wrapper where a Hopper GPU has faster kernels for them (`LayerGroup.hopper`).
+
 Layers that attend to chunks (Llama 4) get arrays of their own, of a step whose rows are cut where chunks end
 (`flashinfer_plan.in_chunks`); keys and values are written by the arrays of the whole step.
 
@@ -21,6 +23,7 @@ no token that was not written, so pages are not cleared.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import shutil
 import sysconfig
@@ -35,6 +38,7 @@ import torch
 
 from asyncengine.attention.base import LayerSpec, MergedHeads, StepView, page_bytes
 from asyncengine.attention.flashinfer_plan import (
+    LONG,
     DeviceArrays,
     HostArrays,
     LayerGroup,
@@ -47,6 +51,8 @@ from asyncengine.attention.flashinfer_plan import (
 )
 from asyncengine.device.pinned import CudaMemory, DeviceMemory
 from asyncengine.kernels.cuda import triton_missing
+
+logger = logging.getLogger("asyncengine")
 
 _LARGEST_FP8 = 448.0
 """The largest number of float8_e4m3fn. torch turns larger values into NaN instead of saturating."""
@@ -145,7 +151,12 @@ class FlashInferBackend:
             self._pools = [self._pool(spec, device) for spec in layers]
             size = float_workspace_bytes(self._groups, max_rows, self.memory.processors())
             self._workspace = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._prefill = {group: self._prefill_wrapper() for group in self._groups}
+        self._prefill = {group: self._prefill_wrapper("fa2") for group in self._groups}
+        self._long = self._prefill
+        """Of steps whose rows have `LONG` tokens in the mean; the same wrappers where nothing is faster."""
+        faster = [group for group in self._groups if group.hopper(dtype, self._kv_dtype)]
+        if faster and self.memory.hopper():
+            self._long = self._prefill | {group: self._prefill_wrapper("fa3") for group in faster}
         self._decode = {group: self._decode_wrapper(group) for group in self._groups}
         self._graphs: dict[int, _DecodeGraph] = {}
         self._wrappers: dict[LayerGroup, _Planned] = {}
@@ -163,8 +174,9 @@ class FlashInferBackend:
 
     def plan(self, step: StepView) -> None:
         self._slots = step.kv_slots
-        decode = len(step.counts) == int(step.qo_indptr[-1])
-        self._wrappers = self._decode if decode else self._prefill
+        count, tokens_in_all = len(step.counts), int(step.qo_indptr[-1])
+        decode = count == tokens_in_all
+        self._wrappers = self._decode if decode else self._prefill if tokens_in_all < LONG * count else self._long
         for chunk in reversed(self._chunks):
             packed = pack_step(in_chunks(step, chunk, self.page_size), self.page_size, self.memory.host)
             rows, tokens = packed.sizes[1], packed.sizes[4]
@@ -202,26 +214,37 @@ class FlashInferBackend:
         self._graphs[size] = _DecodeGraph(arrays, wrappers)
 
     def warm_up(self) -> None:
-        """Run each kernel once on page 0 and wait: compiles what is not compiled yet, and shows what cannot run."""
-        for count in (2, 1):
-            ends = np.array([count], dtype=np.int64)
-            table = np.zeros((1, -(-count // self.page_size)), dtype=np.int32)
-            slots = torch.empty(0, dtype=torch.int64)
-            self.plan(StepView(np.zeros_like(ends), ends, np.array([0, count], dtype=np.int64), table, slots))
-            for group in self._groups:
-                layer = self._group_of.index(group)
-                zeros = torch.zeros(
-                    (count, group.num_heads, group.head_dim), dtype=self._dtype, device=self.memory.device
-                )
-                self.write(layer, zeros[:, : group.num_kv_heads], zeros[:, : group.num_kv_heads])
-                self.attend(layer, zeros)
+        """Run each kernel once on page 0 and wait: compiles what is not compiled yet, and shows what cannot run. Others
+        do the work of kernels for long prompts that do not run."""
+        if self._long is not self._prefill:
+            try:
+                self._warm_up(LONG)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # no compiler, or one that is too old: each comes with its own exception
+                logger.warning("long prompts do without FlashAttention-3's kernels: %s", error)
+                self._long = self._prefill
+        self._warm_up(2)
+        self._warm_up(1)
         done = self.memory.event()
         done.record()
         done.synchronize()
 
+    def _warm_up(self, count: int) -> None:
+        """Run a step of one row of `count` tokens."""
+        ends = np.array([count], dtype=np.int64)
+        table = np.zeros((1, -(-count // self.page_size)), dtype=np.int32)
+        slots = torch.empty(0, dtype=torch.int64)
+        self.plan(StepView(np.zeros_like(ends), ends, np.array([0, count], dtype=np.int64), table, slots))
+        for group in self._groups:
+            layer = self._group_of.index(group)
+            zeros = torch.zeros((count, group.num_heads, group.head_dim), dtype=self._dtype, device=self.memory.device)
+            self.write(layer, zeros[:, : group.num_kv_heads], zeros[:, : group.num_kv_heads])
+            self.attend(layer, zeros)
+
     def close(self) -> None:
         self._pools = []
-        self._wrappers, self._prefill, self._decode, self._graphs = {}, {}, {}, {}
+        self._wrappers, self._prefill, self._long, self._decode, self._graphs = {}, {}, {}, {}, {}
         self._arrays = None
         self._workspace = torch.empty(0, dtype=torch.uint8)
 
@@ -309,9 +332,9 @@ class FlashInferBackend:
                 **own,
             )
 
-    def _prefill_wrapper(self) -> _Planned:
+    def _prefill_wrapper(self, backend: str) -> _Planned:
         make = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
-        return _Planned(make(self._workspace, kv_layout="NHD", backend="fa2"), self.memory)
+        return _Planned(make(self._workspace, kv_layout="NHD", backend=backend), self.memory)
 
     def _decode_wrapper(self, group: LayerGroup) -> _Planned:
         make = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper

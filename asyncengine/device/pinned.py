@@ -35,6 +35,11 @@ def upload(array: np.ndarray[tuple[int, ...], np.dtype[Any]], device: torch.devi
     return send(torch.from_numpy(array), device)
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether this is a GPU of compute capability 9: some kernels are compiled for that alone."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 class Event(Protocol):
     """A mark in the device's stream."""
 
@@ -71,6 +76,10 @@ class DeviceMemory(Protocol):
 
     def processors(self) -> int:
         """Streaming multiprocessors of the device."""
+        ...
+
+    def hopper(self) -> bool:
+        """The answer of `is_hopper`."""
         ...
 
 
@@ -155,3 +164,6 @@ class CudaMemory:
 
     def processors(self) -> int:
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+
+    def hopper(self) -> bool:
+        return is_hopper(self.device)

@@ -23,6 +23,7 @@ from asyncengine.attention.factory import kv_dtype
 from asyncengine.attention.flashinfer import load_flashinfer
 from asyncengine.attention.flashinfer_plan import LayerGroup, why_not
 from asyncengine.config import EngineConfig
+from asyncengine.device.pinned import is_hopper
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.progress import LoadProgress
 
@@ -38,19 +39,23 @@ def modules_of(decoder: Decoder, config: EngineConfig, dtype: torch.dtype) -> li
     gated = {getattr(layer.mlp, "activation", "") for layer in decoder.config.layers} & {"silu", "gelu", "gelu_tanh"}
     found: list[Callable[[], object]] = []
     if why_not(decoder.specs, dtype, config.page_size) is None:
-        found = attention_modules(flashinfer, decoder.specs, dtype, kv_dtype(config, dtype))
+        hopper, stored = is_hopper(decoder.device), kv_dtype(config, dtype)
+        found = attention_modules(flashinfer, decoder.specs, dtype, stored, hopper=hopper)
     return [*found, *(partial(flashinfer.activation.get_act_and_mul_module, name) for name in sorted(gated))]
 
 
 def attention_modules(
-    flashinfer: Any, layers: Sequence[LayerSpec], dtype: torch.dtype, kv_dtype: torch.dtype
+    flashinfer: Any, layers: Sequence[LayerSpec], dtype: torch.dtype, kv_dtype: torch.dtype, *, hopper: bool
 ) -> list[Callable[[], object]]:
-    """The same of attention alone, which runs on FlashInfer in all of these layers."""
+    """The same of attention alone, which runs on FlashInfer in all of these layers. `hopper`: the device is of compute
+    capability 9."""
     found: dict[tuple[Any, ...], Callable[[], object]] = {}
     for group in map(LayerGroup.of, layers):
         # types of queries, keys, results and indices, dimensions, pos_encoding_mode NONE, and which masks there are
         kind = (dtype, kv_dtype, dtype, torch.int32, group.head_dim, group.head_dim, 0,
                 group.window is not None, bool(group.softcap))  # fmt: skip
+        if hopper and group.hopper(dtype, kv_dtype):
+            found["long", *kind] = partial(flashinfer.prefill.get_batch_prefill_module, "fa3", *kind, False)
         found["prefill", *kind] = partial(flashinfer.prefill.get_batch_prefill_module, "fa2", *kind, False)
         if not group.decodes_on_tensor_cores:
             found["decode", *kind] = partial(flashinfer.decode.get_batch_decode_module, *kind)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from support.attention_pair import CPU, Pair, make_flashinfer, prepare
-from support.fake_flashinfer import FakeFlashInfer, FakeMemory
+from support.fake_flashinfer import FakeFlashInfer, FakeMemory, PrefillWrapper
 from support.reachable import tensors_in
 
 from asyncengine.attention.base import LayerSpec, page_bytes
@@ -105,6 +106,48 @@ def test_eight_bit_keys_and_values(fake: FakeFlashInfer) -> None:
     backend.write(0, torch.full((2, 2, 64), 1e4, dtype=torch.bfloat16), torch.zeros(2, 2, 64, dtype=torch.bfloat16))
     stored = backend._pools[0][pair.tables[0][20 // 4], 0, 0].float()  # position 20 of row 0, planned last
     assert bool((stored == 448).all()), "too large values saturate"
+
+
+def test_long_prompts_go_through_the_kernels_of_hopper() -> None:
+    """By the mean of the step's rows, and only in the groups of layers that these kernels were made for."""
+    wide = replace(BASE, key_dim=128, value_dim=128)
+    layers = [wide, replace(wide, index=1, window=6)]
+    fake = FakeFlashInfer(FakeMemory(hopper=True))
+    backend = make_flashinfer(layers, fake, dtype=torch.bfloat16)
+    backend.warm_up()
+    assert fake.calls == {"append": 6, "long": 1, "prefill": 3, "decode": 2}
+    pair = Pair(backend, layers, rows=2, dtype=torch.bfloat16, most=260)
+    for parts, long in (([(0, 128)], 1), ([(0, 127)], 0), ([(1, 240), (0, 1)], 0), ([(1, 1), (0, 1)], 0)):
+        before = fake.calls["long"]
+        assert pair.step(parts) < 0.1
+        assert fake.calls["long"] - before == long, parts
+    backend.close()
+
+
+def test_without_the_kernels_of_hopper_others_do_their_work(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There may be no compiler for them; nor do other devices have them."""
+    wide = [replace(BASE, key_dim=128, value_dim=128)]
+    plain = FakeFlashInfer(FakeMemory())
+    pair = Pair(make_flashinfer(wide, plain, dtype=torch.bfloat16), wide, rows=1, dtype=torch.bfloat16, most=200)
+    pair.step([(0, 130)])
+    assert plain.calls["prefill"] == 1
+    fake = FakeFlashInfer(FakeMemory(hopper=True))
+    plan = PrefillWrapper.plan
+
+    def broken(self: PrefillWrapper, *arrays: Any, **options: Any) -> None:
+        if self.backend == "fa3":
+            raise RuntimeError("nvcc fatal: Unsupported gpu architecture 'compute_90a'")
+        plan(self, *arrays, **options)
+
+    monkeypatch.setattr(PrefillWrapper, "plan", broken)
+    backend = make_flashinfer(wide, fake, dtype=torch.bfloat16)
+    backend.warm_up()
+    assert "Unsupported gpu architecture" in caplog.text
+    pair = Pair(backend, wide, rows=1, dtype=torch.bfloat16, most=200)
+    assert pair.step([(0, 130)]) < 0.1
+    assert fake.calls["long"] == 0
 
 
 def test_inputs_with_gaps_inside_a_head_are_packed(fake: FakeFlashInfer) -> None:

@@ -60,6 +60,19 @@ def test_those_that_the_model_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
 
 
+def test_on_hopper_those_of_long_prompts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only where the backend calls them: of 128 dimensions, 16 bits, without windows and caps."""
+    monkeypatch.setattr(kernel_builds, "is_hopper", lambda device: True)
+    wide = Qwen3Config(**sized(head_dim=128))
+    assert built(monkeypatch, wide) == [
+        ("long", HALF, HALF, 128, False, False), ("prefill", HALF, HALF, 128, False, False),
+        ("decode", HALF, HALF, 128, False, False), ("page",), ("silu",),
+    ]  # fmt: skip
+    capped = Gemma2Config(**sized(head_dim=128, sliding_window=8), attn_logit_softcapping=20.0)
+    for config, fields in ((wide, {"kv_cache_dtype": "fp8"}), (Qwen3Config(**sized()), {}), (capped, {})):
+        assert "long" not in [kind for kind, *_ in built(monkeypatch, config, **fields)]
+
+
 def test_attention_that_runs_elsewhere_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     assert built(monkeypatch, Qwen3Config(**sized(head_dim=80))) == [("silu",)]
     assert built(monkeypatch, Qwen3Config(**sized()), torch.float32) == [("silu",)]
@@ -126,7 +139,7 @@ def test_the_installed_package_builds_them(monkeypatch: pytest.MonkeyPatch, tmp_
     for kind in {core.JitSpec, getattr(core, "JitSpecNvcc", core.JitSpec)}:
         monkeypatch.setattr(kind, "build_and_load", lambda self: names.append(self.name) or MagicMock())
     layers = [LayerSpec(0, 8, 4, 128, 128, 0.1), LayerSpec(1, 20, 4, 64, 64, 0.1, window=8, softcap=20.0)]
-    for work in attention_modules(flashinfer, layers, HALF, torch.float8_e4m3fn):
+    for work in attention_modules(flashinfer, layers, HALF, torch.float8_e4m3fn, hopper=True):
         work()
     flashinfer.activation.get_act_and_mul_module("silu")
     assert [name.partition("_with")[0] for name in names] == [

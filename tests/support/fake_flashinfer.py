@@ -52,8 +52,9 @@ class FakeEvent:
 class FakeMemory:
     """`DeviceMemory` on CPU: remembers which arrays would be pinned, which on the device, and which copies pend."""
 
-    def __init__(self) -> None:
+    def __init__(self, hopper: bool = False) -> None:
         self.device = torch.device("cpu")
+        self._hopper = hopper
         self.queued = 0
         self.finished = 0
         self.waits = 0
@@ -91,6 +92,9 @@ class FakeMemory:
 
     def processors(self) -> int:
         return 4
+
+    def hopper(self) -> bool:
+        return self._hopper
 
     def queue(self) -> int:
         self.queued += 1
@@ -258,7 +262,9 @@ class Wrapper:
 
     def __init__(self, fake: FakeFlashInfer, float_workspace_buffer: torch.Tensor, kv_layout: str, backend: str):
         assert kv_layout == "NHD"
-        assert backend == "fa2", "auto would take the slower fa3 for fp8"
+        assert backend in ("fa2", "fa3"), "auto would take fa3 for short prompts too, where it is slower"
+        assert backend == "fa2" or fake.memory.hopper(), "its kernels are for compute capability 9"
+        self.backend = backend
         check_workspace("float_workspace_buffer", float_workspace_buffer, fake.memory.is_pinned)
         assert not bool(float_workspace_buffer[:4096].any()), "must be zero at first use"
         self.fake = fake
@@ -307,7 +313,8 @@ class Wrapper:
         self, heads: int, kv_heads: int, dim: int, page_size: int, options: dict[str, Any], causal: bool
     ) -> None:
         assert heads % kv_heads == 0
-        assert dim in HEAD_DIMS
+        assert dim in (HEAD_DIMS if self.backend == "fa2" else HEAD_DIMS[:3])
+        assert self.backend == "fa2" or options["kv_data_type"] == options["q_data_type"], "8 bits beside 16"
         assert options["pos_encoding_mode"] == "NONE", "the model rotates by itself"
         assert options["q_data_type"] == options["o_data_type"]
         assert options["q_data_type"] in self.fake.dtypes
@@ -371,6 +378,7 @@ class PrefillWrapper(Wrapper):
     ) -> None:
         super().__init__(fake, float_workspace_buffer, kv_layout, backend)
         self.arrays: tuple[torch.Tensor, ...] = ()
+        self.name = "prefill" if backend == "fa2" else "long"
 
     def plan(
         self,
@@ -407,7 +415,7 @@ class PrefillWrapper(Wrapper):
     def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         assert not self.fake.memory.capturing, "a wrapper without fixed buffers in a graph"
         assert q.shape[0] == int(self.arrays[0][-1])
-        return self.put(self.launch("prefill", q, paged_kv_cache, self.arrays), out)
+        return self.put(self.launch(self.name, q, paged_kv_cache, self.arrays), out)
 
 
 class DecodeWrapper(Wrapper):
@@ -425,6 +433,7 @@ class DecodeWrapper(Wrapper):
         paged_kv_last_page_len_buffer: torch.Tensor | None = None,
         backend: str = "auto",
     ) -> None:
+        assert backend == "fa2", "the other is slow here"
         super().__init__(fake, float_workspace_buffer, kv_layout, backend)
         self.use_tensor_cores = use_tensor_cores
         self.use_cuda_graph = use_cuda_graph
@@ -516,9 +525,9 @@ class FakeModules:
         self, backend: str, q: Any, kv: Any, o: Any, idx: Any, qk: int, vo: int, pos: int, window: bool, cap: bool,
         fp16_qk: bool,
     ) -> None:  # fmt: skip
-        assert (backend, idx, pos, fp16_qk) == ("fa2", torch.int32, 0, False)
+        assert (idx, pos, fp16_qk) == (torch.int32, 0, False)
         assert (q, qk) == (o, vo)
-        self.built.append(("prefill", q, kv, qk, window, cap))
+        self.built.append(({"fa2": "prefill", "fa3": "long"}[backend], q, kv, qk, window, cap))
 
     def _decode(
         self, q: Any, kv: Any, o: Any, idx: Any, qk: int, vo: int, pos: int, window: bool, cap: bool

@@ -12,6 +12,7 @@ import torch
 
 from asyncengine.attention.base import AttentionBackend, LayerSpec
 from asyncengine.attention.flashinfer import FlashInferBackend, load_flashinfer
+from asyncengine.device.pinned import is_hopper
 from asyncengine.models.kernel_builds import attention_modules
 from asyncengine.runner.graphs import Capture, CudaCapture
 from tools.gpucheck.pairs import Pair, Parts
@@ -104,7 +105,9 @@ def modules(chosen: Sequence[Case], flashinfer: Any) -> list[Callable[[], object
     for dtype, stored in dict.fromkeys((case.dtype, case.stored) for case in chosen):
         specs = [spec for case in chosen if (case.dtype, case.stored) == (dtype, stored) for spec in case.layers]
         specs.sort(key=lambda spec: spec.key_dim)
-        found = [*found[:-3], *attention_modules(flashinfer, specs, dtype, stored or dtype), *found[-3:]]
+        hopper = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
+        attention = attention_modules(flashinfer, specs, dtype, stored or dtype, hopper=hopper)
+        found = [*found[:-3], *attention, *found[-3:]]
     return found
 
 

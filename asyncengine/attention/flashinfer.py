@@ -49,7 +49,7 @@ from asyncengine.attention.flashinfer_plan import (
     pack_step,
     uploaded_size,
 )
-from asyncengine.device.pinned import CudaMemory, DeviceMemory
+from asyncengine.device.pinned import CudaMemory, DeviceMemory, Int32Array
 from asyncengine.kernels.cuda import triton_missing
 
 logger = logging.getLogger("asyncengine")
@@ -109,6 +109,8 @@ class _DecodeGraph:
     """The first index of each chunk's arrays among the graph's inputs, and these. Those of whole rows are last: only of
     them, the unused end is not sent."""
     wrappers: dict[LayerGroup, _Planned]
+    growing: list[int]
+    """The first index of each of the arrays that grow by one from step to step."""
 
 
 class FlashInferBackend:
@@ -195,6 +197,12 @@ class FlashInferBackend:
             used = begin + packed.memory.numel()
         return used
 
+    def advance_graph(self, size: int, rows: int, host: Int32Array) -> None:
+        """Make of what `plan_graph` put into `host` the step after, whose first `rows` rows are one position further on
+        the same pages: its plans stand."""
+        for begin in self._graphs[size].growing:
+            host[begin : begin + rows] += 1
+
     def graph_inputs(self, size: int) -> int:
         """int32 elements that a graph of `size` decode rows reads at most."""
         return sum(self._input_size(size, chunk) for chunk in self._chunks)
@@ -205,13 +213,17 @@ class FlashInferBackend:
 
     def prepare_graph(self, size: int, inputs: torch.Tensor) -> None:
         """Before one is captured. It reads `inputs`, int32 on the device at a multiple of 16 bytes, as others may."""
-        arrays, begin = {}, 0
+        arrays, growing, begin = {}, [], 0
         with torch.inference_mode(False):
             for chunk in reversed(self._chunks):
-                arrays[chunk] = begin, DeviceArrays.over(inputs[begin + host_only(size) :], size, size)
+                made = DeviceArrays.over(inputs[begin + host_only(size) :], size, size)
+                arrays[chunk] = begin, made
+                growing += [
+                    part.storage_offset() - inputs.storage_offset() for part in (made.last_page_len, made.positions)
+                ]
                 begin += self._input_size(size, chunk)
             wrappers = {group: self._graph_wrapper(group, size, arrays[group.chunk][1]) for group in self._groups}
-        self._graphs[size] = _DecodeGraph(arrays, wrappers)
+        self._graphs[size] = _DecodeGraph(arrays, wrappers, growing)
 
     def warm_up(self) -> None:
         """Run each kernel once on page 0 and wait: compiles what is not compiled yet, and shows what cannot run. Others

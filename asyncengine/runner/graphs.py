@@ -35,6 +35,7 @@ from asyncengine.runner.prompt_graphs import Piece, PieceCapture
 from asyncengine.runner.step_buffers import (
     ADAPTER,
     GIVEN,
+    GROWING,
     KV_SLOT,
     NEXT,
     NUMBERS,
@@ -198,13 +199,15 @@ class DecodeGraphs:
             self.sampled = torch.zeros(most + (most + 1) // 2, dtype=torch.int64, device=device)
             """Tokens and largest logits of the last replay's rows (`split`), where graphs sample."""
             self._logits = torch.empty(0, device=device)
-        self._padding = np.array([[max_num_seqs, 0, 0, -1, 1, -1, max_num_seqs, FIRST, num_states, 0]]).T
+        self._padding = np.array([[max_num_seqs, 0, 0, 1, -1, -1, max_num_seqs, FIRST, num_states, 0]]).T
         no_pages = np.zeros((max_num_seqs + 1, 1), dtype=np.int32)
         self._nothing = DecodeStep(np.zeros((NUMBERS, 0), dtype=np.int64), no_pages, ())
         self._shapes = {
             size: (np.ones(size, dtype=np.int64), np.arange(size + 1), self._fixed(KV_SLOT, size))
             for size in self.sizes
         }
+        self._last = 0, 0, np.empty(0, dtype=np.int32)
+        """`order` of the step that was sent last, the rows of its graph, and what was sent."""
         self._plain: dict[int, Graph] = {}
         self._adapted: dict[int, Graph] = {}
         self._version = -1
@@ -271,16 +274,25 @@ class DecodeGraphs:
 
     def _send(self, size: int, step: DecodeStep) -> None:
         """Plan, and put what a graph reads of a step's rows, and of padding rows, where it reads it."""
-        host, sent = self._inputs.take(), 2 * NUMBERS * size
-        numbers: Int64Array = host[:sent].view(torch.int64).numpy().reshape(NUMBERS, size)
-        rows = len(step.adapters)
-        numbers[:, :rows], numbers[:, rows:] = step.numbers, self._padding
-        given = np.flatnonzero(numbers[GIVEN] >= 0)
-        numbers[SOURCE] = numbers[SLOT]
-        numbers[SOURCE, given] = self._front + GIVEN * size + given
-        ones, indptr, kv_slots = self._shapes[size]
-        view = StepView(numbers[POSITION], ones, indptr, step.tables, kv_slots, slots=numbers[SLOT])
-        self._inputs.send(sent + self._backend.plan_graph(view, host[sent:]))
+        host, sent, rows = self._inputs.take(), 2 * NUMBERS * size, len(step.adapters)
+        words = host.numpy()
+        numbers: Int64Array = words[:sent].view(np.int64).reshape(NUMBERS, size)
+        *before, was_sent = self._last
+        if step.follows and before == [step.order - 1, size]:
+            used = len(was_sent)
+            words[:used] = was_sent
+            numbers[GROWING, :rows] += 1
+            self._backend.advance_graph(size, rows, words[sent:])
+        else:
+            numbers[:, :rows], numbers[:, rows:] = step.numbers, self._padding
+            given = np.flatnonzero(numbers[GIVEN] >= 0)
+            numbers[SOURCE] = numbers[SLOT]
+            numbers[SOURCE, given] = self._front + GIVEN * size + given
+            ones, indptr, kv_slots = self._shapes[size]
+            view = StepView(numbers[POSITION], ones, indptr, step.tables, kv_slots, slots=numbers[SLOT])
+            used = sent + self._backend.plan_graph(view, host[sent:])
+        self._inputs.send(used)
+        self._last = step.order, size, words[:used]
 
     def _fixed(self, which: int, size: int) -> torch.Tensor:
         """One of the numbers, int64 [size], on the device."""

@@ -92,10 +92,12 @@ class FlatStep(NamedTuple):
         return StepView(self.starts, self.counts, self.indptr, self.tables, kv_slots)
 
 
-SLOT, POSITION, KV_SLOT, ADAPTER, NEXT, GIVEN, SOURCE, STATE_SOURCE, STATE_TARGET = range(9)
-"""Numbers of a decode step's row: its slot, its token's position, where key and value go, its adapter's slot counted
-from 0 or -1, the position after, the token if it is known here or -1, one for whoever knows where tokens lie, and where
-its recurrent state lies and goes."""
+SLOT, POSITION, KV_SLOT, NEXT, ADAPTER, GIVEN, SOURCE, STATE_SOURCE, STATE_TARGET = range(9)
+"""Numbers of a decode step's row: its slot, its token's position, where key and value go, the position after, its
+adapter's slot counted from 0 or -1, the token if it is known here or -1, one for whoever knows where tokens lie, and
+where its recurrent state lies and goes."""
+GROWING = slice(POSITION, NEXT + 1)
+"""Those that grow by one with each step, as long as a row stays on its page."""
 NUMBERS = 10
 """Count of these, with one to spare: what follows them in memory begins at a multiple of 16 bytes."""
 
@@ -104,11 +106,15 @@ class DecodeStep(NamedTuple):
     """A step of one token in each row, and of one sampled token."""
 
     numbers: Int64Array
-    """[NUMBERS, rows]"""
+    """[NUMBERS, rows]. The next step may be written here."""
     tables: Int32Array
     """[slots and one more that has page 0 only, pages] page tables."""
     adapters: tuple[int, ...]
     """[rows] adapter slot or 0."""
+    order: int = 0
+    """The number of such steps that were flattened up to this one."""
+    follows: bool = False
+    """Whether its rows are those of the step before in this order, each one position further on the same page."""
 
 
 class _SlotTables:
@@ -177,6 +183,12 @@ class StepBuffers:
         self._tables = _SlotTables(max_num_seqs)
         self._window_tables = _SlotTables(max_num_seqs)
         self._short: dict[_ArraySizes, _ShortArrays] = {}
+        self._decodes = 0
+        self._known: tuple[object, ...] | None = None
+        """Slots, adapters, page tables and states of the last decode step's rows; None: not all had a token in flight.
+        """
+        self._numbers: Int64Array = np.empty((NUMBERS, 0), dtype=np.int64)
+        """Of that step."""
 
     def build(self, batch: Batch, last_token: torch.Tensor) -> Step:
         """Flatten `batch`; tokens in flight come from `last_token` [max_num_seqs] on the device.
@@ -196,7 +208,12 @@ class StepBuffers:
         _, own, first, counts, _, in_flight, pages, samples, adapters, _, uses, *_ = zip(*rows, strict=True)
         if counts.count(1) < len(rows) or not all(samples):
             return None
-        numbers = np.empty((NUMBERS, len(rows)), dtype=np.int64)
+        self._decodes += 1
+        known = (own, adapters, pages, uses) if all(in_flight) else None
+        if known is not None and known == self._known and list(first) == self._numbers[NEXT].tolist():
+            return DecodeStep(self._numbers, self._tables.rows, adapters, self._decodes, self._move_on(own, pages))
+        self._known = None
+        self._numbers = numbers = np.empty((NUMBERS, len(rows)), dtype=np.int64)
         numbers[SLOT], numbers[POSITION], numbers[ADAPTER], numbers[GIVEN] = own, first, adapters, -1
         if uses[0] is not None:
             if any(use.saves for use in uses):
@@ -208,11 +225,23 @@ class StepBuffers:
         numbers[KV_SLOT] = first_of_page + numbers[POSITION] % self._page_size
         numbers[ADAPTER] -= 1
         numbers[NEXT] = numbers[POSITION] + 1
-        if not all(in_flight):
+        if known is None:
             for place, row in enumerate(rows):
                 if not row.in_flight:
                     (numbers[GIVEN, place],) = self._input_tokens(row)
-        return DecodeStep(numbers, self._tables.rows, adapters)
+        self._known = known
+        return DecodeStep(numbers, self._tables.rows, adapters, self._decodes)
+
+    def _move_on(self, own: tuple[int, ...], pages: tuple[list[int], ...]) -> bool:
+        """Let each row of the last decode step be one position further. Returns whether all stay on their pages."""
+        numbers = self._numbers
+        numbers[GROWING] += 1
+        entered = np.flatnonzero(numbers[POSITION] % self._page_size == 0)
+        for place in entered.tolist():
+            page = int(numbers[POSITION, place]) // self._page_size
+            self._tables.update(own[place], pages[place], 0, page + 1)
+            numbers[KV_SLOT, place] = pages[place][page] * self._page_size
+        return not entered.size
 
     def _build_short(self, rows: tuple[Row, ...], last_token: torch.Tensor) -> Step:
         """`_build`, token by token, into arrays that are there."""

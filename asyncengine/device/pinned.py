@@ -92,18 +92,14 @@ class FixedInputs:
     def __init__(self, memory: DeviceMemory, count: int, kept: int = 0, entries: int = 3) -> None:
         """`count`: int32 elements sent at most. `kept`: those before them in `device`, which no copy touches."""
         self._memory = memory
-        self._kept = kept
         with torch.inference_mode(False):  # written in place inside of inference mode and outside
             self.device = memory.reserve(kept + count)
             """int32 [kept + count]"""
+            self.sent = self.device[kept:]
+            """The part that is sent: int32 [count]."""
             self._hosts = [memory.host(count) for _ in range(entries)]
         self._copied: list[Event | None] = [None] * entries
         self._turn = 0
-
-    @property
-    def sent(self) -> torch.Tensor:
-        """The part that is sent: int32 [count]."""
-        return self.device[self._kept :]
 
     def take(self) -> torch.Tensor:
         """The pinned int32 array that `send` will copy next; what it holds is arbitrary."""

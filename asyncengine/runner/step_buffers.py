@@ -236,7 +236,7 @@ class StepBuffers:
         """Let each row of the last decode step be one position further. Returns whether all stay on their pages."""
         numbers = self._numbers
         numbers[GROWING] += 1
-        entered = np.flatnonzero(numbers[POSITION] % self._page_size == 0)
+        (entered,) = (numbers[POSITION] % self._page_size == 0).nonzero()  # flatnonzero costs as much again
         for place in entered.tolist():
             page = int(numbers[POSITION, place]) // self._page_size
             self._tables.update(own[place], pages[place], 0, page + 1)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import shutil
 import sysconfig
@@ -54,6 +55,7 @@ from asyncengine.kernels.cuda import triton_missing
 
 logger = logging.getLogger("asyncengine")
 
+_LOG2E = math.log2(math.e)
 _LARGEST_FP8 = 448.0
 """The largest number of float8_e4m3fn. torch turns larger values into NaN instead of saturating."""
 
@@ -117,8 +119,7 @@ class FlashInferBackend:
     """`AttentionBackend` on FlashInfer. `num_pages` includes page 0, which belongs to padding rows.
 
     `max_rows` rows at most in a step, `max_pages_per_row` pages at most in a row. Key and value sizes are equal in
-    each layer and there are no sinks (`flashinfer_plan.why_not`). KV memory is of type `kv_dtype`: `dtype`, or
-    float8_e4m3fn with scale 1.
+    each layer (`flashinfer_plan.why_not`). KV memory is of type `kv_dtype`: `dtype`, or float8_e4m3fn with scale 1.
     """
 
     name = "flashinfer"
@@ -147,6 +148,7 @@ class FlashInferBackend:
         self.memory = memory or CudaMemory(device)
         self._max_pages_per_row = max_pages_per_row
         self._group_of = [LayerGroup.of(spec) for spec in layers]
+        self._sinks = [spec.sinks for spec in layers]
         self._groups = list(dict.fromkeys(self._group_of))
         self._chunks = list(dict.fromkeys((None, *(group.chunk for group in self._groups))))
         with torch.inference_mode(False):  # written in place later, inside of inference mode and outside
@@ -280,8 +282,7 @@ class FlashInferBackend:
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         if self._cut is not None:
             return self._cut(layer, query)
-        out: torch.Tensor = self._wrappers[self._group_of[layer]].run(_rows_dense(query), self._pools[layer])
-        return out
+        return self._run(layer, _rows_dense(query))
 
     def _attend_merged(
         self, layer: int, qkv: torch.Tensor, heads: MergedHeads, cos: torch.Tensor, sin: torch.Tensor
@@ -291,7 +292,16 @@ class FlashInferBackend:
 
     def attend_into(self, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
         """Do what `attend` does, into memory that is there, of the same shape as `query`."""
-        self._wrappers[self._group_of[layer]].run(query, self._pools[layer], out=out)
+        self._run(layer, query, out)
+
+    def _run(self, layer: int, query: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """A sink is one more term of the softmax's denominator: of its logarithm (to base 2), which kernels give."""
+        run, pool, sinks = self._wrappers[self._group_of[layer]].run, self._pools[layer], self._sinks[layer]
+        if sinks is None:
+            found: torch.Tensor = run(query, pool, out=out)
+            return found
+        found, logs = run(query, pool, out=out, return_lse=True)
+        return found.mul_(torch.sub(logs, sinks, alpha=_LOG2E).mul_(1 / _LOG2E).sigmoid_().unsqueeze(-1))
 
     @contextmanager
     def cut_at(self, cut: Callable[[int, torch.Tensor], torch.Tensor], kv_slots: torch.Tensor) -> Iterator[None]:

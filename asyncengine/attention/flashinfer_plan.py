@@ -76,8 +76,6 @@ def why_not(layers: Sequence[LayerSpec], dtype: torch.dtype, page_size: int) -> 
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
     for spec in layers:
-        if spec.sinks is not None:
-            return f"layer {spec.index} has attention sinks"
         if spec.chunk is not None and spec.chunk % page_size:
             return (
                 f"layer {spec.index} attends to chunks of {spec.chunk} positions, no multiple of page_size={page_size}"

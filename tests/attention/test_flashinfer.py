@@ -28,6 +28,8 @@ VARIANTS = {
     "softcap": replace(BASE, softcap=0.7),
     "chunks": replace(BASE, chunk=16),
     "chunks and a window": replace(BASE, chunk=32, window=5),
+    "sinks": replace(BASE, sinks=torch.tensor([0.5, -1.0, 2.0, 40.0])),
+    "sinks, window and softcap": replace(BASE, window=9, softcap=1.1, sinks=torch.tensor([3.0, -1.0, 0.2, 0.0])),
     "window and softcap": replace(BASE, window=9, softcap=1.1),
 }
 GEMMA = [
@@ -92,7 +94,8 @@ def test_plans_wait_for_the_one_before_only(fake: FakeFlashInfer) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype, fake: FakeFlashInfer) -> None:
-    pair = Pair(make_flashinfer(GEMMA, fake, dtype=dtype), GEMMA, rows=2, dtype=dtype)
+    layers = [*GEMMA, replace(BASE, index=3, sinks=torch.tensor([0.5, -1.0, 2.0, 4.0]))]
+    pair = Pair(make_flashinfer(layers, fake, dtype=dtype), layers, rows=2, dtype=dtype)
     assert pair.step([(0, 20), (1, 3)]) < 0.1
     assert pair.step([(0, 1), (1, 1)]) < 0.1
 

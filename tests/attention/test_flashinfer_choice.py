@@ -120,10 +120,10 @@ def test_otherwise_torch_with_a_word_or_an_error(
 
 
 def test_a_model_that_does_not_qualify_runs_on_torch(machine: Machine) -> None:
-    odd = [LAYERS[0], replace(LAYERS[1], sinks=torch.zeros(8))]
+    odd = [LAYERS[0], replace(LAYERS[1], key_dim=96, value_dim=96)]
     assert machine.make(odd).name == "torch"
     assert machine.make(dtype=torch.float32).name == "torch"
-    with pytest.raises(InvalidParameter, match="layer 1 has attention sinks"):
+    with pytest.raises(InvalidParameter, match="layer 1 has heads of 96 dimensions"):
         machine.make(odd, attention_backend="flashinfer")
     assert machine.made == []
 

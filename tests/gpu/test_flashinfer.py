@@ -43,6 +43,10 @@ VARIANTS = {
     "256 dimensions": replace(BASE, key_dim=256, value_dim=256, scale=0.06),
     "window": replace(BASE, window=21),
     "softcap": replace(BASE, softcap=20.0),
+    "sinks": replace(BASE, sinks=torch.linspace(-2, 6, 8)),
+    "group of 8, window and sinks": replace(
+        BASE, num_heads=16, num_kv_heads=2, key_dim=64, value_dim=64, window=21, sinks=torch.linspace(-2, 6, 16)
+    ),
     "window and softcap": replace(BASE, window=21, softcap=20.0, num_kv_heads=2),
 }
 GEMMA = [replace(BASE, window=33, softcap=20.0), replace(BASE, index=1, softcap=20.0)]
@@ -61,7 +65,8 @@ def make(layers: list[LayerSpec], device: torch.device, dtype: torch.dtype, **ch
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_equals_the_torch_backend(variant: str, device: torch.device) -> None:
-    layers = [VARIANTS[variant]]
+    spec = VARIANTS[variant]
+    layers = [spec if spec.sinks is None else replace(spec, sinks=spec.sinks.to(device))]
     for page_size, dtype in ((16, torch.bfloat16), (5, torch.float16)):
         pair = Pair(make(layers, device, dtype, page_size=page_size), layers, 4, dtype=dtype, device=device, most=500)
         limit = TOLERANCE[dtype]

@@ -256,9 +256,10 @@ class Wrapper:
     """What both wrappers share: workspaces, the staging area, the checks of a plan, the arithmetic."""
 
     @staticmethod
-    def put(made: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    def put(made: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor | None, return_lse: bool) -> Any:
         """Where the caller wants it."""
-        return made if out is None else out.copy_(made)
+        found = made[0] if out is None else out.copy_(made[0])
+        return (found, made[1]) if return_lse else found
 
     def __init__(self, fake: FakeFlashInfer, float_workspace_buffer: torch.Tensor, kv_layout: str, backend: str):
         assert kv_layout == "NHD"
@@ -326,7 +327,10 @@ class Wrapper:
             **options, "heads": heads, "kv_heads": kv_heads, "dim": dim, "page_size": page_size, "causal": causal,
         }  # fmt: skip
 
-    def launch(self, name: str, q: torch.Tensor, cache: torch.Tensor, arrays: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def launch(
+        self, name: str, q: torch.Tensor, cache: torch.Tensor, arrays: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(results, logarithms to base 2 of the softmaxes' denominators)"""
         plan = dict(self.planned)
         assert plan, "plan comes before run"
         check_queries(q, cache, plan, self.fake.memory.is_pinned)
@@ -334,21 +338,23 @@ class Wrapper:
         assert (page_size, kv_heads, dim) == (plan["page_size"], plan["kv_heads"], plan["dim"])
         assert q.shape[1:] == (plan["heads"], dim)
         out = torch.full(q.shape, math.nan, dtype=plan["o_data_type"])
+        logs = torch.full(q.shape[:2], math.nan)
 
         def kernel() -> None:
             self.at_launch()
-            _attention(plan, q, cache, arrays, out)
+            _attention(plan, q, cache, arrays, out, logs)
 
         self.fake.launch(name, kernel)
-        return out
+        return out, logs
 
     def at_launch(self) -> None:
         """What must hold when a kernel runs, also when it is replayed."""
 
 
 def _attention(
-    plan: dict[str, Any], q: torch.Tensor, cache: torch.Tensor, arrays: tuple[torch.Tensor, ...], out: torch.Tensor
-) -> None:
+    plan: dict[str, Any], q: torch.Tensor, cache: torch.Tensor, arrays: tuple[torch.Tensor, ...], out: torch.Tensor,
+    logs: torch.Tensor,
+) -> None:  # fmt: skip
     qo_indptr, kv_indptr, kv_indices, last_page_len = arrays
     scale = plan["sm_scale"] if plan["sm_scale"] is not None else plan["dim"] ** -0.5
     group = plan["heads"] // plan["kv_heads"]
@@ -366,7 +372,9 @@ def _attention(
         hidden = keys > at if plan["causal"] else torch.zeros(end - first, length, dtype=torch.bool)
         if plan["window_left"] >= 0:
             hidden = hidden | (keys < at - plan["window_left"])
-        weights = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1)
+        scores = scores.masked_fill(hidden, -math.inf)
+        weights = torch.softmax(scores, dim=-1)
+        logs[first:end] = scores.logsumexp(-1).T * math.log2(math.e)
         out[first:end] = torch.einsum("hqk,khd->qhd", weights, value).to(out.dtype)
 
 
@@ -412,10 +420,17 @@ class PrefillWrapper(Wrapper):
         upload = self.fake.memory.upload
         self.arrays = (upload(qo_indptr), upload(paged_kv_indptr), paged_kv_indices, upload(paged_kv_last_page_len))
 
-    def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
         assert not self.fake.memory.capturing, "a wrapper without fixed buffers in a graph"
         assert q.shape[0] == int(self.arrays[0][-1])
-        return self.put(self.launch(self.name, q, paged_kv_cache, self.arrays), out)
+        return self.put(self.launch(self.name, q, paged_kv_cache, self.arrays), out, return_lse)
 
 
 class DecodeWrapper(Wrapper):
@@ -496,10 +511,17 @@ class DecodeWrapper(Wrapper):
         self.stage(len(indptr) * (self.planned["heads"] // self.planned["kv_heads"] // 16 + 2))
         self.divided = indptr.clone()
 
-    def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
         assert self.use_cuda_graph or not self.fake.memory.capturing, "a wrapper without fixed buffers in a graph"
         assert q.shape[0] == len(self.arrays[3]), "one query per row"
-        return self.put(self.launch("decode", q, paged_kv_cache, self.arrays), out)
+        return self.put(self.launch("decode", q, paged_kv_cache, self.arrays), out, return_lse)
 
     def at_launch(self) -> None:
         if self.size is not None:

@@ -30,8 +30,6 @@ class Family:
 
     name: str
     make: Callable[[bool], Any]
-    flashinfer: bool = True
-    """Whether FlashInfer's kernels take its attention; if not, "auto" must fall back to torch."""
 
 
 def families() -> list[Family]:
@@ -56,7 +54,7 @@ def families() -> list[Family]:
         Family("gpt-oss, with sinks", lambda _: hf.GptOssConfig(
             **_sized(4, 2, num_local_experts=4, num_experts_per_tok=4, sliding_window=WINDOW,
                      rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-                     layer_types=["sliding_attention", "full_attention"])), flashinfer=False),
+                     layer_types=["sliding_attention", "full_attention"]))),
     ]  # fmt: skip
 
 

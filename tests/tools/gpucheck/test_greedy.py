@@ -81,15 +81,6 @@ def test_one_wrong_token_fails(session: Session, monkeypatch: pytest.MonkeyPatch
         asyncio.run(greedy.check_family(session, FAMILIES["qwen3"], "float32", 8))
 
 
-def test_a_family_that_flashinfer_cannot_run_must_not_run_on_it(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(greedy, "backend_of", lambda _: "flashinfer")
-    sinks = next(family for family in FAMILIES.values() if not family.flashinfer)
-    with pytest.raises(CheckFailed, match="runs on flashinfer"):
-        asyncio.run(greedy.check_family(session, sinks, "float32", 2))
-
-
 def test_all_families_and_types_are_run(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(greedy, "check_family", lambda session, family, dtype, want: f"{want}")
     greedy.run(session)

@@ -138,7 +138,7 @@ class ModelSettings(Settings):
     """Threads that compute a step on a CPU, while nothing else wants the cores; None: as many as torch uses in this
     program. A model of less than 32 MiB is computed by one."""
     quantization: Literal["int8", "int4"] | None = None
-    """Keep weights in 8 or 4 bits, on a CPU: faster and smaller, less accurate. None: in the model's type."""
+    """Keep weights in 8 or 4 bits: faster and smaller, less accurate. None: in the model's type."""
     task: Literal["auto", "generate", "embed", "rerank", "classify"] = "auto"
     """The model's use; "auto": as its files say. "rerank" makes a reranker of a text generator that says "yes" and "no"
     (Qwen3-Reranker)."""

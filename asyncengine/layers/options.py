@@ -10,16 +10,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from asyncengine.kernels.arena import Arena
+from asyncengine.kernels.arena import Arena, Empty, ordinary
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.layers.kernels import LayerKernels
+from asyncengine.layers.rounded_weight import RoundedWeight
 from asyncengine.layers.stored import StoredForm
-from asyncengine.layers.stored_weight import stored_weight
+from asyncengine.layers.stored_weight import on_gpu, stored_weight
 from asyncengine.layers.weight_forms import (
     DenseWeight,
     OneDnnWeight,
     PackedWeight,
     QuantizedWeight,
+    Release,
     RowMajorWeight,
     WeightForm,
     can_reorder,
@@ -31,6 +33,16 @@ _PANEL = 32
 HEAD_BITS = 8
 """Bits of a quantized output layer, with either setting: it is one matrix, and its errors go straight into the
 answer."""
+
+
+def rounded_weight(
+    outputs: int, inputs: int, bits: int, dtype: torch.dtype, device: torch.device, bounds: Sequence[int] = (),
+    release: Release = keep_all, empty: Empty = ordinary,
+) -> WeightForm:  # fmt: skip
+    """Memory for a weight that the engine itself rounds to `bits`. `bounds` as in `LayerOptions.weight`."""
+    if on_gpu(device):
+        return RoundedWeight(outputs, inputs, bits, device, release)
+    return QuantizedWeight(outputs, inputs, bits, dtype, bounds, release, empty)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,12 +86,17 @@ class LayerOptions:
 
     def _plain(self, outputs: int, inputs: int, bounds: Sequence[int] = ()) -> WeightForm:
         if self.bits is not None:
-            return QuantizedWeight(outputs, inputs, self.bits, self.dtype, bounds, self.release, self.memory.empty)
+            return self._rounded(outputs, inputs, self.bits, bounds)
         if self._packs(outputs, inputs):
             return PackedWeight(outputs, inputs, self.dtype, self.release, self.memory.empty)
         if can_reorder(self.dtype, self.device):
             return OneDnnWeight(outputs, inputs, self.dtype)
         return DenseWeight(outputs, inputs, self.dtype, self.device, self.release, self.memory.empty)
+
+    def _rounded(self, outputs: int, inputs: int, bits: int, bounds: Sequence[int] = ()) -> WeightForm:
+        return rounded_weight(
+            outputs, inputs, bits, self.dtype, self.device, bounds, self.release, self.memory.empty
+        )  # fmt: skip
 
     def head_weight(self, outputs: int, inputs: int, *, tied: bool, path: str = "") -> WeightForm:
         """The same for an output layer, whose logits are float32. `tied`: embeddings are looked up in it."""
@@ -87,7 +104,7 @@ class LayerOptions:
         if stored is not None:
             return stored
         if self.bits is not None:
-            return QuantizedWeight(outputs, inputs, HEAD_BITS, self.dtype, (), self.release, self.memory.empty)
+            return self._rounded(outputs, inputs, HEAD_BITS)
         if self._packs(outputs, inputs):
             return PackedWeight(outputs, inputs, self.dtype, self.release, self.memory.empty)
         if self.compiled and RowMajorWeight.fits(outputs, inputs, self.dtype):

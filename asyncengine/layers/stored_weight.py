@@ -184,24 +184,33 @@ class ChunkedWeight(TakesStored):
         return sum(part.nbytes for part in (*self.planes, self.order) if part is not None)
 
     def _pack(self, first: int, rows: GroupedRows) -> None:
-        own, bits = slice(first, first + len(rows.numbers)), self._matrix.bits
-        numbers = torch.from_numpy(rows.numbers).to(self._device)
+        self._put(first, **{
+            name: torch.from_numpy(part).to(self._device) for name, part in rows._asdict().items() if part is not None
+        })  # fmt: skip
+        self._finish()
+
+    def _put(self, first: int, numbers: torch.Tensor, **parts: torch.Tensor) -> None:
+        """Take rows from `first` on: the fields of `GroupedRows` that they have, on the device."""
+        own, bits = slice(first, first + len(numbers)), self._matrix.bits
         numbers = torch.nn.functional.pad(numbers, (0, self._inputs - self.inputs))
-        parts = numbers.view(len(numbers), -1, 8 // bits, self._group).permute(2, 1, 0, 3)
-        self.planes.numbers[:, own] = parts[0] if bits == 8 else parts[0] | parts[1] << 4
-        if rows.row_scales is not None:
-            self.planes.row_scales[own].copy_(torch.from_numpy(rows.row_scales))
+        halves = numbers.view(len(numbers), -1, 8 // bits, self._group).permute(2, 1, 0, 3)
+        self.planes.numbers[:, own] = halves[0] if bits == 8 else halves[0] | halves[1] << 4
+        if "row_scales" in parts:
+            self.planes.row_scales[own] = parts["row_scales"]
         for name in ("scales", "steps", "zeros", "minima", "minimum_steps"):
-            plane, part = getattr(self.planes, name), getattr(rows, name)
+            plane, part = getattr(self.planes, name), parts.get(name)
             if plane is None:
                 continue
             if part is None and name != "scales":
                 raise ValueError(f"{self.name} has no {name}")
-            given = torch.ones(1, 1) if part is None else torch.from_numpy(part)
+            given = numbers.new_ones(1, 1) if part is None else part
             wanted = -(-self.inputs * len(plane) // self._inputs)
             times = -(-wanted // given.shape[1])  # groups may be larger than those of the kernel
-            plane[:wanted, own] = given.to(self._device).repeat_interleave(times, 1)[:, :wanted].T.to(plane.dtype)
-        if self._device.type == "cuda":  # others use it on streams of their own
+            plane[:wanted, own] = given.repeat_interleave(times, 1)[:, :wanted].T.to(plane.dtype)
+
+    def _finish(self) -> None:
+        """Wait for what was put: others use it on streams of their own."""
+        if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 from asyncengine.config import EngineConfig
 from asyncengine.device.memory import is_out_of_memory
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, UnsupportedModel
-from asyncengine.kernels.cpu import compiler_missing
+from asyncengine.layers.stored_weight import stored_missing
 from asyncengine.models.checking import check_config, load_config, passed_over
 from asyncengine.models.config import MissingField
 from asyncengine.models.decoder import DecoderConfig
@@ -196,7 +196,7 @@ def quantization_bits(config: EngineConfig, dtype: torch.dtype, device: torch.de
     """Bits of a weight, None if they are to stay as they are. Raises `InvalidParameter` where it cannot be done."""
     if config.quantization is None:
         return None
-    missing = compiler_missing(dtype, device)
+    missing = stored_missing(dtype, device)
     if missing is not None:
         raise InvalidParameter("quantization", f"cannot be used here: {missing}", config.quantization)
     return {"int8": 8, "int4": 4}[config.quantization]

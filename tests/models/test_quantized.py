@@ -134,7 +134,7 @@ def test_unknown_names(value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "device", "reason"),
-    [(torch.float16, "cpu", "not float16"), (torch.bfloat16, "cuda", "on the CPU, not on cuda")],
+    [(torch.float16, "cpu", "not float16"), (torch.float32, "cuda", "bfloat16 and float16, not float32")],
 )
 def test_where_it_cannot_be_used(dtype: torch.dtype, device: str, reason: str) -> None:
     with pytest.raises(InvalidParameter, match=f"quantization: cannot be used here: .*{reason}"):

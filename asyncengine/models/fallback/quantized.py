@@ -9,8 +9,7 @@ from torch import nn
 
 from asyncengine.device.output_buffers import OutputBufferPool
 from asyncengine.errors import UnsupportedModel
-from asyncengine.layers.options import HEAD_BITS
-from asyncengine.layers.weight_forms import QuantizedWeight
+from asyncengine.layers.options import HEAD_BITS, rounded_weight
 
 
 class QuantizedLinear(nn.Module):
@@ -19,8 +18,9 @@ class QuantizedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, bits: int, head: bool = False) -> None:
         super().__init__()
         self.out_features, self.in_features = linear.weight.shape
-        self.form = QuantizedWeight(self.out_features, self.in_features, bits, linear.weight.dtype)
-        self.form.load(0, linear.weight.data)
+        weight = linear.weight.data
+        self.form = rounded_weight(self.out_features, self.in_features, bits, weight.dtype, weight.device)
+        self.form.load(0, weight)
         self._bias = None if linear.bias is None else linear.bias.data.float().clone()
         self._memory = OutputBufferPool() if head else None
 

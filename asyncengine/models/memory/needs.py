@@ -251,7 +251,7 @@ def _sizes(
 
 
 def _plain(elements: int, plan: ModelPlan, bits: int | None) -> int:
-    """Bytes of numbers in the model's type or, on a CPU, quantized by the engine, with the scales of 4 bits."""
+    """Bytes of numbers in the model's type or quantized by the engine, with the scales of 4 bits."""
     if bits is None:
         return elements * plan.dtype.itemsize
     return int(elements * (8 if bits == 8 else bits + _SCALE_BITS) / 8)

@@ -14,9 +14,11 @@ from support.forwards import logits_of, relative_error
 pytest.importorskip("triton")
 
 from asyncengine.config import EngineConfig
-from asyncengine.layers import stored_weight
+from asyncengine.layers import options, stored_weight
+from asyncengine.layers.rounded_weight import RoundedWeight
 from asyncengine.layers.stored import NumberForm, StoredForm
 from asyncengine.layers.stored_weight import ChunkedWeight
+from asyncengine.models import reading
 from asyncengine.models.loading import load_model
 from asyncengine.models.memory import needs
 from asyncengine.models.memory.needs import kept_forms
@@ -32,8 +34,9 @@ GPU = torch.device("cuda")
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices that a CPU's kernels would multiply are kept as a GPU keeps them."""
 
-    monkeypatch.setattr(stored_weight, "on_gpu", lambda device: True)
-    for module in (stored_weight, needs):
+    for module in (stored_weight, options):
+        monkeypatch.setattr(module, "on_gpu", lambda device: True)
+    for module in (stored_weight, needs, reading):
         monkeypatch.setattr(module, "stored_missing", lambda dtype, device: None)
 
 
@@ -51,6 +54,23 @@ def test_logits_are_those_of_the_dequantized_model(kind: str, pair: Pair, packed
     weights = [linear.weight for layer in loaded.model.layers for linear in layer.linears()]
     forms = [form for weight in weights for form in getattr(weight, "forms", [weight])]
     assert all(isinstance(form, ChunkedWeight) for form in forms)
+    assert loaded.weights_bytes < plain.weights_bytes
+
+
+@pytest.mark.parametrize(("quantization", "bound"), [("int8", 0.03), ("int4", 0.4)])
+def test_a_plain_checkpoint_is_rounded_while_it_is_read(
+    quantization: Any, bound: float, pair: Pair, packed: None
+) -> None:
+    """Every linear; the output layer in 8 bits."""
+    folder = pair("llama", "awq")[1]
+    plain = load(folder)
+    loaded = load_model(str(folder), QUIET.replace(quantization=quantization))
+    assert relative_error(logits_of(plain.model, IDS), logits_of(loaded.model, IDS)) < bound
+    model: Any = loaded.model
+    weights = [linear.weight for layer in model.layers for linear in layer.linears()]
+    assert {type(weight) for weight in weights} == {RoundedWeight}
+    assert {weight.name for weight in weights} == {quantization}
+    assert model.head.weight.name == "int8"
     assert loaded.weights_bytes < plain.weights_bytes
 
 

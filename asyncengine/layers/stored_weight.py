@@ -172,7 +172,7 @@ class ChunkedWeight(TakesStored):
             torch.tensor(form.table, dtype=torch.float32, device=device) if form.table else None,
         )  # fmt: skip
         middle = 1 << (form.bits - 1) if form.below == "middle" else 0
-        self._matrix = packed_matmul.ChunkedMatrix(self.planes, inputs, bits, form.block, middle)
+        self._matrix = packed_matmul.ChunkedMatrix(self.planes, inputs, bits, form.block, middle, tuple(form.table))
 
     def _plane(self, there: bool, dtype: torch.dtype, each: int = 0) -> torch.Tensor | None:
         """A number for every `each` inputs (0: those of a group) of each output."""

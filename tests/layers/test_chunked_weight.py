@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.bfloat16_dots import with_bfloat16_dots
 from support.forwards import relative_error
 from support.layer_options import options
 from support.stored_matrices import FORMS, RandomMatrix
@@ -22,6 +23,11 @@ from asyncengine.layers.stored_weight import ChunkedWeight, SideBySide, chunk_gr
 
 CPU = torch.device("cpu")
 LIMITS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+@pytest.fixture(autouse=True)
+def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_bfloat16_dots(monkeypatch)
 
 
 def loaded(matrix: RandomMatrix) -> ChunkedWeight:
@@ -50,7 +56,7 @@ def test_products_of_each_form(name: str) -> None:
     """By each kernel, and of rows that are looked up. Blocks of 64 rows are tried below."""
     matrix = RandomMatrix(name, 24, 256)
     weight, dense = loaded(matrix), matrix.dense()
-    for rows in (1, 3, 5):
+    for rows in (1, 3, 9, 17):
         check(weight, dense, rows)
     ids, out = torch.tensor([23, 3, 23]), torch.empty(3, 256)
     weight.read_rows(ids, out)
@@ -61,9 +67,8 @@ def test_products_of_each_form(name: str) -> None:
 @pytest.mark.parametrize(("name", "dtype"), [("awq", torch.float16), ("Q4_K", torch.bfloat16), ("w8a8", torch.float16)])
 def test_products_in_narrow_types(name: str, dtype: torch.dtype) -> None:
     matrix = RandomMatrix(name, 24, 256)
-    for rows in (2, 9, 65):
-        if dtype == torch.float16 or rows != 9:  # the interpreter's tl.dot multiplies the bits of bfloat16
-            check(loaded(matrix), matrix.dense(), rows, dtype)
+    for rows in (2, 9, 17, 65):
+        check(loaded(matrix), matrix.dense(), rows, dtype)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -96,11 +101,11 @@ class OddMatrix(RandomMatrix):
 )
 def test_sizes_that_fill_no_chunk(form: NumberForm, inputs: int) -> None:
     matrix = OddMatrix(form, 21, inputs)
-    for rows in (1, 5, 65):
+    for rows in (1, 5, 17, 65):
         check(loaded(matrix), matrix.dense(), rows)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 65])
+@pytest.mark.parametrize("rows", [1, 17, 65])
 def test_inputs_in_an_order_of_their_own(rows: int) -> None:
     matrix = RandomMatrix("gptq8", 24, 256, ordered=True)
     weight, ids, out = loaded(matrix), torch.tensor([3, 0]), torch.empty(2, 256)

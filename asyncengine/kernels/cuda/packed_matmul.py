@@ -5,8 +5,9 @@ A chunk is `width` bytes of every output, and a byte belongs to one group of inp
     8 bits   byte j of chunk c is input c * width + j, of group c
     4 bits   its lower half is input 2 c * width + j, of group 2 c; its upper half input (2 c + 1) * width + j
 
-so that one scale serves each row of a tile, and the tile of a chunk is one piece of memory. Few rows of x are
-multiplied without tensor cores, more with them; for many, slices of the weight are dequantized for torch's product.
+so that one scale serves each row of a tile, and the tile of a chunk is one piece of memory. Tensor cores multiply the
+numbers themselves, which 16 bits hold exactly, and what they give is scaled; for many rows of x, slices of the weight
+are dequantized for torch's product. Four bits become 16 by permuting bytes (as in FasterTransformer and Marlin).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -14,20 +15,22 @@ multiplied without tensor cores, more with them; for many, slices of the weight 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-FEW, SOME = 4, 64
-"""Rows of x up to which a product is made without tensor cores, and up to which without a dequantized copy."""
+FEW, SOME = 16, 64
+"""Rows of x up to which a program multiplies all inputs, and up to which a product needs no dequantized copy."""
 _SLICE = 2**24
 """Numbers of a weight that are dequantized at once: 32 MiB, most of which stay in a second-level cache."""
 _NARROW, _TILE, _WARPS = 8, 4096, 4
-"""Shape of a program without tensor cores: half of its outputs, bytes that it takes of these at once, warps."""
-_MANY = 16384
-"""Outputs of a matrix below which such a program makes half as many, so that there are enough of them."""
+"""Rows of a matrix that a program dequantizes, bytes that it takes of these at once; warps of one for few rows."""
+_MANY = 8192
+"""Outputs of a matrix from which on a program for few rows makes twice as many."""
 _WIDE, _DEPTH = 64, 3
 """Shape of a program with tensor cores: outputs, tiles that are read ahead."""
 _PROGRAMS = 528
@@ -66,12 +69,14 @@ class ChunkedMatrix(NamedTuple):
     """Inputs of a block; 0: there are none."""
     middle: int
     """The zero of all groups, where there are no `zeros`."""
+    table: tuple[int, ...] = ()
+    """The numbers of `Planes.table`."""
 
 
 @triton.jit
 def _values(planes, packed, group, output, outputs, big, half: tl.constexpr, bits: tl.constexpr, middle: tl.constexpr):
-    """float32: the numbers of one half of each byte, or of all of it, less the zero of their group; without a table,
-    those of an upper half are 16 times too large. Groups and outputs have a dimension less, the last."""
+    """float32: the numbers of one half of each byte, or of all of it, less the zero of their group. Groups and outputs
+    have a dimension less, the last."""
     number = packed.to(tl.int32)
     zero = middle + 0.0
     if planes.zeros is not None:
@@ -83,7 +88,7 @@ def _values(planes, packed, group, output, outputs, big, half: tl.constexpr, bit
     elif half == 0:
         found = ((number & 15) | big).to(tl.float32, bitcast=True) - (zero + 8388608.0)
     else:
-        found = ((number & 240) | big).to(tl.float32, bitcast=True) - (zero * 16.0 + 8388608.0)
+        found = (((number >> 4) & 15) | big).to(tl.float32, bitcast=True) - (zero + 8388608.0)
     return found
 
 
@@ -100,11 +105,9 @@ def _of_group(values, steps, group, output, outputs, width: tl.constexpr, block:
 
 @triton.jit
 def _scaled(
-    planes, part, whole, group, output, outputs, half: tl.constexpr, width: tl.constexpr, block: tl.constexpr
+    planes, part, whole, group, output, outputs, width: tl.constexpr, block: tl.constexpr
 ):  # fmt: skip
-    """Scale * part - minimum * whole, of what `_values` gives; both have a last dimension that groups have not."""
-    if half == 1 and planes.table is None:
-        part *= 0.0625
+    """Scale * part - minimum * whole; both have a last dimension that groups have not."""
     if planes.scales is not None:
         scale = _of_group(planes.scales, planes.steps, group, output, outputs, width, block)
         part *= tl.expand_dims(scale, -1)
@@ -115,57 +118,86 @@ def _scaled(
 
 
 @triton.jit
-def _inputs(x, place, inputs, even: tl.constexpr):
-    """Inputs at `place`; 0 beyond the last, which cannot be if `even`."""
-    return tl.load(x + place) if even else tl.load(x + place, mask=place < inputs, other=0.0)
+def _numbers(
+    planes, packed, group, output, outputs, big, x, half: tl.constexpr, bits: tl.constexpr,
+    middle: tl.constexpr, code: tl.constexpr,
+):  # fmt: skip
+    """The same in the type of x, by PTX of `unpacking` if there is `code`."""
+    if code == "":
+        found = _values(planes, packed, group, output, outputs, big, half, bits, middle).to(x.dtype.element_ty)
+    elif planes.table is not None or (bits == 8 and x.dtype.element_ty == tl.bfloat16):
+        found = tl.inline_asm_elementwise(code, "=r,=r,r", [packed], dtype=x.dtype.element_ty, is_pure=True, pack=4)
+    else:
+        zero = tl.full([1, 1], middle, tl.float32)
+        if planes.zeros is not None:
+            zero = tl.load(planes.zeros + (group * outputs + output)).to(tl.float32)
+        negative = ((-128.0 if x.dtype.element_ty == tl.bfloat16 else -1024.0) - zero).to(x.dtype.element_ty)
+        found = tl.inline_asm_elementwise(
+            code, "=r,=r,r,r,r", [packed, tl.expand_dims(negative, -1)], dtype=x.dtype.element_ty, is_pure=True, pack=4
+        )
+    return found
 
 
 @triton.jit
-def _sums(
-    planes, packed, own, group, output, outputs, big, half: tl.constexpr, bits: tl.constexpr, width: tl.constexpr,
-    block: tl.constexpr, middle: tl.constexpr,
+def product_of_few(
+    planes, x, source, there, output, inputs, outputs, chunks, big, even: tl.constexpr, tile: tl.constexpr,
+    bits: tl.constexpr, width: tl.constexpr, block: tl.constexpr, middle: tl.constexpr, low: tl.constexpr,
+    high: tl.constexpr,
 ):  # fmt: skip
-    """float32 [chunks, outputs, 1]: of each group, the product with the inputs `own` [chunks, outputs, width]."""
-    number = _values(planes, packed, group, output, outputs, big, half, bits, middle)
-    part, whole = tl.sum(number * own, axis=2)[:, :, None], tl.sum(own, axis=2)[:, :, None]
-    return _scaled(planes, part, whole, group, output, outputs, half, width, block)
+    """float32 [outputs, rows], of rows `output` of the matrix with those of x that begin at elements `source` and are
+    `there`. Each warp has chunks of its own, whose products are scaled before they are added: so no number is rounded.
+    """
+    wide: tl.constexpr = output.shape[0]
+    most: tl.constexpr = source.shape[0]
+    output = output[None, :]
+    each = tl.arange(0, tile)[:, None]
+    lane = tl.arange(0, width)[None, :]
+    packs = planes.numbers + ((each * outputs + output).to(tl.int64)[:, :, None] * width + lane[:, None, :])
+    inner = each * (8 // bits * width) + lane
+    given = x + (source[None, None, :] + inner[:, :, None])
+    there = there[None, None, :]
+    total = tl.zeros([tile, wide, most], tl.float32)
+    for begin in range(0, chunks, tile):
+        chunk = tl.minimum(begin + each, chunks - 1)
+        packed = tl.load(packs) if even else tl.load(packs, mask=(begin + each < chunks)[:, :, None], other=0)
+        for half in tl.static_range(8 // bits):
+            group = chunk * (8 // bits) + half
+            number = _numbers(
+                planes, packed, group, output, outputs, big, x, half, bits, middle,
+                low if half == 0 else high,
+            )  # fmt: skip
+            mask = there
+            if not even:
+                mask = there & (begin * (8 // bits) * width + half * width + inner < inputs)[:, :, None]
+            own = tl.load(given + half * width, mask=mask, other=0.0)
+            part = tl.dot(number, own, input_precision="ieee")
+            whole = 0.0
+            if planes.minima is not None:
+                whole = tl.sum(own.to(tl.float32), axis=1)[:, None, :]
+            total += _scaled(planes, part, whole, group, output, outputs, width, block)
+        packs += tile * width * outputs.to(tl.int64)
+        given += tile * (8 // bits) * width
+    found = tl.sum(total, axis=0)
+    return found * tl.load(planes.row_scales + output).reshape(wide, 1)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _few_rows(
     planes, x, out, bias, x_stride, out_stride, rows, inputs, outputs, chunks, big, even: tl.constexpr,
-    most: tl.constexpr, narrow: tl.constexpr, tile: tl.constexpr, bits: tl.constexpr, width: tl.constexpr,
-    block: tl.constexpr, middle: tl.constexpr,
+    most: tl.constexpr, wide: tl.constexpr, tile: tl.constexpr, bits: tl.constexpr, width: tl.constexpr,
+    block: tl.constexpr, middle: tl.constexpr, low: tl.constexpr, high: tl.constexpr,
 ):  # fmt: skip
-    """Twice `narrow` outputs of up to `most` rows, by sums over each group: the scale is multiplied once. What is
-    beyond the last row or output is the last again, and is not stored."""
-    lane = tl.arange(0, width)[None, None, :]
-    column = tl.arange(0, 2 * most)[None, None, :]
-    total = tl.zeros([tile, narrow, 2 * most], tl.float32)
-    for begin in range(0, chunks, tile):
-        place = begin + tl.arange(0, tile)[:, None]
-        chunk = tl.minimum(place, chunks - 1)
-        for part in tl.static_range(2):  # what both load is loaded once
-            output = (2 * tl.program_id(0) + part) * narrow + tl.arange(0, narrow)[None, :]
-            output = tl.minimum(output, outputs - 1)
-            packed = tl.load(planes.numbers + ((chunk * outputs + output).to(tl.int64)[:, :, None] * width + lane))
-            for half in tl.static_range(8 // bits):
-                group = chunk * (8 // bits) + half
-                # all outputs load the same inputs, so that these lie in registers as the numbers do
-                inner = ((place * (8 // bits) + half) * width + tl.zeros([1, narrow], tl.int32))[:, :, None] + lane
-                for each in tl.static_range(most):
-                    own = _inputs(x + tl.minimum(each, rows - 1).to(tl.int64) * x_stride, inner, inputs, even)
-                    own = own.to(tl.float32)
-                    found = _sums(planes, packed, own, group, output, outputs, big, half, bits, width, block, middle)
-                    total += tl.where(column == part * most + each, found, 0.0)
-    column = tl.arange(0, 2 * most)[None, :]
-    output = (2 * tl.program_id(0) + column // most) * narrow + tl.arange(0, narrow)[:, None]
-    row = column % most
-    found = tl.sum(total, axis=0) * tl.load(planes.row_scales + output, mask=output < outputs, other=0.0)
+    """`wide` outputs of up to `most` rows. What is beyond the last output is the last again, and is not stored."""
+    row, real = tl.arange(0, most), tl.program_id(0) * wide + tl.arange(0, wide)
+    output = tl.minimum(real, outputs - 1)
+    found = product_of_few(
+        planes, x, row * x_stride, row < rows, output, inputs, outputs, chunks, big, even, tile, bits, width, block,
+        middle, low, high,
+    )  # fmt: skip
     if bias is not None:
-        found += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)
-    at = row.to(tl.int64) * out_stride + output
-    tl.store(out + at, found.to(out.dtype.element_ty), mask=(output < outputs) & (row < rows))
+        found += tl.load(bias + output).to(tl.float32)[:, None]
+    at = row.to(tl.int64)[None, :] * out_stride + real[:, None]
+    tl.store(out + at, found.to(out.dtype.element_ty), mask=(real < outputs)[:, None] & (row < rows)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -189,9 +221,9 @@ def _some_rows(
         for half in tl.static_range(8 // bits):
             group = chunk * (8 // bits) + half
             number = _values(planes, packed, group, output, outputs, big, half, bits, middle)
-            number = _scaled(planes, number, 1.0, group, output, outputs, half, width, block).to(x.dtype.element_ty)
-            place = ((begin + inner // width) * (8 // bits) + half) * width + inner % width
-            own = _inputs(given, place[:, None], inputs, even)
+            number = _scaled(planes, number, 1.0, group, output, outputs, width, block).to(x.dtype.element_ty)
+            place = (((begin + inner // width) * (8 // bits) + half) * width + inner % width)[:, None]
+            own = tl.load(given + place) if even else tl.load(given + place, mask=place < inputs, other=0.0)
             total += tl.dot(tl.reshape(number, [wide, tile * width]), own)
     total *= tl.load(planes.row_scales + output)
     at = (tl.program_id(1) * rows + row).to(tl.int64) * outputs + real[:, None]
@@ -229,7 +261,7 @@ def _dequantize(
     for half in tl.static_range(8 // bits):
         group = chunk * (8 // bits) + half
         number = _values(planes, packed, group, output, outputs, big, half, bits, middle)
-        number = _scaled(planes, number, 1.0, group, output, outputs, half, width, block)
+        number = _scaled(planes, number, 1.0, group, output, outputs, width, block)
         number *= tl.load(planes.row_scales + output)[:, :, None]
         place = ((real * (8 // bits) + half) * width)[:, :, None] + lane
         at = row.to(tl.int64)[:, :, None] * inputs + place
@@ -240,7 +272,7 @@ def read_rows(
     matrix: ChunkedMatrix, out: torch.Tensor, first: int = 0, ids: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`out` [n, inputs], contiguous, of any float dtype = rows [first, first + n), or the rows `ids` (int64 [n])."""
-    planes, inputs, bits, block, middle = matrix
+    planes, inputs, bits, block, middle, _ = matrix
     chunks, outputs, width = planes.numbers.shape
     tile = max(1, _TILE // _NARROW // width)
     if len(out):
@@ -250,6 +282,75 @@ def read_rows(
     return out
 
 
+class FewForm(NamedTuple):
+    """Constants of `product_of_few`."""
+
+    even: bool
+    tile: int
+    bits: int
+    width: int
+    block: int
+    middle: int
+    low: str
+    high: str
+
+
+def few_form(matrix: ChunkedMatrix, x: torch.Tensor) -> FewForm:
+    """Those of a matrix with such an x."""
+    width, codes = matrix.planes.numbers.shape[2], ("", "")
+    tile = _WARPS * max(1, 64 // width)
+    if x.is_cuda:  # Triton's interpreter knows no PTX
+        codes = unpacking(x.dtype == torch.bfloat16, matrix.bits, matrix.planes.zeros is not None, matrix.table)
+    even = matrix.inputs % (8 // matrix.bits * width * tile) == 0
+    return FewForm(even, tile, matrix.bits, width, matrix.block, matrix.middle, *codes)
+
+
+@cache
+def unpacking(brain: bool, bits: int, zeros: bool, table: tuple[int, ...]) -> tuple[str, str]:
+    """PTX that makes bfloat16 (`brain`) or float16 of the lower halves, and of the upper, of four bytes; "": there is
+    none for this form.
+
+    Bits are put behind those of 128 or 1,024, which a second operand takes off again with the group's zero: bfloat16
+    has room for seven, and the eighth says what is taken off. Of a table whose second half is its first with another
+    sign, both bytes of an entry are looked up by permuting them.
+    """
+    halves = ("mov.b32 t, $2;", "shl.b32 w, t, 4;"), ("shr.b32 t, $2, 4;", "mov.b32 w, $2;")
+    big, one, kind = ("0x43434343", "0x3F803F80", "bf16x2") if brain else ("0x64646464", "0x3C003C00", "f16x2")
+    apart = f"prmt.b32 u, t, {big}, 0x4140; prmt.b32 v, t, {big}, 0x4342;"
+    less = "fma.rn.{0} $0, u, t, {1}; fma.rn.{0} $1, v, t, {2};"
+    rest = f"{apart} mov.b32 t, {one}; {less.format(kind, '$3', '$4')}"
+    if table:
+        values = np.array(table, np.float32)
+        if (values[8:] != -values[:8]).any():
+            return "", ""
+        words = values[:8].view(np.uint32) >> 16 if brain else values[:8].astype(np.float16).view(np.uint16)
+        lows, highs = (np.ascontiguousarray(part, np.uint8).view("<u4") for part in (words & 255, words >> 8))
+        rest = (
+            "and.b32 t, t, 0x07070707; shr.b32 u, t, 4; or.b32 t, t, u; prmt.b32 t, t, 0, 0x4420; "
+            f"mov.b32 u, {lows[0]}; mov.b32 v, {lows[1]}; prmt.b32 u, u, v, t; and.b32 w, w, 0x80808080; "
+            f"mov.b32 v, {highs[0]}; mov.b32 s, {highs[1]}; prmt.b32 v, v, s, t; or.b32 v, v, w; "
+            "prmt.b32 $0, u, v, 0x5140; prmt.b32 $1, u, v, 0x7362;"
+        )
+        low, high = (f"{begin} {sign} {rest}" for begin, sign in halves)
+    elif bits == 4:
+        low, high = (f"{begin} and.b32 t, t, 0x0F0F0F0F; {rest}" for begin, _ in halves)
+    elif not brain:
+        low = high = f"{halves[0][0]} {rest}"
+    elif zeros:
+        return "", ""
+    else:
+        low = high = (
+            f"and.b32 t, $2, 0x7F7F7F7F; not.b32 w, $2; and.b32 w, w, 0x80808080; {apart} mov.b32 t, {one}; "
+            "prmt.b32 s, w, 0xC3C3C3C3, 0x4140; prmt.b32 w, w, 0xC3C3C3C3, 0x4342; " + less.format(kind, "s", "w")
+        )
+    return f"{{ .reg .b32 s, t, u, v, w; {low} }}", f"{{ .reg .b32 s, t, u, v, w; {high} }}"
+
+
+def width_of(rows: int, outputs: int) -> int:
+    """Outputs that a program makes of so few rows."""
+    return 32 if outputs >= _MANY else 16
+
+
 def multiply(
     x: torch.Tensor, matrix: ChunkedMatrix, out: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -257,17 +358,15 @@ def multiply(
 
     `out` may be float32 for x of another dtype where there are at most `SOME` rows.
     """
-    planes, inputs, bits, block, middle = matrix
+    planes, inputs, bits, block, middle, _ = matrix
     rows, (chunks, outputs, width) = len(x), planes.numbers.shape
     if rows > SOME:
         return _many_rows(x, matrix, out, bias)
     if 0 < rows <= FEW:
-        narrow = _NARROW if outputs >= _MANY else _NARROW // 2
-        tile = max(1, _TILE // narrow // width)
-        even = inputs % (8 // bits * width * tile) == 0
-        _few_rows[(triton.cdiv(outputs, 2 * narrow),)](
-            planes, x, out, bias, x.stride(0), out.stride(0), rows, inputs, outputs, chunks, _BIG, even,
-            triton.next_power_of_2(rows), narrow, tile, bits, width, block, middle, num_warps=_WARPS,
+        wide, form = width_of(rows, outputs), few_form(matrix, x)
+        _few_rows[(triton.cdiv(outputs, wide),)](
+            planes, x, out, bias, x.stride(0), out.stride(0), rows, inputs, outputs, chunks, _BIG, form.even,
+            max(8, triton.next_power_of_2(rows)), wide, *form[1:], num_warps=_WARPS, num_stages=_DEPTH,
         )  # fmt: skip
     elif rows:
         blocks, tile = triton.cdiv(outputs, _WIDE), max(1, 128 // width)

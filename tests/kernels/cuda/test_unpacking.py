@@ -1,0 +1,80 @@
+"""The PTX by which four bytes become numbers of 16 bits, carried out instruction by instruction on every byte."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+import torch
+from support.stored_matrices import TABLE
+
+pytest.importorskip("triton")
+
+from asyncengine.kernels.cuda.packed_matmul import unpacking
+
+
+def permute(low: int, high: int, selector: int) -> int:
+    """`prmt`: four of the eight bytes of two words, each chosen by four bits, of which no highest is set here."""
+    given = struct.pack("<II", low, high)
+    places = [selector >> shift & 15 for shift in (0, 4, 8, 12)]
+    assert max(places) < 8, "the sign would be spread instead"
+    return int(struct.unpack("<I", bytes(given[place] for place in places))[0])
+
+
+def halves(word: int, dtype: torch.dtype) -> torch.Tensor:
+    """float64 [2]: the two numbers of 16 bits in a word."""
+    return torch.tensor(np.array([word], np.uint32).view(np.int16)).view(dtype).double()
+
+
+def run(code: str, inputs: dict[str, int], dtype: torch.dtype) -> torch.Tensor:
+    """[4] numbers in `$0` and `$1`."""
+    words = dict(inputs)
+
+    def value(name: str) -> int:
+        return words[name] if name in words else int(name, 0)
+
+    for line in code.strip("{ }").split(";")[1:]:
+        if not line.strip():
+            continue
+        operation, _, rest = line.strip().partition(" ")
+        target, *sources = rest.replace(" ", "").split(",")
+        given = [value(source) for source in sources]
+        name = operation.split(".")[0]
+        if name == "fma":
+            factors = [halves(word, dtype) for word in given]
+            made = (factors[0] * factors[1] + factors[2]).to(dtype)
+            words[target] = int(made.view(torch.int16).numpy().view(np.uint32)[0])
+            continue
+        words[target] = {
+            "mov": lambda: given[0], "not": lambda: ~given[0], "and": lambda: given[0] & given[1],
+            "or": lambda: given[0] | given[1], "shl": lambda: given[0] << given[1], "shr": lambda: given[0] >> given[1],
+            "prmt": lambda: permute(given[0], given[1], given[2] & 0xFFFF),
+        }[name]() & 0xFFFFFFFF  # fmt: skip
+    return torch.cat([halves(words[target], dtype) for target in ("$0", "$1")])
+
+
+FORMS = [(4, False, ()), (4, True, ()), (8, False, ()), (8, True, ()), (4, False, TABLE)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("bits", "zeros", "table"), FORMS)
+def test_every_byte_becomes_its_numbers(bits: int, zeros: bool, table: tuple[int, ...], dtype: torch.dtype) -> None:
+    codes = unpacking(dtype == torch.bfloat16, bits, zeros, table)
+    if bits == 8 and zeros and dtype == torch.bfloat16:
+        assert codes == ("", ""), "its numbers less their zeros have nine bits"
+        return
+    zero, offset = (5 if zeros else 1 << (bits - 1)), 128 if dtype == torch.bfloat16 else 1024
+    taken = torch.full((2,), -offset - zero, dtype=torch.float64).to(dtype)
+    operand = int(taken.view(torch.int16).numpy().view(np.uint32)[0])
+    for half, code in enumerate(codes if bits == 4 else codes[:1]):
+        for byte in range(256):
+            others = [byte, 255 - byte, byte ^ 0x5A, 0]
+            found = run(code, {"$2": struct.unpack("<I", bytes(others))[0], "$3": operand, "$4": operand}, dtype)
+            numbers = [each >> 4 * half & 15 for each in others] if bits == 4 else others
+            expected = [table[number] if table else number - zero for number in numbers]
+            assert found.tolist() == expected, (half, byte)
+
+
+def test_tables_that_are_no_numbers_with_signs_have_none() -> None:
+    assert unpacking(True, 4, False, tuple(range(-127, 113, 15))) == ("", "")

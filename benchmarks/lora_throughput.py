@@ -122,7 +122,7 @@ def fill(lora: LoraLayers, options: argparse.Namespace) -> float:
     """A random adapter in every slot; median seconds of a write, the first one's memory not counted."""
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, options.dtype)
-    paths = [path for path in lora.layer_linears() if path.endswith(LINEARS)]
+    paths = [path for path in lora.modules if path.endswith(LINEARS)]
     lora.allocate(paths, options.rank)
     spent = []
     for slot in range(1, options.slots + 1):

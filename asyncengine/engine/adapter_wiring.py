@@ -61,7 +61,9 @@ def allocate_adapters(lora: LoraLayers, adapters: AdapterRegistry, device: torch
     """Memory for those that are there, before the KV cache takes its share of what is free."""
     from asyncengine.device.memory import in_words
 
-    ranks = [info.rank for info in adapters.list()]
-    if ranks:
-        take = partial(lora.allocate, lora.layer_linears(), max(ranks))
+    known = adapters.list()
+    if known:
+        # nothing is launched for what no adapter changes; a later one takes memory for its modules when it is written
+        paths = dict.fromkeys(path for info in known for path in info.modules)
+        take = partial(lora.allocate, paths, max(info.rank for info in known))
         in_words(take, device, "the memory for adapters", "Lower max_loras, or leave out those of high rank.")

@@ -62,7 +62,7 @@ class MLP:
     def __call__(self, x: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
         """[rows, width] -> [rows, width]."""
         inner = None
-        if adapters is None and self._multiply_gated is not None:
+        if self._multiply_gated is not None and (adapters is None or not adapters.changes(self.up.path)):
             inner = self._multiply_gated(x)
         if inner is None:
             inner = self._activated(self.up(x, adapters))

@@ -27,6 +27,10 @@ class AdapterRecords(NamedTuple):
 class RowAdapters(Protocol):
     """Low-rank adapters of the rows of one step (LoRA, Hu et al. 2021)."""
 
+    def changes(self, path: str) -> bool:
+        """Whether `add` may do anything for the linear layer whose first matrix is called `path`."""
+        ...
+
     def add(self, path: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add each row's delta to y [rows, outputs] in place, for the linear layer whose first matrix is called `path`.
 

@@ -17,12 +17,13 @@ from asyncengine.device.transfer import upload
 from asyncengine.errors import AdapterError, InvalidParameter, InvariantViolation
 from asyncengine.kernels.arena import Arena
 from asyncengine.kernels.cpu import compiler_missing
+from asyncengine.kernels.cuda import triton_missing
 from asyncengine.layers.places import ModuleDims, Place
 from asyncengine.layers.step import AdapterRecords, CausalLM, RowAdapters
 from asyncengine.lora.layers.compiled import CompiledStack, FactorTable
-from asyncengine.lora.layers.masked import MaskedStack, MaskedStep
+from asyncengine.lora.layers.masked import KernelStack, MaskedStack, MaskedStep
 from asyncengine.lora.layers.rows import RowStack, RowStep
-from asyncengine.lora.layers.stack import LoraStack, Segment, padded_rank
+from asyncengine.lora.layers.stack import LoraStack, padded_rank
 
 Step = RowStep | MaskedStep
 StepAdapters = tuple[RowAdapters | None, RowAdapters | None]
@@ -59,6 +60,9 @@ class _Adapters:
 
     def __init__(self, stacks: Mapping[str, LoraStack], step: Step, table: FactorTable | None) -> None:
         self._stacks, self._step, self._table = stacks, step, table
+
+    def changes(self, path: str) -> bool:
+        return path in self._stacks
 
     def add(self, path: str, x: torch.Tensor, y: torch.Tensor) -> None:
         stack = self._stacks.get(path)
@@ -136,10 +140,6 @@ class LoraLayers:
             self._place("lora_targets", path)
         self.modules = {path: dims for path, dims in self.modules.items() if path in targets}
 
-    def layer_linears(self) -> list[str]:
-        """Linears that an adapter made for "all-linear" changes: every one but the head; no embedding."""
-        return [path for path in self.modules if not (self._places[path][0].embedding or self._places[path][0].head)]
-
     def allocate(self, paths: Iterable[str], rank: int | None = None) -> None:
         """Take the memory that adapters of these modules and this rank need, now instead of at the first `write`.
 
@@ -192,9 +192,11 @@ class LoraLayers:
         if not any(slots):
             return self.begin_none()
         self.check_slots(slots)
-        if self._masked:
-            return self._begun(*self._masked_steps(slots, counts, logit_rows))
         own = np.repeat(np.array(slots, dtype=np.int64), counts) - 1
+        if self._masked:
+            where = upload(own, self._device)
+            steps = MaskedStep(self.max_loras, where), MaskedStep(self.max_loras, where[logit_rows])
+            return self._begun(*steps)
         return self._begun(self._row_step(own), self._row_step(own[logit_rows.numpy()]))
 
     def begin_none(self) -> StepAdapters:
@@ -230,15 +232,6 @@ class LoraLayers:
             self._known[key] = RowStep(own, self._ranks)
         return self._known[key]
 
-    def _masked_steps(
-        self, slots: Sequence[int], counts: Int64Array, logit_rows: torch.Tensor
-    ) -> tuple[MaskedStep, MaskedStep]:
-        own = np.repeat(np.array(slots, dtype=np.int64), counts) - 1
-        where = upload(own, self._device)
-        # a pure decoding step is what a CUDA graph holds
-        segments = _segments(slots, counts) if counts.max() > 1 else None
-        return MaskedStep(self.max_loras, where, segments), MaskedStep(self.max_loras, where[logit_rows])
-
     def _make_room(self, place: Place, rank: int) -> None:
         """Have a stack for `place` that can hold `rank`."""
         key = place.path
@@ -256,7 +249,7 @@ class LoraLayers:
 
     def _form(self, place: Place) -> type[LoraStack]:
         if self._masked:
-            return MaskedStack
+            return MaskedStack if place.embedding or triton_missing(self._device) is not None else KernelStack
         return CompiledStack if self._compiled and not place.embedding else RowStack
 
     def _check(self, path: str, factors: LoraFactors) -> None:
@@ -283,17 +276,3 @@ class LoraLayers:
     def _check_slot(self, slot: int) -> None:
         if not 1 <= slot <= self.max_loras:
             raise InvariantViolation(f"adapter slot {slot} is not in 1 .. {self.max_loras}")
-
-
-def _segments(slots: Sequence[int], counts: Int64Array) -> tuple[Segment, ...]:
-    """(first token, end, slot counted from 0) of neighbouring tokens with one adapter."""
-    found: list[Segment] = []
-    end = 0
-    for slot, count in zip(slots, counts.tolist(), strict=True):
-        begin, end = end, end + count
-        if not slot:
-            continue
-        if found and found[-1][1:] == (begin, slot - 1):
-            begin = found.pop()[0]
-        found.append((begin, end, slot - 1))
-    return tuple(found)

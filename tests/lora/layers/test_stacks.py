@@ -14,7 +14,7 @@ from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.layers.places import Place
 from asyncengine.lora.layers import rows as rows_module
 from asyncengine.lora.layers.compiled import CompiledStack
-from asyncengine.lora.layers.masked import MaskedStack, MaskedStep
+from asyncengine.lora.layers.masked import KernelStack, MaskedStack, MaskedStep
 from asyncengine.lora.layers.rows import RowStack, RowStep
 from asyncengine.lora.layers.stack import LoraStack, padded_rank
 
@@ -50,7 +50,7 @@ def fill(stack: LoraStack) -> dict[int, torch.Tensor]:
 def make(form: str, place: Place, rank: int = 16) -> LoraStack:
     if form == "compiled" and compiler_missing(torch.float32, CPU) is not None:
         pytest.skip("no compiler")
-    kind = {"rows": RowStack, "compiled": CompiledStack}.get(form, MaskedStack)
+    kind = {"rows": RowStack, "compiled": CompiledStack, "kernels": KernelStack}.get(form, MaskedStack)
     return kind(place, SLOTS, rank, torch.float32, CPU)
 
 
@@ -68,12 +68,7 @@ def step_of(form: str, slots: Sequence[int]) -> Any:
         for slot, rank in RANKS.items():
             ranks[slot] = padded_rank(rank)
         return RowStep(np.array(slots, dtype=np.int64), ranks)
-    if form == "masked":
-        return MaskedStep(SLOTS, torch.tensor(slots))
-    segments = tuple((row, row + 1, slot) for row, slot in enumerate(slots) if slot >= 0)
-    step = MaskedStep(SLOTS, torch.tensor(slots), segments)
-    step.spared = float("inf")
-    return step
+    return MaskedStep(SLOTS, torch.tensor(slots))
 
 
 STEPS = {
@@ -85,7 +80,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("form", ["rows", "compiled", "masked", "segments"])
+@pytest.mark.parametrize("form", ["rows", "compiled", "masked", "kernels"])
 @pytest.mark.parametrize("widths", PARTS.values(), ids=PARTS)
 @pytest.mark.parametrize("slots", STEPS.values(), ids=STEPS)
 def test_each_row_gets_its_own_delta(
@@ -103,7 +98,7 @@ def test_each_row_gets_its_own_delta(
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["rows", "masked", "segments"])
+@pytest.mark.parametrize("form", ["rows", "masked"])
 @pytest.mark.parametrize("slots", STEPS.values(), ids=STEPS)
 def test_an_embedding_looks_its_tokens_up(form: str, slots: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_module, "LONG", 4)
@@ -116,7 +111,7 @@ def test_an_embedding_looks_its_tokens_up(form: str, slots: list[int], monkeypat
         torch.testing.assert_close(y[0, row], wanted, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["rows", "compiled", "masked", "segments"])
+@pytest.mark.parametrize("form", ["rows", "compiled", "masked", "kernels"])
 def test_an_infinite_row_stays_alone(form: str) -> None:
     stack = make(form, place_of([8, 8]))
     fill(stack)
@@ -131,7 +126,7 @@ def test_an_infinite_row_stays_alone(form: str) -> None:
     torch.testing.assert_close(y[0, [0, 1, 2, 4]], alone[0, [0, 1, 2, 4]])
 
 
-@pytest.mark.parametrize("form", ["rows", "compiled", "masked"])
+@pytest.mark.parametrize("form", ["rows", "compiled", "masked", "kernels"])
 def test_growing_keeps_what_is_there(form: str) -> None:
     stack, whole = make(form, place_of([8, 4]), rank=16), make(form, place_of([8, 4]), rank=40)
     fill(stack)
@@ -150,7 +145,7 @@ def test_growing_keeps_what_is_there(form: str) -> None:
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("form", ["rows", "compiled", "masked"])
+@pytest.mark.parametrize("form", ["rows", "compiled", "masked", "kernels"])
 def test_a_module_that_sees_other_rows_is_an_error(form: str) -> None:
     stack = make(form, place_of([8]))
     fill(stack)

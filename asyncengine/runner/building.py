@@ -271,14 +271,14 @@ def _capture_graphs(
 ) -> None:
     """Capture all graphs, and say what they took. Without memory for them, steps run without.
 
-    `adapted`: there is memory of adapters, so that there are decode graphs with them as well.
+    `adapted`: there is memory of adapters, so that there are graphs with them as well.
     """
     sizes = graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
     prompts = prompt_graph_sizes(config.max_num_batched_tokens) if runner.may_cut else []
-    count = len(sizes) * (1 + adapted)
+    count, kinds = len(sizes), 1 + adapted
     release_cached(device)  # else they would be served from there, and seem to take nothing
     before, began, kind = free_bytes(device), time.perf_counter(), "decode steps"
-    progress.stage("capturing CUDA graphs", count + len(prompts))
+    progress.stage("capturing CUDA graphs", kinds * (len(sizes) + len(prompts)))
     try:
         capture = CudaCapture()
         runner.use_graphs(sizes, capture, progress.advance)
@@ -293,4 +293,4 @@ def _capture_graphs(
             return
     release_cached(device)
     taken, seconds = (before - free_bytes(device)) / 2**20, time.perf_counter() - began
-    logger.info("captured %d CUDA graphs in %.1f s; they take %.0f MiB", count, seconds, taken)
+    logger.info("captured %d CUDA graphs in %.1f s; they take %.0f MiB", count * kinds, seconds, taken)

@@ -8,13 +8,11 @@ Padding rows compute a token at position 0 of page 0, in a slot that belongs to 
 slot that their states go to.
 Steps with prompts, with drafts, or with more rows than the largest graph run without.
 
-Graphs with adapters read each row's slot from fixed memory too. They are captured with the others where memory of
-adapters was allocated by then, else when first needed; those of an allocation that has changed since are thrown away.
+Graphs with adapters read each row's slot from fixed memory too (`adapted_graphs`).
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,10 +25,10 @@ import torch
 
 from asyncengine.attention.base import StepView
 from asyncengine.attention.flashinfer import FlashInferBackend
-from asyncengine.device.memory import is_out_of_memory
 from asyncengine.device.pinned import FixedInputs, Int64Array
 from asyncengine.layers.states import FIRST, LoneTokens
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
+from asyncengine.runner.adapted_graphs import AdaptedGraphs
 from asyncengine.runner.prompt_graphs import Piece, PieceCapture
 from asyncengine.runner.step_buffers import (
     ADAPTER,
@@ -46,8 +44,6 @@ from asyncengine.runner.step_buffers import (
     STATE_TARGET,
     DecodeStep,
 )
-
-logger = logging.getLogger("asyncengine")
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepAdapters, LoneTokens], torch.Tensor]
 """(input_ids [T], positions [T], logit rows [N], adapters, states that move) -> logits [N, vocab]."""
@@ -182,7 +178,6 @@ class DecodeGraphs:
         of recurrent states; those of padding rows go behind them."""
         self._forward = forward
         self._backend = backend
-        self._lora = lora
         self._capture = capture
         self._sampler = sampler
         self.sizes = sorted(sizes)
@@ -209,9 +204,7 @@ class DecodeGraphs:
         self._last = 0, 0, np.empty(0, dtype=np.int32)
         """`order` of the step that was sent last, the rows of its graph, and what was sent."""
         self._plain: dict[int, Graph] = {}
-        self._adapted: dict[int, Graph] = {}
-        self._version = -1
-        self._plain_only = lora is None
+        self._adapted = AdaptedGraphs(lora, self._captured, "decode steps")
         self.seconds = 0.0
         """Spent capturing."""
 
@@ -221,24 +214,14 @@ class DecodeGraphs:
         return self._sampler is not None
 
     def capture_all(self, report: Callable[[], None] = lambda: None) -> None:
-        """Capture every size, largest first, so that smaller graphs find their memory in the pool; `report` after each.
-
-        With adapters too, where there is memory of adapters already: nobody has to wait for that later.
-        """
+        """Capture every size, largest first, so that smaller graphs find their memory in the pool; `report` after
+        each."""
         for size in reversed(self.sizes):
             self._backend.prepare_graph(size, self._inputs.sent[2 * NUMBERS * size :])
         for size in reversed(self.sizes):
             self._plain[size] = self._captured(size, None)
             report()
-        if self._lora is None or not self._lora.nbytes:
-            return
-        self._version = self._lora.version
-        try:
-            for size in reversed(self.sizes):
-                self._adapted[size] = self._captured(size, self._lora)
-                report()
-        except Exception as error:
-            self._without_adapted(error)
+        self._adapted.capture_all(self.sizes, report)
 
     def split(self, sampled: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens int64 [rows] and largest logits float32 [rows] in `sampled` or a copy of it."""
@@ -249,17 +232,9 @@ class DecodeGraphs:
         None: its graph cannot be captured, and nothing was computed."""
         rows = len(step.adapters)
         size = next(size for size in self.sizes if size >= rows)
-        graph = self._plain[size]
-        if any(step.adapters):
-            if self._plain_only:
-                return None
-            try:
-                graph = self._adapted_graph(size, step.adapters)
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
-                self._without_adapted(error)
-                return None
+        graph = self._adapted.find(size, step.adapters) if any(step.adapters) else self._plain[size]
+        if graph is None:
+            return None
         self._send(size, step)
         if self._sampler is not None:
             self._sampler.refresh()
@@ -269,7 +244,7 @@ class DecodeGraphs:
     def close(self) -> None:
         """Let go of all graphs."""
         self._plain.clear()
-        self._adapted.clear()
+        self._adapted.close()
         self._logits = torch.empty(0)
 
     def _send(self, size: int, step: DecodeStep) -> None:
@@ -298,21 +273,6 @@ class DecodeGraphs:
         """One of the numbers, int64 [size], on the device."""
         begin = self._front + which * size
         return self._tokens[begin : begin + size]
-
-    def _without_adapted(self, error: Exception) -> None:
-        logger.warning("decode steps with adapters run without CUDA graphs: %s", error)
-        self._adapted.clear()
-        self._plain_only = True
-
-    def _adapted_graph(self, size: int, adapters: Sequence[int]) -> Graph:
-        assert self._lora is not None
-        self._lora.check_slots(adapters)
-        if self._lora.version != self._version:  # its memory lies elsewhere now
-            self._adapted.clear()
-            self._version = self._lora.version
-        if size not in self._adapted:
-            self._adapted[size] = self._captured(size, self._lora)
-        return self._adapted[size]
 
     def _captured(self, size: int, lora: LoraLayers | None) -> Graph:
         """Capture a step of padding rows only: it is run once before that, and would overwrite the tokens of others."""

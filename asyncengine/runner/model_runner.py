@@ -20,7 +20,7 @@ from asyncengine.errors import UnsupportedModel
 from asyncengine.kernels.elsewhere import elsewhere
 from asyncengine.layers.fused import MOST_TOKENS
 from asyncengine.layers.states import LoneTokens, StatePools, StateSegments, state_step
-from asyncengine.layers.step import CausalLM, StepContext
+from asyncengine.layers.step import CausalLM, RowAdapters, StepContext
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.loading import LoadedModel
@@ -203,6 +203,7 @@ class ModelRunner:
     def _run(self, pending: PendingStep, masks: StepMasks | None) -> None:
         batch = pending.batch
         step: Step | FlatStep
+        self._write_adapters([row.adapter_slot for row in batch.rows])
         if self._prompt_graphs is not None and self._prompt_graphs.hold(batch):
             step, logits = self._run_pieces(batch, self._prompt_graphs)
         else:
@@ -259,12 +260,10 @@ class ModelRunner:
 
     def _forward(self, batch: Batch, step: Step) -> torch.Tensor:
         """Logits [N, vocab] of the step's wanted rows."""
-        adapters = [row.adapter_slot for row in batch.rows]
-        self._write_adapters(adapters)
         self._backend.plan(step.view)
         own: StepAdapters = (None, None)
         if self._lora is not None:
-            own = self._lora.begin(adapters, step.view.counts, step.logit_rows)
+            own = self._lora.begin([row.adapter_slot for row in batch.rows], step.view.counts, step.logit_rows)
         return self._compute(step.input_ids, step.positions, step.logit_rows, own, step.segments)
 
     def _run_pieces(self, batch: Batch, graphs: PromptGraphs) -> tuple[FlatStep, torch.Tensor]:
@@ -272,10 +271,15 @@ class ModelRunner:
         assert isinstance(self._model, Decoder)
         step = self._buffers.flatten(batch.rows)
         hidden = graphs.run(step)
-        if len(step.wanted) < len(hidden):
-            wanted = upload(np.array(step.wanted, dtype=np.int64), self._device) if step.wanted else None
-            hidden = hidden[:0] if wanted is None else hidden.index_select(0, wanted)
-        return step, self._model.logits(hidden, StepContext(self._last_token, self._backend))
+        own: StepAdapters = (None, None)
+        if not step.wanted:
+            hidden = hidden[:0]
+        elif len(step.wanted) < len(hidden) or any(step.adapters):
+            wanted = upload(np.array(step.wanted, dtype=np.int64), self._device)
+            hidden = hidden.index_select(0, wanted)
+            if self._lora is not None:
+                own = self._lora.begin(step.adapters, step.counts, wanted)
+        return step, self._model.logits(hidden, StepContext(self._last_token, self._backend, *own))
 
     def _compute(
         self,
@@ -315,12 +319,12 @@ class ModelRunner:
         model = self._model
         assert isinstance(model, Decoder)
 
-        def hidden(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            return model.hidden_states(input_ids, StepContext(positions, self._backend))
+        def hidden(input_ids: torch.Tensor, positions: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
+            return model.hidden_states(input_ids, StepContext(positions, self._backend, adapters))
 
         backend = cast(FlashInferBackend, self._backend)
         widest = max(spec.num_heads * spec.key_dim for spec in model.specs)
-        graphs = PromptGraphs(hidden, backend, self._last_token, sizes, capture, widest, model.dtype)
+        graphs = PromptGraphs(hidden, backend, self._last_token, sizes, capture, widest, model.dtype, self._lora)
         with torch.inference_mode(), on_device(self._device):
             graphs.capture_all(report)
         self._prompt_graphs = graphs

@@ -16,17 +16,22 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from asyncengine.attention.base import AttentionBackend
 from asyncengine.attention.flashinfer import FlashInferBackend
 from asyncengine.device.pinned import FixedInputs, Int64Array
+from asyncengine.layers.step import RowAdapters
+from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.models.decoder import Decoder
+from asyncengine.runner.adapted_graphs import AdaptedGraphs
 from asyncengine.runner.step_buffers import FlatStep
 from asyncengine.step import Batch
 
-Hidden = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(input_ids [T], positions [T]) -> hidden states after the final norm [T, width], of a planned backend."""
+Hidden = Callable[[torch.Tensor, torch.Tensor, RowAdapters | None], torch.Tensor]
+"""(input_ids [T], positions [T], their adapters) -> hidden states after the final norm [T, width]; the backend is
+planned."""
 LARGEST = 2048
 """Tokens of the largest graphs. Beyond, a GPU is busy for longer than the host needs to launch what it does."""
 
@@ -65,6 +70,7 @@ class _Cut(NamedTuple):
 class _Size(NamedTuple):
     """The graphs of one number of tokens: a piece before each cut, and one after the last."""
 
+    tokens: int
     pieces: Sequence[Piece]
     cuts: Sequence[_Cut]
 
@@ -88,17 +94,18 @@ def may_be_cut(model: object, backend: AttentionBackend) -> bool:
     )
 
 
-_GIVEN, _SLOT, _POSITION, _KV_SLOT = range(4)
-"""int64 of each token: its id if the host knows it, else its slot (or -1), its position, where key and value go."""
-_NUMBERS = 4
+_GIVEN, _SLOT, _POSITION, _KV_SLOT, _ADAPTER = range(5)
+"""int64 of each token: its id if the host knows it, else its slot (or -1), its position, where key and value go, its
+adapter's slot counted from 0 or -1."""
+_NUMBERS = 5
 
 
 class PromptGraphs:
-    """The graphs of one runner for steps without adapters. `run` is one step up to its hidden states."""
+    """The graphs of one runner. `run` is one step up to its hidden states."""
 
     def __init__(
         self, hidden: Hidden, backend: FlashInferBackend, last_token: torch.Tensor, sizes: Sequence[int],
-        capture: Pieces, widest: int, dtype: torch.dtype,
+        capture: Pieces, widest: int, dtype: torch.dtype, lora: LoraLayers | None,
     ) -> None:  # fmt: skip
         """`last_token`: int64 [slots], the tokens in flight, always at the same address. `widest`: numbers of a token's
         queries in any layer, of type `dtype`."""
@@ -107,6 +114,7 @@ class PromptGraphs:
         self.sizes = sorted(sizes)
         self._inputs = FixedInputs(backend.memory, 2 * _NUMBERS * self.sizes[-1])
         self._graphs: dict[int, _Size] = {}
+        self._adapted = AdaptedGraphs(lora, self._captured, "steps with prompts")
         with torch.inference_mode(False):
             memory = torch.zeros(2, self.sizes[-1] * widest, dtype=dtype, device=last_token.device)
         self._query, self._attended = memory
@@ -116,23 +124,25 @@ class PromptGraphs:
     def capture_all(self, report: Callable[[], None] = lambda: None) -> None:
         """Capture every size, largest first, so that smaller ones find memory in the pool; `report` after each."""
         for size in reversed(self.sizes):
-            self._graphs[size] = self._captured(size)
+            self._graphs[size] = self._captured(size, None)
             report()
+        self._adapted.capture_all(self.sizes, report)
 
     def hold(self, batch: Batch) -> bool:
         """Whether `run` takes this step."""
         if not 0 < batch.num_tokens <= self.sizes[-1]:
             return False
-        return not any(row.adapter_slot for row in batch.rows)
+        return self._find(batch.num_tokens, [row.adapter_slot for row in batch.rows]) is not None
 
     def run(self, step: FlatStep) -> torch.Tensor:
         """Hidden states [T, width] of a step of at most as many tokens as the largest graphs have; they stand until the
         next run."""
         count = len(step.tokens)
-        size = next(size for size in self.sizes if size >= count)
+        graphs = self._find(count, step.adapters)
+        assert graphs is not None
+        size, pieces, cuts = graphs
         self._send(size, step)
         self._backend.plan(step.view(self._number(size, _KV_SLOT)[:count]))
-        pieces, cuts = self._graphs[size]
         shapes: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         for piece, (layer, heads, dim) in zip(pieces, cuts, strict=False):
             piece.replay()
@@ -146,19 +156,25 @@ class PromptGraphs:
     def close(self) -> None:
         """Let go of all graphs."""
         self._graphs.clear()
+        self._adapted.close()
         self._query = self._attended = self._out = torch.empty(0)
+
+    def _find(self, count: int, adapters: Sequence[int]) -> _Size | None:
+        size = next(size for size in self.sizes if size >= count)
+        return self._adapted.find(size, adapters) if any(adapters) else self._graphs[size]
 
     def _send(self, size: int, step: FlatStep | None) -> None:
         """Put what the graphs read of a step's tokens where they read it; None: all are padding."""
         host = self._inputs.take()[: 2 * _NUMBERS * size]
         numbers: Int64Array = host.view(torch.int64).numpy().reshape(_NUMBERS, size)
         numbers[:] = 0
-        numbers[_SLOT] = -1
+        numbers[_SLOT] = numbers[_ADAPTER] = -1
         if step is not None:
             count = len(step.tokens)
             numbers[_GIVEN, :count] = step.tokens
             numbers[_POSITION, :count] = step.positions
             numbers[_KV_SLOT, :count] = step.kv_slots
+            numbers[_ADAPTER, :count] = np.repeat(step.adapters, step.counts) - 1
             places, slots = step.in_flight
             numbers[_SLOT, places] = slots
         self._inputs.send(2 * _NUMBERS * size)
@@ -173,7 +189,7 @@ class PromptGraphs:
         numbers = count * heads * dim
         return self._query[:numbers].view(count, heads, dim), self._attended[:numbers].view(count, heads, dim)
 
-    def _captured(self, size: int) -> _Size:
+    def _captured(self, size: int, lora: LoraLayers | None) -> _Size:
         self._send(size, None)
         cuts: list[_Cut] = []
         under: list[PieceCapture] = []
@@ -189,11 +205,12 @@ class PromptGraphs:
             return attended
 
         def work() -> None:
+            own = None if lora is None else lora.begin_fixed(self._number(size, _ADAPTER))[0]
             given, slots = self._number(size, _GIVEN), self._number(size, _SLOT)
             flying = self._last_token.index_select(0, slots.clamp(min=0))
             ids = torch.where(slots >= 0, flying, given)
             with self._backend.cut_at(cut, kv_slots):
-                made = self._hidden(ids, self._number(size, _POSITION))
+                made = self._hidden(ids, self._number(size, _POSITION), own)
             if not self._out.numel():
                 self._out = torch.zeros_like(made)
             self._out[:size].copy_(made)
@@ -201,4 +218,4 @@ class PromptGraphs:
         with self._capture(work) as capture:
             under.append(capture)
             work()
-        return _Size(capture.pieces, tuple(cuts))
+        return _Size(size, capture.pieces, tuple(cuts))

@@ -86,6 +86,8 @@ class FlatStep(NamedTuple):
     sample_logits: Int64Array
     prompt_spans: list[tuple[int, int, int]]
     pool_spans: list[Span]
+    adapters: tuple[int, ...]
+    """[R] adapter slot or 0."""
 
     def view(self, kv_slots: torch.Tensor) -> StepView:
         """The same for an attention backend, with `kv_slots` on the device."""
@@ -319,7 +321,7 @@ class StepBuffers:
 
     def flatten(self, rows: tuple[Row, ...]) -> FlatStep:
         """Gather what the host knows of a step. Raises `ValueError` as `build`."""
-        _, own, first, scheduled, _, in_flight, pages, *_ = zip(*rows, strict=True)
+        _, own, first, scheduled, _, in_flight, pages, _, adapters, *_ = zip(*rows, strict=True)
         slots, starts, counts = (np.array(column, dtype=np.int64) for column in (own, first, scheduled))
         needs = -(-(starts + counts) // self._page_size)
         self._tables.update_all(own, pages, needs)
@@ -345,7 +347,7 @@ class StepBuffers:
         return FlatStep(
             starts, counts, slots, indptr, self._tables.rows[slots, : int(needs.max())], tokens, positions, kv_slots,
             near, np.stack((indptr[1:][flying] - 1, slots[flying])), wanted, sampling,
-            np.array(sample_logits, dtype=np.int64), prompt_spans, pool_spans,
+            np.array(sample_logits, dtype=np.int64), prompt_spans, pool_spans, adapters,
         )  # fmt: skip
 
     def _input_tokens(self, row: Row) -> list[int]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.drive import Driver, prompts
 from support.graphs import Recall, on_fakes
+from support.lora_driver import AdapterDriver
 from support.pieces import ThreadedPieces
 from support.tiny_models import VOCAB
 from support.wide_models import make_wide
@@ -16,6 +19,7 @@ from support.wide_models import make_wide
 from asyncengine import SamplingParams
 from asyncengine.attention.base import MergedHeads
 from asyncengine.layers.rotary import Angles, rotate
+from asyncengine.lora.layers.slots import LoraLayers, install_lora
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.runner.prompt_graphs import prompt_graph_sizes
 from asyncengine.step import Batch
@@ -45,11 +49,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_wide("qwen2", tmp_path_factory.mktemp("graphs") / "qwen2")
 
 
-def make_runner(path: Path, sizes: list[int] | None) -> tuple[ModelRunner, ThreadedPieces]:
+def make_runner(
+    path: Path, sizes: list[int] | None, lora: Callable[[Any], LoraLayers | None] = lambda module: None
+) -> tuple[ModelRunner, ThreadedPieces]:
     def attention(backend: Any) -> None:
         backend.attend_merged = merged(backend)
 
-    runner, pieces = on_fakes(path, attention=attention), ThreadedPieces()
+    runner, pieces = on_fakes(path, lora, attention=attention), ThreadedPieces()
     if sizes is not None:
         assert runner.may_cut
         runner.use_graphs([1, 2], Recall())
@@ -118,3 +124,71 @@ def test_a_token_in_flight_is_gathered_by_the_graph(folder: Path) -> None:
         answers.append((token, result.tokens))
         runner.close()
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_adapters(early: bool, folder: Path) -> None:
+    """Rows with different ones and with none, the output layer changed as well; a larger one moves their memory."""
+    generator = torch.Generator().manual_seed(2)
+    outputs = []
+    for sizes in (None, [4, 16, 48]):
+        kept: list[LoraLayers] = []
+
+        def install(module: Any, kept: list[LoraLayers] = kept) -> LoraLayers:
+            kept.append(install_lora(module, 3, 32, masked=True))
+            if early:
+                kept[0].allocate(changed(kept[0]), 8)
+            return kept[0]
+
+        generator.manual_seed(2)
+        runner, pieces = make_runner(folder, sizes, install)
+        (lora,) = kept
+        assert pieces.captured == (0 if sizes is None else 3 * (LAYERS + 1) * (1 + early))
+        driver = AdapterDriver(runner, lora)
+        for rank, slots in ((8, [1, 0, 2, 1, 0]), (8, [0] * 5), (20, [2, 1, 0, 0, 2])):
+            for slot in (1, 2):
+                lora.write(slot, random_adapter(lora, rank, generator))
+            inputs = prompts([3, 9, 22, 1, 6], VOCAB)
+            before, captured = pieces.replays, pieces.captured
+            jobs = [driver.with_adapter(*each, 6) for each in zip(inputs, slots, strict=True)]
+            outputs.append(driver.run(jobs, 5))
+            assert (pieces.replays > before) == (sizes is not None)
+            assert (pieces.captured > captured) == (sizes is not None and any(slots) and not (early and rank == 8))
+        runner.close()
+    assert outputs[:3] == outputs[3:]
+    assert outputs[0] != outputs[1] != outputs[2]
+
+
+def test_adapters_that_cannot_be_captured_run_without(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = []
+    for fails in (False, True):
+        kept: list[LoraLayers] = []
+
+        def install(module: Any, kept: list[LoraLayers] = kept) -> LoraLayers:
+            kept.append(install_lora(module, 3, 32, masked=True))
+            return kept[0]
+
+        runner, pieces = make_runner(folder, [16, 48] if fails else None, install)
+        kept[0].write(1, random_adapter(kept[0], 8, torch.Generator().manual_seed(2)))
+        if fails:
+            kept[0].begin_fixed = None  # type: ignore[assignment, method-assign]
+        driver = AdapterDriver(runner, kept[0])
+        found.append(driver.run([driver.with_adapter(prompt, 1, 2) for prompt in prompts([9, 12], VOCAB)]))
+        assert not pieces.replays
+    assert found[0] == found[1]
+    assert caplog.text.count("steps with prompts with adapters run without CUDA graphs") == 1
+
+
+def changed(lora: LoraLayers) -> list[str]:
+    return [path for path in lora.modules if path.endswith(("k_proj", "down_proj", "lm_head"))]
+
+
+def random_adapter(lora: LoraLayers, rank: int, generator: torch.Generator) -> Any:
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * 0.2
+
+    sizes = {path: lora.modules[path] for path in changed(lora)}
+    return SimpleNamespace(modules={
+        path: SimpleNamespace(a=random(rank, own.inputs), b=random(own.outputs, rank), embedding=False)
+        for path, own in sizes.items()
+    })  # fmt: skip

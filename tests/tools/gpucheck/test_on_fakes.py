@@ -58,12 +58,8 @@ async def test_adapters_that_graphs_forget_are_found(bench: Bench, monkeypatch: 
     fake_gpu(monkeypatch)
     base = await bench.answers(PLAIN, bench.adapted)
 
-    def plain(self: DecodeGraphs, size: int, _: object) -> object:
-        assert self._lora is not None
-        self._lora.begin_none()
-        return self._plain[size]
-
-    monkeypatch.setattr(DecodeGraphs, "_adapted_graph", plain)
+    captured = DecodeGraphs._captured
+    monkeypatch.setattr(DecodeGraphs, "_captured", lambda self, size, lora: captured(self, size, None))
     with pytest.raises(CheckFailed, match="outputs differ"):
         await bench.held_against(WAYS["graphs"], bench.adapted, base)
 

@@ -21,6 +21,9 @@ from asyncengine.step import TokenLogprob
 
 Waiter = asyncio.Future[None] | threading.Event
 
+TOGETHER = 64
+"""Consumers that are woken in one turn of their loop: each may write a frame to its client, and until the turn has ended
+no timer runs and no socket is read."""
 MANY = 64
 """Tokens for which the reader of a whole answer is woken: few enough that taking them in holds up nobody's loop."""
 
@@ -152,18 +155,18 @@ class Mailbox:
 def wake_all(waiters: Iterable[Waiter]) -> None:
     """Wake consumers, with one thread-safe call for each foreign loop. A loop that is closed has no one to wake."""
     here = _running_loop()
-    foreign: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+    loops: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for waiter in waiters:
-        if not isinstance(waiter, asyncio.Future):
-            waiter.set()
-        elif (loop := waiter.get_loop()) is here:
-            if not waiter.done():
-                waiter.set_result(None)
+        if isinstance(waiter, asyncio.Future):
+            loops.setdefault(waiter.get_loop(), []).append(waiter)
         else:
-            foreign.setdefault(loop, []).append(waiter)
-    for loop, futures in foreign.items():
+            waiter.set()
+    for loop, futures in loops.items():
+        if loop is here:
+            _wake_some(loop, futures)
+            continue
         try:
-            loop.call_soon_threadsafe(_wake_futures, futures)
+            loop.call_soon_threadsafe(_wake_some, loop, futures)
         except RuntimeError:
             continue  # closed: its streams are dropped with it, and dropping a stream aborts
 
@@ -175,7 +178,10 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 
-def _wake_futures(futures: list[asyncio.Future[None]]) -> None:
-    for future in futures:
+def _wake_some(loop: asyncio.AbstractEventLoop, futures: list[asyncio.Future[None]], start: int = 0) -> None:
+    """Wake `TOGETHER` consumers from `start` on, the others in the loop's next turns, between which timers run."""
+    for future in futures[start : start + TOGETHER]:
         if not future.done():
             future.set_result(None)
+    if start + TOGETHER < len(futures):
+        loop.call_soon(_wake_some, loop, futures, start + TOGETHER)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ from support.fake_engine import make_core, make_engine, until
 from asyncengine import SamplingParams
 from asyncengine.engine import mailbox as mailbox_module
 from asyncengine.engine.assembler import Assembler
-from asyncengine.engine.mailbox import MANY, Mailbox, wake_all
+from asyncengine.engine.mailbox import MANY, TOGETHER, Mailbox, wake_all
 from asyncengine.options import RequestOptions
 from asyncengine.outputs import Chunk, LogprobEntry
 from asyncengine.stream import TokenStream
@@ -146,3 +147,30 @@ def _read_across_threads(world: World, reader: str, found: list[int]) -> None:
             found.extend(token for chunk in mailbox.receive_blocking() for token in chunk.token_ids)
     else:
         asyncio.run(read())
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+async def test_timers_run_while_many_readers_are_woken(foreign: bool) -> None:
+    loop = asyncio.get_running_loop()
+    waiters = [loop.create_future() for _ in range(3 * TOGETHER + 5)]
+    turn, woken = 0, list[tuple[int, int]]()
+
+    def next_turn() -> None:
+        nonlocal turn
+        turn += 1
+        loop.call_soon(next_turn)
+
+    async def read(number: int) -> None:
+        await waiters[number]
+        woken.append((turn, number))
+
+    readers = [asyncio.create_task(read(number)) for number in range(len(waiters))]
+    await asyncio.sleep(0)
+    loop.call_soon(next_turn)
+    if foreign:
+        await asyncio.to_thread(wake_all, waiters)
+    else:
+        wake_all(waiters)
+    await asyncio.gather(*readers)
+    assert [number for _, number in woken] == list(range(len(waiters)))
+    assert max(Counter(turn for turn, _ in woken).values()) == TOGETHER

@@ -15,7 +15,6 @@ from starlette.routing import BaseRoute, Route
 from asyncengine.serve import adapters, messages, metrics, responses, vectors, web_page
 from asyncengine.serve.dialects import anthropic_messages, completions, openai_chat
 from asyncengine.serve.generating import generating
-from asyncengine.serve.metrics import CountAnswers
 from asyncengine.serve.problems import Problem, problem_of
 from asyncengine.serve.security import RequireHost, RequireKey, path_of
 from asyncengine.serve.state import Serving
@@ -23,8 +22,7 @@ from asyncengine.serve.state import Serving
 
 def make_app(serving: Serving) -> Starlette:
     """The app of `asyncengine.serve.app`."""
-    paths = routes(serving)
-    middleware = [Middleware(CountAnswers, serving=serving, routes=paths)]
+    middleware = list[Middleware]()
     if serving.cors:  # before keys: a browser asks without one whether it may ask
         middleware.append(Middleware(CORSMiddleware, serving.cors, ("GET", "POST", "DELETE"), ("*",)))
     if serving.hosts is not None and not serving.api_keys:
@@ -37,7 +35,7 @@ def make_app(serving: Serving) -> Starlette:
         serving.models.watch(lambda name, engine: trace(engine, name=name))
         middleware.append(Middleware(TraceContext))
     return Starlette(
-        routes=paths,
+        routes=routes(serving),
         middleware=middleware,
         exception_handlers={HTTPException: _not_found, Exception: _failed},
     )

@@ -20,8 +20,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.routing import Route
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.events import Event, RequestDone
@@ -160,11 +159,6 @@ class Metrics(Collector):
             for model, own in list(self._histograms.items()):
                 own[name].show(histogram, model)
             yield histogram
-        labels = ["method", "handler", "status", "code"]
-        answers = CounterMetricFamily("http_requests", "Answers over HTTP.", labels=labels)
-        for (method, path, code), number in list(self._serving.answers.items()):
-            answers.add_metric([method, path, f"{code[0]}xx", code], number)
-        yield answers
 
 
 def observations(done: RequestDone) -> Iterator[tuple[str, float, int]]:
@@ -208,26 +202,6 @@ def _reasons(finished: Mapping[str, int]) -> Mapping[str, int]:
     ends = {"stop": 0, "length": 0, "abort": 0, **finished}
     ends["stop"] += ends.pop("tool_calls", 0)
     return ends
-
-
-class CountAnswers:
-    """ASGI middleware that counts answers by method, path and status. Unknown paths are all "other", and so are methods
-    that a path does not have: a client must not be able to make up labels."""
-
-    def __init__(self, app: ASGIApp, serving: Serving, routes: Sequence[BaseRoute]) -> None:
-        self._app, self._answers = app, serving.answers
-        self._routes: dict[Any, Route] = {route.endpoint: route for route in routes if isinstance(route, Route)}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def noted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                route = self._routes.get(scope.get("endpoint"))  # the router has put it there, unless it found none
-                known = route is not None and scope["method"] in (route.methods or ())
-                labels = scope["method"] if known else "other", route.path if route else "other"
-                self._answers[*labels, str(message["status"])] += 1
-            await send(message)
-
-        await self._app(scope, receive, noted)
 
 
 def routes(serving: Serving) -> list[Route]:

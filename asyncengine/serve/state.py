@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from asyncengine.serve.models import Models
 
@@ -28,7 +27,5 @@ class Serving:
     """Origins of web pages that may ask."""
     telemetry: bool = False
     """Requests get spans of OpenTelemetry."""
-    answers: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    """Answers by method, path and status."""
     allow_adapters: bool = False
     """Requests without a key may load and unload adapters."""

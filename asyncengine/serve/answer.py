@@ -81,16 +81,6 @@ class Answer:
             self.abort()
             self._release()
 
-    async def unheard(self) -> None:
-        """Run the request with nobody to send to: `writer` has what came of it."""
-        try:
-            await self._whole()
-        except Exception as error:
-            self.writer.failed(problem_of(error))
-        finally:
-            self.abort()
-            self._release()
-
     def abort(self) -> None:
         """End the request before the engine's next step."""
         self._ended = True

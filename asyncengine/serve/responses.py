@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from asyncengine.checks import as_choice, as_integer
+from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Usage
 from asyncengine.serve.answer import Answer
 from asyncengine.serve.body import INLINE_BYTES
@@ -29,8 +30,6 @@ from asyncengine.serve.turn import Answered, Turn
 
 INLINE_ITEMS = 1000
 """A longer input is read on a thread."""
-MOST_IN_BACKGROUND = 1024
-"""Responses that are made with no client waiting, at once."""
 
 
 def routes(serving: Serving) -> list[BaseRoute]:
@@ -76,8 +75,6 @@ class _Responses:
         self._store = ResponseStore(serving.response_memory)
         self._running: dict[str, Answer] = {}
         """Answers under way, by the ids of their responses."""
-        self._tasks: set[asyncio.Task[None]] = set()
-        """Tasks of answers that no client waits for."""
 
     async def _read(self, fields: Fields, read: Callable[..., Turn] = dialect.read, owner: object = None) -> Turn:
         """The turn of a request, which is made on a thread where it is long, so that streams go on meanwhile."""
@@ -90,21 +87,8 @@ class _Responses:
 
     # ---------------------------------------------------------------- making them
 
-    async def create(self, request: Request) -> Answer | Response:
-        fields = await read_fields(request, self._serving)
-        if fields.peek("background") and len(self._tasks) >= MOST_IN_BACKGROUND:
-            raise Problem(
-                429, f"background: {MOST_IN_BACKGROUND} responses are made already", "background", "queue_full"
-            )
-        made = await self.respond(fields)
-        assert isinstance(made.writer, _Keeping)
-        response = made.writer.response
-        if not response["background"]:
-            return made
-        task = asyncio.create_task(made.unheard())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return JSONResponse(response)
+    async def create(self, request: Request) -> Answer:
+        return await self.respond(await read_fields(request, self._serving))
 
     async def respond(self, fields: Fields, owner: object = None) -> Answer:
         """The answer to a request's fields. `owner`: the connection that may come back to it though it isn't stored."""
@@ -145,15 +129,12 @@ class _Responses:
     # ---------------------------------------------------------------- coming back to them
 
     async def retrieve(self, request: Request) -> Response:
-        query = request.query_params
+        if request.query_params.get("stream", "false").lower() != "false":
+            raise InvalidParameter("stream", "is not served: a stored response is returned whole")
         if (made := self._running.get(request.path_params["id"])) is not None:
             assert isinstance(made.writer, _Keeping)
             return JSONResponse(made.writer.response)
-        stored = self._find(request).response
-        if query.get("stream", "false").lower() != "true":
-            return Response(stored, media_type="application/json")
-        frames = dialect.replay(json.loads(stored))[_number(query, "starting_after", -1, -1, 1 << 30) + 1 :]
-        return Response("".join(f"{frame}\n\n" for frame in frames), media_type="text/event-stream")
+        return Response(self._find(request).response, media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["id"]

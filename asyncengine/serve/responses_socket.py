@@ -77,8 +77,6 @@ class Conversation:
             previous = fields.peek("previous_response_id")
             if fields.take("type") != "response.create":
                 raise InvalidParameter("type", "must be 'response.create'")
-            if fields.take("background"):
-                raise InvalidParameter("background", "must be left out on a WebSocket")
             made = await self._respond(fields, self)
             assert isinstance(made.writer, Writer)
             self._responses.append(made.writer.response["id"])

@@ -263,10 +263,3 @@ def test_a_whole_answer_is_the_stream_s_last_word() -> None:
     ]  # fmt: skip
     assert whole == written(*events)[-1]["response"]
     assert [item["status"] for item in whole["output"]] == ["completed", "completed", "completed", "incomplete"]
-
-
-def test_a_stored_answer_is_told_as_it_was() -> None:
-    last = written(*ANSWER)[-1]["response"]
-    again = [json.loads(frame.partition("data: ")[2]) for frame in dialect.replay(last)]
-    assert again[-1] == {"type": "response.completed", "sequence_number": len(again) - 1, "response": last}
-    assert [event["item"] for event in again if event["type"] == "response.output_item.done"] == last["output"]

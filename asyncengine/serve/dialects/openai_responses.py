@@ -109,14 +109,13 @@ def _read_limits(fields: Fields, turn: Turn) -> dict[str, Any]:
         raise InvalidParameter("metadata", "must be an object of at most 16 names of 64 characters", metadata)
     for name, value in metadata.items():
         _short(f"metadata.{name}", value)
-    store, background = fields.switch("store", True), fields.switch("background")
-    if background and (turn.stream or not store):
-        raise InvalidParameter("background", "needs store=true and stream=false: the response is to be fetched")
+    if fields.switch("background"):
+        raise InvalidParameter("background", "is not served: a response is made while its client waits")
     echo = {name: turn.params.get(name, 1.0) for name in ("temperature", "top_p")}
     echo |= {name: turn.params.get(name, 0) for name in ("presence_penalty", "frequency_penalty", "top_logprobs")}
     echo |= {"max_output_tokens": most, "max_tool_calls": None, "truncation": "disabled", "service_tier": "default"}
     echo |= {name: _short(name, fields.take(name, "")) or None for name in ("safety_identifier", "prompt_cache_key")}
-    return echo | {"store": store, "background": background, "metadata": metadata}
+    return echo | {"store": fields.switch("store", True), "background": False, "metadata": metadata}
 
 
 def _short(name: str, value: object) -> str:
@@ -353,25 +352,6 @@ class Compacting(Writer):
             "id": self.response["id"], "object": "response.compaction", "created_at": self.response["created_at"],
             "output": [item], "usage": responses_usage(completion.usage),
         }  # fmt: skip
-
-
-def replay(response: Mapping[str, Any]) -> list[str]:
-    """The frames that tell a stored response once more, each item in one piece; their places are their numbers."""
-    answered = Answered(response["id"].removeprefix("resp_"), response["model"], response["created_at"])
-    begun = {**response, "output": [], "status": "in_progress", "usage": None, "completed_at": None}
-    writer = Writer(Turn(extra={"echo": begun}), answered)
-    frames = [writer.begin(Usage(0, 0))]
-    for item in response["output"]:
-        match item["type"]:
-            case "message":
-                frames.append(writer.write(Text(0, item["content"][0]["text"])))
-            case "reasoning":
-                frames.append(writer.write(Thinking(0, item["content"][0]["text"])))
-            case "function_call":
-                frames.append(writer.write(CallBegin(0, 0, item["call_id"], item["name"])))
-                frames.append(writer.write(CallArguments(0, 0, item["arguments"])))
-    frames.append(writer.finish(response))
-    return "".join(frames).split("\n\n")[:-1]
 
 
 DELTAS = {

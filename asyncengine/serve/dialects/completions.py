@@ -85,9 +85,8 @@ class Writer(Frames):
         self._offsets: dict[int, int] = {}
         """Characters of each choice whose logprobs were sent."""
 
-    def begin(self, usage: Usage, samples: int = 1) -> str:
-        """The prompts, where they are a part of the texts or their ids are wanted. `usage`: that of the prompts."""
-        self.start(usage)
+    def begin(self, _usage: Usage, samples: int = 1) -> str:
+        """The prompts, where they are a part of the texts or their ids are wanted."""
         if not self._echo and not self._ids:
             return ""
         return "".join([self._choice_frame(index, self._prompt(index), first=True) for index in range(samples)])

@@ -18,6 +18,13 @@ from asyncengine.serve.turn import Answered, Turn
 
 __all__ = ["Writer", "error", "read"]
 
+REFUSED = {
+    "prompt_logprobs": "is served at /v1/completions",
+    "echo": "is served at /v1/completions",
+    "add_special_tokens": "is not served: the chat template writes a chat's special tokens",
+    "functions": "is not served: use tools",
+    "function_call": "is not served: use tools and tool_choice",
+}
 REASONS: Mapping[FinishReason, str] = {
     "stop": "stop",
     "length": "length",
@@ -39,12 +46,14 @@ def read(fields: Fields) -> Turn:
     turn.params |= logprobs(fields)
     turn.chat |= fields.some(("response_format", "enable_thinking"))
     read_template(fields, turn)
-    read_modalities(fields)
+    modalities = fields.take("modalities", ["text"])
+    if modalities != ["text"]:
+        raise InvalidParameter("modalities", 'must be ["text"]: text is served, sounds are not', modalities)
+    fields.ignore("audio")  # says how sounds are to be, which nobody wants
     turn.extra["reasoning"] = fields.switch("include_reasoning", True)
-    if fields.take("prompt_logprobs") is not None:
-        raise InvalidParameter("prompt_logprobs", "is served at /v1/completions")
-    if fields.switch("add_special_tokens"):
-        raise InvalidParameter("add_special_tokens", "is not served: the chat template writes a chat's special tokens")
+    for name, reason in REFUSED.items():
+        if fields.take(name):
+            raise InvalidParameter(name, reason)
     fields.end()
     return turn
 
@@ -57,8 +66,6 @@ def read_template(fields: Fields, turn: Turn) -> None:
             turn.wishes["reasoning_effort"]["enable_thinking"] = False
     if variables := template_variables(fields):
         turn.chat["template_kwargs"] = variables
-    if fields.switch("echo"):
-        turn.extra["echo"] = _last_text(turn.messages)
 
 
 def template_variables(fields: Fields) -> dict[str, Any]:
@@ -70,26 +77,6 @@ def template_variables(fields: Fields) -> dict[str, Any]:
     if variables.get("continue_final_message") is True:
         variables.setdefault("add_generation_prompt", False)
     return variables
-
-
-def _last_text(messages: Any) -> str:
-    """The text of an assistant's last message, with which an echo begins; none of anybody else's."""
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    if not isinstance(last, Mapping) or last.get("role") != "assistant":
-        return ""
-    content = last.get("content") or ""
-    if isinstance(content, str):
-        return content
-    texts = [part.get("text") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
-    return "\n".join(text for text in texts if isinstance(text, str))
-
-
-def read_modalities(fields: Fields) -> None:
-    """Refuse an answer in sounds."""
-    wanted = fields.take("modalities", [])
-    if not isinstance(wanted, list) or any(each != "text" for each in wanted):
-        raise InvalidParameter("modalities", 'must be ["text"]: text is served, sounds are not', wanted)
-    fields.ignore("audio")  # says how sounds are to be, which nobody wants
 
 
 def max_tokens(fields: Fields) -> dict[str, Any]:
@@ -113,8 +100,7 @@ class Writer(Frames):
 
     def __init__(self, turn: Turn, answered: Answered) -> None:
         super().__init__("chatcmpl-", "chat.completion.chunk", turn, answered)
-        self._reasoning, self._functions = turn.extra.get("reasoning", True), turn.extra.get("functions", False)
-        self._echo: str = turn.extra.get("echo", "")
+        self._reasoning = turn.extra.get("reasoning", True)
 
     def _delta(
         self,
@@ -130,11 +116,10 @@ class Writer(Frames):
         fields = f'"delta": {json.dumps(delta)}, "logprobs": {entries}, "finish_reason": {quoted}'
         return self.frame(event.index, fields, token_ids, more)
 
-    def begin(self, usage: Usage, samples: int = 1) -> str:
-        """Frames that say who speaks. `usage`: that of the prompt."""
-        self.start(usage)
+    def begin(self, _usage: Usage, samples: int = 1) -> str:
+        """Frames that say who speaks."""
         more = f', "prompt_token_ids": {list(self._answered.prompts()[0])}' if self._ids else ""
-        delta = {"role": "assistant", "content": self._echo}
+        delta = {"role": "assistant", "content": ""}
         return "".join([self._delta(Event(index), delta, more=more) for index in range(samples)])
 
     def write(self, event: Event) -> str:
@@ -146,19 +131,12 @@ class Writer(Frames):
                 delta = _reasoning(event.text) if self._reasoning else {}
                 return self._delta(event, delta, event.token_ids, logprobs=event.logprobs)
             case CallBegin():
-                return self._delta(event, self._call(event.call, tool_call(event.id, event.name, "")))
+                return self._delta(event, _call(event.call, tool_call(event.id, event.name, "")))
             case CallArguments():
-                return self._delta(event, self._call(event.call, {"function": {"arguments": event.text}}))
+                return self._delta(event, _call(event.call, {"function": {"arguments": event.text}}))
             case End():
-                return self._delta(event, {}, reason=self._reason(event.reason))
+                return self._delta(event, {}, reason=REASONS.get(event.reason, "stop"))
         return ""
-
-    def _call(self, number: int, call: dict[str, Any]) -> dict[str, Any]:
-        """The delta of a piece of a call, in the form in which its function was given."""
-        return {"function_call": call["function"]} if self._functions else {"tool_calls": [{"index": number, **call}]}
-
-    def _reason(self, reason: FinishReason) -> str:
-        return "function_call" if self._functions and reason == "tool_calls" else REASONS.get(reason, "stop")
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         """The response to a request that did not ask for a stream."""
@@ -167,17 +145,20 @@ class Writer(Frames):
         return {**self.head("chat.completion"), "choices": choices, "usage": openai_usage(completion.usage), **ids}
 
     def _choice(self, index: int, sample: Sample) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": self._echo + sample.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": sample.text, "refusal": None}
         if sample.reasoning and self._reasoning:
             message |= _reasoning(sample.reasoning)
         if calls := [*sample.tool_calls, *sample.broken_calls]:  # as in a stream, where a broken one was sent as well
-            made = [tool_call(call.id, call.name, call.arguments) for call in calls]
             message["content"] = message["content"] or None
-            message |= {"function_call": made[0]["function"]} if self._functions else {"tool_calls": made}
+            message["tool_calls"] = [tool_call(call.id, call.name, call.arguments) for call in calls]
         logprobs = {**openai_logprobs(sample.logprobs), "refusal": None} if sample.logprobs else None
-        reason = self._reason(sample.finish_reason)
+        reason = REASONS.get(sample.finish_reason, "stop")
         choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
         return choice | ({"token_ids": list(sample.token_ids)} if self._ids else {})
+
+
+def _call(number: int, piece: dict[str, Any]) -> dict[str, Any]:
+    return {"tool_calls": [{"index": number, **piece}]}
 
 
 def _reasoning(text: str) -> dict[str, str]:

@@ -69,7 +69,7 @@ def read_common(fields: Fields, turn: Turn) -> None:
     turn.grammar = grammar(fields)
     read_stream_options(fields, turn)
     turn.extra["return_ids"] = fields.switch("return_token_ids")
-    turn.extra["token_ids"] = turn.extra["return_ids"] or turn.extra["continuous_usage"]
+    turn.extra["token_ids"] = turn.extra["return_ids"]
     for name, (why, neutral) in REFUSED.items():
         value = fields.take(name)
         if value is not None and value not in neutral:
@@ -108,10 +108,8 @@ def grammar(fields: Fields) -> Callable[[], Grammar] | None:
 
 
 def read_stream_options(fields: Fields, turn: Turn) -> None:
-    """Whether a stream tells its usage: in its last chunk, and in every one (`stream_options`)."""
+    """Whether a stream tells its usage at its end (`stream_options`)."""
     inner = fields.inner("stream_options")
-    wanted = inner.switch("include_usage")
-    turn.extra["usage"] = wanted
-    turn.extra["continuous_usage"] = inner.switch("continuous_usage_stats") and wanted
-    inner.ignore("include_obfuscation")
+    turn.extra["usage"] = inner.switch("include_usage")
+    inner.ignore("include_obfuscation", "continuous_usage_stats")
     inner.end()

@@ -28,14 +28,12 @@ class Frames:
     def __init__(self, prefix: str, kind: str, turn: Turn, answered: Answered) -> None:
         """`prefix` of the answer's id; `kind` of object that each frame is."""
         extra = turn.extra
-        self._usage, self._continuous = bool(extra.get("usage")), bool(extra.get("continuous_usage"))
-        self._ids = bool(extra.get("return_ids"))
+        self._usage, self._ids = bool(extra.get("usage")), bool(extra.get("return_ids"))
         self._answered = answered
         self._id, self._kind = prefix + answered.id, kind
-        self._prompt_usage, self._written = Usage(0, 0), 0
         # A frame is made for every token of every stream: all of it that stays the same is written once.
         self._before = "data: " + json.dumps(self.head(kind), ensure_ascii=False)[:-1] + ', "choices": [{"index": '
-        self._after = "}]" + (', "usage": null' if self._usage else "") + "}\n\n"
+        self._after = (', "usage": null' if self._usage else "") + "}\n\n"
 
     def head(self, kind: str) -> dict[str, Any]:
         """The fields of an object of this kind before its choices."""
@@ -44,21 +42,8 @@ class Frames:
 
     def frame(self, index: int, fields: str, token_ids: Sequence[int] = (), more: str = "") -> str:
         """The frame of a choice with these fields (JSON's, without braces); `more` come behind the choices."""
-        self._written += len(token_ids)
         ids = f', "token_ids": {list(token_ids)}' if self._ids else ""
-        if not (self._continuous or more):
-            return f"{self._before}{index}, {fields}{ids}{self._after}"
-        if self._continuous:
-            before = self._prompt_usage
-            usage = Usage(before.prompt_tokens, self._written, before.cached_tokens)
-            more += f', "usage": {json.dumps(openai_usage(usage))}'
-        elif self._usage:
-            more += ', "usage": null'
-        return f"{self._before}{index}, {fields}{ids}}}]{more}}}\n\n"
-
-    def start(self, usage: Usage) -> None:
-        """Note the usage of the prompt."""
-        self._prompt_usage = usage
+        return f"{self._before}{index}, {fields}{ids}}}]{more}{self._after}"
 
     def end(self, usage: Usage) -> str:
         """The last frames of a stream."""

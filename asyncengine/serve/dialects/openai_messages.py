@@ -1,4 +1,4 @@
-"""Chats in OpenAI's older and newer forms, brought to the one that the engine takes."""
+"""Chats in OpenAI's forms, brought to the one that the engine takes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from asyncengine.serve.turn import Message, Turn
 
 
 def read_messages(given: Any) -> Any:
-    """The messages with roles, refusals and calls of functions as the engine has them; what is malformed it refuses.
+    """The messages with roles and refusals as the engine has them; what is malformed it refuses.
 
-    "developer" is the newer name of "system", which is what templates know; `function_call` and the role "function"
-    are the older ones of `tool_calls` and "tool"; a refusal is what the assistant said.
+    "developer" is the newer name of "system", which is what templates know; a refusal is what the assistant said.
     """
     if not isinstance(given, list):
         return given
-    messages, call = list[Any](), ""
+    messages = list[Any]()
     for index, message in enumerate(given):
         if not isinstance(message, Mapping):
             messages.append(message)
@@ -26,11 +25,6 @@ def read_messages(given: Any) -> Any:
         made = {name: value for name, value in message.items() if value is not None}
         if made.get("role") == "developer":
             made["role"] = "system"
-        if isinstance(function := made.pop("function_call", None), Mapping):
-            call = f"call{index:05}"  # of letters and digits, and nine of them: Mistral's templates want it so
-            made["tool_calls"] = [{"id": call, "type": "function", "function": function}]
-        if made.get("role") == "function":
-            made |= {"role": "tool", "tool_call_id": call}
         if isinstance(calls := made.get("tool_calls"), list):
             if not calls:  # as clients send their own answers back
                 del made["tool_calls"]
@@ -54,24 +48,11 @@ def _with_refusals(message: Message) -> Message:
 
 
 def read_tools(fields: Fields, turn: Turn) -> None:
-    """Read the tools and which of them may be called, in either form; the older one is answered in its own way."""
+    """Read the tools and which of them may be called; their older form goes unread beside them."""
     turn.chat |= fields.some(("tools", "tool_choice", "parallel_tool_calls"))
     refuse_custom("tools", turn.chat.get("tools"))
     if turn.chat.get("tools"):
         fields.ignore("functions", "function_call")
-        return
-    functions, choice = fields.take("functions"), fields.take("function_call")
-    if functions is None:
-        if choice is not None and choice not in ("none", "auto"):
-            raise InvalidParameter("function_call", "needs functions to choose from", choice)
-        return
-    if not isinstance(functions, list):
-        raise InvalidParameter("functions", "must be a list of objects", functions)
-    if isinstance(choice, Mapping):
-        choice = {"type": "function", "function": choice}
-    turn.chat |= {"tools": [{"type": "function", "function": each} for each in functions], "tool_choice": choice}
-    turn.chat["parallel_tool_calls"] = False  # there is one place for a call in an answer
-    turn.extra["functions"] = True
 
 
 def refuse_custom(name: str, tools: object) -> None:

@@ -1,4 +1,4 @@
-"""Endpoints of vectors and scores (/v1/embeddings, /v1/rerank, /v1/classify), and of tokens (/tokenize, /detokenize).
+"""Endpoints of vectors and scores (/v1/embeddings, /v1/rerank), and of tokens (/tokenize, /detokenize).
 
 Embeddings have OpenAI's form; reranking has Jina's and Cohere's, or text-embeddings-inference's where `texts` are
 given; the others have vLLM's, and llama.cpp's where `content` is given.
@@ -48,8 +48,6 @@ def routes(serving: Serving) -> list[Route]:
         "/v1/rerank": (_rerank, "rerank"),
         "/v2/rerank": (_rerank, "rerank"),
         "/rerank": (_rerank, "rerank"),
-        "/v1/classify": (_classify, "classify"),
-        "/classify": (_classify, "classify"),
         "/tokenize": (_tokenize, "generate"),
         "/detokenize": (_detokenize, "generate"),
     }
@@ -163,23 +161,6 @@ def _documents(name: str, given: Any) -> list[Any]:
     if not isinstance(given, list) or not given:
         raise InvalidParameter(name, 'must be a list of texts, or of {"text": ...}', given)
     return [each.get("text") if isinstance(each, Mapping) else each for each in given]
-
-
-async def _classify(fields: Fields, target: Target) -> Made:
-    texts, given = fields.take("input"), fields.some(OPTIONS)
-    if not texts or not isinstance(texts, (str, list)):
-        raise InvalidParameter("input", "must be a text, or a list of texts or pairs of them", texts)
-    cut = fields.switch("truncate", True)
-    fields.ignore("user", "request_id")
-    fields.end()
-    with naming("texts", "input"):
-        listed = [texts] if isinstance(texts, str) else texts
-        made = await target.engine.classify(listed, truncate=cut, adapter=target.adapter, **given)
-    data = [
-        {"index": index, "label": each.label, "probs": list(each.scores.values()), "num_classes": len(each.scores)}
-        for index, each in enumerate(made.results)
-    ]
-    return {"object": "list", "model": target.name, "data": data, "usage": _usage(made.usage)}, made.truncated
 
 
 # -------------------------------------------------------------------- tokens

@@ -111,15 +111,6 @@ def test_documents_are_ranked_as_in_process(url: str, engines: Engines, path: st
     assert [(row["index"], row["score"], row["text"]) for row in rows] == ranked
 
 
-def test_texts_are_classified_as_in_process(url: str, engines: Engines) -> None:
-    pairs = [("a", text) for text in TEXTS]
-    wanted = engines["reranker"].classify(pairs).results
-    answer = post(url, "/v1/classify", model="reranker", input=pairs).json()
-    assert [(row["label"], row["probs"]) for row in answer["data"]] == [
-        (e.label, list(e.scores.values())) for e in wanted
-    ]
-
-
 # -------------------------------------------------------------------- tokens
 
 
@@ -172,8 +163,6 @@ def test_a_tokenizer_tells_its_end(url: str, engines: Engines) -> None:
         ("/v1/rerank", {"query": "a", "texts": [5]}, "texts[0]"),
         ("/v1/rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
         ("/v1/rerank", {"query": "a", "documents": ["a"], "raw_scores": True}, "raw_scores"),
-        ("/v1/classify", {"model": "reranker", "input": {}}, "input"),
-        ("/v1/classify", {"model": "reranker", "input": [5]}, "input[0]"),
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncengine.errors import (
@@ -39,32 +40,30 @@ class Problem(Exception):
 RETRY = (("retry-after", "1"),)
 
 
+STATUSES: Mapping[type[EngineError], tuple[int, str]] = {
+    ContextLengthExceeded: (400, "context_length_exceeded"),
+    AdapterNotFound: (404, "model_not_found"),
+    AdapterInUse: (409, "adapter_in_use"),
+    GrammarTimeout: (400, "grammar_timeout"),
+    InvalidParameter: (400, "invalid_value"),
+    ModelNotFound: (404, "model_not_found"),
+    QueueFull: (429, "queue_full"),
+    EngineClosed: (503, "engine_unavailable"),
+    EngineDead: (503, "engine_unavailable"),
+    OutOfMemory: (503, "out_of_memory"),
+    RequestTimeout: (504, "timeout"),
+    EngineError: (500, "engine_error"),
+}
+"""Status and code of each kind of error; the first that fits counts."""
+
+
 def problem_of(error: BaseException) -> Problem:
     """The status and the parts of an error. One that nobody foresaw is logged, and says nothing of its inside."""
-    match error:
-        case Problem():
-            return error
-        case ContextLengthExceeded():
-            return Problem(400, str(error), error.field, "context_length_exceeded")
-        case AdapterNotFound():
-            return Problem(404, str(error), error.field, "model_not_found")
-        case AdapterInUse():
-            return Problem(409, str(error), error.field, "adapter_in_use")
-        case GrammarTimeout():
-            return Problem(400, str(error), error.field, "grammar_timeout")
-        case InvalidParameter():
-            return Problem(400, str(error), error.field, "invalid_value")
-        case ModelNotFound():
-            return Problem(404, str(error), "model", "model_not_found")
-        case QueueFull():
-            return Problem(429, str(error), None, "queue_full", RETRY)
-        case EngineClosed() | EngineDead():
-            return Problem(503, str(error), None, "engine_unavailable")
-        case OutOfMemory():
-            return Problem(503, str(error), None, "out_of_memory")
-        case RequestTimeout():
-            return Problem(504, str(error), None, "timeout")
-        case EngineError():
-            return Problem(500, str(error), None, "engine_error")
+    if isinstance(error, Problem):
+        return error
+    for kind, (status, code) in STATUSES.items():
+        if isinstance(error, kind):
+            field = error.field if isinstance(error, InvalidParameter) else "model" if kind is ModelNotFound else None
+            return Problem(status, str(error), field, code, RETRY if kind is QueueFull else ())
     log.error("a request failed for a reason that nobody foresaw", exc_info=error)
     return Problem(500, "the server failed; its log says more", None, "internal_error")

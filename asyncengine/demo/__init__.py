@@ -1,5 +1,5 @@
-"""The bundled demo model, its adapters and the bundled embedder. `tools/demo_model` and `tools/demo_embedder`, which
-are not installed, made them."""
+"""The bundled demo model, its adapters, the bundled embedder and reranker. Tools that are not installed made them:
+`tools/demo_model`, `tools/demo_embedder`, `tools/demo_reranker`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ MODEL_PATH = Path(__file__).resolve().parent / "model"
 """The Hugging Face folder of the demo model."""
 EMBEDDER_PATH = Path(__file__).resolve().parent / "embedder"
 """The sentence-transformers folder of the demo embedder."""
+RERANKER_PATH = Path(__file__).resolve().parent / "reranker"
+"""The folder of the demo reranker, a cross-encoder."""
 DRAFT_PATH = Path(__file__).resolve().parent / "draft"
 """The folder of the small model that guesses for it."""
 ADAPTERS_PATH = Path(__file__).resolve().parent / "adapters"

@@ -22,8 +22,8 @@ from asyncengine.step import TokenLogprob
 Waiter = asyncio.Future[None] | threading.Event
 
 TOGETHER = 64
-"""Consumers that are woken in one turn of their loop: each may write a frame to its client, and until the turn has ended
-no timer runs and no socket is read."""
+"""Consumers that are woken in one turn of their loop: each may write a frame to its client, and until the turn ends no
+timer runs and no socket is read."""
 MANY = 64
 """Tokens for which the reader of a whole answer is woken: few enough that taking them in holds up nobody's loop."""
 

@@ -12,6 +12,7 @@ import errno
 import os
 import posixpath
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -67,6 +68,8 @@ class VirtualDisk:
         self._renamings: list[_Renaming] = []
         """Changes of names since the last sync of their folders."""
         self._open: dict[int, _File] = {}
+        self._locks: dict[int, _File] = {}
+        """Locked files by the descriptors that hold their locks."""
 
     def open(self, path: str, *, create: bool = False, exclusive: bool = False) -> int:
         """A descriptor of the file at `path`, which is made if it is not there (`create`). Raises `FileNotFoundError`,
@@ -85,6 +88,15 @@ class VirtualDisk:
         """Close it. Nothing is synced by that."""
         self._opened(descriptor)
         del self._open[descriptor]
+        self._locks.pop(descriptor, None)
+
+    def lock(self, descriptor: int) -> bool:
+        """Take the file's lock until it is closed, or the process dies. False: somebody has it."""
+        file = self._opened(descriptor)
+        if any(each is file for each in self._locks.values()):
+            return False
+        self._locks[descriptor] = file
+        return True
 
     def size(self, descriptor: int) -> int:
         return len(self._opened(descriptor).seen)
@@ -92,6 +104,20 @@ class VirtualDisk:
     def pread(self, descriptor: int, size: int, offset: int) -> bytes:
         """Up to `size` bytes from `offset` on."""
         return bytes(self._opened(descriptor).seen[offset : offset + size])
+
+    def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill `buffers` one behind the other; the number of bytes that there were."""
+        data = self.pread(descriptor, sum(map(len, buffers)), offset)
+        start = 0
+        for buffer in buffers:
+            part = data[start : start + len(buffer)]
+            buffer[: len(part)] = part
+            start += len(buffer)
+        return len(data)
+
+    def pwritev(self, descriptor: int, buffers: Sequence[bytes | bytearray | memoryview], offset: int) -> int:
+        """`pwrite` of all `buffers`, one behind the other."""
+        return self.pwrite(descriptor, b"".join(buffers), offset)
 
     def pwrite(self, descriptor: int, data: bytes, offset: int) -> int:
         """The number of bytes written at `offset`, which may be fewer than there are. Raises ENOSPC."""
@@ -164,6 +190,7 @@ class VirtualDisk:
         """A new process finds what the old one left: all it wrote, or, if the power failed, what was on the disk."""
         self._dead, self.dies_at, self.sync_fails_at = False, None, None
         self._open.clear()
+        self._locks.clear()
         if not power_failed:
             return
         for change in self._renamings:

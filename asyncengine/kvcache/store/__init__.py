@@ -1,0 +1,14 @@
+"""Durable prefix cache: pages, window pages and states on disk, found by their tokens after a restart.
+
+`record` is the format of one record and of files that consist of them; `segments` keeps records in a folder, with an
+index in memory; `disk` is all that they ask of an operating system. `engine.prefix_store` is who calls them.
+"""
+
+from asyncengine.kvcache.store.disk import Disk, SystemDisk
+from asyncengine.kvcache.store.record import Header, Part, RecordError, read_records, write_record
+from asyncengine.kvcache.store.segments import SegmentStore, StoreCounts
+
+__all__ = [
+    "Disk", "Header", "Part", "RecordError", "SegmentStore", "StoreCounts", "SystemDisk", "read_records",
+    "write_record",
+]  # fmt: skip

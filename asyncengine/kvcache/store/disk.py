@@ -1,0 +1,122 @@
+"""The calls to an operating system that a store makes, so that tests can make them fail (`testing.world.disk`)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Sequence
+from typing import Protocol
+
+from asyncengine.kvcache.store.record import Buffer
+
+_MOST_BUFFERS = 512
+"""Buffers of one call; POSIX promises 16, Linux and macOS take 1024."""
+
+
+class Disk(Protocol):
+    """Files of a folder. Every call raises `OSError`."""
+
+    def open(self, path: str, *, create: bool = False) -> int:
+        """A descriptor of a file, for reading and, if that is allowed, writing; made if it is not there (`create`)."""
+        ...
+
+    def close(self, descriptor: int) -> None: ...
+
+    def size(self, descriptor: int) -> int: ...
+
+    def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill `buffers` one behind the other; the number of bytes that there were."""
+        ...
+
+    def pwritev(self, descriptor: int, buffers: Sequence[Buffer], offset: int) -> int:
+        """Write `buffers` one behind the other; the number of bytes written, which may be fewer than there are."""
+        ...
+
+    def ftruncate(self, descriptor: int, size: int) -> None: ...
+
+    def fsync(self, descriptor: int) -> None: ...
+
+    def lock(self, descriptor: int) -> bool:
+        """Take the file's lock until it is closed. False: somebody has it."""
+        ...
+
+    def listdir(self, folder: str) -> list[str]: ...
+
+    def unlink(self, path: str) -> None: ...
+
+    def sync_folder(self, folder: str) -> None:
+        """Return when the names in a folder are on the disk."""
+        ...
+
+
+class SystemDisk:
+    """`Disk` of this machine. Files are the user's alone (0600); those of others are refused, and so are links."""
+
+    def open(self, path: str, *, create: bool = False) -> int:
+        flags = os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+        try:
+            descriptor = os.open(path, flags | os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
+        except OSError as error:
+            if create or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            descriptor = os.open(path, flags | os.O_RDONLY)
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            os.close(descriptor)
+            raise PermissionError(errno.EPERM, "not a file that only this user can write", path)
+        return descriptor
+
+    def close(self, descriptor: int) -> None:
+        os.close(descriptor)
+
+    def size(self, descriptor: int) -> int:
+        return os.fstat(descriptor).st_size
+
+    def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        done = 0
+        for start in range(0, len(buffers), _MOST_BUFFERS):
+            part = buffers[start : start + _MOST_BUFFERS]
+            count = os.preadv(descriptor, part, offset + done)
+            done += count
+            if count < sum(len(each) for each in part):
+                break
+        return done
+
+    def pwritev(self, descriptor: int, buffers: Sequence[Buffer], offset: int) -> int:
+        done = 0
+        for start in range(0, len(buffers), _MOST_BUFFERS):
+            part = buffers[start : start + _MOST_BUFFERS]
+            count = os.pwritev(descriptor, part, offset + done)
+            done += count
+            if count < sum(len(each) for each in part):
+                break
+        return done
+
+    def ftruncate(self, descriptor: int, size: int) -> None:
+        os.ftruncate(descriptor, size)
+
+    def fsync(self, descriptor: int) -> None:
+        os.fsync(descriptor)
+
+    def lock(self, descriptor: int) -> bool:
+        import fcntl
+
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def listdir(self, folder: str) -> list[str]:
+        return os.listdir(folder)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def sync_folder(self, folder: str) -> None:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,150 @@
+"""The format of a record: what one page, window page or state holds, the tokens that it stands for, and its parent.
+
+A record is a head and a payload. All numbers are little-endian:
+
+    4s  magic "AEKV"          H   version of the format      H   part: 1 page, 2 window page, 3 state
+    I   number of tokens n    I   CRC-32 of the payload      Q   bytes of the payload
+    32s fingerprint           32s digest of the parent       n i (int32) tokens of this page
+    I   CRC-32 of all of the head before it
+    payload: the buffers of `PageMemory`, one behind the other
+
+The **digest** of a page is the SHA-256 of its parent's digest and its own tokens; that of a first page's parent is
+`root_digest`, of a fingerprint and a namespace. So a digest stands for a model, an adapter and all tokens up to there,
+and the digest that is computed from a prompt's own tokens finds only what was computed for the same ones. A state has
+the digest of the page whose last token it has taken in. The **fingerprint** is everything else that the numbers depend
+on (`engine.fingerprint`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from enum import IntEnum
+from typing import BinaryIO, NamedTuple
+
+VERSION = 1
+_HEAD = struct.Struct("<4sHHIIQ32s32s")
+_CRC = struct.Struct("<I")
+MAGIC = b"AEKV"
+_MOST_TOKENS = 2**16
+"""Tokens of a page, at most (`page_size`)."""
+_MOST_BYTES = 2**40
+
+Buffer = bytes | bytearray | memoryview
+
+
+class RecordError(ValueError):
+    """A record is cut off, damaged, or of another format. The message says which."""
+
+
+class Part(IntEnum):
+    """The kind of memory that a record was copied from."""
+
+    PAGE = 1
+    WINDOW = 2
+    STATE = 3
+
+
+class Header(NamedTuple):
+    """Everything about a record but its payload."""
+
+    fingerprint: bytes
+    """32 bytes."""
+    parent: bytes
+    """Digest of the page before, 32 bytes."""
+    tokens: bytes
+    """Tokens of the page, as `pack_tokens` packs them."""
+    part: Part
+    size: int
+    """Bytes of the payload."""
+    checksum: int
+    """`checksum` of the payload."""
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of the page that it belongs to."""
+        return page_digest(self.parent, self.tokens)
+
+    def pack(self) -> bytes:
+        """The head of the record."""
+        count, fields = len(self.tokens) // 4, (self.fingerprint, self.parent)
+        head = _HEAD.pack(MAGIC, VERSION, self.part, count, self.checksum, self.size, *fields) + self.tokens
+        return head + _CRC.pack(zlib.crc32(head))
+
+    @classmethod
+    def unpack(cls, data: Buffer, offset: int = 0) -> tuple[Header, int]:
+        """(header, offset behind it) of the head at `offset`. Raises `RecordError`."""
+        view = memoryview(data)
+        if len(view) - offset < _HEAD.size:
+            raise RecordError("the head of a record is cut off")
+        magic, version, part, count, check, size, fingerprint, parent = _HEAD.unpack_from(view, offset)
+        if magic != MAGIC or version != VERSION:
+            raise RecordError(f"not a record of format {VERSION}")
+        end = offset + _HEAD.size + 4 * count
+        if count > _MOST_TOKENS or size > _MOST_BYTES or len(view) < end + _CRC.size:
+            raise RecordError("the tokens of a record are cut off")
+        if _CRC.unpack_from(view, end)[0] != zlib.crc32(view[offset:end]):
+            raise RecordError("the head of a record is damaged")
+        if part not in tuple(Part):
+            raise RecordError(f"a record of unknown part {part}")
+        tokens = bytes(view[offset + _HEAD.size : end])
+        return cls(fingerprint, parent, tokens, Part(part), size, check), end + _CRC.size
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Tokens as int32, little-endian."""
+    return struct.pack(f"<{len(tokens)}i", *tokens)
+
+
+def page_digest(parent: bytes, tokens: bytes) -> bytes:
+    """Digest of a page of packed `tokens` behind the page of digest `parent`."""
+    return hashlib.sha256(parent + tokens).digest()
+
+
+def root_digest(fingerprint: bytes, namespace: tuple[Hashable, ...]) -> bytes:
+    """The parent's digest of first pages of a namespace (adapter's content, cache salt)."""
+    return hashlib.sha256(b"root" + fingerprint + repr(namespace).encode()).digest()
+
+
+def digests_of(root: bytes, tokens: Sequence[int], page_size: int) -> Iterator[tuple[bytes, bytes, bytes]]:
+    """(parent's digest, packed tokens, digest) of each full page of `tokens`, in order."""
+    parent = root
+    for start in range(0, len(tokens) - page_size + 1, page_size):
+        packed = pack_tokens(tokens[start : start + page_size])
+        digest = page_digest(parent, packed)
+        yield parent, packed, digest
+        parent = digest
+
+
+def checksum(buffers: Iterable[Buffer]) -> int:
+    """CRC-32 of the buffers, one behind the other."""
+    value = 0
+    for buffer in buffers:
+        value = zlib.crc32(buffer, value)
+    return value
+
+
+def write_record(file: BinaryIO, header: Header, buffers: Iterable[Buffer]) -> int:
+    """Write a record to a file that is open for writing; returns its bytes."""
+    head = header.pack()
+    file.write(head)
+    for buffer in buffers:
+        file.write(buffer)
+    return len(head) + header.size
+
+
+def read_records(file: BinaryIO) -> Iterator[tuple[Header, bytes]]:
+    """Each record of a file from where it stands to its end, with its payload, checked. Raises `RecordError` at the
+    first that is not whole."""
+    while head := file.read(_HEAD.size):
+        if len(head) == _HEAD.size:
+            head += file.read(4 * min(_HEAD.unpack(head)[3], _MOST_TOKENS) + _CRC.size)
+        header, _ = Header.unpack(head)
+        payload = file.read(header.size)
+        if len(payload) < header.size:
+            raise RecordError("the payload of a record is cut off")
+        if checksum((payload,)) != header.checksum:
+            raise RecordError("the payload of a record is damaged")
+        yield header, payload

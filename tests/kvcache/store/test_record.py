@@ -1,0 +1,73 @@
+"""One record: what is written is read again, and damage of any byte is found."""
+
+from __future__ import annotations
+
+import io
+import random
+
+import pytest
+
+from asyncengine.kvcache.store.record import (
+    Header,
+    Part,
+    RecordError,
+    checksum,
+    digests_of,
+    pack_tokens,
+    page_digest,
+    read_records,
+    root_digest,
+    write_record,
+)
+
+FINGERPRINT = bytes(range(32))
+ROOT = root_digest(FINGERPRINT, ("adapter", ""))
+
+
+def make_record(tokens: list[int], buffers: list[bytes], part: Part = Part.PAGE) -> bytes:
+    size, check = sum(map(len, buffers)), checksum(buffers)
+    header = Header(FINGERPRINT, ROOT, pack_tokens(tokens), part, size, check)
+    file = io.BytesIO()
+    assert write_record(file, header, buffers) == len(file.getvalue())
+    return file.getvalue()
+
+
+def test_records_are_read_as_they_were_written() -> None:
+    buffers = [b"keys", b"", b"values"]
+    file = make_record([1, -2, 2**31 - 1], buffers) + make_record([4], [b""], Part.STATE)
+    (first, payload), (second, nothing) = read_records(io.BytesIO(file))
+    assert payload == b"keysvalues"
+    assert nothing == b""
+    assert first.tokens == pack_tokens([1, -2, 2**31 - 1])
+    assert (first.fingerprint, first.parent, first.part) == (FINGERPRINT, ROOT, Part.PAGE)
+    assert second.part is Part.STATE
+    assert first.digest == page_digest(ROOT, first.tokens)
+
+
+def test_any_changed_byte_and_any_cut_is_found() -> None:
+    whole = make_record([7, 8], [b"payload"])
+    rng = random.Random(1)
+    for place in range(len(whole)):
+        changed = bytearray(whole)
+        changed[place] ^= rng.randrange(1, 256)
+        with pytest.raises(RecordError):
+            list(read_records(io.BytesIO(changed)))
+    for length in range(1, len(whole)):
+        with pytest.raises(RecordError):
+            list(read_records(io.BytesIO(whole[:length])))
+
+
+def test_a_digest_stands_for_everything_before_it() -> None:
+    tokens = list(range(12))
+
+    def digests(root: bytes, tokens: list[int]) -> list[bytes]:
+        return [digest for _, _, digest in digests_of(root, tokens, 4)]
+
+    same = digests(ROOT, tokens)
+    assert len(same) == 3
+    assert digests(ROOT, [*tokens, 99]) == same
+    other = [99, *tokens[1:]]
+    assert not set(digests(ROOT, other)) & set(same)
+    assert digests(ROOT, [*tokens[:8], 99, 99, 99, 99])[:2] == same[:2]
+    for root in (root_digest(FINGERPRINT, ("", "")), root_digest(bytes(32), ("adapter", ""))):
+        assert not set(digests(root, tokens)) & set(same)

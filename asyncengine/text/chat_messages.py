@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncengine.checks import as_text, check_unicode
 from asyncengine.errors import InvalidParameter
+from asyncengine.text.media import PARTS, ImageParts
 
 ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 MAX_DEPTH = 64
@@ -41,10 +42,12 @@ class TemplateForm:
 
 @dataclass(slots=True)
 class Budget:
-    """Characters all inputs of one rendering may have together."""
+    """Characters all inputs of one rendering may have together, and the pictures among them."""
 
     limit: int
     used: int = field(default=0)
+    images: ImageParts | None = None
+    """Collects them; None: this model reads none."""
 
     def spend(self, name: str, amount: int) -> None:
         self.used += amount
@@ -127,6 +130,7 @@ def _message(name: str, message: object, form: TemplateForm, budget: Budget) -> 
 
 
 def _content(name: str, content: object, form: TemplateForm, budget: Budget) -> str | list[dict[str, str]] | None:
+    """The content as the template reads it. A picture goes to `budget.images`, and {"type": "image"} into its place."""
     if content is None:
         return None
     if isinstance(content, str):
@@ -136,18 +140,25 @@ def _content(name: str, content: object, form: TemplateForm, budget: Budget) -> 
     if not isinstance(content, (list, tuple)):
         raise InvalidParameter(name, "must be a str, None or a list of text blocks", content)
     texts: list[str] = []
+    blocks: list[dict[str, str]] = []
     for i, block in enumerate(content):
         if not isinstance(block, Mapping):
             raise InvalidParameter(f"{name}[{i}]", 'must be a dict like {"type": "text", "text": ...}', block)
+        if block.get("type") in PARTS and budget.images is not None:
+            if not form.blocks:
+                raise InvalidParameter(f"{name}[{i}]", "is a picture, and this model's chat template reads none")
+            budget.images.add(f"{name}[{i}]", block)
+            blocks.append({"type": "image"})
+            continue
         if block.get("type") != "text":
-            raise InvalidParameter(
-                f"{name}[{i}].type", "must be 'text': text is served, images are not", block.get("type")
-            )
+            read = ": text is served, images are not" if budget.images is None else ", 'image_url' or 'image'"
+            raise InvalidParameter(f"{name}[{i}].type", f"must be 'text'{read}", block.get("type"))
         text = as_text(f"{name}[{i}].text", block.get("text"))
         budget.spend(f"{name}[{i}].text", len(text) + 1)
         check_unicode(f"{name}[{i}].text", text)
         texts.append(str(text))
-    return [{"type": "text", "text": text} for text in texts] if form.blocks else "\n".join(texts)
+        blocks.append({"type": "text", "text": texts[-1]})
+    return blocks if form.blocks else "\n".join(texts)
 
 
 def _tool_calls(name: str, role: str, calls: object, form: TemplateForm, budget: Budget) -> list[dict[str, Any]]:

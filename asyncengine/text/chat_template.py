@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.text.chat_messages import Budget, TemplateForm, check_messages, check_tools, plain
+from asyncengine.text.media import ImageParts
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -50,13 +51,15 @@ class ChatTemplate:
         self.form = self._probe_form()
 
     def render(
-        self, messages: object, tools: object = None, *, max_chars: int, variables: Mapping[str, Any], **flags: bool
-    ) -> str:
-        """The chat as text. `flags` are `add_generation_prompt` and `continue_final_message`.
+        self, messages: object, tools: object = None, *, max_chars: int, variables: Mapping[str, Any],
+        images: ImageParts | None = None, **flags: bool,
+    ) -> str:  # fmt: skip
+        """The chat as text. `flags` are `add_generation_prompt` and `continue_final_message`. `images`: collects the
+        chat's pictures, which are refused without it.
 
         Raises `InvalidParameter` naming the faulty message, tool or variable, or with the template's own complaint.
         """
-        budget = Budget(max_chars)
+        budget = Budget(max_chars, images=images)
         chat = check_messages(messages, self.form, budget)
         inputs = {name: self._variable(name, value, budget) for name, value in variables.items()}
         if tools is not None and (checked := check_tools(tools, budget)):

@@ -14,6 +14,7 @@ from asyncengine.config import ModelSettings
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, UnsupportedModel, shorten
 from asyncengine.text.chat_template import ChatTemplate
 from asyncengine.text.detokenizer import Detokenizer
+from asyncengine.text.media import ImageParts
 from asyncengine.text.plain_tokenizer import read_plain_tokenizer
 from asyncengine.text.token_table import SAMPLES, TokenTable
 
@@ -184,9 +185,10 @@ class TextTokenizer:
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        images: ImageParts | None = None,
         **variables: Any,
     ) -> str:
-        """The text `apply_chat_template` encodes."""
+        """The text `apply_chat_template` encodes. `images`: collects the chat's pictures, which are refused without."""
         if continue_final_message and add_generation_prompt:
             raise InvalidParameter("continue_final_message", "cannot go with add_generation_prompt")
         return self._template(tools).render(
@@ -194,6 +196,7 @@ class TextTokenizer:
             tools,
             max_chars=self._max_chat_chars,
             variables=variables,
+            images=images,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )

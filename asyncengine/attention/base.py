@@ -74,6 +74,9 @@ class StepView:
     are arbitrary. None: all layers have one pool."""
     window_slots: torch.Tensor | None = None
     """Positions in the pool of the layers with windows, like `kv_slots`."""
+    blocks: tuple[tuple[int, int, int], ...] = ()
+    """(row, first, end): positions [first, end) of a row attend to each other both ways (pictures of Gemma 3); those
+    before the row's `start` have been. Not longer than a window, and never in graphs."""
     slots: Int64Array | None = None
     """[rows] which of `page_tables` each row has, where these are of more than the step's rows: in graphs."""
 

@@ -115,7 +115,7 @@ class CompiledBackend:
         (self._threads, self._piece, workers), self._team = team_threads(), use_team()
         if self._scratch.numel() < workers * self._scratch_size:
             self._scratch = torch.empty(workers * self._scratch_size, dtype=torch.uint8)
-        near, rows = step.for_windows(), _short_rows(step)
+        near, rows = step.for_windows(), None if step.blocks else _short_rows(step)
         plans = {
             group: self._plan_group(group, spec, near if spec.windowed else step, rows)
             for group, spec in self._groups.items()
@@ -319,6 +319,9 @@ def _chunk_items(spec: LayerSpec, step: StepView, row: int) -> Int64Array:
     if spec.chunk is not None:
         following = -(-(start + 1) // spec.chunk) * spec.chunk
         offsets = np.union1d(offsets, np.arange(following - start, count, spec.chunk))
+    blocks = [(max(first - start, 0), end - start) for own, first, end in step.blocks if own == row]
+    for bounds in blocks:
+        offsets = np.union1d(offsets, [each for each in bounds if each < count])
     counts = np.diff(offsets, append=count)
     items = np.zeros((len(offsets), fields.ITEM_FIELDS), dtype=np.int64)
     items[:, fields.TOKEN] = step.qo_indptr[row] + offsets
@@ -328,6 +331,9 @@ def _chunk_items(spec: LayerSpec, step: StepView, row: int) -> Int64Array:
     items[:, fields.BEGIN] = first_seen(spec.window, spec.chunk, start + offsets)
     items[:, fields.END] = np.minimum(start + offsets + counts + spec.later, start + count)
     items[:, fields.PARTIAL] = -1
+    for first, end in blocks:
+        inside = (offsets >= first) & (offsets < end)
+        items[inside, fields.BEYOND] = items[inside, fields.END] = start + end
     return items
 
 

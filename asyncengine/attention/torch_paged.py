@@ -210,8 +210,11 @@ class TorchPagedBackend:
         num_keys = start + count - first_key
         window_matters = any(most is not None and num_keys > most for most in (group.window, group.chunk))
         bias = None
-        if start > 0 or window_matters or any(_needs_scores(layer) for layer in self._layers):
+        blocks = [(low, end) for own, low, end in step.blocks if own == row]
+        if start > 0 or window_matters or blocks or any(_needs_scores(layer) for layer in self._layers):
             bias = causal_bias(start, count, first_key, num_keys, group.window, self._scratch[0], group.chunk)
+            for low, end in blocks:
+                bias[max(low - start, 0) : end - start, max(low - first_key, 0) : end - first_key] = 0
         pages = step.page_tables[row, first_page : first_page + num_pages]
         return _PromptChunk(first, first + count, self._pool_index(pages, spec), num_keys, start, first_key, bias)
 

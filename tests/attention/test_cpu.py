@@ -12,6 +12,7 @@ from support.teams import team_of
 
 from asyncengine.attention import factory
 from asyncengine.attention.base import LayerSpec, MergedHeads, StepView
+from asyncengine.attention.masked import masked_attention
 from asyncengine.attention.torch_paged import TorchPagedBackend
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter
@@ -113,6 +114,51 @@ def test_other_pages(page_size: int) -> None:
             assert float((found - expected).abs().max()) < limit
 
 
+BLOCKS = ((0, 3, 30), (0, 30, 41), (1, 0, 20), (2, 28, 40), (4, 60, 61))
+"""(row, first, end) of what attends both ways: next to each other, from the beginning, begun in an earlier step."""
+
+
+@pytest.mark.parametrize("shape", ["group of 2", "group of 3, 80 dimensions", "soft-cap", "window of 40"])
+@pytest.mark.parametrize("backend", ["compiled", "torch"])
+def test_blocks_are_attended_to_both_ways(shape: str, backend: str) -> None:
+    """Against the softmax written out, over chunks of which some begin within a block."""
+    spec = replace(BASE, window=40) if shape == "window of 40" else SHAPES[shape]
+    lengths = (50, 20, 45, 1, 600)
+    rows = Lengths(spec, list(lengths))
+    if backend == "torch":
+        rows.backend = TorchPagedBackend([spec], rows.backend.num_pages, 16, torch.float32, CPU)  # type: ignore[assignment]
+    first = [(0, 0, 3), (2, 0, 35), (4, 0, 60)]
+    rows.attend(first)
+    parts = [(0, 3, 50), (1, 0, 20), (2, 35, 45), (3, 0, 1), (4, 60, 600)]
+    found = rows.attend(parts, blocks=BLOCKS)
+    for index, (row, start, end) in enumerate(parts):
+        token = int(rows.token[row])
+        span = slice(token, token + end)
+        queries, keys = torch.arange(start, end)[:, None], torch.arange(end)
+        seen = keys <= queries
+        if spec.window is not None:
+            seen &= keys > queries - spec.window
+        for own, low, high in BLOCKS:
+            if own == index:
+                seen |= (queries >= low) & (queries < high) & (keys >= low) & (keys < high)
+        bias = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+        groups = spec.num_heads // spec.num_kv_heads
+        query = rows.query[token + start : token + end].transpose(0, 1)
+        key, value = (part[span].transpose(0, 1).repeat_interleave(groups, 0) for part in (rows.key, rows.value))
+        expected = masked_attention(spec, query, key, value, bias, None).transpose(0, 1)
+        assert float((found[index] - expected).abs().max()) < 1e-5, f"row {row}"
+
+
+def test_a_block_is_the_same_bits_in_any_company() -> None:
+    rows = Lengths(BASE, [50, 700])
+    alone = rows.attend([(0, 0, 50)], blocks=((0, 3, 30),))[0]
+    beside = rows.attend([(1, 0, 700), (0, 0, 50)], blocks=((1, 3, 30), (0, 8, 600)))[1]
+    rows.attend([(0, 0, 3)])
+    resumed = rows.attend([(0, 3, 50)], blocks=((0, 3, 30),))[0]
+    assert torch.equal(alone, beside)
+    assert torch.equal(alone[3:], resumed)
+
+
 def test_the_check_can_fail() -> None:
     pair = Pair(BASE, torch.float32)
     pair.compiled._pools[0]._numbers[0] *= 1.01
@@ -133,7 +179,9 @@ class Lengths:
         self.value = torch.randn(sum(lengths), spec.num_kv_heads, spec.value_dim, generator=generator)
         self.token = np.cumsum([0, *lengths])
 
-    def attend(self, parts: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+    def attend(
+        self, parts: list[tuple[int, int, int]], blocks: tuple[tuple[int, int, int], ...] = ()
+    ) -> list[torch.Tensor]:
         """parts: (row, first position, last position + 1)."""
         starts, counts = np.array([a for _, a, _ in parts]), np.array([b - a for _, a, b in parts])
         width = max(-(-b // 16) for _, _, b in parts)
@@ -141,7 +189,7 @@ class Lengths:
         slots = np.concatenate([self.first[row] * 16 + np.arange(a, b) for row, a, b in parts])
         tokens = torch.from_numpy(np.concatenate([self.token[row] + np.arange(a, b) for row, a, b in parts]))
         indptr = np.concatenate(([0], np.cumsum(counts)))
-        self.backend.plan(StepView(starts, counts, indptr, tables, torch.from_numpy(slots)))
+        self.backend.plan(StepView(starts, counts, indptr, tables, torch.from_numpy(slots), blocks=blocks))
         self.backend.write(0, self.key[tokens], self.value[tokens])
         return list(self.backend.attend(0, self.query[tokens]).split(counts.tolist()))
 

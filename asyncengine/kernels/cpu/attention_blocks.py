@@ -9,6 +9,7 @@ import numpy as np
 from asyncengine.kernels.cpu import attention_tiles as tile
 from asyncengine.kernels.cpu.attention_fields import (
     BEGIN,
+    BEYOND,
     END,
     ITEM_FIELDS,
     KEY_DIM,
@@ -93,7 +94,7 @@ def attend_block(
         low = max(own[BEGIN] - block, 0)
         if spec[WINDOW] > 0:
             low = max(low, position - spec[WINDOW] + 1)
-        high = min(position + spec[LATER], min(own[END] - block, BLOCK) - 1) + 1
+        high = min(position + spec[LATER] + own[BEYOND], min(own[END] - block, BLOCK) - 1) + 1
         at = state + row * 4
         softmax(place, to + row * width, low, high, scale, at, at + rows * 4, at + rows * 8, operand)
     to += begin * wide * size_of(operand)

@@ -31,8 +31,9 @@ ITEMS, NUM_ITEMS, BOUNDS, TABLE, WIDTH, SLOTS, TOKENS, JOINS, NUM_JOINS, PARTIAL
 )
 STEP_FIELDS = 13
 # An item: its first token in the batch, how many, the first one's position, its row of the table, the keys
-# [BEGIN, END), and the partial result it makes (-1: the result itself).
-TOKEN, COUNT, POSITION, ROW, BEGIN, END, PARTIAL = range(7)
+# [BEGIN, END), the partial result it makes (-1: the result itself), and how many positions after its own each query
+# sees besides the layer's LATER.
+TOKEN, COUNT, POSITION, ROW, BEGIN, END, PARTIAL, BEYOND = range(8)
 ITEM_FIELDS = 8
 
 

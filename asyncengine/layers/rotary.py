@@ -43,6 +43,9 @@ class RotaryConfig:
     together with norms of heads."""
     growth_begins: int = 0
     """The position that this growth counts from (Llama 4: 1)."""
+    axes: tuple[int, ...] = ()
+    """The axis of the position by which each pair turns, where pictures have three: 0 time, 1 rows, 2 columns (M-RoPE,
+    Wang et al. 2024)."""
 
     @property
     def dim(self) -> int:
@@ -74,6 +77,7 @@ class Rotary:
         self._dtype = torch.float32 if config.exact else dtype
         self._frequencies = torch.tensor(np.array(config.frequencies, dtype=np.float32), device=device)
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._axes = torch.tensor(config.axes, device=device)
         self._length = min(length, _TABLE)
         self._few: tuple[RowCopies, RowCopies] | None = None
         self._kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -88,7 +92,10 @@ class Rotary:
 
                 self._few = RowCopies(self._tables[0], _FEW), RowCopies(self._tables[1], _FEW)
 
-    def __call__(self, positions: torch.Tensor) -> Angles:
+    def __call__(self, positions: torch.Tensor, axes: torch.Tensor | None = None) -> Angles:
+        """`axes`: int64 [3, T], the same positions where a step has pictures; None: all three are alike."""
+        if axes is not None and self.config.axes:
+            return Angles(*self._turned(axes[self._axes].T.to(torch.float32) * self._frequencies), self.config.style)
         angles = self._angles(positions)
         growth = self.config.query_growth
         first = self.config.growth_begins
@@ -110,7 +117,10 @@ class Rotary:
         if self._kernel is not None:
             interleaved = self.config.style == "interleaved"
             return self._kernel(positions, self._frequencies, self.config.scaling, interleaved, self._dtype)
-        angles = positions.to(torch.float32)[:, None] * self._frequencies
+        return self._turned(positions.to(torch.float32)[:, None] * self._frequencies)
+
+    def _turned(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [T, dim] of angles [T, dim / 2]."""
         if self.config.style == "halves":
             angles = torch.cat((angles, angles), dim=-1)
         else:

@@ -96,3 +96,26 @@ def test_no_tokens_have_no_angles() -> None:
     angles = Rotary(RotaryConfig((1.0, 0.1)), 8, torch.float32, CPU)(torch.arange(0))
     assert isinstance(angles, Angles)
     assert angles.cos.shape == (0, 4)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_positions_with_three_axes(interleaved: bool, dtype: torch.dtype) -> None:
+    """Against transformers' rotary embeddings of Qwen2.5-VL and Qwen3-VL; axes that are alike turn as one position."""
+    if interleaved:
+        module: Any = hf.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLTextRotaryEmbedding
+        config: Any = hf.Qwen3VLConfig().text_config
+        sections = [12, 10, 10]
+    else:
+        module = hf.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLRotaryEmbedding
+        config, sections = hf.Qwen2_5_VLConfig().text_config, [8, 12, 12]
+    config.hidden_size, config.num_attention_heads, config.head_dim = 256, 4, 64
+    config.rope_parameters |= {"mrope_section": sections, "rope_type": "default", "rope_theta": 1e4}
+    rotary = Rotary(rotary_of(config, 512), 512, dtype, CPU)
+    axes = torch.stack([torch.full((9,), 40), 40 + torch.arange(9) // 3, 40 + torch.arange(9) % 3])
+    found = rotary(torch.arange(9), axes)
+    cos, sin = module(config)(torch.zeros(1, dtype=dtype), axes[:, None])
+    assert torch.equal(found.cos, cos[0])
+    assert torch.equal(found.sin, sin[0])
+    text = torch.arange(300, 320)
+    assert all(map(torch.equal, rotary(text)[:2], rotary(text, text.expand(3, -1))[:2]))

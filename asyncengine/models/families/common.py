@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,6 +19,14 @@ _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh", "relu": "relu", "relu2": "relu2",
 }  # fmt: skip
+_SECTIONS: Mapping[str, tuple[tuple[int, ...], bool]] = {
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), ((16, 24, 24), False)),
+    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), ((24, 20, 20), True)),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ((11, 11, 10), True)),
+    **dict.fromkeys(("glm4v_text", "glm4v_moe_text"), ((8, 12, 12), False)),
+}
+"""model_type -> pairs of dimensions that turn by time, rows and columns (`mrope_section`, if it is not said), and
+whether these take turns or lie one section behind the other."""
 KINDS = ("full_attention", "sliding_attention")
 """Layer types, where a family's file has no `KINDS` of its own."""
 
@@ -34,6 +42,19 @@ def activation(config: Any, name: str | None = None) -> str:
 def head_dim_of(config: Any) -> int:
     """Dimensions of a head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _axes_of(config: Any, pairs: int) -> tuple[int, ...]:
+    """The axis of each of `pairs` of dimensions, where positions of pictures have three; () where they have one, or
+    where the configuration's sections do not add up: then pictures cannot be read."""
+    default, interleaved = _SECTIONS.get(config.model_type, ((), False))
+    sections = tuple(config.rope_parameters.get("mrope_section") or default)
+    if not default or len(sections) != 3:
+        return ()
+    if interleaved:
+        return tuple(pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(pairs))
+    axes = tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    return axes if len(axes) == pairs else ()
 
 
 def default_rotary(base: float, dim: int, style: Any = "halves") -> RotaryConfig:
@@ -63,13 +84,14 @@ def rotary_of(
     dim = int(whole * parameters.get("partial_rotary_factor", 1.0)) if in_part else whole
     if dim == whole and dim % 2:
         raise ModelNotFound(f"config.json: head_dim must be even where heads are rotated, got {dim}")
+    axes = _axes_of(config, dim // 2) if config.model_type in _SECTIONS else ()
     if kind == "default":
-        return default_rotary(parameters["rope_theta"], dim, style)
+        return replace(default_rotary(parameters["rope_theta"], dim, style), axes=axes)
     try:
         found, scaling = SCALED[kind](parameters, dim, config.max_position_embeddings, length)
     except KeyError as error:
         raise ModelNotFound(f"config.json: rope_parameters of type {kind!r} lack {error}") from None
-    return RotaryConfig(tuple(found.tolist()), float(scaling), style)
+    return RotaryConfig(tuple(found.tolist()), float(scaling), style, axes=axes)
 
 
 class UnknownLayers(UnsupportedModel):

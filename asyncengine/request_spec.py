@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from asyncengine.images import ImageSpan, without_identity
 from asyncengine.options import RequestOptions
 from asyncengine.sampling_params import SamplingParams
 
@@ -69,11 +70,18 @@ class RequestSpec:
 
     pooled: Pooled | None = None
     """Asked for a vector: `max_total` is the length of the prompt."""
+    images: tuple[ImageSpan, ...] = ()
+    """Pictures in the prompt, in order; `prompt` has their ids (`images.ImageSpan.ids`)."""
 
     @property
     def whole(self) -> bool:
         """All of it in one step, and nothing kept of it."""
         return self.pooled is not None and self.pooled.whole
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt as the tokenizer gave it."""
+        return without_identity(self.prompt, self.images) if self.images else self.prompt
 
     @property
     def prompt_len(self) -> int:

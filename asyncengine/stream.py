@@ -39,7 +39,7 @@ class _StreamBase:
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
         """The prompt as the model sees it; empty before it has been submitted."""
-        return () if self._assembler is None else self._assembler.prepared.spec.prompt
+        return () if self._assembler is None else self._assembler.prepared.spec.prompt_ids
 
     @property
     def usage(self) -> Usage | None:

@@ -289,6 +289,25 @@ class AdapterSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImageSettings(Settings):
+    """Pictures."""
+
+    images: Literal["auto", "off"] = "auto"
+    """"auto": the vision tower is loaded where the model has one that can be read here (`info.reads_images`), and chats
+    may hold pictures; "off": it is left out, and takes no memory."""
+    image_cache_memory: CacheMemory = "256MiB"
+    """Bytes of encoded pictures kept for requests that name them again. None: only those that are being computed."""
+    max_images: Count = 16
+    """Most pictures of a request."""
+    max_image_bytes: Annotated[int, integer_in(1, MAX_BYTES)] = 20 * 2**20
+    """Bytes of a picture's file, at most."""
+    max_image_pixels: Positive = 2**25
+    """Pixels of a picture, at most: three bytes each while its request is prepared."""
+    max_image_side: Positive = 8192
+    """Pixels of a picture's width and of its height, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RequestSettings(Settings):
     """Queue, timeouts and limits of requests."""
 
@@ -344,8 +363,8 @@ class AdvancedSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(
-    AdvancedSettings, RequestSettings, AdapterSettings, GrammarSettings, SpeculationSettings, BatchingSettings,
-    MemorySettings, ModelSettings,
+    AdvancedSettings, RequestSettings, ImageSettings, AdapterSettings, GrammarSettings, SpeculationSettings,
+    BatchingSettings, MemorySettings, ModelSettings,
 ):  # fmt: skip
     """Settings of one engine. Raises `InvalidParameter` naming the field for a value outside its range."""
 

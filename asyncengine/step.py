@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from asyncengine.images import PromptImage
 from asyncengine.request_spec import RequestSpec
 
 if TYPE_CHECKING:
@@ -148,12 +149,21 @@ class AdapterSwap(NamedTuple):
     """Weights that the runner copies: opaque to everybody else, and kept alive by the batch."""
 
 
+class Encode(NamedTuple):
+    """A picture is encoded before the rows of the step that carries this, and kept until a later one drops it."""
+
+    image: PromptImage
+    dropped: tuple[bytes, ...] = ()
+    """Digests of pictures that no row names from here on."""
+
+
 class Batch(NamedTuple):
     """One step. Rows keep the scheduler's order; `step` counts launched steps from 1."""
 
     step: int
     rows: tuple[Row, ...]
     swaps: tuple[AdapterSwap, ...] = ()
+    encode: Encode | None = None
 
     @property
     def num_tokens(self) -> int:

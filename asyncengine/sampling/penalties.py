@@ -77,7 +77,8 @@ class PenaltyTable:
         prompt_len = row.spec.prompt_len
         prompt = row.tokens[state.counted : min(known, prompt_len)]
         if prompt:
-            state.prompt_seen.index_fill_(0, self._ids(prompt), True)
+            seen = [token for token in prompt if token >= 0] if row.spec.images else prompt
+            state.prompt_seen.index_fill_(0, self._ids(seen), True)
             state.counted += len(prompt)
         output = row.tokens[max(state.counted, prompt_len) : known]
         if output:

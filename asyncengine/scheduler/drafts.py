@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from asyncengine.config import SpeculationSettings
 from asyncengine.kvcache import KVCache
 from asyncengine.lora.interface import LONG
@@ -55,6 +57,8 @@ class Drafting:
             if end + len(planned) > len(table.pages) * kv.page_size and kv.num_free:
                 kv.grow(table, end + len(planned))
             drafts = planned[: min(budget, len(table.pages) * kv.page_size - end)]
+            if row.spec.images:  # a picture in the text is not to be guessed, and the draft model sees none
+                drafts = tuple(takewhile(lambda token: token >= 0, drafts))
             budget -= len(drafts)
             if drafts:
                 rows[ticket] = row._replace(num_scheduled=row.num_scheduled + len(drafts), drafts=drafts)

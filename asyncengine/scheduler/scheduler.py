@@ -27,6 +27,7 @@ from asyncengine.policies import overrides, start_policy
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler.admission import Admission
 from asyncengine.scheduler.drafts import Drafting, draft_planner
+from asyncengine.scheduler.encoding import EncodedImages
 from asyncengine.scheduler.messages import (
     Abort,
     AdapterReady,
@@ -79,6 +80,7 @@ class Scheduler:
         self._in_flight: deque[InFlight] = deque()
         self._charge = self._policy.charge if overrides(self._policy, "charge") else None
         self._drafting = Drafting(roster, bool(config.speculation_with_adapters))
+        self.images = EncodedImages(int(config.image_cache_memory), self.running)
 
     # ---------------------------------------------------------------- apply
 
@@ -130,7 +132,9 @@ class Scheduler:
             if request.state is RequestState.RUNNING and request.ticket not in rows:
                 self._schedule_prompt(request, plan)
         if plan.threshold is not None and rows and len(self.running) == 1:
-            plan.widen(next(iter(self.running.values())), self.kv)
+            lone = next(iter(self.running.values()))
+            if not lone.spec.images:  # which may not be there, or may not be cut
+                plan.widen(lone, self.kv)
         if rows:
             self._drafting.add(rows, plan.left)
             return self._launch(rows)
@@ -178,7 +182,8 @@ class Scheduler:
         """Number of its positions that `request` may compute in this step: all of them where no page keeps them."""
         if request.table is None:
             return plan.grant(len(request.tokens), whole=True)
-        return plan.grant(self.kv.most_at_once(len(request.tokens), request.num_launched))
+        count = plan.grant(self.kv.most_at_once(len(request.tokens), request.num_launched))
+        return self.images.fit(request, count) if request.spec.images else count
 
     def _schedule_prompt(self, request: Request, plan: Plan) -> None:
         count = self._grant(request, plan)
@@ -223,7 +228,8 @@ class Scheduler:
             count = self._grant(request, plan)
             if request.table is not None and not self.kv.grow(request.table, request.num_launched + count):
                 raise InvariantViolation(f"{request} was admitted without room for its first {count} tokens")
-            plan.add(request, count)
+            if count:  # else its picture is encoded in a later step
+                plan.add(request, count)
 
     def _launch(self, rows: dict[int, Row]) -> Batch:
         """Make the plan a fact: from here on results for it will come."""
@@ -244,7 +250,7 @@ class Scheduler:
                 request.num_pending += 1
         if self.kv.states is not None:
             planned = with_states(planned, requests, self.kv, self.last_step)
-        batch = Batch(self.last_step, planned, self.roster.slots.take_swaps())
+        batch = Batch(self.last_step, planned, self.roster.slots.take_swaps(), self.images.take())
         self._in_flight.append(InFlight(batch, requests, [request.epoch for request in requests]))
         return batch
 
@@ -252,7 +258,10 @@ class Scheduler:
 
     def commit(self, result: StepResult, now: float) -> None:
         """Apply the result of the oldest step in flight."""
-        self._results.apply(self._in_flight.popleft(), result, now)
+        launched = self._in_flight.popleft()
+        for index in result.errors:
+            self.images.forget(launched.requests[index])
+        self._results.apply(launched, result, now)
 
     def take_outputs(self) -> list[Output]:
         """News since the last call, in order."""

@@ -30,7 +30,8 @@ class LookupProposer:
     def __init__(
         self, spec: RequestSpec, tokens: Sequence[int], namespace: Namespace, answers: EarlierAnswers | None
     ) -> None:
-        self._prompt_tokens = spec.prompt
+        # ids of pictures need more than 8 bytes; whatever they are, nobody is to write them
+        self._prompt_tokens = tuple(max(token, -1) for token in spec.prompt) if spec.images else spec.prompt
         self._namespace = namespace
         self._answers = answers
         self._prompt: FixedIndex | None = None

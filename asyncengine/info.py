@@ -63,6 +63,8 @@ class ModelInfo:
     """Backend of the attention kernels: "compiled", "torch", "flashinfer"; an encoder's, "of whole texts"."""
     no_speculation: str | None = None
     """Why nothing is guessed ahead; None: it is."""
+    no_images: str | None = "the model reads text alone"
+    """Why chats may hold no pictures; None: they may."""
     batch_variance: str | None = None
     """Why an answer may depend on the requests that are computed beside it, in a near tie; None: it does not, to the
     bit (of adapters in bfloat16 that holds for what is written, not for their prompts)."""

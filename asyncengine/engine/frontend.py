@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from asyncengine.checks import MAX_INT64, MIN_INT64, as_integer, as_items, as_switch
 from asyncengine.config import EngineConfig
 from asyncengine.engine.assembler import Assembler
+from asyncengine.engine.image_prompts import ImagePrompts
 from asyncengine.engine.loop import EngineLoop, WeightUpdate
 from asyncengine.engine.loop_client import LoopClient
 from asyncengine.engine.profiling import MOST_STEPS, Profile
@@ -27,6 +28,7 @@ from asyncengine.errors import (
     UnsupportedModel,
 )
 from asyncengine.events import Event
+from asyncengine.images import ImageSpan
 from asyncengine.info import ModelInfo
 from asyncengine.options import (
     ChatMessages,
@@ -79,9 +81,10 @@ class Frontend:
         adapter_folder: Callable[[str | os.PathLike[str]], str] = os.path.abspath,
         prepare_update: PrepareUpdate | None = None,
         vector_model: VectorModel | None = None,
+        images: ImagePrompts | None = None,
     ) -> None:
         """`adapter_folder`: the folder that the path of an adapter means. `prepare_update`: None: its weights cannot
-        change. `vector_model`: None: the model writes text."""
+        change. `vector_model`: None: the model writes text. `images`: None: it reads no pictures."""
         self.loop = loop
         self.client = LoopClient(loop, adapters)
         self.validator = validator
@@ -92,6 +95,7 @@ class Frontend:
         self._threads = threads
         self._adapter_folder = adapter_folder
         self._prepare_update = prepare_update
+        self._images = images
         self._update_numbers = count(1)
         self._profiling = threading.Lock()
         self.started_at = loop.clock.now()
@@ -124,8 +128,19 @@ class Frontend:
         if isinstance(text, str):
             return self._tokenizer("prompt").encode(text, add_special_tokens is not False)
         tokenizer, variables = self._tokenizer("messages"), template_variables(template_kwargs)
-        chat = tokenizer.render_chat(self._with_content(text), template_tools(tools), **variables)
-        return tokenizer.encode(chat, add_special_tokens is True)
+        _, ids, _ = self._chat(tokenizer, text, template_tools(tools), variables, add_special_tokens is True)
+        return ids
+
+    def _chat(
+        self, tokenizer: TextTokenizer, messages: ChatMessages, tools: list[Any] | None, variables: Mapping[str, Any],
+        add_special_tokens: bool = False,
+    ) -> tuple[str, list[int], tuple[ImageSpan, ...]]:  # fmt: skip
+        """A chat as the model's template renders it, its token ids, and the pictures among these."""
+        images = None if self._images is None else self._images.parts()
+        text = tokenizer.render_chat(self._with_content(messages), tools, images=images, **variables)
+        if self._images is None or images is None or not images.parts:
+            return text, tokenizer.encode(text, add_special_tokens), ()
+        return text, *self._images.encode(text, images.parts)
 
     def token_texts(self, token_ids: Iterable[int]) -> list[str]:
         """See `AsyncEngine.token_texts`."""
@@ -175,10 +190,9 @@ class Frontend:
         if options.prediction is not None and chat.tools and chat.tool_choice not in (None, "auto", "none"):
             raise InvalidParameter("prediction", "is of a text, and tool_choice asks for a call", chat.tool_choice)
         tools = template_tools(chat.tools)
-        text = tokenizer.render_chat(self._with_content(chat.messages), tools, **chat.variables)
-        prompt = tokenizer.encode(text, add_special_tokens=False)
+        text, prompt, images = self._chat(tokenizer, chat.messages, tools, chat.variables)
         params = as_params(params)
-        prepared = self.validator.prepare(prompt, params, options, arrival, self._plan(chat, params, text))
+        prepared = self.validator.prepare(prompt, params, options, arrival, self._plan(chat, params, text), images)
         prepared.mailbox.is_chat = True
         return prepared
 

@@ -22,6 +22,7 @@ from asyncengine.engine.delivery import OutputStream
 from asyncengine.engine.mailbox import Mailbox
 from asyncengine.errors import AdapterNotFound, ContextLengthExceeded, GrammarError, InvalidParameter
 from asyncengine.grammar.interface import GrammarCompiler
+from asyncengine.images import ImageSpan, with_identity
 from asyncengine.info import ModelInfo
 from asyncengine.lora.interface import AdapterStore
 from asyncengine.options import RequestOptions, predicted_content
@@ -132,17 +133,18 @@ class RequestValidator:
         options: RequestOptions,
         arrival: float,
         plan: ChatPlan | None = None,
+        images: tuple[ImageSpan, ...] = (),
     ) -> PreparedRequest:
         """Check everything and specify `n` samples. Raises `InvalidParameter` or a subclass of it.
 
         `arrival`: when it was submitted, by the engine's clock; deadlines count from there. `plan`: what a chat asks of
-        its output, in place of the grammar in `params`.
+        its output, in place of the grammar in `params`. `images`: pictures in the prompt, which has placeholders there.
 
         Takes a while for long prompts and many stop strings; posts nothing, so it may run on any thread.
         """
         params = as_params(params)
         params = self._resolve(params if plan is None else plan.applied(params))
-        tokens = self._check_prompt(prompt)
+        tokens = self._check_prompt(prompt, images)
         self._check_limits(params)
         self.check_adapter(options.adapter)
         options = options.checked()
@@ -152,7 +154,10 @@ class RequestValidator:
         mailbox = Mailbox()
         stops = StopAutomaton(params.stop) if params.stop else None
         prediction = self._check_prediction(options.prediction, params)
-        specs = self._specify(tokens, params, options, max_total, arrival, prediction)
+        if images:
+            _check_images(params, images, len(tokens))
+            tokens = with_identity(tokens, images)
+        specs = self._specify(tokens, params, options, max_total, arrival, prediction, images)
         return PreparedRequest(
             streams=tuple(self._stream(spec, mailbox, stops) for spec in specs),
             mailbox=mailbox,
@@ -168,6 +173,7 @@ class RequestValidator:
         max_total: int,
         arrival: float,
         prediction: tuple[int, ...],
+        images: tuple[ImageSpan, ...],
     ) -> Iterator[RequestSpec]:
         """The specifications of the `n` samples, in order. Draws their tickets."""
         ticket = next(self._tickets)
@@ -184,6 +190,7 @@ class RequestValidator:
             arrival=arrival,
             group=None if params.n == 1 else ticket,
             prediction=prediction,
+            images=images,
             inter_token_timeout=self.config.inter_token_timeout,
             **self._deadlines(options, arrival),
         )
@@ -241,7 +248,7 @@ class RequestValidator:
         """Whether the model's own stop strings count: a grammar says itself where a text ends."""
         return self.tokenizer is not None and params.grammar is None and not params.ignore_eos
 
-    def _check_prompt(self, prompt: Sequence[int]) -> tuple[int, ...]:
+    def _check_prompt(self, prompt: Sequence[int], images: tuple[ImageSpan, ...] = ()) -> tuple[int, ...]:
         if not prompt:
             raise InvalidParameter("prompt", "must not be empty")
         if len(prompt) > self.info.max_model_len:  # a longer one takes a while to look through
@@ -253,8 +260,11 @@ class RequestValidator:
                 raise InvalidParameter(
                     f"prompt[{position}]", f"must be a token id between 0 and {vocab - 1} (the vocabulary)", token
                 )
-            if token in placeholders:
-                limit = f"stands for {placeholders[token]}: only the text of this model is served"
+            if token in placeholders and not any(span.first <= position < span.end for span in images):
+                served = "only the text of this model is served"
+                if self.info.no_images is None:
+                    served = "pictures are passed in the messages of a chat"
+                limit = f"stands for {placeholders[token]}: {served}"
                 raise InvalidParameter(f"prompt[{position}]", limit, token)
         return tokens
 
@@ -341,6 +351,14 @@ class RequestValidator:
         if self.adapters is None:
             raise AdapterNotFound("adapter", "this engine takes no adapters", name)
         self.adapters.find(name)
+
+
+def _check_images(params: SamplingParams, images: tuple[ImageSpan, ...], prompt_len: int) -> None:
+    """Refuse what is not defined where a picture stands. Raises `InvalidParameter`."""
+    if params.prompt_logprobs:
+        raise InvalidParameter("prompt_logprobs", "cannot be had of a prompt with pictures")
+    if images[-1].end == prompt_len:
+        raise InvalidParameter("messages", "must not end with a picture: the model's template puts nothing behind it")
 
 
 def _sample_seed(seed: int | None, index: int) -> int:

@@ -21,6 +21,8 @@ from asyncengine.engine.device_thread import DeviceThread
 from asyncengine.engine.draft_wiring import load_draft, open_draft
 from asyncengine.engine.frontend import Frontend
 from asyncengine.engine.grammar_wiring import make_grammars, make_planner
+from asyncengine.engine.image_prompts import ImagePrompts
+from asyncengine.engine.image_wiring import NO_IMAGES, LoadedImages, load_images
 from asyncengine.engine.loop import EngineLoop, Recorder
 from asyncengine.engine.threads import on_own_thread
 from asyncengine.engine.validation import RequestValidator
@@ -225,6 +227,7 @@ def _load_frontend(
         pooler, vectors = pooled or (None, None)
         with cores.loading():
             draft = load_draft(drafting, config, loaded, tokenizer, progress)
+            images = load_images(checkpoint, loaded, tokenizer, config, progress) if pooling is None else NO_IMAGES
         attempt.check()
         lora = install_lora(loaded.model, config.max_loras, config.max_lora_rank)
         adapters = make_adapters(lora, loaded.dtype, config, config.max_passes)
@@ -235,10 +238,10 @@ def _load_frontend(
         _await_kernels(ahead, progress)
         runner = build_runner(
             loaded, config, lora=lora, cores=cores, progress=progress, pooler=pooler, draft=draft, two_pools=True,
-            kept=ahead.kept, left=ahead.left,
+            kept=ahead.kept, left=ahead.left, images=images.store,
         )  # fmt: skip
         progress.say_compiled()
-        frontend = _assemble(path, loaded, tokenizer, runner, adapters, grammars, planner, config, vectors)
+        frontend = _assemble(path, loaded, tokenizer, runner, adapters, grammars, planner, config, vectors, images)
         undo.pop_all()
         return frontend
 
@@ -320,16 +323,10 @@ def _resolve_overlap(config: EngineConfig, device_type: str) -> EngineConfig:
 
 
 def _assemble(
-    path: str,
-    loaded: Loaded,
-    tokenizer: TextTokenizer | None,
-    runner: ModelRunner | EncoderRunner,
-    adapters: AdapterRegistry | None,
-    grammars: GrammarCompiler | None,
-    planner: ChatPlanner | None,
-    config: EngineConfig,
-    vectors: VectorModel | None = None,
-) -> Frontend:
+    path: str, loaded: Loaded, tokenizer: TextTokenizer | None, runner: ModelRunner | EncoderRunner,
+    adapters: AdapterRegistry | None, grammars: GrammarCompiler | None, planner: ChatPlanner | None,
+    config: EngineConfig, vectors: VectorModel | None = None, images: LoadedImages = NO_IMAGES,
+) -> Frontend:  # fmt: skip
     info = ModelInfo(
         name=bundled_name(path) or loaded.name,
         vocab_size=loaded.vocab_size,
@@ -356,6 +353,7 @@ def _assemble(
         batch_variance=runner.batch_variance,
         left_out=loaded.left_out,
         placeholders=loaded.placeholders,
+        no_images=images.why_none,
     )
     if vectors is not None:
         info = described(info, vectors, tokenizer)
@@ -365,15 +363,9 @@ def _assemble(
     adapted = info.dtype == "float32" if adapted is None else adapted
     config = config.replace(speculation_costs=costs, draft_costs=runner.draft_costs, speculation_with_adapters=adapted)
     return wire(
-        runner,
-        info,
-        config,
-        tokenizer=tokenizer,
-        grammars=grammars,
-        planner=planner,
-        adapters=adapters,
-        vectors=vectors,
-    )
+        runner, info, config, tokenizer=tokenizer, grammars=grammars, planner=planner, adapters=adapters,
+        vectors=vectors, images=images.prompts,
+    )  # fmt: skip
 
 
 def _say_forms(info: ModelInfo) -> None:
@@ -403,6 +395,7 @@ def wire(
     adapters: AdapterRegistry | None = None,
     recorder: Recorder | None = None,
     vectors: VectorModel | None = None,
+    images: ImagePrompts | None = None,
 ) -> Frontend:
     """Put an engine together around any executor (tests use a fake one). `vectors`: of a model that gives them."""
     clock = clock or MonotonicClock()
@@ -437,7 +430,7 @@ def wire(
     threads = getattr(executor, "threads", ThreadStats)  # executors without any of their own: fakes
     folder = partial(resolve_adapter, root=config.adapter_root)
     update = getattr(executor, "prepare_update", None)
-    return Frontend(loop, validator, tokenizer, info, planner, adapters, threads, folder, update, vectors)
+    return Frontend(loop, validator, tokenizer, info, planner, adapters, threads, folder, update, vectors, images)
 
 
 def _fit_context(info: ModelInfo, config: EngineConfig, capacity: int) -> ModelInfo:

@@ -44,6 +44,23 @@ class RowAdapters(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class StepImages:
+    """The pictures of a step: hidden states that take the places of embeddings. M tokens of T."""
+
+    tokens: torch.Tensor | None = None
+    """int64 [M] on the device, ascending: tokens of the step that stand for pictures; None: there are none."""
+    features: torch.Tensor | None = None
+    """[M, width]."""
+    deep: tuple[torch.Tensor, ...] = ()
+    """[M, width] each: added to the stream behind the first layers (Qwen3-VL)."""
+    axes: torch.Tensor | None = None
+    """int64 [3, T] positions in time, rows and columns, where the model's positions have three axes."""
+
+
+NO_IMAGES = StepImages()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepContext:
     """An argument of every layer; nothing of a step is kept in a layer."""
 
@@ -57,6 +74,8 @@ class StepContext:
     """Adapters of the rows whose logits are wanted."""
     states: StateStep | None = None
     """None: the model keeps none."""
+    images: StepImages | None = None
+    """None: no row has any."""
 
 
 class CausalLM(Protocol):

@@ -30,7 +30,7 @@ from asyncengine.layers.rotary import Angles, Rotary, RotaryConfig
 from asyncengine.layers.side_experts import SideExperts, SideExpertsConfig
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.states import StateConfig, StateSpec
-from asyncengine.layers.step import StepContext
+from asyncengine.layers.step import NO_IMAGES, StepContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,13 +297,17 @@ class Decoder:
     def hidden_states(self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor | None = None) -> torch.Tensor:
         """[T, width] after the final norm, of int64 ids [T]; of `rows` only, if given (int64, ascending)."""
         h = self.embedding(ids, step.adapters)
+        images = step.images or NO_IMAGES
+        pictured, deep = images.tokens, images.deep
+        if pictured is not None and images.features is not None:
+            h.index_copy_(0, pictured, images.features)
         vectors = None if self.inputs is None else self.inputs(ids, h, step.adapters)
         if self.projections:
             h = self.projections[0](h, step.adapters)
         if self.positions is not None:
             h = h + self.positions(step.positions + self.config.position_offset)
-        angles = [*(rotary(step.positions) for rotary in self.rotary), self._unrotated]
-        if self.fused is not None and self.fused.serves(ids.shape[0], step, angles):
+        angles = [*(rotary(step.positions, images.axes) for rotary in self.rotary), self._unrotated]
+        if self.fused is not None and not deep and self.fused.serves(ids.shape[0], step, angles):
             if rows is None:
                 return self.fused(h, step, angles)
             if step.adapters is None:  # else the last feed-forward part has its rows' own
@@ -319,6 +323,9 @@ class Decoder:
             following = self.norm if last else self.layers[place + 1].before_attention
             own = None if vectors is None else vectors[:, place]
             h, x = layer(h, x, step, angles[self._rotaries[place]], following, rows if last else None, own)
+            if pictured is not None and place < len(deep):
+                h = h.index_add(0, pictured, deep[place])
+                x = h if following is None else following(h)
         if self.projections:
             x = self.projections[1](x, step.adapters if rows is None else step.row_adapters)
         return x

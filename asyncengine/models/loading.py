@@ -261,10 +261,10 @@ def _make_module(plan: ModelPlan, config: EngineConfig) -> Any:
     from asyncengine.models.fallback.dummy import count_elements, make_random
 
     plan = replace(plan, bits=None)  # it is quantized once it is there
-    with _quiet_transformers():
+    with quiet_transformers():
         described = count_elements(plan.hf_config, config, plan.dtype)
     if config.load_format == "dummy":
-        with _quiet_transformers():
+        with quiet_transformers():
             check_memory(described, plan)
             module = make_random(plan.hf_config, config, plan.dtype, plan.device)
     else:
@@ -278,7 +278,7 @@ def _make_module(plan: ModelPlan, config: EngineConfig) -> Any:
 def _from_pretrained(plan: ModelPlan, config: EngineConfig) -> Any:
     from transformers import AutoModelForCausalLM
 
-    with _quiet_transformers():
+    with quiet_transformers():
         module, info = AutoModelForCausalLM.from_pretrained(
             str(plan.checkpoint.folder),
             config=plan.hf_config,
@@ -299,7 +299,7 @@ def _from_pretrained(plan: ModelPlan, config: EngineConfig) -> Any:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """No warnings and bars from transformers within; its settings are put back."""
     from transformers.utils import logging
 

@@ -28,6 +28,7 @@ from asyncengine.pooling.pool import Pooler
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.runner.first_steps import GREEDY, first_lengths, read_kept
 from asyncengine.runner.graphs import CudaCapture, graph_sizes
+from asyncengine.runner.images import ImageStore
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.runner.prompt_graphs import prompt_graph_sizes
 from asyncengine.runner.step_times import measure_steps
@@ -60,6 +61,7 @@ def build_runner(
     two_pools: bool = False,
     kept: Sequence[str] = (),
     left: Sequence[str] = (),
+    images: ImageStore | None = None,
 ) -> ModelRunner:
     """Size the KV pool and make the runner. `progress` is told of what takes long.
 
@@ -70,18 +72,20 @@ def build_runner(
     `cores`: the threads of the engine; None: as `config` says. `pooler`: of a model that is asked for vectors. `draft`:
     a smaller model that guesses; it raises `InvalidParameter` where nothing can be guessed. `two_pools`: rows will name
     window pages, where there are any (`Row.window`). `kept`: the kernels that Python calls, if all that a first answer
-    needs are in the cache; `left`: those that first steps do not call and nobody else compiles.
+    needs are in the cache; `left`: those that first steps do not call and nobody else compiles. `images`: of a model
+    that reads pictures.
     """
     with on_device(model.device), progress or LoadProgress(config.show_progress) as bar:
         bar.stage("making room for keys and values")
         cores = cores or Cores(config.num_threads, model.device)
-        work = partial(_build, model, config, lora, cores, bar, pooler, draft, two_pools, kept, left)
+        work = partial(_build, model, config, lora, cores, bar, pooler, draft, two_pools, kept, left, images)
         return in_words(work, model.device, "what a step takes beside the weights", _HELPS)
 
 
 def _build(
     model: LoadedModel, config: EngineConfig, lora: LoraLayers | None, cores: Cores, progress: LoadProgress,
     pooler: Pooler | None, draft: LoadedModel | None, two_pools: bool, kept: Sequence[str], left: Sequence[str],
+    images: ImageStore | None,
 ) -> ModelRunner:  # fmt: skip
     device = model.device
     release_cached(device)  # what loading left in torch's cache counts as taken
@@ -109,6 +113,7 @@ def _build(
         num_states=num_states,
         num_window_pages=window_pages,
         pooler=pooler,
+        images=images,
     )
     runner.one_pool = one_pool
     runner.batch_variance = _batch_variance(model, backend.name)

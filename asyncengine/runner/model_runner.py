@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -27,6 +28,7 @@ from asyncengine.models.loading import LoadedModel
 from asyncengine.models.memory.caches import state_bytes
 from asyncengine.pooling.pool import Pooler
 from asyncengine.runner.graphs import Capture, DecodeGraphs
+from asyncengine.runner.images import ImageRows, ImageStore
 from asyncengine.runner.parts import launch_in_parts
 from asyncengine.runner.pending import PendingStep
 from asyncengine.runner.prompt_graphs import Pieces, PromptGraphs, may_be_cut
@@ -58,6 +60,7 @@ _HELD = (
     "_last_token",
     "_awaited",
     "_states",
+    "_images",
 )
 """Attributes that refer to weights, adapters or device memory; deleted when the runner is closed."""
 
@@ -83,10 +86,11 @@ class ModelRunner:
         num_states: int = 0,
         num_window_pages: int = 0,
         pooler: Pooler | None = None,
+        images: ImageStore | None = None,
     ) -> None:
         """`num_states`: slots for recurrent states, slot 0 included. `num_window_pages`: of layers with windows, page 0
         included; 0: all have the same pages. `pooler`: of a model that is asked for vectors,
-        and whose logits are hidden states."""
+        and whose logits are hidden states. `images`: of one that reads pictures."""
         self.num_pages = backend.num_pages
         self.num_states = num_states
         self.num_window_pages = num_window_pages
@@ -121,6 +125,7 @@ class ModelRunner:
         self._unwritten: dict[int, Any] = {}
         """Adapter slots whose content has changed, and that no row has used since: there may be no memory for it."""
         self._lora = lora
+        self._images = images
         self._masks = MaskFiller(model.vocab_size, model.device)
         self._awaited: dict[int, AwaitedToken] = {}
         """Slot -> the token of the last constrained row that was launched for it."""
@@ -141,6 +146,9 @@ class ModelRunner:
             batch = self.draft_model.guess(batch)
         for swap in batch.swaps:
             self._unwritten[swap.slot] = swap.weights
+        if batch.encode is not None and self._images is not None:
+            with self._inference, on_device(self._device), self.cores.step():
+                self._images.encode(batch.encode)
         return launch_in_parts(batch, self._launch, self._device)
 
     @property
@@ -151,7 +159,7 @@ class ModelRunner:
     def is_brief(self, batch: Batch) -> bool:
         """True: `launch` takes milliseconds of one thread, which waits for no other: that of the event loop may be the
         one. Where the device is the CPU that is a short step of a small model."""
-        if batch.swaps or elsewhere:
+        if batch.swaps or batch.encode is not None or elsewhere:
             return False  # while kernels are compiled by other processes, a step may wait for one
         for row in batch.rows:
             if row.grammar is not None or (row.drafts and row.awaits_drafts):
@@ -204,11 +212,14 @@ class ModelRunner:
         batch = pending.batch
         step: Step | FlatStep
         self._write_adapters([row.adapter_slot for row in batch.rows])
-        if self._prompt_graphs is not None and self._prompt_graphs.hold(batch):
+        pictured = self._images is not None and any(row.spec.images for row in batch.rows)
+        if not pictured and self._prompt_graphs is not None and self._prompt_graphs.hold(batch):
             step, logits = self._run_pieces(batch, self._prompt_graphs)
         else:
             step = self._buffers.build(batch, self._last_token)
-            logits = self._forward(batch, step)
+            found = self._images.of_step(batch.rows) if self._images is not None and pictured else ImageRows()
+            pending.failed = found.failed
+            logits = self._forward(batch, step, found)
         if self.pooler is not None:
             pending.pooling = self.pooler, step.pool_spans, pending.readback.fetch(logits)
         sampled = None
@@ -225,6 +236,8 @@ class ModelRunner:
     def _replay(self, pending: PendingStep, masks: StepMasks | None, graphs: DecodeGraphs) -> bool:
         """Run the step as a graph; False: none holds it, and nothing was done."""
         rows = pending.batch.rows
+        if self._images is not None and self._images.axes and any(row.spec.images for row in rows):
+            return False  # positions of one axis are all that a graph has
         step = self._buffers.decodes(rows) if 0 < len(rows) <= graphs.sizes[-1] else None
         if step is None:
             return False
@@ -258,13 +271,13 @@ class ModelRunner:
             self._lora.write(slot, self._unwritten[slot])
             del self._unwritten[slot]
 
-    def _forward(self, batch: Batch, step: Step) -> torch.Tensor:
+    def _forward(self, batch: Batch, step: Step, images: ImageRows) -> torch.Tensor:
         """Logits [N, vocab] of the step's wanted rows."""
-        self._backend.plan(step.view)
+        self._backend.plan(replace(step.view, blocks=images.blocks) if images.blocks else step.view)
         own: StepAdapters = (None, None)
         if self._lora is not None:
             own = self._lora.begin([row.adapter_slot for row in batch.rows], step.view.counts, step.logit_rows)
-        return self._compute(step.input_ids, step.positions, step.logit_rows, own, step.segments)
+        return self._compute(step.input_ids, step.positions, step.logit_rows, own, step.segments, images)
 
     def _run_pieces(self, batch: Batch, graphs: PromptGraphs) -> tuple[FlatStep, torch.Tensor]:
         """The step, and logits [N, vocab] of its wanted rows."""
@@ -288,10 +301,12 @@ class ModelRunner:
         logit_rows: torch.Tensor,
         adapters: StepAdapters,
         moves: StateSegments | LoneTokens | None = None,
+        images: ImageRows | None = None,
     ) -> torch.Tensor:
         assert self._model is not None
         states = None if self._states is None or moves is None else state_step(self._states, moves, self._device)
-        context = StepContext(positions, self._backend, *adapters, states)
+        pictures = None if images is None else images.images
+        context = StepContext(positions, self._backend, *adapters, states, pictures)
         return self._model.forward(input_ids, context, logit_rows)
 
     def use_graphs(

@@ -40,6 +40,8 @@ class PendingStep:
     """(batch index, whether all its logits are finite, log-probabilities) of scored prompt chunks."""
     pooling: tuple[Pooler, list[Span], torch.Tensor] | None = None
     """The pooler of requests for vectors, with the spans of hidden states that it pools."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """Row -> why this one request failed before anything of it was computed."""
     awaited: dict[int, AwaitedToken] = field(default_factory=dict)
     """Place among the sampled tokens -> what later rows of the same request wait for."""
     began: float = field(default_factory=time.perf_counter)
@@ -81,6 +83,8 @@ class PendingStep:
         if self.pooling is not None:
             pooler, spans, hidden = self.pooling
             pooler.read(self.batch.rows, spans, hidden, result)
+        for index, message in self.failed.items():
+            result.tokens[index], result.errors[index] = -1, message
         self.readback.release()
         result.seconds = time.perf_counter() - self.began
         return result

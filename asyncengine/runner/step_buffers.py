@@ -354,6 +354,8 @@ class StepBuffers:
         end = row.start + row.num_scheduled
         known = end - row.in_flight - len(row.drafts)
         tokens = row.tokens[row.start : known]
+        if row.spec.images and row.start < row.spec.prompt_len:  # pictures: their hidden states take these places
+            tokens = [max(token, 0) for token in tokens]
         if len(tokens) != known - row.start or row.num_scheduled < 1:
             raise ValueError(f"row of slot {row.slot}: {len(row.tokens)} tokens do not cover [{row.start}, {end})")
         if row.drafts:

@@ -1,0 +1,71 @@
+"""Prompts with pictures: a chat's text with the pictures' own texts in it, tokenized, and where each picture lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from asyncengine.config import ImageSettings
+from asyncengine.errors import InvalidParameter, shorten
+from asyncengine.images import ImageSpan, PromptImage
+from asyncengine.text import TextTokenizer
+from asyncengine.text.media import ImageLimits, ImagePart, ImageParts, read_image
+
+if TYPE_CHECKING:
+    from asyncengine.models.vision.processing import ImageProcessor
+
+
+class ImagePrompts:
+    """Makes prompts of chats with pictures, for one model. All methods may be called from any thread."""
+
+    def __init__(self, processor: ImageProcessor, tokenizer: TextTokenizer, settings: ImageSettings) -> None:
+        self._processor = processor
+        self._tokenizer = tokenizer
+        self._limits = ImageLimits(
+            settings.max_images, settings.max_image_bytes, settings.max_image_pixels, settings.max_image_side
+        )
+
+    def parts(self) -> ImageParts:
+        """A collector of the pictures of one chat."""
+        return ImageParts(self._limits)
+
+    def encode(self, text: str, parts: Sequence[ImagePart]) -> tuple[list[int], tuple[ImageSpan, ...]]:
+        """Token ids of a rendered chat, with placeholders where its pictures are. Decodes and processes these: takes
+        long. Raises `InvalidParameter`."""
+        marker = self._processor.marker
+        pieces = text.split(marker)
+        if len(pieces) - 1 != len(parts):
+            limit = f"hold {len(parts)} pictures, and {marker!r} stands in the rendered chat {len(pieces) - 1} times"
+            raise InvalidParameter("messages", limit)
+        images: list[PromptImage] = []
+        chat = pieces[:1]
+        for part, following in zip(parts, pieces[1:], strict=True):
+            decoded = read_image(part, self._limits)
+            try:
+                image, own = self._processor.prepare(decoded)
+            except Exception as error:  # image processors refuse what they like (Qwen: 200 times as long as wide)
+                reason = shorten(str(error), 200)
+                raise InvalidParameter(part.name, f"cannot be processed for this model: {reason}") from error
+            images.append(image)
+            chat += [own, following]
+        ids = self._tokenizer.encode("".join(chat), add_special_tokens=False)
+        return ids, self._spans(ids, images)
+
+    def _spans(self, ids: Sequence[int], images: Sequence[PromptImage]) -> tuple[ImageSpan, ...]:
+        """The places of `images`, in order: runs of placeholders, several for a picture with text between its rows."""
+        token, whole = self._processor.token, self._processor.family.whole
+        places = [place for place, each in enumerate(ids) if each == token]
+        if len(places) != sum(image.tokens for image in images):
+            limit = f"hold {self._processor.placeholder!r} as text, which stands for pictures in this model's prompts"
+            raise InvalidParameter("messages", limit)
+        spans: list[ImageSpan] = []
+        taken = 0
+        for image in images:
+            own = places[taken : taken + image.tokens]
+            taken += image.tokens
+            for _, group in groupby(enumerate(own), lambda each: each[1] - each[0]):
+                run = list(group)
+                offset, first = run[0]
+                spans.append(ImageSpan(image, first, len(run), offset, token, whole))
+        return tuple(spans)

@@ -1,0 +1,69 @@
+"""Families that read pictures: what a template writes for one, what stands there for the model, and what its tower is
+told besides the pixels.
+
+`Placing` is all that differs; the rest is the same for all of them. The texts are those of transformers' processors,
+which cannot be made without torchvision, nor without processors of videos.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Made = Mapping[str, Any]
+"""What the image processor makes of one picture, a batch of one in arrays."""
+Token = Callable[[str], str]
+"""The text of the token that a field of config.json names by its id."""
+
+
+@dataclass(frozen=True, slots=True)
+class VisionFamily:
+    """The way in which a family's prompts hold a picture."""
+
+    placed: Callable[[Made, Any, Token], str]
+    """(what was made, configuration, tokens) -> the text that stands for the picture."""
+    marker: str = "image_token_id"
+    """The field of config.json with the token that a chat template writes for a picture."""
+    inputs: tuple[str, ...] = ()
+    """Names of what the tower is given besides `pixel_values`."""
+    grid: Callable[[Made, Any], tuple[int, int]] | None = None
+    """(rows, columns) of its hidden states, where positions have three axes."""
+    whole: bool = False
+    """Tokens of a picture attend to each other both ways."""
+    processing: Callable[[Any], dict[str, Any]] = lambda config: {}
+    """What the image processor is told beside its own file."""
+
+
+def _grid(made: Made, config: Any) -> tuple[int, int]:
+    """Rows and columns of Qwen's grid, of which the tower merges squares."""
+    merged = config.vision_config.spatial_merge_size
+    _, rows, columns = map(int, made["image_grid_thw"][0])
+    return rows // merged, columns // merged
+
+
+def _by_grid(made: Made, config: Any, token: Token) -> str:
+    rows, columns = _grid(made, config)
+    return token("image_token_id") * (rows * columns)
+
+
+def _gemma(made: Made, config: Any, token: Token) -> str:
+    """The picture, then its crops (pan and scan), each by itself."""
+    inner = token("image_token_id") * config.mm_tokens_per_image
+    one = f"\n\n{token('boi_token_index')}{inner}{token('eoi_token_index')}\n\n"
+    crops = int(made["num_crops"][0]) if "num_crops" in made else 0
+    if not crops:
+        return one
+    more = " ".join([one] * crops)
+    return f"Here is the original image {one} and here are some crops to help you see better {more}"
+
+
+_QWEN = VisionFamily(_by_grid, inputs=("image_grid_thw",), grid=_grid)
+VISION: Mapping[str, VisionFamily] = {
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": _QWEN,
+    "gemma3": VisionFamily(_gemma, marker="boi_token_index", whole=True),
+}
+"""model_type -> how its prompts hold pictures. Of others in `families.MULTIMODAL` the text alone is served."""

@@ -1,0 +1,146 @@
+"""Every family that reads pictures equals transformers: log-probabilities and greedy tokens, however it is computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from support.picture_models import PROCESSORS, chat, expected_logits, picture, save_picture_model, words
+from support.picture_runs import Loaded, Run
+
+from asyncengine.images import without_identity
+from asyncengine.models.vision.families import VISION
+
+WANT = 32
+WIDE, TALL = picture(1, (40, 24)), picture(2, (16, 48))
+CHATS = {
+    "between texts": (chat("look at", WIDE, words(1, 5)), [WIDE]),
+    "two, one behind the other": (chat(WIDE, TALL, words(2, 3)), [WIDE, TALL]),
+    "the same twice": (chat(TALL, "and", TALL, "differ?"), [TALL, TALL]),
+    "in the midst of a conversation": (
+        [*chat(words(3, 4), WIDE), {"role": "assistant", "content": "a cat"}, *chat("and", TALL, "this?")],
+        [WIDE, TALL],
+    ),
+    "none": (chat(words(4, 20)), []),
+}
+
+
+@pytest.fixture(scope="module", params=PROCESSORS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    whole = save_picture_model(request.param, folder)
+    loaded = Loaded(folder)
+    yield SimpleNamespace(name=request.param, folder=folder, whole=whole, loaded=loaded, answers={})
+    loaded.runner.close()
+
+
+def answers(model: Any) -> list[list[int]]:
+    """What each of `CHATS` is answered alone, which is compared with transformers once."""
+    for name, (messages, pictures) in CHATS.items():
+        if name not in model.answers:
+            run = Run(model.loaded)
+            spec = model.loaded.spec(messages, WANT)
+            (found,) = run.serve([spec])
+            ids = without_identity(spec.prompt, spec.images)
+            logits = expected_logits(model.whole, model.folder, [*ids, *found[:-1]], pictures)[len(ids) - 1 :]
+            assert found == logits.argmax(-1).tolist(), name
+            scores = logits.log_softmax(-1).amax(-1)
+            assert float((torch.tensor(run.logprobs[spec.ticket]) - scores).abs().max()) < 3e-4, name
+            model.answers[name] = found
+    return list(model.answers.values())
+
+
+def specs(model: Any, want: int = WANT) -> list[Any]:
+    return [model.loaded.spec(messages, want) for messages, _ in CHATS.values()]
+
+
+def test_equals_transformers(model: Any) -> None:
+    found = answers(model)
+    assert len({tuple(each) for each in found}) == len(found)
+    assert len({token for each in found for token in each}) > 10
+
+
+def test_in_a_batch(model: Any) -> None:
+    every = [spec for _ in range(4) for spec in specs(model)]
+    assert Run(model.loaded, prefix_caching=False).serve(every) == answers(model) * 4
+
+
+def test_in_chunks_of_every_size_that_cuts_a_picture(model: Any) -> None:
+    longest = max(span.length for spec in specs(model) for span in spec.images)
+    least = longest if VISION[model.name].whole else 1
+    for chunk in range(least, longest + 3):
+        run = Run(model.loaded, max_num_batched_tokens=chunk, prefix_caching=False)
+        begun = [each[:6] for each in answers(model)]
+        assert run.serve(specs(model, 6)) == begun, f"chunk {chunk}"
+        spans = [(row, span) for batch in run.batches for row in batch.rows for span in row.spec.images]
+        inside = [row.start + row.num_scheduled in range(span.first + 1, span.end) for row, span in spans]
+        if VISION[model.name].whole:
+            assert not any(inside)
+        elif chunk < longest:
+            assert any(inside)
+
+
+def test_preempted(model: Any) -> None:
+    run = Run(model.loaded, preempt_every=5, max_num_batched_tokens=16)
+    assert run.serve(specs(model)) == answers(model)
+    assert run.scheduler.counters.preemptions > 5
+
+
+def test_in_a_pool_that_is_too_small_for_all(model: Any) -> None:
+    run = Run(model.loaded, pages=50, max_num_batched_tokens=16)
+    assert run.serve(specs(model)) == answers(model)
+    assert run.scheduler.counters.preemptions > 0
+
+
+def test_from_the_cache_without_encoding(model: Any) -> None:
+    run = Run(model.loaded)
+    assert run.serve(specs(model)) == answers(model)
+    encoded = run.encoded
+    assert encoded == 2  # each picture once, whoever names it
+    again = specs(model)
+    assert run.serve(again) == answers(model)
+    assert run.encoded == encoded
+    assert all(run.cached[spec.ticket] >= spec.prompt_len - 4 for spec in again)
+
+
+def test_encoded_again_where_it_does_not_stay(model: Any) -> None:
+    run = Run(model.loaded, image_cache_memory=None, max_num_batched_tokens=16, prefix_caching=False)
+    assert run.serve(specs(model)) == answers(model)
+    assert run.encoded > 2
+    assert len(model.loaded.runner._images._encoded) <= 2
+
+
+def test_samples_of_one_prompt_share_its_pictures(model: Any) -> None:
+    messages, _ = CHATS["between texts"]
+    first = model.loaded.spec(messages, WANT)
+    group = [model.loaded.spec(messages, WANT, group=first.ticket, index=1 + place) for place in range(3)]
+    first = model.loaded.spec(messages, WANT)
+    run = Run(model.loaded)
+    assert run.serve([first, *group]) == [answers(model)[0]] * 4
+    assert run.encoded == 1
+
+
+def test_other_pixels_give_another_answer(model: Any) -> None:
+    """Nothing above would be worth anything if pictures did not matter."""
+    messages = chat("look at", picture(9, (40, 24)), words(1, 5))
+    assert Run(model.loaded).serve([model.loaded.spec(messages, WANT)]) != answers(model)[:1]
+
+
+def test_the_text_in_their_places_is_that_of_transformers(model: Any) -> None:
+    processor: Any = {"gemma3": hf.Gemma3Processor, "qwen3_vl": hf.Qwen3VLProcessor}.get(
+        model.name, hf.Qwen2_5_VLProcessor
+    )
+    own = model.loaded.prompts._processor
+    made = own._made(WIDE)
+    inner = own.placeholder * 4
+    holder = SimpleNamespace(
+        image_processor=own._processor, image_token=own.placeholder,
+        full_image_sequence=f"\n\n<|begin|>{inner}<|end|>\n\n",
+    )  # fmt: skip
+    for crops in (0, 3):
+        made = {**made, "num_crops": [crops]}
+        assert own.family.placed(made, own._config, own._text_of) == processor.replace_image_token(holder, made, 0)

@@ -1,0 +1,121 @@
+"""Tiny random checkpoints that read pictures: with a tower, an image processor, a tokenizer and a chat template."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers as hf
+from PIL import Image
+from support.multimodal_models import CONFIGS, randomize
+
+from asyncengine.demo import MODEL_PATH
+
+TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image|>", "<|begin|>", "<|end|>", "<|break|>", "<|video|>"]
+"""Added to the demo model's tokenizer, in this order."""
+VOCAB = 2048 + len(TOKENS)
+IMAGE, BEGIN, END, BREAK, VIDEO = (
+    2048 + TOKENS.index(f"<|{name}|>") for name in ("image", "begin", "end", "break", "video")
+)
+_TEMPLATE = (
+    "{%- for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}MARKER{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_PATCHES = {
+    "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2,
+    "min_pixels": 64, "max_pixels": 4096,
+}  # fmt: skip
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": _PATCHES,
+    "qwen2_5_vl": _PATCHES,
+    "qwen3_vl": _PATCHES,
+    "gemma3": {
+        "image_processor_type": "Gemma3ImageProcessor", "size": {"height": 16, "width": 16}, "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    },
+}  # fmt: skip
+MARKERS = {"gemma3": "<|begin|>"}
+
+
+def _config(name: str) -> Any:
+    config = CONFIGS[name]()
+    text = config.get_text_config()
+    text.vocab_size = VOCAB
+    text.eos_token_id = text.pad_token_id = None
+    if name == "gemma3":
+        config.image_token_id, config.boi_token_index, config.eoi_token_index = IMAGE, BEGIN, END
+        config.mm_tokens_per_image = 4
+        config.image_token_index = IMAGE
+    else:
+        config.image_token_id, config.video_token_id = IMAGE, VIDEO
+        config.vision_config.temporal_patch_size = 2
+    if name.startswith("qwen2_5"):
+        config.vision_config.window_size = 16
+        config.vision_config.depth = 2
+    return config
+
+
+def save_picture_model(name: str, folder: Path, seed: int = 0) -> Any:
+    """Write such a checkpoint, and return transformers' model."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = hf.AutoModelForImageTextToText.from_config(_config(name), dtype=torch.float32).eval()
+    randomize(model, name, torch.Generator().manual_seed(seed))
+    hf.utils.logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    tokenizer = hf.AutoTokenizer.from_pretrained(str(MODEL_PATH))
+    tokenizer.add_special_tokens({"additional_special_tokens": TOKENS})
+    marker = MARKERS.get(name, "<|vision_start|><|image|><|vision_end|>")
+    tokenizer.chat_template = _TEMPLATE.replace("MARKER", marker)
+    tokenizer.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[name]))
+    return model
+
+
+def picture(seed: int, size: tuple[int, int] = (24, 40)) -> Image.Image:
+    """A picture of some large squares in random colours, which no resizing makes grey."""
+    squares = np.random.default_rng(seed).integers(0, 256, (3, 3, 3), dtype=np.uint8)
+    return Image.fromarray(squares).resize(size, Image.Resampling.NEAREST)
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def chat(*parts: str | Image.Image) -> list[dict[str, Any]]:
+    """A user's message of texts and pictures."""
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+def words(seed: int, count: int) -> str:
+    generator = random.Random(seed)
+    return " ".join(generator.choice(["red", "green", "cat", "dog", "house", "seven", "blue"]) for _ in range(count))
+
+
+@torch.inference_mode()
+def expected_logits(model: Any, folder: Path, ids: Sequence[int], images: Sequence[Image.Image]) -> torch.Tensor:
+    """transformers' logits [tokens, vocabulary] of a prompt with placeholders, and what follows it."""
+    model.set_attn_implementation("eager")
+    tokens = torch.tensor([list(ids)])
+    kinds = (tokens == IMAGE).long()
+    given: dict[str, Any] = {}
+    if images:
+        processor = hf.AutoImageProcessor.from_pretrained(folder, backend="pil")
+        made = processor(images=list(images), return_tensors="pt")
+        given = {key: made[key] for key in ("pixel_values", "image_grid_thw") if key in made}
+    types = "token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"
+    found: torch.Tensor = model(tokens, use_cache=False, **given, **{types: kinds}).logits[0].float()
+    return found

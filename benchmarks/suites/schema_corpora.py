@@ -1,0 +1,136 @@
+"""Schemas people wrote, and JSON Schema's own tests: which are taken, which texts each takes, and what compiling costs.
+
+    python -m benchmarks.suites.schema_corpora [--maskbench FOLDER] [--test-suite FOLDER] [--share 10 --size 32k]
+
+--maskbench: maskbench/data of guidance-ai/jsonschemabench. --test-suite: tests/draft2020-12 of
+json-schema-org/JSON-Schema-Test-Suite. --share: one schema of so many, in the order of their names, which begin with
+where they are from. A schema passes if it compiles, all its valid instances are taken as `json.dumps` writes them, and
+none of its invalid ones is. An invalid instance that is taken is checked by `jsonschema` as well; exits with 1 if that
+calls one invalid, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from asyncengine.errors import EngineError, GrammarUnsupported
+from asyncengine.grammar import Grammar, check_limits
+from asyncengine.grammar.llguidance_backend import LlguidanceBackend
+from benchmarks.grammar_setup import WIDTHS, spread, vocabulary
+
+PASSED, NOT_TAKEN, TOO_MUCH = "passed", "a valid instance is not taken", "an invalid instance is taken"
+
+
+class Case(NamedTuple):
+    """A schema with instances and whether each is valid."""
+
+    name: str
+    schema: Any
+    instances: list[tuple[Any, bool]]
+
+
+def maskbench(folder: Path, share: int) -> list[Case]:
+    found = []
+    for path in sorted(folder.glob("*.json"))[::share]:
+        file = json.loads(path.read_text(encoding="utf-8"))
+        found.append(Case(path.stem, file["schema"], [(test["data"], test["valid"]) for test in file["tests"]]))
+    return found
+
+
+def test_suite(folder: Path) -> list[Case]:
+    return [
+        Case(f"{path.stem}: {group['description']}", group["schema"], [(t["data"], t["valid"]) for t in group["tests"]])
+        for path in sorted(folder.glob("*.json"))
+        for group in json.loads(path.read_text(encoding="utf-8"))
+    ]
+
+
+def is_valid(schema: Any, instance: Any) -> bool:
+    """What `jsonschema` says of an instance; True where it cannot read the schema."""
+    from jsonschema.validators import Draft202012Validator, validator_for
+
+    kind = validator_for(schema, default=Draft202012Validator)
+    try:
+        return bool(kind(schema, format_checker=kind.FORMAT_CHECKER).is_valid(instance))
+    except Exception:
+        return True
+
+
+class Runner:
+    """Compiles cases with one backend and keeps the seconds that each took."""
+
+    def __init__(self, size: str) -> None:
+        self.backend = LlguidanceBackend(vocabulary(size))
+        self.seconds: list[float] = []
+        self.accepted: list[str] = []
+        """Invalid instances that were taken and that `jsonschema` calls invalid."""
+
+    def outcome(self, case: Case) -> str:
+        began = time.process_time()
+        try:
+            grammar = Grammar.json_schema(case.schema)
+            check_limits(grammar)
+            matcher = self.backend.compile(grammar, 60).own_bytes()
+        except GrammarUnsupported as error:
+            return "refused: " + ", ".join(sorted({keyword for keyword, _ in error.features}))
+        except EngineError as error:
+            return f"refused: {type(error).__name__}"
+        finally:
+            self.seconds.append(time.process_time() - began)
+        result = PASSED
+        for instance, valid in case.instances:
+            data = list(json.dumps(instance, ensure_ascii=False).encode("utf-8", "replace"))
+            matcher.reset()
+            taken = matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+            if taken and not valid:
+                result = TOO_MUCH
+                if not is_valid(case.schema, instance):
+                    self.accepted.append(f"{case.name}: {json.dumps(instance)[:200]}")
+            elif valid and not taken and result == PASSED:
+                result = NOT_TAKEN
+        return result
+
+
+def report(title: str, cases: list[Case], runner: Runner, names: bool) -> None:
+    outcomes = {case.name: runner.outcome(case) for case in cases}
+    count = Counter(outcomes.values())
+    print(f"{title}: {count[PASSED]} of {len(cases)} pass ({100 * count[PASSED] / max(1, len(cases)):.1f} %)")
+    for outcome, times in count.most_common():
+        print(f"  {times:>6}  {outcome}")
+    row = spread(runner.seconds, 1e3)
+    print("  compile, ms of CPU: " + ", ".join(f"{key} {row[key]:.1f}" for key in ("p50", "mean", "p99", "max")))
+    if names:
+        print(*(f"  {name}\t{outcome}" for name, outcome in outcomes.items() if outcome != PASSED), sep="\n")
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--maskbench", type=Path, metavar="FOLDER")
+    parser.add_argument("--test-suite", type=Path, metavar="FOLDER")
+    parser.add_argument("--share", type=int, default=10)
+    parser.add_argument("--size", choices=WIDTHS, default="32k")
+    parser.add_argument("--names", action="store_true", help="of all that did not pass")
+    options = parser.parse_args(None if arguments is None else list(arguments))
+    accepted = []
+    for title, cases in (
+        ("MaskBench", maskbench(options.maskbench, options.share) if options.maskbench else []),
+        ("JSON-Schema-Test-Suite", test_suite(options.test_suite) if options.test_suite else []),
+    ):
+        if cases:
+            runner = Runner(options.size)
+            report(title, cases, runner, options.names)
+            runner.backend.close()
+            accepted += runner.accepted
+    print(f"{len(accepted)} invalid instances taken", *accepted, sep="\n  ")
+    return 1 if accepted else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -220,9 +220,8 @@ class FlashInferBackend:
             for chunk in reversed(self._chunks):
                 made = DeviceArrays.over(inputs[begin + host_only(size) :], size, size)
                 arrays[chunk] = begin, made
-                growing += [
-                    part.storage_offset() - inputs.storage_offset() for part in (made.last_page_len, made.positions)
-                ]
+                front, *places = (int(part.storage_offset()) for part in (inputs, made.last_page_len, made.positions))
+                growing += [place - front for place in places]
                 begin += self._input_size(size, chunk)
             wrappers = {group: self._graph_wrapper(group, size, arrays[group.chunk][1]) for group in self._groups}
         self._graphs[size] = _DecodeGraph(arrays, wrappers, growing)

@@ -24,6 +24,7 @@ from asyncengine.layers.routing import Router, RouterConfig
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.step import RowAdapters
 from asyncengine.layers.stored import RowRange, StoredForm, StoredMatrix
+from asyncengine.layers.stored_weight import ChunkedWeight
 from asyncengine.layers.weight_forms import DenseWeight, WeightForm
 
 _SCRATCH = 2**26
@@ -181,6 +182,14 @@ class Experts:
     def compiled(self) -> bool:
         return self.kernel is not None
 
+    def side_by_side(self) -> list[list[str]]:
+        """Checkpoint names, without ".weight", of matrices that are one weight if all of them are stored alike: of all
+        experts' gates and ups, of all downs, and in either spelling."""
+        config = self.config
+        stacked, own = (config.stacked.up, [config.stacked.down]), (config.up, [config.down])
+        found = [[name.format(at) for at in range(config.experts) for name in names] for names in own]
+        return [[(self._prefix + name).removesuffix(".weight") for name in names] for names in (*stacked, *found)]
+
     @property
     def name(self) -> str:
         """For `info`."""
@@ -257,7 +266,8 @@ def _forms(
         return options.weight(outputs, shape[1], range(each, outputs, each), [name for own in names for name in own])
 
     whole = [make(shape, names) for shape, names in zip(shapes, paths, strict=True)]
-    if all(isinstance(form, DenseWeight) for form in whole):
+    grouped = all(_grouped_weight(options, form) is not None for form in whole)
+    if grouped or all(isinstance(form, DenseWeight) for form in whole):
         return whole[:1], whole[1:]
     if compiled and all(_product(form, None) is not None for form in whole):
         from asyncengine.kernels.cpu.experts import ALIGNED
@@ -311,18 +321,25 @@ def _kernel(config: ExpertsConfig, activation: int, up: Any, down: Any, dtype: t
     return ExpertsKernel(up, down, ExpertsForm(config.experts, activation, config.alpha, config.limit), dtype)
 
 
+def _grouped_weight(options: LayerOptions, form: WeightForm) -> Any:
+    """The matrix of all experts as the Triton kernel takes it; None: it does not, or does not run here."""
+    if triton_missing(options.device) is not None:
+        return None
+    if isinstance(form, ChunkedWeight):
+        return form.matrix if form.order is None else None
+    return form.weight if isinstance(form, DenseWeight) else None
+
+
 def _grouped(options: LayerOptions, config: ExpertsConfig, up: ExpertMatrices, down: ExpertMatrices, gate: Any) -> Any:
     """All experts' products at once, in Triton; None: experts have forms of their own, or it does not run here."""
-    first, second = up.forms[0], down.forms[0]
-    if triton_missing(options.device) is not None or not isinstance(first, DenseWeight):
-        return None
-    if not isinstance(second, DenseWeight):
+    found = [_grouped_weight(options, each.forms[0]) for each in (up, down) if len(each.forms) == 1]
+    if len(found) < 2 or any(weight is None for weight in found):
         return None
     from asyncengine.kernels.cuda.grouped_experts import ExpertWeights, mix
 
     within = config.gated and config.activation == "silu" and config.bias is None
-    weights = ExpertWeights(first.weight, up.bias), ExpertWeights(second.weight, down.bias)
-    return partial(mix, up=weights[0], down=weights[1], activation=None if within else gate, experts=config.experts)
+    first, second = ExpertWeights(found[0], up.bias), ExpertWeights(found[1], down.bias)
+    return partial(mix, up=first, down=second, activation=None if within else gate, experts=config.experts)
 
 
 def _adding(options: LayerOptions) -> Any:

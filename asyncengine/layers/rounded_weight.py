@@ -29,7 +29,7 @@ class RoundedWeight(ChunkedWeight):
 
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
         """Take rows from `first` on, as `WeightForm.load` does."""
-        round_rows = rows_to_int8 if self._matrix.bits == 8 else rows_to_int4
+        round_rows = rows_to_int8 if self.matrix.bits == 8 else rows_to_int4
         for begin, part in parts_of(weight, self._release):
             for place in range(0, len(part), step := max(1, _AT_ONCE // self.inputs)):
                 rows = part[place : place + step].to(self._device, torch.float32)

@@ -172,7 +172,7 @@ class ChunkedWeight(TakesStored):
             torch.tensor(form.table, dtype=torch.float32, device=device) if form.table else None,
         )  # fmt: skip
         middle = 1 << (form.bits - 1) if form.below == "middle" else 0
-        self._matrix = packed_matmul.ChunkedMatrix(self.planes, inputs, bits, form.block, middle, tuple(form.table))
+        self.matrix = packed_matmul.ChunkedMatrix(self.planes, inputs, bits, form.block, middle, tuple(form.table))
 
     def _plane(self, there: bool, dtype: torch.dtype, each: int = 0) -> torch.Tensor | None:
         """A number for every `each` inputs (0: those of a group) of each output."""
@@ -191,7 +191,7 @@ class ChunkedWeight(TakesStored):
 
     def _put(self, first: int, numbers: torch.Tensor, **parts: torch.Tensor) -> None:
         """Take rows from `first` on: the fields of `GroupedRows` that they have, on the device."""
-        own, bits = slice(first, first + len(numbers)), self._matrix.bits
+        own, bits = slice(first, first + len(numbers)), self.matrix.bits
         numbers = torch.nn.functional.pad(numbers, (0, self._inputs - self.inputs))
         halves = numbers.view(len(numbers), -1, 8 // bits, self._group).permute(2, 1, 0, 3)
         self.planes.numbers[:, own] = halves[0] if bits == 8 else halves[0] | halves[1] << 4
@@ -219,7 +219,7 @@ class ChunkedWeight(TakesStored):
         if self.order is not None:
             rows = rows.index_select(1, self.order)
         self._kernels.multiply(
-            rows if rows.stride(1) == 1 else rows.contiguous(), self._matrix, found.view(-1, self.outputs), bias
+            rows if rows.stride(1) == 1 else rows.contiguous(), self.matrix, found.view(-1, self.outputs), bias
         )
         return found
 
@@ -229,7 +229,7 @@ class ChunkedWeight(TakesStored):
         return self.multiply(x, bias, x.new_empty((*x.shape[:-1], self.outputs), dtype=torch.float32))
 
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        found = self._kernels.read_rows(self._matrix, out if self.order is None else torch.empty_like(out), ids=ids)
+        found = self._kernels.read_rows(self.matrix, out if self.order is None else torch.empty_like(out), ids=ids)
         if self.order is not None:
             out[:, self.order] = found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,8 @@ LIMITS = {torch.float16: 2e-3, torch.bfloat16: 8e-3}
     ("name", "dtype"),
     [
         ("awq", torch.float16), ("awq", torch.bfloat16), ("Q4_K", torch.float16), ("Q6_K", torch.bfloat16),
-        ("w8a8", torch.bfloat16), ("mxfp4", torch.bfloat16),
+        ("w8a8", torch.bfloat16), ("w8a8", torch.float16), ("mxfp4", torch.bfloat16), ("mxfp4", torch.float16),
+        ("w4a16", torch.bfloat16), ("gptq8", torch.bfloat16), ("gptq8", torch.float16), ("IQ4_XS", torch.bfloat16),
     ],
 )  # fmt: skip
 def test_products_on_the_device(name: str, dtype: torch.dtype) -> None:
@@ -46,11 +48,11 @@ def test_products_on_the_device(name: str, dtype: torch.dtype) -> None:
     found = torch.empty((4, 1024), dtype=dtype, device=device)
     weight.read_rows(ids, found)
     assert relative_error(dense[ids], found.float()) < LIMITS[dtype]
-    for rows in (1, 3, 40, 200):
+    for rows in (1, 3, 8, 16, 40, 200):
         x, bias = torch.randn(rows, 1024, device=device, dtype=dtype), torch.randn(1040, device=device)
         expected = torch.nn.functional.linear(x.float(), dense, bias)
         assert relative_error(expected, weight.multiply(x, bias).float()) < LIMITS[dtype], rows
-    x = torch.zeros(33, 1024, device=device, dtype=dtype)
+    x = torch.zeros(13, 1024, device=device, dtype=dtype)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = weight.multiply(x, None)
@@ -78,3 +80,57 @@ def test_a_quantized_model_on_the_device(tmp_path: Path) -> None:
         scores.append(torch.tensor([entry.logprob for job in jobs for entry in job.prompt_logprobs]))
     assert sizes[0] < sizes[1]
     assert float((scores[0] - scores[1]).abs().max()) < 0.1
+
+
+@pytest.mark.parametrize(("quantization", "bound"), [("int8", 0.15), ("int4", 1.5)])
+def test_a_plain_model_is_rounded_on_the_device(quantization: Any, bound: float, tmp_path: Path) -> None:
+    """Scores of prompts and of answers are near those of the model as it is; its linears take their bits."""
+    config = FAMILIES["llama"]()
+    config.update({"hidden_size": 256, "intermediate_size": 512, "head_dim": 64})
+    torch.manual_seed(0)
+    hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    scores, sizes = [], []
+    for chosen in (None, quantization):
+        settings = EngineConfig(
+            dtype="bfloat16", device="cuda", kv_cache_memory="256MiB", max_num_seqs=64, quantization=chosen
+        )
+        runner = build_runner(load_model(str(tmp_path), settings), settings)
+        sizes.append(runner.weights_bytes)
+        driver = Driver(runner)
+        params = SamplingParams(temperature=0.0, prompt_logprobs=True, ignore_eos=True)
+        jobs = [driver.job(prompt, 8, params) for prompt in prompts([90, 33, 5], VOCAB)]
+        driver.run(jobs, chunk=80)
+        scores.append(torch.tensor([entry.logprob for job in jobs for entry in job.prompt_logprobs]))
+    assert sizes[1] < sizes[0] * (0.6 if quantization == "int8" else 0.4)
+    assert float((scores[0] - scores[1]).abs().max()) < bound
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "awq", "w8a8", "Q4_K"])
+def test_experts_as_they_are_stored_on_the_device(name: str) -> None:
+    """Blocks of 8, 16 and more rows, and in a graph that any choice replays."""
+    from asyncengine.kernels.cuda.grouped_experts import ExpertWeights, mix
+
+    device, count, width, inner = torch.device("cuda", torch.cuda.current_device()), 6, 512, 256
+    up, down = RandomMatrix(name, count * 2 * inner, width), RandomMatrix(name, count * width, inner)
+    stored, dense = [], []
+    for matrix in (up, down):
+        weight = ChunkedWeight(*matrix.shape, StoredForm(name, FORMS[name]), device)
+        weight.load(0, matrix)
+        stored.append(ExpertWeights(weight.matrix, None))
+        dense.append(ExpertWeights(matrix.dense().to(device), None))
+    for rows in (1, 3, 20, 300):
+        x = torch.randn(rows, width, device=device, dtype=torch.bfloat16)
+        weights = torch.rand(rows, 2, device=device)
+        chosen = torch.rand(rows, count, device=device).topk(2, dim=1).indices
+        expected = mix(x.float(), chosen, weights, *dense, None, count)
+        assert relative_error(expected, mix(x, chosen, weights, *stored, None, count).float()) < 2e-2, rows
+    x = torch.zeros(5, width, device=device, dtype=torch.bfloat16)
+    weights, chosen = torch.rand(5, 2, device=device), torch.arange(2, device=device).expand(5, 2).contiguous()
+    mix(x, chosen, weights, *stored, None, count)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = mix(x, chosen, weights, *stored, None, count)
+    x.normal_()
+    chosen.copy_(torch.rand(5, count, device=device).topk(2, dim=1).indices)
+    graph.replay()
+    assert relative_error(mix(x.float(), chosen, weights, *dense, None, count), out.float()) < 2e-2

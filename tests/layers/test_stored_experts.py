@@ -8,8 +8,11 @@ from support.forwards import relative_error
 from support.layer_options import options
 from support.stored_matrices import RandomMatrix
 
+from asyncengine.layers import experts as layer
+from asyncengine.layers import stored_weight
 from asyncengine.layers.experts import Experts, ExpertsConfig, Stacked
 from asyncengine.layers.stored import StoredForm
+from asyncengine.layers.stored_weight import ChunkedWeight
 
 pytest.importorskip("numba")
 
@@ -109,3 +112,67 @@ def test_all_experts_in_one_stored_matrix() -> None:
     assert found.name == "mxfp4 experts"
     assert say_what_they_take(found, {"bias": "", "both": "mxfp4", "down": "mxfp4"})
     near(found, plain, 96)
+
+
+# ---------------------------------------------------------------- as a GPU keeps them, by Triton's interpreter
+
+
+@pytest.fixture
+def chunked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts are kept as on a GPU, and no loop over them runs."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(stored_weight, "on_gpu", lambda device: True)
+    monkeypatch.setattr(stored_weight, "stored_missing", lambda dtype, device: None)
+    monkeypatch.setattr(layer, "triton_missing", lambda device: None)
+
+
+def exactly_near(found: Experts, plain: Experts, width: int) -> None:
+    """Blocks of 8, 16 and many rows; no rows; rows that no expert's block is filled by."""
+    for matrices in (found.up, found.down):
+        assert [type(form) for form in matrices.forms] == [ChunkedWeight]
+    generator = torch.Generator().manual_seed(1)
+    for rows in (0, 1, 19, 120):
+        x = torch.randn(rows, width, generator=generator)
+        ids = torch.rand(rows, COUNT, generator=generator).argsort(dim=1)[:, :CHOSEN].contiguous()
+        weights = torch.rand(rows, CHOSEN, generator=generator)
+        made = found(x, ids, weights)
+        assert made.shape == x.shape
+        assert relative_error(Experts._by_torch(plain, x, ids, weights), made) < 1e-5 or not rows, rows
+
+
+@pytest.mark.parametrize(
+    ("forms", "width", "inner"),
+    [
+        ({"gate": "Q4_K", "up": "Q4_K", "down": "Q6_K"}, 256, 256),
+        ({"gate": "awq", "up": "awq", "down": "awq"}, 128, 384),
+        ({"gate": "w8a8", "up": "w8a8", "down": "Q8_0"}, 64, 96),
+        ({"gate": "mxfp4", "up": "mxfp4", "down": "Q4_0"}, 96, 96),
+    ],
+    ids=str,
+)
+def test_on_a_gpu_experts_are_read_as_they_are_stored(
+    forms: dict[str, str], width: int, inner: int, chunked: None
+) -> None:
+    """Up and down may be of two forms; neither needs to fill chunks."""
+    found, plain = make(ExpertsConfig(COUNT, inner, up=NAMES[0], down=NAMES[1]), width, forms)
+    assert say_what_they_take(found, forms)
+    assert found.nbytes < plain.nbytes / 1.5
+    exactly_near(found, plain, width)
+
+
+def test_on_a_gpu_gpt_oss_is_read_as_it_is_stored(chunked: None) -> None:
+    config = ExpertsConfig(
+        COUNT, 64, "clamped", stacked=Stacked(("both",), "down"), only_stacked=True, transposed=True,
+        bias=("both_bias", "down_bias"),
+    )  # fmt: skip
+    found, plain = make(config, 96, {"bias": "", "both": "mxfp4", "down": "mxfp4"})
+    assert found.name == "mxfp4 experts"
+    exactly_near(found, plain, 96)
+
+
+def test_names_of_matrices_that_are_one_weight() -> None:
+    experts = Experts(options(plain=True), ExpertsConfig(2, 8, up=NAMES[0], down=NAMES[1]), "a.", 8)
+    own = [["a.experts.0.gate", "a.experts.0.up", "a.experts.1.gate", "a.experts.1.up"],
+           ["a.experts.0.down", "a.experts.1.down"]]  # fmt: skip
+    assert experts.side_by_side()[2:] == own
+    assert experts.side_by_side()[:2] == [["a.mlp.experts.gate_up_proj"], ["a.mlp.experts.down_proj"]]

@@ -19,6 +19,10 @@ import torch
 import triton
 import triton.language as tl
 
+from asyncengine.kernels.cuda.packed_matmul import BIG, WARPS, ChunkedMatrix, few_form, product_of_few
+
+_STORED = 32
+"""Outputs of a program that dequantizes what it reads."""
 _CHUNK = 1024
 """Pairs that are looked at together while they are put in order."""
 
@@ -27,8 +31,8 @@ _CHUNK = 1024
 class ExpertWeights:
     """The matrices of all experts, one below the other."""
 
-    weight: torch.Tensor
-    """[experts * outputs, inputs]."""
+    weight: torch.Tensor | ChunkedMatrix
+    """[experts * outputs, inputs]; as it is stored, numbers are dequantized while they are read."""
     bias: torch.Tensor | None
     """[experts, outputs]."""
 
@@ -76,6 +80,8 @@ def multiply(
     Not `scattered`: pair p reads row p // `count` of x, and results are in the pairs' order by expert. `scattered`: x
     is in that order, and results are by pair.
     """
+    if isinstance(matrices.weight, ChunkedMatrix):
+        return _multiply_stored(x, matrices.weight, matrices.bias, placed, experts, count, gated, scattered)
     (order, spans), (total, inputs) = placed, matrices.weight.shape
     outputs, pairs = total // experts // (2 if gated else 1), len(order)
     out = x.new_empty((pairs, outputs))
@@ -89,6 +95,26 @@ def multiply(
         order, spans, outputs, inputs, count, spans.shape[1], gated, matrices.bias is not None, scattered, rows,
         columns, (128 if few else 64) // (2 if wide else 1),
         num_warps=4 if few else 8, num_stages=4 if few else 3,
+    )  # fmt: skip
+    return out
+
+
+def _multiply_stored(
+    x: torch.Tensor, matrix: ChunkedMatrix, bias: torch.Tensor | None, placed: tuple[torch.Tensor, torch.Tensor],
+    experts: int, count: int, gated: bool, scattered: bool,
+) -> torch.Tensor:  # fmt: skip
+    """`multiply` by matrices as they are stored."""
+    (order, spans), (chunks, total, width) = placed, matrix.planes.numbers.shape
+    outputs, pairs = total // experts // (2 if gated else 1), len(order)
+    out = x.new_empty((pairs, outputs))
+    mean = pairs / min(pairs, experts)
+    rows = 8 if mean <= 4 else 16 if mean <= 16 else 64 if width < 128 else 32
+    form = few_form(matrix, x, rows)
+    blocks = min(pairs, (pairs + experts * (rows - 1)) // rows)
+    _stored[(triton.cdiv(outputs, _STORED), blocks)](
+        matrix.planes, x.contiguous(), bias, out, order, spans, outputs, matrix.inputs, total, chunks, BIG,
+        count, spans.shape[1], gated, scattered, rows, _STORED, *form, num_warps=WARPS,
+        num_stages=3 if rows <= 16 else 2,
     )  # fmt: skip
     return out
 
@@ -127,21 +153,30 @@ def _place(
 
 
 @triton.jit
+def _block(spans, experts: tl.constexpr, height: tl.constexpr):
+    """Of this program's block of pairs: the expert (there is none: `experts`), the first pair, and its expert's end."""
+    block = tl.program_id(1)
+    each = tl.arange(0, experts)
+    sizes = (tl.load(spans + experts + each) - tl.load(spans + each) + height - 1) // height
+    expert = tl.sum((tl.cumsum(sizes, 0) <= block).to(tl.int32), 0)
+    earlier = tl.sum(tl.where(each < expert, sizes, 0), 0)
+    known = tl.minimum(expert, experts - 1)
+    first = tl.load(spans + known) + (block - earlier) * height
+    return expert, first, tl.load(spans + experts + known)
+
+
+@triton.jit
 def _multiply(
     x, weight, bias, out, order, spans, outputs, inputs,
     count: tl.constexpr, experts: tl.constexpr, gated: tl.constexpr, biased: tl.constexpr, scattered: tl.constexpr,
     height: tl.constexpr, broad: tl.constexpr, deep: tl.constexpr,
 ):  # fmt: skip
     """One program for each block of pairs of one expert and each block of outputs."""
-    block = tl.program_id(1)
-    each = tl.arange(0, experts)
-    sizes = (tl.load(spans + experts + each) - tl.load(spans + each) + height - 1) // height
-    expert = tl.sum((tl.cumsum(sizes, 0) <= block).to(tl.int32), 0)
+    expert, first, end = _block(spans, experts, height)
     if expert >= experts:
         return
-    earlier = tl.sum(tl.where(each < expert, sizes, 0), 0)
-    places = tl.load(spans + expert) + (block - earlier) * height + tl.arange(0, height)
-    valid = places < tl.load(spans + experts + expert)
+    places = first + tl.arange(0, height)
+    valid = places < end
     pairs = tl.load(order + places, mask=valid, other=0)
     columns = tl.program_id(0) * broad + tl.arange(0, broad)
     inside = columns < outputs
@@ -172,6 +207,41 @@ def _multiply(
         total = total / (1.0 + tl.exp(-total)) * second
     at = targets[:, None].to(tl.int64) * outputs + columns[None, :]
     tl.store(out + at, total.to(out.dtype.element_ty), mask=valid[:, None] & inside[None, :])
+
+
+@triton.jit
+def _stored(
+    planes, x, bias, out, order, spans, outputs, inputs, all_outputs, chunks, big,
+    count: tl.constexpr, experts: tl.constexpr, gated: tl.constexpr, scattered: tl.constexpr, height: tl.constexpr,
+    broad: tl.constexpr, even: tl.constexpr, tile: tl.constexpr, bits: tl.constexpr, width: tl.constexpr,
+    block: tl.constexpr, middle: tl.constexpr, low: tl.constexpr, high: tl.constexpr,
+):  # fmt: skip
+    """The same by stored matrices; `all_outputs`: those of all experts together."""
+    expert, first, end = _block(spans, experts, height)
+    if expert >= experts:
+        return
+    places = first + tl.arange(0, height)
+    valid = places < end
+    pairs = tl.load(order + places, mask=valid, other=0)
+    sources = places if scattered else pairs // count
+    targets = pairs if scattered else places
+    columns = tl.program_id(0) * broad + tl.arange(0, broad)
+    row = expert * outputs * (2 if gated else 1) + tl.minimum(columns, outputs - 1)
+    begins = tl.where(valid, sources, 0).to(tl.int64) * inputs
+    total = product_of_few(
+        planes, x, begins, valid, row, inputs, all_outputs, chunks, big, even, tile, bits, width, block, middle, low,
+        high,
+    )  # fmt: skip
+    if bias is not None:
+        total += tl.load(bias + row).to(tl.float32)[:, None]
+    if gated:
+        second = product_of_few(
+            planes, x, begins, valid, row + outputs, inputs, all_outputs, chunks, big, even, tile, bits, width, block,
+            middle, low, high,
+        )  # fmt: skip
+        total = total / (1.0 + tl.exp(-total)) * second
+    at = targets.to(tl.int64)[None, :] * outputs + columns[:, None]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=valid[None, :] & (columns < outputs)[:, None])
 
 
 @triton.jit

@@ -27,7 +27,7 @@ FEW, SOME = 16, 64
 """Rows of x up to which a program multiplies all inputs, and up to which a product needs no dequantized copy."""
 _SLICE = 2**24
 """Numbers of a weight that are dequantized at once: 32 MiB, most of which stay in a second-level cache."""
-_NARROW, _TILE, _WARPS = 8, 4096, 4
+_NARROW, _TILE, WARPS = 8, 4096, 4
 """Rows of a matrix that a program dequantizes, bytes that it takes of these at once; warps of one for few rows."""
 _MANY = 8192
 """Outputs of a matrix from which on a program for few rows makes twice as many."""
@@ -35,7 +35,7 @@ _WIDE, _DEPTH = 64, 3
 """Shape of a program with tensor cores: outputs, tiles that are read ahead."""
 _PROGRAMS = 528
 """Programs that fill a GPU: four for each of 132 multiprocessors."""
-_BIG = 0x4B000000
+BIG = 0x4B000000
 """Bits of the float 2^23, whose lowest are a whole number: the cheapest way to a float. A kernel is given them, since a
 constant would be put into a register for each number again."""
 
@@ -88,7 +88,7 @@ def _values(planes, packed, group, output, outputs, big, half: tl.constexpr, bit
     elif half == 0:
         found = ((number & 15) | big).to(tl.float32, bitcast=True) - (zero + 8388608.0)
     else:
-        found = (((number >> 4) & 15) | big).to(tl.float32, bitcast=True) - (zero + 8388608.0)
+        found = ((number & 240) | big).to(tl.float32, bitcast=True) * 0.0625 - (zero + 524288.0)
     return found
 
 
@@ -277,7 +277,7 @@ def read_rows(
     tile = max(1, _TILE // _NARROW // width)
     if len(out):
         _dequantize[triton.cdiv(len(out), _NARROW), triton.cdiv(chunks, tile)](
-            planes, ids, out, first, len(out), inputs, outputs, chunks, _BIG, _NARROW, tile, bits, width, block, middle
+            planes, ids, out, first, len(out), inputs, outputs, chunks, BIG, _NARROW, tile, bits, width, block, middle
         )
     return out
 
@@ -295,10 +295,10 @@ class FewForm(NamedTuple):
     high: str
 
 
-def few_form(matrix: ChunkedMatrix, x: torch.Tensor) -> FewForm:
-    """Those of a matrix with such an x."""
+def few_form(matrix: ChunkedMatrix, x: torch.Tensor, rows: int = 1) -> FewForm:
+    """Those of a matrix with such an x, of which a program multiplies `rows`."""
     width, codes = matrix.planes.numbers.shape[2], ("", "")
-    tile = _WARPS * max(1, 64 // width)
+    tile = WARPS * max(1, 64 // width if rows <= FEW else 1)
     if x.is_cuda:  # Triton's interpreter knows no PTX
         codes = unpacking(x.dtype == torch.bfloat16, matrix.bits, matrix.planes.zeros is not None, matrix.table)
     even = matrix.inputs % (8 // matrix.bits * width * tile) == 0
@@ -365,8 +365,8 @@ def multiply(
     if 0 < rows <= FEW:
         wide, form = width_of(rows, outputs), few_form(matrix, x)
         _few_rows[(triton.cdiv(outputs, wide),)](
-            planes, x, out, bias, x.stride(0), out.stride(0), rows, inputs, outputs, chunks, _BIG, form.even,
-            max(8, triton.next_power_of_2(rows)), wide, *form[1:], num_warps=_WARPS, num_stages=_DEPTH,
+            planes, x, out, bias, x.stride(0), out.stride(0), rows, inputs, outputs, chunks, BIG, form.even,
+            max(8, triton.next_power_of_2(rows)), wide, *form[1:], num_warps=WARPS, num_stages=_DEPTH,
         )  # fmt: skip
     elif rows:
         blocks, tile = triton.cdiv(outputs, _WIDE), max(1, 128 // width)
@@ -376,7 +376,7 @@ def multiply(
         even = inputs % (8 // bits * width * tile) == 0
         parts = torch.empty((count, rows, outputs), dtype=torch.float32, device=x.device)
         _some_rows[blocks, count](
-            planes, x, parts, x.stride(0), rows, inputs, outputs, chunks, _BIG, each, even,
+            planes, x, parts, x.stride(0), rows, inputs, outputs, chunks, BIG, each, even,
             max(16, triton.next_power_of_2(rows)), _WIDE, tile, bits, width, block, middle, num_warps=4,
             num_stages=_DEPTH if rows <= 32 else 2,
         )  # fmt: skip

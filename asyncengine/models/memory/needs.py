@@ -76,7 +76,7 @@ def outline_decoder(plan: ModelPlan, config: EngineConfig) -> tuple[Decoder, Wei
     described = settle_tie(plan.described, plan.checkpoint)
     decoder = Decoder(described, LayerOptions(plan.dtype, torch.device("meta"), TorchKernels()), 1)
     mixtures = [mixture.experts for layer in decoder.layers for mixture in layer.mixtures()]
-    experts = {name.removesuffix(".weight") for each in mixtures for name, _ in (*each.slots(), *each.stacked_slots())}
+    experts = [names for each in mixtures for names in each.side_by_side()]
     return decoder, _weights_of(plan, slots_of(decoder, plan.checkpoint), described.ignored, config, experts)
 
 
@@ -90,9 +90,9 @@ def outline_encoder(plan: ModelPlan, config: EngineConfig) -> tuple[Encoder, Wei
 
 def _weights_of(
     plan: ModelPlan, slots: Mapping[str, TensorSlot], ignored: Sequence[str], config: EngineConfig,
-    experts: Collection[str] = (),
+    experts: Sequence[Collection[str]] = (),
 ) -> Weights:  # fmt: skip
-    """The tensors that `slots` are filled with. `experts`: paths of matrices that kernels of their own multiply."""
+    """The tensors that `slots` are filled with. `experts`: as in `kept_forms`."""
     names = {} if config.load_format == "dummy" else assign(plan.checkpoint, slots, ignored)
     forms = kept_forms(stored_forms(plan.checkpoint, names), plan.dtype, plan.device, plan.bits, experts)
     elements = {name.removesuffix(".weight"): math.prod(slot.shape) for name, slot in slots.items()}
@@ -103,19 +103,25 @@ def _weights_of(
 
 def kept_forms(
     stored: Mapping[str, StoredForm], dtype: torch.dtype, device: torch.device, bits: int | None,
-    experts: Collection[str] = (),
+    experts: Sequence[Collection[str]] = (),
 ) -> dict[str, StoredForm]:  # fmt: skip
-    """The quantized matrices that stay as they are stored: all, or those of at most `bits` bits.
+    """The quantized matrices that stay as they are stored: all, or those of at most `bits` bits. `experts`: paths of
+    matrices that are one weight, of all experts.
 
-    None stays where there are no kernels; on a GPU only those that a kernel reads, and none of `experts`. The log says
-    which become dense, and why.
+    None stays where there are no kernels; on a GPU only those that a kernel reads, and `experts` that are all stored
+    alike, with inputs in order. The log says which become dense, and why.
     """
     missing, lost = stored_missing(dtype, device), defaultdict[str, list[str]](list)
+    forms = [{stored.get(path) for path in paths} for paths in experts]
+    unlike = {
+        path for paths, each in zip(experts, forms, strict=True) for path in paths
+        if len(each) > 1 or any(form is not None and form.ordered for form in each)
+    }  # fmt: skip
     for path, each in stored.items():
         if missing is not None:
             lost[missing].append(path)
-        elif device.type == "cuda" and path in experts:
-            lost["kernels for experts read no other type"].append(path)
+        elif device.type == "cuda" and path in unlike:
+            lost["not all experts are stored alike, with inputs in order"].append(path)
         elif device.type == "cuda" and chunk_group(each.numbers) is None:
             lost[f"there is no kernel for {each.numbers}"].append(path)
     for why, paths in lost.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -20,6 +21,12 @@ def permute(low: int, high: int, selector: int) -> int:
     places = [selector >> shift & 15 for shift in (0, 4, 8, 12)]
     assert max(places) < 8, "the sign would be spread instead"
     return int(struct.unpack("<I", bytes(given[place] for place in places))[0])
+
+
+OPERATIONS: dict[str, Callable[..., int]] = {
+    "mov": lambda a: a, "not": lambda a: ~a, "and": lambda a, b: a & b, "or": lambda a, b: a | b,
+    "shl": lambda a, b: a << b, "shr": lambda a, b: a >> b, "prmt": lambda a, b, c: permute(a, b, c & 0xFFFF),
+}  # fmt: skip
 
 
 def halves(word: int, dtype: torch.dtype) -> torch.Tensor:
@@ -46,11 +53,7 @@ def run(code: str, inputs: dict[str, int], dtype: torch.dtype) -> torch.Tensor:
             made = (factors[0] * factors[1] + factors[2]).to(dtype)
             words[target] = int(made.view(torch.int16).numpy().view(np.uint32)[0])
             continue
-        words[target] = {
-            "mov": lambda: given[0], "not": lambda: ~given[0], "and": lambda: given[0] & given[1],
-            "or": lambda: given[0] | given[1], "shl": lambda: given[0] << given[1], "shr": lambda: given[0] >> given[1],
-            "prmt": lambda: permute(given[0], given[1], given[2] & 0xFFFF),
-        }[name]() & 0xFFFFFFFF  # fmt: skip
+        words[target] = OPERATIONS[name](*given) & 0xFFFFFFFF
     return torch.cat([halves(words[target], dtype) for target in ("$0", "$1")])
 
 

@@ -14,7 +14,7 @@ from support.forwards import logits_of, relative_error
 pytest.importorskip("triton")
 
 from asyncengine.config import EngineConfig
-from asyncengine.layers import options, stored_weight
+from asyncengine.layers import experts, options, stored_weight
 from asyncengine.layers.rounded_weight import RoundedWeight
 from asyncengine.layers.stored import NumberForm, StoredForm
 from asyncengine.layers.stored_weight import ChunkedWeight
@@ -74,6 +74,23 @@ def test_a_plain_checkpoint_is_rounded_while_it_is_read(
     assert loaded.weights_bytes < plain.weights_bytes
 
 
+@pytest.mark.parametrize("kind", ["gptq asymmetric", "w8a8"])
+def test_experts_stay_as_they_are_stored(kind: str, pair: Pair, packed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All experts' matrices of one kind are one weight, which the grouped kernel reads."""
+    folder, dense = pair("qwen3moe", kind)
+    plain = load(dense)
+    monkeypatch.setattr(experts, "triton_missing", lambda device: None)
+    monkeypatch.setattr(experts.Experts, "_by_torch", None)
+    loaded = load(folder)
+    assert relative_error(logits_of(plain.model, IDS), logits_of(loaded.model, IDS)) < 1e-5
+    mixtures = [mixture.experts for layer in loaded.model.layers for mixture in layer.mixtures()]
+    assert mixtures
+    for mixture in mixtures:
+        for matrices in (mixture.up, mixture.down):
+            assert [type(form) for form in matrices.forms] == [ChunkedWeight]
+    assert loaded.weights_bytes < plain.weights_bytes
+
+
 def test_another_checkpoint_of_the_same_form_into_a_live_model(pair: Pair, packed: None) -> None:
     live, fresh = load(pair("llama", "awq")[0]).model, load(pair("llama", "awq", 1)[0]).model
     before = logits_of(live, IDS)
@@ -83,14 +100,16 @@ def test_another_checkpoint_of_the_same_form_into_a_live_model(pair: Pair, packe
 
 
 def test_what_stays_as_it_is_stored_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
-    """All that there is a kernel for, but experts; a line of the log says why the others do not."""
+    """All that there is a kernel for; a line of the log says why the others do not."""
     forms = {"a": NumberForm(4, 128, "zeros"), "b": NumberForm(4, 24), "c": NumberForm(6, 16, block=256)}
     stored = {name: StoredForm(f"form {name}", form) for name, form in forms.items()}
     with caplog.at_level(logging.WARNING, "asyncengine"):
         assert list(kept_forms(stored, torch.bfloat16, GPU, None)) == ["a", "c"]
-        assert list(kept_forms(stored, torch.bfloat16, GPU, None, {"c"})) == ["a"]
+        assert list(kept_forms(stored, torch.bfloat16, GPU, None, [["a"], ["c", "d"]])) == ["a"]
         assert kept_forms(stored, torch.float32, GPU, None) == {}
     lines = [record.message for record in caplog.records]
     assert "1 quantized matrices (form b) become bfloat16: there is no kernel for " in lines[0]
-    assert "1 quantized matrices (form c) become bfloat16: kernels for experts read no other type" in lines
+    assert (
+        "1 quantized matrices (form c) become bfloat16: not all experts are stored alike, with inputs in order" in lines
+    )
     assert "3 quantized matrices (form a, form b, form c) become float32: kernels for stored" in lines[-1]

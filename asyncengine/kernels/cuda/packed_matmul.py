@@ -125,7 +125,7 @@ def _numbers(
     """The same in the type of x, by PTX of `unpacking` if there is `code`."""
     if code == "":
         found = _values(planes, packed, group, output, outputs, big, half, bits, middle).to(x.dtype.element_ty)
-    elif planes.table is not None or (bits == 8 and x.dtype.element_ty == tl.bfloat16):
+    elif planes.table is not None or (middle == 128 and x.dtype.element_ty == tl.bfloat16):
         found = tl.inline_asm_elementwise(code, "=r,=r,r", [packed], dtype=x.dtype.element_ty, is_pure=True, pack=4)
     else:
         zero = tl.full([1, 1], middle, tl.float32)
@@ -300,19 +300,19 @@ def few_form(matrix: ChunkedMatrix, x: torch.Tensor, rows: int = 1) -> FewForm:
     width, codes = matrix.planes.numbers.shape[2], ("", "")
     tile = WARPS * max(1, 64 // width if rows <= FEW else 1)
     if x.is_cuda:  # Triton's interpreter knows no PTX
-        codes = unpacking(x.dtype == torch.bfloat16, matrix.bits, matrix.planes.zeros is not None, matrix.table)
+        codes = unpacking(x.dtype == torch.bfloat16, matrix.bits, matrix.middle, matrix.table)
     even = matrix.inputs % (8 // matrix.bits * width * tile) == 0
     return FewForm(even, tile, matrix.bits, width, matrix.block, matrix.middle, *codes)
 
 
 @cache
-def unpacking(brain: bool, bits: int, zeros: bool, table: tuple[int, ...]) -> tuple[str, str]:
+def unpacking(brain: bool, bits: int, middle: int, table: tuple[int, ...]) -> tuple[str, str]:
     """PTX that makes bfloat16 (`brain`) or float16 of the lower halves, and of the upper, of four bytes; "": there is
     none for this form.
 
     Bits are put behind those of 128 or 1,024, which a second operand takes off again with the group's zero: bfloat16
-    has room for seven, and the eighth says what is taken off. Of a table whose second half is its first with another
-    sign, both bytes of an entry are looked up by permuting them.
+    has room for seven, and with a middle of 128 the eighth says what is taken off. Of a table whose second half is its
+    first with another sign, both bytes of an entry are looked up by permuting them.
     """
     halves = ("mov.b32 t, $2;", "shl.b32 w, t, 4;"), ("shr.b32 t, $2, 4;", "mov.b32 w, $2;")
     big, one, kind = ("0x43434343", "0x3F803F80", "bf16x2") if brain else ("0x64646464", "0x3C003C00", "f16x2")
@@ -334,9 +334,9 @@ def unpacking(brain: bool, bits: int, zeros: bool, table: tuple[int, ...]) -> tu
         low, high = (f"{begin} {sign} {rest}" for begin, sign in halves)
     elif bits == 4:
         low, high = (f"{begin} and.b32 t, t, 0x0F0F0F0F; {rest}" for begin, _ in halves)
-    elif not brain:
+    elif not brain or middle == 32:  # of six bits
         low = high = f"{halves[0][0]} {rest}"
-    elif zeros:
+    elif middle != 128:
         return "", ""
     else:
         low = high = (

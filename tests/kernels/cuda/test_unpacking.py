@@ -57,22 +57,23 @@ def run(code: str, inputs: dict[str, int], dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([halves(words[target], dtype) for target in ("$0", "$1")])
 
 
-FORMS = [(4, False, ()), (4, True, ()), (8, False, ()), (8, True, ()), (4, False, TABLE)]
+FORMS = [(4, 8, ()), (4, 0, ()), (8, 128, ()), (8, 0, ()), (8, 32, ()), (4, 0, TABLE)]
+"""(bits, middle, table); without a middle, groups have zeros."""
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("bits", "zeros", "table"), FORMS)
-def test_every_byte_becomes_its_numbers(bits: int, zeros: bool, table: tuple[int, ...], dtype: torch.dtype) -> None:
-    codes = unpacking(dtype == torch.bfloat16, bits, zeros, table)
-    if bits == 8 and zeros and dtype == torch.bfloat16:
+@pytest.mark.parametrize(("bits", "middle", "table"), FORMS)
+def test_every_byte_becomes_its_numbers(bits: int, middle: int, table: tuple[int, ...], dtype: torch.dtype) -> None:
+    codes = unpacking(dtype == torch.bfloat16, bits, middle, table)
+    if bits == 8 and not middle and dtype == torch.bfloat16:
         assert codes == ("", ""), "its numbers less their zeros have nine bits"
         return
-    zero, offset = (5 if zeros else 1 << (bits - 1)), 128 if dtype == torch.bfloat16 else 1024
+    zero, offset = middle or 5, 128 if dtype == torch.bfloat16 else 1024
     taken = torch.full((2,), -offset - zero, dtype=torch.float64).to(dtype)
     operand = int(taken.view(torch.int16).numpy().view(np.uint32)[0])
     for half, code in enumerate(codes if bits == 4 else codes[:1]):
-        for byte in range(256):
-            others = [byte, 255 - byte, byte ^ 0x5A, 0]
+        for byte in range(64 if middle == 32 else 256):
+            others = [byte, byte ^ 0x3F, byte ^ 0x1A, 0]
             found = run(code, {"$2": struct.unpack("<I", bytes(others))[0], "$3": operand, "$4": operand}, dtype)
             numbers = [each >> 4 * half & 15 for each in others] if bits == 4 else others
             expected = [table[number] if table else number - zero for number in numbers]
@@ -80,4 +81,4 @@ def test_every_byte_becomes_its_numbers(bits: int, zeros: bool, table: tuple[int
 
 
 def test_tables_that_are_no_numbers_with_signs_have_none() -> None:
-    assert unpacking(True, 4, False, tuple(range(-127, 113, 15))) == ("", "")
+    assert unpacking(True, 4, 0, tuple(range(-127, 113, 15))) == ("", "")

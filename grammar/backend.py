@@ -5,17 +5,25 @@ Two backends implement it, under their outlines names: `llguidance` and `outline
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Mask = NDArray[np.int32]
 """Packed bitmask of allowed tokens, shape [ceil(vocab / 32)], lowest bit first."""
+JointFill = Callable[[Mask, Mapping[int, Any]], set[int]]
+"""(masks [masks, words], mask -> state) -> the masks that were filled; `State.fill` says what is wrong with others."""
 
 
 class State(Protocol):
     """The state of one output in its grammar. One thread at a time."""
+
+    @property
+    def joint_fill(self) -> JointFill | None:
+        """A call that fills masks of several states at once, the same of all that it takes; None: there is none."""
+        ...
 
     def fill(self, mask: Mask) -> None:
         """Write every word of `mask`: the tokens that may come next, end-of-sequence ids where the output may end.

@@ -9,10 +9,10 @@ output goes on as long as the budget is far from spent, and one that is not comp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from asyncengine.errors import GrammarError
-from asyncengine.grammar.backend import Mask, Template
+from asyncengine.grammar.backend import JointFill, Mask, State, Template
 from asyncengine.sampling_params import OnBudget
 
 
@@ -37,6 +37,23 @@ class Matcher:
 
     def fill_mask(self, mask: Mask) -> None:
         self._state.fill(mask)
+
+    @staticmethod
+    def fill_all(masks: Mask, matchers: Mapping[int, Matcher]) -> dict[int, Exception]:
+        """`fill_mask` of each matcher into masks[place], on all cores where its library can. Returns errors by place."""
+        errors: dict[int, Exception] = {}
+        joint: dict[JointFill, dict[int, State]] = {}
+        for place, matcher in matchers.items():
+            if (fill := matcher._state.joint_fill) is not None:
+                joint.setdefault(fill, {})[place] = matcher._state
+        done: set[int] = set().union(*(fill(masks, states) for fill, states in joint.items()))
+        for place, matcher in matchers.items():
+            try:
+                if place not in done:
+                    matcher.fill_mask(masks[place])
+            except Exception as error:
+                errors[place] = error
+        return errors
 
     def fill_along(self, masks: Mask, drafts: Sequence[int]) -> int:
         self._state.fill(masks[0])

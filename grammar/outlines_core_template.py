@@ -97,6 +97,8 @@ class OutlinesCoreTemplate:
 class OutlinesCoreState:
     """A `State`: the states gone through, the last one current."""
 
+    joint_fill = None
+
     def __init__(self, template: OutlinesCoreTemplate) -> None:
         self._template = template
         self._trail = [0]

@@ -29,6 +29,7 @@ from asyncengine.device.pinned import FixedInputs, Int64Array
 from asyncengine.layers.states import FIRST, LoneTokens
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
 from asyncengine.runner.adapted_graphs import AdaptedGraphs
+from asyncengine.runner.processed_rows import ProcessedRows
 from asyncengine.runner.prompt_graphs import Piece, PieceCapture
 from asyncengine.runner.step_buffers import (
     ADAPTER,
@@ -191,9 +192,13 @@ class DecodeGraphs:
             """int64 [max_num_seqs + 1] on the device: of each slot, and of the one that padding rows have."""
             device = self._tokens.device
             self._every = torch.arange(most, device=device)
-            self.sampled = torch.zeros(most + (most + 1) // 2, dtype=torch.int64, device=device)
+            self.sampled = torch.zeros(most + 1 + (most + 2) // 2, dtype=torch.int64, device=device)
             """Tokens and largest logits of the last replay's rows (`split`), where graphs sample."""
+            self.input_ids = torch.zeros(most + 1, dtype=torch.int64, device=device)
+            """Tokens that the last replay's rows have computed."""
             self._logits = torch.empty(0, device=device)
+        self.processed: ProcessedRows | None = None
+        """Chooses for rows whose logits are processed, where graphs sample."""
         self._padding = np.array([[max_num_seqs, 0, 0, 1, -1, -1, max_num_seqs, FIRST, num_states, 0]]).T
         no_pages = np.zeros((max_num_seqs + 1, 1), dtype=np.int32)
         self._nothing = DecodeStep(np.zeros((NUMBERS, 0), dtype=np.int64), no_pages, ())
@@ -203,6 +208,8 @@ class DecodeGraphs:
         }
         self._last = 0, 0, np.empty(0, dtype=np.int32)
         """`order` of the step that was sent last, the rows of its graph, and what was sent."""
+        self._inputs_of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Number of rows -> slots and tokens of the last replay."""
         self._plain: dict[int, Graph] = {}
         self._adapted = AdaptedGraphs(lora, self._captured, "decode steps")
         self.seconds = 0.0
@@ -221,11 +228,20 @@ class DecodeGraphs:
         for size in reversed(self.sizes):
             self._plain[size] = self._captured(size, None)
             report()
+        if self._sampler is not None:
+            chosen = self.split(self.sampled, self.sizes[-1] + 1)
+            fixed = self._backend.memory, self._logits, self.input_ids, chosen, self.last_token, self._sampler
+            self.processed = ProcessedRows(*fixed)
+            self.processed.capture_all(self._capture)
         self._adapted.capture_all(self.sizes, report)
 
     def split(self, sampled: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens int64 [rows] and largest logits float32 [rows] in `sampled` or a copy of it."""
-        return sampled[:rows], sampled[self.sizes[-1] :].view(torch.float32)[:rows]
+        return sampled[:rows], sampled[self.sizes[-1] + 1 :].view(torch.float32)[:rows]
+
+    def restore(self) -> None:
+        """Put each row's input where its slot's last token is, as before the last run. Takes no memory."""
+        self.last_token.index_copy_(0, *self._inputs_of[self._size])
 
     def run(self, step: DecodeStep) -> torch.Tensor | None:
         """Logits [rows, vocab] of a step of at most as many rows as the largest graph has; valid until the next run.
@@ -245,10 +261,13 @@ class DecodeGraphs:
         """Let go of all graphs."""
         self._plain.clear()
         self._adapted.close()
+        if self.processed is not None:
+            self.processed.close()
         self._logits = torch.empty(0)
 
     def _send(self, size: int, step: DecodeStep) -> None:
         """Plan, and put what a graph reads of a step's rows, and of padding rows, where it reads it."""
+        self._size = size
         host, sent, rows = self._inputs.take(), 2 * NUMBERS * size, len(step.adapters)
         words = host.numpy()
         numbers: Int64Array = words[:sent].view(np.int64).reshape(NUMBERS, size)
@@ -283,14 +302,17 @@ class DecodeGraphs:
         )
         states = LoneTokens(slice(None), *moved)
         tokens, best = self.split(self.sampled, size)
+        inputs = self.input_ids[:size]
+        self._inputs_of[size] = slots, inputs
 
         def work() -> torch.Tensor:
             own: StepAdapters = (None, None) if lora is None else lora.begin_fixed(adapters)
-            logits = self._forward(self._tokens.index_select(0, source), positions, self._every[:size], own, states)
+            ids = torch.index_select(self._tokens, 0, source, out=inputs)
+            logits = self._forward(ids, positions, self._every[:size], own, states)
             if not self._logits.numel():
                 # one memory for all graphs: were each to keep its own, the pool could share none of it, more than a
                 # gigabyte for a vocabulary of 150,000
-                self._logits = torch.empty_like(logits)
+                self._logits = logits.new_zeros((size + 1, logits.shape[1]))
             kept = self._logits[:size].copy_(logits)
             if self._sampler is not None:
                 self._sampler.sample(kept, slots, following, tokens, best)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -15,9 +16,11 @@ from asyncengine.attention.base import AttentionBackend
 from asyncengine.attention.flashinfer import FlashInferBackend
 from asyncengine.device.cores import Cores
 from asyncengine.device.memory import release_cached
+from asyncengine.device.pinned import Int64Array
 from asyncengine.device.plain_thread import is_plain_thread
 from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
 from asyncengine.errors import UnsupportedModel
+from asyncengine.kernels.cuda.row_numbers import MASK
 from asyncengine.kernels.elsewhere import elsewhere
 from asyncengine.layers.fused import MOST_TOKENS
 from asyncengine.layers.states import LoneTokens, StatePools, StateSegments, state_step
@@ -31,10 +34,11 @@ from asyncengine.runner.graphs import Capture, DecodeGraphs
 from asyncengine.runner.images import ImageRows, ImageStore
 from asyncengine.runner.parts import launch_in_parts
 from asyncengine.runner.pending import PendingStep
+from asyncengine.runner.processed_rows import ProcessedRows
 from asyncengine.runner.prompt_graphs import Pieces, PromptGraphs, may_be_cut
-from asyncengine.runner.step_buffers import FlatStep, Step, StepBuffers
+from asyncengine.runner.step_buffers import NEXT, SLOT, FlatStep, Step, StepBuffers
 from asyncengine.sampling.logprobs import token_logprobs
-from asyncengine.sampling.masks import AwaitedToken, FilledMasks, MaskFiller, StepMasks
+from asyncengine.sampling.masks import AwaitedToken, FilledMasks, MaskFiller, StepMasks, UnreadStep
 from asyncengine.sampling.sampler import Sampled, Sampler
 from asyncengine.speculation.draft_model import DraftModel
 from asyncengine.stats import ThreadStats
@@ -59,6 +63,7 @@ _HELD = (
     "_sampler",
     "_last_token",
     "_awaited",
+    "_unfinished",
     "_states",
     "_images",
 )
@@ -127,6 +132,8 @@ class ModelRunner:
         self._lora = lora
         self._images = images
         self._masks = MaskFiller(model.vocab_size, model.device)
+        self._unfinished: UnreadStep | None = None
+        """The step whose reader launches what is left of the one behind it."""
         self._awaited: dict[int, AwaitedToken] = {}
         """Slot -> the token of the last constrained row that was launched for it."""
         self._sampler = Sampler(max_num_seqs, model.vocab_size, model.device)
@@ -161,15 +168,29 @@ class ModelRunner:
         one. Where the device is the CPU that is a short step of a small model."""
         if batch.swaps or batch.encode is not None or elsewhere:
             return False  # while kernels are compiled by other processes, a step may wait for one
-        for row in batch.rows:
-            if row.grammar is not None or (row.drafts and row.awaits_drafts):
-                return False  # masks are another thread's, and guesses take long
+        if any(row.drafts and row.awaits_drafts for row in batch.rows):
+            return False  # guesses take long
+        if any(row.grammar is not None for row in batch.rows) and not self._masks_later(batch.rows):
+            return False
         if self.asynchronous:
             return is_plain_thread(self._device)
         if not self._small or not self._compiled:
             return False
         pairs = sum(row.num_scheduled * (row.start + row.num_scheduled) for row in batch.rows)
         return batch.num_tokens <= MOST_TOKENS and pairs <= _BRIEF
+
+    def _masks_later(self, rows: Sequence[Row]) -> bool:
+        """Whether a launch does not wait for the masks of these rows, some of which have one: a graph's forward does
+        not, and nothing of another step is left to be launched."""
+        if self._graphs is None or not self._graphs.samples or self._unfinished is not None:
+            return False
+        return len(rows) <= self._graphs.sizes[-1] and all(
+            row.num_scheduled == 1
+            and row.samples
+            and not row.spec.params.logprobs
+            and (row.state is None or not row.state.saves)
+            for row in rows
+        )
 
     def prepare_update(self, weights: WeightSource, config: EngineConfig, partial: bool) -> Callable[[], None]:
         """Check other weights, and return the call that writes them while no step runs. May be called from any thread.
@@ -198,6 +219,8 @@ class ModelRunner:
         return self._launch(batch).wait()
 
     def _launch(self, batch: Batch) -> PendingStep:
+        if self._unfinished is not None:
+            self._unfinished.wait()
         pending = PendingStep(batch, Readback(self._copies, self._used), self._jump)
         # what torch computes beside kernels is little, and its threads wait where the kernels' helpers should run
         cores = self.cores.step(torch_alone=self._compiled, small=self._small)
@@ -205,7 +228,7 @@ class ModelRunner:
             masks = self._masks.start(batch, self._awaited)
             if self._graphs is None or not self._replay(pending, masks, self._graphs):
                 self._run(pending, masks)
-            pending.readback.send()
+                pending.readback.send()
         return pending
 
     def _run(self, pending: PendingStep, masks: StepMasks | None) -> None:
@@ -242,26 +265,57 @@ class ModelRunner:
         if step is None:
             return False
         self._write_adapters(step.adapters)
-        again, scored = self._sampler.begin(rows)
-        if not graphs.samples:
-            again = list(range(len(rows)))
-        elif masks is not None:
-            again = sorted({*again, *(place for place, row in enumerate(rows) if row.grammar is not None)})
-        before = self._last_token.clone() if again or scored else self._last_token
+        slots, positions = step.numbers[SLOT], step.numbers[NEXT]
+        processed, scored = self._sampler.begin(rows, slots, positions)
+        if masks is not None:
+            constrained = [place for place, row in enumerate(rows) if row.grammar is not None]
+            processed = np.union1d(processed, constrained)
         logits = graphs.run(step)
         if logits is None:
             return False
         pending.sampling, pending.places = range(len(rows)), rows
+        finish = partial(self._choose_and_read, pending, graphs, logits, step.numbers, processed, scored, masks)
+        before = None if masks is None or scored.size or not graphs.samples else masks.unread
+        if before is None:
+            finish()
+        pending.readback.send()
+        if before is not None:  # matchers wait for the tokens of the step before: this thread need not
+            self._unfinished = before
+            before.then(partial(self._finish, pending, finish))
+        return True
+
+    def _finish(self, pending: PendingStep, finish: Callable[[], None]) -> None:
+        """Launch the rest of a step, on any thread."""
         try:
-            processed = self._sample_again(pending, again, logits, masks, before) if again else ()
-            self._score(pending, scored, logits, graphs.sampled)
+            with torch.inference_mode(), on_device(self._device):
+                finish()
+                pending.readback.send()
+        except BaseException as error:
+            pending.failure = error
+        self._unfinished = None
+
+    def _choose_and_read(
+        self, pending: PendingStep, graphs: DecodeGraphs, logits: torch.Tensor, numbers: Int64Array,
+        processed: Int64Array, scored: Int64Array, masks: StepMasks | None,
+    ) -> None:  # fmt: skip
+        """Choose for the rows of a graph's step whose logits are processed, and have all tokens read."""
+        rows = pending.places
+        try:
+            changed: Collection[int] = processed.tolist()
+            if not graphs.samples:
+                changed = self._sample_again(pending, graphs, logits, masks)
+            elif processed.size:
+                assert graphs.processed is not None
+                self._process(pending, graphs, graphs.processed, numbers[:, processed], processed, masks)
+            self._score(pending, scored.tolist(), logits, graphs.sampled)
             arrived = pending.readback.fetch_now(graphs.sampled)
-            pending.sampled = Sampled(*graphs.split(arrived, len(rows)), processed)
+            pending.sampled = Sampled(*graphs.split(arrived, len(rows)), changed)
         except BaseException:  # for want of memory: the step is launched again, with the tokens it had
-            self._last_token.copy_(before)
+            graphs.restore()
+            for slot in numbers[SLOT, processed].tolist():  # who knows whether tokens have been counted
+                self._sampler.forget(slot)
             raise
         self._settle(pending)
-        return True
 
     def _write_adapters(self, adapters: Sequence[int]) -> None:
         """Put into their slots what these rows are the first to use."""
@@ -319,6 +373,7 @@ class ModelRunner:
             graphs = DecodeGraphs(self._compute, backend, self._lora, sizes, slots, capture, sampler, self.num_states)
             graphs.capture_all(report)
         self._graphs, self._last_token = graphs, graphs.last_token
+        self._masks.threaded = not graphs.samples
         return graphs
 
     @property
@@ -385,23 +440,36 @@ class ModelRunner:
         self._score(pending, wanted, logits, sampled.tokens)
         return sampled.tokens
 
+    def _process(
+        self, pending: PendingStep, graphs: DecodeGraphs, rows: ProcessedRows, own: Int64Array, places: Int64Array,
+        masks: StepMasks | None,
+    ) -> None:  # fmt: skip
+        """Choose again for the rows at `places`, with `own` of a decode step's numbers, by a graph."""
+        count = 0 if masks is None else masks.count
+        packed = rows.take(len(places), count)
+        if masks is not None:
+            pending.filled = masks.wait(pending.sampling, packed)
+        chosen = [pending.places[place] for place in places.tolist()]
+        numbers, kept = self._sampler.tables.numbers(
+            chosen, own[SLOT], own[NEXT], places, graphs.input_ids, decodes=True
+        )
+        numbers[MASK, np.searchsorted(places, pending.filled.places)] = pending.filled.kept
+        rows.run(numbers, count)
+        del kept  # not before the kernels are queued
+
     def _sample_again(
-        self, pending: PendingStep, places: list[int], logits: torch.Tensor, masks: StepMasks | None,
-        before: torch.Tensor,
-    ) -> list[int]:  # fmt: skip
-        """Sample for the rows at `places`, whose logits are processed, and put their tokens where those of a graph are.
-        `before`: the slots' last tokens before the step. Returns the places whose logits were changed."""
-        rows = [pending.batch.rows[place] for place in places]
+        self, pending: PendingStep, graphs: DecodeGraphs, logits: torch.Tensor, masks: StepMasks | None
+    ) -> Collection[int]:
+        """Sample for all rows of a step whose graph does not. Returns the places whose logits were changed."""
         if masks is not None:
             pending.filled = masks.wait(pending.sampling)
-        index, slots = upload(np.array([places, [row.slot for row in rows]], dtype=np.int64), self._device)
-        sampled = self._sampler.sample(rows, logits[index], pending.filled.among(places), before)
-        assert self._graphs is not None
-        tokens, best = self._graphs.split(self._graphs.sampled, logits.shape[0])
-        tokens.index_copy_(0, index, sampled.tokens)
-        best.index_copy_(0, index, sampled.best.float())
-        self._last_token.index_copy_(0, slots, sampled.tokens)
-        return [places[place] for place in sampled.processed]
+        sampled = self._sampler.sample(pending.places, logits, pending.filled, self._last_token)
+        tokens, best = graphs.split(graphs.sampled, len(pending.places))
+        tokens.copy_(sampled.tokens)
+        best.copy_(sampled.best)
+        slots = np.array([row.slot for row in pending.places], dtype=np.int64)
+        self._last_token.index_copy_(0, upload(slots, self._device), sampled.tokens)
+        return sampled.processed
 
     def _score(self, pending: PendingStep, places: list[int], logits: torch.Tensor, tokens: torch.Tensor) -> None:
         """Log-probabilities of the sampled tokens at `places`."""
@@ -434,7 +502,7 @@ class ModelRunner:
         for place in filled.discarded:  # tokens that were not to be have been counted
             self._sampler.forget(rows[sampling[place]].slot)
         for place in filled.places:
-            token = AwaitedToken(pending.wait)
+            token = AwaitedToken(pending)
             pending.awaited[place] = self._awaited[rows[sampling[place]].slot] = token
 
     def _score_prompt(self, pending: PendingStep, index: int, logits: torch.Tensor) -> None:

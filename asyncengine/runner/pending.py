@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,6 +44,10 @@ class PendingStep:
     """Row -> why this one request failed before anything of it was computed."""
     awaited: dict[int, AwaitedToken] = field(default_factory=dict)
     """Place among the sampled tokens -> what later rows of the same request wait for."""
+    following: Callable[[], None] | None = None
+    """Work on the step after this one that needs this one's tokens: done when they have been read, by whoever does."""
+    failure: BaseException | None = None
+    """The error of such work on this step."""
     began: float = field(default_factory=time.perf_counter)
     _result: StepResult | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -61,12 +65,25 @@ class PendingStep:
         """On any thread, any number of times. Here matchers are told what was sampled, and whoever fills the masks of
         the next step wants that before whoever delivers this one comes for it."""
         with self._lock:
+            if self.failure is not None:
+                raise self.failure
             if self._result is None:
                 self.readback.wait()
                 self._result = self._read()
                 for token in self.awaited.values():
-                    token.resolve = None  # which would keep this step alive as long as its slots
+                    token.step = None  # which would keep this step alive as long as its slots
+                if self.following is not None:
+                    self.following()
+                self.following = None
             return self._result
+
+    def then(self, work: Callable[[], None]) -> None:
+        """Do `work` once the result has been read: now, or as `following`."""
+        with self._lock:
+            if self._result is None:
+                self.following = work
+                return
+        work()
 
     def _read(self) -> StepResult:
         result = StepResult(self.batch.step, [-1] * len(self.batch.rows))

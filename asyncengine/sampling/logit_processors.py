@@ -13,10 +13,100 @@ import torch
 from asyncengine.device.pinned import Int64Array
 from asyncengine.device.transfer import send, upload
 from asyncengine.kernels.cuda import triton_missing
+from asyncengine.kernels.cuda.row_numbers import (
+    BIASED,
+    COUNT,
+    COUNTS,
+    FREQUENCY,
+    MASK,
+    NUM_STOPS,
+    NUMBERS,
+    PLACE,
+    POSITION,
+    PRESENCE,
+    PROMPT,
+    REPETITION,
+    SLOT,
+)
 from asyncengine.sampling.masks import FilledMasks, apply_masks
 from asyncengine.sampling.penalties import PenaltyTable
 from asyncengine.sampling.slot_params import SlotParams
 from asyncengine.step import Row
+
+
+class SlotTables:
+    """What the processors of each slot's request need on the device, and numbers of rows that say where it lies."""
+
+    def __init__(self, params: SlotParams, vocab_size: int, device: torch.device) -> None:
+        max_num_seqs = len(params.temperature)
+        self.penalties = PenaltyTable(max_num_seqs, vocab_size, device)
+        self._params, self._vocab_size, self._device = params, vocab_size, device
+        self._ids: dict[int, tuple[torch.Tensor, ...]] = {}
+        """Slot -> ids with biases, the biases, ids that may be held open."""
+        self._places = np.zeros((5, max_num_seqs), dtype=np.int64)
+        """Addresses of these, and how many there are, as the kernels take them."""
+
+    def forget(self, slot: int) -> None:
+        """The slot has another owner. Idempotent."""
+        self.penalties.forget(slot)
+        self._ids.pop(slot, None)
+        self._places[:, slot] = 0
+
+    def numbers(
+        self,
+        rows: Sequence[Row],
+        slots: Int64Array,
+        positions: Int64Array,
+        places: Int64Array,
+        last_token: torch.Tensor,
+        *,
+        decodes: bool = False,
+    ) -> tuple[Int64Array, list[torch.Tensor]]:
+        """int64 [NUMBERS, rows] as `kernels.cuda.logit_processors` says, with no mask, and what else must be kept until
+        the kernels are queued.
+
+        `positions` of the tokens to be sampled; `last_token`: on the device, of each slot. `decodes`: rows have one
+        token each, and the kernels know it: `last_token` is by place.
+        """
+        params = self._params
+        numbers = np.zeros((NUMBERS, len(slots)), dtype=np.int64)
+        numbers[[SLOT, POSITION, PLACE]], numbers[MASK] = (slots, positions, places), -1
+        kept: list[torch.Tensor] = []
+        penalized = np.flatnonzero(params.penalized[slots])
+        if penalized.size:
+            own = slots[penalized]
+            numbers[[REPETITION, FREQUENCY, PRESENCE]] = (
+                np.stack((params.repetition[slots], params.frequency[slots], params.presence[slots]))
+                .astype(np.float64)
+                .view(np.int64)
+            )
+            if decodes:
+                found, ready = self.penalties.counting(own, positions[penalized], params.prompt_len[own])
+                numbers[PROMPT, penalized], numbers[COUNTS, penalized] = found
+                numbers[COUNT, penalized] = ready
+            for place in penalized[numbers[COUNT, penalized] == 0].tolist():
+                seen = self.penalties.seen(rows[place], last_token, int(places[place]) if decodes else None)
+                numbers[[PROMPT, COUNTS], place] = [tensor.data_ptr() for tensor in seen]
+                kept += seen
+        held = positions < params.held_until[slots]
+        for place in np.flatnonzero(held | params.biased[slots]).tolist():
+            if rows[place].slot not in self._ids:
+                self._write(rows[place])
+        numbers[BIASED : NUM_STOPS + 1] = self._places[:, slots]
+        numbers[NUM_STOPS] *= held
+        return numbers, kept
+
+    def _write(self, row: Row) -> None:
+        biased = {token: bias for token, bias in row.spec.params.logit_bias.items() if token < self._vocab_size}
+        stops = [token for token in row.spec.stop_ids if token < self._vocab_size]
+        arrays = (
+            np.array([*biased, 0], dtype=np.int64),  # none of them empty
+            np.array([*biased.values(), 0], dtype=np.float32),
+            np.array([*stops, 0], dtype=np.int64),
+        )
+        ids = self._ids[row.slot] = tuple(upload(array, self._device) for array in arrays)
+        at, by, ends = (tensor.data_ptr() for tensor in ids)
+        self._places[:, row.slot] = at, by, len(biased), ends, len(stops)
 
 
 class LogitProcessors:
@@ -43,39 +133,32 @@ class LogitProcessors:
         self._rows = [rows[place] for place in self.places]
         self._masks = masks.among(self.places)
 
-    def apply(self, logits: torch.Tensor, table: PenaltyTable, last_token: torch.Tensor) -> torch.Tensor:
+    def apply(self, logits: torch.Tensor, tables: SlotTables, last_token: torch.Tensor) -> torch.Tensor:
         """A float32 copy of `logits` [len(places), vocab], those of the rows concerned, with all of theirs applied."""
-        logits = logits.to(torch.float32, copy=True)
         if triton_missing(logits.device) is None:
-            self._by_kernel(logits, table, last_token)
-            self._bias(logits)
-        else:
-            for index, row in enumerate(self._rows):
-                if self._params.penalized[row.slot]:
-                    self._penalize(logits[index], row, table, last_token)
-            self._bias(logits)
-            if self._masks.places:
-                apply_masks(logits, self._masks)
+            return self._by_kernel(logits, tables, last_token)
+        logits = logits.to(torch.float32, copy=True)
+        for index, row in enumerate(self._rows):
+            if self._params.penalized[row.slot]:
+                self._penalize(logits[index], row, tables.penalties, last_token)
+        self._bias(logits)
+        if self._masks.places:
+            apply_masks(logits, self._masks)
         self._hold_open(logits)
         return logits
 
-    def _by_kernel(self, logits: torch.Tensor, table: PenaltyTable, last_token: torch.Tensor) -> None:
-        """Penalties, then masks. A bias added behind these changes nothing that is masked."""
-        from asyncengine.kernels.cuda.logit_processors import penalize_and_mask
+    def _by_kernel(self, logits: torch.Tensor, tables: SlotTables, last_token: torch.Tensor) -> torch.Tensor:
+        from asyncengine.kernels.cuda.logit_processors import process_logits
 
-        params, masks, device = self._params, self._masks, logits.device
-        sources = np.zeros((len(self._rows), 6), dtype=np.int64)
-        sources[:, 5] = -1
-        sources[masks.places, 5] = np.arange(len(masks.places))
-        seen = []
-        for place, row in enumerate(self._rows):
-            if params.penalized[row.slot]:
-                seen.append(table.seen(row, last_token))
-                sources[place, :2] = [tensor.data_ptr() for tensor in seen[-1]]
-                penalties = params.repetition[row.slot], params.frequency[row.slot], params.presence[row.slot]
-                sources[place, 2:5].view(np.float64)[:] = penalties
-        if seen or masks.places:
-            penalize_and_mask(logits, upload(sources, device), send(masks.packed, device))
+        slots = np.array([row.slot for row in self._rows], dtype=np.int64)
+        positions = np.array([row.start + row.num_scheduled for row in self._rows], dtype=np.int64)
+        numbers, counted = tables.numbers(self._rows, slots, positions, np.arange(len(slots)), last_token)
+        numbers[MASK, self._masks.places] = np.arange(len(self._masks.places))
+        masks = send(self._masks.packed, logits.device)
+        processed = torch.empty(logits.shape, device=logits.device)
+        process_logits(logits, processed, upload(numbers, logits.device), masks, -(-logits.shape[1] // 32), last_token)
+        del counted  # not before the kernels are queued
+        return processed
 
     def _bias(self, logits: torch.Tensor) -> None:
         entries = [

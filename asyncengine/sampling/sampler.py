@@ -20,10 +20,9 @@ from asyncengine.device.pinned import Int64Array
 from asyncengine.device.transfer import Readback, upload
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.kernels.cuda import triton_missing
-from asyncengine.sampling.logit_processors import LogitProcessors
+from asyncengine.sampling.logit_processors import LogitProcessors, SlotTables
 from asyncengine.sampling.masks import FilledMasks
 from asyncengine.sampling.noise import BLOCK_FLAG, gumbel, noise_keys
-from asyncengine.sampling.penalties import PenaltyTable
 from asyncengine.sampling.slot_params import SlotParams
 from asyncengine.sampling.top_p import kept_threshold
 from asyncengine.step import Row
@@ -76,7 +75,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._params = SlotParams(max_num_seqs, vocab_size)
-        self._penalties = PenaltyTable(vocab_size, device)
+        self.tables = SlotTables(self._params, vocab_size, device)
         self._kernel: Any = None
         self.on_device: DeviceSampler | None = None
         """Samples by kernels alone, in a CUDA graph too; None: there are none for this device."""
@@ -89,20 +88,19 @@ class Sampler:
 
             self._kernel = SamplerKernel(vocab_size)
 
-    def begin(self, rows: Sequence[Row]) -> tuple[list[int], list[int]]:
-        """Know the parameters of `rows`. Returns the places of those whose logits are to be processed before anything
-        is chosen, and of those whose log-probabilities are asked for."""
-        own = self._params.update(rows)
-        if not self._penalties.empty:
-            for slot in own:
-                if not self._params.penalized[slot]:
-                    self._penalties.forget(slot)
+    def begin(self, rows: Sequence[Row], slots: Int64Array, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Know the parameters of `rows`, which sample the tokens at `positions`. Returns the places of those whose
+        logits are to be processed before anything is chosen, grammars' masks aside, and of those whose
+        log-probabilities are asked for."""
+        self._update(rows)
         params = self._params
-        processed, scored = (
-            [place for place, slot in enumerate(own) if flags[slot]] if any(map(flags.__getitem__, own)) else []
-            for flags in (params.processed, params.scored)
-        )
-        return processed, scored
+        return np.flatnonzero(params.processed_at(slots, positions)), np.flatnonzero(params.scored[slots])
+
+    def _update(self, rows: Sequence[Row]) -> list[int]:
+        own = self._params.update(rows)
+        for slot in self._params.renewed:
+            self.tables.forget(slot)
+        return own
 
     def sample(
         self,
@@ -112,28 +110,22 @@ class Sampler:
         last_token: torch.Tensor,
     ) -> Sampled:
         """One token for each row from its logits [rows, vocab] (not modified), among those its mask allows."""
-        own = self._params.update(rows)
+        own = self._update(rows)
         if self._is_plain(rows, logits, masks):
-            if not self._penalties.empty:
-                for slot in own:
-                    self._penalties.forget(slot)
             tokens, best = self._kernel.choose_few(logits, *self._params.few_columns(rows))
             return Sampled(tokens, best, ())
         slots = np.array(own, dtype=np.int64)
         processors = LogitProcessors(rows, self._params, slots, masks, self._vocab_size)
-        for row in rows:
-            if not self._params.penalized[row.slot]:
-                self._penalties.forget(row.slot)
         positions = np.array([row.start + row.num_scheduled for row in rows], dtype=np.int64)
         if not processors.places:
             return Sampled(*self._choose(slots, positions, logits), ())
         places = np.array(processors.places, dtype=np.int64)
         if len(places) == len(rows):
-            processed = processors.apply(logits, self._penalties, last_token)
+            processed = processors.apply(logits, self.tables, last_token)
             tokens, best = self._choose(slots, positions, processed)
         else:  # copying everybody's logits would take longer than choosing for the processed rows twice
             index = self._to_device(places)
-            processed = processors.apply(logits[index], self._penalties, last_token)
+            processed = processors.apply(logits[index], self.tables, last_token)
             tokens, best = self._choose(slots, positions, logits)
             again = self._choose(slots[places], positions[places], processed)
             tokens, best = tokens.index_copy(0, index, again[0]), best.float().index_copy(0, index, again[1])
@@ -165,7 +157,7 @@ class Sampler:
 
     def forget(self, slot: int) -> None:
         """Forget the counts of the slot's request, which are wrong: its next row counts anew."""
-        self._penalties.forget(slot)
+        self.tables.penalties.forget(slot)
 
     def _draw(
         self, positions: Int64Array, slots: Int64Array, chosen: Int64Array, logits: torch.Tensor, greedy: torch.Tensor

@@ -37,17 +37,26 @@ class SlotParams:
         self.penalized = np.zeros(max_num_seqs, dtype=np.bool_)
         self.processed = [False] * max_num_seqs
         """Whether the slot's logits may go through a processor before anything is chosen, grammars' masks aside."""
-        self.scored = [False] * max_num_seqs
+        self.scored = np.zeros(max_num_seqs, dtype=np.bool_)
         """Whether log-probabilities are asked for."""
+        self.biased = np.zeros(max_num_seqs, dtype=np.bool_)
+        self.prompt_len = np.zeros(max_num_seqs, dtype=np.int64)
+        self.held_until = np.zeros(max_num_seqs, dtype=np.int64)
+        """Position of the first token that may be a stop id, where some are masked before."""
+        self.renewed: list[int] = []
+        """Slots that changed hands at the last update."""
         self._few = [((1.0, 1.0, 0.0), (0, 0, 0))] * max_num_seqs
         """Columns of each slot, but for the position."""
 
     def update(self, rows: Sequence[Row]) -> list[int]:
         """Bring the slots of `rows` up to date; returns the slots."""
+        if self.renewed:
+            self.renewed = []
         for row in rows:
             known = self._specs[row.slot]
             if known is None or known() is not row.spec:
                 self._write(row.slot, row.spec)
+                self.renewed.append(row.slot)
         return [row.slot for row in rows]
 
     def few_columns(self, rows: Sequence[Row]) -> tuple[list[float], list[int]]:
@@ -67,6 +76,11 @@ class SlotParams:
         floats = np.stack((self.temperature[slots], self.top_p[slots], self.min_p[slots]), axis=1)
         whole = (self.top_k[slots], self.seed_low[slots], self.seed_high[slots], positions)
         return floats, np.stack(whole, axis=1)
+
+    def processed_at(self, slots: Int64Array, positions: Int64Array) -> NDArray[np.bool_]:
+        """[rows] whether the logits of a row's next token, which is at `positions`, go through a processor, grammars'
+        masks aside."""
+        return self.penalized[slots] | self.biased[slots] | (positions < self.held_until[slots])
 
     def packed(self) -> NDArray[np.int32]:
         """Parameters as a sampler on a device takes them: int32 [slots, 8], bits of temperature, top-p and min-p, then
@@ -92,6 +106,8 @@ class SlotParams:
         self.frequency[slot] = params.frequency_penalty
         self.penalized[slot] = self.repetition[slot] != 1.0 or self.presence[slot] != 0.0 or self.frequency[slot] != 0.0
         held_open = bool(spec.stop_ids) and params.min_tokens > 0
+        self.biased[slot], self.prompt_len[slot] = bool(params.logit_bias), spec.prompt_len
+        self.held_until[slot] = spec.prompt_len + params.min_tokens if held_open else 0
         self.processed[slot] = bool(self.penalized[slot] or params.logit_bias or held_open)
         self.scored[slot] = bool(params.logprobs)
         floats, whole = self.columns(np.array([slot]), np.zeros(1, dtype=np.int64))

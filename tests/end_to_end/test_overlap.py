@@ -146,8 +146,8 @@ def count_discarded_rows(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
     discarded: list[Row] = []
     fill = StepMasks._fill_row
 
-    def noted(self: StepMasks, mask: Any, index: int, row: Row) -> None:
-        fill(self, mask, index, row)
+    def noted(self: StepMasks, mask: Any, index: int, row: Row, begin: int) -> None:
+        fill(self, mask, index, row, begin)
         if index in self._void:
             discarded.append(row)
 

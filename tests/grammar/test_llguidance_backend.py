@@ -110,7 +110,7 @@ def test_a_limit_is_an_error_and_never_a_silent_end(backend: LlguidanceBackend, 
     broken = llguidance.LLMatcher(vocabulary.ll_tokenizer, llguidance.LLMatcher.grammar_from_regex("a"), log_level=0)
     broken.consume_token(ord("z"))
     assert broken.is_error()
-    state._matcher = broken
+    state.matcher = broken
     heard = state.consume(ord("b"))  # healed from its own tokens
     assert heard
     assert spell(state, '"]')
@@ -123,7 +123,7 @@ def test_a_state_that_cannot_heal_raises(
     state = backend.compile(Grammar.regex("a+"), 10).new_state()
     broken = llguidance.LLMatcher(vocabulary.ll_tokenizer, llguidance.LLMatcher.grammar_from_regex("a"), log_level=0)
     broken.consume_token(ord("z"))
-    state._matcher = broken
+    state.matcher = broken
     monkeypatch.setattr(type(state._template), "fresh_matcher", lambda self: broken)
     with pytest.raises(GrammarError):
         ids(state, vocabulary)

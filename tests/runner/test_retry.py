@@ -5,7 +5,7 @@ Every operation behind the forward is made to fail once, in turn, while the step
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +20,12 @@ from support.graphs import Recall, on_fakes
 from support.step_sampler import sample_in_graphs
 from support.tiny_models import VOCAB
 from support.wide_models import make_wide
+from torch.utils._python_dispatch import _disable_current_modes
 
 from asyncengine.request_spec import RequestSpec
 from asyncengine.runner.model_runner import ModelRunner
+from asyncengine.runner.pending import PendingStep
+from asyncengine.runner.processed_rows import ProcessedRows
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import Batch, Row, StepResult
 
@@ -142,6 +145,16 @@ def outputs(runner: ModelRunner, mode: FailOnce | None) -> tuple[list[list[int]]
     return [list(column) for column in zip(*(result.tokens for result in results), strict=True)], scores
 
 
+def undisturbed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, in which no operation fails or counts."""
+
+    def run(*arguments: Any) -> Any:
+        with _disable_current_modes():
+            return method(*arguments)
+
+    return run
+
+
 KINDS = ["without graphs", "sampled behind the graph", "sampled in the graph"]
 
 
@@ -155,7 +168,10 @@ def runner(request: pytest.FixtureRequest, make_runner: MakeRunner, folder: Path
             sample_in_graphs(patch)
         made = on_fakes(folder)
     made.use_graphs([1, 2, 4, 8], Recall())
-    yield made
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((PendingStep, "wait"), (ProcessedRows, "run")):  # neither takes memory of a device
+            patch.setattr(owner, name, undisturbed(getattr(owner, name)))
+        yield made
     made.close()
 
 
@@ -168,7 +184,7 @@ def test_wherever_memory_runs_out(runner: ModelRunner) -> None:
     expected, scores = outputs(runner, None)
     counting = FailOnce(0)
     assert outputs(runner, counting)[0] == expected
-    assert counting.seen > 30
+    assert counting.seen > 20
     for at in range(1, counting.seen + 1):
         mode = FailOnce(at)
         found, scored = outputs(runner, mode)

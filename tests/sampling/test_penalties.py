@@ -26,13 +26,13 @@ def row(in_flight: bool, num_prompt: int = 3) -> Row:
 def test_a_count_that_runs_out_of_memory_is_taken_up_again(in_flight: bool) -> None:
     last = torch.tensor([0, 0, 9, 0])
     asked = row(in_flight)
-    counting, table = FailOnce(0), PenaltyTable(VOCAB, torch.device("cpu"))
+    counting, table = FailOnce(0), PenaltyTable(4, VOCAB, torch.device("cpu"))
     with counting:
         prompt, output = table.seen(asked, last)
     assert prompt.nonzero()[:, 0].tolist() == [3, 4]
     assert {token: int(output[token]) for token in output.nonzero()[:, 0].tolist()} == {7: 2, 9: 1 + in_flight}
     for at in range(1, counting.seen + 1):
-        table = PenaltyTable(VOCAB, torch.device("cpu"))
+        table = PenaltyTable(4, VOCAB, torch.device("cpu"))
         with pytest.raises(torch.OutOfMemoryError), FailOnce(at):
             table.seen(asked, last)
         found = table.seen(asked, last)
@@ -41,7 +41,7 @@ def test_a_count_that_runs_out_of_memory_is_taken_up_again(in_flight: bool) -> N
 
 
 def test_counting_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = PenaltyTable(VOCAB, DEVICE)
+    table = PenaltyTable(4, VOCAB, DEVICE)
     with NoWaiting(monkeypatch) as mode:
         table.seen(row(True), torch.empty(4, dtype=torch.int64, device=DEVICE))
     assert mode.copies == 2

@@ -96,8 +96,7 @@ EDITS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("fields", EDITS, ids=str)
 def test_penalties_and_bias(fields: dict[str, Any]) -> None:
     """Compared on the processed logits: greedy choices after removing the winner again and again."""
-    from asyncengine.sampling.logit_processors import LogitProcessors
-    from asyncengine.sampling.penalties import PenaltyTable
+    from asyncengine.sampling.logit_processors import LogitProcessors, SlotTables
     from asyncengine.sampling.slot_params import SlotParams
 
     tokens = (5, 5, 9, 11, 8, 8, 8, 9, 40)
@@ -106,7 +105,7 @@ def test_penalties_and_bias(fields: dict[str, Any]) -> None:
     params = SlotParams(64, VOCAB)
     processors = LogitProcessors(rows, params, params.update(rows), FilledMasks.none(), VOCAB)
     assert processors.places == [0], "nothing is done to the other row"
-    found = processors.apply(logits[:1], PenaltyTable(VOCAB, CPU), torch.zeros(64, dtype=torch.int64))
+    found = processors.apply(logits[:1], SlotTables(params, VOCAB, CPU), torch.zeros(64, dtype=torch.int64))
     names = {"repetition_penalty": "repetition", "presence_penalty": "presence", "frequency_penalty": "frequency"}
     arguments = {names.get(key, "bias"): value for key, value in fields.items()}
     expected = reference.penalized(logits[0].tolist(), list(tokens[:4]), list(tokens[4:]), **arguments)

@@ -1,4 +1,4 @@
-"""Penalties and grammars' masks on a GPU: one kernel for all rows that have any."""
+"""Penalties, bias, grammars' masks and ids that are held open on a GPU: two kernels for all rows that have any."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # Triton compiles no parameter that is annotated with anything but constexpr
@@ -9,38 +9,107 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 2048
+from asyncengine.kernels.cuda import row_numbers
+
+_BLOCK, _FEW = 2048, 64
 
 
-def penalize_and_mask(logits: torch.Tensor, sources: torch.Tensor, masks: torch.Tensor) -> None:
-    """Change float32 logits [rows, vocab] in place.
+def process_logits(
+    logits: torch.Tensor, processed: torch.Tensor, numbers: torch.Tensor, masks: torch.Tensor, words: int,
+    inputs: torch.Tensor,
+) -> None:  # fmt: skip
+    """Write float32 [rows, vocab]: the logits of each row's place, with all that `numbers` int64 [NUMBERS, rows] say.
 
-    sources int64 [rows, 6]: the addresses of what the prompt has, bool [vocab], and of how often the output has it,
-    int32 [vocab], both 0 for a row without penalties; float64 bits of its penalties for repetition, frequency and
-    presence; which of `masks`, int32 [masks, words], lowest bit first, is the row's, or -1.
+    masks: int32, each of so many words, lowest bit first. inputs: int64, the token that each place's logits follow.
     """
-    rows, vocab = logits.shape
+    rows, vocab = processed.shape
     grid = (triton.cdiv(vocab, _BLOCK), rows)
-    _penalize_and_mask[grid](logits, sources, masks, masks.shape[1], vocab, block=_BLOCK)
+    _penalize_and_mask[grid](
+        logits, logits.stride(0), processed, numbers, masks, inputs, rows, words, vocab, block=_BLOCK
+    )
+    _bias_and_hold_open[(rows,)](processed, numbers, rows, vocab, block=_BLOCK, few=_FEW)
 
 
-@triton.jit(do_not_specialize_on_alignment=["sources", "masks"])
-def _penalize_and_mask(logits, sources, masks, words, vocab, block: tl.constexpr):
+_PLACE, _PROMPT, _COUNTS, _COUNT, _MASK, _REPETITION, _FREQUENCY, _PRESENCE, _BIASED, _BIASES, _NUM_BIASES, _STOPS, \
+    _NUM_STOPS = (tl.constexpr(which) for which in (
+        row_numbers.PLACE, row_numbers.PROMPT, row_numbers.COUNTS, row_numbers.COUNT, row_numbers.MASK,
+        row_numbers.REPETITION, row_numbers.FREQUENCY, row_numbers.PRESENCE, row_numbers.BIASED, row_numbers.BIASES,
+        row_numbers.NUM_BIASES, row_numbers.STOPS, row_numbers.NUM_STOPS,
+    ))  # fmt: skip
+
+
+@triton.jit
+def _number(numbers, which: tl.constexpr, rows, row):
+    return tl.load(numbers + which * rows + row)
+
+
+@triton.jit
+def _penalty(numbers, which: tl.constexpr, rows, row):
+    return _number(numbers, which, rows, row).to(tl.float64, bitcast=True).to(tl.float32)
+
+
+_ROWS = ["numbers", "masks", "inputs", "rows"]
+"""Arguments that are no reason to compile a kernel again."""
+
+
+@triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_ROWS)
+def _penalize_and_mask(logits, stride, processed, numbers, masks, inputs, rows, words, vocab, block: tl.constexpr):
     ids = tl.program_id(0) * block + tl.arange(0, block)
     inside, row = ids < vocab, tl.program_id(1)
-    place, own = logits + row.to(tl.int64) * vocab + ids, sources + row * 6
-    x = tl.load(place, mask=inside, other=0.0)
-    counts, mask = tl.load(own + 1), tl.load(own + 5)
+    place = _number(numbers, _PLACE, rows, row)
+    x = tl.load(logits + place * stride + ids, mask=inside, other=0.0).to(tl.float32)
+    counts, mask = _number(numbers, _COUNTS, rows, row), _number(numbers, _MASK, rows, row)
     if counts != 0:
-        prompt = tl.load(own).to(tl.pointer_type(tl.int8))
-        said = tl.load(counts.to(tl.pointer_type(tl.int32)) + ids, mask=inside, other=0)
+        prompt = _number(numbers, _PROMPT, rows, row).to(tl.pointer_type(tl.int8))
+        output = counts.to(tl.pointer_type(tl.int32)) + ids
+        said = tl.load(output, mask=inside, other=0)
+        if _number(numbers, _COUNT, rows, row) != 0:  # in the one program whose block has it
+            token = tl.load(inputs + place)
+            said += (ids == token).to(tl.int32)
+            tl.store(output, said, mask=inside & (ids == token))
         seen = (tl.load(prompt + ids, mask=inside, other=0) != 0) | (said > 0)
-        repetition = tl.load(own + 2).to(tl.float64, bitcast=True).to(tl.float32)
-        frequency = tl.load(own + 3).to(tl.float64, bitcast=True).to(tl.float32)
-        presence = tl.load(own + 4).to(tl.float64, bitcast=True).to(tl.float32)
+        repetition = _penalty(numbers, _REPETITION, rows, row)
         x = tl.where(seen, tl.where(x > 0, x / repetition, x * repetition), x)
-        x = x - said.to(tl.float32) * frequency - tl.where(said > 0, presence, 0.0)
+        x = x - said.to(tl.float32) * _penalty(numbers, _FREQUENCY, rows, row)
+        x = x - tl.where(said > 0, _penalty(numbers, _PRESENCE, rows, row), 0.0)
     if mask >= 0:
         word = tl.load(masks + mask * words + ids // 32, mask=inside, other=0)
         x = tl.where(((word >> (ids % 32)) & 1) != 0, x, float("-inf"))
-    tl.store(place, x, mask=inside)
+    tl.store(processed + row.to(tl.int64) * vocab + ids, x, mask=inside)
+
+
+@triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_ROWS)
+def _bias_and_hold_open(processed, numbers, rows, vocab, block: tl.constexpr, few: tl.constexpr):
+    """Add biases; then mask the ids that are held open, unless nothing else is left. A program for each row.
+
+    A bias added behind a mask changes nothing that is masked.
+    """
+    row = tl.program_id(0)
+    values, some = processed + row.to(tl.int64) * vocab, tl.arange(0, few)
+    count, held = (
+        _number(numbers, _NUM_BIASES, rows, row).to(tl.int32),
+        _number(numbers, _NUM_STOPS, rows, row).to(tl.int32),
+    )
+    ids = _number(numbers, _BIASED, rows, row).to(tl.pointer_type(tl.int64))
+    biases = _number(numbers, _BIASES, rows, row).to(tl.pointer_type(tl.float32))
+    for first in range(0, count, few):
+        inside = first + some < count
+        where = values + tl.load(ids + first + some, mask=inside, other=0)
+        bias = tl.load(biases + first + some, mask=inside, other=0.0)
+        tl.store(where, tl.load(where, mask=inside, other=0.0) + bias, mask=inside)
+    if held > 0:
+        tl.debug_barrier()
+        stops = _number(numbers, _STOPS, rows, row).to(tl.pointer_type(tl.int64))
+        largest = tl.full([block], float("-inf"), tl.float32)
+        for begin in range(0, vocab, block):
+            every = begin + tl.arange(0, block)
+            x = tl.load(values + every, mask=every < vocab, other=float("-inf"))
+            for place in range(0, held):
+                x = tl.where(every == tl.load(stops + place), float("-inf"), x)
+            largest = tl.maximum(largest, tl.where(x == x, x, float("inf")))  # noqa: PLR0124
+        left = tl.max(largest, 0) > float("-inf")
+        tl.debug_barrier()
+        for begin in range(0, held, few):
+            chosen = begin + some < held
+            ends = values + tl.load(stops + begin + some, mask=chosen, other=0)
+            tl.store(ends, tl.full([few], float("-inf"), tl.float32), mask=chosen & left)

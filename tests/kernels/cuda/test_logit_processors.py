@@ -9,9 +9,8 @@ import torch
 
 from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling import logit_processors
-from asyncengine.sampling.logit_processors import LogitProcessors
+from asyncengine.sampling.logit_processors import LogitProcessors, SlotTables
 from asyncengine.sampling.masks import FilledMasks
-from asyncengine.sampling.penalties import PenaltyTable
 from asyncengine.sampling.slot_params import SlotParams
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import Row
@@ -41,7 +40,9 @@ def applied(rows: list[Row], logits: torch.Tensor, masks: FilledMasks) -> tuple[
     params = SlotParams(len(rows), vocab)
     processors = LogitProcessors(rows, params, params.update(rows), masks, vocab)
     last = torch.tensor([8, 40, 3, 2, 1, 17, 30])
-    return processors.places, processors.apply(logits[processors.places], PenaltyTable(vocab, logits.device), last)
+    return processors.places, processors.apply(
+        logits[processors.places], SlotTables(params, vocab, logits.device), last
+    )
 
 
 @pytest.mark.parametrize("masked", [[], [0, 1, 5, 6], [0]])

@@ -198,6 +198,7 @@ class StepBuffers:
         What a CPU's short step is made of is overwritten by the next one. Raises `ValueError` if a row does not carry
         the tokens or pages its positions need.
         """
+        self._known = None
         if self._device.type == "cpu" and 0 < batch.num_tokens <= _FEW:
             return self._build_short(batch.rows, last_token)
         return self._build(batch.rows, last_token)
@@ -209,6 +210,7 @@ class StepBuffers:
         """
         _, own, first, counts, _, in_flight, pages, samples, adapters, _, uses, *_ = zip(*rows, strict=True)
         if counts.count(1) < len(rows) or not all(samples):
+            self._known = None  # a request may come back with other pages
             return None
         self._decodes += 1
         known = (own, adapters, pages, uses) if all(in_flight) else None

@@ -3,9 +3,9 @@
     python -m benchmarks.suites.openapi_cases [--source FILE] [--cases 1000] [--only PATH]
 
 --source: openapi.json or openapi.yaml of openai/openai-openapi, cloned otherwise. --cases: valid and invalid requests,
-of all operations together. It needs schemathesis: pip install schemathesis. Drawing a chat or a response costs it 0.3 to
-0.5 s of CPU, as the file's schemas are large, and drawing a text completion 10 ms: `SHARES` has most of the latter. The
-demo model's context is short here, so that an answer without a limit takes no time.
+of all operations together. It needs schemathesis: pip install schemathesis. The file's schemas are large: drawing a
+chat or a response costs 0.3 to 0.5 s of CPU, drawing a text completion 10 ms; hence `SHARES`. The demo model's context
+is short here: an answer without a limit takes no time.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import math
 import numbers
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from asyncengine.checks import (
     one_of,
 )
 from asyncengine.errors import InvalidParameter
+from asyncengine.kernels.cache_folder import cache_root
 from asyncengine.kvcache.eviction import STRATEGIES
 from asyncengine.policies import POLICIES, Policy, as_policy
 
@@ -41,6 +43,8 @@ TOOL_FORMATS = (
     "seed_oss", "step3",
 )  # fmt: skip
 
+LEAST_STORE = 2**20
+"""The smallest `kv_cache_disk`."""
 _UNITS = {"B": 1} | {
     f"{letter}{kind}": base**power
     for kind, base in (("B", 1000), ("iB", 1024))
@@ -112,8 +116,26 @@ def _path(name: str, value: Any, what: str = "the path of a folder") -> str:
     return path
 
 
+def _store_folder(name: str, value: Any) -> str:
+    if value is not True:
+        return _path(name, value, "the path of a folder, or True for the user's cache folder")
+    try:
+        return str(cache_root(os.environ, sys.platform) / "prefixes")
+    except RuntimeError:
+        raise InvalidParameter(name, "must be the path of a folder: this user has no home", value) from None
+
+
+def _store_bytes(name: str, value: Any) -> int:
+    nbytes = parse_bytes(name, value) or 0
+    if nbytes < LEAST_STORE:
+        raise InvalidParameter(name, f"must be at least {LEAST_STORE} bytes", value)
+    return nbytes
+
+
 Threads = Annotated[int, integer_in(1, 1024)]
 Memory = Annotated[int | str, parse_bytes]
+StoreFolder = Annotated[str | bool, _store_folder]
+StoreBytes = Annotated[int | str, _store_bytes]
 CacheMemory = Annotated[int | str, lambda name, value: parse_bytes(name, value) or 0]
 """None keeps nothing."""
 Costs = Annotated[tuple[float, ...], _costs]
@@ -177,6 +199,13 @@ class MemorySettings(Settings):
     """Keep the pages of finished requests, and compute a prefix that they share with a later prompt only once."""
     eviction: Annotated[str, one_of(STRATEGIES)] = "lru"
     """The rule by which cached pages go when memory is short."""
+    kv_cache_dir: StoreFolder | None = None
+    """Folder in which the prefix cache is kept, so that it survives the process (docs/howto/persistence.md); True: one
+    in the user's cache folder. Needs `prefix_caching`, on a CPU. None: it is kept in memory alone."""
+    kv_cache_disk: StoreBytes = "20GiB"
+    """Bytes of all files in that folder, at most; the oldest go first."""
+    kv_cache_salted: bool = False
+    """Keep prefixes of requests with a `cache_salt` there, too."""
 
 
 @dataclass(frozen=True, kw_only=True)

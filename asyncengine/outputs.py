@@ -29,6 +29,8 @@ class Usage:
     """The part of `completion_tokens` that `prediction` foretold and that was computed several at a time."""
     rejected_prediction_tokens: int = 0
     """Tokens of `prediction` that were computed and did not come true. They are in no other count."""
+    restored_tokens: int = 0
+    """The part of `cached_tokens` that was read from a disk for this request (`kv_cache_dir`)."""
 
     @property
     def total_tokens(self) -> int:

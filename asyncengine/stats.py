@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncengine.kvcache import PageCounts, StateCounts
+from asyncengine.kvcache import PageCounts, StateCounts, StoreCounts
 from asyncengine.outputs import FinishReason
 
 WINDOW = 4096
@@ -73,7 +73,7 @@ class EngineStats:
     """A snapshot. Counts since the start; distributions over the last 4096 samples."""
 
     requests: dict[str, int]
-    """Requests by state: waiting, running, grammar_queue, adapter_queue."""
+    """Requests by state: waiting, running, grammar_queue, adapter_queue, restore_queue."""
     finished: dict[str, int]
     """Ended samples by reason."""
     pages: PageCounts
@@ -102,6 +102,10 @@ class EngineStats:
     """Pages of layers with windows, where others see everything; all 0: all layers have the same pages."""
     states: StateCounts = field(default_factory=StateCounts)
     """Slots of recurrent states; all 0: the model keeps none."""
+    restored_tokens: int = 0
+    """The part of `cached_tokens` that was read from a disk."""
+    stored: StoreCounts = field(default_factory=StoreCounts)
+    """The durable prefix cache (`kv_cache_dir`)."""
     speculation: SpeculationStats | None = None
     """None: nothing is guessed."""
 

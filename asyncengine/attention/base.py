@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -104,6 +104,19 @@ class MergedHeads:
     """Pairs that are rotated are (2 i, 2 i + 1), not (i, i + dim / 2); only on a GPU."""
 
 
+class PagePool(NamedTuple):
+    """Memory of one layer's keys or values: bytes of page p begin at p * `page_bytes` of each of its `pieces`, which
+    are `stride` bytes apart."""
+
+    memory: torch.Tensor
+    """Contiguous, on the host."""
+    page_bytes: int
+    pieces: int
+    stride: int
+    of_windows: bool
+    """Its pages are window pages."""
+
+
 class StepAttention(Protocol):
     """The operations that a layer calls in a step that was planned."""
 
@@ -142,6 +155,10 @@ class AttentionBackend(StepAttention, Protocol):
         On a CPU the arrays of `step` are also those of later steps: nothing looks at them once the forward is done.
         Never part of a graph; `write` and `attend` after it only launch work on the device.
         """
+        ...
+
+    def page_pools(self) -> Sequence[PagePool]:
+        """Memory of every layer's keys and values. Nothing where it is not the host's."""
         ...
 
     def close(self) -> None:

@@ -8,14 +8,14 @@ keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from asyncengine.attention.base import LayerSpec, MergedHeads, StepView, first_seen
+from asyncengine.attention.base import LayerSpec, MergedHeads, PagePool, StepView, first_seen
 from asyncengine.attention.cpu_short import (
     EVEN,
     FEW,
@@ -91,9 +91,10 @@ class CompiledBackend:
         self._pools = []
         for spec in layers:
             shape = (spec.num_kv_heads, spec.key_dim, spec.value_dim) if one_pool else (spec.index,)
-            pages = num_window_pages if num_window_pages and spec.windowed else num_pages
+            of_windows = bool(num_window_pages) and spec.windowed
+            pages = num_window_pages if of_windows else num_pages
             memory = shared.setdefault(shape, _Memory(spec, pages * page_size, dtype))
-            self._pools.append(_LayerPool(spec, pages, page_size, lanes, memory))
+            self._pools.append(_LayerPool(spec, pages, page_size, lanes, memory, of_windows))
         self.kv_bytes = sum(memory.bytes for memory in shared.values())
         self._groups = {_group_of(spec): spec for spec in layers}
         self._short = {group: ShortPlan() for group in self._groups}
@@ -184,6 +185,10 @@ class CompiledBackend:
         """Compile what only steps with long contexts call: of no pieces, a kernel does nothing else."""
         if self._pools:
             kernels.join(0, self._pools[0].address, 0, self._kind, 0, 0)
+
+    def page_pools(self) -> list[PagePool]:
+        """Memory of every layer, keys and values: a head's pages lie one behind the other."""
+        return [pool for layer in self._pools for pool in layer.page_pools()]
 
     def close(self) -> None:
         self._pools, self._plans, self._planned = [], {}, []
@@ -277,7 +282,9 @@ class _Memory:
 class _LayerPool:
     """One layer's keys and values, and its numbers for the kernels."""
 
-    def __init__(self, spec: LayerSpec, num_pages: int, page_size: int, lanes: int, memory: _Memory) -> None:
+    def __init__(
+        self, spec: LayerSpec, num_pages: int, page_size: int, lanes: int, memory: _Memory, of_windows: bool
+    ) -> None:
         self._memory = memory
         self._numbers = torch.tensor([spec.scale, spec.softcap or 0.0], dtype=torch.float32)
         self._sinks = None if spec.sinks is None else spec.sinks.detach().to(torch.float32).contiguous()
@@ -292,6 +299,14 @@ class _LayerPool:
         ):  # fmt: skip
             self._known[field] = value
         self.address = _address(self._known)
+        self._pages, self._of_windows = num_pages, of_windows
+
+    def page_pools(self) -> Iterator[PagePool]:
+        """Memory of its keys, then of its values."""
+        heads, memory = int(self._known[fields.KV_HEADS]), self._memory
+        for part in (memory.keys, memory.values):
+            page_bytes = (part.numel() - fields.SLACK) // (self._pages * heads)
+            yield PagePool(part, page_bytes, heads, self._pages * page_bytes, self._of_windows)
 
 
 def prepare_merged(

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncengine.attention.base import LayerSpec, MergedHeads, StepView, page_bytes
+from asyncengine.attention.base import LayerSpec, MergedHeads, PagePool, StepView, page_bytes
 from asyncengine.attention.flashinfer_plan import (
     LONG,
     DeviceArrays,
@@ -254,6 +254,9 @@ class FlashInferBackend:
             zeros = torch.zeros((count, group.num_heads, group.head_dim), dtype=self._dtype, device=self.memory.device)
             self.write(layer, zeros[:, : group.num_kv_heads], zeros[:, : group.num_kv_heads])
             self.attend(layer, zeros)
+
+    def page_pools(self) -> Sequence[PagePool]:
+        return ()
 
     def close(self) -> None:
         self._pools = []

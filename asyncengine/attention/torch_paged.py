@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from asyncengine.attention.base import LayerSpec, StepView, first_seen, page_bytes
+from asyncengine.attention.base import LayerSpec, PagePool, StepView, first_seen, page_bytes
 from asyncengine.attention.masked import causal_bias, masked_attention
 from asyncengine.device.pinned import Int32Array, Int64Array, upload
 
@@ -94,6 +94,7 @@ class TorchPagedBackend:
         """`num_window_pages`: of layers with windows, if they have pages of their own."""
         self.num_pages = num_pages
         self.page_size = page_size
+        self._two_pools = bool(num_window_pages)
         self._pages = [num_window_pages if num_window_pages and spec.windowed else num_pages for spec in layers]
         sizes = zip(layers, self._pages, strict=True)
         self.kv_bytes = sum(pages * page_bytes([spec], page_size, dtype) for spec, pages in sizes)
@@ -143,6 +144,15 @@ class TorchPagedBackend:
         for chunk in plan.chunks:
             out[chunk.first : chunk.last] = self._attend_chunk(spec, query[chunk.first : chunk.last], chunk)
         return out
+
+    def page_pools(self) -> list[PagePool]:
+        """Memory of every layer, keys and values: a head's pages lie one behind the other."""
+        pools = []
+        for spec, pages in zip(self._layers, self._pages, strict=True):
+            for memory in (self._keys[spec.index], self._values[spec.index]):
+                size = memory.nbytes // (pages * spec.num_kv_heads)
+                pools.append(PagePool(memory, size, spec.num_kv_heads, size * pages, self._two_pools and spec.windowed))
+        return pools
 
     def close(self) -> None:
         self._keys, self._values, self._plans = [], [], {}

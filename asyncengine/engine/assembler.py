@@ -83,7 +83,8 @@ class Assembler:
         generated = sum(len(output.token_ids) for output in self._outputs)
         thought = 0 if self._reader is None else self._reader.reasoning_tokens
         mailbox = self.prepared.mailbox
-        return Usage(self.prepared.spec.prompt_len, generated, mailbox.cached_tokens, thought, *mailbox.predicted)
+        cached, restored = mailbox.cached_tokens, mailbox.restored_tokens
+        return Usage(self.prepared.spec.prompt_len, generated, cached, thought, *mailbox.predicted, restored)
 
     def failure(self) -> Exception | None:
         """The error that `result()` raises, if the request failed."""

@@ -200,14 +200,14 @@ class Delivery:
         if mailbox.first_token_at is None:
             mailbox.first_token_at = now
             mailbox.started_at = output.started_at
-            mailbox.cached_tokens = output.cached_tokens
+            mailbox.cached_tokens, mailbox.restored_tokens = output.cached_tokens, output.restored_tokens
         self._meter.first_token.append(now - stream.spec.arrival)
 
     def _close(self, stream: OutputStream, output: Output, reason: FinishReason) -> None:
         mailbox = stream.mailbox
         if mailbox.started_at is None:
             mailbox.started_at = output.started_at
-            mailbox.cached_tokens = output.cached_tokens
+            mailbox.cached_tokens, mailbox.restored_tokens = output.cached_tokens, output.restored_tokens
         right, wrong = output.predicted
         mailbox.predicted = (mailbox.predicted[0] + right, mailbox.predicted[1] + wrong)
         self.count_end(stream, reason)

@@ -313,6 +313,8 @@ class Frontend:
         for part in (self.adapters, self.loop.grammars):
             if part is not None:
                 part.close()
+        if self.loop.prefixes is not None:
+            self.loop.prefixes.close_soon()
         self.loop.runner.close_soon()
 
     # ---------------------------------------------------------------- looking in

@@ -19,12 +19,16 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import NamedTuple
 
+import anyio
+import anyio.to_thread
+
 from asyncengine.config import EngineConfig
 from asyncengine.engine.backpressure import QueueLimit
 from asyncengine.engine.clock import Clock
 from asyncengine.engine.delivery import Delivery
 from asyncengine.engine.device_thread import Runner
 from asyncengine.engine.inbox import Inbox
+from asyncengine.engine.prefix_store import PrefixStore
 from asyncengine.engine.watchdog import Watchdog
 from asyncengine.errors import EngineClosed, EngineDead, EngineError
 from asyncengine.events import EngineDied, Hooks, Preempted, StepDone, StepSlow
@@ -38,6 +42,8 @@ from asyncengine.scheduler.messages import (
     Drain,
     GrammarReady,
     Message,
+    PrefixFound,
+    PrefixLoaded,
     StopText,
     WithdrawUpdate,
 )
@@ -47,6 +53,8 @@ from asyncengine.text import TokenTable
 
 logger = logging.getLogger("asyncengine")
 
+LAST_WRITES = 5.0
+"""Seconds that an engine which closes waits for its prefix cache to be written, at most."""
 LAG_PROBE = 0.1
 """Seconds between two readings of the event loop's lag."""
 
@@ -82,6 +90,7 @@ class EngineLoop:
         *,
         grammars: GrammarCompiler | None = None,
         adapters: AdapterStore | None = None,
+        prefixes: PrefixStore | None = None,
         queue_limit: QueueLimit | None = None,
         table: TokenTable | None = None,
         recorder: Recorder | None = None,
@@ -92,6 +101,7 @@ class EngineLoop:
         self.clock = clock
         self.grammars = grammars
         self.adapters = adapters
+        self.prefixes = prefixes
         self.queue_limit = queue_limit or QueueLimit(None, None)
         self.inbox: Inbox[Message] = Inbox()
         self.meter = Meter()
@@ -155,6 +165,24 @@ class EngineLoop:
         if self.scheduler.grammar_queue or self.scheduler.adapter_queue:  # what is there was answered at once
             for message in self.inbox.take():
                 self._apply(message)
+        if self.prefixes is not None:
+            self._restore(self.prefixes)
+
+    def _restore(self, prefixes: PrefixStore) -> None:
+        """Look up on the disk what requests begin with, and have it read where that is worth it."""
+        restores, kv = self.scheduler.restores, self.scheduler.kv
+        near = None if kv.windows is None or kv.windows.lookback is None else kv.windows.lookback.first
+        for request, namespace, limit, cached in restores.take_wanted():
+            where = namespace, request.tokens, limit, cached
+            pages, patience = prefixes.find(*where, near, kv.states is not None)
+            self._apply(PrefixFound(request.ticket, pages, self.clock.now() + patience))
+        for order in restores.take_orders():
+            prefixes.load(order, self._prefix_loaded)
+        prefixes.save(kv.take_unsaved())
+
+    def _prefix_loaded(self, number: int, pages: int, state: bool) -> None:
+        """The prefix store's answer, from any thread."""
+        self.inbox.post(PrefixLoaded(number, pages, state))
 
     def _apply(self, message: Message) -> None:
         if isinstance(message, RequestSpec):
@@ -221,6 +249,8 @@ class EngineLoop:
         if self.record is not None:
             self.record("start_anew", number)
         self.scheduler.start_anew(number)
+        if self.prefixes is not None:
+            self.prefixes.forget()
         try:
             await self.runner.call(update.write)
         except BaseException as error:
@@ -327,6 +357,9 @@ class EngineLoop:
     async def _shut_down(self) -> None:
         try:
             self.end_all()
+            if self.prefixes is not None:
+                with anyio.CancelScope(shield=True):
+                    await anyio.to_thread.run_sync(self.prefixes.join, LAST_WRITES)
         finally:
             await self.runner.aclose()
 
@@ -347,6 +380,9 @@ class EngineLoop:
         for part in (self.grammars, self.adapters):
             if part is not None:
                 part.close()
+        if self.prefixes is not None:
+            self.prefixes.save(self.scheduler.kv.take_unsaved())
+            self.prefixes.close_soon()
         if self.on_tick is not None:
             self.on_tick()
 

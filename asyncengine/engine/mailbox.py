@@ -35,7 +35,8 @@ class Mailbox:
 
     __slots__ = (
         "_born", "_chunks", "_many", "_waiter", "_woken", "cached_tokens", "cause", "context", "ended", "failure",
-        "first_token_at", "generated", "is_chat", "predicted", "prepared_at", "prompt_logprobs", "started_at",
+        "first_token_at", "generated", "is_chat", "predicted", "prepared_at", "prompt_logprobs",
+        "restored_tokens", "started_at",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class Mailbox:
         self._woken: Waiter | None = None
         """The last one that the putter has had woken."""
         self._many = 1
-        self.cached_tokens = 0
+        self.cached_tokens = self.restored_tokens = 0
         self.predicted = (0, 0)
         self.prepared_at: float | None = None
         self.started_at: float | None = None

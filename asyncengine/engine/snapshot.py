@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncengine.engine.loop import EngineLoop
+from asyncengine.kvcache import StoreCounts
 from asyncengine.speculation.planner import SpeculationCounters
 from asyncengine.stats import EngineStats, SpeculationStats, Summary, ThreadStats
 
@@ -29,6 +30,7 @@ def snapshot(
             "running": len(running),
             "grammar_queue": len(scheduler.grammar_queue),
             "adapter_queue": len(scheduler.adapter_queue),
+            "restore_queue": len(scheduler.restores.queue),
         },
         finished=finished,
         pages=scheduler.kv.counts(tables),
@@ -49,6 +51,8 @@ def snapshot(
         threads=threads,
         window_pages=scheduler.kv.window_counts(tables),
         states=scheduler.kv.state_counts(tables),
+        restored_tokens=counters.restored_tokens,
+        stored=StoreCounts() if loop.prefixes is None else loop.prefixes.counts,
         speculation=_speculation(scheduler.speculation),
     )
 

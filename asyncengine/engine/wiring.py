@@ -24,6 +24,8 @@ from asyncengine.engine.grammar_wiring import make_grammars, make_planner
 from asyncengine.engine.image_prompts import ImagePrompts
 from asyncengine.engine.image_wiring import NO_IMAGES, LoadedImages, load_images
 from asyncengine.engine.loop import EngineLoop, Recorder
+from asyncengine.engine.prefix_store import PrefixStore
+from asyncengine.engine.store_wiring import open_prefix_store
 from asyncengine.engine.threads import on_own_thread
 from asyncengine.engine.validation import RequestValidator
 from asyncengine.engine.vectors.service import VectorModel
@@ -241,7 +243,10 @@ def _load_frontend(
             kept=ahead.kept, left=ahead.left, images=images.store,
         )  # fmt: skip
         progress.say_compiled()
-        frontend = _assemble(path, loaded, tokenizer, runner, adapters, grammars, planner, config, vectors, images)
+        prefixes = open_prefix_store(config, checkpoint, loaded, runner)
+        frontend = _assemble(
+            path, loaded, tokenizer, runner, adapters, grammars, planner, config, vectors, images, prefixes
+        )
         undo.pop_all()
         return frontend
 
@@ -326,6 +331,7 @@ def _assemble(
     path: str, loaded: Loaded, tokenizer: TextTokenizer | None, runner: ModelRunner | EncoderRunner,
     adapters: AdapterRegistry | None, grammars: GrammarCompiler | None, planner: ChatPlanner | None,
     config: EngineConfig, vectors: VectorModel | None = None, images: LoadedImages = NO_IMAGES,
+    prefixes: PrefixStore | None = None,
 ) -> Frontend:  # fmt: skip
     info = ModelInfo(
         name=bundled_name(path) or loaded.name,
@@ -364,7 +370,7 @@ def _assemble(
     config = config.replace(speculation_costs=costs, draft_costs=runner.draft_costs, speculation_with_adapters=adapted)
     return wire(
         runner, info, config, tokenizer=tokenizer, grammars=grammars, planner=planner, adapters=adapters,
-        vectors=vectors, images=images.prompts,
+        vectors=vectors, images=images.prompts, prefixes=prefixes,
     )  # fmt: skip
 
 
@@ -396,8 +402,10 @@ def wire(
     recorder: Recorder | None = None,
     vectors: VectorModel | None = None,
     images: ImagePrompts | None = None,
+    prefixes: PrefixStore | None = None,
 ) -> Frontend:
-    """Put an engine together around any executor (tests use a fake one). `vectors`: of a model that gives them."""
+    """Put an engine together around any executor (tests use a fake one). `vectors`: of a model that gives them.
+    `prefixes`: where its prefix cache is kept beside memory."""
     clock = clock or MonotonicClock()
     kv = KVCache(
         executor.num_pages,
@@ -412,13 +420,18 @@ def wire(
     whole = vectors is not None and vectors.spec.whole  # nothing is kept of a text
     info = _fit_context(info, config, info.max_model_len if whole else kv.longest)
     info = replace(info, window=None if kv.lookback is None else kv.lookback.span + 1)
+    scheduler = Scheduler(config, kv, None if adapters is None else AdapterSlots(config.max_loras, adapters.get))
+    if prefixes is not None:
+        kv.keep_saves(prefixes.root)
+        scheduler.restores.enabled = config.prefix_caching
     loop = EngineLoop(
         config,
-        Scheduler(config, kv, None if adapters is None else AdapterSlots(config.max_loras, adapters.get)),
+        scheduler,
         DeviceThread(executor, switch_interval=config.switch_interval, depth=config.max_steps_in_flight or 1),
         clock,
         grammars=grammars,
         adapters=adapters,
+        prefixes=prefixes,
         queue_limit=QueueLimit(config.max_queued_requests, config.max_queued_tokens),
         table=None if tokenizer is None else tokenizer.table,
         recorder=recorder,

@@ -7,7 +7,7 @@ have a window, and the states of recurrent layers (`kvcache.states`). A request 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.block_pool import BlockPool
@@ -17,6 +17,7 @@ from asyncengine.kvcache.lookback import Lookback, Window
 from asyncengine.kvcache.page_group import BESIDE, PageCounts, PageGroup
 from asyncengine.kvcache.page_table import PageTable
 from asyncengine.kvcache.radix_tree import Namespace, Node
+from asyncengine.kvcache.saving import SaveLog, Unsaved
 from asyncengine.kvcache.states import StateCounts, StateGroup
 
 TableAndTokens = tuple[PageTable, int]
@@ -62,6 +63,7 @@ class KVCache:
             self.windows = PageGroup(pool, page_size, strategy, near, most_ahead, padded=False, keep=prefix_caching)
             self.tree.losing.append(self._drop_twin)
             self.groups = (self.windows, self.pages)  # in this order, what hangs on a node goes before it
+        self._saves: SaveLog | None = None
 
     def _worthwhile(self, lookback: Lookback | None) -> Lookback | None:
         """`lookback`, but where a window is nearly all of the pool: nothing would be won."""
@@ -241,6 +243,8 @@ class KVCache:
             twins = self.windows.publish(table.window, keys, fence, priority)
             for node, twin in zip(nodes[len(nodes) - len(twins) :], twins, strict=True):
                 node.twin = twin
+        if self._saves is not None:
+            self._saves.note(nodes)
 
     def close(self, table: PageTable, fence: int) -> None:
         """The request is done with its pages and its state; they return when step `fence` has retired."""
@@ -257,6 +261,36 @@ class KVCache:
         for group in self.groups:
             group.clear()
 
+    # ---------------------------------------------------------------- pages from elsewhere
+
+    def begin_restore(self, namespace: Namespace, tokens: Sequence[int], num_pages: int) -> PageTable | None:
+        """A table like a request's, with pages of its own for what is to be read of the first `num_pages` full pages
+        of `tokens`. None: all of it is cached meanwhile, or there are not enough pages. The caller has seen that there
+        is room for the request (`has_room`); what a window has passed by then is not in the table."""
+        size = self.page_size
+        table = self.open(namespace, tokens, num_pages * size)
+        if table.num_shared < num_pages:
+            for depth in range(table.num_shared + 1, num_pages + 1) if self._any_windows else (num_pages,):
+                if not self.grow(table, depth * size):
+                    break
+                self.release(table, depth * size, 0)
+            if table.num_pages >= num_pages:
+                return table
+        self.close(table, 0)
+        return None
+
+    def end_restore(self, table: PageTable, tokens: Sequence[int], num_pages: int, priority: int) -> None:
+        """The first `num_pages` pages of `tokens` have been read into `table`, and are published; the rest goes back.
+        `table.node` is the last of them then."""
+        if num_pages < table.num_pages and self._any_windows:
+            num_pages = 0  # what the windows have passed by the end is not there, and it ends before that
+        self.publish(table, tokens, num_pages * self.page_size, 0, priority)
+        self.close(table, 0)
+
+    @property
+    def _any_windows(self) -> bool:
+        return any(group.lookback is not None for group in self.groups)
+
     def retire(self, step: int) -> None:
         """Steps up to `step` have finished: nothing reads what only they named."""
         if self.states is not None:
@@ -271,6 +305,14 @@ class KVCache:
         if self.tree.num_pages:
             raise InvariantViolation("a log is kept from the start or not at all")
         self.tree.log = CacheLog(limit)
+
+    def keep_saves(self, root: Callable[[Namespace], bytes | None]) -> None:
+        """From now on, take note of what is published, for `take_unsaved`. `root`: see `SaveLog`."""
+        self._saves = SaveLog(root, self.states)
+
+    def take_unsaved(self) -> list[Unsaved]:
+        """Pages and states published since the last call. Nothing where no notes are kept."""
+        return [] if self._saves is None else self._saves.take()
 
     def news(self) -> CacheNews:
         """Pages published and evicted since the last call. Nothing where no log is kept."""

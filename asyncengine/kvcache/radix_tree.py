@@ -35,8 +35,8 @@ class Node:
     """One cached page; the root of a namespace has depth 0 and no page, nor has a hole."""
 
     __slots__ = (
-        "children", "created", "depth", "hash", "hits", "last_used", "locks", "namespace", "page", "parent", "passed",
-        "priority", "queued", "state", "tokens", "twin",
+        "children", "created", "depth", "digest", "hash", "hits", "last_used", "locks", "namespace", "noted", "page",
+        "parent", "passed", "priority", "queued", "state", "tokens", "twin",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, tokens: tuple[int, ...], page: int, tick: int, priority: int) -> None:
@@ -56,6 +56,8 @@ class Node:
         self.passed = False  # nobody is expected to start from here
         self.namespace: Namespace | None = None  # roots only
         self.hash = 0  # where a log is kept
+        self.digest = b""  # where pages are stored (`kvcache.saving`): that of its records; b"": not known yet
+        self.noted = -1  # likewise: when the page was created that was noted last
 
 
 class EvictionStrategy(Protocol):
@@ -192,7 +194,8 @@ class RadixTree:
         if child is None:
             child = self._join(node, tokens)
         if not child.page:
-            child.page, child.priority, child.created = page, priority, self._tick
+            child.created, child.priority = self._tick, priority
+            child.page = page  # last: who copies a page on another thread sees by both that it is the same one
             self.num_pages += 1
             if self.log is not None:
                 self.log.published(child.hash)

@@ -39,7 +39,7 @@ class StateCounts:
     """Slots of running requests, and of the trails of their answers."""
     snapshots: int = 0
     saving: int = 0
-    """Slots of snapshots that launched steps are taking."""
+    """Slots of snapshots that launched steps are taking, or that are read from a disk."""
     retiring: int = 0
     """Slots given up that a step in flight still names."""
     total: int = 0
@@ -114,6 +114,10 @@ class StateGroup:
         self._most_trails = self.capacity // _TRAILS
         self._retiring: Retiring[int] = Retiring(lambda slot: self._pool.give((slot,)))
         self._reading: Retiring[Snapshot] = Retiring(lambda snapshot: self._pin(snapshot, -1))
+        self._arriving: dict[int, None] = {}
+        """Slots into which a stored state is being read."""
+        self.hung: list[Snapshot] | None = None
+        """Snapshots taken since somebody last emptied it; None: nobody does."""
         self._num_pinned = 0
         self._hits = self._evictions = 0
 
@@ -273,6 +277,26 @@ class StateGroup:
         self._pool.give((snapshot.slot,))
         self._evictions += 1
 
+    def reserve(self) -> int:
+        """A slot for a state that is read from somewhere else; 0: there is none now."""
+        slot = self._take()
+        if slot:
+            self._arriving[slot] = None
+        return slot
+
+    def settle_reserved(self, slot: int, node: Node | None) -> None:
+        """The reserved slot is the snapshot of `node` now, if that has none; None: it is nobody's."""
+        del self._arriving[slot]
+        if node is None or node.state:
+            self._pool.give((slot,))
+        else:
+            node.state = slot
+            self._snapshots[slot] = Snapshot(slot, node)
+
+    def snapshot_of(self, node: Node) -> Snapshot | None:
+        """The snapshot that hangs on `node`: another object for each time that one was taken."""
+        return self._at(node)
+
     def _at(self, node: Node) -> Snapshot | None:
         return self._snapshots.get(node.state) or self._passed.get(node.state)
 
@@ -285,6 +309,8 @@ class StateGroup:
         else:
             node.state = slot
             self._snapshots[slot] = Snapshot(slot, node)
+            if self.hung is not None:
+                self.hung.append(self._snapshots[slot])
         origin = working.origin
         if node.depth > origin.depth and len(origin.children) < 2 and origin.state in self._snapshots:
             self._passed[origin.state] = self._snapshots.pop(origin.state)
@@ -327,7 +353,7 @@ class StateGroup:
             free=self._pool.num_free,
             working=num_working + len(self._trails),
             snapshots=len(self._snapshots) + len(self._passed),
-            saving=len(self._saving),
+            saving=len(self._saving) + len(self._arriving),
             retiring=len(self._retiring),
             total=self.capacity,
             hits=self._hits,
@@ -339,7 +365,7 @@ class StateGroup:
         counts = self.counts(num_working)
         if counts.free + counts.working + counts.snapshots + counts.saving + counts.retiring != counts.total:
             raise InvariantViolation(f"state slots do not add up: {counts}")
-        if idle and (counts.saving or counts.retiring or self._reading):
+        if idle and (self._saving or counts.retiring or self._reading):
             raise InvariantViolation(f"state slots wait for a step, and none is in flight: {counts}")
 
     def check(self, working: Iterable[WorkingState], nodes: Iterable[Node]) -> None:
@@ -352,6 +378,7 @@ class StateGroup:
         owned: list[tuple[str, Iterable[int]]] = [("working", [each.slot for each in working])]
         owned += [("a trail", [each.trail for each in working if each.trail]), ("saving", self._saving)]
         owned += [("a snapshot", self._snapshots), ("a snapshot", self._passed), ("retiring", self._retiring)]
+        owned += [("arriving", self._arriving)]
         self._pool.check(owned)
         if self._trails != {each.trail: each for each in working if each.trail}:
             raise InvariantViolation(f"trails {sorted(self._trails)} are not those of running requests")

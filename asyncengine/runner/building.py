@@ -143,14 +143,29 @@ def _compile_kernels(
     progress.stage("running a first step")
     longest = 1 if read_kept(kept) else max(1, min(most, config.max_num_batched_tokens))
     for count in first_lengths(model_bytes, longest):
-        pages = list(range(1, 1 + -(-count // config.page_size)))
-        spec = RequestSpec(0, (0,) * count, GREEDY, count + 1, pooled=wanted_of(runner.pooler))
-        row = Row(
-            spec, 0, 0, count, [0] * count, False, pages, True, state=first_state(runner.num_states, 0),
-            window=some_windows(runner, pages),
-        )  # fmt: skip
-        runner.profile_run(Batch(0, (row,)))
+        runner.profile_run(_prompt_step(runner, config, count))
     runner.cores.forget()  # compiling is in what they took
+
+
+def _prompt_step(runner: ModelRunner, config: EngineConfig, count: int) -> Batch:
+    """A step that computes a prompt of so many tokens."""
+    pages = list(range(1, 1 + -(-count // config.page_size)))
+    spec = RequestSpec(0, (0,) * count, GREEDY, count + 1, pooled=wanted_of(runner.pooler))
+    state, window = first_state(runner.num_states, 0), some_windows(runner, pages)
+    return Batch(0, (Row(spec, 0, 0, count, [0] * count, False, pages, True, state=state, window=window),))
+
+
+def measure_prompt_rate(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> float:
+    """Tokens of a prompt that the model computes in a second, by the better of two steps."""
+    most = min(config.max_num_batched_tokens, max_model_len - 1, (runner.num_pages - 1) * config.page_size)
+    count = max(1, min(_PROMPT_TOKENS, most))
+    seconds = min(runner.profile_run(_prompt_step(runner, config, count)).seconds for _ in range(2))
+    runner.cores.forget()
+    return count / max(seconds, 1e-6)
+
+
+_PROMPT_TOKENS = 256
+"""Tokens of a prompt by which it is measured how fast prompts are computed."""
 
 
 def wanted_of(pooler: Pooler | None) -> Pooled | None:

@@ -32,6 +32,7 @@ from asyncengine.models.memory.caches import state_bytes
 from asyncengine.pooling.pool import Pooler
 from asyncengine.runner.graphs import Capture, DecodeGraphs
 from asyncengine.runner.images import ImageRows, ImageStore
+from asyncengine.runner.page_memory import CpuPageMemory
 from asyncengine.runner.parts import launch_in_parts
 from asyncengine.runner.pending import PendingStep
 from asyncengine.runner.processed_rows import ProcessedRows
@@ -209,6 +210,10 @@ class ModelRunner:
                 write()
 
         return run
+
+    def page_memory(self) -> CpuPageMemory:
+        """Pages and states as bytes, for a store of prefixes. On a CPU."""
+        return CpuPageMemory(self._backend.page_pools(), self._states, f"{self._backend.name} {self.page_size}")
 
     def threads(self) -> ThreadStats:
         """The threads that compute steps. May be called from any thread."""

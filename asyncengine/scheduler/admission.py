@@ -71,7 +71,7 @@ class _Beside:
 
     def promised(self) -> list[int]:
         """Pages of each of the cache's groups that they will need."""
-        more, self._uncounted = self._kv.promised(_tables(self._uncounted)), []
+        more, self._uncounted = self._kv.promised(tables_of(self._uncounted)), []
         self._promised = [sum(both) for both in zip(self._promised, more, strict=True)]
         return self._promised
 
@@ -176,7 +176,7 @@ class Admission:
         if request.spec.whole:  # nothing is kept of it: it needs no page
             self._slots.acquire(request, beside.running.values())
             return Verdict.ADMITTED
-        table = self._kv.open(self.namespace(request), request.tokens, self._match_limit(request))
+        table = self._kv.open(self.namespace(request), request.tokens, self.match_limit(request))
         verdict = self._fits(request, table, beside)
         if verdict is not Verdict.ADMITTED:
             self._kv.close(table, 0)
@@ -185,15 +185,16 @@ class Admission:
         request.num_computed = request.num_launched = table.num_shared * self._kv.page_size
         if request.first_step_at is None:
             request.cached_tokens = request.num_computed
+            request.restored_tokens = min(request.restored_tokens, request.cached_tokens)
         return Verdict.ADMITTED
 
     def _fits(self, request: Request, table: PageTable, beside: _Beside) -> Verdict:
-        if not request.overdue and self._match_limit(request) and beside.ahead.awaits(request, table):
+        if not request.overdue and self.match_limit(request) and beside.ahead.awaits(request, table):
             return Verdict.SKIPPED
         running, num_tokens = beside.running.values(), len(request.tokens)
         if not self._kv.has_room(table, num_tokens, beside.promised()):
             # Would there be pages if all gave way that it goes before?
-            staying = _tables(other for other in running if not self.goes_before(request, other))
+            staying = tables_of(other for other in running if not self.goes_before(request, other))
             helps = self.preempts and self._kv.could_have_room(table, num_tokens, staying)
             return Verdict.FULL if helps else Verdict.HOPELESS
         shared = self._kv.prefix_caching or request.spec.group is not None
@@ -210,7 +211,7 @@ class Admission:
             return shared
         return (*shared, spec.ticket if spec.group is None else spec.group)
 
-    def _match_limit(self, request: Request) -> int:
+    def match_limit(self, request: Request) -> int:
         """The last token is always computed: its logits are what the next one is sampled from."""
         if request.spec.params.prompt_logprobs and not request.num_output:
             return 0  # every position's logits are asked for
@@ -229,12 +230,12 @@ class Admission:
         if self._kv.states is None:
             return
         for request in islice(waiting.in_order(), self._lookahead + 1):
-            ahead.foresee(request, self.namespace(request), self._match_limit(request), leader)
+            ahead.foresee(request, self.namespace(request), self.match_limit(request), leader)
 
     def _refresh_keys(self, waiting: WaitingQueue) -> None:
         if self._policy.prefix_hints:
             for count, request in enumerate(waiting):
-                limit = self._match_limit(request) if count <= self._lookahead else 0
+                limit = self.match_limit(request) if count <= self._lookahead else 0
                 request.prefix_hint = self._kv.peek(self.namespace(request), request.tokens, limit)
         if self._policy.dynamic:
             self._policy.prepare(waiting)
@@ -255,7 +256,7 @@ class Admission:
                     waiting.mark_overdue(request)
 
 
-def _tables(running: Iterable[Request]) -> list[tuple[PageTable, int]]:
+def tables_of(running: Iterable[Request]) -> list[tuple[PageTable, int]]:
     """Page tables of running requests that have any, with the number of their tokens."""
     return [(request.table, len(request.tokens)) for request in running if request.table is not None]
 

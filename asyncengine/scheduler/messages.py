@@ -54,6 +54,26 @@ class Drain:
     deadline: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixFound:
+    """So many of the first pages of `ticket`, those in the cache included, can be had by reading from a disk sooner
+    than by computing; 0: nothing can. It waits for that until the clock reads `until`."""
+
+    ticket: int
+    pages: int
+    until: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLoaded:
+    """The reading of this `number` has ended, with so many `pages` of those that it was to fill, and perhaps with the
+    state after the last of them."""
+
+    number: int
+    pages: int
+    state: bool = False
+
+
 UpdateMode = Literal["wait", "recompute"]
 """Whether requests end before the model's weights change, or go on with the new ones (`scheduler.weight_updates`)."""
 
@@ -73,7 +93,10 @@ class WithdrawUpdate:
     number: int
 
 
-Message = RequestSpec | Abort | StopText | GrammarReady | AdapterReady | Drain | UpdateWeights | WithdrawUpdate
+Message = (
+    RequestSpec | Abort | StopText | GrammarReady | AdapterReady | PrefixFound | PrefixLoaded | Drain | UpdateWeights
+    | WithdrawUpdate
+)  # fmt: skip
 
 EndReason = Literal["stop", "length", "abort", "timeout", "error"]
 """Why the scheduler ended a request."""

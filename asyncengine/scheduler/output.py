@@ -27,6 +27,8 @@ class Output(NamedTuple):
     """(position of the first entry, entries). After a preemption the same positions come again."""
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at first admission (on the first token and on the last output)."""
+    restored_tokens: int = 0
+    """Tokens of `cached_tokens` that were read from a disk for it (on the same outputs)."""
     started_at: float | None = None
     """Clock reading of the first step (on the same outputs)."""
     predicted: tuple[int, int] = (0, 0)
@@ -52,6 +54,7 @@ def with_counts(request: Request, token: int = -1, reason: EndReason | None = No
         token,
         reason=reason,
         cached_tokens=request.cached_tokens,
+        restored_tokens=request.restored_tokens,
         started_at=request.first_step_at,
         predicted=request.predicted,
         **news,
@@ -67,6 +70,8 @@ class Counters:
     """Prompt tokens of admitted requests (each counted at its first admission)."""
     cached_tokens: int = 0
     """Tokens of `prompt_tokens` that were found in the prefix cache."""
+    restored_tokens: int = 0
+    """Tokens of `cached_tokens` that were read from a disk."""
     computed_tokens: int = 0
     """Positions computed, recomputation after preemption included."""
     generated_tokens: int = 0

@@ -17,6 +17,8 @@ class RequestState(Enum):
     """Its grammar is compiling; others proceed."""
     ADAPTER_QUEUE = "adapter_queue"
     """Its adapter is loading; others proceed."""
+    RESTORE_QUEUE = "restore_queue"
+    """The beginning of its prompt is being read from a disk, or looked up there; others proceed."""
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -26,7 +28,8 @@ _S = RequestState
 LEGAL_TRANSITIONS: dict[RequestState, tuple[RequestState, ...]] = {
     _S.GRAMMAR_QUEUE: (_S.ADAPTER_QUEUE, _S.WAITING, _S.FINISHED),
     _S.ADAPTER_QUEUE: (_S.WAITING, _S.FINISHED),
-    _S.WAITING: (_S.RUNNING, _S.FINISHED),
+    _S.RESTORE_QUEUE: (_S.WAITING, _S.FINISHED),
+    _S.WAITING: (_S.RESTORE_QUEUE, _S.RUNNING, _S.FINISHED),
     _S.RUNNING: (_S.WAITING, _S.FINISHED),
     _S.FINISHED: (),
 }
@@ -45,8 +48,8 @@ class Request:
     __slots__ = (
         "adapter_digest", "adapter_slot", "cached_tokens", "discard_until", "drafts_launched", "epoch", "first_step_at",
         "last_step", "last_token_at", "matcher", "num_computed", "num_kept", "num_launched", "num_pending",
-        "num_updates", "overdue", "passes", "predicted", "preemptions", "prefix_hint", "slot", "spec", "state", "table",
-        "tokens",
+        "num_updates", "overdue", "passes", "predicted", "preemptions", "prefix_hint", "restored_tokens", "restores",
+        "slot", "spec", "state", "table", "tokens",
     )  # fmt: skip
 
     def __init__(self, spec: RequestSpec) -> None:
@@ -80,6 +83,10 @@ class Request:
         """Tokens of its caller's guess that were right, and that were computed and wrong; known when it has ended."""
 
         self.cached_tokens = 0
+        self.restores = 0
+        """Readings of its prefix from a disk that it has waited for."""
+        self.restored_tokens = 0
+        """Tokens that these put into the cache; from its first admission on, those of `cached_tokens`."""
         self.passes = 0
         self.overdue = False
         self.preemptions = 0

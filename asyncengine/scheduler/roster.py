@@ -7,7 +7,7 @@ its deadline, what others may start from, and what its consumer is told.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from asyncengine.errors import InvariantViolation
@@ -19,6 +19,7 @@ from asyncengine.scheduler.messages import EndReason
 from asyncengine.scheduler.output import Counters, Output, with_counts
 from asyncengine.scheduler.queues import Deadlines, WaitingQueue
 from asyncengine.scheduler.request import Request, RequestState
+from asyncengine.scheduler.restores import Restores
 from asyncengine.scheduler.slots import Slots
 from asyncengine.scheduler.weight_updates import WeightUpdates
 from asyncengine.speculation import DraftPlanner
@@ -34,6 +35,7 @@ class Roster:
         slots: Slots,
         drafts: DraftPlanner | None,
         namespace: Callable[[Request], Namespace],
+        restores: Restores,
     ) -> None:
         """`namespace`: where in the prefix cache a request's pages are."""
         self.kv = kv
@@ -48,6 +50,7 @@ class Roster:
         """Running requests by ticket, in order of admission."""
         self.grammar_queue: dict[int, Request] = {}
         self.adapter_queue: dict[int, Request] = {}
+        self.restores = restores
         self.weights = WeightUpdates()
         self.deadlines = Deadlines()
         self.counters = Counters()
@@ -74,7 +77,13 @@ class Roster:
         """It has all it needs: it waits for its turn, or before that for other weights."""
         if self.weights.is_before(request):
             self.weights.held[request.ticket] = request
-        else:
+        elif not self.restores.add(request):
+            self.waiting.add(request)
+
+    def leave_restores(self, requests: Iterable[Request]) -> None:
+        """They have waited for a disk, and wait for their turn now."""
+        for request in requests:
+            request.move(RequestState.WAITING)
             self.waiting.add(request)
 
     def leave_queue(self, queue: dict[int, Request], ticket: int, error: Exception | str | None) -> None:
@@ -106,6 +115,7 @@ class Roster:
             self._count_left_queue(request)
             self.counters.prompt_tokens += request.spec.prompt_len
             self.counters.cached_tokens += request.cached_tokens
+            self.counters.restored_tokens += request.restored_tokens
 
     def preempt(self, request: Request) -> None:
         """Take the request's pages; it keeps its tokens and computes them again when readmitted.
@@ -167,6 +177,8 @@ class Roster:
             case RequestState.WAITING:
                 if self.weights.held.pop(request.ticket, None) is None:
                     self.waiting.remove(request)
+            case RequestState.RESTORE_QUEUE:
+                self.restores.discard(request)
         self.grammar_queue.pop(request.ticket, None)
         self.adapter_queue.pop(request.ticket, None)
         if request.first_step_at is None:
@@ -199,6 +211,6 @@ class Roster:
 
     def check_places(self) -> None:
         """Raises `InvariantViolation` if a request is in no place, or in two."""
-        queued = {**self.grammar_queue, **self.adapter_queue}
+        queued = {**self.grammar_queue, **self.adapter_queue, **self.restores.queue}
         if len(self.running) + self.num_waiting + len(queued) != len(self.requests):
             raise InvariantViolation(f"{len(self.requests)} requests, but not each in exactly one place")

@@ -25,7 +25,7 @@ from asyncengine.kvcache import KVCache
 from asyncengine.lora.interface import AdapterAdmission
 from asyncengine.policies import overrides, start_policy
 from asyncengine.request_spec import RequestSpec
-from asyncengine.scheduler.admission import Admission
+from asyncengine.scheduler.admission import Admission, tables_of
 from asyncengine.scheduler.drafts import Drafting, draft_planner
 from asyncengine.scheduler.encoding import EncodedImages
 from asyncengine.scheduler.messages import (
@@ -35,12 +35,15 @@ from asyncengine.scheduler.messages import (
     EndReason,
     GrammarReady,
     Message,
+    PrefixFound,
+    PrefixLoaded,
     StopText,
     UpdateWeights,
     WithdrawUpdate,
 )
 from asyncengine.scheduler.output import Output
 from asyncengine.scheduler.request import Request, RequestState
+from asyncengine.scheduler.restores import Restores
 from asyncengine.scheduler.results import Results
 from asyncengine.scheduler.roster import Roster
 from asyncengine.scheduler.rows import InFlight, Plan, may_overlap, next_row
@@ -70,11 +73,13 @@ class Scheduler:
         slots = Slots(min(config.max_num_seqs, config.max_num_batched_tokens), adapters)
         self._admission = Admission(config, kv, self._policy, slots)
         drafts = drafts or draft_planner(config)
-        roster = Roster(kv, self._policy, slots, drafts, self._admission.namespace)
+        restores = Restores(kv, self._admission.namespace, self._admission.match_limit)
+        roster = Roster(kv, self._policy, slots, drafts, self._admission.namespace, restores)
         self.roster = roster
         # its dictionaries under their own names: they are read in every line below
         self.requests, self.running, self.waiting = roster.requests, roster.running, roster.waiting
         self.grammar_queue, self.adapter_queue = roster.grammar_queue, roster.adapter_queue
+        self.restores = restores
         self.counters = roster.counters
         self._results = Results(roster)
         self._in_flight: deque[InFlight] = deque()
@@ -101,6 +106,11 @@ class Scheduler:
                 if ticket in self.adapter_queue:
                     self.adapter_queue[ticket].adapter_digest = digest
                 self.roster.leave_queue(self.adapter_queue, ticket, error)
+            case PrefixFound():
+                request = self.restores.found(message, tables_of(self.running.values()))
+                self.roster.leave_restores([] if request is None else [request])
+            case PrefixLoaded():
+                self.roster.leave_restores(self.restores.loaded(message))
             case Drain():
                 pass  # the engine's business: no request changes
             case UpdateWeights(number, mode):
@@ -118,6 +128,7 @@ class Scheduler:
         """The next step, or None if there is nothing to compute before a message or a result arrives."""
         for request in self.roster.deadlines.expired(now):
             self.roster.end(request, "timeout")
+        self.roster.leave_restores(self.restores.overdue(now))
         if not self.requests or self.roster.weights.stop_steps:
             return None
         plan = Plan(self.config.max_num_batched_tokens, self.config.long_prefill_token_threshold)
@@ -138,7 +149,7 @@ class Scheduler:
         if rows:
             self._drafting.add(rows, plan.left)
             return self._launch(rows)
-        if self.waiting and not self.running and not self._in_flight:
+        if self.waiting and not (self.running or self._in_flight or self.restores):
             raise InvariantViolation(f"{len(self.waiting)} requests wait, none runs, and none could be admitted")
         return None
 
@@ -197,7 +208,10 @@ class Scheduler:
         while not self.kv.grow(request.table, num_tokens):
             if self.kv.will_have_more(request.num_computed, request.num_launched):
                 return False
+            self.restores.give_way()
             if len(self.running) == 1:
+                if self.restores:
+                    return False  # their pages are cached ones in a moment
                 needed = self.kv.pages_for(num_tokens)
                 self.roster.end(request, "error", f"needs {needed} KV pages, the cache has {self.kv.pool.capacity}")
                 return False
@@ -272,7 +286,7 @@ class Scheduler:
     @property
     def due_update(self) -> int | None:
         """The number of the weight update whose turn it is: its requests have ended, and no step is in flight."""
-        return None if self._in_flight else self.roster.weights.due(self.requests)
+        return None if self._in_flight or self.restores else self.roster.weights.due(self.requests)
 
     def start_anew(self, number: int) -> None:
         """The model's weights are those of update `number` from here on: nothing that was computed counts any more.
@@ -303,17 +317,17 @@ class Scheduler:
     @property
     def next_deadline(self) -> float:
         """No request times out before this clock reading (inf: none has a deadline)."""
-        return self.roster.deadlines.next()
+        return min(self.roster.deadlines.next(), self.restores.next_deadline)
 
     def check_sums(self) -> None:
         """The cheap form of `check`, for production: O(running requests)."""
-        tables = [table for r in self.running.values() if (table := r.table) is not None]
+        tables = [table for table, _ in (*tables_of(self.running.values()), *self.restores.tables)]
         self.kv.check_sums(tables, idle=not self._in_flight)
         self.roster.check_places()
 
     def check(self) -> None:
         """Prove that nothing is lost: pages, states, slots, adapters, requests. Raises `InvariantViolation`."""
-        self.kv.check(request.table for request in self.running.values() if request.table is not None)
+        self.kv.check(table for table, _ in (*tables_of(self.running.values()), *self.restores.tables))
         self.roster.slots.check(self.running.values())
         self.roster.check_places()
         for request in self.running.values():

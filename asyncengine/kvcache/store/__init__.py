@@ -5,10 +5,17 @@ index in memory; `disk` is all that they ask of an operating system. `engine.pre
 """
 
 from asyncengine.kvcache.store.disk import Disk, SystemDisk
-from asyncengine.kvcache.store.record import Header, Part, RecordError, read_records, write_record
+from asyncengine.kvcache.store.record import Header, RecordError, RecordPart, read_records, write_record
 from asyncengine.kvcache.store.segments import SegmentStore, StoreCounts
 
 __all__ = [
-    "Disk", "Header", "Part", "RecordError", "SegmentStore", "StoreCounts", "SystemDisk", "read_records",
+    "Disk",
+    "Header",
+    "RecordError",
+    "RecordPart",
+    "SegmentStore",
+    "StoreCounts",
+    "SystemDisk",
+    "read_records",
     "write_record",
 ]  # fmt: skip

@@ -39,7 +39,7 @@ class RecordError(ValueError):
     """A record is cut off, damaged, or of another format. The message says which."""
 
 
-class Part(IntEnum):
+class RecordPart(IntEnum):
     """The kind of memory that a record was copied from."""
 
     PAGE = 1
@@ -56,7 +56,7 @@ class Header(NamedTuple):
     """Digest of the page before, 32 bytes."""
     tokens: bytes
     """Tokens of the page, as `pack_tokens` packs them."""
-    part: Part
+    part: RecordPart
     size: int
     """Bytes of the payload."""
     checksum: int
@@ -87,10 +87,10 @@ class Header(NamedTuple):
             raise RecordError("the tokens of a record are cut off")
         if _CRC.unpack_from(view, end)[0] != zlib.crc32(view[offset:end]):
             raise RecordError("the head of a record is damaged")
-        if part not in tuple(Part):
+        if part not in tuple(RecordPart):
             raise RecordError(f"a record of unknown part {part}")
         tokens = bytes(view[offset + _HEAD.size : end])
-        return cls(fingerprint, parent, tokens, Part(part), size, check), end + _CRC.size
+        return cls(fingerprint, parent, tokens, RecordPart(part), size, check), end + _CRC.size
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from asyncengine.kvcache.store.disk import Disk
-from asyncengine.kvcache.store.record import MAGIC, Buffer, Header, Part, RecordError, checksum
+from asyncengine.kvcache.store.record import MAGIC, Buffer, Header, RecordError, RecordPart, checksum
 
 logger = logging.getLogger("asyncengine")
 
@@ -91,7 +91,7 @@ class SegmentStore:
         self._disk, self._folder = disk, folder
         self._prefix = fingerprint.hex()[:32]
         self._segment_bytes = max(1, min(_SEGMENT, budget // 8))
-        self._entries: dict[tuple[bytes, Part], Entry] = {}
+        self._entries: dict[tuple[bytes, RecordPart], Entry] = {}
         self._active: _Active | None = None
         self._failed_in_a_row = 0
         self._lock = self._take_lock()
@@ -109,7 +109,7 @@ class SegmentStore:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, digest: bytes, part: Part) -> Header | None:
+    def find(self, digest: bytes, part: RecordPart) -> Header | None:
         """Header of the record of a page's digest, as far as is known without reading it."""
         entry = self._entries.get((digest, part))
         return None if entry is None else entry.header

@@ -9,7 +9,7 @@ import pytest
 
 from asyncengine.kvcache.store.record import (
     Header,
-    Part,
+    RecordPart,
     RecordError,
     checksum,
     digests_of,
@@ -24,7 +24,7 @@ FINGERPRINT = bytes(range(32))
 ROOT = root_digest(FINGERPRINT, ("adapter", ""))
 
 
-def make_record(tokens: list[int], buffers: list[bytes], part: Part = Part.PAGE) -> bytes:
+def make_record(tokens: list[int], buffers: list[bytes], part: RecordPart = RecordPart.PAGE) -> bytes:
     size, check = sum(map(len, buffers)), checksum(buffers)
     header = Header(FINGERPRINT, ROOT, pack_tokens(tokens), part, size, check)
     file = io.BytesIO()
@@ -34,13 +34,13 @@ def make_record(tokens: list[int], buffers: list[bytes], part: Part = Part.PAGE)
 
 def test_records_are_read_as_they_were_written() -> None:
     buffers = [b"keys", b"", b"values"]
-    file = make_record([1, -2, 2**31 - 1], buffers) + make_record([4], [b""], Part.STATE)
+    file = make_record([1, -2, 2**31 - 1], buffers) + make_record([4], [b""], RecordPart.STATE)
     (first, payload), (second, nothing) = read_records(io.BytesIO(file))
     assert payload == b"keysvalues"
     assert nothing == b""
     assert first.tokens == pack_tokens([1, -2, 2**31 - 1])
-    assert (first.fingerprint, first.parent, first.part) == (FINGERPRINT, ROOT, Part.PAGE)
-    assert second.part is Part.STATE
+    assert (first.fingerprint, first.parent, first.part) == (FINGERPRINT, ROOT, RecordPart.PAGE)
+    assert second.part is RecordPart.STATE
     assert first.digest == page_digest(ROOT, first.tokens)
 
 

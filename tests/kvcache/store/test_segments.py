@@ -12,7 +12,7 @@ import pytest
 
 from asyncengine.kvcache.store import segments
 from asyncengine.kvcache.store.disk import SystemDisk
-from asyncengine.kvcache.store.record import Header, Part, checksum, digests_of, root_digest
+from asyncengine.kvcache.store.record import Header, RecordPart, checksum, digests_of, root_digest
 from asyncengine.kvcache.store.segments import Record, SegmentStore
 from asyncengine.testing.world import ProcessDied, VirtualDisk
 
@@ -23,7 +23,7 @@ ROOT = root_digest(FINGERPRINT, ("", ""))
 def headers(count: int, first: int = 0) -> list[Header]:
     """Headers of a chain of pages of one token."""
     found = digests_of(ROOT, range(first, first + count), 1)
-    return [Header(FINGERPRINT, parent, tokens, Part.PAGE, 0, 0) for parent, tokens, _ in found]
+    return [Header(FINGERPRINT, parent, tokens, RecordPart.PAGE, 0, 0) for parent, tokens, _ in found]
 
 
 def record(header: Header, payload: bytes, intact: Callable[[], bool] = lambda: True) -> Record:
@@ -227,4 +227,4 @@ def test_payloads_of_many_buffers_are_one(tmp_path: Path) -> None:
     (one,) = headers(1)
     assert store.append([(one._replace(size=7 * 1500), pieces, lambda: True)]) == 1
     assert read(store, one) == b"".join(pieces)
-    assert checksum(pieces) == store.find(one.digest, Part.PAGE).checksum  # type: ignore[union-attr]
+    assert checksum(pieces) == store.find(one.digest, RecordPart.PAGE).checksum  # type: ignore[union-attr]

@@ -1,0 +1,335 @@
+"""The durable prefix cache at work: what the cache publishes is written by a thread, what a request needs is read by
+others, and the engine's loop waits for neither.
+
+`find` decides on the loop's thread whether reading is worth it: the records' bytes at the rate at which this folder was
+read when it was opened, against the tokens at the rate at which this model computes. Both are measured once, so that
+the same requests are treated alike. Only a reading that took several times as long as it should have changes the rate,
+and nobody waits for its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from asyncengine.kvcache.radix_tree import Namespace
+from asyncengine.kvcache.saving import MOST_UNSAVED, Unsaved
+from asyncengine.kvcache.store.memory import PageMemory
+from asyncengine.kvcache.store.record import Header, RecordPart, digests_of, root_digest
+from asyncengine.kvcache.store.segments import Record, SegmentStore, StoreCounts
+from asyncengine.scheduler.restores import RestoreOrder
+
+logger = logging.getLogger("asyncengine")
+
+READERS = 2
+"""Threads that read: one alone waits for the disk, copies and checks in turns."""
+_BATCH_BYTES = 32 * 2**20
+"""Bytes that are written between two syncs, if there are so many."""
+_PROBE_BYTES = 16 * 2**20
+_PROBE_RECORDS = 64
+"""Most bytes and records that are read to measure the rate."""
+_OVERHEAD = 0.002
+"""Seconds of a reading beside its bytes."""
+_WORTH = 0.8
+"""Reading is worth it if it takes less than this share of computing."""
+_PATIENCE = 3.0
+_LEAST_PATIENCE = 0.1
+"""A request waits for so many times the seconds that its reading should take, and so many more."""
+_NICE = 5
+"""Priority of the writing thread, in steps below the program's own."""
+
+Loaded = Callable[[int, int, bool], None]
+"""Called from a reading thread with the number of an order, the pages that were filled, and whether the state was."""
+
+
+class Rates(NamedTuple):
+    """The two rates that decide between reading and computing. None: not known, and reading is worth it."""
+
+    read: float | None = None
+    """Bytes a second."""
+    compute: float | None = None
+    """Tokens a second."""
+
+
+class PrefixStore:
+    """Records of one engine's prefix cache. Every method but those of threads is called on the engine's loop."""
+
+    def __init__(
+        self, store: SegmentStore, memory: PageMemory, page_size: int, *, prompt_rate: float | None = None,
+        salted: bool = False,
+    ) -> None:  # fmt: skip
+        """`prompt_rate`: tokens of a prompt that the model computes in a second. `salted`: namespaces with a cache salt
+        are stored, too."""
+        self.store = store
+        self._memory = memory
+        self._page_size = page_size
+        self._salted = salted
+        self._fingerprint: bytes | None = store.fingerprint
+        """None: nothing is stored or found any more, as nobody knows what other weights are called."""
+        self._roots: dict[bytes, None] = {}
+        self._saves: queue.SimpleQueue[list[Unsaved] | None] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
+        self._queued = self._done = 0
+        """Notes handed to the writing thread so far, and those that it is done with."""
+        self._threads: list[threading.Thread] = []
+        self._closing = False
+        self.rates = Rates(self._measure(), prompt_rate)
+
+    @property
+    def counts(self) -> StoreCounts:
+        return self.store.counts
+
+    @property
+    def num_unwritten(self) -> int:
+        """Pages and states that wait to be written."""
+        return self._queued - self._done
+
+    def root(self, namespace: Namespace) -> bytes | None:
+        """Digest of a namespace; None: nothing of it is stored."""
+        if self._fingerprint is None or (namespace[1:2] != ("",) and not self._salted):
+            return None
+        root = root_digest(self._fingerprint, namespace)
+        self._roots[root] = None
+        return root
+
+    def forget(self) -> None:
+        """The model has other weights from now on."""
+        self._fingerprint = None
+
+    # ---------------------------------------------------------------- reading
+
+    def find(
+        self, namespace: Namespace, tokens: Sequence[int], limit: int, cached: int,
+        first_near: Callable[[int], int] | None, states: bool,
+    ) -> tuple[int, float]:  # fmt: skip
+        """(pages, seconds to wait at most): the first so many pages of `tokens[:limit]`, of which `cached` tokens are
+        in memory, are had by reading the others sooner than by computing them; (0, 0.0): nothing is.
+
+        `first_near`: the first position that one sees in layers with window pages; None: there are none. `states`: a
+        request can start only where there is a state.
+        """
+        root, size = self.root(namespace) if len(self.store) else None, self._page_size
+        if root is None:
+            return 0, 0.0
+        known, found, total, near, nbytes = cached // size, 0, 0, 0, 0
+        for place, (_, packed, digest) in enumerate(digests_of(root, tokens[: limit // size * size], size)):
+            if place < known:
+                continue
+            page = self.store.find(digest, RecordPart.PAGE)
+            if page is None or page.tokens != packed:
+                break
+            total += page.size
+            end, extra = place + 1, 0
+            if first_near is not None:
+                window = self.store.find(digest, RecordPart.WINDOW)
+                near = 0 if window is None else near + 1
+                extra = 0 if window is None else near * window.size
+                if end - near > max(known, first_near(end * size) // size):
+                    continue
+            if states:
+                state = self.store.find(digest, RecordPart.STATE)
+                if state is None:
+                    continue
+                extra += state.size
+            found, nbytes = end, total + extra
+        return self._worth(found, (found - known) * size, nbytes)
+
+    def _worth(self, pages: int, num_tokens: int, nbytes: int) -> tuple[int, float]:
+        read, compute = self.rates
+        seconds = _OVERHEAD + (nbytes / read if read else 0.0)
+        if not pages or (compute is not None and seconds > _WORTH * num_tokens / compute):
+            return 0, 0.0
+        return pages, _LEAST_PATIENCE + _PATIENCE * seconds
+
+    def load(self, order: RestoreOrder, loaded: Loaded) -> None:
+        """Read what `order` says; `loaded` is called in any case."""
+        root = self.root(order.namespace)
+        load = _Load(order, self, root, loaded)
+        self._start()
+        for _ in range(READERS):
+            self._loads.put(load)
+
+    def _read(self) -> None:
+        while (load := self._loads.get()) is not None:
+            load.work()
+            del load  # hold no page's memory while waiting
+
+    def read_into(self, header: Header, index: int) -> bool:
+        """Read a record into the memory that it belongs to. False: it is not there, or not whole."""
+        buffers = self._memory.buffers(header.part, index)
+        if not self.store.read(header, buffers):
+            return False
+        self._memory.filled(header.part, index, buffers)
+        return True
+
+    def note_slow(self, nbytes: int, seconds: float) -> None:
+        """A reading was given up after so many bytes: that is the rate from now on."""
+        self.rates = self.rates._replace(read=max(1.0, nbytes / seconds))
+
+    def _measure(self) -> float | None:
+        """Bytes a second at which records are read; None: there are none."""
+        nbytes, began = 0, time.perf_counter()
+        for header in self.store.newest(_PROBE_RECORDS):
+            if nbytes >= _PROBE_BYTES:
+                break
+            if self.store.read(header, [memoryview(bytearray(header.size))]):
+                nbytes += len(header.pack()) + header.size
+        self.store.bytes_read -= nbytes  # nobody asked for it
+        seconds = time.perf_counter() - began
+        return nbytes / seconds if nbytes and seconds else None
+
+    # ---------------------------------------------------------------- writing
+
+    def save(self, notes: list[Unsaved]) -> None:
+        """Write what has been noted, some time. What is too much is left out."""
+        if notes and self.store.writable and not self._closing and self.num_unwritten < MOST_UNSAVED:
+            self._queued += len(notes)
+            self._start()
+            self._saves.put(notes)
+
+    def _write(self) -> None:
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):  # a container may forbid it
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        try:
+            while (notes := self._saves.get()) is not None:
+                for batch in _batches(notes, self._memory):
+                    self.store.append(self._records(batch))
+                    self._done += len(batch)
+                del notes
+                if self.rates.read is None and len(self.store):
+                    self.rates = self.rates._replace(read=self._measure())
+        finally:
+            self.store.close()
+
+    def _records(self, notes: list[Unsaved]) -> Iterator[Record]:
+        """Records of those that can be found again: whose page before is stored."""
+        begun: dict[bytes, None] = {}
+        for note in notes:
+            known = note.parent in self._roots or note.parent in begun
+            if known or self.store.find(note.parent, RecordPart.PAGE) is not None:
+                size = self._memory.nbytes(note.part)
+                header = Header(self.store.fingerprint, note.parent, note.tokens, note.part, size, 0)
+                if note.part is RecordPart.PAGE:
+                    begun[header.digest] = None
+                if self.store.find(header.digest, note.part) is None:
+                    yield header, self._memory.buffers(note.part, note.number), note.is_intact
+
+    # ---------------------------------------------------------------- threads
+
+    def _start(self) -> None:
+        """Not before there is something to do: an engine that was built and never served leaves no thread behind."""
+        if self._threads:
+            return
+        works = [("writes", self._write), *((f"reads-{number}", self._read) for number in range(READERS))]
+        for name, work in works:
+            self._threads.append(threading.Thread(target=work, name=f"asyncengine-{name}", daemon=True))
+            self._threads[-1].start()
+
+    def close_soon(self) -> None:
+        """End when all that is noted is written. From any thread; idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        self._saves.put(None)
+        for _ in range(READERS):
+            self._loads.put(None)
+        if not self._threads:
+            self.store.close()
+
+    def join(self, patience: float) -> None:
+        """Wait up to `patience` seconds until the threads have ended."""
+        until = time.monotonic() + patience
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+
+class _Load:
+    """One order, shared by the reading threads: each takes the next record that nobody has taken."""
+
+    def __init__(self, order: RestoreOrder, owner: PrefixStore, root: bytes | None, loaded: Loaded) -> None:
+        self._order = order
+        self._owner = owner
+        self._loaded = loaded
+        self._lock = threading.Lock()
+        self._left = READERS
+        self._begun = time.monotonic()
+        self._nbytes = 0
+        self._headers: dict[int, Header] = {}
+        self._root = root
+        self._failed: dict[RecordPart, int] = {}
+        """The first place of each part that could not be read."""
+        parts = [(RecordPart.WINDOW, place, page) for place, page in order.windows]
+        if order.slot:
+            parts.append((RecordPart.STATE, len(order.tokens) // owner._page_size - 1, order.slot))
+        parts += [(RecordPart.PAGE, place, page) for place, page in order.pages]
+        self._todo = iter(parts)
+
+    def work(self) -> None:
+        """Read records until none is left; the last thread to end says what came of it."""
+        try:
+            self._read_all()
+        except Exception:  # nothing that happens here may leave somebody waiting
+            logger.exception("reading a stored prefix failed")
+            self._fail(RecordPart.PAGE, 0)
+        with self._lock:
+            self._left -= 1
+            last = not self._left
+        if last:
+            self._tell()
+
+    def _read_all(self) -> None:
+        owner, order = self._owner, self._order
+        with self._lock:
+            if self._root is not None and not self._headers:
+                chain = digests_of(self._root, order.tokens, owner._page_size)
+                for place, (parent, packed, _) in enumerate(chain):
+                    self._headers[place] = Header(owner.store.fingerprint, parent, packed, RecordPart.PAGE, 0, 0)
+        while True:
+            with self._lock:
+                part, place, index = next(self._todo, (None, 0, 0))
+            if part is None:
+                return
+            header = self._headers.get(place)
+            if order.cancelled or self._failed or header is None:
+                self._fail(part, place)
+                return
+            if not owner.read_into(header._replace(part=part), index):
+                self._fail(part, place)
+                return
+            with self._lock:
+                self._nbytes += owner._memory.nbytes(part)
+
+    def _fail(self, part: RecordPart, place: int) -> None:
+        with self._lock:
+            self._failed[part] = min(place, self._failed.get(part, place))
+
+    def _tell(self) -> None:
+        order, failed = self._order, self._failed
+        if order.late:
+            self._owner.note_slow(self._nbytes, max(1e-3, time.monotonic() - self._begun))
+        pages = max(0, failed.get(RecordPart.PAGE, len(order.tokens) // self._owner._page_size) - order.start)
+        if RecordPart.WINDOW in failed or (failed and order.windows):
+            pages = 0
+        self._loaded(order.number, pages, bool(order.slot) and not failed)
+
+
+def _batches(notes: list[Unsaved], memory: PageMemory) -> Iterator[list[Unsaved]]:
+    """`notes` in parts of so many bytes that one sync is for."""
+    batch: list[Unsaved] = []
+    nbytes = 0
+    for note in notes:
+        batch.append(note)
+        nbytes += memory.nbytes(note.part)
+        if nbytes >= _BATCH_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch

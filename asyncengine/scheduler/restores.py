@@ -1,0 +1,224 @@
+"""Requests whose prefix is on a disk: they wait until it has been read into pages, as others wait for their grammar.
+
+A request that has everything else is looked up first (`take_wanted`; the engine answers with `PrefixFound`). Where
+reading is worth it, pages are taken for what is there, like a running request's, and an order to fill them goes out
+(`take_orders`; the answer is `PrefixLoaded`). Then they are published, and the request waits for its turn: it finds
+them as it finds everything in the cache. Requests whose next page is being read already wait for the same reading.
+
+Nobody else waits. Who has waited long enough computes; a reading that fails has found less, and is no error. Pages
+that are being read belong to the reading alone until the answer comes, whatever happens to those who wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from asyncengine.kvcache import KVCache, PageTable
+from asyncengine.kvcache.kv_cache import TableAndTokens
+from asyncengine.kvcache.radix_tree import Namespace
+from asyncengine.scheduler.messages import PrefixFound, PrefixLoaded
+from asyncengine.scheduler.request import Request, RequestState
+
+MOST_TRIES = 3
+"""Readings that a request waits for, at most: one that shares its beginning with several others may find more behind
+each."""
+
+
+@dataclass(slots=True, eq=False)
+class RestoreOrder:
+    """Pages to be filled from a disk. Read by another thread; nothing changes but `cancelled`."""
+
+    number: int
+    namespace: Namespace
+    tokens: list[int]
+    """Tokens up to the end of the last page."""
+    start: int
+    """The number of pages at the beginning that are in the cache."""
+    pages: tuple[tuple[int, int], ...]
+    """(place among the pages of `tokens`, page) to be filled, in order."""
+    windows: tuple[tuple[int, int], ...] = ()
+    """Window pages likewise."""
+    slot: int = 0
+    """The slot for the state after the last token; 0: there is none."""
+    cancelled: bool = False
+    """Nobody waits for it any more: it may end early."""
+    late: bool = False
+    """It has taken so long that those who waited for it compute."""
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """A launched order, its pages, and those who wait for it."""
+
+    order: RestoreOrder
+    table: PageTable
+    priority: int
+    until: float
+    """Clock reading until which somebody waits."""
+    waiting: dict[int, Request] = field(default_factory=dict)
+
+
+class Restores:
+    """Requests in the restore queue, and readings under way. `enabled` is False where nothing is stored."""
+
+    def __init__(
+        self, kv: KVCache, namespace: Callable[[Request], Namespace], match_limit: Callable[[Request], int]
+    ) -> None:
+        self.enabled = False
+        self.queue: dict[int, Request] = {}
+        """Requests by ticket that wait for an answer, or for a reading."""
+        self._kv = kv
+        self._namespace = namespace
+        self._match_limit = match_limit
+        self._wanted: list[Request] = []
+        self._orders: list[RestoreOrder] = []
+        self._readings: dict[int, _Reading] = {}
+        self._number = 0
+
+    def __len__(self) -> int:
+        return len(self._readings)
+
+    @property
+    def tables(self) -> list[TableAndTokens]:
+        """Tables of readings, each with the number of its tokens."""
+        return [(each.table, len(each.order.tokens)) for each in self._readings.values()]
+
+    @property
+    def next_deadline(self) -> float:
+        """Nobody has waited long enough before this clock reading."""
+        return min((each.until for each in self._readings.values() if each.waiting), default=float("inf"))
+
+    # ---------------------------------------------------------------- requests
+
+    def add(self, request: Request) -> bool:
+        """Take `request`, which has everything else. False: nothing can be found for it."""
+        if not self.enabled or request.spec.whole or self._match_limit(request) < self._kv.page_size:
+            return False
+        request.move(RequestState.RESTORE_QUEUE)
+        self.queue[request.ticket] = request
+        self._wanted.append(request)
+        return True
+
+    def discard(self, request: Request) -> None:
+        """`request` waits for nothing any more. A reading for nobody may end early."""
+        self.queue.pop(request.ticket, None)
+        for reading in self._readings.values():
+            if reading.waiting.pop(request.ticket, None) is not None and not reading.waiting:
+                reading.order.cancelled = True
+
+    def take_wanted(self) -> list[tuple[Request, Namespace, int, int]]:
+        """Requests to be looked up since the last call, each with its namespace, the number of its tokens that may be
+        found at most, and that of those that are cached."""
+        wanted, self._wanted = self._wanted, []
+        found = []
+        for request in wanted:
+            if request.ticket in self.queue:
+                space, limit = self._namespace(request), self._match_limit(request)
+                cached = self._kv.peek(space, request.tokens, limit)
+                found.append((request, space, limit, cached))
+        return found
+
+    def take_orders(self) -> list[RestoreOrder]:
+        """Readings to begin."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    # ---------------------------------------------------------------- answers
+
+    def found(self, answer: PrefixFound, running: Iterable[TableAndTokens]) -> Request | None:
+        """`answer` says how much of a request is on the disk. Returns the request, if it is to compute instead: there
+        is nothing, reading is not worth it, or there is no room beside those `running`."""
+        request = self.queue.get(answer.ticket)
+        if request is None:
+            return None
+        if answer.pages and request.restores < MOST_TRIES:
+            request.restores += 1
+            reading = self._shared(request) or self._begin(request, answer, running)
+            if reading is not None:
+                reading.waiting[request.ticket] = request
+                reading.until = max(reading.until, answer.until)
+                return None
+        del self.queue[request.ticket]
+        return request
+
+    def loaded(self, answer: PrefixLoaded) -> list[Request]:
+        """A reading has ended. Returns those who have waited for it, and compute what else they need."""
+        reading = self._readings.pop(answer.number)
+        order, table = reading.order, reading.table
+        before = table.num_shared
+        self._kv.end_restore(table, order.tokens, order.start + answer.pages, reading.priority)
+        if order.slot and self._kv.states is not None:
+            whole = answer.state and len(order.tokens) == table.num_shared * self._kv.page_size
+            self._kv.states.settle_reserved(order.slot, table.node if whole else None)
+        done = []
+        for place, request in enumerate(reading.waiting.values()):
+            request.restored_tokens += (table.num_shared - before) * self._kv.page_size
+            if place:  # it may have more in common with what is on the disk than with this prompt
+                self._wanted.append(request)
+            else:
+                del self.queue[request.ticket]
+                done.append(request)
+        return done
+
+    def overdue(self, now: float) -> list[Request]:
+        """Requests that have waited long enough. They compute, and what they waited for ends early."""
+        late: list[Request] = []
+        if now >= self.next_deadline:
+            for reading in self._readings.values():
+                if now >= reading.until and reading.waiting:
+                    late += reading.waiting.values()
+                    reading.waiting.clear()
+                    reading.order.cancelled = reading.order.late = True
+        for request in late:
+            del self.queue[request.ticket]
+        return late
+
+    def give_way(self) -> None:
+        """A running request lacks pages: readings end with what they have."""
+        for reading in self._readings.values():
+            reading.order.cancelled = True
+
+    def _shared(self, request: Request) -> _Reading | None:
+        """The reading under way that fills the next page of `request`."""
+        space, size = self._namespace(request), self._kv.page_size
+        for reading in self._readings.values():
+            end = (reading.order.start + 1) * size
+            if reading.order.cancelled or reading.order.namespace != space:
+                continue
+            if self._match_limit(request) >= end and request.tokens[:end] == reading.order.tokens[:end]:
+                return reading
+        return None
+
+    def _begin(self, request: Request, answer: PrefixFound, running: Iterable[TableAndTokens]) -> _Reading | None:
+        kv, space, size = self._kv, self._namespace(request), self._kv.page_size
+        slot = 0
+        if kv.states is not None:
+            slot = kv.states.reserve()
+            if not slot:
+                return None
+        table = None
+        probe = kv.open(space, request.tokens, answer.pages * size)
+        fits = kv.has_room(probe, len(request.tokens), kv.promised([*running, *self.tables]))
+        kv.close(probe, 0)
+        if fits:
+            table = kv.begin_restore(space, request.tokens, answer.pages)
+        if table is None:
+            if slot and kv.states is not None:
+                kv.states.settle_reserved(slot, None)
+            return None
+        self._number += 1
+        order = RestoreOrder(
+            self._number, space, request.tokens[: answer.pages * size], table.num_shared,
+            _to_fill(table, table.num_shared), () if table.window is None else _to_fill(table.window, table.num_shared),
+            slot,
+        )  # fmt: skip
+        self._orders.append(order)
+        reading = self._readings[order.number] = _Reading(order, table, request.spec.options.priority, answer.until)
+        return reading
+
+
+def _to_fill(table: PageTable, shared: int) -> tuple[tuple[int, int], ...]:
+    """(place, page) of the table's own pages that its windows see."""
+    first = max(shared, table.num_unseen)
+    return tuple(enumerate(table.pages[first - table.first :], first))

@@ -1,0 +1,51 @@
+"""Pages and states of the fake executor as bytes, for a store of prefixes."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from asyncengine.kvcache.store.record import RecordPart
+from asyncengine.testing.fake_runner import FakeExecutor
+
+_STATE = struct.Struct("<qQ")
+_NOTHING = (-2, 0)
+"""Stands for a state that nobody wrote."""
+
+
+class FakePageMemory:
+    """`PageMemory` of a `FakeExecutor`: its integers, as int64. Buffers are copies."""
+
+    layout = "fake"
+
+    def __init__(self, executor: FakeExecutor) -> None:
+        self._executor = executor
+        self._page = struct.Struct(f"<{executor.page_size}q")
+
+    def nbytes(self, part: RecordPart) -> int:
+        return _STATE.size if part is RecordPart.STATE else self._page.size
+
+    def buffers(self, part: RecordPart, index: int) -> Sequence[memoryview]:
+        if part is RecordPart.STATE:
+            data = _STATE.pack(*(self._slots[index] or _NOTHING))
+        else:
+            data = self._page.pack(*self._pages(part)[index])
+        half = len(data) // 2
+        copy = memoryview(bytearray(data))
+        return [copy[:half], copy[half:]]
+
+    def filled(self, part: RecordPart, index: int, buffers: Sequence[memoryview]) -> None:
+        data = b"".join(buffers)
+        if part is RecordPart.STATE:
+            state = _STATE.unpack(data)
+            self._slots[index] = None if state == _NOTHING else state
+        else:
+            self._pages(part)[index] = list(self._page.unpack(data))
+
+    def _pages(self, part: RecordPart) -> list[list[int]]:
+        return self._executor.memory if part is RecordPart.PAGE else self._executor.window_memory
+
+    @property
+    def _slots(self) -> list[tuple[int, int] | None]:
+        assert self._executor.states is not None
+        return self._executor.states.slots

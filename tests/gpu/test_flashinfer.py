@@ -22,6 +22,7 @@ from asyncengine.attention.base import LayerSpec
 from asyncengine.attention.flashinfer import FlashInferBackend
 from asyncengine.attention.flashinfer_plan import LayerGroup, float_workspace_bytes
 from asyncengine.config import EngineConfig
+from asyncengine.device.pinned import is_hopper
 from asyncengine.models.loading import load_model
 from asyncengine.runner.building import build_runner
 from asyncengine.sampling_params import SamplingParams
@@ -119,6 +120,21 @@ def test_captured_graphs(device: torch.device) -> None:
             wanted = pair.expected(spec, parts)[:count].float()
             assert float((out[:count].float() - wanted).abs().max()) < TOLERANCE[dtype], f"step {step}"
         pair.advance(rows)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32])
+def test_long_prompts_on_hopper(heads: int, device: torch.device) -> None:
+    """By FlashAttention-3's kernels: whole prompts, parts of pages, chunks behind others."""
+    if not is_hopper(device):
+        pytest.skip("needs compute capability 9")
+    layers = [replace(BASE, num_heads=heads), replace(BASE, index=1, num_heads=heads, window=21)]
+    backend = make(layers, device, torch.bfloat16, max_pages_per_row=100)
+    backend.warm_up()
+    assert backend._long[LayerGroup.of(layers[0])] is not backend._prefill[LayerGroup.of(layers[0])]
+    assert backend._long[LayerGroup.of(layers[1])] is backend._prefill[LayerGroup.of(layers[1])]
+    pair = Pair(backend, layers, 3, dtype=torch.bfloat16, device=device, most=1600)
+    for parts in ([(0, 128)], [(1, 129), (2, 900)], [(0, 1000)], [(1, 1), (2, 1), (0, 257)], [(0, 1), (1, 1)]):
+        assert pair.step(parts) < TOLERANCE[torch.bfloat16], parts
 
 
 def test_eight_bit_keys_and_values(device: torch.device) -> None:

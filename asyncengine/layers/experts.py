@@ -13,9 +13,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import linear
 
-from asyncengine.kernels.cuda import triton_missing
+from asyncengine.layers.expert_matrices import ExpertMatrices, grouped_weight, product_of
 from asyncengine.layers.kernels import ACTIVATIONS
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.mlp import MLP, MLPConfig, clamped
@@ -23,8 +22,7 @@ from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.routing import Router, RouterConfig
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.step import RowAdapters
-from asyncengine.layers.stored import RowRange, StoredForm, StoredMatrix
-from asyncengine.layers.stored_weight import ChunkedWeight
+from asyncengine.layers.stored import RowRange, StoredMatrix
 from asyncengine.layers.weight_forms import DenseWeight, WeightForm
 
 _SCRATCH = 2**26
@@ -74,52 +72,6 @@ class ExpertsConfig:
     def inner(self) -> int:
         """Outputs of an expert's first product."""
         return self.width * (2 if self.gated else 1)
-
-
-class ExpertMatrices:
-    """The matrices [outputs, inputs] of all experts, in one form, one below the other, or in a form for each."""
-
-    def __init__(self, options: LayerOptions, forms: Sequence[WeightForm], experts: int, *, bias: bool) -> None:
-        self.experts, self.forms = experts, forms
-        self.outputs, self.inputs = forms[0].outputs * len(forms) // experts, forms[0].inputs
-        self.bias = options.zeros(experts, self.outputs, dtype=forms[0].bias_dtype) if bias else None
-
-    def load(self, expert: int, first: int, weight: torch.Tensor | StoredMatrix) -> None:
-        """Take rows [first, first + n) of one expert's matrix: weight [n, inputs], as `WeightForm.load` takes it."""
-        form, begin = self._place(expert, first)
-        form.load(begin, weight)
-
-    def slot(self, expert: int, first: int, outputs: int) -> TensorSlot:
-        """The place of those rows of one expert's matrix."""
-        form, begin = self._place(expert, first)
-        load = partial(self.load, expert, first)
-        return TensorSlot((outputs, self.inputs), load, takes=form.takes(begin), waits_with=form.waiting)
-
-    def takes(self, first: int) -> StoredForm | None:
-        """The stored form that the first expert's rows from `first` on take, as in `WeightForm.takes`."""
-        form, begin = self._place(0, first)
-        return form.takes(begin)
-
-    def _place(self, expert: int, first: int) -> tuple[WeightForm, int]:
-        return (self.forms[0], expert * self.outputs + first) if len(self.forms) == 1 else (self.forms[expert], first)
-
-    def multiply(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """x W^T + bias of one expert, by torch or by that expert's own form."""
-        bias = None if self.bias is None else self.bias[expert]
-        if len(self.forms) > 1:
-            return self.forms[expert].multiply(x, bias)
-        whole = self.forms[0]
-        assert isinstance(whole, DenseWeight)
-        first = expert * self.outputs
-        return linear(x, whole.weight[first : first + self.outputs], bias)
-
-    def product(self) -> Any:
-        """All of them as one product for the compiled kernel; None: it does not take this form."""
-        return None if len(self.forms) > 1 else _product(self.forms[0], self.bias)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(form.nbytes for form in self.forms) + (0 if self.bias is None else self.bias.nbytes)
 
 
 class Experts:
@@ -266,10 +218,10 @@ def _forms(
         return options.weight(outputs, shape[1], range(each, outputs, each), [name for own in names for name in own])
 
     whole = [make(shape, names) for shape, names in zip(shapes, paths, strict=True)]
-    grouped = all(_grouped_weight(options, form) is not None for form in whole)
+    grouped = all(grouped_weight(options, form) is not None for form in whole)
     if grouped or all(isinstance(form, DenseWeight) for form in whole):
         return whole[:1], whole[1:]
-    if compiled and all(_product(form, None) is not None for form in whole):
+    if compiled and all(product_of(form, None) is not None for form in whole):
         from asyncengine.kernels.cpu.experts import ALIGNED
 
         if all(outputs % ALIGNED == 0 for outputs, _ in shapes):
@@ -306,12 +258,6 @@ def _activation_number(options: LayerOptions, config: ExpertsConfig) -> int | No
     return activation_id((options.kernels.gated if config.gated else options.kernels.activation)(config.activation))
 
 
-def _product(form: WeightForm, bias: torch.Tensor | None) -> Any:
-    """The compiled kernel's record of a matrix; None: there is none, or several matrices side by side."""
-    found = form.products(None if bias is None else bias.flatten()) or []
-    return found[0] if len(found) == 1 else None
-
-
 def _kernel(config: ExpertsConfig, activation: int, up: Any, down: Any, dtype: torch.dtype) -> Any:
     """The compiled kernel; None: experts are kept in forms of their own."""
     if up is None or down is None:
@@ -321,18 +267,9 @@ def _kernel(config: ExpertsConfig, activation: int, up: Any, down: Any, dtype: t
     return ExpertsKernel(up, down, ExpertsForm(config.experts, activation, config.alpha, config.limit), dtype)
 
 
-def _grouped_weight(options: LayerOptions, form: WeightForm) -> Any:
-    """The matrix of all experts as the Triton kernel takes it; None: it does not, or does not run here."""
-    if triton_missing(options.device) is not None:
-        return None
-    if isinstance(form, ChunkedWeight):
-        return form.matrix if form.order is None else None
-    return form.weight if isinstance(form, DenseWeight) else None
-
-
 def _grouped(options: LayerOptions, config: ExpertsConfig, up: ExpertMatrices, down: ExpertMatrices, gate: Any) -> Any:
     """All experts' products at once, in Triton; None: experts have forms of their own, or it does not run here."""
-    found = [_grouped_weight(options, each.forms[0]) for each in (up, down) if len(each.forms) == 1]
+    found = [grouped_weight(options, each.forms[0]) for each in (up, down) if len(each.forms) == 1]
     if len(found) < 2 or any(weight is None for weight in found):
         return None
     from asyncengine.kernels.cuda.grouped_experts import ExpertWeights, mix

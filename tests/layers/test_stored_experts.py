@@ -8,7 +8,7 @@ from support.forwards import relative_error
 from support.layer_options import options
 from support.stored_matrices import RandomMatrix
 
-from asyncengine.layers import experts as layer
+from asyncengine.layers import expert_matrices as layer
 from asyncengine.layers import stored_weight
 from asyncengine.layers.experts import Experts, ExpertsConfig, Stacked
 from asyncengine.layers.stored import StoredForm

@@ -35,7 +35,8 @@ def spread(packed: Bytes) -> Bytes:
 
 def along_inputs(words: torch.Tensor, first: int, last: int, bits: int) -> Bytes:
     """Rows [first, last) of numbers in words int32 [outputs, m], the lowest bits first: [last - first, 32 m / bits]."""
-    packed = words[first:last].contiguous().numpy().view(np.uint8)
+    # of one column, any strides count as contiguous, but not to `view`
+    packed = words[first:last].reshape(-1).numpy().view(np.uint8).reshape(last - first, 4 * words.shape[1])
     return spread(packed) if bits == 4 else packed.copy()
 
 
@@ -49,7 +50,7 @@ def along_outputs(words: torch.Tensor, first: int, last: int, bits: int, places:
     numbers = np.empty((high - low, each, width), dtype=np.uint8)
     block = max(1, _BLOCK // (8 * width))
     for begin in range(low, high, block):
-        part = words[begin : min(begin + block, high)].contiguous().view(torch.uint8).view(-1, width, 4)
+        part = words[begin : min(begin + block, high)].reshape(-1).view(torch.uint8).view(-1, width, 4)
         planes = part.transpose(1, 2).contiguous().numpy()
         into = numbers[begin - low : begin - low + block]
         if bits == 8:

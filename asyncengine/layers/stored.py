@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-Below = Literal["middle", "zeros", "minima", "table"]
+Below = Literal["middle", "zeros", "minima", "table", "floats"]
 """The meaning of a number: number - 2^(bits - 1); number - its group's zero; number, from which the group's minimum is
-taken; or an entry of a table."""
+taken; an entry of a table; or bits of an e4m3 float."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,9 @@ class NumberForm:
     """The narrowest that holds the scales (of blocks, where there are blocks) exactly."""
     table: tuple[int, ...] = ()
     """Sixteen values of -128 .. 127, with `below` "table" (MXFP4: twice the number; IQ4_NL)."""
+    floats: int | None = None
+    """Inputs that share a scale of the e4m3 floats that the numbers were made of; 0: all of a row; None: they were not.
+    """
 
 
 class StoredForm(NamedTuple):
@@ -71,6 +74,10 @@ class GroupedRows(NamedTuple):
     """[n, G], as `steps`."""
     row_scales: NDArray[np.float32] | None = None
     """[n]"""
+    floats: NDArray[np.uint8] | None = None
+    """[n, inputs]: bits of e4m3 floats, of which the numbers were made."""
+    float_scales: NDArray[np.float32] | None = None
+    """[n, inputs / form.floats]"""
 
 
 class StoredMatrix(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -45,6 +46,13 @@ def chunk_group(form: NumberForm) -> int | None:
     if form.block and (form.below == "zeros" or not form.group):
         return None
     return next((size for size in _CHUNK_GROUPS if form.group % size == 0 and form.block % size == 0), None)
+
+
+def as_kept(form: NumberForm, device: torch.device) -> NumberForm:
+    """The form on a GPU: e4m3 floats stay what they are where kernels can read them."""
+    if form.floats is None or (device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)):
+        return form
+    return replace(form, group=form.floats, below="floats")
 
 
 def panel_form(form: NumberForm) -> Any:
@@ -152,7 +160,8 @@ class ChunkedWeight(TakesStored):
         """Raises `ValueError` for a form that there is no kernel for (`chunk_group`)."""
         from asyncengine.kernels.cuda import packed_matmul
 
-        form, group = stored.numbers, chunk_group(stored.numbers)
+        form = as_kept(stored.numbers, device)
+        group = chunk_group(form)
         if group is None:
             raise ValueError(f"there is no kernel for {form}")
         self.outputs, self.inputs, self.bias_dtype, self.name = outputs, inputs, torch.float32, stored.name
@@ -162,7 +171,11 @@ class ChunkedWeight(TakesStored):
         bits = 4 if form.bits == 4 else 8
         self._group, self._inputs = group, -(-inputs // (8 // bits * group)) * (8 // bits * group)
         wide = {"dtype": getattr(torch, form.scale_dtype), "each": form.block or group}
-        scales, minima, steps = form.group > 0 or form.below != "middle", form.below == "minima", form.block > 0
+        scales, minima, steps = (
+            form.group > 0 or form.below not in ("middle", "floats"),
+            form.below == "minima",
+            form.block > 0,
+        )
         self.planes = packed_matmul.Planes(
             torch.zeros((self._inputs * bits // (8 * group), outputs, group), dtype=torch.uint8, device=device),
             torch.ones(outputs, dtype=torch.float32, device=device),
@@ -171,7 +184,8 @@ class ChunkedWeight(TakesStored):
             self._plane(minima, **wide), self._plane(steps and minima, torch.int8),
             torch.tensor(form.table, dtype=torch.float32, device=device) if form.table else None,
         )  # fmt: skip
-        middle = 1 << (form.bits - 1) if form.below == "middle" else 0
+        self._floats = form.below == "floats"
+        middle = packed_matmul.FLOATS if self._floats else 1 << (form.bits - 1) if form.below == "middle" else 0
         self.matrix = packed_matmul.ChunkedMatrix(self.planes, inputs, bits, form.block, middle, tuple(form.table))
 
     def _plane(self, there: bool, dtype: torch.dtype, each: int = 0) -> torch.Tensor | None:
@@ -184,6 +198,8 @@ class ChunkedWeight(TakesStored):
         return sum(part.nbytes for part in (*self.planes, self.order) if part is not None)
 
     def _pack(self, first: int, rows: GroupedRows) -> None:
+        if self._floats and rows.floats is not None:
+            rows = GroupedRows(rows.floats, rows.float_scales, row_scales=rows.row_scales)
         self._put(first, **{
             name: torch.from_numpy(part).to(self._device) for name, part in rows._asdict().items() if part is not None
         })  # fmt: skip

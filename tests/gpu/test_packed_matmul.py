@@ -12,7 +12,7 @@ import transformers as hf
 from support.drive import Driver, prompts
 from support.forwards import relative_error
 from support.quantized_checkpoints import quantized
-from support.stored_matrices import FORMS, RandomMatrix
+from support.stored_matrices import FORMS, FloatMatrix, RandomMatrix
 from support.tiny_models import FAMILIES, VOCAB
 
 from asyncengine.config import EngineConfig
@@ -34,14 +34,17 @@ LIMITS = {torch.float16: 2e-3, torch.bfloat16: 8e-3}
     [
         ("awq", torch.float16), ("awq", torch.bfloat16), ("Q4_K", torch.float16), ("Q6_K", torch.bfloat16),
         ("w8a8", torch.bfloat16), ("w8a8", torch.float16), ("mxfp4", torch.bfloat16), ("mxfp4", torch.float16),
-        ("w4a16", torch.bfloat16), ("gptq8", torch.bfloat16), ("gptq8", torch.float16), ("IQ4_XS", torch.bfloat16),
+        ("e4m3", torch.bfloat16), ("w4a16", torch.bfloat16),
+        ("gptq8", torch.bfloat16), ("gptq8", torch.float16), ("IQ4_XS", torch.bfloat16),
     ],
 )  # fmt: skip
 def test_products_on_the_device(name: str, dtype: torch.dtype) -> None:
     """Rows that take each of the kernels, in a graph too; rows that are looked up."""
     device = torch.device("cuda", torch.cuda.current_device())
-    matrix = RandomMatrix(name, 1040, 1024, ordered=name == "awq")
-    weight = ChunkedWeight(1040, 1024, StoredForm(name, FORMS[name], name == "awq"), device)
+    matrix: RandomMatrix = FloatMatrix(1040, 1024, 128)
+    if name != "e4m3":
+        matrix = RandomMatrix(name, 1040, 1024, ordered=name == "awq")
+    weight = ChunkedWeight(1040, 1024, StoredForm(name, matrix.form, name == "awq"), device)
     weight.load(0, matrix)
     dense = matrix.dense().to(device)
     ids = torch.tensor([3, 1039, 3, 0], device=device)

@@ -10,7 +10,7 @@ import torch
 from support.bfloat16_dots import with_bfloat16_dots
 from support.forwards import relative_error
 from support.layer_options import options
-from support.stored_matrices import FORMS, RandomMatrix
+from support.stored_matrices import FORMS, FloatMatrix, RandomMatrix
 
 pytest.importorskip("triton")
 
@@ -103,6 +103,16 @@ def test_sizes_that_fill_no_chunk(form: NumberForm, inputs: int) -> None:
     matrix = OddMatrix(form, 21, inputs)
     for rows in (1, 5, 17, 65):
         check(loaded(matrix), matrix.dense(), rows)
+
+
+@pytest.mark.parametrize(("inputs", "shared"), [(256, 128), (192, 32), (320, 128), (256, 0)])
+def test_floats_of_eight_bits_stay_what_they_are(inputs: int, shared: int) -> None:
+    matrix = FloatMatrix(21, inputs, shared)
+    weight = loaded(matrix)
+    assert weight.nbytes <= 21 * (-(-inputs // 128) * 128 + 4 + (4 * -(-inputs // shared) if shared else 0))
+    for rows in (1, 17, 65):
+        check(weight, matrix.dense(), rows)
+    check(weight, matrix.dense(), 2, torch.bfloat16)
 
 
 @pytest.mark.parametrize("rows", [1, 17, 65])

@@ -72,6 +72,36 @@ class RandomMatrix:
         return dense(self)
 
 
+class FloatMatrix(RandomMatrix):
+    """One of e4m3 floats, whose scale `shared` inputs share; 0: each row has one."""
+
+    def __init__(self, outputs: int, inputs: int, shared: int) -> None:
+        FORMS["e4m3"] = NumberForm(8, 32, scale_dtype="float32", floats=shared)
+        try:
+            super().__init__("e4m3", outputs, inputs)
+        finally:
+            del FORMS["e4m3"]
+
+    def _make(self, generator: np.random.Generator) -> GroupedRows:
+        (count, inputs), shared = self.shape, self.form.floats
+        values = torch.from_numpy(generator.standard_normal((count, inputs))).to(torch.float8_e4m3fn)
+        bits = values.view(torch.uint8).numpy()
+        size = (count, -(-inputs // shared)) if shared else (count,)
+        scales = (generator.uniform(0.5, 1, size) * inputs**-0.5).astype(np.float32)
+        named = {"float_scales": scales} if shared else {"row_scales": scales}
+        return GroupedRows(np.zeros_like(bits), np.zeros((count, inputs // 32), np.float32), floats=bits, **named)
+
+    def dense(self) -> torch.Tensor:
+        """float32: what it stands for."""
+        floats, scales = self._whole.floats, self._whole.float_scales
+        assert floats is not None
+        if scales is None:
+            assert self._whole.row_scales is not None
+            scales = self._whole.row_scales[:, None]
+        wide = np.repeat(scales, self.form.floats or self.shape[1], axis=1)[:, : self.shape[1]]
+        return torch.from_numpy(floats).view(torch.float8_e4m3fn).float() * torch.from_numpy(wide)
+
+
 def rounded(x: torch.Tensor) -> torch.Tensor:
     """float64: x in groups of 64, each number the nearest of 255 steps, as quantized products round it."""
     padded = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % 64)).unflatten(-1, (-1, 64))

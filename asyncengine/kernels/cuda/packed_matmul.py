@@ -35,6 +35,8 @@ _WIDE, _DEPTH = 64, 3
 """Shape of a program with tensor cores: outputs, tiles that are read ahead."""
 _PROGRAMS = 528
 """Programs that fill a GPU: four for each of 132 multiprocessors."""
+FLOATS = -1
+"""The middle of numbers that are e4m3 floats."""
 BIG = 0x4B000000
 """Bits of the float 2^23, whose lowest are a whole number: the cheapest way to a float. A kernel is given them, since a
 constant would be put into a register for each number again."""
@@ -81,7 +83,9 @@ def _values(planes, packed, group, output, outputs, big, half: tl.constexpr, bit
     zero = middle + 0.0
     if planes.zeros is not None:
         zero = tl.expand_dims(tl.load(planes.zeros + (group * outputs + output)).to(tl.float32), -1)
-    if planes.table is not None:
+    if middle < 0:
+        found = packed.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif planes.table is not None:
         found = tl.load(planes.table + ((number >> (4 * half)) & 15))
     elif bits == 8:
         found = (number | big).to(tl.float32, bitcast=True) - (zero + 8388608.0)
@@ -299,7 +303,7 @@ def few_form(matrix: ChunkedMatrix, x: torch.Tensor, rows: int = 1) -> FewForm:
     """Those of a matrix with such an x, of which a program multiplies `rows`."""
     width, codes = matrix.planes.numbers.shape[2], ("", "")
     tile = WARPS * max(1, 64 // width if rows <= FEW else 1)
-    if x.is_cuda:  # Triton's interpreter knows no PTX
+    if x.is_cuda and matrix.middle != FLOATS:  # Triton's interpreter knows no PTX
         codes = unpacking(x.dtype == torch.bfloat16, matrix.bits, matrix.middle, matrix.table)
     even = matrix.inputs % (8 // matrix.bits * width * tile) == 0
     return FewForm(even, tile, matrix.bits, width, matrix.block, matrix.middle, *codes)

@@ -1,6 +1,7 @@
 """Eight-bit floats (e4m3): DeepSeek's and Qwen's with a scale for each block of 128 x 128, others by row or matrix.
 
-They are kept as eight-bit whole numbers in groups of `GROUP` inputs, whose step is a power of two: of a group's largest
+A GPU that knows such floats keeps them. Others, and CPUs, keep eight-bit whole numbers in groups of `GROUP` inputs,
+whose step is a power of two: of a group's largest
 number all four significant bits are kept, and whatever is at least a sixteenth of it stays exact. What is smaller is
 rounded to that step, to both sides alike. A product loses 0.40 % by it (the norm of the difference over that of the
 result) where weights are normally distributed, 0.50 % where their tails are those of Student's t with 10 degrees of
@@ -95,24 +96,27 @@ def matrix(path: str, tensors: StoredTensors, scale: str, block: tuple[int, int]
     if inputs % GROUP or (reach == "blocks" and block is not None and block[1] % GROUP):
         raise tensors.wrong(f"{path}.weight", f"has inputs that are no whole groups of {GROUP}")
     single = reach == "blocks" and stored.kind not in ("BF16", "F8_E8M0", "U8")
-    form = NumberForm(8, GROUP, scale_dtype="float32" if single else "bfloat16")
+    shared = block[1] if reach == "blocks" and block is not None else 0
+    form = NumberForm(8, GROUP, scale_dtype="float32" if single else "bfloat16", floats=shared)
     parts = {"numbers": f"{path}.weight", "scales": scale}
     return FoundMatrix("fp8", (rows, inputs), form, parts, partial(_unpack, reach=reach, block=block or (1, 1)))
 
 
 def _unpack(parts: Parts, first: int, last: int, *, reach: Reach, block: tuple[int, int]) -> GroupedRows:
-    numbers, steps = whole_numbers(parts["numbers"][first:last].view(torch.uint8).numpy())
+    own = parts["numbers"][first:last].view(torch.uint8).numpy()
+    numbers, steps = whole_numbers(own)
     kept = parts["scales"]
     exponents = kept.dtype == torch.uint8 or kept.element_size() == 1
     scales = powers(kept, 127) if exponents else floats(kept)
     if reach == "matrix":
-        return GroupedRows(numbers, steps, row_scales=np.full(last - first, scales.reshape(-1)[0], dtype=np.float32))
+        whole = np.full(last - first, scales.reshape(-1)[0], dtype=np.float32)
+        return GroupedRows(numbers, steps, row_scales=whole, floats=own)
     if reach == "rows":
-        return GroupedRows(numbers, steps, row_scales=scales.reshape(-1)[first:last].copy())
+        return GroupedRows(numbers, steps, row_scales=scales.reshape(-1)[first:last].copy(), floats=own)
     of_rows = scales[np.arange(first, last) // block[0]]
     of_groups = np.arange(steps.shape[1]) * GROUP // block[1]
     steps *= of_rows[:, of_groups]
-    return GroupedRows(numbers, steps)
+    return GroupedRows(numbers, steps, floats=own, float_scales=of_rows)
 
 
 def whole_numbers(floats: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:

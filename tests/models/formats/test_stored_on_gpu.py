@@ -44,13 +44,14 @@ def load(folder: Path) -> Any:
     return load_model(str(folder), QUIET)
 
 
-@pytest.mark.parametrize("kind", ["awq", "gptq asymmetric", "gptq act-order", "w8a8", "fp8 blocks"])
+@pytest.mark.parametrize(
+    "kind", ["awq", "gptq asymmetric", "gptq act-order", "w8a8", "fp8 blocks", "fp8 rows", "fp8 matrix"]
+)
 def test_logits_are_those_of_the_dequantized_model(kind: str, pair: Pair, packed: None) -> None:
     """No matrix is dequantized while loading."""
     folder, dense = pair("llama", kind)
     loaded, plain = load(folder), load(dense)
-    bound = 1e-2 if kind == "fp8 blocks" else 1e-5  # its smallest numbers are rounded while they are read
-    assert relative_error(logits_of(plain.model, IDS), logits_of(loaded.model, IDS)) < bound
+    assert relative_error(logits_of(plain.model, IDS), logits_of(loaded.model, IDS)) < 1e-5
     weights = [linear.weight for layer in loaded.model.layers for linear in layer.linears()]
     forms = [form for weight in weights for form in getattr(weight, "forms", [weight])]
     assert all(isinstance(form, ChunkedWeight) for form in forms)

@@ -14,6 +14,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from asyncengine.attention import flashinfer
 from asyncengine.layers import kernels, options, rotary, weight_forms
 from asyncengine.layers.kernels import CudaKernels
+from asyncengine.lora.layers import slots
 from asyncengine.models import loading
 
 CPU = torch.device("cpu")
@@ -38,7 +39,7 @@ class CountedFlashInfer(FakeFlashInfer):
 def use_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> CountedFlashInfer:
     """Models loaded and FlashInfer backends made from now on have them; `launches` of the result count."""
     fake = CountedFlashInfer(Launches())
-    for module in (flashinfer, kernels, rotary, weight_forms):
+    for module in (flashinfer, kernels, rotary, weight_forms, slots):
         monkeypatch.setattr(module, "triton_missing", lambda device: None)
     for module in (options, rotary):
         monkeypatch.setattr(module, "compiler_missing", lambda *_: "as on a GPU")

@@ -69,7 +69,7 @@ class Tiles(NamedTuple):
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _few_rows(
+def _lora_few(
     x, a, b, begins, slots, y, x_step, y_step, inputs, outputs, rank,
     step: tl.constexpr, unit: tl.constexpr, ranks: tl.constexpr, deep: tl.constexpr, chunks: tl.constexpr,
     wide: tl.constexpr, pdl: tl.constexpr,
@@ -103,7 +103,7 @@ def _few_rows(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _tile(slots, own, rows, count, bins: tl.constexpr, height: tl.constexpr, chunk: tl.constexpr):
+def _lora_tile(slots, own, rows, count, bins: tl.constexpr, height: tl.constexpr, chunk: tl.constexpr):
     """One program for each tile: it counts the rows of all slots to find its own. The last bin is that of none."""
     tile, each, bin = tl.program_id(0), tl.arange(0, chunk), tl.arange(0, bins)
     sizes = tl.zeros([bins], tl.int32)
@@ -128,7 +128,7 @@ def _tile(slots, own, rows, count, bins: tl.constexpr, height: tl.constexpr, chu
 
 
 @triton.jit(do_not_specialize=["x_step", "inputs", "columns", "share"])
-def _shrink(
+def _lora_shrink(
     x, a, slots, rows, down, x_step, inputs, columns, share,
     step: tl.constexpr, unit: tl.constexpr, height: tl.constexpr, broad: tl.constexpr, deep: tl.constexpr,
     pdl: tl.constexpr,
@@ -164,7 +164,7 @@ def _sums(lines, r, rank, apart, parts: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["y_step", "outputs", "rank"])
-def _expand(
+def _lora_expand(
     down, b, begins, slots, rows, y, y_step, outputs, rank,
     step: tl.constexpr, unit: tl.constexpr, height: tl.constexpr, ranks: tl.constexpr, wide: tl.constexpr,
     parts: tl.constexpr, pdl: tl.constexpr,
@@ -199,7 +199,7 @@ def _expand(
         tl.store(at, total.to(y.dtype.element_ty), mask=there)
 
 
-_few, _shrunk, _expanded = (Launcher(kernel) for kernel in (_few_rows, _shrink, _expand))
+_few, _shrunk, _expanded = (Launcher(kernel) for kernel in (_lora_few, _lora_shrink, _lora_expand))
 
 
 def tiles_of(slots: torch.Tensor, count: int) -> Tiles:
@@ -209,7 +209,7 @@ def tiles_of(slots: torch.Tensor, count: int) -> Tiles:
     most = min(rows, (rows + count * (height - 1)) // height)
     tiles = Tiles(slots.new_empty(most, dtype=torch.int32), slots.new_empty((most, height), dtype=torch.int32))
     bins, chunk = triton.next_power_of_2(max(16, count + 1)), min(1024, triton.next_power_of_2(max(16, rows)))
-    _tile[(most,)](slots, *tiles, rows, bins, height, chunk)
+    _lora_tile[(most,)](slots, *tiles, rows, bins, height, chunk)
     return tiles
 
 

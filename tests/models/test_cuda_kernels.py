@@ -5,17 +5,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from support.attention_pair import make_flashinfer
+from support.bfloat16_dots import with_bfloat16_dots
 from support.cuda_kernels import CountedFlashInfer, use_cuda_kernels
 from support.forwards import Forwards
 from support.wide_models import make_wide
 
 from asyncengine.config import EngineConfig
+from asyncengine.lora.layers import slots
+from asyncengine.lora.layers.slots import LoraLayers, install_lora
 from asyncengine.models import loading
 from asyncengine.models.decoder import Decoder
 
@@ -105,3 +111,63 @@ def test_kernels_of_a_decode_step(
         wanted += Counter(LAYER) + Counter(layer)
     assert fake.launches.calls == wanted
     assert sum(LAYER.values()) + sum(layer.values()) <= 9
+
+
+class RandomAdapter:
+    """A `LoraAdapter` on the modules whose paths end so."""
+
+    def __init__(self, lora: LoraLayers, ends: tuple[str, ...], rank: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int) -> torch.Tensor:
+            return (torch.randn(shape, generator=generator) * 0.3).to(lora._dtype)
+
+        self.modules: dict[str, Any] = {
+            path: SimpleNamespace(a=random(rank, dims.inputs), b=random(dims.outputs, rank), embedding=False)
+            for path, dims in lora.modules.items()
+            if path.endswith(ends)
+        }
+
+
+HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
+EVERY = (*HEADS, "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize(
+    ("rows", "ends", "layer", "outer"),
+    [
+        (1, HEADS, {"_few_rows": 4, "_lora_few": 2}, {"_few_rows": 1}),
+        (9, EVERY, {"linear": 4, "silu_and_mul": 1, "_lora_shrink": 4, "_lora_expand": 4},
+         {"linear": 1, "to": 1, "_lora_tile": 1}),
+    ],
+)  # fmt: skip
+def test_kernels_of_a_decode_step_with_adapters(
+    rows: int, ends: tuple[str, ...], layer: dict[str, int], outer: dict[str, int], folder: Callable[[str], str],
+    fake: CountedFlashInfer, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Nothing is launched for products that no adapter changes; the answers are those of torch's products."""
+    with_bfloat16_dots(monkeypatch)
+    made: list[torch.Tensor] = []
+    for kernels in (True, False):
+        model = load(folder, "qwen3", "bfloat16")
+        if not kernels:
+            monkeypatch.setattr(slots, "triton_missing", lambda device: "as without Triton")
+        lora = install_lora(model, 3, 8, masked=True)
+        for slot in (1, 3):
+            lora.write(slot, RandomAdapter(lora, ends, 8 if slot == 1 else 3, slot))
+        forwards = on_flashinfer(model, fake, rows)
+        used = torch.arange(rows) % 4 - 1 if rows > 1 else torch.tensor([2])
+        used[used == 1] = 0
+        context, every = forwards.context([1] * rows), torch.arange(rows)
+        ids = every + 5
+        fake.launches.calls.clear()
+        with torch.inference_mode(), fake.launches:
+            tokens, wanted = lora.begin_fixed(used)
+            made.append(model.forward(ids, replace(context, adapters=tokens, row_adapters=wanted), every).float())
+        if kernels:
+            expected = Counter({"index_select": 1}) + Counter(OUTER) + Counter(outer)
+            for _ in range(LAYERS):
+                expected += Counter(LAYER) + Counter(layer)
+            assert fake.launches.calls == expected
+    change = float(made[1].abs().max())
+    assert float((made[0] - made[1]).abs().max()) < 0.05 * change

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from support.lora_reference import LENGTHS, WANT, Reference, Weights
 from support.tiny_models import VOCAB
 
 from asyncengine.config import EngineConfig
+from asyncengine.engine.adapter_wiring import allocate_adapters
 from asyncengine.errors import AdapterError, InvalidParameter, InvariantViolation
 from asyncengine.lora.layers.slots import StepAdapters, install_lora
+from asyncengine.lora.naming import AdapterInfo
 from asyncengine.models.loading import load_model
 
 pytest.importorskip("peft")
@@ -79,6 +82,19 @@ def test_memory_is_taken_for_targets_only(llama: Reference, checkpoint: Checkpoi
     driver.lora.write(6, Weights({path: llama.adapters[0].modules[path]}))
     assert driver.lora.nbytes == taken
     assert driver.scores(6) != driver.scores(0)
+
+
+def test_adapters_of_a_configuration_take_memory_for_what_they_change(llama: Reference, checkpoint: Checkpoint) -> None:
+    """And so a GPU launches nothing for the other products."""
+    driver = make_driver(checkpoint, "llama")
+    first, second = "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"
+    known = [AdapterInfo(path, "", path, rank, 0, (path,), False, True, 0) for path, rank in ((first, 3), (second, 8))]
+    allocate_adapters(driver.lora, SimpleNamespace(list=lambda: known), torch.device("cpu"))  # type: ignore[arg-type]
+    taken, moved = driver.lora.nbytes, driver.lora.version
+    assert taken == 8 * 8 * 4 * sum(sum(driver.lora.modules[path][:2]) for path in (first, second))
+    for path in (first, second):
+        driver.lora.write(1, Weights({path: llama.adapters[0].modules[path]}))
+    assert (driver.lora.nbytes, driver.lora.version) == (taken, moved)
 
 
 @pytest.mark.parametrize("masked", [False, True])

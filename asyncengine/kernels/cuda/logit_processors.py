@@ -107,9 +107,9 @@ def _bias_and_hold_open(processed, numbers, rows, vocab, block: tl.constexpr, fe
             for place in range(0, held):
                 x = tl.where(every == tl.load(stops + place), float("-inf"), x)
             largest = tl.maximum(largest, tl.where(x == x, x, float("inf")))  # noqa: PLR0124
-        left = tl.max(largest, 0) > float("-inf")
+        masked = tl.where(tl.max(largest, 0) > float("-inf"), held, 0)
         tl.debug_barrier()
-        for begin in range(0, held, few):
+        for begin in range(0, masked, few):
             chosen = begin + some < held
             ends = values + tl.load(stops + begin + some, mask=chosen, other=0)
-            tl.store(ends, tl.full([few], float("-inf"), tl.float32), mask=chosen & left)
+            tl.store(ends, tl.full([few], float("-inf"), tl.float32), mask=chosen)

@@ -177,3 +177,40 @@ def test_walks_match_the_pattern(backend: LlguidanceBackend, vocabulary: Vocabul
     for budget in range(template.min_tokens, 40):
         tokens, _ = walk(vocabulary, Matcher(template, budget, "close"), budget, rng)
         assert re.fullmatch(pattern, text_of(vocabulary, tokens))
+
+
+def test_masks_of_many_at_once_are_those_one_by_one(
+    backend: LlguidanceBackend, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any rows of memory that holds anything; what is broken heals, or is an error of its own."""
+    template = backend.compile(Grammar.json_schema({"type": "array", "items": {"type": "string"}}), 10)
+    matchers = {place: Matcher(template, 40, "truncate") for place in (5, 0, 3, 4, 1)}
+    for place, matcher in matchers.items():
+        assert all(matcher.accept(byte, False) for byte in b'["ab"]'[:place])
+    matchers[2] = ended = Matcher(backend.compile(Grammar.regex("a"), 10), 40, "truncate")
+    ended.accept(ord("a"), False)
+    ended.accept(EOS, False)
+    masks = np.full((7, vocabulary.mask_words), -1, dtype=np.int32)
+    wanted = masks.copy()
+    for place, matcher in matchers.items():
+        matcher.fill_mask(wanted[place])
+    assert Matcher.fill_all(masks, matchers) == {}
+    assert np.array_equal(masks, wanted)
+    regex = llguidance.LLMatcher.grammar_from_regex("a")
+    for place in (0, 4):
+        broken = llguidance.LLMatcher(vocabulary.ll_tokenizer, regex, log_level=0)
+        broken.consume_token(ord("z"))
+        matchers[place]._state.matcher = broken  # type: ignore[attr-defined]
+    heal = LlgState._heal
+    lost = matchers[4]._state
+
+    def healed(self: LlgState) -> None:
+        if self is lost:
+            raise GrammarError("grammar", "lost")
+        heal(self)
+
+    monkeypatch.setattr(LlgState, "_heal", healed)
+    masks[:] = -1
+    assert list(Matcher.fill_all(masks, matchers)) == [4]
+    others = [0, 1, 2, 3, 5, 6]
+    assert np.array_equal(masks[others], wanted[others])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from support.device_modes import DEVICE, FailOnce, NoWaiting
@@ -45,3 +46,27 @@ def test_counting_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) 
     with NoWaiting(monkeypatch) as mode:
         table.seen(row(True), torch.empty(4, dtype=torch.int64, device=DEVICE))
     assert mode.copies == 2
+
+
+def test_a_kernel_counts_what_comes_token_by_token_and_nothing_else() -> None:
+    """It is asked to count a token of the output that follows all that is counted; else the row is counted here."""
+    table, asked = PenaltyTable(4, VOCAB, torch.device("cpu")), row(False)
+    slots, prompts = np.array([2]), np.array([3])
+
+    def ready(position: int) -> bool:
+        addresses, counted = table.counting(slots, np.array([position]), prompts)
+        known = table._states.get(asked.slot)
+        assert known is None or addresses[1, 0] == known.output_counts.data_ptr()
+        return bool(counted[0])
+
+    assert not ready(7), "nobody has counted"
+    table.seen(asked, torch.zeros(4, dtype=torch.int64))
+    assert not ready(6), "it is counted, and the step is launched again"
+    assert not ready(8), "one was counted by nobody"
+    assert ready(7)
+    assert ready(8)
+    assert not ready(8)
+    table.forget(2)
+    assert not ready(9)
+    table.seen(asked._replace(num_scheduled=3), torch.zeros(4, dtype=torch.int64))
+    assert not table.counting(slots, np.array([4]), np.array([4]))[1][0], "the last token of a prompt"

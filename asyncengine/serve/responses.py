@@ -21,7 +21,7 @@ from asyncengine.serve.body import INLINE_BYTES
 from asyncengine.serve.dialects import openai_responses as dialect
 from asyncengine.serve.dialects.responses_items import Item
 from asyncengine.serve.fields import Fields
-from asyncengine.serve.generating import answer, grant, read_fields, reporting
+from asyncengine.serve.generating import Endpoint, answer, grant, read_fields, reporting
 from asyncengine.serve.problems import Problem
 from asyncengine.serve.response_store import ResponseStore, Stored
 from asyncengine.serve.responses_socket import Conversation
@@ -35,7 +35,7 @@ INLINE_ITEMS = 1000
 def routes(serving: Serving) -> list[BaseRoute]:
     """Paths of the Responses API."""
     api, one = _Responses(serving), "/v1/responses/{id}"
-    paths = [
+    paths: list[tuple[str, Endpoint, str]] = [
         ("/v1/responses", api.create, "POST"),
         ("/v1/responses/input_tokens", api.input_tokens, "POST"),
         ("/v1/responses/compact", api.compact, "POST"),

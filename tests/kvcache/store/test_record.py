@@ -9,8 +9,8 @@ import pytest
 
 from asyncengine.kvcache.store.record import (
     Header,
-    RecordPart,
     RecordError,
+    RecordPart,
     checksum,
     digests_of,
     pack_tokens,

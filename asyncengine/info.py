@@ -72,3 +72,16 @@ class ModelInfo:
     """Parts of the checkpoint that were not read, with the number of their tensors ("vision_tower x 437")."""
     placeholders: Mapping[int, str] = field(default_factory=dict)
     """Tokens in whose place the whole model would put an image or a sound, and which. Prompts with them are refused."""
+
+    @property
+    def in_words(self) -> str:
+        """One line of what runs how, and of what a machine cannot promise."""
+        steady = "answers are the same in any company"
+        if self.batch_variance is not None:
+            steady = f"answers may depend on those computed beside them, as {self.batch_variance}"
+        guesses = "guesses ahead"
+        if self.no_speculation is not None:
+            same = self.no_speculation == self.batch_variance
+            guesses = "nothing is guessed" + (", for the same reason" if same else f", as {self.no_speculation}")
+        forms = f"{', '.join(self.fused)}; attention {self.attention}"
+        return f"{self.name} in {self.dtype} on {self.device} ({forms}): {steady}; {guesses}"

@@ -201,7 +201,10 @@ class PrefixStore:
         try:
             while (notes := self._saves.get()) is not None:
                 for batch in _batches(notes, self._memory):
-                    self.store.append(self._records(batch))
+                    try:
+                        self.store.append(self._records(batch))
+                    except Exception:  # of no concern to any request
+                        logger.exception("writing prefixes failed")
                     self._done += len(batch)
                 del notes
                 if self.rates.read is None and len(self.store):

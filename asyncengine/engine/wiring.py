@@ -363,7 +363,7 @@ def _assemble(
     )
     if vectors is not None:
         info = described(info, vectors, tokenizer)
-    _say_forms(info)
+    logger.info("%s", info.in_words)
     costs = runner.step_costs if runner.no_speculation is None else None
     adapted = config.speculation_with_adapters
     adapted = info.dtype == "float32" if adapted is None else adapted
@@ -371,21 +371,6 @@ def _assemble(
     return wire(
         runner, info, config, tokenizer=tokenizer, grammars=grammars, planner=planner, adapters=adapters,
         vectors=vectors, images=images.prompts, prefixes=prefixes,
-    )  # fmt: skip
-
-
-def _say_forms(info: ModelInfo) -> None:
-    """One line of what runs how, and of what a machine cannot promise."""
-    steady = "answers are the same in any company"
-    if info.batch_variance is not None:
-        steady = f"answers may depend on those computed beside them, as {info.batch_variance}"
-    guesses = "guesses ahead"
-    if info.no_speculation is not None:
-        same = info.no_speculation == info.batch_variance
-        guesses = "nothing is guessed" + (", for the same reason" if same else f", as {info.no_speculation}")
-    logger.info(
-        "%s in %s on %s (%s; attention %s): %s; %s", info.name, info.dtype, info.device, ", ".join(info.fused),
-        info.attention, steady, guesses,
     )  # fmt: skip
 
 

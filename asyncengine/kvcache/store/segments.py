@@ -14,6 +14,7 @@ only if its head is the one in memory, to the last token, and its payload has th
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import posixpath
@@ -231,15 +232,15 @@ class SegmentStore:
         logger.warning("the prefix cache was not written: %s", error)
         active, self._active = self._active, None
         if active is not None:
-            try:
+            with contextlib.suppress(OSError):  # what is left behind is in no index
                 self._disk.ftruncate(active.data, active.data_end)
                 self._disk.ftruncate(active.index, active.index_end)
-            except OSError:
-                pass  # what is left behind is in no index
             self._close(active.data)
             self._close(active.index)
-        if error.errno == errno.ENOSPC and (oldest := sorted(self._segments(), key=_age)[:1]):
-            self._drop(*oldest[0])
+        if error.errno == errno.ENOSPC:
+            with contextlib.suppress(OSError):
+                for name, number in sorted(self._segments(), key=_age)[:1]:
+                    self._drop(name, number)
         if self._failed_in_a_row >= _MOST_FAILURES and self._lock is not None:
             logger.warning("the prefix cache is not written any more in this process")
             self._close(self._lock)
@@ -285,10 +286,8 @@ class SegmentStore:
             kept = {key: entry for key, entry in self._entries.items() if entry.segment != number}
             self._entries = kept
         for kind in ("index", "data"):  # the index first: nobody looks for records that are gone
-            try:
+            with contextlib.suppress(OSError):
                 self._disk.unlink(posixpath.join(self._folder, f"{name}-{number:08}.{kind}"))
-            except OSError:
-                continue
 
     def _path(self, number: int, kind: str) -> str:
         return posixpath.join(self._folder, f"{self._prefix}-{number:08}.{kind}")
@@ -299,10 +298,13 @@ class SegmentStore:
         except OSError as error:
             logger.warning("the prefix cache is read and not written: %s", error)
             return None
-        if self._disk.lock(descriptor):
-            return descriptor
+        try:
+            if self._disk.lock(descriptor):
+                return descriptor
+            logger.info("another process writes this prefix cache; here it is read")
+        except OSError as error:  # a file system without locks
+            logger.warning("the prefix cache is read and not written: %s", error)
         self._close(descriptor)
-        logger.info("another process writes this prefix cache; here it is read")
         return None
 
     def _close(self, descriptor: int) -> None:

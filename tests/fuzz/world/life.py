@@ -15,6 +15,7 @@ from typing import Any
 
 from fuzz.world.calls import Record, ask, ask_blocking
 from fuzz.world.device import LettersBackend, VirtualDevice
+from fuzz.world.disk import make_disk, open_store, restart
 from fuzz.world.plan import VOCABULARY, Call, Fault, Plan
 from fuzz.world.verdict import judge
 
@@ -29,7 +30,7 @@ from asyncengine.info import ModelInfo
 from asyncengine.step import Batch
 from asyncengine.sync_engine import Engine
 from asyncengine.testing.leaks import assert_nothing_held
-from asyncengine.testing.world import World, simulate
+from asyncengine.testing.world import VirtualDisk, World, simulate
 from asyncengine.testing.world.simulation import engine_files
 
 PATIENCE = 500.0
@@ -41,9 +42,12 @@ REST = 100.0
 class Life:
     """One plan, lived in one order of events."""
 
-    def __init__(self, plan: Plan, order: int = 0) -> None:
-        """`order`: another one, another order in which threads and callbacks run."""
-        self.plan = plan
+    def __init__(self, plan: Plan, order: int = 0, disk: VirtualDisk | None = None) -> None:
+        """`order`: another one, another order in which threads and callbacks run. `disk`: what an earlier life has left
+        of its prefixes."""
+        self.plan, self.order = plan, order
+        self.first = disk is None
+        self.disk = disk if disk is not None or not plan.stored else make_disk(plan)
         self.world = World(plan.seed * 1000 + order, switching=plan.switching, stalling=plan.stalling)
         if plan.interrupted:
             self.world.interrupt_lines_of(engine_files(), plan.interrupted)
@@ -72,6 +76,9 @@ class Life:
             simulate(world, self._first_thread, shuffled=plan.shuffled, delay=plan.delay)
         judged = [problem for record in self.records.values() for problem in judge(record, self)]
         assert not (problems := [*world.complaints, *self.wrong, *judged]), "\n".join(problems)
+        if self.disk is not None and self.first:
+            restart(self.disk)
+            Life(plan, self.order, self.disk).run()
 
     # ---------------------------------------------------------------- engines
 
@@ -82,7 +89,8 @@ class Life:
             "fake", VOCABULARY, 10**6, (1,), "int", "cpu", setup.num_pages, setup.config.page_size, has_tokenizer=False
         )
         grammars = GrammarService({"llguidance": lambda: LettersBackend(self.world)}, setup.config)
-        core = wire(device, info, setup.config, clock=self, grammars=grammars)
+        prefixes = None if self.disk is None else open_store(self.world, self.disk, setup, device)
+        core = wire(device, info, setup.config, clock=self, grammars=grammars, prefixes=prefixes)
         launch = core.loop.runner.launch
 
         def checked(batch: Batch) -> Any:

@@ -90,6 +90,8 @@ class Plan:
     """Most seconds that a message between loops is on its way."""
     switching: float
     stalling: float
+    stored: bool
+    """Prefixes are kept on a disk, and a second life begins with what is left of them."""
     interrupted: float
     """Probability of a pause before a line of the engine's code; 0: only where a thread may wait."""
 
@@ -122,6 +124,7 @@ def make_plan(seed: int) -> Plan:
         delay=rng.choice([0.0, 0.01, 1.0, 20.0]),
         switching=rng.choice([0.02, 0.2, 0.5]),
         stalling=rng.choice([0.0, 0.002, 0.01, 0.05]),
+        stored=random.Random(f"stored {seed}").random() < 0.5,
         interrupted=rng.choice([0.0, 0.0, 0.0, 0.2]),
     )  # fmt: skip
 

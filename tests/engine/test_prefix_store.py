@@ -1,0 +1,300 @@
+"""The durable prefix cache of a fake engine: right tokens whatever the disk does, and nobody waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.fake_engine import GREEDY, PATIENCE, SteppedExecutor, make_core
+
+from asyncengine import AsyncEngine
+from asyncengine.engine import prefix_store
+from asyncengine.engine.prefix_store import PrefixStore, Rates
+from asyncengine.kvcache.lookback import Lookback
+from asyncengine.kvcache.saving import Unsaved
+from asyncengine.kvcache.store import segments
+from asyncengine.kvcache.store.segments import SegmentStore
+from asyncengine.outputs import Completion
+from asyncengine.testing import FakeExecutor, FakeModel
+from asyncengine.testing.fake_memory import FakePageMemory
+from asyncengine.testing.leaks import assert_nothing_held
+from asyncengine.testing.world import ProcessDied, VirtualDisk
+
+SIZE = 4
+FINGERPRINT = b"f" * 32
+PROMPT = [2 + (7 * place) % 90 for place in range(30)]
+MODELS: dict[str, dict[str, Any]] = {
+    "pages": {},
+    "states": {"num_states": 12},
+    "windows": {"model": FakeModel(windows=((9, 0),))},
+    "window pages": {"model": FakeModel(windows=((9, 0), (0, 0))), "num_window_pages": 60},
+}
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_store, "_LEAST_PATIENCE", PATIENCE)
+
+
+class Disk:
+    """A virtual disk for several threads. Where a process would die in a call, all later ones fail."""
+
+    def __init__(self, disk: VirtualDisk | None = None) -> None:
+        self.disk = disk or VirtualDisk(random.Random(1))
+        self.gate = threading.Event()
+        self.gate.set()
+        """Reads of records wait for it."""
+        self._calls = threading.Lock()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if name == "preadv" and threading.current_thread().name.startswith("asyncengine-reads"):
+                assert self.gate.wait(PATIENCE)
+            with self._calls:
+                try:
+                    return getattr(self.disk, name)(*args, **options)
+                except ProcessDied:
+                    raise OSError("the process is dead") from None
+
+        return call
+
+    @property
+    def files(self) -> dict[str, Any]:
+        return self.disk._names
+
+
+def engine_on(disk: Disk, kind: str = "pages", pages: int = 128, **settings: Any) -> AsyncEngine:
+    def load() -> Any:
+        executor = SteppedExecutor(pages, SIZE, **MODELS[kind])
+        store = SegmentStore(disk, "/kv", FINGERPRINT, 10**6)
+        prefixes = PrefixStore(store, FakePageMemory(executor), SIZE, salted=False)
+        return make_core(executor, wiring={"prefixes": prefixes}, **settings)
+
+    return AsyncEngine(load, hosted=True)
+
+
+async def ask(engine: AsyncEngine, prompt: list[int], most: int = 5, **options: Any) -> Completion:
+    answer = await engine.generate(prompt, GREEDY.replace(max_tokens=most, seed=0), **options)
+    if engine.core.loop.scheduler.kv.windows is None:
+        executor = engine.core.loop.runner.executor  # type: ignore[attr-defined]
+        assert answer.token_ids == executor.model.oracle(prompt, most, 0, (1,)), "a wrong token"
+    return answer
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.001)
+
+
+async def lived(disk: Disk, kind: str, prompts: list[list[int]]) -> list[Completion]:
+    async with engine_on(disk, kind) as engine:
+        answers = [await ask(engine, prompt) for prompt in prompts]
+        assert_nothing_held(engine.core)
+    return answers
+
+
+@pytest.mark.parametrize("kind", MODELS)
+async def test_an_engine_starts_from_what_another_has_left(kind: str) -> None:
+    disk, prompts = Disk(), [PROMPT, [*PROMPT[:17], *range(20, 40)], [*PROMPT, *range(50, 70)]]
+    without = await lived(Disk(), kind, prompts)
+    first = await lived(disk, kind, prompts)
+    assert all(answer.usage.restored_tokens == 0 for answer in first)
+    second = await lived(disk, kind, prompts)
+    assert [each.token_ids for each in second] == [each.token_ids for each in without]
+    assert second[0].usage.restored_tokens == second[0].usage.cached_tokens == 28
+    assert second[2].usage.restored_tokens > 0
+
+
+@pytest.mark.parametrize("kind", MODELS)
+async def test_simultaneous_requests_share_one_reading(kind: str) -> None:
+    disk, prompts = Disk(), [[*PROMPT[:20], *range(number, number + 9)] for number in range(10, 20)]
+    await lived(disk, kind, [PROMPT])
+    async with engine_on(disk, kind) as engine:
+        disk.gate.clear()
+        asked = [asyncio.create_task(ask(engine, prompt)) for prompt in prompts]
+        await until(
+            lambda: len(engine.core.loop.scheduler.restores.queue) == len(prompts) if kind != "states" else True
+        )
+        disk.gate.set()
+        answers = await asyncio.gather(*asked)
+        restored = [answer.usage.restored_tokens for answer in answers]
+        assert restored.count(restored[0]) == len(prompts)
+        if kind != "states":  # nobody has left a state where these part
+            assert restored[0] == 20
+            assert engine.stats().stored.bytes_read < 20 * 500
+
+
+async def test_nobody_else_waits_and_the_late_compute() -> None:
+    disk = Disk()
+    await lived(disk, "pages", [PROMPT])
+    async with engine_on(disk) as engine:
+        disk.gate.clear()
+        waiting = asyncio.create_task(ask(engine, PROMPT))
+        await until(lambda: engine.stats().requests["restore_queue"] == 1)
+        assert (await ask(engine, [5, 6, 7, 8, 9, 10])).usage.restored_tokens == 0
+        scheduler = engine.core.loop.scheduler
+        assert len(scheduler.restores) == 1
+        for reading in scheduler.restores._readings.values():
+            reading.until = 0.0
+        assert (await ask(engine, [15, 6, 7])).usage.restored_tokens == 0
+        assert (await waiting).usage.restored_tokens == 0
+        assert len(scheduler.restores) == 1  # it still has its pages
+        disk.gate.set()
+        await until(lambda: not scheduler.restores)
+        assert_nothing_held(engine.core)
+        assert engine.core.loop.prefixes.rates.read is not None  # as slow as it was
+
+
+@pytest.mark.parametrize("kind", MODELS)
+async def test_whoever_leaves_meanwhile_leaves_nothing_behind(kind: str) -> None:
+    disk = Disk()
+    await lived(disk, kind, [PROMPT])
+    async with engine_on(disk, kind) as engine:
+        disk.gate.clear()
+        leaver = asyncio.create_task(ask(engine, PROMPT))
+        await until(lambda: engine.stats().requests["restore_queue"] == 1)
+        leaver.cancel()
+        await until(lambda: engine.stats().requests["restore_queue"] == 0)
+        engine.core.loop.scheduler.check()
+        disk.gate.set()
+        await until(lambda: not engine.core.loop.scheduler.restores)
+        await ask(engine, PROMPT)
+        assert_nothing_held(engine.core)
+
+
+async def test_other_weights_wait_for_readings_and_end_the_store() -> None:
+    disk = Disk()
+    await lived(disk, "pages", [PROMPT])
+    async with engine_on(disk) as engine:
+        core = engine.core
+        executor = core.loop.runner.executor  # type: ignore[attr-defined]
+        core._prepare_update = lambda weights, config, partial: lambda: executor.update(weights)
+        disk.gate.clear()
+        waiting = asyncio.create_task(engine.generate(PROMPT, GREEDY.replace(max_tokens=5, seed=0)))
+        await until(lambda: engine.stats().requests["restore_queue"] == 1)
+        update = asyncio.create_task(engine.update_weights(7, mode="recompute"))
+        await until(lambda: core.loop.scheduler.roster.weights.stop_steps)
+        disk.gate.set()
+        await update
+        assert (await waiting).token_ids == executor.model.oracle(PROMPT, 5, 0, (1,))
+        written = engine.stats().stored.bytes_written
+        assert (await ask(engine, [9, *PROMPT])).usage.restored_tokens == 0
+    assert core.loop.prefixes.counts.bytes_written == written
+
+
+async def test_reading_must_be_worth_it() -> None:
+    disk = Disk()
+    await lived(disk, "pages", [PROMPT])
+    async with engine_on(disk) as engine:
+        prefixes = engine.core.loop.prefixes
+        prefixes.rates = Rates(read=100.0, compute=1000.0)
+        assert (await ask(engine, PROMPT)).usage.restored_tokens == 0
+    async with engine_on(disk) as engine:
+        engine.core.loop.prefixes.rates = Rates(read=1e9, compute=1000.0)
+        assert (await ask(engine, PROMPT)).usage.restored_tokens == 28
+
+
+async def test_running_requests_get_the_pages_that_a_reading_has() -> None:
+    """In a pool that holds one request: it neither ends in an error nor waits for ever."""
+    disk = Disk()
+    await lived(disk, "pages", [PROMPT])
+    async with engine_on(disk, pages=12, max_num_batched_tokens=8) as engine:
+        answers = await asyncio.gather(*(ask(engine, prompt, 8) for prompt in ([3, 4], PROMPT, [5, 6], PROMPT[:25])))
+        assert all(answer.finish_reason == "length" for answer in answers)
+        assert_nothing_held(engine.core)
+
+
+def test_a_reading_of_windows_needs_those_in_sight() -> None:
+    near = Lookback.of([(9, 0)])
+    assert near is not None
+    store = SegmentStore(VirtualDisk(random.Random(1)), "/kv", FINGERPRINT, 10**6)
+    executor = FakeExecutor(20, SIZE, MODELS["window pages"]["model"], num_window_pages=20)
+    prefixes = PrefixStore(store, FakePageMemory(executor), SIZE)
+    root = prefixes.root(("", ""))
+    assert root is not None
+    from asyncengine.kvcache.store.record import Header, RecordPart, digests_of
+
+    for place, (parent, packed, _) in enumerate(digests_of(root, PROMPT, SIZE)):
+        for part in (RecordPart.PAGE, RecordPart.WINDOW):
+            if part is RecordPart.PAGE or place in (2, 3, 5):
+                store.append([(Header(FINGERPRINT, parent, packed, part, 3, 0), [b"abc"], lambda: True)])
+    # behind page 4 one sees pages 2 and 3; behind page 6, pages 3 to 5, of which the fourth is missing
+    assert prefixes.find(("", ""), PROMPT, 29, 0, near.first, False)[0] == 4
+    assert prefixes.find(("", ""), PROMPT, 29, 16, near.first, False)[0] == 0
+    assert prefixes.find(("", ""), PROMPT, 29, 20, near.first, False)[0] == 6
+    assert prefixes.find(("", ""), PROMPT, 29, 0, None, False)[0] == 7
+
+
+# ---------------------------------------------------------------- what disks do
+
+
+async def live(seed: int) -> int:
+    """Two processes, one behind the other, on a disk that fails at any point; then the power fails, or bits flip.
+    Every token is checked. Returns the tokens that the second one restored."""
+    rng = random.Random(seed)
+    disk = Disk(VirtualDisk(rng, capacity=rng.choice([None, None, 4000])))
+    disk.disk.dies_at = rng.choice([None, rng.randrange(1, 60)])
+    kind = rng.choice(["pages", "states", "windows"])
+    heads = [[rng.randrange(2, 90) for _ in range(rng.choice([8, 16, 33]))] for _ in range(3)]
+    prompts = [[*rng.choice(heads), *(rng.randrange(2, 90) for _ in range(6))] for _ in range(8)]
+    restored = 0
+    for _ in range(2):
+        async with engine_on(disk, kind, pages=rng.choice([24, 60])) as engine:
+            answers = await asyncio.gather(*(ask(engine, prompt) for prompt in prompts))
+            restored += sum(answer.usage.restored_tokens for answer in answers)
+            assert_nothing_held(engine.core)
+        disk.disk.restart(power_failed=rng.random() < 0.6)
+        disk.disk.flip_bits(rng.choice([0, 0, 3, 300]))
+    return restored
+
+
+async def live_all(count: int) -> list[int]:
+    return [await live(seed) for seed in range(count)]
+
+
+async def test_whatever_the_disk_does_every_token_is_right() -> None:
+    restored = await live_all(25)
+    assert sum(count > 0 for count in restored) > 5
+
+
+def trust_payloads(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(segments, "checksum", lambda buffers: 0)
+
+
+def trust_copies(patch: pytest.MonkeyPatch) -> None:
+    """A page that is somebody else's by the time at which it is copied is kept all the same."""
+    patch.setattr(Unsaved, "is_intact", lambda self: True)
+    buffers = FakePageMemory.buffers
+
+    def late(self: FakePageMemory, part: Any, number: int) -> Any:
+        if threading.current_thread().name == "asyncengine-writes":
+            time.sleep(0.002)
+        return buffers(self, part, number)
+
+    patch.setattr(FakePageMemory, "buffers", late)
+
+
+def publish_before_reading(patch: pytest.MonkeyPatch) -> None:
+    load = PrefixStore.load
+
+    def hasty(self: PrefixStore, order: Any, loaded: Any) -> None:
+        load(self, order, lambda *answer: None)
+        loaded(order.number, len(order.pages), True)
+
+    patch.setattr(PrefixStore, "load", hasty)
+
+
+@pytest.mark.parametrize("plant", [trust_payloads, trust_copies, publish_before_reading])
+async def test_planted_bugs_are_found(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(Exception, match=r"wrong token|nobody wrote|starts at"):
+        await live_all(200)

@@ -71,8 +71,10 @@ class Disk:
 def engine_on(disk: Disk, kind: str = "pages", pages: int = 128, **settings: Any) -> AsyncEngine:
     def load() -> Any:
         executor = SteppedExecutor(pages, SIZE, **MODELS[kind])
-        store = SegmentStore(disk, "/kv", FINGERPRINT, 10**6)
-        prefixes = PrefixStore(store, FakePageMemory(executor), SIZE, salted=False)
+        try:
+            prefixes = PrefixStore(SegmentStore(disk, "/kv", FINGERPRINT, 10**6), FakePageMemory(executor), SIZE)
+        except OSError:  # with a real disk it would not have started
+            prefixes = None
         return make_core(executor, wiring={"prefixes": prefixes}, **settings)
 
     return AsyncEngine(load, hosted=True)

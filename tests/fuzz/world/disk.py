@@ -56,8 +56,11 @@ def restart(disk: VirtualDisk) -> None:
     disk.flip_bits(rng.choice([0, 0, 20]))
 
 
-def open_store(world: World, disk: VirtualDisk, setup: Setup, device: FakeExecutor) -> PrefixStore:
-    """The store of an engine: those with pages of one size share their records."""
+def open_store(world: World, disk: VirtualDisk, setup: Setup, device: FakeExecutor) -> PrefixStore | None:
+    """The store of an engine: those with pages of one size share their records. None: the disk is out of order."""
     fingerprint = hashlib.sha256(str(setup.config.page_size).encode()).digest()
-    store = SegmentStore(SlowDisk(world, disk), FOLDER, fingerprint, 200_000)
+    try:
+        store = SegmentStore(SlowDisk(world, disk), FOLDER, fingerprint, 200_000)
+    except OSError:
+        return None
     return PrefixStore(store, FakePageMemory(device), setup.config.page_size)

@@ -154,7 +154,7 @@ def _place(
 
 @triton.jit
 def _block(spans, experts: tl.constexpr, height: tl.constexpr):
-    """Of this program's block of pairs: the expert (there is none: `experts`), the first pair, and its expert's end."""
+    """Expert of this program's block of pairs (there is none: `experts`), the block's first pair, the expert's end."""
     block = tl.program_id(1)
     each = tl.arange(0, experts)
     sizes = (tl.load(spans + experts + each) - tl.load(spans + each) + height - 1) // height

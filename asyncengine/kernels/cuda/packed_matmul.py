@@ -300,7 +300,7 @@ class FewForm(NamedTuple):
 
 
 def few_form(matrix: ChunkedMatrix, x: torch.Tensor, rows: int = 1) -> FewForm:
-    """Those of a matrix with such an x, of which a program multiplies `rows`."""
+    """Constants for a matrix and such an x, of which a program multiplies `rows`."""
     width, codes = matrix.planes.numbers.shape[2], ("", "")
     tile = WARPS * max(1, 64 // width if rows <= FEW else 1)
     if x.is_cuda and matrix.middle != FLOATS:  # Triton's interpreter knows no PTX

@@ -29,7 +29,7 @@ _HEAD = struct.Struct("<4sHHIIQ32s32s")
 _CRC = struct.Struct("<I")
 MAGIC = b"AEKV"
 _MOST_TOKENS = 2**16
-"""Tokens of a page, at most (`page_size`)."""
+"""int32 words of a page's tokens, at most."""
 _MOST_BYTES = 2**40
 
 Buffer = bytes | bytearray | memoryview
@@ -94,8 +94,14 @@ class Header(NamedTuple):
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Tokens as int32, little-endian."""
-    return struct.pack(f"<{len(tokens)}i", *tokens)
+    """Tokens as int32, little-endian. An id of a picture (`asyncengine.images`), which is negative and has some 160
+    bits, is -1 and 24 bytes."""
+    if min(tokens, default=0) >= 0:
+        return struct.pack(f"<{len(tokens)}i", *tokens)
+    return b"".join(
+        struct.pack("<i", token) if token >= 0 else struct.pack("<i", -1) + token.to_bytes(24, "little", signed=True)
+        for token in tokens
+    )
 
 
 def page_digest(parent: bytes, tokens: bytes) -> bytes:

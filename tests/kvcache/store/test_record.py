@@ -71,3 +71,15 @@ def test_a_digest_stands_for_everything_before_it() -> None:
     assert digests(ROOT, [*tokens[:8], 99, 99, 99, 99])[:2] == same[:2]
     for root in (root_digest(FINGERPRINT, ("", "")), root_digest(bytes(32), ("adapter", ""))):
         assert not set(digests(root, tokens)) & set(same)
+
+
+def test_pages_of_pictures_have_all_of_their_digests() -> None:
+    """Ids of pictures are whole digests: two that differ in one bit, wherever it is, are two pages."""
+    first = -1 - (int.from_bytes(bytes(range(200, 216))) << 32) - 7
+    pages = [[5, first, 6], *([5, first ^ 1 << bit, 6] for bit in range(160)), [5, -1, 6], [5, -2, 6]]
+    packed = [pack_tokens(page) for page in pages]
+    assert len({*packed}) == len(pages)
+    assert len({page_digest(ROOT, each) for each in packed}) == len(pages)
+    file = make_record(pages[0], [b"keys"])
+    ((header, _),) = read_records(io.BytesIO(file))
+    assert header.tokens == packed[0]

@@ -7,6 +7,7 @@ from asyncengine.async_engine import AsyncEngine
 from asyncengine.config import EngineConfig
 from asyncengine.demo import EMBEDDER_PATH as DEMO_EMBEDDER
 from asyncengine.demo import MODEL_PATH as DEMO_MODEL
+from asyncengine.demo import RERANKER_PATH as DEMO_RERANKER
 from asyncengine.engine_group import EngineGroup
 from asyncengine.errors import (
     AdapterError,
@@ -65,6 +66,7 @@ __version__ = "0.2.0"
 __all__ = [
     "DEMO_EMBEDDER",
     "DEMO_MODEL",
+    "DEMO_RERANKER",
     "AdapterError",
     "AdapterInUse",
     "AdapterInfo",

@@ -9,6 +9,7 @@ from typing import Any
 from asyncengine import (
     DEMO_EMBEDDER,
     DEMO_MODEL,
+    DEMO_RERANKER,
     AsyncEngine,
     Engine,
     EngineConfig,
@@ -19,7 +20,7 @@ from asyncengine import (
 from asyncengine.errors import EngineClosed
 
 AnyEngine = AsyncEngine | Engine | EngineHandle
-BUNDLED = {str(DEMO_MODEL): "demo", str(DEMO_EMBEDDER): "demo-embed"}
+BUNDLED = {str(DEMO_MODEL): "demo", str(DEMO_EMBEDDER): "demo-embed", str(DEMO_RERANKER): "demo-rerank"}
 
 
 class EngineSource:

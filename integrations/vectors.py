@@ -97,10 +97,11 @@ class RerankFields(RequestFields):
     """Which engine reranks, and how."""
 
     variable: ClassVar[str] = "ASYNCENGINE_RERANK_MODEL"
-    choices: ClassVar[str] = "a path or a hub id"
+    choices: ClassVar[str] = 'a path, a hub id or "demo-rerank"'
 
     model: str = Field(default_factory=lambda: os.environ.get(RerankFields.variable, ""))
-    """Path or hub id. Defaults to the environment variable ASYNCENGINE_RERANK_MODEL."""
+    """Path, hub id, or "demo-rerank" (the bundled reranker). Defaults to the environment variable
+    ASYNCENGINE_RERANK_MODEL."""
     instruction: str | None = None
     """The instruction for the reranker, where the model takes one; None: its own."""
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.config import EngineConfig
-from asyncengine.demo import EMBEDDER_PATH, MODEL_PATH, resolve_adapter
+from asyncengine.demo import EMBEDDER_PATH, MODEL_PATH, RERANKER_PATH, resolve_adapter
 from asyncengine.device.process import PROCESS, LoadAttempt
 from asyncengine.engine.adapter_wiring import allocate_adapters, make_adapters
 from asyncengine.engine.backpressure import QueueLimit
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("asyncengine")
 
 _SMALLER = 'Take a smaller model, dtype="bfloat16", or a device with more memory.'
-BUNDLED = {"demo": MODEL_PATH, "demo-embed": EMBEDDER_PATH}
+BUNDLED = {"demo": MODEL_PATH, "demo-embed": EMBEDDER_PATH, "demo-rerank": RERANKER_PATH}
 """Names of the bundled models, wherever a model's folder or hub id is expected."""
 
 
@@ -78,9 +78,8 @@ def engine_config(config: EngineConfig | None, settings: Mapping[str, Any]) -> E
 
 
 def resolve_model(model: str | os.PathLike[str]) -> str:
-    """The path or hub id to load for `model`: "demo" and "demo-embed" are bundled unless a folder of that name is here;
-    a folder becomes absolute, so that the same one is the same whatever the working directory; anything else is a hub
-    id.
+    """The path or hub id to load for `model`: a name of `BUNDLED` is bundled unless a folder of that name is here; a
+    folder becomes absolute, so that the same one is the same whatever the working directory; anything else is a hub id.
 
     Raises `InvalidParameter` for what is no path.
     """

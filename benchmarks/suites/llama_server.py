@@ -37,8 +37,7 @@ with socket.create_connection(("127.0.0.1", {port})) as line:
 """
 FILES = (
     "test_basic.py", "test_chat_completion.py", "test_compat_anthropic.py", "test_compat_oai_responses.py",
-    "test_embedding.py", "test_rerank.py::test_invalid_rerank_req", "test_rerank.py::test_rerank_top_n",
-    "test_rerank.py::test_rerank_tei_top_n", "test_rerank.py::test_rerank_usage", "test_security.py",
+    "test_embedding.py", "test_rerank.py", "test_security.py",
     "test_template.py", "test_tokenize.py", "test_tool_call.py",
 )  # fmt: skip
 NEEDED = ("aiohttp", "pytest", "pytest-xdist", "filelock", "numpy", "openai", "prometheus-client", "requests", "wget")
@@ -147,29 +146,13 @@ async def _until_exit(server: uvicorn.Server) -> None:
         print("the port is taken", file=sys.stderr)
 
 
-def make_reranker(folder: Path) -> Path:
-    """A cross-encoder with random weights: the forms of answers can be tested with it, not their order."""
-    import transformers
-
-    from asyncengine import DEMO_EMBEDDER
-
-    config = transformers.BertConfig(
-        vocab_size=4096, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=512, num_labels=1,
-    )  # fmt: skip
-    transformers.BertForSequenceClassification(config).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((DEMO_EMBEDDER / name).read_bytes())
-    return folder
-
-
 async def run(python: Path, folder: Path, tests: list[str]) -> int:
     with tempfile.TemporaryDirectory() as work:
         settings: dict[str, Any] = {"show_progress": False}
         async with (
             await AsyncEngine.from_pretrained("demo", **settings) as demo,
             await AsyncEngine.from_pretrained("demo-embed", **settings) as embedder,
-            await AsyncEngine.from_pretrained(make_reranker(Path(work)), **settings) as reranker,
+            await AsyncEngine.from_pretrained("demo-rerank", **settings) as reranker,
         ):
             servers = Servers({"demo": demo, "embedder": embedder, "reranker": reranker})
             with socket.create_server(("127.0.0.1", 0)) as free:

@@ -13,7 +13,6 @@ import numpy as np
 import openai
 import pytest
 from support.http_server import serving_thread
-from support.random_reranker import make_reranker
 
 from asyncengine import Engine
 from asyncengine.serve import app
@@ -23,9 +22,8 @@ Engines = dict[str, Engine]
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    folder = make_reranker(tmp_path_factory.mktemp("reranker"))
-    models = {"demo": "demo", "embedder": "demo-embed", "reranker": folder}
+def engines() -> Iterator[Engines]:
+    models = {"demo": "demo", "embedder": "demo-embed", "reranker": "demo-rerank"}
     with ExitStack() as stack:
         yield {
             name: stack.enter_context(Engine.from_pretrained(model, show_progress=False, num_threads=1))

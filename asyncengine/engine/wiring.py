@@ -243,6 +243,8 @@ def _load_frontend(
         )  # fmt: skip
         progress.say_compiled()
         prefixes = open_prefix_store(config, checkpoint, loaded, runner)
+        if prefixes is not None:
+            undo.callback(prefixes.close_soon)
         frontend = _assemble(
             path, loaded, tokenizer, runner, adapters, grammars, planner, config, vectors, images, prefixes
         )

@@ -6,7 +6,9 @@ import struct
 from collections.abc import Sequence
 
 from asyncengine.kvcache.store.record import RecordPart
+from asyncengine.scheduler.restores import RestoreOrder
 from asyncengine.testing.fake_runner import FakeExecutor
+from asyncengine.testing.fake_states import FIRST, after
 
 _STATE = struct.Struct("<qQ")
 _NOTHING = (-2, 0)
@@ -41,6 +43,15 @@ class FakePageMemory:
             self._slots[index] = None if state == _NOTHING else state
         else:
             self._pages(part)[index] = list(self._page.unpack(data))
+
+    def restore(self, order: RestoreOrder) -> None:
+        """Fill what `order` names with what the tokens stand for, as a disk that has all of it would."""
+        size = self._executor.page_size
+        for part, pages in ((RecordPart.PAGE, order.pages), (RecordPart.WINDOW, order.windows)):
+            for place, page in pages:
+                self._pages(part)[page] = order.tokens[place * size : (place + 1) * size]
+        if order.slot:
+            self._slots[order.slot] = after(FIRST, order.tokens)
 
     def _pages(self, part: RecordPart) -> list[list[int]]:
         return self._executor.memory if part is RecordPart.PAGE else self._executor.window_memory

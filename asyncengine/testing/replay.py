@@ -29,16 +29,22 @@ from asyncengine.scheduler.messages import (
     Drain,
     GrammarReady,
     Message,
+    PrefixFound,
+    PrefixLoaded,
     StopText,
     UpdateWeights,
     WithdrawUpdate,
 )
+from asyncengine.scheduler.restores import RestoreOrder
 from asyncengine.step import Executor, GrammarMatcher, StepResult
 
 _MESSAGES: dict[str, Any] = {
     kind.__name__: kind
-    for kind in (RequestSpec, Abort, StopText, GrammarReady, AdapterReady, Drain, UpdateWeights, WithdrawUpdate)
-}
+    for kind in (
+        RequestSpec, Abort, StopText, GrammarReady, AdapterReady, PrefixFound, PrefixLoaded, Drain, UpdateWeights,
+        WithdrawUpdate,
+    )
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -95,13 +101,15 @@ def replay(
     adapters: AdapterAdmission | None = None,
     matchers: Callable[[RequestSpec], GrammarMatcher] | None = None,
     update: Callable[[int], None] | None = None,
+    restore: Callable[[RestoreOrder], None] | None = None,
 ) -> list[Output]:
     """Play a recording on a fresh scheduler and `executor`; all outputs, in order. Books are checked after each entry.
 
     The executor must answer as the recorded one did (a fake one does; a real model does up to its arithmetic). So must
     `adapters`, if the recorded scheduler had any. Each constrained request gets a fresh matcher: the recorded run used
     its own up, and a recording can be played any number of times. `matchers` makes those of a loaded recording,
-    `update` gives the executor the weights of the update of a number.
+    `update` gives the executor the weights of the update of a number, `restore` puts into its pages what a disk had
+    (`FakePageMemory.restore`), where prefixes were kept on one.
     """
     config = recording.config
     kv = KVCache(
@@ -115,6 +123,7 @@ def replay(
         most_ahead=config.most_ahead,
     )
     scheduler = Scheduler(config, kv, adapters)
+    scheduler.restores.enabled = restore is not None
     launched: deque[StepResult] = deque()
     outputs: list[Output] = []
     asked: dict[int, RequestSpec] = {}
@@ -123,6 +132,8 @@ def replay(
             if isinstance(value, RequestSpec):
                 asked[value.ticket] = value
             scheduler.apply(_with_matcher(value, asked, matchers))
+            for order in scheduler.restores.take_orders() if restore is not None else ():
+                restore(order)
         elif kind == "schedule":
             batch = scheduler.schedule(value)
             if batch is not None:

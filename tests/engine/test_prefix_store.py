@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.fake_engine import GREEDY, PATIENCE, SteppedExecutor, make_core
 
-from asyncengine import AsyncEngine
+from asyncengine import AsyncEngine, EngineConfig
 from asyncengine.engine import prefix_store
 from asyncengine.engine.prefix_store import PrefixStore, Rates
 from asyncengine.kvcache.lookback import Lookback
@@ -23,6 +23,7 @@ from asyncengine.outputs import Completion
 from asyncengine.testing import FakeExecutor, FakeModel
 from asyncengine.testing.fake_memory import FakePageMemory
 from asyncengine.testing.leaks import assert_nothing_held
+from asyncengine.testing.replay import Recording, replay
 from asyncengine.testing.world import ProcessDied, VirtualDisk
 
 SIZE = 4
@@ -68,14 +69,16 @@ class Disk:
         return self.disk._names
 
 
-def engine_on(disk: Disk, kind: str = "pages", pages: int = 128, **settings: Any) -> AsyncEngine:
+def engine_on(
+    disk: Disk, kind: str = "pages", pages: int = 128, recorder: Any = None, **settings: Any
+) -> AsyncEngine:  # fmt: skip
     def load() -> Any:
         executor = SteppedExecutor(pages, SIZE, **MODELS[kind])
         try:
             prefixes = PrefixStore(SegmentStore(disk, "/kv", FINGERPRINT, 10**6), FakePageMemory(executor), SIZE)
         except OSError:  # with a real disk it would not have started
             prefixes = None
-        return make_core(executor, wiring={"prefixes": prefixes}, **settings)
+        return make_core(executor, wiring={"prefixes": prefixes, "recorder": recorder}, **settings)
 
     return AsyncEngine(load, hosted=True)
 
@@ -211,6 +214,22 @@ async def test_running_requests_get_the_pages_that_a_reading_has() -> None:
         answers = await asyncio.gather(*(ask(engine, prompt, 8) for prompt in ([3, 4], PROMPT, [5, 6], PROMPT[:25])))
         assert all(answer.finish_reason == "length" for answer in answers)
         assert_nothing_held(engine.core)
+
+
+@pytest.mark.parametrize("kind", ["pages", "states", "windows"])
+async def test_a_recording_with_readings_replays(kind: str) -> None:
+    disk = Disk()
+    await lived(disk, kind, [PROMPT])
+    recording = Recording(EngineConfig(page_size=SIZE), 128, num_states=12 if kind == "states" else 0)
+    recording.windows = ((9, 0),) if kind == "windows" else ()
+    engine = engine_on(disk, kind, recorder=recording.record)
+    async with engine:
+        answers = await asyncio.gather(*(ask(engine, prompt) for prompt in (PROMPT, [*PROMPT[:21], 3, 4, 5])))
+    assert sum(answer.usage.restored_tokens for answer in answers) >= 28
+    executor = FakeExecutor(128, SIZE, **MODELS[kind])
+    outputs = replay(recording, executor, restore=FakePageMemory(executor).restore)
+    tokens = [[each.token for each in outputs if each.ticket == ticket and each.token >= 0] for ticket in (1, 2)]
+    assert sorted(tokens) == sorted(answer.token_ids for answer in answers)
 
 
 def test_a_reading_of_windows_needs_those_in_sight() -> None:

@@ -56,7 +56,8 @@ class ImageSpan(NamedTuple):
 
     def ids(self) -> list[int]:
         """[length] negative ids in the place of its placeholders."""
-        base = -1 - (int.from_bytes(self.image.digest) << _INDEX_BITS) - self.offset
+        # counted from 1: small negative numbers have meanings of their own elsewhere
+        base = -(int.from_bytes(self.image.digest) + 1 << _INDEX_BITS) - self.offset
         return list(range(base, base - self.length, -1))
 
 

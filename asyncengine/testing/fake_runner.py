@@ -9,12 +9,14 @@ and what windows see may lie in pages of its own.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from asyncengine.images import ImageSpan
 from asyncengine.kvcache.lookback import Lookback, Window
 from asyncengine.speculation.draft_model import DraftModel
 from asyncengine.step import Batch, ConstrainedToken, FinishedStep, Row, StepResult, TokenLogprob, sampling_places
@@ -22,6 +24,18 @@ from asyncengine.testing.fake_states import FakeStates
 from asyncengine.testing.fake_vectors import FakePooling
 
 EMPTY = -1
+
+
+def content(tokens: Sequence[int], images: Sequence[ImageSpan]) -> Sequence[int]:
+    """`tokens` with what a model is given for its pictures, whatever others call them."""
+    if not images:
+        return tokens
+    given = list(tokens)
+    for span in images:
+        for place in range(span.length):
+            known = span.image.digest + (span.offset + place).to_bytes(4)
+            given[span.first + place] = int.from_bytes(hashlib.blake2b(known, digest_size=7).digest())
+    return given
 
 
 class FakeModel:
@@ -98,6 +112,8 @@ class FakeExecutor:
         self.windows = self.model.windows
         self.memory = [[EMPTY] * page_size for _ in range(num_pages)]
         self.window_memory = [[EMPTY] * page_size for _ in range(num_window_pages)]
+        self.encoded: dict[bytes, None] = {}
+        """Digests of the pictures that are in memory."""
         self.last_token: dict[int, int] = {}
         self.confirmed: dict[int, bool] = {}
         """Slot -> whether its last constrained row's output grew by the sampled token alone and goes on."""
@@ -128,6 +144,10 @@ class FakeExecutor:
             self.executed.append(batch)
         if self.draft_model is not None:
             batch = self.draft_model.guess(batch)
+        if batch.encode is not None:
+            for digest in batch.encode.dropped:
+                self.encoded.pop(digest, None)
+            self.encoded[batch.encode.image.digest] = None
         self._write(batch)
         result = StepResult(batch.step, [-1] * len(batch.rows))
         if self.states is not None:
@@ -156,6 +176,8 @@ class FakeExecutor:
                 raise AssertionError(f"row {row.spec.ticket} computes nothing: a model has no logits to sample from")
             if row.spec.whole:
                 continue
+            self._check_images(row)
+            tokens = content(row.tokens, row.spec.images)
             if (row.window is not None) != bool(self.num_window_pages):
                 raise AssertionError(f"row {row.spec.ticket} has other pages than the model's layers")
             for position in range(row.start, row.start + row.num_scheduled):
@@ -165,10 +187,20 @@ class FakeExecutor:
                 if position >= known:
                     token = row.drafts[position - known]
                 else:
-                    token = self.last_token[row.slot] if in_flight else row.tokens[position]
+                    token = self.last_token[row.slot] if in_flight else tokens[position]
                 self._put_token(self.memory, row.pages, 0, position, token, written, row)
                 if row.window is not None:
                     self._put_token(self.window_memory, row.window.pages, row.window.first, position, token, near, row)
+
+    def _check_images(self, row: Row) -> None:
+        end = row.start + row.num_scheduled
+        for span in row.spec.images:
+            if span.end <= row.start or span.first >= end:
+                continue
+            if span.image.digest not in self.encoded:
+                raise AssertionError(f"row {row.spec.ticket} computes a picture that is not encoded")
+            if span.whole and end < span.end:
+                raise AssertionError(f"row {row.spec.ticket} cuts a picture that must be whole")
 
     def _put_token(
         self, memory: list[list[int]], pages: Sequence[int], first: int, position: int, token: int,

@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncengine.config import EngineConfig
 from asyncengine.grammar import Grammar
+from asyncengine.images import ImageSpan, PromptImage
 from asyncengine.kvcache import KVCache
 from asyncengine.kvcache.lookback import Window
 from asyncengine.lora.interface import AdapterAdmission
@@ -169,7 +170,19 @@ def _message_to_json(message: Message) -> list[Any]:
         message = replace(message, error=str(message.error))
     if isinstance(message, GrammarReady):
         message = replace(message, matcher=None)
-    return [type(message).__name__, asdict(message)]
+    fields = asdict(message)
+    if isinstance(message, RequestSpec):  # a scheduler knows nothing of the pixels
+        fields["images"] = [[*span[1:], span.image.digest.hex(), *_sizes(span.image)] for span in message.images]
+    return [type(message).__name__, fields]
+
+
+def _sizes(image: PromptImage) -> tuple[int, int, tuple[int, int] | None]:
+    return image.tokens, image.nbytes, image.grid
+
+
+def _span_from_json(value: list[Any]) -> ImageSpan:
+    *place, digest, tokens, nbytes, grid = value
+    return ImageSpan(PromptImage(bytes.fromhex(digest), tokens, nbytes, dict, grid and tuple(grid)), *place)
 
 
 def _message_from_json(value: list[Any]) -> Message:
@@ -184,6 +197,7 @@ def _message_from_json(value: list[Any]) -> Message:
         fields["stop_ids"] = tuple(fields["stop_ids"])
         fields["prediction"] = tuple(fields.get("prediction", ()))
         fields["resumed"] = tuple(fields.get("resumed", ()))
+        fields["images"] = tuple(map(_span_from_json, fields.get("images", ())))
         if fields.get("pooled") is not None:
             fields["pooled"] = Pooled(**fields["pooled"])
     message: Message = _MESSAGES[name](**fields)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncengine.config import EngineConfig
+from asyncengine.images import ImageSpan
 from asyncengine.kvcache import KVCache
 from asyncengine.kvcache.lookback import Lookback
 from asyncengine.kvcache.page_group import BESIDE
@@ -20,6 +21,7 @@ from asyncengine.scheduler import Output, Scheduler
 from asyncengine.scheduler.messages import Abort, Message, StopText
 from asyncengine.step import Batch, Row, StepResult
 from asyncengine.testing import FakeExecutor, FakeModel, Recording
+from asyncengine.testing.fake_runner import content
 from asyncengine.testing.fake_vectors import fake_vector
 
 EOS = 1
@@ -191,11 +193,12 @@ class Life:
         max_total = min(len(prompt) + rng.randrange(1, most), self.capacity)
         priority = rng.randrange(3)
         deadline = self.now + rng.random() * 60 if rng.random() < 0.1 else None
+        prompt, images = self._with_images(prompt)
         for _ in range(samples):
             self.last_ticket = ticket = self.last_ticket + 1
             salt = rng.choice([None, None, "tenant"]) if samples == 1 else None
             seed = ticket if samples > 1 else 0
-            right = self.executor.model.oracle(prompt, max_total - len(prompt), seed, (EOS,))
+            right = self.executor.model.oracle(content(prompt, images), max_total - len(prompt), seed, (EOS,))
             spec = RequestSpec(
                 ticket,
                 tuple(prompt),
@@ -208,10 +211,15 @@ class Life:
                 group=first if samples > 1 else None,
                 deadline=deadline,
                 prediction=self.predict(right) if samples == 1 else (),
+                images=images,
                 inter_token_timeout=30.0 if rng.random() < 0.05 else None,
             )
             self.expected[ticket], self.received[ticket], self.prompts[ticket] = right, [], len(prompt)
             self._apply(spec)
+
+    def _with_images(self, prompt: list[int]) -> tuple[list[int], tuple[ImageSpan, ...]]:
+        """`prompt` with pictures in the place of some of its tokens."""
+        return prompt, ()
 
     def _arrive_for_a_vector(self) -> None:
         """A text to pool: whole, of all positions, or of the last one."""

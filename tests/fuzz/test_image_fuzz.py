@@ -1,0 +1,135 @@
+"""Pictures never share what is not theirs, whatever of their digests is alike (contract line 22); bugs are found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+from fuzz.image_fuzz import ImageLife
+from fuzz.schedule_fuzz import Life, Tally
+
+from asyncengine.errors import InvariantViolation
+from asyncengine.images import ImageSpan
+from asyncengine.scheduler.encoding import EncodedImages
+from asyncengine.scheduler.request import Request
+from asyncengine.testing import FakeExecutor, FakeModel, Recording, replay
+
+TIMES = int(os.environ.get("ASYNCENGINE_LIVES", "1"))
+KINDS: Mapping[str, Callable[[int], ImageLife]] = {
+    "all layers alike": ImageLife,
+    "states": partial(ImageLife, states=True),
+    "windows in some layers": partial(ImageLife, mixed=True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_requests_with_pictures(kind: str) -> None:
+    tally, pictured, encoded, dropped, found, lives = Tally(), 0, 0, 0, 0, 16 * TIMES
+    for seed in range(lives):
+        life = KINDS[kind](seed)
+        life.run()
+        life.count(tally)
+        pictured += life.pictured
+        encoded += life.encoded
+        dropped += life.dropped
+        found += life.scheduler.images.found
+    assert min(pictured, encoded, dropped, found, tally.preemptions, tally.cached_tokens) > 4 * lives
+
+
+def test_a_recording_is_read_back(tmp_path: Path) -> None:
+    life = ImageLife(3)
+    life.run()
+    loaded = Recording.load(life.recording.save(tmp_path / "life.jsonl"))
+    executor = FakeExecutor(loaded.num_pages, life.config.page_size, FakeModel(eos_every=life.executor.model.eos_every))
+    assert life.pictured
+    assert replay(loaded, executor) == life.outputs
+
+
+def shorten_ids(count: int, at: int = 0) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        def broken(self: ImageSpan) -> list[int]:
+            base = -(int.from_bytes(self.image.digest[at : at + count]) + 1 << 32) - self.offset
+            return list(range(base, base - self.length, -1))
+
+        patch.setattr(ImageSpan, "ids", broken)
+
+    return plant
+
+
+def combine_halves(patch: pytest.MonkeyPatch) -> None:
+    """8 bytes that all 16 have gone into (SGLang #8342: hashes that were joined by XOR)."""
+
+    def broken(self: ImageSpan) -> list[int]:
+        digest = self.image.digest
+        base = -((int.from_bytes(digest[:8]) ^ int.from_bytes(digest[8:])) + 1 << 32) - self.offset
+        return list(range(base, base - self.length, -1))
+
+    patch.setattr(ImageSpan, "ids", broken)
+
+
+def drop_what_is_cut(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EncodedImages, "_cut", lambda self: ())
+
+
+def drop_what_this_step_needs(patch: pytest.MonkeyPatch) -> None:
+    make_room = EncodedImages._make_room
+
+    def broken(self: EncodedImages, nbytes: int) -> list[bytes] | None:
+        self._used.clear()
+        return make_room(self, nbytes)
+
+    patch.setattr(EncodedImages, "_make_room", broken)
+
+
+def encode_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EncodedImages, "take", lambda self: None)
+
+
+def cut_what_is_whole(patch: pytest.MonkeyPatch) -> None:
+    fit = EncodedImages.fit
+
+    def broken(self: EncodedImages, request: Request, count: int) -> int:
+        return min(fit(self, request, count), count)
+
+    patch.setattr(EncodedImages, "fit", broken)
+
+
+BUGS = {
+    "ids of the first 8 bytes": shorten_ids(8),
+    "ids of the last 8 bytes": shorten_ids(8, 8),
+    "ids of 15 bytes": shorten_ids(15),
+    "ids of the other 15 bytes": shorten_ids(15, 1),
+    "ids of joined halves": combine_halves,
+    "drops what this step needs": drop_what_this_step_needs,
+    "encodes nothing": encode_nothing,
+    "cuts what is whole": cut_what_is_whole,
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_fuzz_finds(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BUGS[bug](monkeypatch)
+    with pytest.raises((AssertionError, InvariantViolation)):
+        live_on()
+
+
+def live_on() -> None:
+    for seed in range(60):
+        ImageLife(seed).run()
+
+
+def test_a_picture_that_is_cut_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be encoded for each of its chunks: no wrong answer, and no progress to speak of."""
+
+    def encoded() -> int:
+        lives: list[Life] = [ImageLife(seed) for seed in range(24)]
+        for life in lives:
+            life.run()
+        return sum(life.encoded for life in lives if isinstance(life, ImageLife))
+
+    before = encoded()
+    drop_what_is_cut(monkeypatch)
+    assert encoded() > before

@@ -157,7 +157,8 @@ class FlashInferBackend:
             self._workspace = torch.zeros(size, dtype=torch.uint8, device=device)
         self._prefill = {group: self._prefill_wrapper("fa2") for group in self._groups}
         self._long = self._prefill
-        """Of steps whose rows have `LONG` tokens in the mean; the same wrappers where nothing is faster."""
+        """The wrappers of long prompts (`_is_long`); those of others where nothing is faster."""
+        self._processors = self.memory.processors()
         faster = [group for group in self._groups if group.hopper(dtype, self._kv_dtype)]
         if faster and self.memory.hopper():
             self._long = self._prefill | {group: self._prefill_wrapper("fa3") for group in faster}
@@ -178,14 +179,19 @@ class FlashInferBackend:
 
     def plan(self, step: StepView) -> None:
         self._slots = step.kv_slots
-        count, tokens_in_all = len(step.counts), int(step.qo_indptr[-1])
-        decode = count == tokens_in_all
-        self._wrappers = self._decode if decode else self._prefill if tokens_in_all < LONG * count else self._long
+        decode = len(step.counts) == int(step.qo_indptr[-1])
+        self._wrappers = self._decode if decode else self._long if self._is_long(step) else self._prefill
         for chunk in reversed(self._chunks):
             packed = pack_step(in_chunks(step, chunk, self.page_size), self.page_size, self.memory.host)
             rows, tokens = packed.sizes[1], packed.sizes[4]
             self._arrays = DeviceArrays.over(self.memory.upload(packed.uploaded), rows, tokens)
             self._plan_groups(chunk, packed, decode)
+
+    def _is_long(self, step: StepView) -> bool:
+        """Whether the kernels for long prompts are the faster ones: they divide queries among processors, not keys."""
+        rows, tokens = len(step.counts), int(step.qo_indptr[-1])
+        tiles = tokens // LONG * min(group.num_heads for group in self._groups)
+        return tokens >= LONG * rows and (2 * tiles >= self._processors or int(step.starts.sum()) <= tokens)
 
     def plan_graph(self, step: StepView, host: torch.Tensor) -> int:
         """`plan` for the graph of as many rows. A padding row looks like any other: start 0, page table [0]. Returns

@@ -28,8 +28,8 @@ _LEAST_FLOAT_WORKSPACE = 128 * 2**20
 _CUDA_CORE_GROUPS = (1, 2, 3)
 """Query heads per kv head for which FlashInfer's CUDA-core decode kernel exists and beats the tensor-core one."""
 LONG = 128
-"""Mean number of a step's tokens per row from which prompts go to `LayerGroup.hopper`'s kernels: 1.4 to 1.8 times as
-fast at 512 to 2,048 tokens, 0.8 times at 64 (H200)."""
+"""Mean number of a step's tokens per row from which prompts go to `LayerGroup.hopper`'s kernels, and queries in one of
+their tiles. 1.2 to 3.5 times as fast at 256 to 2,048 tokens, 0.8 times at 16 rows of 64 (H200)."""
 
 
 @dataclass(frozen=True, slots=True)

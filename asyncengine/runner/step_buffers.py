@@ -99,7 +99,7 @@ SLOT, POSITION, KV_SLOT, NEXT, ADAPTER, GIVEN, SOURCE, STATE_SOURCE, STATE_TARGE
 adapter's slot counted from 0 or -1, the token if it is known here or -1, one for whoever knows where tokens lie, and
 where its recurrent state lies and goes."""
 GROWING = slice(POSITION, NEXT + 1)
-"""Those that grow by one with each step, as long as a row stays on its page."""
+"""The numbers that grow by one with each step, as long as a row stays on its page."""
 NUMBERS = 10
 """Count of these, with one to spare: what follows them in memory begins at a multiple of 16 bytes."""
 
@@ -190,7 +190,7 @@ class StepBuffers:
         """Slots, adapters, page tables and states of the last decode step's rows; None: not all had a token in flight.
         """
         self._numbers: Int64Array = np.empty((NUMBERS, 0), dtype=np.int64)
-        """Of that step."""
+        """The numbers of that step."""
 
     def build(self, batch: Batch, last_token: torch.Tensor) -> Step:
         """Flatten `batch`; tokens in flight come from `last_token` [max_num_seqs] on the device.

@@ -116,13 +116,20 @@ def test_long_prompts_go_through_the_kernels_of_hopper() -> None:
     wide = replace(BASE, key_dim=128, value_dim=128)
     layers = [wide, replace(wide, index=1, window=6)]
     fake = FakeFlashInfer(FakeMemory(hopper=True))
-    backend = make_flashinfer(layers, fake, dtype=torch.bfloat16)
+    backend = make_flashinfer(layers, fake, dtype=torch.bfloat16, num_pages=600)
     backend.warm_up()
     assert fake.calls == {"append": 6, "long": 1, "prefill": 3, "decode": 2}
-    pair = Pair(backend, layers, rows=2, dtype=torch.bfloat16, most=260)
-    for parts, long in (([(0, 128)], 1), ([(0, 127)], 0), ([(1, 240), (0, 1)], 0), ([(1, 1), (0, 1)], 0)):
+    pair = Pair(backend, layers, rows=2, dtype=torch.bfloat16, most=1000)
+    steps = ([(0, 127)], 0), ([(0, 128)], 1), ([(1, 240), (0, 1)], 0), ([(1, 1), (0, 1)], 0), ([(1, 129), (0, 127)], 1)
+    for parts, long in steps:
         before = fake.calls["long"]
         assert pair.step(parts) < 0.1
+        assert fake.calls["long"] - before == long, parts
+    backend._processors = 132  # too many for few queries behind many keys: these must be divided then
+    for parts, long in (([(0, 130)], 0), ([(1, 140), (0, 140)], 0), ([(0, 600)], 1)):
+        before = fake.calls["long"]
+        pair.plan(parts)
+        pair.flashinfer.attend(0, pair.random(sum(count for _, count in parts), 4, 128))
         assert fake.calls["long"] - before == long, parts
     backend.close()
 

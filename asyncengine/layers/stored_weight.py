@@ -240,7 +240,7 @@ class ChunkedWeight(TakesStored):
         return found
 
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
-        if len(x) > self._kernels.SOME:
+        if not self._kernels.few_enough(self.matrix, len(x)):
             return self.multiply(x, bias).float()
         return self.multiply(x, bias, x.new_empty((*x.shape[:-1], self.outputs), dtype=torch.float32))
 

@@ -15,7 +15,6 @@ from support.stored_matrices import FORMS, FloatMatrix, RandomMatrix
 pytest.importorskip("triton")
 
 from asyncengine.device.output_buffers import OutputBufferPool
-from asyncengine.kernels.cuda import packed_matmul
 from asyncengine.layers import stored_weight
 from asyncengine.layers.embedding import Embedding, LMHead
 from asyncengine.layers.stored import NumberForm, StoredForm
@@ -69,14 +68,6 @@ def test_products_in_narrow_types(name: str, dtype: torch.dtype) -> None:
     matrix = RandomMatrix(name, 24, 256)
     for rows in (2, 9, 17, 65):
         check(loaded(matrix), matrix.dense(), rows, dtype)
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_matrices_of_many_outputs(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their programs make twice as many outputs."""
-    monkeypatch.setattr(packed_matmul, "_MANY", 1)
-    matrix = RandomMatrix("Q4_K", 40, 256)
-    check(loaded(matrix), matrix.dense(), rows)
 
 
 class OddMatrix(RandomMatrix):

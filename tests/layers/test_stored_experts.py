@@ -160,6 +160,19 @@ def test_on_a_gpu_experts_are_read_as_they_are_stored(
     exactly_near(found, plain, width)
 
 
+def test_on_a_gpu_many_rows_have_experts_dequantized_in_turns(chunked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two experts of five at a time, with a gate in the kernel."""
+    pytest.importorskip("triton")
+    from asyncengine.kernels.cuda import grouped_experts
+
+    monkeypatch.setattr(grouped_experts, "_COPIED", 1)
+    monkeypatch.setattr(grouped_experts, "_SLICE", 2 * 2 * 32 * 64)
+    found, plain = make(
+        ExpertsConfig(COUNT, 32, up=NAMES[0], down=NAMES[1]), 64, dict.fromkeys(("gate", "up", "down"), "Q8_0")
+    )
+    exactly_near(found, plain, 64)
+
+
 def test_on_a_gpu_gpt_oss_is_read_as_it_is_stored(chunked: None) -> None:
     config = ExpertsConfig(
         COUNT, 64, "clamped", stacked=Stacked(("both",), "down"), only_stacked=True, transposed=True,

@@ -19,10 +19,12 @@ import torch
 import triton
 import triton.language as tl
 
-from asyncengine.kernels.cuda.packed_matmul import BIG, WARPS, ChunkedMatrix, few_form, product_of_few
+from asyncengine.kernels.cuda.packed_matmul import BIG, WARPS, ChunkedMatrix, few_form, product_of_few, read_rows
 
-_STORED = 32
-"""Outputs of a program that dequantizes what it reads."""
+_STORED, _COPIED = 32, 64
+"""Outputs of a program that dequantizes what it reads; pairs of an expert above which a copy is dequantized before."""
+_SLICE = 2**26
+"""Numbers of such a copy, of two bytes each: those of a few experts."""
 _CHUNK = 1024
 """Pairs that are looked at together while they are put in order."""
 
@@ -80,33 +82,43 @@ def multiply(
     Not `scattered`: pair p reads row p // `count` of x, and results are in the pairs' order by expert. `scattered`: x
     is in that order, and results are by pair.
     """
-    if isinstance(matrices.weight, ChunkedMatrix):
-        return _multiply_stored(x, matrices.weight, matrices.bias, placed, experts, count, gated, scattered)
-    (order, spans), (total, inputs) = placed, matrices.weight.shape
-    outputs, pairs = total // experts // (2 if gated else 1), len(order)
-    out = x.new_empty((pairs, outputs))
+    (order, spans), weight, pairs = placed, matrices.weight, len(placed[0])
     mean = pairs / min(pairs, experts)  # of those experts that have any, at least
+    stored = weight if isinstance(weight, ChunkedMatrix) else None
+    total, inputs = (
+        weight.shape if isinstance(weight, torch.Tensor) else (weight.planes.numbers.shape[1], weight.inputs)
+    )
+    outputs = total // experts // (2 if gated else 1)
+    out = x.new_empty((pairs, outputs))
+    if stored is not None and mean <= _COPIED:
+        _multiply_stored(x, stored, matrices.bias, out, placed, experts, count, gated, scattered)
+        return out
     rows = 16 if mean <= 16 else 64 if mean <= 128 else 128
     few, wide = rows == 16, x.dtype == torch.float32
     columns = (64 if few or gated or wide else 128) // (2 if few and gated else 1)
     blocks = min(pairs, (pairs + experts * (rows - 1)) // rows)
-    _multiply[(triton.cdiv(outputs, columns), blocks)](
-        x.contiguous(), matrices.weight, matrices.weight if matrices.bias is None else matrices.bias, out,
-        order, spans, outputs, inputs, count, spans.shape[1], gated, matrices.bias is not None, scattered, rows,
-        columns, (128 if few else 64) // (2 if wide else 1),
-        num_warps=4 if few else 8, num_stages=4 if few else 3,
-    )  # fmt: skip
+    each = experts if stored is None else min(experts, max(1, _SLICE // (total // experts * inputs)))
+    memory = None if stored is None else x.new_empty((total // experts * each, inputs))
+    for first in range(0, experts, each):
+        last = min(first + each, experts)
+        if stored is not None and memory is not None:
+            weight = read_rows(stored, memory[: total // experts * (last - first)], first * (total // experts))
+        _multiply[(triton.cdiv(outputs, columns), blocks)](
+            x.contiguous(), weight, weight if matrices.bias is None else matrices.bias, out,
+            order, spans, outputs, inputs, first, last, count, spans.shape[1], gated, matrices.bias is not None,
+            scattered, rows, columns, (128 if few else 64) // (2 if wide else 1),
+            num_warps=4 if few else 8, num_stages=4 if few else 3,
+        )  # fmt: skip
     return out
 
 
 def _multiply_stored(
-    x: torch.Tensor, matrix: ChunkedMatrix, bias: torch.Tensor | None, placed: tuple[torch.Tensor, torch.Tensor],
-    experts: int, count: int, gated: bool, scattered: bool,
-) -> torch.Tensor:  # fmt: skip
-    """`multiply` by matrices as they are stored."""
+    x: torch.Tensor, matrix: ChunkedMatrix, bias: torch.Tensor | None, out: torch.Tensor,
+    placed: tuple[torch.Tensor, torch.Tensor], experts: int, count: int, gated: bool, scattered: bool,
+) -> None:  # fmt: skip
+    """`multiply` by matrices as they are stored, into `out`."""
     (order, spans), (chunks, total, width) = placed, matrix.planes.numbers.shape
-    outputs, pairs = total // experts // (2 if gated else 1), len(order)
-    out = x.new_empty((pairs, outputs))
+    pairs, outputs = out.shape
     mean = pairs / min(pairs, experts)
     rows = 8 if mean <= 4 else 16 if mean <= 16 else 64 if width < 128 else 32
     form = few_form(matrix, x, rows)
@@ -116,7 +128,6 @@ def _multiply_stored(
         count, spans.shape[1], gated, scattered, rows, _STORED, *form, num_warps=WARPS,
         num_stages=3 if rows <= 16 else 2,
     )  # fmt: skip
-    return out
 
 
 def weighted_sum(made: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -165,15 +176,16 @@ def _block(spans, experts: tl.constexpr, height: tl.constexpr):
     return expert, first, tl.load(spans + experts + known)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin_expert", "end_expert"])
 def _multiply(
-    x, weight, bias, out, order, spans, outputs, inputs,
+    x, weight, bias, out, order, spans, outputs, inputs, begin_expert, end_expert,
     count: tl.constexpr, experts: tl.constexpr, gated: tl.constexpr, biased: tl.constexpr, scattered: tl.constexpr,
     height: tl.constexpr, broad: tl.constexpr, deep: tl.constexpr,
 ):  # fmt: skip
-    """One program for each block of pairs of one expert and each block of outputs."""
+    """One program for each block of pairs of one expert and each block of outputs. `weight` has the matrices of experts
+    begin_expert .. end_expert - 1; the pairs of others are left alone."""
     expert, first, end = _block(spans, experts, height)
-    if expert >= experts:
+    if (expert < begin_expert) | (expert >= end_expert):
         return
     places = first + tl.arange(0, height)
     valid = places < end
@@ -190,7 +202,12 @@ def _multiply(
     # numbers of all experts' matrices together, and of a long step's pairs, need more than 32 bits
     matrix = outputs.to(tl.int64) * inputs
     left = x + sources[:, None].to(tl.int64) * inputs + depth[None, :]
-    right = weight + expert * matrix * (2 if gated else 1) + columns[None, :].to(tl.int64) * inputs + depth[:, None]
+    right = (
+        weight
+        + (expert - begin_expert) * matrix * (2 if gated else 1)
+        + columns[None, :].to(tl.int64) * inputs
+        + depth[:, None]
+    )
     total = tl.zeros((height, broad), dtype=tl.float32)
     second = tl.zeros((height, broad), dtype=tl.float32)
     for begin in range(0, inputs, deep):

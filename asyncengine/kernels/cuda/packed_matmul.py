@@ -23,18 +23,15 @@ import torch
 import triton
 import triton.language as tl
 
-FEW, SOME = 16, 64
-"""Rows of x up to which a program multiplies all inputs, and up to which a product needs no dequantized copy."""
-_SLICE = 2**24
-"""Numbers of a weight that are dequantized at once: 32 MiB, most of which stay in a second-level cache."""
+SOME = 64
+"""Rows of x up to which a product needs no dequantized copy."""
+_INPUTS = 2**16
+"""Bytes of x that a program for them holds at once: of wide chunks, fewer rows."""
+_SLICE = 2**26
+"""Numbers of a weight that are dequantized at once, of two bytes each: 2^24 stay in a second-level cache, but take a
+sixth longer."""
 _NARROW, _TILE, WARPS = 8, 4096, 4
 """Rows of a matrix that a program dequantizes, bytes that it takes of these at once; warps of one for few rows."""
-_MANY = 8192
-"""Outputs of a matrix from which on a program for few rows makes twice as many."""
-_WIDE, _DEPTH = 64, 3
-"""Shape of a program with tensor cores: outputs, tiles that are read ahead."""
-_PROGRAMS = 528
-"""Programs that fill a GPU: four for each of 132 multiprocessors."""
 FLOATS = -1
 """The middle of numbers that are e4m3 floats."""
 BIG = 0x4B000000
@@ -204,50 +201,6 @@ def _few_rows(
     tl.store(out + at, found.to(out.dtype.element_ty), mask=(real < outputs)[:, None] & (row < rows)[None, :])
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _some_rows(
-    planes, x, out, x_stride, rows, inputs, outputs, chunks, big, each, even: tl.constexpr, most: tl.constexpr,
-    wide: tl.constexpr, tile: tl.constexpr, bits: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
-    middle: tl.constexpr,
-):  # fmt: skip
-    """float32 sums over `each` chunks, [parts, rows, outputs], of weights that are rounded to x's dtype."""
-    real = tl.program_id(0) * wide + tl.arange(0, wide)
-    output = tl.minimum(real, outputs - 1)[:, None]
-    lane = tl.arange(0, width)[None, None, :]
-    inner = tl.arange(0, tile * width)
-    row = tl.arange(0, most)[None, :]
-    given = x + tl.minimum(row, rows - 1) * x_stride
-    total = tl.zeros([wide, most], tl.float32)
-    first = tl.program_id(1) * each
-    for begin in range(first, tl.minimum(first + each, chunks), tile):
-        chunk = tl.minimum(begin + tl.arange(0, tile)[None, :], chunks - 1)
-        packed = tl.load(planes.numbers + ((chunk * outputs + output).to(tl.int64)[:, :, None] * width + lane))
-        for half in tl.static_range(8 // bits):
-            group = chunk * (8 // bits) + half
-            number = _values(planes, packed, group, output, outputs, big, half, bits, middle)
-            number = _scaled(planes, number, 1.0, group, output, outputs, width, block).to(x.dtype.element_ty)
-            place = (((begin + inner // width) * (8 // bits) + half) * width + inner % width)[:, None]
-            own = tl.load(given + place) if even else tl.load(given + place, mask=place < inputs, other=0.0)
-            total += tl.dot(tl.reshape(number, [wide, tile * width]), own)
-    total *= tl.load(planes.row_scales + output)
-    at = (tl.program_id(1) * rows + row).to(tl.int64) * outputs + real[:, None]
-    tl.store(out + at, total, mask=(real[:, None] < outputs) & (row < rows))
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _join(parts, out, bias, out_stride, rows, outputs, count: tl.constexpr, wide: tl.constexpr):
-    """Sums of parts, in their order, in the type of `out`."""
-    output = tl.program_id(0) * wide + tl.arange(0, wide)
-    row = tl.program_id(1)
-    there = output < outputs
-    found = tl.zeros([wide], tl.float32)
-    for part in tl.static_range(count):
-        found += tl.load(parts + ((part * rows + row).to(tl.int64) * outputs + output), mask=there, other=0.0)
-    if bias is not None:
-        found += tl.load(bias + output, mask=there, other=0.0).to(tl.float32)
-    tl.store(out + (row.to(tl.int64) * out_stride + output), found.to(out.dtype.element_ty), mask=there)
-
-
 @triton.jit(do_not_specialize=["rows", "first"])
 def _dequantize(
     planes, ids, out, first, rows, inputs, outputs, chunks, big, narrow: tl.constexpr, tile: tl.constexpr,
@@ -299,10 +252,10 @@ class FewForm(NamedTuple):
     high: str
 
 
-def few_form(matrix: ChunkedMatrix, x: torch.Tensor, rows: int = 1) -> FewForm:
+def few_form(matrix: ChunkedMatrix, x: torch.Tensor, rows: int) -> FewForm:
     """Constants for a matrix and such an x, of which a program multiplies `rows`."""
     width, codes = matrix.planes.numbers.shape[2], ("", "")
-    tile = WARPS * max(1, 64 // width if rows <= FEW else 1)
+    tile = WARPS * max(1, 64 // width if rows <= 16 else 1)
     if x.is_cuda and matrix.middle != FLOATS:  # Triton's interpreter knows no PTX
         codes = unpacking(x.dtype == torch.bfloat16, matrix.bits, matrix.middle, matrix.table)
     even = matrix.inputs % (8 // matrix.bits * width * tile) == 0
@@ -350,9 +303,10 @@ def unpacking(brain: bool, bits: int, middle: int, table: tuple[int, ...]) -> tu
     return f"{{ .reg .b32 s, t, u, v, w; {low} }}", f"{{ .reg .b32 s, t, u, v, w; {high} }}"
 
 
-def width_of(rows: int, outputs: int) -> int:
-    """Outputs that a program makes of so few rows."""
-    return 32 if outputs >= _MANY else 16
+def few_enough(matrix: ChunkedMatrix, rows: int) -> bool:
+    """Whether one kernel multiplies so many rows, without a dequantized copy."""
+    each = triton.next_power_of_2(max(rows, 1)) * WARPS * matrix.planes.numbers.shape[2] * (16 // matrix.bits)
+    return rows <= SOME and each <= _INPUTS
 
 
 def multiply(
@@ -360,31 +314,19 @@ def multiply(
 ) -> torch.Tensor:
     """`out` [rows, outputs] = x W^T + bias. Both have neighbours along their last dimension; rows may lie apart.
 
-    `out` may be float32 for x of another dtype where there are at most `SOME` rows.
+    `out` may be float32 for x of another dtype where there are `few_enough` rows.
     """
-    planes, inputs, bits, block, middle, _ = matrix
-    rows, (chunks, outputs, width) = len(x), planes.numbers.shape
-    if rows > SOME:
+    rows, (chunks, outputs, _) = len(x), matrix.planes.numbers.shape
+    if not few_enough(matrix, rows):
         return _many_rows(x, matrix, out, bias)
-    if 0 < rows <= FEW:
-        wide, form = width_of(rows, outputs), few_form(matrix, x)
+    if rows:
+        most = max(8, triton.next_power_of_2(rows))
+        wide = 16 if most <= 16 else 32
+        form = few_form(matrix, x, most)
         _few_rows[(triton.cdiv(outputs, wide),)](
-            planes, x, out, bias, x.stride(0), out.stride(0), rows, inputs, outputs, chunks, BIG, form.even,
-            max(8, triton.next_power_of_2(rows)), wide, *form[1:], num_warps=WARPS, num_stages=_DEPTH,
+            matrix.planes, x, out, bias, x.stride(0), out.stride(0), rows, matrix.inputs, outputs, chunks, BIG,
+            form.even, most, wide, *form[1:], num_warps=WARPS, num_stages=3 if most <= 16 else 2,
         )  # fmt: skip
-    elif rows:
-        blocks, tile = triton.cdiv(outputs, _WIDE), max(1, 128 // width)
-        tiles = triton.cdiv(chunks, tile)
-        each = tile * triton.cdiv(tiles, max(1, min(8, tiles // 2, _PROGRAMS // blocks)))
-        count = triton.cdiv(chunks, each)
-        even = inputs % (8 // bits * width * tile) == 0
-        parts = torch.empty((count, rows, outputs), dtype=torch.float32, device=x.device)
-        _some_rows[blocks, count](
-            planes, x, parts, x.stride(0), rows, inputs, outputs, chunks, BIG, each, even,
-            max(16, triton.next_power_of_2(rows)), _WIDE, tile, bits, width, block, middle, num_warps=4,
-            num_stages=_DEPTH if rows <= 32 else 2,
-        )  # fmt: skip
-        _join[triton.cdiv(outputs, 1024), rows](parts, out, bias, out.stride(0), rows, outputs, count, 1024)
     return out
 
 

@@ -190,7 +190,8 @@ def _lora_expand(
         total = tl.dot(_sums(lines, r, rank, apart, parts).to(b.dtype.element_ty), factor, input_precision="ieee")
         for first in range(ranks, rank, ranks):
             r = first + tl.arange(0, ranks)
-            factor = tl.load(lines_b + r[:, None].to(tl.int64) * outputs * unit, mask=(r < rank)[:, None] & (n < right))
+            inside = (r < rank)[:, None] & (n < right)
+            factor = tl.load(lines_b + r[:, None].to(tl.int64) * outputs * unit, mask=inside, other=0.0)
             own = _sums(lines, r, rank, apart, parts).to(b.dtype.element_ty)
             total = tl.dot(own, factor, total, input_precision="ieee")
         at = y + row.to(tl.int64) * y_step * step + n

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an 
 SLOTS = 6
 RANKS = {0: 16, 1: 3, 2: 40, 4: 8}
 """Of the slots that hold something."""
-NEAR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+NEAR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 CUDA = torch.device("cuda")
 PLACES = {"one": Place(1024, (("o", 2048),)), "merged": Place(768, (("q", 512), ("k", 256), ("v", 136)))}
 
@@ -40,7 +40,7 @@ def slots_of(rows: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", NEAR)
-@pytest.mark.parametrize("rows", [1, 3, 8, 40, 300])
+@pytest.mark.parametrize("rows", [3, 40, 300])
 @pytest.mark.parametrize("place", PLACES)
 def test_kernels_give_what_torch_gives(place: str, rows: int, dtype: torch.dtype) -> None:
     at, made = PLACES[place], []

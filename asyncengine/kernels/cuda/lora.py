@@ -32,9 +32,9 @@ from asyncengine.kernels.cuda.launching import Launcher, starts_early
 _FEW, _A, _READ = 8, 2**17, 2**23
 """Most rows of the form for a few; the most numbers of A that one of its programs reads, and that all read."""
 _AT_ONCE, _WIDE = 2**14, 128
-"""Numbers of A that such a program reads at once; outputs of a program of either form."""
-_SHARE, _PARTS = 512, 8
-"""Inputs of a part of x A^T, as long as there are no more than so many parts."""
+"""Numbers of A that such a program reads at once; outputs that a program makes, or half of them."""
+_SHARES, _PARTS = {16: 512, 64: 2048}, 8
+"""Inputs of a part of x A^T by the height of tiles, as long as there are no more than so many parts."""
 _NUMBERS = ["x_step", "y_step", "inputs", "outputs", "rank"]
 
 
@@ -89,6 +89,8 @@ def _lora_few(
         gdc_launch_dependents()
         gdc_wait()
     if real:
+        at = y + row.to(tl.int64) * y_step * step + n
+        found = tl.load(at, mask=n < right, other=0.0).to(tl.float32)  # sooner than the sums that it waits for
         total = tl.zeros([ranks, deep], tl.float32)
         for chunk in tl.static_range(chunks):
             k = chunk * deep + tl.arange(0, deep)
@@ -96,9 +98,7 @@ def _lora_few(
                 down = tl.load(lines + k[None, :], mask=own & (k < inner)[None, :], other=0.0)
             values = tl.load(x + row.to(tl.int64) * x_step * step + k, mask=k < inner, other=0.0)
             total += down.to(tl.float32) * values.to(tl.float32)[None, :]
-        at = y + row.to(tl.int64) * y_step * step + n
-        found = tl.sum(up.to(tl.float32) * tl.sum(total, 1)[:, None], 0)
-        found += tl.load(at, mask=n < right, other=0.0).to(tl.float32)
+        found += tl.sum(up.to(tl.float32) * tl.sum(total, 1)[:, None], 0)
         tl.store(at, found.to(y.dtype.element_ty), mask=n < right)
 
 
@@ -138,9 +138,9 @@ def _lora_shrink(
         gdc_wait()
         gdc_launch_dependents()  # not sooner: the next kernel looks at the tiles before it waits
     tile, inner = tl.program_id(0), inputs * unit
-    slot, each = tl.load(slots + tile).to(tl.int64), tl.arange(0, height)
+    each = tl.arange(0, height)
+    slot, row = tl.load(slots + tile).to(tl.int64), tl.load(rows + tile * height + each)[:, None]
     if slot >= 0:
-        row = tl.load(rows + tile * height + each)[:, None]
         column = (tl.program_id(1) * broad + tl.arange(0, broad))[None, :]
         left, right = x + row.to(tl.int64) * x_step * step, a + (slot * columns + column) * inner
         first = tl.program_id(2) * share * deep
@@ -184,6 +184,8 @@ def _lora_expand(
         gdc_launch_dependents()
         gdc_wait()
     if real:
+        at, there = y + row.to(tl.int64) * y_step * step + n, (row >= 0) & (n < right)
+        before = tl.load(at, mask=there, other=0.0).to(tl.float32)
         columns = tl.num_programs(2) * rank
         lines = down + (tile * height + each)[:, None].to(tl.int64) * columns + part * rank
         apart = tl.num_programs(0).to(tl.int64) * height * columns
@@ -194,10 +196,7 @@ def _lora_expand(
             factor = tl.load(lines_b + r[:, None].to(tl.int64) * outputs * unit, mask=inside, other=0.0)
             own = _sums(lines, r, rank, apart, parts).to(b.dtype.element_ty)
             total = tl.dot(own, factor, total, input_precision="ieee")
-        at = y + row.to(tl.int64) * y_step * step + n
-        there = (row >= 0) & (n < right)
-        total += tl.load(at, mask=there, other=0.0).to(tl.float32)
-        tl.store(at, total.to(y.dtype.element_ty), mask=there)
+        tl.store(at, (before + total).to(y.dtype.element_ty), mask=there)
 
 
 _few, _shrunk, _expanded = (Launcher(kernel) for kernel in (_lora_few, _lora_shrink, _lora_expand))
@@ -236,16 +235,17 @@ def add_deltas(
         return
     own, columns, deep = tiles(), parts * rank, 256 // x.element_size()
     count, height = own.rows.shape
-    share = max(_SHARE // deep, -(-inputs // (_PARTS * deep)))
+    share = max(_SHARES[height] // deep, -(-inputs // (_PARTS * deep)))
     shares = -(-inputs // (share * deep))
     down = x.new_empty((shares, count, height, columns), dtype=torch.float32)
+    wide = _WIDE if widest <= 4096 else 2 * _WIDE
     broad = min(32 if height == 16 else 64, max(16, triton.next_power_of_2(columns)))
     _shrunk(
         (count, -(-columns // broad), shares), (x, a, *own, down), (apart[0], inputs // unit, columns, share),
         (step, unit, height, broad, deep, early), num_warps=4, num_stages=3,
     )  # fmt: skip
     _expanded(
-        (count, blocks, parts), (down, b, begins, *own, y), (apart[1], outputs // unit, rank),
-        (step, unit, height, min(64, max(16, ranks)), _WIDE, shares, early),
+        (count, -(-widest // wide), parts), (down, b, begins, *own, y), (apart[1], outputs // unit, rank),
+        (step, unit, height, min(64, max(16, ranks)), wide, shares, early),
         num_warps=4 if height == 16 else 8, num_stages=1,
     )  # fmt: skip

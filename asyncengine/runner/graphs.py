@@ -45,6 +45,7 @@ from asyncengine.runner.step_buffers import (
     STATE_TARGET,
     DecodeStep,
 )
+from asyncengine.sampling.sampler import Sampler
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepAdapters, LoneTokens], torch.Tensor]
 """(input_ids [T], positions [T], logit rows [N], adapters, states that move) -> logits [N, vocab]."""
@@ -172,15 +173,16 @@ class DecodeGraphs:
         sizes: Sequence[int],
         max_num_seqs: int,
         capture: Capture,
-        sampler: Any = None,
+        sampler: Sampler | None = None,
         num_states: int = 0,
     ) -> None:
-        """`sampler`: a `sampling.device_sampler.DeviceSampler`; None: graphs end with the logits. `num_states`: slots
-        of recurrent states; those of padding rows go behind them."""
+        """`sampler`: graphs end with the logits where it is None or has nothing `on_device`. `num_states`: slots of
+        recurrent states; those of padding rows go behind them."""
         self._forward = forward
         self._backend = backend
         self._capture = capture
-        self._sampler = sampler
+        self._sampler: Any = None if sampler is None else sampler.on_device
+        self._tables = None if sampler is None else sampler.tables
         self.sizes = sorted(sizes)
         most = self.sizes[-1]
         self._front = (max_num_seqs + 2) // 2 * 2
@@ -215,11 +217,6 @@ class DecodeGraphs:
         self.seconds = 0.0
         """Spent capturing."""
 
-    @property
-    def samples(self) -> bool:
-        """Whether the graphs sample."""
-        return self._sampler is not None
-
     def capture_all(self, report: Callable[[], None] = lambda: None) -> None:
         """Capture every size, largest first, so that smaller graphs find their memory in the pool; `report` after
         each."""
@@ -230,8 +227,8 @@ class DecodeGraphs:
             report()
         if self._sampler is not None:
             chosen = self.split(self.sampled, self.sizes[-1] + 1)
-            fixed = self._backend.memory, self._logits, self.input_ids, chosen, self.last_token, self._sampler
-            self.processed = ProcessedRows(*fixed)
+            fixed = self._backend.memory, self._logits, self.input_ids, chosen, self.last_token
+            self.processed = ProcessedRows(*fixed, self._sampler, self._tables)
             self.processed.capture_all(self._capture)
         self._adapted.capture_all(self.sizes, report)
 

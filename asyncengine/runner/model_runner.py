@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -20,7 +20,6 @@ from asyncengine.device.pinned import Int64Array
 from asyncengine.device.plain_thread import is_plain_thread
 from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
 from asyncengine.errors import UnsupportedModel
-from asyncengine.kernels.cuda.row_numbers import MASK
 from asyncengine.kernels.elsewhere import elsewhere
 from asyncengine.layers.fused import MOST_TOKENS
 from asyncengine.layers.states import LoneTokens, StatePools, StateSegments, state_step
@@ -34,16 +33,14 @@ from asyncengine.runner.graphs import Capture, DecodeGraphs
 from asyncengine.runner.images import ImageRows, ImageStore
 from asyncengine.runner.page_memory import CpuPageMemory
 from asyncengine.runner.parts import launch_in_parts
-from asyncengine.runner.pending import PendingStep
-from asyncengine.runner.processed_rows import ProcessedRows
+from asyncengine.runner.pending import PendingStep, every_place
 from asyncengine.runner.prompt_graphs import Pieces, PromptGraphs, may_be_cut
 from asyncengine.runner.step_buffers import NEXT, SLOT, FlatStep, Step, StepBuffers
-from asyncengine.sampling.logprobs import token_logprobs
 from asyncengine.sampling.masks import AwaitedToken, FilledMasks, MaskFiller, StepMasks, UnreadStep
 from asyncengine.sampling.sampler import Sampled, Sampler
 from asyncengine.speculation.draft_model import DraftModel
 from asyncengine.stats import ThreadStats
-from asyncengine.step import Batch, Row, StepHandle, StepResult, sampling_places
+from asyncengine.step import Batch, Row, StepHandle, StepResult
 
 if TYPE_CHECKING:
     from asyncengine.config import EngineConfig
@@ -133,10 +130,8 @@ class ModelRunner:
         self._lora = lora
         self._images = images
         self._masks = MaskFiller(model.vocab_size, model.device)
-        self._unfinished: UnreadStep | None = None
-        """The step whose reader launches what is left of the one behind it."""
-        self._awaited: dict[int, AwaitedToken] = {}
-        """Slot -> the token of the last constrained row that was launched for it."""
+        self._unfinished: UnreadStep | None = None  # whose reader launches what is left of the step behind it
+        self._awaited: dict[int, AwaitedToken] = {}  # by slot, of the last constrained row that was launched for it
         self._sampler = Sampler(max_num_seqs, model.vocab_size, model.device)
         self._states: StatePools | None = None
         if num_states:
@@ -183,15 +178,11 @@ class ModelRunner:
     def _masks_later(self, rows: Sequence[Row]) -> bool:
         """Whether a launch does not wait for the masks of these rows, some of which have one: a graph's forward does
         not, and nothing of another step is left to be launched."""
-        if self._graphs is None or not self._graphs.samples or self._unfinished is not None:
+        if self._graphs is None or self._graphs.processed is None or self._unfinished is not None:
             return False
-        return len(rows) <= self._graphs.sizes[-1] and all(
-            row.num_scheduled == 1
-            and row.samples
-            and not row.spec.params.logprobs
-            and (row.state is None or not row.state.saves)
-            for row in rows
-        )
+        if any(row.spec.params.logprobs or (row.state is not None and row.state.saves) for row in rows):
+            return False
+        return len(rows) <= self._graphs.sizes[-1] and all(row.num_scheduled == 1 and row.samples for row in rows)
 
     def prepare_update(self, weights: WeightSource, config: EngineConfig, partial: bool) -> Callable[[], None]:
         """Check other weights, and return the call that writes them while no step runs. May be called from any thread.
@@ -257,7 +248,7 @@ class ModelRunner:
             chosen = logits if every else logits[upload(step.sample_logits, self._device)]
             sampled = self._sample(pending, chosen, masks)
         for index, first, last in step.prompt_spans:
-            self._score_prompt(pending, index, logits[first:last])
+            pending.score_prompt(index, logits[first:last])
         if sampled is not None:
             self._keep(pending, sampled)
 
@@ -279,10 +270,14 @@ class ModelRunner:
         if logits is None:
             return False
         pending.sampling, pending.places = range(len(rows)), rows
-        finish = partial(self._choose_and_read, pending, graphs, logits, step.numbers, processed, scored, masks)
-        before = None if masks is None or scored.size or not graphs.samples else masks.unread
-        if before is None:
-            finish()
+        before: UnreadStep | None = None
+        if graphs.processed is None:
+            self._keep(pending, self._sample(pending, logits, masks))
+        else:
+            finish = partial(self._choose_and_read, pending, graphs, logits, step.numbers, processed, scored, masks)
+            before = None if masks is None or scored.size else masks.unread
+            if before is None:
+                finish()
         pending.readback.send()
         if before is not None:  # matchers wait for the tokens of the step before: this thread need not
             self._unfinished = before
@@ -306,15 +301,12 @@ class ModelRunner:
         """Choose for the rows of a graph's step whose logits are processed, and have all tokens read."""
         rows = pending.places
         try:
-            changed: Collection[int] = processed.tolist()
-            if not graphs.samples:
-                changed = self._sample_again(pending, graphs, logits, masks)
-            elif processed.size:
+            if processed.size:
                 assert graphs.processed is not None
-                self._process(pending, graphs, graphs.processed, numbers[:, processed], processed, masks)
-            self._score(pending, scored.tolist(), logits, graphs.sampled)
+                pending.filled = graphs.processed.choose(rows, numbers, processed, masks)
+            pending.score(scored.tolist(), logits, graphs.sampled)
             arrived = pending.readback.fetch_now(graphs.sampled)
-            pending.sampled = Sampled(*graphs.split(arrived, len(rows)), changed)
+            pending.sampled = Sampled(*graphs.split(arrived, len(rows)), processed.tolist())
         except BaseException:  # for want of memory: the step is launched again, with the tokens it had
             graphs.restore()
             for slot in numbers[SLOT, processed].tolist():  # who knows whether tokens have been counted
@@ -374,11 +366,12 @@ class ModelRunner:
         """Run decode steps of up to the largest of `sizes` rows as graphs, captured now; `report` after each."""
         with torch.inference_mode(), on_device(self._device):
             backend, slots = cast(FlashInferBackend, self._backend), len(self._last_token) - 1
-            sampler = self._sampler.on_device
-            graphs = DecodeGraphs(self._compute, backend, self._lora, sizes, slots, capture, sampler, self.num_states)
+            graphs = DecodeGraphs(
+                self._compute, backend, self._lora, sizes, slots, capture, self._sampler, self.num_states
+            )
             graphs.capture_all(report)
         self._graphs, self._last_token = graphs, graphs.last_token
-        self._masks.threaded = not graphs.samples
+        self._masks.threaded = graphs.processed is None
         return graphs
 
     @property
@@ -436,57 +429,14 @@ class ModelRunner:
     def _sample(self, pending: PendingStep, logits: torch.Tensor, masks: StepMasks | None) -> torch.Tensor:
         """int64 tokens of the sampling rows, from the logits of each, on the device. Everything that is made of them
         goes into `pending`."""
-        rows = _sampling_places(pending.batch, pending.sampling)
+        rows = every_place(pending.batch, pending.sampling)
         filled = FilledMasks.none() if masks is None else masks.wait(pending.sampling)
         sampled = self._sampler.sample(rows, logits, filled, self._last_token)
         pending.filled, pending.places = filled, rows
         pending.sampled = sampled.fetch(pending.readback)
         wanted = [place for place, row in enumerate(rows) if row.spec.params.logprobs]
-        self._score(pending, wanted, logits, sampled.tokens)
+        pending.score(wanted, logits, sampled.tokens)
         return sampled.tokens
-
-    def _process(
-        self, pending: PendingStep, graphs: DecodeGraphs, rows: ProcessedRows, own: Int64Array, places: Int64Array,
-        masks: StepMasks | None,
-    ) -> None:  # fmt: skip
-        """Choose again for the rows at `places`, with `own` of a decode step's numbers, by a graph."""
-        count = 0 if masks is None else masks.count
-        packed = rows.take(len(places), count)
-        if masks is not None:
-            pending.filled = masks.wait(pending.sampling, packed)
-        chosen = [pending.places[place] for place in places.tolist()]
-        numbers, kept = self._sampler.tables.numbers(
-            chosen, own[SLOT], own[NEXT], places, graphs.input_ids, decodes=True
-        )
-        numbers[MASK, np.searchsorted(places, pending.filled.places)] = pending.filled.kept
-        rows.run(numbers, count)
-        del kept  # not before the kernels are queued
-
-    def _sample_again(
-        self, pending: PendingStep, graphs: DecodeGraphs, logits: torch.Tensor, masks: StepMasks | None
-    ) -> Collection[int]:
-        """Sample for all rows of a step whose graph does not. Returns the places whose logits were changed."""
-        if masks is not None:
-            pending.filled = masks.wait(pending.sampling)
-        sampled = self._sampler.sample(pending.places, logits, pending.filled, self._last_token)
-        tokens, best = graphs.split(graphs.sampled, len(pending.places))
-        tokens.copy_(sampled.tokens)
-        best.copy_(sampled.best)
-        slots = np.array([row.slot for row in pending.places], dtype=np.int64)
-        self._last_token.index_copy_(0, upload(slots, self._device), sampled.tokens)
-        return sampled.processed
-
-    def _score(self, pending: PendingStep, places: list[int], logits: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Log-probabilities of the sampled tokens at `places`."""
-        if not places:
-            return
-        rows = [pending.places[place] for place in places]
-        index = upload(np.array(places, dtype=np.int64), self._device)
-        found = token_logprobs(logits[index], tokens[index], max(row.spec.params.top_logprobs for row in rows))
-        pending.logprobs = places, found.fetch(pending.readback)
-        for place, row in zip(places, rows, strict=True):
-            if row.grammar is not None:
-                pending.steerable[place] = pending.readback.fetch(logits[place].clone())
 
     def _keep(self, pending: PendingStep, tokens: torch.Tensor) -> None:
         """Store the state that later steps build on, once all memory for this one is taken: a step that is launched
@@ -509,19 +459,3 @@ class ModelRunner:
         for place in filled.places:
             token = AwaitedToken(pending)
             pending.awaited[place] = self._awaited[rows[sampling[place]].slot] = token
-
-    def _score_prompt(self, pending: PendingStep, index: int, logits: torch.Tensor) -> None:
-        row = pending.batch.rows[index]
-        finite = torch.isfinite(logits.amax(dim=-1)).all()
-        following = row.tokens[row.start + 1 : row.start + 1 + logits.shape[0]]
-        targets = upload(np.array(following, dtype=np.int64), self._device)
-        found = token_logprobs(logits, targets, row.spec.params.top_logprobs)
-        pending.prompts.append((index, pending.readback.fetch(finite), found.fetch(pending.readback)))
-
-
-def _sampling_places(batch: Batch, sampling: Sequence[int]) -> list[Row]:
-    """The row of each sampled token, as one that samples this token alone."""
-    rows = batch.rows
-    if len(set(sampling)) == len(sampling):
-        return [rows[index] for index in sampling]
-    return [place for index in dict.fromkeys(sampling) for place in sampling_places(rows[index])]

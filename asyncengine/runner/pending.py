@@ -7,14 +7,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from asyncengine.device.transfer import Readback
+from asyncengine.device.transfer import Readback, upload
 from asyncengine.pooling.pool import Pooler, Span
 from asyncengine.sampling.logprobs import LogprobTensors, token_logprobs
 from asyncengine.sampling.masks import AwaitedToken, FilledMasks, grammar_failed
 from asyncengine.sampling.sampler import NON_FINITE, Sampled
-from asyncengine.step import Batch, ConstrainedToken, Row, StepResult, TokenLogprob
+from asyncengine.step import Batch, ConstrainedToken, Row, StepResult, TokenLogprob, sampling_places
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +85,27 @@ class PendingStep:
                 self.following = work
                 return
         work()
+
+    def score(self, places: list[int], logits: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Have log-probabilities computed of the sampled tokens at `places`."""
+        if not places:
+            return
+        rows = [self.places[place] for place in places]
+        index = upload(np.array(places, dtype=np.int64), logits.device)
+        found = token_logprobs(logits[index], tokens[index], max(row.spec.params.top_logprobs for row in rows))
+        self.logprobs = places, found.fetch(self.readback)
+        for place, row in zip(places, rows, strict=True):
+            if row.grammar is not None:
+                self.steerable[place] = self.readback.fetch(logits[place].clone())
+
+    def score_prompt(self, index: int, logits: torch.Tensor) -> None:
+        """The same of the prompt tokens that follow those of the row at `index`."""
+        row = self.batch.rows[index]
+        finite = torch.isfinite(logits.amax(dim=-1)).all()
+        following = row.tokens[row.start + 1 : row.start + 1 + logits.shape[0]]
+        targets = upload(np.array(following, dtype=np.int64), logits.device)
+        found = token_logprobs(logits, targets, row.spec.params.top_logprobs)
+        self.prompts.append((index, self.readback.fetch(finite), found.fetch(self.readback)))
 
     def _read(self) -> StepResult:
         result = StepResult(self.batch.step, [-1] * len(self.batch.rows))
@@ -213,3 +235,11 @@ def _agreed(drafts: Sequence[int], tokens: Sequence[int]) -> int:
         if drafts[count] != tokens[count]:
             return count
     return most
+
+
+def every_place(batch: Batch, sampling: Sequence[int]) -> list[Row]:
+    """The row of each sampled token, as one that samples this token alone."""
+    rows = batch.rows
+    if len(set(sampling)) == len(sampling):
+        return [rows[index] for index in sampling]
+    return [place for index in dict.fromkeys(sampling) for place in sampling_places(rows[index])]

@@ -7,6 +7,7 @@ pinned memory, into which grammars write their masks (`take`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,9 @@ from numpy.typing import NDArray
 
 from asyncengine.device.pinned import DeviceMemory, FixedInputs, Int64Array
 from asyncengine.kernels.cuda.row_numbers import MASK, NUMBERS, PLACE, POSITION, SLOT
+from asyncengine.runner import step_buffers
+from asyncengine.sampling.masks import FilledMasks, StepMasks
+from asyncengine.step import Row
 
 if TYPE_CHECKING:
     from asyncengine.runner.graphs import Capture, Graph
@@ -26,12 +30,13 @@ class ProcessedRows:
 
     def __init__(
         self, memory: DeviceMemory, logits: torch.Tensor, inputs: torch.Tensor,
-        chosen: tuple[torch.Tensor, torch.Tensor], last_token: torch.Tensor, sampler: Any,
+        chosen: tuple[torch.Tensor, torch.Tensor], last_token: torch.Tensor, sampler: Any, tables: Any,
     ) -> None:  # fmt: skip
-        """What a step's graph leaves, with one place to spare: logits [most + 1, vocab], inputs int64 [most + 1], and
-        (tokens, largest logits) [most + 1], of which those of processed rows are replaced, like `last_token`."""
+        """A step's graph leaves, with one place to spare, logits [most + 1, vocab], inputs int64 [most + 1], and
+        (tokens, largest logits) [most + 1], of which those of processed rows are replaced, like `last_token`.
+        `sampler`: a `DeviceSampler`; `tables`: `SlotTables`."""
         self._logits, self._inputs, self._chosen, self._last_token = logits, inputs, chosen, last_token
-        self._sampler = sampler
+        self._sampler, self._tables = sampler, tables
         self._most, vocab = len(logits) - 1, logits.shape[1]
         self._words = -(-vocab // 32)
         self._memory = FixedInputs(memory, self._most * (2 * NUMBERS + self._words))
@@ -51,6 +56,21 @@ class ProcessedRows:
             self.take(size, 0)
             self._send(size, self._padding[:, :0], 0)
             self._graphs[size] = capture(partial(self._choose, size))
+
+    def choose(self, rows: Sequence[Row], own: Int64Array, places: Int64Array, masks: StepMasks | None) -> FilledMasks:
+        """Choose again for those at `places` of a decode step's rows, whose numbers are `own`. Returns the masks."""
+        count, filled = 0, FilledMasks.none()
+        packed = self.take(len(places), 0 if masks is None else masks.count)
+        if masks is not None:
+            count, filled = masks.count, masks.wait(range(len(rows)), packed)
+        chosen, own = [rows[place] for place in places.tolist()], own[:, places]
+        numbers, kept = self._tables.numbers(
+            chosen, own[step_buffers.SLOT], own[step_buffers.NEXT], places, self._inputs, decodes=True
+        )
+        numbers[MASK, np.searchsorted(places, filled.places)] = filled.kept
+        self.run(numbers, count)
+        del kept  # not before the kernels are queued
+        return filled
 
     def take(self, rows: int, masks: int) -> NDArray[np.int32]:
         """int32 [masks, ceil(vocab / 32)] that holds anything: `run` for so many rows sends masks from there."""

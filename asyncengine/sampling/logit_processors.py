@@ -12,22 +12,8 @@ import torch
 
 from asyncengine.device.pinned import Int64Array
 from asyncengine.device.transfer import send, upload
+from asyncengine.kernels.cuda import row_numbers as n
 from asyncengine.kernels.cuda import triton_missing
-from asyncengine.kernels.cuda.row_numbers import (
-    BIASED,
-    COUNT,
-    COUNTS,
-    FREQUENCY,
-    MASK,
-    NUM_STOPS,
-    NUMBERS,
-    PLACE,
-    POSITION,
-    PRESENCE,
-    PROMPT,
-    REPETITION,
-    SLOT,
-)
 from asyncengine.sampling.masks import FilledMasks, apply_masks
 from asyncengine.sampling.penalties import PenaltyTable
 from asyncengine.sampling.slot_params import SlotParams
@@ -35,7 +21,7 @@ from asyncengine.step import Row
 
 
 class SlotTables:
-    """What the processors of each slot's request need on the device, and numbers of rows that say where it lies."""
+    """Tables of each slot's request on the device, and numbers of rows that tell kernels where they lie."""
 
     def __init__(self, params: SlotParams, vocab_size: int, device: torch.device) -> None:
         max_num_seqs = len(params.temperature)
@@ -69,31 +55,31 @@ class SlotTables:
         token each, and the kernels know it: `last_token` is by place.
         """
         params = self._params
-        numbers = np.zeros((NUMBERS, len(slots)), dtype=np.int64)
-        numbers[[SLOT, POSITION, PLACE]], numbers[MASK] = (slots, positions, places), -1
+        numbers = np.zeros((n.NUMBERS, len(slots)), dtype=np.int64)
+        numbers[[n.SLOT, n.POSITION, n.PLACE]], numbers[n.MASK] = (slots, positions, places), -1
         kept: list[torch.Tensor] = []
         penalized = np.flatnonzero(params.penalized[slots])
         if penalized.size:
             own = slots[penalized]
-            numbers[[REPETITION, FREQUENCY, PRESENCE]] = (
+            numbers[[n.REPETITION, n.FREQUENCY, n.PRESENCE]] = (
                 np.stack((params.repetition[slots], params.frequency[slots], params.presence[slots]))
                 .astype(np.float64)
                 .view(np.int64)
             )
             if decodes:
                 found, ready = self.penalties.counting(own, positions[penalized], params.prompt_len[own])
-                numbers[PROMPT, penalized], numbers[COUNTS, penalized] = found
-                numbers[COUNT, penalized] = ready
-            for place in penalized[numbers[COUNT, penalized] == 0].tolist():
+                numbers[n.PROMPT, penalized], numbers[n.COUNTS, penalized] = found
+                numbers[n.COUNT, penalized] = ready
+            for place in penalized[numbers[n.COUNT, penalized] == 0].tolist():
                 seen = self.penalties.seen(rows[place], last_token, int(places[place]) if decodes else None)
-                numbers[[PROMPT, COUNTS], place] = [tensor.data_ptr() for tensor in seen]
+                numbers[[n.PROMPT, n.COUNTS], place] = [tensor.data_ptr() for tensor in seen]
                 kept += seen
         held = positions < params.held_until[slots]
         for place in np.flatnonzero(held | params.biased[slots]).tolist():
             if rows[place].slot not in self._ids:
                 self._write(rows[place])
-        numbers[BIASED : NUM_STOPS + 1] = self._places[:, slots]
-        numbers[NUM_STOPS] *= held
+        numbers[n.BIASED : n.NUM_STOPS + 1] = self._places[:, slots]
+        numbers[n.NUM_STOPS] *= held
         return numbers, kept
 
     def _write(self, row: Row) -> None:
@@ -153,7 +139,7 @@ class LogitProcessors:
         slots = np.array([row.slot for row in self._rows], dtype=np.int64)
         positions = np.array([row.start + row.num_scheduled for row in self._rows], dtype=np.int64)
         numbers, counted = tables.numbers(self._rows, slots, positions, np.arange(len(slots)), last_token)
-        numbers[MASK, self._masks.places] = np.arange(len(self._masks.places))
+        numbers[n.MASK, self._masks.places] = np.arange(len(self._masks.places))
         masks = send(self._masks.packed, logits.device)
         processed = torch.empty(logits.shape, device=logits.device)
         process_logits(logits, processed, upload(numbers, logits.device), masks, -(-logits.shape[1] // 32), last_token)

@@ -63,7 +63,7 @@ class FilledMasks:
     discarded: list[int]
     """Index among the sampled tokens of those whose input was not what they were launched for."""
     kept: Sequence[int] = ()
-    """Where masks were filled into memory that was given: index there of each place's mask; `packed` is empty then."""
+    """Index of each place's mask in the memory that was given for them; `packed` is empty then."""
 
     def among(self, places: Sequence[int]) -> FilledMasks:
         """The same by index among these of the tokens, which have all the masks."""
@@ -179,7 +179,7 @@ class MaskFiller:
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.words = -(-vocab_size // 32)
-        """Of a mask."""
+        """The words of a mask."""
         self.threaded = device.type == "cpu"
         """False: `StepMasks.wait` fills."""
         self._jobs: queue.SimpleQueue[StepMasks | None] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""Pictures of a request as plain data: their place in the prompt, their identity, and their positions.
+"""Pictures of a request as plain data: their place in the prompt, and their identity.
 
 A picture is its content: in the place of the placeholders that the model sees, everybody who compares tokens (radix
 tree, frontiers, routing, speculation) sees negative ids made of the picture's digest and of an index. Python's integers
@@ -10,11 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from typing import Any, NamedTuple
 
 DIGEST_BYTES = 16
 _INDEX_BITS = 32
@@ -32,7 +28,7 @@ class PromptImage:
     nbytes: int
     """Bytes of these."""
     pixels: Callable[[], Mapping[str, Any]]
-    """What the tower is given, by the names of its arguments. May take long: called when it is encoded, if it is."""
+    """Arguments of the vision tower, by name. May take long: called when it is encoded, if it is."""
     grid: tuple[int, int] | None = None
     """(rows, columns) of its hidden states, where positions have three axes; None: it is counted like text."""
 
@@ -75,31 +71,3 @@ def without_identity(prompt: Sequence[int], images: Sequence[ImageSpan]) -> tupl
     for span in images:
         tokens[span.first : span.end] = [span.token] * span.length
     return tuple(tokens)
-
-
-def axes_of(images: Sequence[ImageSpan], start: int, end: int) -> NDArray[np.int64]:
-    """[3, end - start] positions in time, rows and columns of the tokens [start, end) (M-RoPE, Wang et al. 2024).
-
-    A picture is one moment; its rows and columns count from where the text before it ends, and the text behind it goes
-    on after the larger of the two.
-    """
-    import numpy as np
-
-    positions = np.empty((3, end - start), dtype=np.int64)
-    known, shift = start, 0  # positions of tokens before `known` are there; text is behind by `shift`
-    for span in images:
-        if span.image.grid is None:
-            continue
-        if span.first >= end:
-            break
-        if span.end > start:
-            first, last = max(span.first, start), min(span.end, end)
-            positions[:, known - start : first - start] = np.arange(known - shift, first - shift)
-            rows, columns = np.divmod(np.arange(first, last) - span.first, span.image.grid[1])
-            positions[0, first - start : last - start] = span.first - shift
-            positions[1, first - start : last - start] = span.first - shift + rows
-            positions[2, first - start : last - start] = span.first - shift + columns
-            known = last
-        shift += span.length - max(span.image.grid)
-    positions[:, known - start :] = np.arange(known - shift, end - shift)
-    return positions

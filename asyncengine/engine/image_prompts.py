@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from asyncengine.config import ImageSettings
 from asyncengine.errors import InvalidParameter, shorten
@@ -13,7 +13,20 @@ from asyncengine.text import TextTokenizer
 from asyncengine.text.media import ImageLimits, ImagePart, ImageParts, read_image
 
 if TYPE_CHECKING:
-    from asyncengine.models.vision.processing import ImageProcessor
+    from PIL.Image import Image
+
+
+class ImageProcessor(Protocol):
+    """The part of a model's files that says what its prompts hold for a picture (`models.vision.processing`)."""
+
+    marker: str
+    placeholder: str
+    token: int
+    whole: bool
+
+    def prepare(self, image: Image) -> tuple[PromptImage, str]:
+        """The picture, and the text that stands for it in a prompt."""
+        ...
 
 
 class ImagePrompts:
@@ -54,7 +67,7 @@ class ImagePrompts:
 
     def _spans(self, ids: Sequence[int], images: Sequence[PromptImage]) -> tuple[ImageSpan, ...]:
         """The places of `images`, in order: runs of placeholders, several for a picture with text between its rows."""
-        token, whole = self._processor.token, self._processor.family.whole
+        token, whole = self._processor.token, self._processor.whole
         places = [place for place, each in enumerate(ids) if each == token]
         if len(places) != sum(image.tokens for image in images):
             limit = f"hold {self._processor.placeholder!r} as text, which stands for pictures in this model's prompts"

@@ -9,14 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from asyncengine.config import EngineConfig
 from asyncengine.engine.image_prompts import ImagePrompts
 from asyncengine.errors import UnsupportedModel
-from asyncengine.models.decoder import Decoder
-from asyncengine.models.families import MULTIMODAL
-from asyncengine.models.formats import first_line
-from asyncengine.models.multimodal import text_part
-from asyncengine.models.vision.families import VISION
 from asyncengine.text import TextTokenizer
 
 if TYPE_CHECKING:
+    from asyncengine.models.decoder import Decoder
     from asyncengine.models.formats import CheckpointSource
     from asyncengine.models.loading import LoadedModel
     from asyncengine.models.progress import LoadProgress
@@ -26,7 +22,7 @@ logger = logging.getLogger("asyncengine")
 
 
 class LoadedImages(NamedTuple):
-    """What reads pictures, or why there is nothing."""
+    """The parts that read pictures, or why there are none."""
 
     store: ImageStore | None = None
     prompts: ImagePrompts | None = None
@@ -45,6 +41,9 @@ def load_images(
     What is in the way of pictures is not in the way of text: it is logged, and `info.no_images` says it. Raises
     `ModelNotFound` for a tower whose tensors are missing.
     """
+    from asyncengine.models.families import MULTIMODAL
+    from asyncengine.models.formats import first_line
+
     family = getattr(loaded.hf_config, "model_type", "")
     if config.images == "off":
         return LoadedImages(why_none='images="off"')
@@ -62,6 +61,9 @@ def _load(
     checkpoint: CheckpointSource, loaded: LoadedModel, tokenizer: TextTokenizer | None, config: EngineConfig,
     progress: LoadProgress,
 ) -> LoadedImages:  # fmt: skip
+    from asyncengine.models.decoder import Decoder
+    from asyncengine.models.vision.families import VISION
+
     model, family = loaded.model, VISION.get(loaded.hf_config.model_type)
     if family is None:
         raise UnsupportedModel(f"pictures of family {loaded.hf_config.model_type!r} are not written down")
@@ -78,6 +80,7 @@ def _load(
         raise UnsupportedModel("its positions of pictures are not written down")
     from transformers import AutoConfig
 
+    from asyncengine.models.multimodal import text_part
     from asyncengine.models.vision.processing import ImageProcessor
     from asyncengine.models.vision.tower import load_tower
     from asyncengine.runner.images import ImageStore
@@ -90,7 +93,7 @@ def _load(
     if deep >= len(model.layers):
         raise UnsupportedModel(f"its tower has features for {deep} layers, and there are {len(model.layers)}")
     token_bytes = model.config.width * loaded.dtype.itemsize * (1 + deep)
-    processor = ImageProcessor(whole, loaded.folder, tokenizer, token_bytes)
+    processor = ImageProcessor(whole, loaded.folder, tokenizer.get_vocab(), token_bytes)
     part = text_part(checkpoint, model.config)
     tower = load_tower(part, whole, loaded.dtype, loaded.device, random=config.load_format == "dummy")
     loaded.weights_bytes += tower.nbytes

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from asyncengine.device.pinned import Int64Array
 from asyncengine.device.transfer import upload
-from asyncengine.images import axes_of
+from asyncengine.images import ImageSpan
 from asyncengine.layers.step import StepImages
 from asyncengine.models.formats import first_line
 from asyncengine.models.vision import Encoded, VisionTower
@@ -24,7 +25,7 @@ Block = tuple[int, int, int]
 class ImageRows(NamedTuple):
     """The pictures of a step."""
 
-    images: StepImages | None = None
+    hidden: StepImages | None = None
     """None: none of their tokens is computed, and positions have one axis."""
     blocks: tuple[Block, ...] = ()
     """(row, first, end) positions that attend to each other both ways, as `StepView.blocks`."""
@@ -57,7 +58,7 @@ class ImageStore:
         self._encoded[asked.image.digest] = found
 
     def of_step(self, rows: Sequence[Row]) -> ImageRows:
-        """What the step of these `rows` needs of their pictures."""
+        """The pictures of the step of these `rows`."""
         tokens: list[int] = []
         parts: list[Encoded] = []
         blocks: list[Block] = []
@@ -91,3 +92,29 @@ class ImageStore:
         deep = tuple(torch.cat(each) for each in zip(*(part.deep for part in parts), strict=True))
         where = upload(np.array(tokens, dtype=np.int64), self._device)
         return ImageRows(StepImages(where, features, deep, axes), tuple(blocks), failed)
+
+
+def axes_of(images: Sequence[ImageSpan], start: int, end: int) -> Int64Array:
+    """[3, end - start] positions in time, rows and columns of the tokens [start, end) (M-RoPE, Wang et al. 2024).
+
+    A picture is one moment; its rows and columns count from where the text before it ends, and the text behind it goes
+    on after the larger of the two.
+    """
+    positions = np.empty((3, end - start), dtype=np.int64)
+    known, shift = start, 0  # positions of tokens before `known` are there; text is behind by `shift`
+    for span in images:
+        if span.image.grid is None:
+            continue
+        if span.first >= end:
+            break
+        if span.end > start:
+            first, last = max(span.first, start), min(span.end, end)
+            positions[:, known - start : first - start] = np.arange(known - shift, first - shift)
+            rows, columns = np.divmod(np.arange(first, last) - span.first, span.image.grid[1])
+            positions[0, first - start : last - start] = span.first - shift
+            positions[1, first - start : last - start] = span.first - shift + rows
+            positions[2, first - start : last - start] = span.first - shift + columns
+            known = last
+        shift += span.length - max(span.image.grid)
+    positions[:, known - start :] = np.arange(known - shift, end - shift)
+    return positions

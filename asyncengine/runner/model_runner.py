@@ -92,10 +92,9 @@ class ModelRunner:
         images: ImageStore | None = None,
     ) -> None:
         """`num_states`: slots for recurrent states, slot 0 included. `num_window_pages`: of layers with windows, page 0
-        included; 0: all have the same pages. `pooler`: of a model that is asked for vectors,
-        and whose logits are hidden states. `images`: of one that reads pictures."""
-        self.num_pages = backend.num_pages
-        self.num_states = num_states
+        included; 0: all have the same pages. `pooler`: of a model that is asked for vectors, whose logits are hidden
+        states. `images`: of one that reads pictures."""
+        self.num_pages, self.num_states = backend.num_pages, num_states
         self.num_window_pages = num_window_pages
         self.one_pool: str | None = None
         """Why all layers share their pages; None: those with windows have their own."""
@@ -127,8 +126,7 @@ class ModelRunner:
         self._prompt_graphs: PromptGraphs | None = None
         self._unwritten: dict[int, Any] = {}
         """Adapter slots whose content has changed, and that no row has used since: there may be no memory for it."""
-        self._lora = lora
-        self._images = images
+        self._lora, self._images = lora, images
         self._masks = MaskFiller(model.vocab_size, model.device)
         self._unfinished: UnreadStep | None = None  # whose reader launches what is left of the step behind it
         self._awaited: dict[int, AwaitedToken] = {}  # by slot, of the last constrained row that was launched for it
@@ -194,6 +192,8 @@ class ModelRunner:
         model = self._model
         if not isinstance(model, Decoder):
             raise UnsupportedModel("a model that runs through transformers' modules cannot be given other weights")
+        if self._images is not None:
+            raise UnsupportedModel('a vision tower cannot be given other weights: load the model with images="off"')
         write = prepare_update(model, weights, config, partial=partial, has_other_parts=self._has_other_parts)
 
         def run() -> None:
@@ -356,7 +356,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         assert self._model is not None
         states = None if self._states is None or moves is None else state_step(self._states, moves, self._device)
-        pictures = None if images is None else images.images
+        pictures = None if images is None else images.hidden
         context = StepContext(positions, self._backend, *adapters, states, pictures)
         return self._model.forward(input_ids, context, logit_rows)
 

@@ -24,7 +24,7 @@ class EncodedImages:
         self._sizes: dict[bytes, int] = {}
         """Digest -> bytes, least recently used first."""
         self._used: dict[bytes, None] = {}
-        """Those that the step needs that is being planned."""
+        """Digests that the step needs which is being planned."""
         self._next: Encode | None = None
         self._forgotten: dict[bytes, None] = {}
         """Digests that the runner may still have, and that are to be dropped."""

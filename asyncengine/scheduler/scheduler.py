@@ -85,7 +85,7 @@ class Scheduler:
         self._in_flight: deque[InFlight] = deque()
         self._charge = self._policy.charge if overrides(self._policy, "charge") else None
         self._drafting = Drafting(roster, bool(config.speculation_with_adapters))
-        self.images = EncodedImages(int(config.image_cache_memory), self.running)
+        self.encoding = EncodedImages(int(config.image_cache_memory), self.running)
 
     # ---------------------------------------------------------------- apply
 
@@ -194,7 +194,7 @@ class Scheduler:
         if request.table is None:
             return plan.grant(len(request.tokens), whole=True)
         count = plan.grant(self.kv.most_at_once(len(request.tokens), request.num_launched))
-        return self.images.fit(request, count) if request.spec.images else count
+        return self.encoding.fit(request, count) if request.spec.images else count
 
     def _schedule_prompt(self, request: Request, plan: Plan) -> None:
         count = self._grant(request, plan)
@@ -264,7 +264,7 @@ class Scheduler:
                 request.num_pending += 1
         if self.kv.states is not None:
             planned = with_states(planned, requests, self.kv, self.last_step)
-        batch = Batch(self.last_step, planned, self.roster.slots.take_swaps(), self.images.take())
+        batch = Batch(self.last_step, planned, self.roster.slots.take_swaps(), self.encoding.take())
         self._in_flight.append(InFlight(batch, requests, [request.epoch for request in requests]))
         return batch
 
@@ -274,7 +274,7 @@ class Scheduler:
         """Apply the result of the oldest step in flight."""
         launched = self._in_flight.popleft()
         for index in result.errors:
-            self.images.forget(launched.requests[index])
+            self.encoding.forget(launched.requests[index])
         self._results.apply(launched, result, now)
 
     def take_outputs(self) -> list[Output]:

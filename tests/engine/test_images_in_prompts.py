@@ -10,7 +10,8 @@ import pytest
 import torch
 import transformers as hf
 
-from asyncengine.images import ImageSpan, PromptImage, axes_of, with_identity, without_identity
+from asyncengine.images import ImageSpan, PromptImage, with_identity, without_identity
+from asyncengine.runner.images import axes_of
 
 
 def image(digest: bytes, tokens: int, grid: tuple[int, int] | None = None) -> PromptImage:

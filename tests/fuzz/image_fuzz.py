@@ -29,7 +29,7 @@ class ImageLife(Life):
         budget = self.chance.choice([None, 1, 20, 60, 10_000])
         self.config = self.config.replace(image_cache_memory=budget)
         self.budget = budget or 0
-        self.scheduler.images._budget = self.budget
+        self.scheduler.encoding._budget = self.budget
         self.recording.config = self.config
         self.pictured = self.encoded = self.dropped = 0
 
@@ -54,7 +54,7 @@ class ImageLife(Life):
 
     def _turn(self) -> None:
         super()._turn()
-        images = self.scheduler.images
+        images = self.scheduler.encoding
         assert images.nbytes <= self.budget or len(images._sizes) <= 1 + len(list(images._cut())) + len(images._used)
 
     def _before_commit(self, batch: Any, result: Any) -> None:

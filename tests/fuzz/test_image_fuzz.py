@@ -35,7 +35,7 @@ def test_random_requests_with_pictures(kind: str) -> None:
         pictured += life.pictured
         encoded += life.encoded
         dropped += life.dropped
-        found += life.scheduler.images.found
+        found += life.scheduler.encoding.found
     assert min(pictured, encoded, dropped, found, tally.preemptions, tally.cached_tokens) > 4 * lives
 
 

@@ -146,7 +146,7 @@ def test_what_only_makers_run_is_not_shipped() -> None:
 
 BASE = {
     "errors", "sampling_params", "options", "request_spec", "config", "step", "outputs", "info", "events", "stats",
-    "checks", "grammar.interface", "lora.interface",
+    "checks", "images", "grammar.interface", "lora.interface",
 }  # fmt: skip
 """Plain data and plug points: anybody may import them."""
 
@@ -192,7 +192,7 @@ ALLOWED = {
 }
 PURE = (
     "kvcache", "policies", "scheduler", "speculation", "cluster", "step", "sampling_params", "options", "request_spec",
-    "config", "checks", "outputs", "info", "lora.interface", "serve.dialects", "serve.turn", "serve.events",
+    "config", "checks", "images", "outputs", "info", "lora.interface", "serve.dialects", "serve.turn", "serve.events",
 )  # fmt: skip
 """No await, no torch."""
 OUTERMOST = ("cluster.fleet",)

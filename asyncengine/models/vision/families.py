@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Made = Mapping[str, Any]
-"""What the image processor makes of one picture, a batch of one in arrays."""
+"""Output of the image processor for one picture: a batch of one, in arrays."""
 Token = Callable[[str], str]
 """The text of the token that a field of config.json names by its id."""
 
@@ -32,7 +32,7 @@ class VisionFamily:
     whole: bool = False
     """Tokens of a picture attend to each other both ways."""
     processing: Callable[[Any], dict[str, Any]] = lambda config: {}
-    """What the image processor is told beside its own file."""
+    """Arguments of the image processor besides those of its own file."""
 
 
 def _grid(made: Made, config: Any) -> tuple[int, int]:

@@ -17,8 +17,6 @@ from asyncengine.models.vision.families import VISION
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from asyncengine.text import TextTokenizer
-
 _KNOWN = 4096
 """Pictures whose sizes are kept: who asks again about one is not made to wait until it has been processed."""
 
@@ -31,19 +29,21 @@ class _Sizes(NamedTuple):
 class ImageProcessor:
     """Makes `PromptImage`s for one model. All methods may be called from any thread."""
 
-    def __init__(self, config: Any, folder: Path, tokenizer: TextTokenizer, token_bytes: int) -> None:
-        """`config`: transformers' of the whole model. `token_bytes`: of a picture's hidden states at one token.
+    def __init__(self, config: Any, folder: Path, vocabulary: Mapping[str, int], token_bytes: int) -> None:
+        """`config`: transformers' of the whole model. `vocabulary`: its tokenizer's. `token_bytes`: of a picture's
+        hidden states at one token.
 
         Raises `OSError`, `ValueError` or `ImportError` where the folder has no image processor that can be used here.
         """
         from transformers import AutoImageProcessor
 
         self.family = VISION[config.model_type]
+        self.whole = self.family.whole
         self._config = config
         self._token_bytes = token_bytes
         self._processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil", local_files_only=True)
         self._options = self.family.processing(config)
-        self._texts = {token: name for name, token in tokenizer.get_vocab().items()}
+        self._texts = {token: name for name, token in vocabulary.items()}
         self.token: int = _id_of(config, "image_token_id")
         self.placeholder = self._text_of("image_token_id")
         """The text of the token that stands for one hidden state."""

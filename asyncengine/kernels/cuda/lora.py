@@ -238,7 +238,7 @@ def add_deltas(
     share = max(_SHARES[height] // deep, -(-inputs // (_PARTS * deep)))
     shares = -(-inputs // (share * deep))
     down = x.new_empty((shares, count, height, columns), dtype=torch.float32)
-    wide = _WIDE if widest <= 4096 else 2 * _WIDE
+    wide = 2 * _WIDE if widest > 4096 and ranks <= 32 and height == 16 else _WIDE
     broad = min(32 if height == 16 else 64, max(16, triton.next_power_of_2(columns)))
     _shrunk(
         (count, -(-columns // broad), shares), (x, a, *own, down), (apart[0], inputs // unit, columns, share),

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import llguidance
@@ -48,6 +50,8 @@ CHECKED = 8
 MASKED = 16
 """Bytes of it whose masks are made, for a limit of the library that they would hit: what they warm is of use later."""
 MAX_LEAVES = 64
+MOST_LANES, PER_LANE = 12, 4
+"""Lexers of one grammar at most, and the states beyond which another one is made."""
 _TOKEN_ID = re.compile(r"<\[(\d+)\]>")
 
 
@@ -62,6 +66,7 @@ class LlguidanceBackend:
         self._trial = Trial()
         self._leaves: dict[str, Leaf] = {}
         self._executor: Any = None
+        self._lane_maker = ThreadPoolExecutor(1, "asyncengine-lexers")
 
     def compile(self, grammar: Grammar, timeout: float) -> LlgTemplate:
         """Blocking, bounded by llguidance's own fuel (under two seconds at worst); `timeout` is for what is tried in a
@@ -89,9 +94,16 @@ class LlguidanceBackend:
         return matcher
 
     def fill_all(self, masks: Mask, states: Mapping[int, LlgState]) -> set[int]:
-        """A `JointFill` on four fifths of the cores, in threads that the library keeps."""
+        """A `JointFill` on four fifths of the cores, in threads that the library keeps.
+
+        States that share a lexer wait for each other: a grammar of many states gets more lexers, for those to come.
+        """
         self._executor = self._executor or llguidance.LLExecutor()
-        jobs = [(state.matcher, place) for place, state in states.items()]
+        for template, count in Counter(state.template for state in states.values()).items():
+            if count > PER_LANE * len(template.lanes) and len(template.lanes) < MOST_LANES and not template.widening:
+                template.widening = True
+                self._lane_maker.submit(template.widen)
+        jobs = [(state.matcher, place) for place, state in sorted(states.items(), key=lambda item: item[1].lane)]
         self._executor.unsafe_compute_mask_ptr(jobs, masks.ctypes.data, masks.strides[0], len(masks))
         return {place for place, state in states.items() if not state.matcher.is_error()}
 
@@ -120,6 +132,8 @@ class LlguidanceBackend:
     def close(self) -> None:
         """End the process in which grammars are tried. Idempotent."""
         self._trial.close()
+        self._lane_maker.shutdown(cancel_futures=True)
+        self._executor = None
 
 
 class LlgTemplate:
@@ -130,6 +144,10 @@ class LlgTemplate:
         self.grammar = grammar
         self.text, rules = with_rules(grammar)
         self._matcher = backend.matcher(grammar, self.text, backend.vocabulary.ll_tokenizer)
+        self.lanes = [self._matcher]
+        """Matchers at the beginning that share no lexer: states copy them in turns."""
+        self.widening = False
+        self._made = 0
         self._bytes: Any = None
         self._spoiled = False
         self._counted = self._count(shape_of(grammar, rules))
@@ -241,7 +259,14 @@ class LlgTemplate:
         return TEMPLATE_BYTES + 4 * len(self.text) + counted
 
     def new_state(self) -> LlgState:
-        return LlgState(self, self._copy(self._matcher))
+        self._made += 1
+        lane = self._made % len(self.lanes)
+        return LlgState(self, self._copy(self.lanes[lane]), lane)
+
+    def widen(self) -> None:
+        """Make another lane."""
+        self.lanes.append(self.fresh_matcher())
+        self.widening = False
 
     def new_closing(self) -> Closing:
         if self._counted is None:
@@ -281,8 +306,9 @@ class LlgTemplate:
 class LlgState:
     """A `State` over one `LLMatcher`."""
 
-    def __init__(self, template: LlgTemplate, matcher: Any) -> None:
-        self._template = template
+    def __init__(self, template: LlgTemplate, matcher: Any, lane: int = 0) -> None:
+        self.template = template
+        self.lane = lane
         self.matcher = matcher
         self._vocabulary = template.backend.vocabulary
         self._tokens: list[int] = []
@@ -291,7 +317,7 @@ class LlgState:
 
     @property
     def joint_fill(self) -> JointFill | None:
-        return None if self._ends else self._template.backend.fill_all
+        return None if self._ends else self.template.backend.fill_all
 
     def fill(self, mask: Mask) -> None:
         if self._ends:
@@ -353,14 +379,14 @@ class LlgState:
 
     def _heal(self) -> None:
         """A sibling's limit may have broken the lexer we share: go the same way again with one of our own."""
-        self._template.spoil()
-        self.matcher = self._template.fresh_matcher()
+        self.template.spoil()
+        self.matcher = self.template.fresh_matcher()
         self.matcher.consume_tokens(self._tokens)
         self._raise_if_broken()
 
     def _raise_if_broken(self) -> None:
         if self.matcher.is_error():
-            raise self._template.broken(self.matcher)
+            raise self.template.broken(self.matcher)
 
 
 def _in_bytes(text: str, vocabulary: Vocabulary) -> str:

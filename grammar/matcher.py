@@ -40,7 +40,7 @@ class Matcher:
 
     @staticmethod
     def fill_all(masks: Mask, matchers: Mapping[int, Matcher]) -> dict[int, Exception]:
-        """Fill masks[place] of each matcher, on all cores where its library can. Returns errors by place."""
+        """`fill_mask` of each matcher into masks[place], on all cores if its library can. Returns errors by place."""
         errors: dict[int, Exception] = {}
         joint: dict[JointFill, dict[int, State]] = {}
         for place, matcher in matchers.items():

@@ -126,7 +126,7 @@ async def test_a_grammar_that_fails_in_mid_output_leaves_the_others_of_its_batch
 
         def broken(self: Any, mask: Any) -> None:
             nonlocal calls
-            if self._template.grammar == small_grammar("tree").grammar:
+            if self.template.grammar == small_grammar("tree").grammar:
                 calls += 1
                 if calls > 3:
                     raise GrammarError("grammar", "ran into a limit")

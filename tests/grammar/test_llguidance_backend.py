@@ -12,7 +12,7 @@ from support.small_vocabulary import EOS, LOGITS, MARK, PIECES, SECOND_EOS
 
 from asyncengine.errors import GrammarError, GrammarUnsupported
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.llguidance_backend import LlgState, LlguidanceBackend
+from asyncengine.grammar.llguidance_backend import PER_LANE, LlgState, LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.vocabulary import Vocabulary
 
@@ -124,7 +124,7 @@ def test_a_state_that_cannot_heal_raises(
     broken = llguidance.LLMatcher(vocabulary.ll_tokenizer, llguidance.LLMatcher.grammar_from_regex("a"), log_level=0)
     broken.consume_token(ord("z"))
     state.matcher = broken
-    monkeypatch.setattr(type(state._template), "fresh_matcher", lambda self: broken)
+    monkeypatch.setattr(type(state.template), "fresh_matcher", lambda self: broken)
     with pytest.raises(GrammarError):
         ids(state, vocabulary)
 
@@ -214,3 +214,21 @@ def test_masks_of_many_at_once_are_those_one_by_one(
     assert list(Matcher.fill_all(masks, matchers)) == [4]
     others = [0, 1, 2, 3, 5, 6]
     assert np.array_equal(masks[others], wanted[others])
+
+
+def test_many_states_of_one_grammar_get_more_lexers(backend: LlguidanceBackend, vocabulary: Vocabulary) -> None:
+    """A fault of one lexer does not reach states of another."""
+    template = backend.compile(Grammar.regex("(ab)+"), 10)
+    states = dict(enumerate(template.new_state() for _ in range(PER_LANE + 1)))
+    masks = np.zeros((len(states), vocabulary.mask_words), dtype=np.int32)
+    backend.fill_all(masks, {0: states[0]})
+    assert not template.widening
+    for _ in range(2):
+        assert backend.fill_all(masks, states) == set(states)
+        backend._lane_maker.submit(int).result()
+    assert len(template.lanes) == 2
+    later = {place: template.new_state() for place in states}
+    assert {state.lane for state in later.values()} == {0, 1}
+    found = np.full_like(masks, -1)
+    assert backend.fill_all(found, later) == set(later)
+    assert np.array_equal(found, masks)

@@ -27,7 +27,7 @@ def process_logits(
     _penalize_and_mask[grid](
         logits, logits.stride(0), processed, numbers, masks, inputs, rows, words, vocab, block=_BLOCK
     )
-    _bias_and_hold_open[(rows,)](processed, numbers, rows, vocab, block=_BLOCK, few=_FEW)
+    _bias_and_hold_open[(rows,)](processed, numbers, rows, vocab, block=4 * _BLOCK, few=_FEW, num_warps=16)
 
 
 _PLACE, _PROMPT, _COUNTS, _COUNT, _MASK, _REPETITION, _FREQUENCY, _PRESENCE, _BIASED, _BIASES, _NUM_BIASES, _STOPS, \

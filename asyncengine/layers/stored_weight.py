@@ -239,6 +239,13 @@ class ChunkedWeight(TakesStored):
         )
         return found
 
+    def multiply_gated(self, x: torch.Tensor) -> torch.Tensor | None:
+        """silu of the first half of the outputs times the second; None: no kernel does both for as many rows."""
+        if self.order is not None or x.dim() != 2 or not self._kernels.gates(self.matrix, len(x)):
+            return None
+        found: torch.Tensor = x.new_empty((len(x), self.outputs // 2))
+        return self._kernels.multiply(x.contiguous(), self.matrix, found, gated=True)
+
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
         if not self._kernels.few_enough(self.matrix, len(x)):
             return self.multiply(x, bias).float()

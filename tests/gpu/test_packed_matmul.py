@@ -55,6 +55,9 @@ def test_products_on_the_device(name: str, dtype: torch.dtype) -> None:
         x, bias = torch.randn(rows, 1024, device=device, dtype=dtype), torch.randn(1040, device=device)
         expected = torch.nn.functional.linear(x.float(), dense, bias)
         assert relative_error(expected, weight.multiply(x, bias).float()) < LIMITS[dtype], rows
+        if (found := weight.multiply_gated(x)) is not None:
+            gate, up = (x.float() @ dense.T).chunk(2, dim=1)
+            assert relative_error(torch.nn.functional.silu(gate) * up, found.float()) < LIMITS[dtype], rows
     x = torch.zeros(13, 1024, device=device, dtype=dtype)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

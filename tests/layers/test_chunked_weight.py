@@ -70,6 +70,20 @@ def test_products_in_narrow_types(name: str, dtype: torch.dtype) -> None:
         check(loaded(matrix), matrix.dense(), rows, dtype)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 8])
+def test_a_gate_within_the_product(rows: int) -> None:
+    """For few rows, narrow chunks, and without an order."""
+    matrix, x = RandomMatrix("Q4_0", 44, 96), torch.randn(rows, 96)
+    found = loaded(matrix).multiply_gated(x)
+    assert found is not None
+    gate, up = (x @ matrix.dense().T).chunk(2, dim=1)
+    assert found.shape == (rows, 22)
+    assert relative_error(torch.nn.functional.silu(gate) * up, found) < 1e-5 or not rows
+    assert loaded(matrix).multiply_gated(torch.randn(9, 96)) is None
+    ordered = RandomMatrix("gptq8", 24, 256, ordered=True)
+    assert loaded(ordered).multiply_gated(torch.randn(rows, 256)) is None
+
+
 class OddMatrix(RandomMatrix):
     """One whose numbers are in a form of its own."""
 

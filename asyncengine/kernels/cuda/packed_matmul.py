@@ -22,6 +22,9 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from asyncengine.kernels.cuda.launching import starts_early
 
 SOME = 64
 """Rows of x up to which a product needs no dequantized copy."""
@@ -184,21 +187,33 @@ def product_of_few(
 
 @triton.jit(do_not_specialize=["rows"])
 def _few_rows(
-    planes, x, out, bias, x_stride, out_stride, rows, inputs, outputs, chunks, big, even: tl.constexpr,
-    most: tl.constexpr, wide: tl.constexpr, tile: tl.constexpr, bits: tl.constexpr, width: tl.constexpr,
-    block: tl.constexpr, middle: tl.constexpr, low: tl.constexpr, high: tl.constexpr,
+    planes, x, out, bias, x_stride, out_stride, rows, inputs, outputs, chunks, big, most: tl.constexpr,
+    wide: tl.constexpr, gated: tl.constexpr, early: tl.constexpr, even: tl.constexpr, tile: tl.constexpr,
+    bits: tl.constexpr, width: tl.constexpr, block: tl.constexpr, middle: tl.constexpr, low: tl.constexpr,
+    high: tl.constexpr,
 ):  # fmt: skip
-    """`wide` outputs of up to `most` rows. What is beyond the last output is the last again, and is not stored."""
+    """`wide` outputs of up to `most` rows. What is beyond the last output is the last again, and is not stored. Gated:
+    without a bias, silu of the first half of the matrix's outputs times the second."""
+    if early:
+        gdc_launch_dependents()
+        gdc_wait()
     row, real = tl.arange(0, most), tl.program_id(0) * wide + tl.arange(0, wide)
-    output = tl.minimum(real, outputs - 1)
+    made = outputs // 2 if gated else outputs
+    output = tl.minimum(real, made - 1)
     found = product_of_few(
         planes, x, row * x_stride, row < rows, output, inputs, outputs, chunks, big, even, tile, bits, width, block,
         middle, low, high,
     )  # fmt: skip
     if bias is not None:
         found += tl.load(bias + output).to(tl.float32)[:, None]
+    if gated:
+        second = product_of_few(
+            planes, x, row * x_stride, row < rows, output + made, inputs, outputs, chunks, big, even, tile, bits, width,
+            block, middle, low, high,
+        )  # fmt: skip
+        found = found / (1.0 + tl.exp(-found)) * second
     at = row.to(tl.int64)[None, :] * out_stride + real[:, None]
-    tl.store(out + at, found.to(out.dtype.element_ty), mask=(real < outputs)[:, None] & (row < rows)[None, :])
+    tl.store(out + at, found.to(out.dtype.element_ty), mask=(real < made)[:, None] & (row < rows)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows", "first"])
@@ -239,27 +254,14 @@ def read_rows(
     return out
 
 
-class FewForm(NamedTuple):
-    """Constants of `product_of_few`."""
-
-    even: bool
-    tile: int
-    bits: int
-    width: int
-    block: int
-    middle: int
-    low: str
-    high: str
-
-
-def few_form(matrix: ChunkedMatrix, x: torch.Tensor, rows: int) -> FewForm:
-    """Constants for a matrix and such an x, of which a program multiplies `rows`."""
+def few_form(matrix: ChunkedMatrix, x: torch.Tensor, rows: int) -> tuple[bool, int, int, int, int, int, str, str]:
+    """The last parameters of `product_of_few` for such an x, of which a program multiplies `rows`."""
     width, codes = matrix.planes.numbers.shape[2], ("", "")
     tile = WARPS * max(1, 64 // width if rows <= 16 else 1)
     if x.is_cuda and matrix.middle != FLOATS:  # Triton's interpreter knows no PTX
         codes = unpacking(x.dtype == torch.bfloat16, matrix.bits, matrix.middle, matrix.table)
     even = matrix.inputs % (8 // matrix.bits * width * tile) == 0
-    return FewForm(even, tile, matrix.bits, width, matrix.block, matrix.middle, *codes)
+    return even, tile, matrix.bits, width, matrix.block, matrix.middle, *codes
 
 
 @cache
@@ -303,6 +305,12 @@ def unpacking(brain: bool, bits: int, middle: int, table: tuple[int, ...]) -> tu
     return f"{{ .reg .b32 s, t, u, v, w; {low} }}", f"{{ .reg .b32 s, t, u, v, w; {high} }}"
 
 
+def gates(matrix: ChunkedMatrix, rows: int) -> bool:
+    """Whether a gate goes into the product: more rows or wider chunks take so many registers that fewer programs run
+    at once."""
+    return rows <= 8 and matrix.planes.numbers.shape[2] <= 64
+
+
 def few_enough(matrix: ChunkedMatrix, rows: int) -> bool:
     """Whether one kernel multiplies so many rows, without a dequantized copy."""
     each = triton.next_power_of_2(max(rows, 1)) * WARPS * matrix.planes.numbers.shape[2] * (16 // matrix.bits)
@@ -310,22 +318,24 @@ def few_enough(matrix: ChunkedMatrix, rows: int) -> bool:
 
 
 def multiply(
-    x: torch.Tensor, matrix: ChunkedMatrix, out: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor, matrix: ChunkedMatrix, out: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False
 ) -> torch.Tensor:
     """`out` [rows, outputs] = x W^T + bias. Both have neighbours along their last dimension; rows may lie apart.
 
-    `out` may be float32 for x of another dtype where there are `few_enough` rows.
+    Where there are `few_enough` rows, `out` may be float32 for x of another dtype. `gated`, for what `gates`, without a
+    bias: `out` is half as wide, silu of the first half times the second.
     """
     rows, (chunks, outputs, _) = len(x), matrix.planes.numbers.shape
     if not few_enough(matrix, rows):
         return _many_rows(x, matrix, out, bias)
     if rows:
-        most = max(8, triton.next_power_of_2(rows))
+        most, early = max(8, triton.next_power_of_2(rows)), starts_early(x.device)
         wide = 16 if most <= 16 else 32
-        form = few_form(matrix, x, most)
-        _few_rows[(triton.cdiv(outputs, wide),)](
-            matrix.planes, x, out, bias, x.stride(0), out.stride(0), rows, matrix.inputs, outputs, chunks, BIG,
-            form.even, most, wide, *form[1:], num_warps=WARPS, num_stages=3 if most <= 16 else 2,
+        options = {"launch_pdl": True} if early else {}
+        _few_rows[(triton.cdiv(out.shape[1], wide),)](
+            matrix.planes, x, out, bias, x.stride(0), out.stride(0), rows, matrix.inputs, outputs, chunks, BIG, most,
+            wide, gated, early, *few_form(matrix, x, most), num_warps=WARPS, num_stages=3 if most <= 16 else 2,
+            **options,
         )  # fmt: skip
     return out
 

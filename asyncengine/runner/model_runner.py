@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -286,13 +287,22 @@ class ModelRunner:
 
     def _finish(self, pending: PendingStep, finish: Callable[[], None]) -> None:
         """Launch the rest of a step, on any thread."""
-        try:
-            with torch.inference_mode(), on_device(self._device):
-                finish()
-                pending.readback.send()
-        except BaseException as error:
-            pending.failure = error
-        self._unfinished = None
+
+        def run() -> None:
+            try:
+                with torch.inference_mode(), on_device(self._device):
+                    finish()
+                    pending.readback.send()
+            except BaseException as error:
+                pending.failure = error
+            self._unfinished = None
+
+        if is_plain_thread(self._device):
+            run()
+        else:  # whoever reads has entered a stream, or a mode of torch, since the step was launched
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
 
     def _choose_and_read(
         self, pending: PendingStep, graphs: DecodeGraphs, logits: torch.Tensor, numbers: Int64Array,

@@ -140,3 +140,24 @@ def test_which_constrained_steps_wait_for_nobody(
         assert not runner.is_brief(Batch(1, rows))
     runner._unfinished = object()  # type: ignore[assignment]
     assert not runner.is_brief(Batch(1, (decode,))), "it waits for a step that nobody has read"
+
+
+def test_the_readers_modes_are_not_those_of_what_it_launches(
+    made: tuple[ModelRunner, TorchStepSampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader is an event loop's thread, and a coroutine on it may have entered a stream or a mode meanwhile."""
+    runner, sampler = made
+    matcher, modes = Allowing(), list[bool]()
+    first, second = (runner.launch(Batch(step, (row(0, step, matcher),))) for step in range(2))
+    sample = sampler.sample
+
+    def noted(*arguments: Any) -> None:
+        modes.append(torch.is_autocast_enabled("cpu"))
+        sample(*arguments)
+
+    monkeypatch.setattr(sampler, "sample", noted)
+    HeldReadback.here.set()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        first.wait()
+    assert modes == [False]
+    assert second.wait().tokens[0] in ALLOWED

@@ -179,8 +179,8 @@ when this page does not say what the code does. Not to be edited by hand.
   kinds, what its configuration says when nothing is set.
 - **{UNTRIED}** ({counts[UNTRIED]}): no tiny model of the family came of the sizes that others take.
 
-Of models that read images or sounds as well, the text is served: the other parts of their files are not read, and
-prompts with images are refused by name. [Adding a family](howto/add_a_model.md).
+Of models that read images or sounds as well, the text is served, and [pictures](howto/images.md) of those families that
+that page names; all else is refused by name. [Adding a family](howto/add_a_model.md).
 
 Where every layer has a sliding window or a chunk (Mistral 0.1, Phi-3, Starcoder 2), a running request gives back the
 pages that nobody will see any more, and `engine.info.window` says how far it sees. Where only some have one (Gemma,

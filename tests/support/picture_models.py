@@ -17,7 +17,25 @@ from support.multimodal_models import CONFIGS, randomize
 
 from asyncengine.demo import MODEL_PATH
 
-TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image|>", "<|begin|>", "<|end|>", "<|break|>", "<|video|>"]
+TOKENS = [
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image|>",
+    "<|begin|>",
+    "<|end|>",
+    "<|break|>",
+    "<|video|>",
+    "[IMG_BREAK]",
+    "[IMG_END]",
+]
+TOKENS += [
+    "<fake_token_around_image>",
+    "<global-img>",
+    "<row_1_col_1>",
+    "<row_1_col_2>",
+    "<row_2_col_1>",
+    "<row_2_col_2>",
+]
 """Added to the demo model's tokenizer, in this order."""
 VOCAB = 2048 + len(TOKENS)
 IMAGE, BEGIN, END, BREAK, VIDEO = (
@@ -33,16 +51,34 @@ _PATCHES = {
     "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2,
     "min_pixels": 64, "max_pixels": 4096,
 }  # fmt: skip
+_TILES = {
+    "image_processor_type": "Idefics3ImageProcessor",
+    "size": {"longest_edge": 32},
+    "do_image_splitting": True,
+    "max_image_size": {"longest_edge": 16},
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+}
 PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen2_vl": _PATCHES,
     "qwen2_5_vl": _PATCHES,
     "qwen3_vl": _PATCHES,
+    "qwen3_5": _PATCHES,
+    "glm4v": _PATCHES | {
+        "image_processor_type": "Glm4vImageProcessor", "size": {"shortest_edge": 128, "longest_edge": 8192},
+    },
+    "mistral3": {
+        "image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 32}, "patch_size": 4,
+        "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    },
+    "idefics3": _TILES,
+    "smolvlm": _TILES | {"image_processor_type": "SmolVLMImageProcessor"},
     "gemma3": {
         "image_processor_type": "Gemma3ImageProcessor", "size": {"height": 16, "width": 16}, "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,
     },
 }  # fmt: skip
-MARKERS = {"gemma3": "<|begin|>"}
+MARKERS = {"gemma3": "<|begin|>", "mistral3": "<|image|>", "idefics3": "<|image|>", "smolvlm": "<|image|>"}
 
 
 def _config(name: str) -> Any:
@@ -54,6 +90,8 @@ def _config(name: str) -> Any:
         config.image_token_id, config.boi_token_index, config.eoi_token_index = IMAGE, BEGIN, END
         config.mm_tokens_per_image = 4
         config.image_token_index = IMAGE
+    elif name in ("idefics3", "smolvlm", "mistral3"):
+        config.image_token_id = config.image_token_index = IMAGE
     else:
         config.image_token_id, config.video_token_id = IMAGE, VIDEO
         config.vision_config.temporal_patch_size = 2
@@ -114,8 +152,13 @@ def expected_logits(model: Any, folder: Path, ids: Sequence[int], images: Sequen
     given: dict[str, Any] = {}
     if images:
         processor = hf.AutoImageProcessor.from_pretrained(folder, backend="pil")
-        made = processor(images=list(images), return_tensors="pt")
-        given = {key: made[key] for key in ("pixel_values", "image_grid_thw") if key in made}
+        merged = {"patch_size": 8} if model.config.model_type == "mistral3" else {}  # as PixtralProcessor has it
+        made = processor(images=list(images), return_tensors="pt", **merged)
+        known = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")
+        given = {key: made[key] for key in known if key in made}
+    if model.config.model_type in ("mistral3", "idefics3", "smolvlm"):
+        plain: torch.Tensor = model(tokens, use_cache=False, **given).logits[0].float()
+        return plain
     types = "token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"
     found: torch.Tensor = model(tokens, use_cache=False, **given, **{types: kinds}).logits[0].float()
     return found

@@ -58,12 +58,46 @@ def _gemma(made: Made, config: Any, token: Token) -> str:
     return f"Here is the original image {one} and here are some crops to help you see better {more}"
 
 
+def _pixtral(made: Made, config: Any, token: Token) -> str:
+    """Row by row, with a token of text behind each."""
+    size = config.vision_config.patch_size * config.spatial_merge_size
+    rows, columns = (int(pixels) // size for pixels in made["image_sizes"][0])
+    row = token("image_token_id") * columns
+    return "[IMG_BREAK]".join([row] * rows) + "[IMG_END]"
+
+
+def _idefics(made: Made, config: Any, token: Token) -> str:
+    """Tiles by row and column, then the whole picture; a small one is its whole alone."""
+    patches = config.vision_config.image_size // config.vision_config.patch_size
+    inner = token("image_token_id") * (patches**2 // config.scale_factor**2)
+    around = "<fake_token_around_image>"
+    rows, columns = int(made["rows"][0][0]), int(made["cols"][0][0])
+    text = ""
+    for row in range(1, rows + 1):
+        text += "".join(f"{around}<row_{row}_col_{column}>{inner}" for column in range(1, columns + 1)) + "\n"
+    return f"{text}\n{around}<global-img>{inner}{around}" if text else f"{around}<global-img>{inner}{around}"
+
+
+_IDEFICS = VisionFamily(
+    _idefics, inputs=("pixel_attention_mask",), processing=lambda config: {"return_row_col_info": True}
+)
 _QWEN = VisionFamily(_by_grid, inputs=("image_grid_thw",), grid=_grid)
 VISION: Mapping[str, VisionFamily] = {
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
     "qwen3_vl_moe": _QWEN,
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
+    "glm4v": _QWEN,
+    "glm4v_moe": _QWEN,
+    "mistral3": VisionFamily(
+        _pixtral,
+        inputs=("image_sizes",),
+        processing=lambda config: {"patch_size": config.vision_config.patch_size * config.spatial_merge_size},
+    ),
+    "idefics3": _IDEFICS,
+    "smolvlm": _IDEFICS,
     "gemma3": VisionFamily(_gemma, marker="boi_token_index", whole=True),
 }
 """model_type -> how its prompts hold pictures. Of others in `families.MULTIMODAL` the text alone is served."""

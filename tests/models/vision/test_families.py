@@ -15,9 +15,20 @@ from support.picture_runs import Loaded, Run
 from asyncengine.images import without_identity
 from asyncengine.models.vision.families import VISION
 
+
+def _pixtral(self: Any, made: Any, index: int) -> str:
+    """The text as `PixtralProcessor` of transformers 5.24 has it, which is not to be had without torchvision."""
+    size = self.patch_size * self.spatial_merge_size
+    height, width = made["image_sizes"][index]
+    tokens = [[self.image_token] * (width // size) + [self.image_break_token]] * (height // size)
+    flat = [each for row in tokens for each in row]
+    flat[-1] = self.image_end_token
+    return "".join(flat)
+
+
 PROCESSOR_CLASSES: dict[str, Any] = {
     "qwen2_vl": hf.Qwen2VLProcessor, "qwen2_5_vl": hf.Qwen2_5_VLProcessor, "qwen3_vl": hf.Qwen3VLProcessor,
-    "qwen3_5": hf.Qwen3VLProcessor, "glm4v": hf.Glm4vProcessor, "mistral3": hf.PixtralProcessor,
+    "qwen3_5": hf.Qwen3VLProcessor, "glm4v": hf.Glm4vProcessor, "mistral3": SimpleNamespace(replace_image_token=_pixtral),
     "idefics3": hf.Idefics3Processor, "smolvlm": hf.SmolVLMProcessor, "gemma3": hf.Gemma3Processor,
 }  # fmt: skip
 WANT = 32
@@ -99,9 +110,9 @@ def test_preempted(model: Any) -> None:
 
 
 def test_in_a_pool_that_is_too_small_for_all(model: Any) -> None:
-    run = Run(model.loaded, pages=50, max_num_batched_tokens=16)
+    run = Run(model.loaded, pages=36, max_num_batched_tokens=16)
     assert run.serve(specs(model)) == answers(model)
-    assert run.scheduler.counters.preemptions > 0
+    assert max(len(batch.rows) for batch in run.batches) < len(CHATS)
 
 
 def test_from_the_cache_without_encoding(model: Any) -> None:

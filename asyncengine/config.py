@@ -10,7 +10,6 @@ import math
 import numbers
 import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +28,6 @@ from asyncengine.checks import (
     one_of,
 )
 from asyncengine.errors import InvalidParameter
-from asyncengine.kernels.cache_folder import cache_root
 from asyncengine.kvcache.eviction import STRATEGIES
 from asyncengine.policies import POLICIES, Policy, as_policy
 
@@ -116,13 +114,9 @@ def _path(name: str, value: Any, what: str = "the path of a folder") -> str:
     return path
 
 
-def _store_folder(name: str, value: Any) -> str:
-    if value is not True:
-        return _path(name, value, "the path of a folder, or True for the user's cache folder")
-    try:
-        return str(cache_root(os.environ, sys.platform) / "prefixes")
-    except RuntimeError:
-        raise InvalidParameter(name, "must be the path of a folder: this user has no home", value) from None
+def _store_folder(name: str, value: Any) -> str | bool:
+    said = "the path of a folder, or True for the user's cache folder"
+    return True if value is True or value == "True" else _path(name, value, said)
 
 
 def _store_bytes(name: str, value: Any) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from asyncengine.images import PromptImage
@@ -220,6 +221,33 @@ class StepResult:
     run to its end. Their requests start again from a snapshot, the snapshots of these rows are none."""
     seconds: float = 0.0
     """Time the device worked on it."""
+
+
+class RecordPart(IntEnum):
+    """The kind of memory that is kept of a prefix."""
+
+    PAGE = 1
+    WINDOW = 2
+    STATE = 3
+
+
+class PageMemory(Protocol):
+    """Pages, window pages and states of an executor, as bytes. Used by several threads, each page by one at a time."""
+
+    layout: str
+    """The order of the bytes and their types, in words: they are of use only where it is the same."""
+
+    def nbytes(self, part: RecordPart) -> int:
+        """Bytes of one page, window page or state; 0: there are none."""
+        ...
+
+    def buffers(self, part: RecordPart, index: int) -> Sequence[memoryview]:
+        """The bytes of the page, window page or state `index`: the memory itself, or a copy."""
+        ...
+
+    def filled(self, part: RecordPart, index: int, buffers: Sequence[memoryview]) -> None:
+        """Take note that the content of `buffers`, which this gave, is another one."""
+        ...
 
 
 class StepHandle(Protocol):

@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 from asyncengine.kvcache.radix_tree import Namespace
 from asyncengine.kvcache.saving import MOST_UNSAVED, Unsaved
-from asyncengine.kvcache.store.memory import PageMemory
-from asyncengine.kvcache.store.record import Header, RecordPart, digests_of, root_digest
+from asyncengine.kvcache.store.record import Header, digests_of, root_digest
 from asyncengine.kvcache.store.segments import Record, SegmentStore, StoreCounts
 from asyncengine.scheduler.restores import RestoreOrder
+from asyncengine.step import PageMemory, RecordPart
 
 logger = logging.getLogger("asyncengine")
 

@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 import stat
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ import asyncengine
 from asyncengine.config import EngineConfig
 from asyncengine.engine.prefix_store import PrefixStore
 from asyncengine.errors import InvalidParameter
+from asyncengine.kernels.cache_folder import cache_root
 from asyncengine.kvcache.store.disk import SystemDisk
 from asyncengine.kvcache.store.segments import SegmentStore
 
@@ -49,7 +51,7 @@ def open_prefix_store(
         raise InvalidParameter("kv_cache_dir", f"works on a CPU; the model runs on {loaded.device}")
     if not config.prefix_caching:
         raise InvalidParameter("kv_cache_dir", "needs prefix_caching=True", config.kv_cache_dir)
-    folder = make_folder(Path(str(config.kv_cache_dir)).expanduser())
+    folder = make_folder(_folder_of(config.kv_cache_dir))
     memory = runner.page_memory()
     weights = weights_digest(checkpoint.files, folder)
     fingerprint = fingerprint_of(config, checkpoint.config, loaded, weights, memory.layout)
@@ -60,6 +62,15 @@ def open_prefix_store(
     logger.info("prefixes are kept in %s: %d records of this model", folder, len(store))
     rate = measure_prompt_rate(runner, config, loaded.max_model_len)
     return PrefixStore(store, memory, config.page_size, prompt_rate=rate, salted=config.kv_cache_salted)
+
+
+def _folder_of(setting: str | bool) -> Path:
+    if not isinstance(setting, bool):
+        return Path(setting).expanduser()
+    try:
+        return cache_root(os.environ, sys.platform) / "prefixes"
+    except RuntimeError:
+        raise InvalidParameter("kv_cache_dir", "must be the path of a folder: this user has no home", True) from None
 
 
 def make_folder(folder: Path) -> Path:

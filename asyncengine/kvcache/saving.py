@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from asyncengine.kvcache.radix_tree import Namespace, Node
 from asyncengine.kvcache.states import Snapshot, StateGroup
-from asyncengine.kvcache.store.record import RecordPart, pack_tokens, page_digest
+from asyncengine.kvcache.store.record import pack_tokens, page_digest
+from asyncengine.step import RecordPart
 
 MOST_UNSAVED = 2**16
 """Notes that wait to be taken, at most; beyond that the oldest are forgotten."""

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from asyncengine.attention.base import PagePool
-from asyncengine.kvcache.store.record import RecordPart
 from asyncengine.layers.states import StatePools
+from asyncengine.step import RecordPart
 
 
 class CpuPageMemory:

@@ -42,7 +42,7 @@ class RestoreOrder:
     slot: int = 0
     """The slot for the state after the last token; 0: there is none."""
     cancelled: bool = False
-    """Nobody waits for it any more: it may end early."""
+    """True: no request waits for it any more, so that it may end early."""
     late: bool = False
     """It has taken so long that those who waited for it compute."""
 
@@ -86,7 +86,7 @@ class Restores:
 
     @property
     def next_deadline(self) -> float:
-        """Nobody has waited long enough before this clock reading."""
+        """The clock reading before which no request has waited long enough."""
         return min((each.until for each in self._readings.values() if each.waiting), default=float("inf"))
 
     # ---------------------------------------------------------------- requests

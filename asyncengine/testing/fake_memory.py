@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from asyncengine.kvcache.store.record import RecordPart
 from asyncengine.scheduler.restores import RestoreOrder
+from asyncengine.step import RecordPart
 from asyncengine.testing.fake_runner import FakeExecutor
 from asyncengine.testing.fake_states import FIRST, after
 

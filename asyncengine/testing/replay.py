@@ -133,9 +133,9 @@ def replay(
             if isinstance(value, RequestSpec):
                 asked[value.ticket] = value
             scheduler.apply(_with_matcher(value, asked, matchers))
-            if restore is not None:
-                for order in scheduler.restores.take_orders():
-                    restore(order)
+            for order in scheduler.restores.take_orders():
+                assert restore is not None
+                restore(order)
         elif kind == "schedule":
             batch = scheduler.schedule(value)
             if batch is not None:

@@ -18,8 +18,10 @@ from asyncengine.engine.prefix_store import PrefixStore, Rates
 from asyncengine.kvcache.lookback import Lookback
 from asyncengine.kvcache.saving import Unsaved
 from asyncengine.kvcache.store import segments
+from asyncengine.kvcache.store.record import Header, digests_of
 from asyncengine.kvcache.store.segments import SegmentStore
 from asyncengine.outputs import Completion
+from asyncengine.step import RecordPart
 from asyncengine.testing import FakeExecutor, FakeModel
 from asyncengine.testing.fake_memory import FakePageMemory
 from asyncengine.testing.leaks import assert_nothing_held
@@ -240,8 +242,6 @@ def test_a_reading_of_windows_needs_those_in_sight() -> None:
     prefixes = PrefixStore(store, FakePageMemory(executor), SIZE)
     root = prefixes.root(("", ""))
     assert root is not None
-    from asyncengine.kvcache.store.record import Header, RecordPart, digests_of
-
     for place, (parent, packed, _) in enumerate(digests_of(root, PROMPT, SIZE)):
         for part in (RecordPart.PAGE, RecordPart.WINDOW):
             if part is RecordPart.PAGE or place in (2, 3, 5):

@@ -5,8 +5,9 @@ index in memory; `disk` is all that they ask of an operating system. `engine.pre
 """
 
 from asyncengine.kvcache.store.disk import Disk, SystemDisk
-from asyncengine.kvcache.store.record import Header, RecordError, RecordPart, read_records, write_record
+from asyncengine.kvcache.store.record import Header, RecordError, read_records, write_record
 from asyncengine.kvcache.store.segments import SegmentStore, StoreCounts
+from asyncengine.step import RecordPart
 
 __all__ = [
     "Disk",

@@ -21,8 +21,9 @@ import hashlib
 import struct
 import zlib
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from enum import IntEnum
 from typing import BinaryIO, NamedTuple
+
+from asyncengine.step import RecordPart
 
 VERSION = 1
 _HEAD = struct.Struct("<4sHHIIQ32s32s")
@@ -37,14 +38,6 @@ Buffer = bytes | bytearray | memoryview
 
 class RecordError(ValueError):
     """A record is cut off, damaged, or of another format. The message says which."""
-
-
-class RecordPart(IntEnum):
-    """The kind of memory that a record was copied from."""
-
-    PAGE = 1
-    WINDOW = 2
-    STATE = 3
 
 
 class Header(NamedTuple):

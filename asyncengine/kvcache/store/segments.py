@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from asyncengine.kvcache.store.disk import Disk
-from asyncengine.kvcache.store.record import MAGIC, Buffer, Header, RecordError, RecordPart, checksum
+from asyncengine.kvcache.store.record import MAGIC, Buffer, Header, RecordError, checksum
+from asyncengine.step import RecordPart
 
 logger = logging.getLogger("asyncengine")
 

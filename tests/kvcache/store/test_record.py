@@ -19,6 +19,7 @@ from asyncengine.kvcache.store.record import (
     root_digest,
     write_record,
 )
+from asyncengine.step import RecordPart
 
 FINGERPRINT = bytes(range(32))
 ROOT = root_digest(FINGERPRINT, ("adapter", ""))

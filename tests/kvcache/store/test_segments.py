@@ -12,8 +12,9 @@ import pytest
 
 from asyncengine.kvcache.store import segments
 from asyncengine.kvcache.store.disk import SystemDisk
-from asyncengine.kvcache.store.record import Header, RecordPart, checksum, digests_of, root_digest
+from asyncengine.kvcache.store.record import Header, checksum, digests_of, root_digest
 from asyncengine.kvcache.store.segments import Record, SegmentStore
+from asyncengine.step import RecordPart
 from asyncengine.testing.world import ProcessDied, VirtualDisk
 
 FINGERPRINT, OTHER = b"f" * 32, b"g" * 32

@@ -10,7 +10,6 @@ import pytest
 from asyncengine.kvcache.store.record import (
     Header,
     RecordError,
-    RecordPart,
     checksum,
     digests_of,
     pack_tokens,

@@ -28,7 +28,8 @@ def _pixtral(self: Any, made: Any, index: int) -> str:
 
 PROCESSOR_CLASSES: dict[str, Any] = {
     "qwen2_vl": hf.Qwen2VLProcessor, "qwen2_5_vl": hf.Qwen2_5_VLProcessor, "qwen3_vl": hf.Qwen3VLProcessor,
-    "qwen3_5": hf.Qwen3VLProcessor, "glm4v": hf.Glm4vProcessor, "mistral3": SimpleNamespace(replace_image_token=_pixtral),
+    "qwen3_5": hf.Qwen3VLProcessor, "glm4v": hf.Glm4vProcessor,
+    "mistral3": SimpleNamespace(replace_image_token=_pixtral),
     "idefics3": hf.Idefics3Processor, "smolvlm": hf.SmolVLMProcessor, "gemma3": hf.Gemma3Processor,
 }  # fmt: skip
 WANT = 32

@@ -12,6 +12,7 @@ import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,9 +40,9 @@ _SOURCES = ("attention", "kernels", "layers", "lora", "models", "runner")
 
 
 def open_prefix_store(
-    config: EngineConfig, checkpoint: CheckpointSource, loaded: LoadedModel, runner: ModelRunner
+    config: EngineConfig, checkpoint: CheckpointSource, loaded: LoadedModel, runner: ModelRunner, undo: ExitStack
 ) -> PrefixStore | None:
-    """The store that `config` asks for; None: it asks for none. Raises `InvalidParameter` naming `kv_cache_dir` for a
+    """The store that `config` asks for, which `undo` closes; None: it asks for none. Raises `InvalidParameter` naming `kv_cache_dir` for a
     folder that cannot be one."""
     if config.kv_cache_dir is None:
         return None
@@ -61,7 +62,9 @@ def open_prefix_store(
         raise InvalidParameter("kv_cache_dir", f"cannot be read: {error}", config.kv_cache_dir) from None
     logger.info("prefixes are kept in %s: %d records of this model", folder, len(store))
     rate = measure_prompt_rate(runner, config, loaded.max_model_len)
-    return PrefixStore(store, memory, config.page_size, prompt_rate=rate, salted=config.kv_cache_salted)
+    prefixes = PrefixStore(store, memory, config.page_size, prompt_rate=rate, salted=config.kv_cache_salted)
+    undo.callback(prefixes.close_soon)
+    return prefixes
 
 
 def _folder_of(setting: str | bool) -> Path:

@@ -242,12 +242,9 @@ def _load_frontend(
             kept=ahead.kept, left=ahead.left, images=images.store,
         )  # fmt: skip
         progress.say_compiled()
-        prefixes = open_prefix_store(config, checkpoint, loaded, runner)
-        if prefixes is not None:
-            undo.callback(prefixes.close_soon)
-        frontend = _assemble(
-            path, loaded, tokenizer, runner, adapters, grammars, planner, config, vectors, images, prefixes
-        )
+        prefixes = open_prefix_store(config, checkpoint, loaded, runner, undo)
+        parts = tokenizer, runner, adapters, grammars, planner, config, vectors, images, prefixes
+        frontend = _assemble(path, loaded, *parts)
         undo.pop_all()
         return frontend
 

@@ -118,7 +118,13 @@ async def test_greedy_equals_the_plain_loop(name: str, desk: Desk) -> None:
         stats, counters = engine.stats(), engine.core.loop.scheduler.counters
         assert (stats.preemptions > 0) == ("preempted" in name)
         assert (counters.forced_tokens > 50) == ("no jumps" not in name)
-        assert stats.requests == {"waiting": 0, "running": 0, "grammar_queue": 0, "adapter_queue": 0}
+        assert stats.requests == {
+            "waiting": 0,
+            "running": 0,
+            "grammar_queue": 0,
+            "adapter_queue": 0,
+            "restore_queue": 0,
+        }
 
 
 async def test_what_the_plain_loop_answers_is_worth_comparing(desk: Desk) -> None:

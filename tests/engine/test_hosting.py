@@ -423,7 +423,13 @@ async def test_stats_add_up_and_may_be_read_from_any_thread_while_running():
         assert stats.first_token.count == 20
         assert stats.inter_token.count == stats.generated_tokens - 20
         assert stats.step.count == stats.steps
-        assert stats.requests == {"waiting": 0, "running": 0, "grammar_queue": 0, "adapter_queue": 0}
+        assert stats.requests == {
+            "waiting": 0,
+            "running": 0,
+            "grammar_queue": 0,
+            "adapter_queue": 0,
+            "restore_queue": 0,
+        }
         pages = stats.pages
         assert pages.free + pages.cached + pages.shared + pages.held + pages.retiring == pages.total
 

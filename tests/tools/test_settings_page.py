@@ -60,7 +60,7 @@ def test_limits_are_those_that_a_refusal_names(name: str, accepts: settings_page
 def test_memory_may_be_told_in_units() -> None:
     rows = settings(EngineConfig, (), engine_accepts)
     assert [name for name, row in rows.items() if 'like "2GiB"' in row.takes] == [
-        name for name in rows if name.endswith("_memory")
+        name for name in rows if name.endswith(("_memory", "_disk"))
     ]
 
 

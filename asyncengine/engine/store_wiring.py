@@ -42,8 +42,8 @@ _SOURCES = ("attention", "kernels", "layers", "lora", "models", "runner")
 def open_prefix_store(
     config: EngineConfig, checkpoint: CheckpointSource, loaded: LoadedModel, runner: ModelRunner, undo: ExitStack
 ) -> PrefixStore | None:
-    """The store that `config` asks for, which `undo` closes; None: it asks for none. Raises `InvalidParameter` naming `kv_cache_dir` for a
-    folder that cannot be one."""
+    """The store that `config` asks for, which `undo` closes; None: it asks for none. Raises `InvalidParameter` naming
+    `kv_cache_dir` for a folder that cannot be one."""
     if config.kv_cache_dir is None:
         return None
     from asyncengine.runner.building import measure_prompt_rate

@@ -224,8 +224,7 @@ def _load_frontend(
             tokenizer.warm_up()
             loaded.eos_token_ids = _with_named_ends(loaded, tokenizer)
         attempt.check()
-        pooled = None if pooling is None else pooled_decoder(loaded, pooling, tokenizer, checkpoint)
-        pooler, vectors = pooled or (None, None)
+        pooler, vectors = (None, None) if pooling is None else pooled_decoder(loaded, pooling, tokenizer, checkpoint)
         with cores.loading():
             draft = load_draft(drafting, config, loaded, tokenizer, progress)
             images = load_images(checkpoint, loaded, tokenizer, config, progress) if pooling is None else NO_IMAGES

@@ -54,18 +54,9 @@ SMALL = 2**25
 _BRIEF = 2**17
 """Pairs of a query and a key in a step of such a model that takes a few milliseconds."""
 _HELD = (
-    "_backend",
-    "_graphs",
-    "_prompt_graphs",
-    "_lora",
-    "_unwritten",
-    "_sampler",
-    "_last_token",
-    "_awaited",
-    "_unfinished",
-    "_states",
-    "_images",
-)
+    "_backend", "_graphs", "_prompt_graphs", "_lora", "_unwritten", "_sampler", "_last_token", "_awaited",
+    "_unfinished", "_states", "_images",
+)  # fmt: skip
 """Attributes that refer to weights, adapters or device memory; deleted when the runner is closed."""
 
 
@@ -78,20 +69,10 @@ class ModelRunner:
     """Why an answer may depend on what is computed beside it; None: it does not."""
 
     def __init__(
-        self,
-        model: LoadedModel,
-        backend: AttentionBackend,
-        page_size: int,
-        max_num_seqs: int,
-        *,
-        jump_forward: bool = True,
-        lora: LoraLayers | None = None,
-        cores: Cores | None = None,
-        num_states: int = 0,
-        num_window_pages: int = 0,
-        pooler: Pooler | None = None,
-        images: ImageStore | None = None,
-    ) -> None:
+        self, model: LoadedModel, backend: AttentionBackend, page_size: int, max_num_seqs: int, *,
+        jump_forward: bool = True, lora: LoraLayers | None = None, cores: Cores | None = None, num_states: int = 0,
+        num_window_pages: int = 0, pooler: Pooler | None = None, images: ImageStore | None = None,
+    ) -> None:  # fmt: skip
         """`num_states`: slots for recurrent states, slot 0 included. `num_window_pages`: of layers with windows, page 0
         included; 0: all have the same pages. `pooler`: of a model that is asked for vectors, whose logits are hidden
         states. `images`: of one that reads pictures."""
@@ -356,14 +337,9 @@ class ModelRunner:
         return step, self._model.logits(hidden, StepContext(self._last_token, self._backend, *own))
 
     def _compute(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        logit_rows: torch.Tensor,
-        adapters: StepAdapters,
-        moves: StateSegments | LoneTokens | None = None,
-        images: ImageRows | None = None,
-    ) -> torch.Tensor:
+        self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, adapters: StepAdapters,
+        moves: StateSegments | LoneTokens | None = None, images: ImageRows | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         assert self._model is not None
         states = None if self._states is None or moves is None else state_step(self._states, moves, self._device)
         pictures = None if images is None else images.hidden

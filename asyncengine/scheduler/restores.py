@@ -53,7 +53,7 @@ class _Reading:
 
     order: RestoreOrder
     table: PageTable
-    priority: int
+    eviction_priority: int
     until: float
     """Clock reading until which somebody waits."""
     waiting: dict[int, Request] = field(default_factory=dict)
@@ -147,7 +147,7 @@ class Restores:
         reading = self._readings.pop(answer.number)
         order, table = reading.order, reading.table
         before = table.num_shared
-        self._kv.end_restore(table, order.tokens, order.start + answer.pages, reading.priority)
+        self._kv.end_restore(table, order.tokens, order.start + answer.pages, reading.eviction_priority)
         if order.slot and self._kv.states is not None:
             whole = answer.state and len(order.tokens) == table.num_shared * self._kv.page_size
             self._kv.states.settle_reserved(order.slot, table.node if whole else None)

@@ -22,7 +22,7 @@ import asyncio, json, sys
 from asyncengine import AsyncEngine, SamplingParams
 from asyncengine.engine import prefix_store
 
-prefix_store._WORTH = 1e9
+prefix_store._WORTH, prefix_store._LEAST_PATIENCE = 1e9, 100.0
 PARAMS = SamplingParams(max_tokens=3, temperature=0, logprobs=True, ignore_eos=True)
 
 async def main(folder, number):

@@ -45,10 +45,10 @@ def load_images(
     from asyncengine.models.formats import first_line
 
     family = getattr(loaded.hf_config, "model_type", "")
-    if config.images == "off":
-        return LoadedImages(why_none='images="off"')
     if family not in MULTIMODAL:
         return LoadedImages(why_none="the model reads text alone")
+    if config.images == "off":
+        return LoadedImages(why_none='images="off"')
     try:
         return _load(checkpoint, loaded, tokenizer, config, progress)
     except (UnsupportedModel, ImportError, OSError, ValueError, KeyError) as error:

@@ -198,6 +198,7 @@ async def test_replicas_of_different_models_are_refused(monkeypatch: pytest.Monk
 
     async def start_two(cluster: Any, *arguments: Any) -> Any:
         made.append(cluster)
+        assert arguments[1].images == "off"  # they are sent text alone
         first, second = await start(cluster, *arguments)
         object.__setattr__(second[1].info, "vocab_size", 17)
         return [first, second]

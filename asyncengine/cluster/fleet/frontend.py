@@ -106,9 +106,10 @@ def open_fleet(
     cluster = RayCluster(settings, settings.name or f"fleet-{secrets.token_hex(4)}")
     try:
         attempt.check()
-        theirs = config.replace(
-            max_queued_requests=None, max_queued_tokens=None, when_full="error", show_progress=False, uvloop=False
-        )
+        theirs = config.replace(  # replicas are sent text alone: towers would take memory in vain
+            max_queued_requests=None, max_queued_tokens=None, when_full="error", show_progress=False, uvloop=False,
+            images="off",
+        )  # fmt: skip
         first = asyncio.run(start_replicas(cluster, shipped, theirs, settings))
         attempt.check()
         info, clock = _common_info([loaded for _, loaded in first]), MonotonicClock()

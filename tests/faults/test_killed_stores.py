@@ -28,7 +28,7 @@ PARAMS = SamplingParams(max_tokens=3, temperature=0, logprobs=True, ignore_eos=T
 async def main(folder, number):
     settings = {"kv_cache_dir": folder} if folder else {}
     async with await AsyncEngine.from_pretrained(
-        "demo", dtype="float32", num_threads=1, show_progress=False, kv_cache_disk="4MiB", **settings
+        "demo", dtype="float32", num_threads=1, show_progress=False, kv_cache_disk="8MiB", **settings
     ) as engine:
         for turn in range(12):
             head = [100 + (7 * place + turn % 4) % 300 for place in range(200)]
@@ -80,7 +80,7 @@ def test_killed_processes_leave_no_wrong_prefix(tmp_path: Path) -> None:
     assert last.wait() == 0
     assert all(scores == expected[prompt] for prompt, scores, _ in found)
     assert restored + sum(count for _, _, count in found) > 0
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 5 * 2**20
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 9 * 2**20
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="flock")

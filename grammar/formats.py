@@ -72,15 +72,3 @@ def keep_enforced(schema: Any, strict: bool) -> None:
             del node["format"]
     if unknown and strict:
         raise GrammarUnsupported("grammar", unknown, "no format that can be enforced")
-
-
-def enforce_format(node: dict[str, Any]) -> None:
-    """Replace a format that llguidance 1.9.1 lacks or takes more for: 29 February in every year, a second 60, hosts and
-    durations of any size."""
-    if node.get("format") == "hostname":
-        longest = node.get("maxLength")
-        node["maxLength"] = min(longest, MAX_HOSTNAME) if isinstance(longest, int) else MAX_HOSTNAME
-    pattern = PATTERNS.get(node["format"]) if isinstance(node.get("format"), str) else None
-    if pattern is not None:
-        del node["format"]
-        node["allOf"] = [*node.get("allOf", ()), {"pattern": pattern}]

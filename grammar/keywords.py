@@ -7,15 +7,8 @@ from typing import Any
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar.regexes import unsupported_feature
-from asyncengine.grammar.schemas import escape, resolve, schemas_of, subschemas
+from asyncengine.grammar.schemas import schemas_of, subschemas
 from asyncengine.grammar.spec import Grammar
-
-UNIMPLEMENTED = (
-    "not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains", "propertyNames",
-    "dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties",
-    "$dynamicRef", "$recursiveRef",
-)  # fmt: skip
-"""Keywords llguidance refuses wherever they stand. It names those of one subschema; we name all."""
 
 _TOO_LARGE = (
     "too large", "too big", "too many", "too deeply nested", "fuel exhausted", "recursion limit exceeded",
@@ -48,41 +41,11 @@ def explain(grammar: Grammar, message: str) -> GrammarError:
         return GrammarTooLarge("grammar", f"too large for the library ({shown}); {_ADVICE['too large']}")
     if any(sign in lower for sign in _IMPOSSIBLE):
         return GrammarImpossible("grammar", f"{_ADVICE['impossible']} ({shown})")
-    features: list[Feature] = []
-    for schema in schemas_of(grammar):
-        features += find_unsupported(schema, message)
-    if features:
-        return GrammarUnsupported("grammar", features, _detail(message, shown))
     if any(sign in lower for sign in _NO_AUTOMATON):
-        return GrammarUnsupported("grammar", [("look-around or back-reference", "")], shown)
+        features = [feature for schema in schemas_of(grammar) for feature in _patterns(schema, message)]
+        return GrammarUnsupported("grammar", features or [("look-around or back-reference", "")], shown)
     places = [place for schema in schemas_of(grammar) for place in _malformed(schema, message)]
     return GrammarError("grammar", f"cannot be compiled{f' at {places[0]}' if places else ''}: {shown}")
-
-
-def find_unsupported(schema: Any, message: str) -> list[Feature]:
-    """The keywords in `schema` that `message` (llguidance's) complains about, each with its JSON pointer.
-
-    Where the library stops at the first keyword of a kind, all of that kind are listed. Empty where the message is
-    about something else.
-    """
-    nodes = list(subschemas(schema))
-    named = re.search(r'Unimplemented keys: \[((?:"[^"]{1,64}"(?:, )?){1,64})\]', message)
-    if named:
-        keys = [*UNIMPLEMENTED, *re.findall(r'"([^"]+)"', named.group(1))]
-        return _with_keys(nodes, tuple(dict.fromkeys(keys)))
-    if "min/maxProperties only supported" in message:
-        return _with_keys(nodes, ("minProperties", "maxProperties"))
-    if "are not disjoint" in message and "patternProperty" in message:
-        return _with_keys(nodes, ("patternProperties",))
-    if "Failed to generate regex for integer range" in message or "regex for float range" in message:
-        return _with_keys(nodes, ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
-    if "circular references with sibling keys" in message:
-        return _circular(nodes, message)
-    if "is not present in a registry" in message or "Default retriever" in message:
-        return [(k, p) for k, p in _with_keys(nodes, ("$ref",)) if not _local(nodes, p)]
-    if any(sign in message.lower() for sign in _NO_AUTOMATON):
-        return _patterns(nodes, message)
-    return []
 
 
 def summary(message: str) -> str:
@@ -95,65 +58,18 @@ def summary(message: str) -> str:
     return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 3] + "..."
 
 
-def _detail(message: str, shown: str) -> str:
-    """In words, where the library's are about itself; nothing where the keyword's name says it all."""
-    if "Unimplemented keys" in message:
-        return ""
-    if "is not present in a registry" in message or "Default retriever" in message:
-        return "only references inside the schema can be followed"
-    return shown
-
-
-def _with_keys(nodes: list[tuple[str, dict[str, Any]]], keys: tuple[str, ...]) -> list[Feature]:
-    """Places in which one of `keys` stands. `uniqueItems: false` is no complaint: it is left out before compiling."""
+def _patterns(schema: Any, message: str) -> list[Feature]:
+    """Patterns with a construct no automaton has, and any the message quotes (an anchor in mid-pattern)."""
     return [
-        (key, f"{pointer}/{escape(key)}")
-        for pointer, node in nodes
-        for key in node
-        if key in keys and not (key == "uniqueItems" and node[key] is False)
+        ("pattern", f"{place}/pattern")
+        for place, node in subschemas(schema)
+        if isinstance(pattern := node.get("pattern"), str) and _suspect(pattern, message)
     ]
 
 
-def _local(nodes: list[tuple[str, dict[str, Any]]], pointer: str) -> bool:
-    target = dict(nodes)[pointer.removesuffix("/$ref")]["$ref"]
-    return not isinstance(target, str) or target.startswith("#")
-
-
-def _circular(nodes: list[tuple[str, dict[str, Any]]], message: str) -> list[Feature]:
-    """References with neighbours; the one the message names where it can be found."""
-    beside = [(key, place) for key, place in _with_keys(nodes, ("$ref",)) if len(dict(nodes)[place[:-5]]) > 1]
-    named = re.search(r"json-schema:///#?(/\S*)", message)
-    inside = [feature for feature in _with_keys(nodes, ("$ref",)) if named and feature[1].startswith(named.group(1))]
-    return inside or beside
-
-
-def _patterns(nodes: list[tuple[str, dict[str, Any]]], message: str) -> list[Feature]:
-    """Patterns with a construct no automaton has, and any the message quotes (an anchor in mid-pattern)."""
-    found: list[Feature] = []
-    for place, node in nodes:
-        pattern = node.get("pattern")
-        if isinstance(pattern, str) and _suspect(pattern, message):
-            found.append(("pattern", f"{place}/pattern"))
-        names = node.get("patternProperties")
-        for name in names if isinstance(names, dict) else ():
-            if _suspect(name, message):
-                found.append(("patternProperties", f"{place}/patternProperties/{escape(name)}"))
-    return found
-
-
 def _malformed(schema: Any, message: str) -> list[str]:
-    """Pointers to the pattern or type the message quotes, or to references that lead nowhere."""
-    found = []
-    for place, node in subschemas(schema):
-        names = node.get("patternProperties")
-        for pattern in (node.get("pattern"), *(names if isinstance(names, dict) else ())):
-            if isinstance(pattern, str) and f"    {pattern}\n" in message:
-                found.append(place + ("/pattern" if pattern == node.get("pattern") else "/patternProperties"))
-        if isinstance(node.get("type"), str) and message.startswith(f"Invalid type: {node['type']}"):
-            found.append(f"{place}/type")
-        if message.startswith("Pointer '") and resolve(schema, node) is None:
-            found.append(f"{place}/$ref")
-    return found
+    """Pointers to the patterns the message quotes."""
+    return [f"{place}/pattern" for place, node in subschemas(schema) if f"    {node.get('pattern')}\n" in message]
 
 
 def _suspect(pattern: str, message: str) -> bool:

@@ -30,7 +30,7 @@ from asyncengine.grammar.backend import Closing, JointFill, Mask
 from asyncengine.grammar.closing import ByteClosing
 from asyncengine.grammar.counted import AHEAD, Counted, CountedClosing, unrolled
 from asyncengine.grammar.keywords import explain, summary
-from asyncengine.grammar.lower import with_rules, without_numbers
+from asyncengine.grammar.lower import to_llguidance, with_rules
 from asyncengine.grammar.prices import Prices, Speller
 from asyncengine.grammar.samples import ways_out
 from asyncengine.grammar.schema_shapes import shape_of
@@ -76,7 +76,7 @@ class LlguidanceBackend:
         """
         try:
             if not known_safe(grammar):
-                self._trial(without_numbers(grammar), timeout)
+                self._trial(to_llguidance(grammar), timeout)
             return LlgTemplate(self, grammar)
         except Exception:
             raise
@@ -114,7 +114,7 @@ class LlguidanceBackend:
             if len(self._leaves) >= MAX_LEAVES:
                 self._leaves.clear()
             lark = llguidance.LLMatcher.grammar_from_lark(f"start: {opaque.text}\n")
-            if not opaque.text.startswith("%json"):
+            if not opaque.text.startswith("%"):
                 lark = llguidance.LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {opaque.text}\n")
             grammar = Grammar("lark", lark)
             matcher = self.matcher(grammar, lark, self.vocabulary.byte_tokenizer)

@@ -9,13 +9,11 @@ from typing import Any
 
 from asyncengine.errors import GrammarUnsupported
 from asyncengine.grammar.canonical import canonical_json, parse_json
-from asyncengine.grammar.formats import enforce_format, keep_enforced
-from asyncengine.grammar.keywords import explain
+from asyncengine.grammar.formats import keep_enforced
 from asyncengine.grammar.lark import literal, regex, replace_json
-from asyncengine.grammar.number_schemas import lowered, without_bounds
-from asyncengine.grammar.one_of import overlapping
 from asyncengine.grammar.rules import Rules
-from asyncengine.grammar.schemas import subschemas, with_local_references
+from asyncengine.grammar.schema_rules import schema_grammar
+from asyncengine.grammar.schemas import pointed, subschemas, with_local_references
 from asyncengine.grammar.spec import Grammar
 
 FLEXIBLE = r"( |\n[ \t]{0,40})"
@@ -28,11 +26,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """llguidance's JSON options by `Grammar.whitespace`. Read only."""
 
-_NOTES = ("discriminator", "xml", "externalDocs", "example", "deprecated", "nullable")
-"""Annotations, mostly OpenAPI's, that llguidance 1.9.1 takes for constraints beside a recursive reference."""
-_MENDED = ("uniqueItems", '"if"', "[^", '"format"', '"x-', *_NOTES)
+_MENDED = ("[^", '"format"')
 """Signs that a schema has something the functions below change."""
-OVERLAP = "branches {1} and {2} of {0} may both hold; anyOf, or a required const of its own in each, can be enforced"
+MAX_RETRIES = 64
+"""Keywords that are left out one after the other where that is allowed."""
 _CLASS = re.compile(r"\\.|\[\^(?P<inside>\]?(?:\\.|[^\]\\])*)\]", re.DOTALL)
 
 
@@ -48,54 +45,37 @@ def with_rules(grammar: Grammar) -> tuple[str, tuple[Rules, str] | None]:
     if grammar.kind == "json_schema":
         lenient = grammar.unsupported != "error"
         schema = _object(grammar.text, lenient, grammar.formats == "strict")
-        text, rules = _own_numbers(grammar, schema, OPTIONS[grammar.whitespace], lenient)
+        text, rules = _rules(grammar, schema, OPTIONS[grammar.whitespace], lenient)
         return str(LLMatcher.grammar_from_lark(text)), rules
     if grammar.kind == "lark":
         return str(LLMatcher.grammar_from_lark(replace_json(grammar.text, partial(_embedded, grammar)))), None
     return str(LLMatcher.grammar_from_lark(f"start: OUTPUT\nOUTPUT: {fragment(grammar)}\n")), None
 
 
-def without_numbers(grammar: Grammar) -> str:
-    """The text for a trial: what `to_llguidance` makes, a schema without its bounds of numbers (which the library gets
-    to see in that form, and then as rules of ours, which do not nest)."""
-    if grammar.kind != "json_schema":
-        return to_llguidance(grammar)
-    lenient = grammar.unsupported != "error"
-    schema = without_bounds(_object(grammar.text, lenient))
-    return _from_schema(grammar, schema, {**OPTIONS[grammar.whitespace], **_escapes(schema)}, lenient)
-
-
-def _from_schema(grammar: Grammar, schema: dict[str, Any], options: dict[str, Any], lenient: bool) -> str:
-    """Lower a schema for the library's own JSON compiler, which gets only harmless bounds of numbers to see."""
-    from llguidance import LLMatcher
-
-    overrides = {"lenient": lenient}
-    try:
-        return str(LLMatcher.grammar_from_json_schema(canonical_json(schema), defaults=options, overrides=overrides))
-    except ValueError as error:
-        raise explain(grammar, str(error)) from None
-
-
-def _own_numbers(
+def _rules(
     grammar: Grammar, schema: dict[str, Any], options: dict[str, Any], lenient: bool
-) -> tuple[str, tuple[Rules, str] | None]:
-    """Lark of our own with its rules, for what the library would accept but for its numbers."""
-    from llguidance import LLMatcher
-
+) -> tuple[str, tuple[Rules, str]]:
+    """Lark for a schema, with the rules that it was written from and the first one's name. If `lenient`, keywords that
+    stand in the way are left out. Raises as `schema_grammar`."""
     own = schema.pop("x-guidance", None)
-    merged = {**options, **_escapes(schema), **(own if isinstance(own, dict) else {}), "lenient": lenient}
-    complaint = LLMatcher.validate_grammar(_from_schema(grammar, without_bounds(schema), merged, lenient))
-    if "oneOf constraints" in complaint:
-        if pairs := overlapping(schema):
-            raise GrammarUnsupported("grammar", [("oneOf", place) for place, _, _ in pairs], OVERLAP.format(*pairs[0]))
-        complaint = LLMatcher.validate_grammar(_from_schema(grammar, without_bounds(schema), merged, lenient))
-    if complaint:
-        raise explain(grammar, complaint)
+    merged = {**options, **(own if isinstance(own, dict) else {}), "lenient": lenient}
+    for left in range(MAX_RETRIES, -1, -1):
+        try:
+            rules, start = schema_grammar(schema, merged)
+            return rules.lark(start), (rules, start)
+        except GrammarUnsupported as error:
+            if not left or not lenient or not sum(_drop(schema, pointer) for _, pointer in error.features):
+                raise
+    raise AssertionError("it was raised")
 
-    def by_library(safe: dict[str, Any]) -> str:
-        return "start: %json " + canonical_json({"x-guidance": merged, **safe}) + "\n"
 
-    return lowered(schema, merged, lenient, by_library)
+def _drop(schema: dict[str, Any], pointer: str) -> bool:
+    """Delete what `pointer` leads to; False if that is nothing."""
+    around, _, last = pointer.rpartition("/")
+    here = pointed(schema, around)
+    if around.endswith("/patternProperties"):  # what these names allowed must stay allowed
+        pointed(schema, around.rpartition("/")[0]).pop("additionalProperties", None)
+    return isinstance(here, dict) and here.pop(last.replace("~1", "/").replace("~0", "~"), None) is not None
 
 
 def _embedded(grammar: Grammar, text: str) -> str:
@@ -103,7 +83,7 @@ def _embedded(grammar: Grammar, text: str) -> str:
     schema = json.loads(text)
     own = schema.get("x-guidance") if isinstance(schema, dict) else None
     lenient = isinstance(own, dict) and own.get("lenient") is True
-    return "%lark {\n" + _own_numbers(grammar, _object(text, lenient), {}, lenient)[0] + "}"
+    return "%lark {\n" + _rules(grammar, _object(text, lenient), {}, lenient)[0] + "}"
 
 
 def fragment(grammar: Grammar) -> str:
@@ -135,7 +115,6 @@ def inline_json(
     own = node.pop("x-guidance", None)
     merged = {
         **OPTIONS[whitespace],
-        **_escapes(node),
         **options,
         **(own if isinstance(own, dict) else {}),
         "lenient": lenient,
@@ -144,46 +123,23 @@ def inline_json(
 
 
 def _object(text: str, lenient: bool, strict_formats: bool = False) -> dict[str, Any]:
-    """The schema as a dict, without keywords that say nothing; if lenient, without those no option makes it take.
+    """The schema as a dict with what is enforced of it.
     Raises `GrammarUnsupported` for a format that cannot be enforced, if `strict_formats` and not `lenient`."""
     schema = json.loads(text) if isinstance(text, str) else text
     if not isinstance(schema, dict):
         return {} if schema is True else {"not": {}}
     schema = with_local_references(schema, text)
-    if lenient or any(sign in text for sign in _MENDED):
+    old = "draft-0" in str(schema.get("$schema"))
+    if lenient or old or any(sign in text for sign in _MENDED):
         keep_enforced(schema, strict_formats and not lenient)
         for _, node in subschemas(schema):
-            _without_effect(node)
+            if old and "$ref" in node:  # up to draft 7 what stands beside it says nothing
+                for key in [key for key in node if key not in ("$ref", "$defs", "definitions")]:
+                    del node[key]
             _enforce_classes(node)
-            enforce_format(node)
             if lenient:
                 _relax(node)
     return schema
-
-
-def _escapes(schema: dict[str, Any]) -> dict[str, Any]:
-    """No `\\u` escapes where an object has both declared and free keys.
-
-    llguidance 1.9.1 takes a declared key spelled with escapes for a free one, and its value goes unchecked. What is
-    lost are control characters without a short escape, in such schemas only.
-    """
-    for _, node in subschemas(schema):
-        declared = node.get("properties") or node.get("patternProperties")
-        if declared and node.get("additionalProperties") is not False:
-            return {"json_allowed_escapes": '"\\bfnrt'}
-    return {}
-
-
-def _without_effect(node: dict[str, Any]) -> None:
-    """Drop annotations, `uniqueItems: false`, and `if` without effect: the library refuses some unread."""
-    for key, value in list(node.items()):
-        # "x-guidance" holds the library's options, and other lists and dicts may be what references lead to
-        if key in _NOTES or (key.startswith("x-") and not isinstance(value, (dict, list))):
-            del node[key]
-    if node.get("uniqueItems") is False:
-        del node["uniqueItems"]
-    if "then" not in node and "else" not in node:
-        node.pop("if", None)
 
 
 def _enforce_classes(node: dict[str, Any]) -> None:
@@ -210,35 +166,12 @@ def _with_nul(pattern: str) -> str:
     return _CLASS.sub(exclude, pattern)
 
 
-def _all_required(node: dict[str, Any]) -> bool:
-    properties, required = node.get("properties"), node.get("required")
-    if not isinstance(properties, dict):
-        return True
-    return isinstance(required, list) and all(name in required for name in properties)
-
-
-def _asserts(schema: dict[str, Any]) -> bool:
-    """The library refuses this schema's patterns for what they say, not for how they are written."""
+def _relax(node: dict[str, Any]) -> None:
+    """Leave out a pattern that the library cannot read, as it has assertions."""
     from llguidance import LLMatcher
 
-    complaint = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(canonical_json(schema)))
-    return any(sign in complaint for sign in ("look-around", "lookarounds", "backreferences", "not disjoint"))
-
-
-def _relax(node: dict[str, Any]) -> None:
-    """Leave out what the library refuses even when lenient: patterns with assertions, other documents' schemas."""
-    pattern = node.get("pattern")
-    if isinstance(pattern, str) and _asserts({"type": "string", "pattern": pattern}):
-        del node["pattern"]
-    named = node.get("patternProperties")
-    if isinstance(named, dict) and _asserts({"type": "object", "patternProperties": {key: {} for key in named}}):
-        # What these keys allowed must stay allowed.
-        del node["patternProperties"]
-        node.pop("additionalProperties", None)
-    if not _all_required(node):
-        # Lenient, the library applies them to undeclared keys alone, which refuses valid objects.
-        node.pop("minProperties", None)
-        node.pop("maxProperties", None)
-    target = node.get("$ref")
-    if isinstance(target, str) and not target.startswith("#"):
-        del node["$ref"]
+    schema = {"type": "string", "pattern": node.get("pattern")}
+    if isinstance(schema["pattern"], str):
+        complaint = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(canonical_json(schema)))
+        if any(sign in complaint for sign in ("look-around", "lookarounds", "backreferences")):
+            del node["pattern"]

@@ -1,65 +1,57 @@
-"""Proof that branches of a `oneOf` exclude one another, by types, values, bounds or required keys: it is an `anyOf`."""
+"""The branches of a `oneOf` as those of an `anyOf`: without what others allow, unless a proof shows that to be none."""
 
 from __future__ import annotations
 
-import json
 from itertools import combinations
 from typing import Any
 
-from asyncengine.errors import GrammarError
+from asyncengine.errors import GrammarError, GrammarUnsupported
 from asyncengine.grammar.numbers import Numbers
 from asyncengine.grammar.schema_members import at, count_of, items_of, property_of
-from asyncengine.grammar.schema_terms import Alternatives, Conjunction, Entry, Term
-from asyncengine.grammar.schemas import pointed, subschemas
+from asyncengine.grammar.schema_terms import MADE, Alternatives, Conjunction, Entry, Term
 
 MAX_DEPTH = 16
 """Values inside one another that are looked into."""
 MAX_PAIRS = 2_000
 """Pairs of branches that are compared in one document; each takes a tenth of a millisecond."""
+OVERLAP = "branches {} and {} may both hold; anyOf, or a required const of its own in each, can be enforced"
+MAX_OTHERS = 12
+"""Branches that may hold beside one and are subtracted from it."""
 
 
-def overlapping(schema: dict[str, Any]) -> list[tuple[str, int, int]]:
-    """Write each `oneOf` whose branches exclude one another as `anyOf`, in place. Returns the others: the pointer, and
-    the indices of two branches that both may hold."""
-    root = _read_as_written(schema)
-    proof = _Emptiness(root)
-    found = []
-    for pointer, node in list(subschemas(schema)):
-        if not isinstance(node.get("oneOf"), list):
-            continue
-        said = dict(pointed(root, pointer) or {})
-        entries = [Entry(f"{pointer}/oneOf/{index}", branch) for index, branch in enumerate(said.pop("oneOf", ()))]
-        around, pairs = Entry(pointer, said), combinations(range(len(entries)), 2)
-        both = next((pair for pair in pairs if not proof.apart(around, entries, *pair)), None)
-        if both is not None:
-            found.append((f"{pointer}/oneOf", *both))
-        elif "anyOf" in node:
-            node["allOf"] = [*node.get("allOf", ()), {"anyOf": node.pop("oneOf")}]
-        else:
-            node["anyOf"] = node.pop("oneOf")
-    return found
+class Branches:
+    """What remains of the branches of one document's `oneOf`s when no two of them hold.
 
-
-def _read_as_written(schema: dict[str, Any]) -> dict[str, Any]:
-    """A copy; up to draft 7 without what stands beside a `$ref`, which says nothing there."""
-    root: dict[str, Any] = json.loads(json.dumps(schema))
-    for _, node in list(subschemas(root)) if "draft-0" in str(schema.get("$schema")) else ():
-        for key in [key for key in node if "$ref" in node and key not in ("$ref", "$defs", "definitions")]:
-            del node[key]
-    return root
-
-
-class _Emptiness:
-    """Proves that no value satisfies several schemas at once. What it does not prove may be so all the same."""
+    Proves that no value satisfies several schemas at once. What it does not prove may be so all the same: such a branch
+    is taken without the others.
+    """
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._alternatives = Alternatives(root)
         self._pairs = 0
         self._known: dict[tuple[str, ...], bool] = {}
 
-    def apart(self, around: Entry, branches: list[Entry], one: int, two: int) -> bool:
-        self._pairs += 1
-        return self._pairs <= MAX_PAIRS and self.is_empty((around, branches[one], branches[two]))
+    def of(self, entry: Entry) -> list[Entry]:
+        """The choice. Raises `GrammarUnsupported` where more than `MAX_OTHERS` may hold beside one."""
+        place, branches = f"{entry.pointer}/oneOf", entry.schema["oneOf"]
+        if not isinstance(branches, list) or not branches:
+            raise GrammarError("grammar", f"oneOf at {entry.place or '/'} must be a list with at least one schema")
+        around = Entry(entry.pointer, {key: said for key, said in entry.schema.items() if key != "oneOf"})
+        entries = [Entry(f"{place}/{index}", branch) for index, branch in enumerate(branches)]
+        together: dict[int, list[int]] = {index: [] for index in range(len(entries))}
+        for one, two in combinations(range(len(entries)), 2):
+            self._pairs += 1
+            if self._pairs > MAX_PAIRS or not self.is_empty((around, entries[one], entries[two])):
+                together[one].append(two)
+                together[two].append(one)
+                if len(together[one]) > MAX_OTHERS:
+                    raise GrammarUnsupported("grammar", [("oneOf", f"{entry.place}/oneOf")], OVERLAP.format(one, two))
+        return [
+            Entry(f"{found.pointer}{MADE}", {"allOf": [found.schema, *({"not": branches[other]} for other in others)]})
+            if (others := together[index])
+            else found
+            for index, found in enumerate(entries)
+        ]
 
     def is_empty(self, conjunction: Conjunction, depth: int = 0) -> bool:
         key = tuple(entry.pointer for entry in conjunction)
@@ -77,7 +69,9 @@ class _Emptiness:
         match kind:
             case "boolean" | "string":
                 lists = [entry.schema["enum"] for entry in term.having("enum") if entry.plain]
-                values = [value for value in lists[0] if all(value in other for other in lists)] if lists else [kind]
+                not_these = [value for entry in term.having("not") for value in entry.schema["not"].get("enum", ())]
+                left = [value for value in lists[0] if all(value in other for other in lists)] if lists else [kind]
+                values = [value for value in left if value not in not_these or not lists]
                 return not values or _crossed(term, "minLength", "maxLength", kind == "string")
             case "integer" | "fraction":
                 return _no_number(term.numbers())

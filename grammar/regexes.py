@@ -61,6 +61,31 @@ def portable(pattern: object) -> str:
     return "".join(text for _, text in tokens)
 
 
+def searched(pattern: str, anything: str) -> str:
+    """A pattern of whole texts in which `pattern` is found, `anything` being a pattern of any text. Each alternative
+    may be anchored at its ends. Raises as `portable`."""
+    tokens = _tokens(pattern)
+    _balanced(tokens)
+    branches: list[list[Token]] = [[]]
+    depth = 0
+    for token in tokens:
+        depth += (token[0] == "open") - (token[0] == "close")
+        if token[0] == "bar" and not depth:
+            branches.append([])
+        else:
+            branches[-1].append(token)
+    found = []
+    for branch in branches:
+        start = bool(branch) and branch[0][0] == "start"
+        end = len(branch) > start and branch[-1][0] == "end"
+        core = branch[start : len(branch) - end]
+        if any(kind in ("start", "end") for kind, _ in core):
+            raise GrammarUnsupported("grammar", [("an anchor in the middle", "")])
+        text = "".join(text for _, text in core)
+        found.append(f"{'' if start else anything}(?:{text}){'' if end else anything}")
+    return "|".join(found)
+
+
 def unsupported_feature(pattern: str) -> str | None:
     """The first construct in `pattern` that no automaton has, by name; None if there is none."""
     for match in _TOKEN.finditer(pattern):

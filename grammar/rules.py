@@ -28,6 +28,7 @@ class Rules:
 
     def __init__(self) -> None:
         self.alternatives: dict[str, list[list[Symbol]]] = {}
+        self._shared: dict[tuple[tuple[Symbol, ...], ...], str] = {}
         self._terminals: dict[str, str] = {}
         self._texts: dict[str, str] = {}
 
@@ -37,6 +38,13 @@ class Rules:
 
     def new(self, *alternatives: list[Symbol]) -> str:
         return self.add(f"r{len(self.alternatives)}", *alternatives)
+
+    def shared(self, *alternatives: list[Symbol]) -> str:
+        """The same for what gets no further alternatives: one name for the same ones."""
+        key = tuple(map(tuple, alternatives))
+        if key not in self._shared:
+            self._shared[key] = self.new(*alternatives)
+        return self._shared[key]
 
     def terminal(self, text: str) -> str:
         """A name for an expression over patterns; the same one for the same expression."""

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
 
 from asyncengine.errors import GrammarError, GrammarUnsupported
-from asyncengine.grammar.regexes import portable
-from asyncengine.grammar.schema_terms import Entry
+from asyncengine.grammar.formats import LIBRARY, MAX_HOSTNAME
+from asyncengine.grammar.lark import literal, regex
+from asyncengine.grammar.regexes import searched
+from asyncengine.grammar.schema_terms import Entry, Term
 from asyncengine.grammar.schemas import escape
+
+LENGTHS = ("minLength", "maxLength")
+STRING = (*LENGTHS, "pattern", "format", "enum", "const")
 
 KEY = r'"(?:[^"\\\x00-\x1f\x7f]|\\["\\bfnrt])*"'
 """An undeclared key: one spelling for each, so that no declared key passes for one."""
@@ -22,6 +30,12 @@ def count_of(entry: Entry, key: str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value != int(value):
         raise GrammarError("grammar", f"{key} at {entry.pointer or '/'} must be a whole number, 0 or more", value)
     return int(value)
+
+
+def bounds_of(entries: Iterable[Entry], low: str, high: str) -> tuple[int, int | None]:
+    """The least and the most that several schemas allow."""
+    tops = [top for entry in entries if (top := count_of(entry, high)) is not None]
+    return max((count_of(entry, low) or 0 for entry in entries), default=0), min(tops, default=None)
 
 
 def items_of(entry: Entry) -> tuple[list[Entry], Entry | None]:
@@ -49,11 +63,11 @@ def property_of(entry: Entry, key: str) -> list[Entry]:
     return found or [additional(entry)]
 
 
-def of_pattern(entry: Entry, pattern: str) -> Entry:
+def of_patterns(entry: Entry, held: Collection[str]) -> list[Entry]:
+    """Demands on an undeclared property in whose name the patterns `held` are found, and no others."""
     named = entry.schema.get("patternProperties", {})
-    if pattern in named:
-        return Entry(f"{entry.pointer}/patternProperties/{escape(pattern)}", named[pattern])
-    return additional(entry)
+    at = f"{entry.pointer}/patternProperties/"
+    return [Entry(at + escape(one), named[one]) for one in held if one in named] or [additional(entry)]
 
 
 def additional(entry: Entry) -> Entry:
@@ -64,24 +78,98 @@ def _finds(pattern: str, key: str, entry: Entry) -> bool:
     try:
         return re.search(pattern, key) is not None
     except (re.error, RecursionError, OverflowError):
-        raise _no_pattern(pattern, [entry]) from None
+        raise no_pattern("patternProperties", f"{entry.place}/patternProperties/{escape(pattern)}") from None
 
 
-def key_pattern(pattern: str, entries: list[Entry]) -> str:
-    """Whole keys in which `pattern` is found; it may be anchored at its ends."""
-    start, end = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
-    core = pattern[start : len(pattern) - end]
+def written(pattern: str, keyword: str, place: str) -> str:
+    """A Lark pattern of JSON strings without escapes in which `pattern` is found. Raises `GrammarUnsupported`."""
     try:
-        if (start or end) and portable(core) and "|" in re.sub(r"\\.|\[[^\]]*\]|\([^()]*\)", "", core):
-            raise _no_pattern(pattern, entries)
-        core = portable(core)
+        return regex(f'"(?:{searched(pattern, _ANY)})"')
     except GrammarUnsupported:
-        raise _no_pattern(pattern, entries) from None
-    anything = '[^"]*'
-    return f"{'' if start else anything}(?:{core}){'' if end else anything}"
+        raise no_pattern(keyword, place) from None
 
 
-def _no_pattern(pattern: str, entries: list[Entry]) -> GrammarUnsupported:
-    at = next(e.pointer for e in entries if pattern in e.schema.get("patternProperties", {}))
-    place = f"{at}/patternProperties/{escape(pattern)}"
-    return GrammarUnsupported("grammar", [("patternProperties", place)], "too rich a pattern beside bounds of numbers")
+def no_pattern(keyword: str, place: str) -> GrammarUnsupported:
+    return GrammarUnsupported("grammar", [(keyword, place)], "look-around, or an anchor in the middle of the pattern")
+
+
+class Texts(NamedTuple):
+    """Strings: all that several schemas say of them, and what they must not be."""
+
+    parts: list[dict[str, Any]]
+    without: list[dict[str, Any]]
+    place: str
+
+    @classmethod
+    def of(cls, term: Term) -> Texts:
+        parts: list[dict[str, Any]] = []
+        without: list[dict[str, Any]] = []
+        for entry in term.entries:
+            if entry.plain and "not" in entry.schema:
+                without.append(entry.schema["not"])
+                continue
+            said = {key: entry.schema[key] for key in STRING if key in entry.schema}
+            said.update({key: count for key in LENGTHS if (count := count_of(entry, key)) is not None})
+            if not entry.plain:  # their values have become entries of their own
+                said.pop("enum", None)
+                said.pop("const", None)
+            if said.get("format") == "hostname":
+                said["maxLength"] = min(said.get("maxLength", MAX_HOSTNAME), MAX_HOSTNAME)
+            elif said.get("format") not in LIBRARY:  # a pattern stands in its place
+                said.pop("format", None)
+            if said and said not in parts:
+                parts.append(said)
+        return cls(parts, without, next((entry.place for entry in term.entries), ""))
+
+    @property
+    def bounds(self) -> tuple[int, int | None]:
+        """Least and most characters."""
+        tops = [part["maxLength"] for part in self.parts if "maxLength" in part]
+        return max((part.get("minLength", 0) for part in self.parts), default=0), min(tops, default=None)
+
+    @property
+    def listed(self) -> list[str] | None:
+        """The values, where they are listed."""
+        lists = [part["enum"] for part in self.parts if "enum" in part]
+        return [value for value in dict.fromkeys(lists[0]) if self.hold(value)] if lists else None
+
+    def hold(self, text: str) -> bool:
+        """`text` is one of them, as Python reads patterns. Raises `GrammarUnsupported` for a format."""
+        low, high = self.bounds
+        try:
+            found = [re.search(part["pattern"], text) is not None for part in self.parts if "pattern" in part]
+            wrong = [re.search(part["pattern"], text) is not None for part in self.without if "pattern" in part]
+        except (re.error, RecursionError, OverflowError):
+            raise no_pattern("pattern", f"{self.place}/pattern") from None
+        if any("format" in part for part in self.parts):
+            raise GrammarUnsupported("grammar", [("format", f"{self.place}/format")], "beside listed values")
+        kept = low <= len(text) and (high is None or len(text) <= high) and all(found) and not any(wrong)
+        return (
+            kept
+            and all(text in part.get("enum", (text,)) for part in self.parts)
+            and not any(text in part.get("enum", ()) for part in self.without)
+        )
+
+    def terminal(self, patterns: list[str], others: list[str], names: list[str]) -> str:
+        """A Lark expression for them that also match all Lark patterns `patterns`, none of `others`, and are none of
+        `names`. Raises `GrammarUnsupported` for a format, and for patterns that cannot be written."""
+        if formats := [part["format"] for part in self.parts if "format" in part]:
+            raise GrammarUnsupported(
+                "grammar", [("format", f"{self.place}/format")], f"{formats[0]} beside other demands"
+            )
+        place = f"{self.place}/pattern"
+        also = [*patterns, *(written(part["pattern"], "pattern", place) for part in self.parts if "pattern" in part)]
+        but = [*others, *(written(part["pattern"], "pattern", place) for part in self.without if "pattern" in part)]
+        texts = dict.fromkeys([*names, *(value for part in self.without for value in part.get("enum", ()))])
+        low, high = self.bounds
+        many = "*" if (low, high) == (0, None) else f"{{{low},{'' if high is None else high}}}"
+        kinds = (PLAIN_KEY if also or but else KEY).replace("*", many)
+        literals = " | ".join(literal(json.dumps(text, ensure_ascii=False)) for text in texts)
+        return (
+            " & ".join([regex(kinds), *also])
+            + (f" & ~({literals})" if texts else "")
+            + "".join(f" & ~{text}" for text in but)
+        )
+
+
+_ANY = '[^"]*'

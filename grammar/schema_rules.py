@@ -10,36 +10,53 @@ As in its own compiler, properties come in the order of the schema, undeclared k
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 from typing import Any
+
+from llguidance import LLMatcher
 
 from asyncengine.errors import GrammarImpossible, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar.canonical import canonical_json
 from asyncengine.grammar.lark import literal, regex
 from asyncengine.grammar.numbers import KEYWORDS
+from asyncengine.grammar.one_of import Branches
 from asyncengine.grammar.rules import MAX_RULES, Repeat, Rules, Symbol
 from asyncengine.grammar.schema_members import (
-    KEY,
-    PLAIN_KEY,
-    additional,
+    STRING,
+    Texts,
     at,
+    bounds_of,
     count_of,
     items_of,
-    key_pattern,
-    of_pattern,
+    of_patterns,
     property_of,
+    written,
 )
-from asyncengine.grammar.schema_terms import Alternatives, Conjunction, Entry, Term
+from asyncengine.grammar.schema_terms import MADE, Alternatives, Conjunction, Entry, Term
+from asyncengine.grammar.schemas import escape
 
-STRING = ("minLength", "maxLength", "pattern", "format", "enum", "const")
-ARRAY = ("items", "prefixItems", "additionalItems", "minItems", "maxItems")
+ARRAY = (
+    "items", "prefixItems", "additionalItems", "minItems", "maxItems", "contains", "minContains", "maxContains",
+    "uniqueItems",
+)  # fmt: skip
 OBJECT = (
     "properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties",
+    "propertyNames", "unlisted",
 )  # fmt: skip
 LEAF_OPTIONS = ("json_allowed_escapes", "json_allow_general_unicode_escapes", "lenient")
 """Options of llguidance that say something about a string."""
-MAX_PREFIX = 100
+MAX_PREFIX = 500
 """Items with a schema of their own."""
+MAX_STATES = 4096
+"""Places in a list or an object times what has been counted there."""
+MAX_SET = 64
+"""Values of a list whose items differ: so many are told apart by llguidance's parameters."""
+MAX_TOGETHER = 3
+"""Patterns of names that may hold together."""
+FRACTION = r"-?[0-9]+\.[0-9]*[1-9][0-9]*"
+"""Numbers that are not whole, without an exponent."""
 Member = tuple[str, bool]
 """(rule of one member, or of all undeclared ones; needed)"""
 
@@ -57,10 +74,15 @@ def schema_grammar(schema: dict[str, Any], options: dict[str, Any]) -> tuple[Rul
 class _Builder:
     def __init__(self, root: dict[str, Any], options: dict[str, Any]) -> None:
         self.root = root
+        self._options = options
         self.rules = Rules()
-        self._alternatives = Alternatives(root)
+        branches = Branches(root)
+        self._alternatives = Alternatives(root, branches.of, branches.is_empty)
         self._known: dict[tuple[str, ...], str] = {}
         self._todo: list[tuple[str, Conjunction]] = []
+        self._tails: dict[tuple[str, int, int | None], str] = {}
+        """Lists of undeclared members. A repetition stands in one rule only: llguidance 1.9.1 panics where two pass a
+        parameter on to the same."""
         self._empty: list[str] = []
         # without that, llguidance 1.9.1 takes any blanks before some of them
         self._leaf_options = {
@@ -83,7 +105,7 @@ class _Builder:
             for term in self._alternatives.of(conjunction):
                 self._term(name, term)
             if len(self.rules.alternatives) > MAX_RULES:
-                raise GrammarTooLarge("grammar", f"a schema with bounds of numbers must not exceed {MAX_RULES} rules")
+                raise GrammarTooLarge("grammar", f"a schema must not exceed {MAX_RULES} rules")
         self.rules.prune()
         if not self.rules.alternatives[start]:
             detail = f"; there is no {self._empty[0]}" if self._empty else ""
@@ -92,7 +114,8 @@ class _Builder:
 
     def node(self, conjunction: Conjunction) -> str:
         """The rule of what must satisfy all of `conjunction`."""
-        entries = {entry.pointer: entry for entry in conjunction if entry.schema is not True}
+        followed = map(self._alternatives.followed, conjunction)
+        entries = {entry.pointer: entry for entry in followed if entry.schema is not True}
         key = tuple(entries)
         if key not in self._known:
             self._known[key] = self.rules.new()
@@ -101,13 +124,15 @@ class _Builder:
 
     def _term(self, name: str, term: Term) -> None:
         if term.entries and not term.having(*_SAYING):
-            if len(term.having("$ref", "allOf", "anyOf", "oneOf")) < len(term.entries):  # else it only leads to itself
+            if not term.loops:
                 self.rules.add(name, [self.node(())])
             return
         kinds = term.types
         for kind in kinds:
             if kind in ("null", "boolean"):
-                self._constant(name, term, ("null",) if kind == "null" else ("true", "false"))
+                texts = ["null"] if kind == "null" else self._constants(term, ("true", "false"))
+                for text in texts:
+                    self.rules.add(name, [f'"{text}"'])
             elif kind == "integer" or (kind == "fraction" and "integer" not in kinds):
                 self._number(name, term)
             elif kind == "string":
@@ -120,11 +145,10 @@ class _Builder:
     def _json(self, schema: dict[str, Any]) -> str:
         return self.rules.text("%json " + canonical_json({"x-guidance": self._leaf_options, **schema}))
 
-    def _constant(self, name: str, term: Term, texts: tuple[str, ...]) -> None:
-        for text in texts:
-            listed = term.having("enum") if text != "null" else []
-            if all(json.loads(text) in entry.schema["enum"] for entry in listed if entry.plain):
-                self.rules.add(name, [f'"{text}"'])
+    def _constants(self, term: Term, texts: tuple[str, ...]) -> list[str]:
+        """Those of "true" and "false" that are left."""
+        listed = [entry.schema["enum"] for entry in term.having("enum") if entry.plain]
+        return [text for text in texts if all(json.loads(text) in values for values in listed)]
 
     # ---------------------------------------------------------------- scalars
 
@@ -137,48 +161,58 @@ class _Builder:
         if spelling.schema is not None:
             self.rules.add(name, [self._json(spelling.schema)])
         else:
-            self.rules.add(name, [self.rules.terminal(" & ".join(map(regex, spelling.patterns)))])
+            whole = [] if "integer" in term.types or numbers.listed is not None else [FRACTION]
+            self.rules.add(name, [self.rules.terminal(" & ".join(map(regex, (*spelling.patterns, *whole))))])
 
     def _string(self, name: str, term: Term) -> None:
-        parts = []
-        for entry in term.entries:
-            said = {key: entry.schema[key] for key in STRING if key in entry.schema}
-            if not entry.plain:  # their values have become entries of their own
-                said.pop("enum", None)
-                said.pop("const", None)
-            if said and said not in parts:
-                parts.append(said)
-        least = max((part.get("minLength", 0) for part in parts), default=0)
-        if any(least > part["maxLength"] for part in parts if "maxLength" in part):
+        texts = Texts.of(term)
+        low, high = texts.bounds
+        if high is not None and low > high:
             return
-        if len(parts) <= 1:
-            self.rules.add(name, [self._json({"type": "string", **(parts[0] if parts else {})})])
+        several = texts.without or (len(texts.parts) > 1 and not any("format" in part for part in texts.parts))
+        if several and (listed := texts.listed) is not None:
+            if listed:
+                self.rules.add(name, [self._json({"type": "string", "enum": listed})])
+        elif texts.without:
+            self.rules.add(name, [self.rules.terminal(texts.terminal([], [], []))])
         else:
-            self.rules.add(name, [self._json({"allOf": [{"type": "string", **part} for part in parts]})])
+            parts = [{"type": "string", **part} for part in texts.parts or [{}]]
+            schema = parts[0] if len(parts) == 1 else {"allOf": parts}
+            plain = not any("pattern" in part for part in parts) or [*map(len, parts)] == [2]
+            if plain or not _contradictory(canonical_json(schema)):
+                self.rules.add(name, [self._json(schema)])
 
     # ---------------------------------------------------------------- arrays
 
     def _array(self, name: str, term: Term) -> None:
-        shapes = [items_of(entry) for entry in term.having(*ARRAY)]
-        least = max((count_of(entry, "minItems") or 0 for entry in term.entries), default=0)
-        tops = [count_of(entry, "maxItems") for entry in term.entries]
-        most = min((top for top in tops if top is not None), default=None)
+        entries = term.having(*ARRAY)
+        shapes = [items_of(entry) for entry in entries]
+        least, most = bounds_of(entries, "minItems", "maxItems")
         width = max((len(prefix) for prefix, _ in shapes), default=0)
         if width > MAX_PREFIX:
-            raise GrammarTooLarge("grammar", f"prefixItems beside bounds of numbers must not exceed {MAX_PREFIX}")
+            raise GrammarTooLarge("grammar", f"prefixItems must not exceed {MAX_PREFIX}")
         if most is not None and least > most:
             return
+        rest = tuple(items for _, items in shapes if items is not None)
+        items = [tuple(e for prefix, tail in shapes if (e := at(prefix, tail, i))) for i in range(width)]
+        if (most is None or most > 1) and any(entry.schema.get("uniqueItems") is True for entry in entries):
+            self.rules.add(name, [self._set(term, items, rest, least, most)])
+        elif any("contains" in entry.schema for entry in entries):
+            self._containing(name, term, items, rest, least, most)
+        else:
+            self._list(name, [self.node(item) for item in items], self.node(rest), least, most)
+
+    def _list(self, name: str, items: list[str], rest: str, least: int, most: int | None) -> None:
         open_, close = ['"["', *self._blank], [*self._blank, '"]"']
+        width = len(items)
         if least == 0:
             self.rules.add(name, ['"["', *self._blank, '"]"'])
         if most == 0:
             return
-        rest = self.node(tuple(items for _, items in shapes if items is not None))
         if width == 0:
             more = self.rules.new([*self._comma, rest])
             self.rules.add(name, [*open_, rest, *_repeat(more, max(0, least - 1), most, 1), *close])
             return
-        items = [self.node(tuple(e for prefix, tail in shapes if (e := at(prefix, tail, i)))) for i in range(width)]
         tail: list[Symbol] = _repeat(self.rules.new([*self._comma, rest]), max(0, least - width), most, width)
         for index in range(width - 1, 0, -1):
             here = self.rules.new()
@@ -189,35 +223,160 @@ class _Builder:
             tail = [here]
         self.rules.add(name, [*open_, items[0], *tail, *close])
 
+    def _containing(
+        self, name: str, term: Term, items: list[Conjunction], rest: Conjunction, least: int, most: int | None
+    ) -> None:
+        """A list of which some items are counted: a rule for each place and count, up to where they matter."""
+        entry, *others = term.having("contains")
+        low, high = count_of(entry, "minContains"), count_of(entry, "maxContains")
+        low = 1 if low is None else low
+        if others or (high is not None and low > high):
+            if others:
+                raise GrammarUnsupported("grammar", [("contains", f"{others[0].place}/contains")], "two at once")
+            return
+        inside = Entry(f"{entry.pointer}/contains", entry.schema["contains"])
+        outside = Entry(f"{entry.pointer}/contains{MADE}", {"not": entry.schema["contains"]})
+        last, top = max(1, least, len(items), most or 0), low if high is None else high
+        if (last + 1) * (top + 1) > MAX_STATES:
+            raise GrammarTooLarge("grammar", f"items times those that contains counts must not exceed {MAX_STATES}")
+        here = {(place, count): self.rules.new() for place in range(last + 1) for count in range(top + 1)}
+        for (place, count), rule in here.items():
+            item = items[place] if place < len(items) else rest
+            comma = self._comma if place else []
+            if place >= max(least, 1) and count >= low:
+                self.rules.add(rule, [])
+            if most is not None and place >= most:
+                continue
+            following = min(place + 1, last)
+            other = item if high is None else (*item, outside)
+            self.rules.add(rule, [*comma, self.node(other), here[following, count]])
+            if count < top:
+                self.rules.add(rule, [*comma, self.node((*item, inside)), here[following, count + 1]])
+        self.rules.add(name, ['"["', *self._blank, here[0, 0], *self._blank, '"]"'])
+        if least == low == 0:
+            self.rules.add(name, ['"["', *self._blank, '"]"'])
+
+    def _set(self, term: Term, items: list[Conjunction], rest: Conjunction, least: int, most: int | None) -> str:
+        """A list of different values out of few: a grammar of its own, whose parameter has a bit for each of them."""
+        place = next(entry.place for entry in term.having("uniqueItems"))
+        values = None if items or term.having("contains") else self._values(rest)
+        if values is None or len(values) > MAX_SET:
+            detail = f"only for items that are listed, {MAX_SET} at most"
+            raise GrammarUnsupported("grammar", [("uniqueItems", f"{place}/uniqueItems")], detail)
+        within = Rules()
+        blank = [within.text(text) for text, name in self.rules.names() if name in self._blank]
+        comma = [*blank, within.terminal(regex(self._options.get("item_separator", ","))), *blank]
+        top = min(len(values), len(values) if most is None else most)
+        lines = [f'start: "[" {" ".join(blank)} set::0 {" ".join(blank)} "]"']
+        lines[0] += f' | "[" {" ".join(blank)} "]"' if not least else ""
+        one = "\n    | ".join(
+            f"{literal(value)} more::set_bit({bit}) %if and(bit_clear({bit}), bit_count_lt(_, {top}))"
+            for bit, value in enumerate(values)
+        )
+        lines += [f"set::_: {one}", f'more::_: "" %if bit_count_ge(_, {least}) | {" ".join(comma)} set::_']
+        lines += [f"{name}: {text}" for text, name in within.names()]
+        return self.rules.text("%lark {\n" + "\n".join(lines) + "\n}")
+
+    def _values(self, conjunction: Conjunction) -> list[str] | None:
+        """All values as they are written, if they are few scalars; else None."""
+        found: dict[str, None] = {}
+        for term in self._alternatives.of(conjunction):
+            for kind in term.types:
+                if kind in ("null", "boolean"):
+                    texts = ["null"] if kind == "null" else self._constants(term, ("true", "false"))
+                elif kind == "string" and (listed := Texts.of(term).listed) is not None:
+                    texts = [json.dumps(value, ensure_ascii=False) for value in listed]
+                elif kind in ("integer", "fraction") and (numbers := term.numbers()).listed is not None:
+                    texts = [text for value, text in numbers.listed if numbers.holds(value)]
+                else:
+                    return None
+                found.update(dict.fromkeys(texts))
+        return list(found)
+
     # ---------------------------------------------------------------- objects
 
     def _object(self, name: str, term: Term) -> None:
         entries = term.having(*OBJECT)
         required = dict.fromkeys(key for entry in entries for key in entry.schema.get("required", ()))
-        declared = dict.fromkeys(key for entry in entries for key in entry.schema.get("properties", {}))
-        members: list[Member] = []
-        for key in (*declared, *(key for key in required if key not in declared)):
-            value = self.node(tuple(child for entry in entries for child in property_of(entry, key)))
-            pair = self.rules.new([literal(json.dumps(key, ensure_ascii=False)), *self._colon, value])
-            members.append((pair, key in required))
-        least, most = self._counts(entries, members, len(required))
-        free = self._free(entries, [*declared, *(key for key in required if key not in declared)])
-        if most is not None and most < least:
+        unlisted = [entry.schema["unlisted"] for entry in entries if entry.plain and "unlisted" in entry.schema]
+        keys = [*(key for entry in entries for key in entry.schema.get("properties", {})), *required]
+        named = self._names(entries)
+        for found in (*unlisted, *(texts.listed or () for _, texts in named or ())):
+            keys += found
+        pairs: dict[str, str] = {}
+        for key in dict.fromkeys(keys):
+            value = tuple(child for entry in entries for child in property_of(entry, key))
+            if named is None or any(texts.hold(key) for _, texts in named):
+                pairs[key] = self.rules.shared([_text(key), *self._colon, self.node(value)])
+            elif key in required:
+                return
+        least, most = bounds_of(entries, "minProperties", "maxProperties")
+        free = self._free(entries, list(dict.fromkeys(keys)), named)
+        for wanted in itertools.product(*([*(key for key in pairs if key not in one), None] for one in unlisted)):
+            members = [(pair, key in required or key in wanted) for key, pair in pairs.items()]
+            self._members(name, members, free, (max(least, 1) if wanted else least, most), None in wanted)
+
+    def _members(
+        self, name: str, members: list[Member], free: str | None, bounds: tuple[int, int | None], strange: bool
+    ) -> None:
+        """An object of these members and undeclared ones, with so many in all; `strange`: one undeclared at least."""
+        least, most = bounds
+        needed = sum(needed for _, needed in members)
+        if most is not None and max(least, needed + strange) > most:
             return
-        if free is not None and most != 0:
-            more = self.rules.new([*self._comma, free])
-            tail = self.rules.new([free, *_repeat(more, max(0, least - 1), most, 1)])
-            members.append((tail, least > 0))
-        elif least > (0 if required else 1):
+        if most is None and least <= max(needed, 1):
+            low = int(strange)
+        elif needed == len(members):
+            low, most = max(int(strange), least - needed), None if most is None else most - needed
+        else:
+            self.rules.add(
+                name, ['"{"', *self._blank, self._counted(members, free, bounds, strange), *self._blank, '"}"']
+            )
+            if not least and not needed and not strange:
+                self.rules.add(name, ['"{"', *self._blank, '"}"'])
             return
-        if least == 0 and not required:
+        if low and free is None:
+            return
+        if least == low == needed == 0:
             self.rules.add(name, ['"{"', *self._blank, '"}"'])
-        if not members:
-            return
-        single = most == 1 and not required
-        alone: list[list[Symbol]] = [[member] for member, _ in members]
-        inner = self.rules.new(*alone) if single else self._some(members)
-        self.rules.add(name, ['"{"', *self._blank, inner, *self._blank, '"}"'])
+        if free is not None and most != 0:
+            if (key := (free, low, most)) not in self._tails:
+                more = self.rules.new([*self._comma, free])
+                self._tails[key] = self.rules.new([free, *_repeat(more, max(0, low - 1), most, 1)])
+            members = [*members, (self._tails[key], low > 0)]
+        if members:
+            self.rules.add(name, ['"{"', *self._blank, self._some(members), *self._blank, '"}"'])
+
+    def _counted(self, members: list[Member], free: str | None, bounds: tuple[int, int | None], strange: bool) -> str:
+        """At least one member, and so many in all: a rule for each place and count, up to where they matter."""
+        least, most = bounds
+        top = max(1, least) if most is None else most
+        if (len(members) + 1) * (top + 1) > MAX_STATES:
+            raise GrammarTooLarge(
+                "grammar", f"properties times minProperties or maxProperties must not exceed {MAX_STATES}"
+            )
+        following: list[str] = []
+        for index in range(len(members), -1, -1):
+            here = [self.rules.new() for _ in range(top + 1)]
+            for count, rule in enumerate(here):
+                comma = self._comma if count else []
+                full = most is not None and count >= most
+                if index < len(members):
+                    pair, needed = members[index]
+                    if not needed:
+                        self.rules.add(rule, [following[count]])
+                    if not full:
+                        self.rules.add(rule, [*comma, pair, following[min(count + 1, top)]])
+                    continue
+                low = max(int(strange), least - count)
+                if count and not low:
+                    self.rules.add(rule, [])
+                if free is not None and not full:
+                    more = self.rules.new([*self._comma, free])
+                    left = None if most is None else most - count
+                    self.rules.add(rule, [*comma, free, *_repeat(more, max(0, low - 1), left, 1)])
+            following = here
+        return following[0]
 
     def _some(self, members: list[Member]) -> str:
         """At least one of the members, those needed always, in order. Halves, so that rules do not nest deeply."""
@@ -228,43 +387,58 @@ class _Builder:
         one, two = self._some(left), self._some(right)
         follows: list[Symbol] = [*self._comma, two]
         if not any(needed for _, needed in right):
-            follows = [self.rules.new([], follows)]  # not an alternative of its own: those that may begin are limited
-        found = self.rules.new([one, *follows])
-        if not any(needed for _, needed in left):
-            self.rules.add(found, [two])
-        return found
+            follows = [
+                self.rules.shared([], follows)
+            ]  # not an alternative of its own: those that may begin are limited
+        more: list[list[Symbol]] = [] if any(needed for _, needed in left) else [[two]]
+        return self.rules.shared([one, *follows], *more)
 
-    def _counts(self, entries: list[Entry], members: list[Member], needed: int) -> tuple[int, int | None]:
-        """Bounds of the number of members beside the required ones."""
-        least = max((count_of(entry, "minProperties") or 0 for entry in entries), default=0)
-        tops = [count_of(entry, "maxProperties") for entry in entries]
-        most = min((top for top in tops if top is not None), default=None)
-        one_at_most = not needed and least <= 1 and most in (None, 1)
-        if (least > needed or most is not None) and len(members) > needed and not one_at_most:
-            keys = ("minProperties", "maxProperties")
-            places = [(key, f"{entry.pointer}/{key}") for entry in entries for key in keys if key in entry.schema]
-            raise GrammarUnsupported("grammar", places, "only where all properties are required")
-        return max(0, least - needed), None if most is None else most - needed
+    def _names(self, entries: list[Entry]) -> list[tuple[Term, Texts]] | None:
+        """What `propertyNames` allow; None if there are none."""
+        said = [
+            Entry(f"{e.pointer}/propertyNames", e.schema["propertyNames"])
+            for e in entries
+            if "propertyNames" in e.schema
+        ]
+        terms = self._alternatives.of(said) if said else []
+        return [(term, Texts.of(term)) for term in terms if "string" in term.types] if said else None
 
-    def _free(self, entries: list[Entry], declared: list[str]) -> str | None:
+    def _free(self, entries: list[Entry], declared: list[str], named: list[tuple[Term, Texts]] | None) -> str | None:
         """The rule of one undeclared member."""
-        patterns = dict.fromkeys(key for entry in entries for key in entry.schema.get("patternProperties", {}))
-        written = {pattern: regex(f'"{key_pattern(pattern, entries)}"') for pattern in patterns}
-        names = [literal(json.dumps(key, ensure_ascii=False)) for key in declared]
-        others = f" & ~({' | '.join(names)})" if names else ""
+        patterns = {
+            pattern: written(pattern, "patternProperties", f"{entry.place}/patternProperties/{escape(pattern)}")
+            for entry in entries
+            for pattern in entry.schema.get("patternProperties", {})
+        }
         found = self.rules.new()
-        for pattern, text in written.items():
-            value = self.node(tuple(of_pattern(entry, pattern) for entry in entries))
-            key = self.rules.terminal(f"{regex(PLAIN_KEY)} & {text}{others}")
-            self.rules.add(found, [key, *self._colon, value])
-        rest = tuple(additional(entry) for entry in entries)
-        if not any(entry.schema is False for entry in rest):
-            key = self._json({"type": "string"})
-            if names or patterns:
-                plain = PLAIN_KEY if patterns else KEY
-                key = self.rules.terminal(regex(plain) + others + "".join(f" & ~{text}" for text in written.values()))
-            self.rules.add(found, [key, *self._colon, self.node(rest)])
+        sizes = range(len(patterns) + 1) if len(patterns) <= MAX_TOGETHER else (0, 1)
+        for size in sizes:
+            for held in itertools.combinations(patterns, size):
+                value = tuple(child for entry in entries for child in of_patterns(entry, held))
+                if any(child.schema is False for child in value):
+                    continue
+                others = [text for pattern, text in patterns.items() if pattern not in held]
+                for term, texts in [(Term(()), Texts([], [], ""))] if named is None else named:
+                    if texts.listed is not None:
+                        continue
+                    if patterns or declared:
+                        key = self.rules.terminal(
+                            texts.terminal([patterns[pattern] for pattern in held], others, declared)
+                        )
+                    else:
+                        self._string(key := self.rules.new(), term)
+                    self.rules.add(found, [key, *self._colon, self.node(value)])
         return found if self.rules.alternatives[found] else None
+
+
+@functools.lru_cache(4096)
+def _contradictory(schema: str) -> bool:
+    """The library says that no string is valid under a schema of strings."""
+    return "Unsatisfiable" in LLMatcher.validate_grammar(f"start: %json {schema}\n")
+
+
+def _text(key: str) -> str:
+    return literal(json.dumps(key, ensure_ascii=False))
 
 
 _SAYING = (*KEYWORDS, *STRING, *ARRAY, *OBJECT, "type")

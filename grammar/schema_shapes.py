@@ -121,6 +121,8 @@ def leaf_shape(text: str) -> Shape:
     """The shape of Lark text that stands for itself: a literal, a terminal, or a schema of strings or numbers."""
     if _TEXT.fullmatch(text):
         return literal(json.loads(text).encode())
+    if text.startswith("%lark "):
+        return Opaque(text)
     if text.startswith("%json "):
         return _json(text, json.loads(text[6:]))
     match = _REGEX.fullmatch(text)

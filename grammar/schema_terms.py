@@ -6,19 +6,26 @@ has a name, and a recursive schema comes to an end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
+from asyncengine.grammar.complements import ALL_TYPES, NoOpposite, opposites, structure
+from asyncengine.grammar.formats import PATTERNS
 from asyncengine.grammar.numbers import KEYWORDS, Numbers, exact, number_text, of_schema
-from asyncengine.grammar.schemas import resolve
+from asyncengine.grammar.schemas import escape, resolve
 
 MAX_TERMS = 4096
 """Alternatives of one place: a conjunction of choices multiplies them."""
 MAX_WORK = 200_000
 """Schemas looked at in one document, counted again in every alternative that they are part of; under a second."""
-ALL_TYPES = ("null", "boolean", "integer", "fraction", "string", "array", "object")
+MADE = "\0"
+"""Behind it in a pointer stands what was made of the schema that it leads to. No name in a schema has it."""
+_MAPS = ("properties", "patternProperties", "dependentSchemas", "dependentRequired", "dependencies")
+_SCHEMAS = ("not", "contains", "propertyNames", "additionalProperties", "if", "then", "else", "additionalItems")
+_LISTS = ("required", "prefixItems", "enum")
 
 
 class Entry(NamedTuple):
@@ -29,7 +36,13 @@ class Entry(NamedTuple):
     numbers: Numbers | None = None
     """A list of numbers in place of a schema."""
     plain: bool = False
-    """Made here, without applicators: its "enum" holds strings or Booleans and is taken as it is."""
+    """Made here, without applicators: its "enum" holds strings or Booleans and is taken as it is, and its "not" has a
+    "pattern" or "enum" of strings."""
+
+    @property
+    def place(self) -> str:
+        """The pointer in the document."""
+        return self.pointer.partition(MADE)[0]
 
 
 Conjunction = tuple[Entry, ...]
@@ -39,6 +52,8 @@ class Term(NamedTuple):
     """Schemas that must all hold, their applicators already dealt with."""
 
     entries: Conjunction
+    loops: bool = False
+    """They lead to one of themselves."""
 
     @property
     def types(self) -> list[str]:
@@ -54,7 +69,9 @@ class Term(NamedTuple):
         """Numbers that all of them allow."""
         found = Numbers(integer="fraction" not in self.types)
         for entry in self.entries:
-            found = found.meet(entry.numbers or of_schema(entry.schema, entry.pointer))
+            found = found.meet(entry.numbers or of_schema(entry.schema, entry.place))
+        if found.listed is not None and "integer" not in self.types:
+            found = replace(found, listed=tuple(item for item in found.listed if item[0].denominator != 1))
         return found
 
     def where(self) -> str:
@@ -65,77 +82,238 @@ class Term(NamedTuple):
         return [entry for entry in self.entries if any(keyword in entry.schema for keyword in keywords)]
 
 
+class Rest(NamedTuple):
+    """An `unevaluatedItems` or `unevaluatedProperties` on its way behind all that its schema applies: `entry`, which is
+    number `begin` of those done."""
+
+    entry: Entry
+    begin: int
+
+    def made(self, done: Conjunction) -> Iterator[Entry]:
+        """What it says, given all that evaluates items and properties. Branches that may hold besides the one taken
+        are not looked at: a little less is allowed than might be."""
+        own = [one for one in done[self.begin :] if "/not" not in one.pointer.removeprefix(self.entry.pointer)]
+        at = f"{MADE}{'+'.join(one.pointer for one in own)}"
+        if (value := self.entry.schema.get(UNEVALUATED[0])) is not None and not (
+            any("additionalProperties" in one.schema for one in own)
+            or any(UNEVALUATED[0] in one.schema for one in own[1:])
+        ):
+            kinds = ("properties", "patternProperties")
+            said: dict[str, Any] = {
+                kind: {name: True for one in own for name in one.schema.get(kind, ())} for kind in kinds
+            }
+            yield Entry(f"{self.entry.pointer}/{UNEVALUATED[0]}{at}", {**said, "additionalProperties": value})
+        if (value := self.entry.schema.get(UNEVALUATED[1])) is not None and not (
+            any(isinstance(one.schema.get("items"), (dict, bool)) for one in own)
+            or any(UNEVALUATED[1] in one.schema for one in own[1:])
+        ):
+            width = max(len(one.schema.get("prefixItems", ())) for one in own)
+            said = {"prefixItems": [True] * width, "items": value}
+            yield Entry(f"{self.entry.pointer}/{UNEVALUATED[1]}{at}", said)
+
+
+Todo = list["Entry | list[Entry] | Rest"]
+
+
 class Alternatives:
     """Spreads the choices of one document's schemas, with a bound on the work that all of them together may be.
 
-    `oneOf` is read as `anyOf`: that its branches exclude one another has been checked.
+    `branches`: what of a schema's `oneOf` remains when no two of its branches hold; None: it is read as `anyOf`, and
+    what has no opposite is left out, so that more is allowed. `is_empty`: proves that no value is valid under several
+    schemas.
     """
 
-    def __init__(self, root: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        root: dict[str, Any],
+        branches: Callable[[Entry], list[Entry]] | None = None,
+        is_empty: Callable[[Conjunction], bool] | None = None,
+    ) -> None:
         self._root = root
+        self._branches = branches
+        self._is_empty = is_empty
         self._work = 0
 
     def of(self, conjunction: Sequence[Entry]) -> list[Term]:
         """In the order of the schema; together they mean what `conjunction` does.
 
         Raises `GrammarTooLarge` beyond `MAX_TERMS` and `MAX_WORK`, `GrammarUnsupported` for a reference that leads out
-        of the document, `GrammarError` for a malformed schema.
+        of the document and what has no opposite, `GrammarError` for a malformed schema.
         """
         found: list[Term] = []
-        stack: list[tuple[list[Entry | list[Entry]], Conjunction]] = [(list(conjunction), ())]
+        stack: list[tuple[Todo, Conjunction]] = [(list(conjunction), ())]
         while stack:
             todo, done = stack.pop()
-            dead = False
+            dead = loops = False
             while todo and not dead:
                 item = todo.pop(0)
                 self._count(item, done)
-                if isinstance(item, list):
+                if isinstance(item, Rest):
+                    todo[:0] = item.made(done)
+                elif isinstance(item, list):
                     stack.extend(([option, *todo], done) for option in reversed(item))
                     dead = True
                 elif item.schema is False:
                     dead = True
-                elif item.schema is not True and item.pointer not in [entry.pointer for entry in done]:
+                elif item.pointer in [entry.pointer for entry in done]:
+                    loops = True
+                elif item.schema is not True:
                     done = (*done, item)
-                    todo[:0] = list(_applied(self._root, item))
+                    dead = self._contradicts(done)
+                    if not item.plain and not dead:
+                        if "not" in item.schema and self._apart(done, item):
+                            item = Entry(item.pointer, {key: said for key, said in item.schema.items() if key != "not"})
+                        rest = [Rest(item, len(done) - 1)] if any(key in item.schema for key in UNEVALUATED) else []
+                        todo[:0] = [*self._applied(item), *rest]
             if not dead:
-                found.append(Term(done))
+                found.append(Term(done, loops))
         if len(found) > MAX_TERMS:
             raise GrammarTooLarge("grammar", f"a conjunction of choices must not exceed {MAX_TERMS} alternatives")
         return found
 
-    def _count(self, item: Entry | list[Entry], done: Conjunction) -> None:
+    def followed(self, entry: Entry) -> Entry:
+        """The schema that one stands for which is but a reference."""
+        seen: list[str] = []
+        while isinstance(entry.schema, dict) and "$ref" in entry.schema and entry.pointer not in seen:
+            if any(key not in ANNOTATIONS for key in entry.schema if key != "$ref"):
+                break
+            _check(entry)
+            seen.append(entry.pointer)
+            entry = self._target(entry.pointer, entry.schema)
+        return entry
+
+    def _count(self, item: Entry | list[Entry] | Rest, done: Conjunction) -> None:
         self._work += len(item) + len(done) // 16 if isinstance(item, list) else 1 + len(done) // 16
         if self._work > MAX_WORK:
             raise GrammarTooLarge("grammar", f"its choices and conjunctions must not exceed {MAX_WORK} combinations")
-        if isinstance(item, Entry) and not isinstance(item.schema, (bool, dict)):
-            raise GrammarError("grammar", f"the schema at {item.pointer or '/'} must be an object", item.schema)
+        if isinstance(item, Entry) and not isinstance(item.schema, bool):
+            _check(item)
+
+    def _contradicts(self, done: Conjunction) -> bool:
+        """No value is valid under the last entry and those before, as far as can be told at once."""
+        last, term = done[-1], Term(done)
+        kinds = term.types if "type" in last.schema else ["object"]
+        if kinds != ["object"] or len(done) == 1 or self._is_empty is None or term.types != ["object"]:
+            return not kinds
+        needed = {name for entry in done for name in entry.schema.get("required", ())}
+        for name in needed & {*last.schema.get("required", ()), *last.schema.get("properties", ())}:
+            said = [
+                Entry(f"{entry.pointer}/properties/{escape(name)}", entry.schema["properties"][name])
+                if name in entry.schema.get("properties", ())
+                else Entry(f"{entry.pointer}/additionalProperties", entry.schema.get("additionalProperties", True))
+                for entry in done
+                if "patternProperties" not in entry.schema
+            ]
+            said = [entry for entry in said if entry.schema is not True]
+            said_more = said[1:] or any(one.schema is False or "not" in one.schema for one in said)
+            if said_more and self._is_empty(tuple(said)):
+                return True
+        return False
+
+    def _apart(self, done: Conjunction, entry: Entry) -> bool:
+        """Whether what `entry` excludes is proved to be excluded by the others."""
+        if self._is_empty is None:
+            return False
+        own = [one if one.plain else Entry(f"{one.pointer}{MADE}own", _own(one.schema), plain=True) for one in done]
+        return self._is_empty((*own, self.followed(Entry(f"{entry.pointer}/not", entry.schema["not"]))))
+
+    def _applied(self, entry: Entry) -> Iterator[Entry | list[Entry]]:
+        """Schemas that the applicators of a schema add: those that must hold too, and choices among schemas."""
+        pointer, schema = entry.pointer, entry.schema
+        for key, value in schema.items():
+            if key == "$ref":
+                yield self._target(pointer, schema)
+            elif key == "allOf":
+                yield from _members(pointer, key, value)
+            elif key == "anyOf" or (key == "oneOf" and self._branches is None):
+                yield _members(pointer, key, value)
+            elif key == "oneOf":
+                assert self._branches is not None
+                yield self._branches(entry)
+            elif key in ("const", "enum"):
+                yield _values(f"{pointer}/{key}", [value] if key == "const" else value)
+            elif key == "format" and value in PATTERNS:
+                yield Entry(f"{pointer}/format", {"pattern": PATTERNS[value]}, plain=True)
+            elif key == "not":
+                yield from self._excluding(f"{pointer}/not", value)
+            elif key == "if" and ("then" in schema or "else" in schema):
+                both = {"allOf": [value, schema.get("then", True)]}
+                neither = {"allOf": [{"not": value}, schema.get("else", True)]}
+                yield [Entry(f"{pointer}/if{MADE}/then", both), Entry(f"{pointer}/if{MADE}/else", neither)]
+            elif key in ("dependentRequired", "dependentSchemas", "dependencies"):
+                for name, needed in value.items():
+                    rest = {"required": needed} if isinstance(needed, list) else needed
+                    at = f"{pointer}/{key}/{escape(name)}"
+                    present = {"type": "object", "required": [name], "allOf": [rest]}
+                    yield [Entry(f"{at}{MADE}0", {"properties": {name: False}}), Entry(at + MADE, present)]
+            elif key in ("$dynamicRef", "$recursiveRef"):
+                raise GrammarUnsupported("grammar", [(key, f"{entry.place}/{key}")])
+
+    def _target(self, pointer: str, schema: dict[str, Any]) -> Entry:
+        target, place = resolve(self._root, schema), pointer.partition(MADE)[0]
+        if not isinstance(target, (dict, bool)):
+            raise GrammarUnsupported("grammar", [("$ref", f"{place}/$ref")], "leads nowhere in the schema")
+        return Entry(unquote(schema["$ref"].removeprefix("#")), target)
+
+    def _excluding(self, pointer: str, schema: Any) -> Iterator[list[Entry]]:
+        """The choice of what is not valid under `schema`."""
+        if isinstance(schema, bool):
+            yield [Entry(pointer, not schema)]
+            return
+        place, _, path = pointer.partition(MADE)
+        _check(Entry(place, schema))
+        found = []
+        if "$ref" in schema:
+            target = self._target(pointer, schema)
+            found.append(Entry(f"{place}{MADE}#{target.pointer}", {"not": target.schema}))
+        try:
+            for index, (opposite, plain) in enumerate(opposites(schema)):
+                found.append(Entry(f"{place}{MADE}{path}/{index}", opposite, plain=plain))
+        except NoOpposite as keyword:
+            if self._branches is None:
+                return
+            parts = place.split("/")
+            last = next((at for at in range(len(parts) - 1, 0, -1) if parts[at] in _NEGATING), len(parts) - 1)
+            detail = f"needs the opposite of {keyword}, which is not enforced"
+            raise GrammarUnsupported("grammar", [(parts[last], "/".join(parts[: last + 1]))], detail) from None
+        yield found
 
 
-def _applied(root: dict[str, Any], entry: Entry) -> Iterator[Entry | list[Entry]]:
-    """Schemas that the applicators of a schema add: those that must hold too, and choices among schemas."""
-    pointer, schema = entry.pointer, entry.schema
-    if entry.plain:
-        return
-    for key, value in schema.items():
-        if key == "$ref":
-            target = resolve(root, schema)
-            if not isinstance(target, (dict, bool)):
-                raise GrammarUnsupported("grammar", [("$ref", f"{pointer}/$ref")], "leads nowhere in the schema")
-            yield Entry(unquote(value.removeprefix("#")), target)
-        elif key in ("allOf", "anyOf", "oneOf"):
-            if not isinstance(value, list) or not value:
-                raise GrammarError("grammar", f"{key} at {pointer or '/'} must be a list with at least one schema")
-            members = [Entry(f"{pointer}/{key}/{index}", member) for index, member in enumerate(value)]
-            if key == "allOf":
-                yield from members
-            else:
-                yield members
-        elif key == "const":
-            yield _values(f"{pointer}/const", [value])
-        elif key == "enum":
-            if not isinstance(value, list):
-                raise GrammarError("grammar", f"enum at {pointer or '/'} must be a list", value)
-            yield _values(f"{pointer}/enum", value)
+ANNOTATIONS = ("title", "description", "default", "examples", "$comment")
+"""Keywords that say nothing, such as stand beside references."""
+_OWN = (
+    "type", "minLength", "maxLength", "pattern", "minItems", "maxItems", "items", "prefixItems", "additionalItems",
+    "properties", "patternProperties", "additionalProperties", "required",
+)  # fmt: skip
+UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
+_NEGATING = ("not", "oneOf", "if", "contains", "dependentSchemas", "dependencies")
+
+
+def _own(schema: dict[str, Any]) -> dict[str, Any]:
+    """What a schema says itself."""
+    return {key: said for key, said in schema.items() if key in KEYWORDS or key in _OWN}
+
+
+def _members(pointer: str, key: str, value: Any) -> list[Entry]:
+    if not isinstance(value, list) or not value:
+        raise GrammarError("grammar", f"{key} at {pointer or '/'} must be a list with at least one schema")
+    return [Entry(f"{pointer}/{key}/{index}", member) for index, member in enumerate(value)]
+
+
+def _check(entry: Entry) -> None:
+    """Refuse what is no schema, or has a keyword of another kind than JSON Schema says."""
+    schema, at = entry.schema, entry.place or "/"
+    if not isinstance(schema, dict):
+        raise GrammarError("grammar", f"the schema at {at} must be an object", schema)
+    for kinds, keys, name in (
+        ((dict,), _MAPS, "an object"),
+        ((dict, bool), _SCHEMAS, "a schema"),
+        ((list,), _LISTS, "a list"),
+        ((str,), ("pattern", "$ref"), "a string"),
+    ):
+        for key in keys:
+            if key in schema and not isinstance(schema[key], kinds) and not (entry.plain and key == "not"):
+                raise GrammarError("grammar", f"{key} at {at} must be {name}", schema[key])
 
 
 def _values(pointer: str, values: list[Any]) -> list[Entry]:
@@ -155,23 +333,14 @@ def _values(pointer: str, values: list[Any]) -> list[Entry]:
         elif isinstance(value, bool):
             found.append(Entry(at, {"type": "boolean", "enum": [value]}, plain=True))
         elif isinstance(value, (list, dict)):
-            found.append(Entry(at, _structure(value)))
+            found.append(Entry(at, structure(value)))
     return found
-
-
-def _structure(value: list[Any] | dict[str, Any]) -> dict[str, Any]:
-    """A schema that only `value` satisfies, one level deep; below it says `const`."""
-    if isinstance(value, list):
-        items = [{"const": item} for item in value]
-        return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items), "maxItems": len(items)}
-    properties = {name: {"const": item} for name, item in value.items()}
-    return {"type": "object", "properties": properties, "required": list(value), "additionalProperties": False}
 
 
 def _types(entry: Entry) -> list[str]:
     value = entry.schema["type"]
     names = value if isinstance(value, list) else [value]
     for name in names:
-        if name not in (*ALL_TYPES, "number") or name == "fraction":
-            raise GrammarError("grammar", f"type at {entry.pointer or '/'} is none of JSON's", name)
+        if name not in (*ALL_TYPES, "number") or (name == "fraction" and not entry.plain):
+            raise GrammarError("grammar", f"{entry.place}/type is none of JSON's", name)
     return [*names, "integer", "fraction"] if "number" in names else names

@@ -174,11 +174,12 @@ def with_local_references(schema: dict[str, Any], text: str) -> dict[str, Any]:
     anchors as `$id: "#name"`.
     """
     key = "id" if "draft-04" in str(schema.get("$schema")) else "$id"
-    if not any(f'"{name}"' in text for name in (key, *_ANCHORS)):
+    if not any(f'"{name}"' in text for name in (key, *_ANCHORS, "$dynamicRef")):
         return schema
     root: dict[str, Any] = json.loads(text)
     resources: dict[str, str] = {}
     named: dict[tuple[str, str], str] = {}
+    dynamic = [node["$dynamicAnchor"] for _, node in subschemas(root) if "$dynamicAnchor" in node]
     found: list[tuple[str, dict[str, Any]]] = []  # (base address, schema)
     stack = [("", root, "")]
     while stack:
@@ -193,6 +194,9 @@ def with_local_references(schema: dict[str, Any], text: str) -> dict[str, Any]:
         found.append((base, node))
         stack.extend((pointer + step, child, base) for step, child in children(node))
     for base, node in found:
+        dynamic_name = str(node.get("$dynamicRef")).rpartition("#")[2]
+        if "$dynamicRef" in node and "$ref" not in node and dynamic.count(dynamic_name) <= 1:  # one meaning everywhere
+            node["$ref"] = node.pop("$dynamicRef")
         if isinstance(reference := node.get("$ref"), str):
             address, _, fragment = reference.partition("#")
             target = _joined(base, address)

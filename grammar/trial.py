@@ -2,9 +2,8 @@
 
 `check_limits` bounds what makes llguidance recurse as far as it can be read off: nesting, and chains of rules and
 references. A text of up to `SMALL` characters cannot overflow a stack of `STACK_BYTES` even where it cannot (a level
-takes 3 kB for 6 characters of Lark, 10 kB for 40 of a schema); a schema can be read if its references lead into itself.
-Everything else is tried first. Bounds of numbers, the one way found to crash it with a few characters, never reach it
-(`number_schemas`).
+takes 3 kB for 6 characters of Lark). Everything else is tried first. A schema reaches it as rules of ours, which do not
+nest, and with no bound of a number, the one way found to crash it with a few characters.
 """
 
 from __future__ import annotations
@@ -13,14 +12,11 @@ import json
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 from asyncengine.errors import GrammarError, GrammarTimeout, GrammarTooLarge
 from asyncengine.grammar import trial_worker
-from asyncengine.grammar.canonical import parse_json
 from asyncengine.grammar.outlines_core_backend import START_TIMEOUT, Process
 from asyncengine.grammar.outlines_core_worker import READY
-from asyncengine.grammar.schemas import resolve
 from asyncengine.grammar.spec import Grammar
 
 STACK_BYTES = 64 << 20
@@ -94,23 +90,6 @@ class Trial:
 
 
 def known_safe(grammar: Grammar) -> bool:
-    """It passed `check_limits`, and that saw everything which could make the library recurse deeply."""
-    if grammar.kind == "choice" or len(grammar.text) <= SMALL:
-        return True
-    return grammar.kind == "json_schema" and _can_be_read(parse_json(grammar.text))
-
-
-def _can_be_read(schema: Any) -> bool:
-    """Every reference in it leads to a place in it, by a pointer."""
-    stack = [schema]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, dict):
-            if any(key in node for key in ("$id", "id", "$dynamicRef", "$recursiveRef")):
-                return False
-            if isinstance(node.get("$ref"), str) and resolve(schema, node) is None:
-                return False
-            stack += node.values()
-        elif isinstance(node, list):
-            stack += node
-    return True
+    """It passed `check_limits`, and that saw everything which could make the library recurse deeply. Of a schema the
+    library sees flat rules."""
+    return grammar.kind in ("choice", "json_schema") or len(grammar.text) <= SMALL

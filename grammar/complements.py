@@ -1,0 +1,155 @@
+"""Schemas that hold where another does not: what `not`, `else`, `oneOf` and counted items need.
+
+A schema is a conjunction of keywords, so what it excludes is a choice: one alternative for each keyword that may fail.
+Only one level is written out; below it stands `not` again, so that a recursive schema comes to an end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, pairwise
+from typing import Any
+
+from asyncengine.grammar.json_values import is_number
+
+ALL_TYPES = ("null", "boolean", "integer", "fraction", "string", "array", "object")
+"""JSON's types, "fraction" being a number that is not whole."""
+MAX_GAPS = 64
+"""Numbers of one list that are excluded: what is left are the ranges between them."""
+Schema = dict[str, Any]
+Opposite = tuple[Schema, bool]
+"""(schema, whether it is plain: without applicators, its "enum" or "not" of strings taken as it is)"""
+
+_COUNTS = {
+    "minLength": ("string", "maxLength", -1), "maxLength": ("string", "minLength", 1),
+    "minItems": ("array", "maxItems", -1), "maxItems": ("array", "minItems", 1),
+    "minProperties": ("object", "maxProperties", -1), "maxProperties": ("object", "minProperties", 1),
+}  # fmt: skip
+_NO_OPPOSITE = (
+    "patternProperties", "propertyNames", "multipleOf", "uniqueItems", "format", "unevaluatedProperties",
+    "unevaluatedItems", "$dynamicRef", "$recursiveRef", "dependencies",
+)  # fmt: skip
+
+
+class NoOpposite(Exception):
+    """What a keyword excludes cannot be written as a schema. Never leaves the package."""
+
+
+def opposites(schema: Schema) -> Iterator[Opposite]:
+    """Schemas of which at least one holds for each value that is not valid under `schema`, and none for any other.
+    `$ref` is left to the caller. Raises `NoOpposite` with the keyword."""
+    for key, value in schema.items():
+        match key:
+            case "type" | "enum" | "const" | "pattern":
+                yield from _of_values(key, value)
+            case "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum" if not isinstance(value, bool):
+                is_open = key[0] == "e" or schema.get(f"exclusive{key.capitalize()}") is True  # draft 4 writes true
+                other = "maximum" if key.lower().endswith("minimum") else "minimum"
+                yield {"type": "number", other if is_open else f"exclusive{other.capitalize()}": value}, False
+            case _ if key in _COUNTS:
+                kind, other, step = _COUNTS[key]
+                if value + step >= 0:
+                    yield {"type": kind, other: int(value) + step}, False
+            case "required" | "properties" | "additionalProperties":
+                yield from _of_objects(key, value, schema)
+            case "dependentRequired" | "dependentSchemas":
+                for name, needed in value.items():
+                    rest = {"required": needed} if isinstance(needed, list) else needed
+                    yield {"type": "object", "required": [name], "allOf": [{"not": rest}]}, False
+            case "items" | "prefixItems" | "additionalItems" | "contains":
+                yield from ((found, False) for found in _of_arrays(key, value, schema))
+            case "allOf" | "anyOf" | "oneOf" | "not" | "if":
+                yield from ((found, False) for found in _of_applicators(key, value, schema))
+            case _ if key in _NO_OPPOSITE and value not in (True, False, {}):
+                raise NoOpposite(key)
+            case "patternProperties" | "propertyNames" | "uniqueItems" | "unevaluatedProperties" | "unevaluatedItems":
+                if value is (key == "uniqueItems"):
+                    raise NoOpposite(key)
+
+
+def _of_values(key: str, value: Any) -> Iterator[Opposite]:
+    if key == "pattern":
+        yield {"type": "string", "not": {"pattern": value}}, True
+    elif key == "type":
+        names = value if isinstance(value, list) else [value]
+        held = [*names, "integer", "fraction"] if "number" in names else names
+        yield {"type": [name for name in ALL_TYPES if name not in held]}, True
+    else:
+        values = value if key == "enum" else [value]
+        yield {"type": [] if any(one is None for one in values) else ["null"]}, True
+        yield (
+            {"type": "boolean", "enum": [said for said in (True, False) if not any(said is one for one in values)]},
+            True,
+        )
+        yield {"type": "string", "not": {"enum": [one for one in values if isinstance(one, str)]}}, True
+        for kind, sort in (("array", list), ("object", dict)):
+            others = [{"not": structure(one)} for one in values if isinstance(one, sort)]
+            yield {"type": kind, "allOf": [True, *others]}, False
+        numbers = sorted({one for one in values if is_number(one)})
+        if len(numbers) > MAX_GAPS:
+            raise NoOpposite(f"a list of more than {MAX_GAPS} numbers")
+        for low, high in pairwise([None, *numbers, None]):
+            bounds = {"exclusiveMinimum": low, "exclusiveMaximum": high}
+            yield {"type": "number", **{end: bound for end, bound in bounds.items() if bound is not None}}, False
+
+
+def _of_objects(key: str, value: Any, schema: Schema) -> Iterator[Opposite]:
+    if key == "required":
+        for name in value:
+            yield {"type": "object", "properties": {name: False}}, False
+    elif key == "properties":
+        for name, child in value.items():
+            yield {"type": "object", "required": [name], "properties": {name: {"not": child}}}, False
+    elif value is False and not schema.get("patternProperties"):
+        yield {"type": "object", "unlisted": list(schema.get("properties", ()))}, True
+    elif value not in (True, {}):
+        raise NoOpposite(key)
+
+
+def _of_arrays(key: str, value: Any, schema: Schema) -> Iterator[Schema]:
+    if key == "contains":
+        least, most = schema.get("minContains", 1), schema.get("maxContains")
+        if least >= 1:
+            yield {"type": "array", key: value, "minContains": 0, "maxContains": int(least) - 1}
+        if most is not None:
+            yield {"type": "array", key: value, "minContains": int(most) + 1}
+        return
+    if isinstance(value, list):
+        for index, child in enumerate(value):
+            yield {"type": "array", "minItems": index + 1, "prefixItems": [True] * index + [{"not": child}]}
+        return
+    first = schema.get("prefixItems", schema.get("items") if key == "additionalItems" else None)
+    width = len(first) if isinstance(first, list) else 0
+    if key == "additionalItems" and not isinstance(first, list):
+        return
+    if value is False:
+        yield {"type": "array", "minItems": width + 1}
+    elif not width:
+        yield {"type": "array", "contains": {"not": value}}
+    elif value not in (True, {}):
+        raise NoOpposite(key)
+
+
+def _of_applicators(key: str, value: Any, schema: Schema) -> Iterator[Schema]:
+    if key == "not":
+        yield {"allOf": [value]}
+    elif key == "if":
+        if "then" in schema:
+            yield {"allOf": [value, {"not": schema["then"]}]}
+        if "else" in schema:
+            yield {"allOf": [{"not": value}, {"not": schema["else"]}]}
+    elif key == "allOf":
+        yield from ({"not": branch} for branch in value)
+    else:
+        yield {"allOf": [{"not": branch} for branch in value]}
+        if key == "oneOf":
+            yield from ({"allOf": list(pair)} for pair in combinations(value, 2))
+
+
+def structure(value: list[Any] | Schema) -> Schema:
+    """A schema that only `value` satisfies, one level deep; below it says `const`."""
+    if isinstance(value, list):
+        items = [{"const": item} for item in value]
+        return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
+    properties = {name: {"const": item} for name, item in value.items()}
+    return {"type": "object", "properties": properties, "required": list(value), "maxProperties": len(value)}

@@ -12,8 +12,8 @@ from asyncengine.grammar.schema_terms import MADE, Alternatives, Conjunction, En
 
 MAX_DEPTH = 16
 """Values inside one another that are looked into."""
-MAX_PAIRS = 2_000
-"""Pairs of branches that are compared in one document; each takes a tenth of a millisecond."""
+MAX_PROOFS = 4_000
+"""Conjunctions that are looked at in one document; each takes a tenth of a millisecond."""
 OVERLAP = "branches {} and {} may both hold; anyOf, or a required const of its own in each, can be enforced"
 MAX_OTHERS = 12
 """Branches that may hold beside one and are subtracted from it."""
@@ -28,7 +28,6 @@ class Branches:
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._alternatives = Alternatives(root)
-        self._pairs = 0
         self._known: dict[tuple[str, ...], bool] = {}
 
     def of(self, entry: Entry) -> list[Entry]:
@@ -40,8 +39,7 @@ class Branches:
         entries = [Entry(f"{place}/{index}", branch) for index, branch in enumerate(branches)]
         together: dict[int, list[int]] = {index: [] for index in range(len(entries))}
         for one, two in combinations(range(len(entries)), 2):
-            self._pairs += 1
-            if self._pairs > MAX_PAIRS or not self.is_empty((around, entries[one], entries[two])):
+            if not self.is_empty((around, entries[one], entries[two])):
                 together[one].append(two)
                 together[two].append(one)
                 if len(together[one]) > MAX_OTHERS:
@@ -58,7 +56,8 @@ class Branches:
         if key not in self._known:
             self._known[key] = False  # until it is proved: a recursion may end somewhere
             try:
-                terms = self._alternatives.of(conjunction) if depth < MAX_DEPTH else [Term(())]
+                further = depth < MAX_DEPTH and len(self._known) <= MAX_PROOFS
+                terms = self._alternatives.of(conjunction) if further else [Term(())]
                 self._known[key] = all(self._has_none(kind, term, depth) for term in terms for kind in term.types)
             except (GrammarError, TypeError, AttributeError):  # too large, or malformed: whoever compiles it says so
                 pass

@@ -55,8 +55,8 @@ MAX_SET = 64
 """Values of a list whose items differ: so many are told apart by llguidance's parameters."""
 MAX_TOGETHER = 3
 """Patterns of names that may hold together."""
-FRACTION = r"-?[0-9]+\.[0-9]*[1-9][0-9]*"
-"""Numbers that are not whole, without an exponent."""
+FRACTION = r"-?(?:0|[1-9][0-9]{0,7})\.[0-9]{0,6}[1-9]"
+"""Numbers that are not whole, nor are they as doubles."""
 Member = tuple[str, bool]
 """(rule of one member, or of all undeclared ones; needed)"""
 
@@ -161,8 +161,10 @@ class _Builder:
         if spelling.schema is not None:
             self.rules.add(name, [self._json(spelling.schema)])
         else:
-            whole = [] if "integer" in term.types or numbers.listed is not None else [FRACTION]
-            self.rules.add(name, [self.rules.terminal(" & ".join(map(regex, (*spelling.patterns, *whole))))])
+            patterns = spelling.patterns
+            if "integer" not in term.types and numbers.listed is None:
+                patterns = (FRACTION,) if numbers.free else (*patterns, FRACTION)
+            self.rules.add(name, [self.rules.terminal(" & ".join(map(regex, patterns)))])
 
     def _string(self, name: str, term: Term) -> None:
         texts = Texts.of(term)

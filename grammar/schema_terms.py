@@ -183,7 +183,7 @@ class Alternatives:
         return entry
 
     def _count(self, item: Entry | list[Entry] | Rest, done: Conjunction) -> None:
-        self._work += len(item) + len(done) // 16 if isinstance(item, list) else 1 + len(done) // 16
+        self._work += len(item) + len(done) // 4 if isinstance(item, list) else 1 + len(done) // 4
         if self._work > MAX_WORK:
             raise GrammarTooLarge("grammar", f"its choices and conjunctions must not exceed {MAX_WORK} combinations")
         if isinstance(item, Entry) and not isinstance(item.schema, bool):

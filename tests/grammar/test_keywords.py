@@ -34,7 +34,7 @@ UNSUPPORTED: list[tuple[Any, list[tuple[str, str]]]] = [
             "$dynamicRef": "#a",
             "$defs": {"x": {"$id": "x", "$dynamicAnchor": "a"}, "y": {"$id": "y", "$dynamicAnchor": "a"}},
         },
-        [("$dynamicRef", "/$dynamicRef")],
+        [("$ref", "/$ref")],
     ),
     (
         {"anyOf": [{"type": "null"}, {"oneOf": [{"multipleOf": 2}, {"multipleOf": 3}]}]},

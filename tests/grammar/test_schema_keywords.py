@@ -1,0 +1,206 @@
+"""Every keyword against `jsonschema`, in both directions: what is taken is valid, and what is valid is taken, in one
+order of its keys at least. And with any budget from the stated minimum on, an output is complete and valid."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from support.grammar_walks import text_of, walk
+
+from asyncengine.errors import GrammarImpossible, GrammarUnsupported
+from asyncengine.grammar import Grammar
+from asyncengine.grammar.llguidance_backend import LlguidanceBackend
+from asyncengine.grammar.lower import to_llguidance
+from asyncengine.grammar.matcher import Matcher
+from asyncengine.grammar.vocabulary import Vocabulary
+
+from .oracle import accepts
+
+SCHEMAS = int(os.environ.get("ASYNCENGINE_RANDOM_SCHEMAS", "120"))
+VALUES: list[Any] = [
+    None, True, False, 0, 1, 2, 3, 1.5, -1, "", "a", "b", "ab", "aa", "abc", [], [1], ["a"], [1, 1], [1, 2], [2, 1],
+    ["a", 1], ["a", "b"], ["b", "a"], ["a", "a"], [1, 2, 3], [None], [[1]], {}, {"abc": 1}, {"a": [1]},
+]  # fmt: skip
+for value in (1, "a", None):
+    VALUES += [{"a": value}, {"b": value}, {"c": value}]
+    for other in (1, "b"):
+        VALUES += [{"a": value, "b": other}, {"a": value, "c": other}, {"b": value, "c": other}]
+        VALUES.append({"a": value, "b": other, "c": 1})
+
+
+def wrong(schema: dict[str, Any]) -> list[tuple[Any, str]]:
+    """Values that are taken or refused against `schema`."""
+    grammar, validator = Grammar.json_schema(schema), Draft202012Validator(schema)
+    found = []
+    for value in VALUES:
+        orders = map(dict, itertools.permutations(value.items())) if isinstance(value, dict) else [value]
+        taken = any(accepts(grammar, json.dumps(order)) for order in orders)
+        if taken != validator.is_valid(value):
+            found.append((value, "taken" if taken else "refused"))
+    return found
+
+
+OBJECTS: dict[str, dict[str, Any]] = {
+    "exactly one of the keys": {"oneOf": [{"required": ["a"]}, {"required": ["b"]}, {"required": ["c"]}]},
+    "at least one of the keys": {"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+    "not both keys": {"properties": {"a": {"type": "integer"}}, "not": {"required": ["a", "b"]}},
+    "no key": {"not": {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}},
+    "an undeclared key": {"not": {"properties": {"a": {}}, "additionalProperties": False}},
+    "dependentRequired": {"dependentRequired": {"a": ["b"], "b": ["c"]}},
+    "dependentSchemas": {"dependentSchemas": {"a": {"properties": {"b": {"type": "string"}}}}},
+    "if, then, else": {
+        "if": {"properties": {"a": {"const": 1}}}, "then": {"required": ["b"]}, "else": {"required": ["c"]},
+    },
+    "a chain of ifs": {
+        "required": ["a"],
+        "allOf": [
+            {"if": {"properties": {"a": {"const": value}}}, "then": {"required": [key]}}
+            for value, key in ((1, "b"), ("a", "c"))
+        ],
+    },
+    "minProperties": {"properties": {"a": {}, "b": {"type": "integer"}}, "minProperties": 2},
+    "maxProperties": {"properties": {"a": {}, "b": {"type": "integer"}}, "maxProperties": 1},
+    "both": {"properties": {"a": {}, "b": {}}, "required": ["b"], "minProperties": 2, "maxProperties": 2},
+    "one of few": {
+        "properties": {"a": {}, "b": {}}, "additionalProperties": False, "minProperties": 1, "maxProperties": 1,
+    },
+    "propertyNames: enum": {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}},
+    "propertyNames: pattern": {"propertyNames": {"pattern": "^[ab]+$"}, "minProperties": 1},
+    "propertyNames: lengths": {"propertyNames": {"maxLength": 1}, "properties": {"abc": {}, "a": {"type": "integer"}}},
+    "propertyNames: not": {"propertyNames": {"not": {"enum": ["a", "abc"]}}, "properties": {"b": {"type": "string"}}},
+    "patterns that overlap": {"patternProperties": {"a": {"type": "integer"}, "^.$": {"minimum": 1}, "c$": False}},
+    "closed branches": {
+        "oneOf": [{"properties": {name: {}}, "type": "object", "additionalProperties": False} for name in "ab"]
+    },
+    "unevaluatedProperties": {"properties": {"a": {}}, "if": {"required": ["b"]}, "then": {"properties": {"b": {}}},
+                              "unevaluatedProperties": False},
+    "not this object": {"type": "object", "not": {"enum": [{"a": 1}, {"a": 1, "b": 1}, {}]}},
+}  # fmt: skip
+OTHERS: dict[str, dict[str, Any]] = {
+    "not a type": {"not": {"type": ["integer", "object"]}},
+    "not integers": {"type": "number", "not": {"type": "integer"}},
+    "not values": {"not": {"enum": ["a", 1, None, True, [1], {"a": 1}]}},
+    "not a pattern": {"type": "string", "not": {"pattern": "^a"}, "minLength": 1},
+    "not two patterns": {"type": "string", "not": {"anyOf": [{"pattern": "^a"}, {"pattern": "b$"}]}},
+    "not a length": {"not": {"minLength": 2}, "type": ["string", "null"]},
+    "not bounds": {"not": {"minimum": 1, "exclusiveMaximum": 3}, "type": "number"},
+    "not not": {"not": {"not": {"type": "string"}}},
+    "not items": {"type": "array", "not": {"items": {"type": "integer"}}},
+    "not one of": {"not": {"oneOf": [{"type": "integer"}, {"minimum": 2}]}},
+    "not a recursive schema": {
+        "not": {"$ref": "#/$defs/t"}, "$defs": {"t": {"items": {"$ref": "#/$defs/t"}, "type": ["array", "null"]}},
+    },
+    "branches with numbers in common": {"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 2}]},
+    "contains": {"type": "array", "contains": {"type": "integer"}, "minItems": 2},
+    "contains a few": {"type": "array", "contains": {"const": 1}, "minContains": 1, "maxContains": 1},
+    "contains none": {"type": "array", "contains": {"const": 1}, "minContains": 0, "maxContains": 0},
+    "contains beside a prefix": {"type": "array", "prefixItems": [{"type": "integer"}], "contains": {"const": 2}},
+    "a set": {"type": "array", "items": {"enum": ["a", "b", 1, 2]}, "uniqueItems": True, "minItems": 2},
+    "a set of all": {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True, "minItems": 2, "maxItems": 5},
+    "unevaluatedItems": {"type": "array", "prefixItems": [{}], "allOf": [{"prefixItems": [{}, {"const": 2}]}],
+                         "unevaluatedItems": False},
+    "counts as decimals": {
+        "type": ["array", "string", "object"], "minItems": 2.0, "maxLength": 1.0, "minProperties": 1.0,
+    },
+    "one member of allOf says nothing": {"allOf": [True, {"type": "integer"}]},
+    "dynamic reference with one meaning": {
+        "$id": "http://example.org/", "type": "array", "items": {"$dynamicRef": "#n"},
+        "$defs": {"n": {"$dynamicAnchor": "n", "type": "integer"}},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*OBJECTS, *OTHERS])
+def test_it_means_what_json_schema_says(name: str) -> None:
+    assert wrong({**OBJECTS, **OTHERS}[name]) == []
+
+
+@pytest.mark.parametrize("name", [*OBJECTS, *OTHERS])
+def test_it_is_completed_within_any_budget(name: str, vocabulary: Vocabulary) -> None:
+    schema = {**OBJECTS, **OTHERS}[name]
+    template = LlguidanceBackend(vocabulary).compile(Grammar.json_schema(schema), 10)
+    validator = Draft202012Validator(schema)
+    template.refine()
+    for extra in (0, 1, 2, 5, 30):
+        budget = template.min_tokens + extra
+        for seed in range(3):
+            tokens, _ = walk(vocabulary, Matcher(template, budget, "close"), budget, random.Random(seed))
+            text = text_of(vocabulary, tokens)
+            assert validator.is_valid(json.loads(text)), (budget, seed, text)
+
+
+@pytest.mark.parametrize("name", [*OBJECTS, *OTHERS])
+def test_the_stated_minimum_is_that_of_a_short_value(name: str, vocabulary: Vocabulary) -> None:
+    """Of the letters of a set one stands for all, so that another may be a token less."""
+    schema = {**OBJECTS, **OTHERS}[name]
+    template = LlguidanceBackend(vocabulary).compile(Grammar.json_schema(schema), 10)
+    template.refine()
+    validator = Draft202012Validator(schema)
+    texts = [json.dumps(value, separators=(",", ":")) for value in VALUES if validator.is_valid(value)]
+    assert template.min_tokens <= min(len(vocabulary.tokenize(text)) for text in texts) + 1
+
+
+def scalar_schema(rng: random.Random) -> dict[str, Any]:
+    kinds: list[dict[str, Any]] = [
+        {"type": rng.choice(["string", "integer", "number", "null", "array", "object", ["string", "null"], "boolean"])},
+        {"enum": rng.sample([None, True, 0, 1, 1.5, "a", "b", [1], {"a": 1}], rng.randrange(1, 4))},
+        {"const": rng.choice([1, "a", None, False, [1, 2], {"a": 1, "b": 1}])},
+        {rng.choice(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]): rng.randrange(-1, 3)},
+        {rng.choice(["minLength", "maxLength", "minItems", "maxItems", "minProperties"]): rng.randrange(3)},
+        {"pattern": rng.choice(["^a", "b$", "^(a|b)$", "^[ab]+$"])},
+        {"required": rng.sample("abc", rng.randrange(1, 3))},
+    ]
+    return rng.choice(kinds)
+
+
+def random_schema(rng: random.Random, depth: int) -> Any:
+    if rng.random() < 0.05:
+        return rng.choice([True, False, {}])
+    if not depth or rng.random() < 0.4:
+        return scalar_schema(rng)
+    below = [random_schema(rng, depth - 1) for _ in range(3)]
+    some = below[: rng.randrange(1, 4)]
+    members = dict(zip(sorted(rng.sample("abc", 2)), below, strict=False))
+    kinds: list[dict[str, Any]] = [
+        {"type": "object", "properties": members, "required": rng.sample("abc", 1)},
+        {"properties": members, "additionalProperties": rng.choice([False, {"type": "integer"}])},
+        {"properties": members, rng.choice(["minProperties", "maxProperties"]): rng.randrange(3)},
+        {"type": "array", "items": below[0], rng.choice(["minItems", "maxItems"]): rng.randrange(3)},
+        {"prefixItems": below[:1], "items": below[1]},
+        {rng.choice(["anyOf", "allOf", "oneOf"]): some},
+        {"not": below[0]},
+        {"if": below[0], "then": below[1], **({"else": below[2]} if rng.random() < 0.6 else {})},
+        {"dependentSchemas": {"a": below[0]}, "dependentRequired": {"b": ["c"]}},
+        {"propertyNames": rng.choice([{"enum": ["a", "b"]}, {"pattern": "^[ab]$"}, {"not": {"const": "a"}}])},
+        {"patternProperties": {"^[ab]$": below[0], "^a": below[1]}},
+        {"unevaluatedProperties": False, "properties": members, "allOf": below[:1]},
+        {"contains": below[0], "minContains": rng.randrange(3), **({"maxContains": 1} if rng.random() < 0.5 else {})},
+    ]
+    return rng.choice(kinds)
+
+
+def test_random_schemas_are_exact_or_refused_by_name() -> None:
+    compiled, refused = 0, []
+    for seed in range(SCHEMAS):
+        rng = random.Random(seed)
+        schema = random_schema(rng, 2)
+        if not isinstance(schema, dict):
+            continue
+        schema = {**scalar_schema(rng), **schema} if seed % 2 else schema
+        try:
+            to_llguidance(Grammar.json_schema(schema))
+        except GrammarImpossible:
+            assert not any(map(Draft202012Validator(schema).is_valid, VALUES)), schema
+        except GrammarUnsupported as error:
+            refused.append(error.features)
+        else:
+            compiled += 1
+            assert wrong(schema) == [], schema
+    assert compiled > SCHEMAS * 2 // 3
+    assert all(refused)

@@ -95,12 +95,8 @@ INSTEAD = {
     "uniqueItems": "declare a list in place of a set",
     "not": "list what is allowed (enum, type, pattern)",
     "contains": "describe every item",
-    "propertyNames": "describe the keys by patternProperties, and forbid additionalProperties",
-    "unevaluatedProperties": "use additionalProperties",
-    "unevaluatedItems": "use items",
     "$dynamicRef": "use $ref",
-    **dict.fromkeys(("minProperties", "maxProperties"), "require properties by name"),
-    **dict.fromkeys(("if", "dependentRequired", "dependentSchemas", "dependencies"), _BRANCHES),
+    **dict.fromkeys(("if", "oneOf", "dependentSchemas"), _BRANCHES),
 }
 """Advice by keyword: how to write something that can be enforced. Read only."""
 

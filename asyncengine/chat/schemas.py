@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.grammar.schemas import resolve, subschemas, with_local_references
+from asyncengine.grammar.schemas import children, resolve, subschemas, with_local_references
 
 MAX_DEPTH = 64
 """Nesting of a schema; a grammar refuses more as well."""
-MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 ALTERNATIVES = ("anyOf", "oneOf")
-LISTS = ("items", "prefixItems")
-SINGLE = ("items", "additionalItems", "additionalProperties", "contains", "unevaluatedItems", "propertyNames")
 CONDITIONS = ("not", "if", "then", "else", "dependentSchemas", "unevaluatedProperties")
 """Keywords whose meaning for a value depends on the schema around them."""
 OWN_KEYS = ("properties", "patternProperties", "required", *CONDITIONS)
@@ -101,13 +98,11 @@ def close_objects(schema: Any) -> Any:
     objects described in several places at once (`allOf`, a `$ref` or `anyOf` beside properties), together with what
     they refer to, because closing one part would forbid what the other asks for.
     """
-    opened = _Opened(schema)
-
-    def change(part: Schema, copy: Schema) -> None:
+    opened, copy = _Opened(schema), json.loads(json.dumps(schema))
+    for (_, part), (_, made) in zip(subschemas(schema), subschemas(copy), strict=True):
         if part not in opened and _can_close(part):
-            copy["additionalProperties"] = False
-
-    return _mapped(schema, change)
+            made["additionalProperties"] = False
+    return copy
 
 
 class _Opened:
@@ -123,7 +118,8 @@ class _Opened:
             opened = opened or _is_combined(part)
             self._seen.add((id(part), opened))
             # a definition is met where it is referred to
-            inner = [(key, child) for key, child in _children(part) if key not in ("$defs", "definitions")]
+            inner = [(step.split("/")[1], child) for step, child in children(part)]
+            inner = [(key, child) for key, child in inner if key not in ("$defs", "definitions")]
             waiting += [(child, opened or key in CONDITIONS) for key, child in inner]
             if isinstance(part.get("$ref"), str):
                 waiting.append((resolve(root, part), opened))
@@ -138,34 +134,6 @@ def _is_combined(part: Schema) -> bool:
     count = len(every) if isinstance(every, list) else 0
     count += sum(key in part for key in (*ALTERNATIVES, "$ref"))
     return count > 1 or (count == 1 and any(key in part for key in OWN_KEYS))
-
-
-def _children(part: Schema) -> Iterator[tuple[str, Any]]:
-    for key, value in part.items():
-        if isinstance(value, dict) and key in MAPS:
-            yield from ((key, child) for child in value.values())
-        elif isinstance(value, list) and key in (*LISTS, *ALTERNATIVES, "allOf"):
-            yield from ((key, child) for child in value)
-        elif key in SINGLE or key in CONDITIONS:
-            yield key, value
-
-
-def _mapped(part: Any, change: Callable[[Schema, Schema], None]) -> Any:
-    """A copy, with `change(original, copy)` made to every schema in it, the innermost first."""
-    if not isinstance(part, dict):
-        return part
-    out: Schema = {}
-    for key, value in part.items():
-        if isinstance(value, dict) and key in MAPS:
-            out[key] = {name: _mapped(child, change) for name, child in value.items()}
-        elif isinstance(value, list) and key in (*LISTS, *ALTERNATIVES, "allOf"):
-            out[key] = [_mapped(child, change) for child in value]
-        elif key in SINGLE or key in CONDITIONS:
-            out[key] = _mapped(value, change)
-        else:
-            out[key] = value
-    change(part, out)
-    return out
 
 
 def _can_close(part: Schema) -> bool:

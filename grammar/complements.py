@@ -32,7 +32,7 @@ _NO_OPPOSITE = (
 
 
 class NoOpposite(Exception):
-    """What a keyword excludes cannot be written as a schema. Never leaves the package."""
+    """The opposite of a keyword cannot be written as a schema. Never leaves the package."""
 
 
 def opposites(schema: Schema) -> Iterator[Opposite]:

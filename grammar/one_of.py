@@ -20,7 +20,7 @@ MAX_OTHERS = 12
 
 
 class Branches:
-    """What remains of the branches of one document's `oneOf`s when no two of them hold.
+    """The remains of the branches of one document's `oneOf`s when no two of them hold.
 
     Proves that no value satisfies several schemas at once. What it does not prove may be so all the same: such a branch
     is taken without the others.

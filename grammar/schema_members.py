@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
+
+from llguidance import LLMatcher
 
 from asyncengine.errors import GrammarError, GrammarUnsupported
 from asyncengine.grammar.formats import LIBRARY, MAX_HOSTNAME
@@ -170,6 +173,12 @@ class Texts(NamedTuple):
             + (f" & ~({literals})" if texts else "")
             + "".join(f" & ~{text}" for text in but)
         )
+
+
+@functools.lru_cache(4096)
+def contradictory(schema: str) -> bool:
+    """The library says that no string is valid under a schema of strings."""
+    return "Unsatisfiable" in LLMatcher.validate_grammar(f"start: %json {schema}\n")
 
 
 _ANY = '[^"]*'

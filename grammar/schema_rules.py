@@ -6,16 +6,14 @@ JSON compiler takes no pattern for a number, so what surrounds the numbers is wr
 choices, references. Strings stay `%json`.
 
 As in its own compiler, properties come in the order of the schema, undeclared keys after them (they may repeat).
+What it refuses is counted by rules here (`contains`, numbers of members), or is a grammar with a parameter (sets).
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 from typing import Any
-
-from llguidance import LLMatcher
 
 from asyncengine.errors import GrammarImpossible, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar.canonical import canonical_json
@@ -28,6 +26,7 @@ from asyncengine.grammar.schema_members import (
     Texts,
     at,
     bounds_of,
+    contradictory,
     count_of,
     items_of,
     of_patterns,
@@ -146,7 +145,7 @@ class _Builder:
         return self.rules.text("%json " + canonical_json({"x-guidance": self._leaf_options, **schema}))
 
     def _constants(self, term: Term, texts: tuple[str, ...]) -> list[str]:
-        """Those of "true" and "false" that are left."""
+        """The texts among "true" and "false" that are left."""
         listed = [entry.schema["enum"] for entry in term.having("enum") if entry.plain]
         return [text for text in texts if all(json.loads(text) in values for values in listed)]
 
@@ -181,7 +180,7 @@ class _Builder:
             parts = [{"type": "string", **part} for part in texts.parts or [{}]]
             schema = parts[0] if len(parts) == 1 else {"allOf": parts}
             plain = not any("pattern" in part for part in parts) or [*map(len, parts)] == [2]
-            if plain or not _contradictory(canonical_json(schema)):
+            if plain or not contradictory(canonical_json(schema)):
                 self.rules.add(name, [self._json(schema)])
 
     # ---------------------------------------------------------------- arrays
@@ -198,7 +197,7 @@ class _Builder:
         rest = tuple(items for _, items in shapes if items is not None)
         items = [tuple(e for prefix, tail in shapes if (e := at(prefix, tail, i))) for i in range(width)]
         if (most is None or most > 1) and any(entry.schema.get("uniqueItems") is True for entry in entries):
-            self.rules.add(name, [self._set(term, items, rest, least, most)])
+            self._set(name, term, items, rest, least, most)
         elif any("contains" in entry.schema for entry in entries):
             self._containing(name, term, items, rest, least, most)
         else:
@@ -232,9 +231,9 @@ class _Builder:
         entry, *others = term.having("contains")
         low, high = count_of(entry, "minContains"), count_of(entry, "maxContains")
         low = 1 if low is None else low
-        if others or (high is not None and low > high):
-            if others:
-                raise GrammarUnsupported("grammar", [("contains", f"{others[0].place}/contains")], "two at once")
+        if others:
+            raise GrammarUnsupported("grammar", [("contains", f"{others[0].place}/contains")], "two at once")
+        if high is not None and low > high:
             return
         inside = Entry(f"{entry.pointer}/contains", entry.schema["contains"])
         outside = Entry(f"{entry.pointer}/contains{MADE}", {"not": entry.schema["contains"]})
@@ -258,26 +257,29 @@ class _Builder:
         if least == low == 0:
             self.rules.add(name, ['"["', *self._blank, '"]"'])
 
-    def _set(self, term: Term, items: list[Conjunction], rest: Conjunction, least: int, most: int | None) -> str:
+    def _set(
+        self, name: str, term: Term, items: list[Conjunction], rest: Conjunction, least: int, most: int | None
+    ) -> None:
         """A list of different values out of few: a grammar of its own, whose parameter has a bit for each of them."""
         place = next(entry.place for entry in term.having("uniqueItems"))
         values = None if items or term.having("contains") else self._values(rest)
         if values is None or len(values) > MAX_SET:
             detail = f"only for items that are listed, {MAX_SET} at most"
             raise GrammarUnsupported("grammar", [("uniqueItems", f"{place}/uniqueItems")], detail)
-        within = Rules()
-        blank = [within.text(text) for text, name in self.rules.names() if name in self._blank]
-        comma = [*blank, within.terminal(regex(self._options.get("item_separator", ","))), *blank]
+        if least == 0:
+            self.rules.add(name, ['"["', *self._blank, '"]"'])
         top = min(len(values), len(values) if most is None else most)
-        lines = [f'start: "[" {" ".join(blank)} set::0 {" ".join(blank)} "]"']
-        lines[0] += f' | "[" {" ".join(blank)} "]"' if not least else ""
-        one = "\n    | ".join(
+        if not values or least > top:
+            return
+        blank = "".join(f"{text} " for text, known in self.rules.names() if known in self._blank)
+        comma = f"{blank}{regex(self._options.get('item_separator', ','))} {blank}"
+        one = " | ".join(
             f"{literal(value)} more::set_bit({bit}) %if and(bit_clear({bit}), bit_count_lt(_, {top}))"
             for bit, value in enumerate(values)
         )
-        lines += [f"set::_: {one}", f'more::_: "" %if bit_count_ge(_, {least}) | {" ".join(comma)} set::_']
-        lines += [f"{name}: {text}" for text, name in within.names()]
-        return self.rules.text("%lark {\n" + "\n".join(lines) + "\n}")
+        more = f'"" %if bit_count_ge(_, {least}) | {comma}set::_'
+        start = f'"[" {blank}set::0 {blank}"]"'
+        self.rules.add(name, [self.rules.text(f"%lark {{\nstart: {start}\nset::_: {one}\nmore::_: {more}\n}}")])
 
     def _values(self, conjunction: Conjunction) -> list[str] | None:
         """All values as they are written, if they are few scalars; else None."""
@@ -396,7 +398,7 @@ class _Builder:
         return self.rules.shared([one, *follows], *more)
 
     def _names(self, entries: list[Entry]) -> list[tuple[Term, Texts]] | None:
-        """What `propertyNames` allow; None if there are none."""
+        """The names that `propertyNames` allow; None if there are none."""
         said = [
             Entry(f"{e.pointer}/propertyNames", e.schema["propertyNames"])
             for e in entries
@@ -431,12 +433,6 @@ class _Builder:
                         self._string(key := self.rules.new(), term)
                     self.rules.add(found, [key, *self._colon, self.node(value)])
         return found if self.rules.alternatives[found] else None
-
-
-@functools.lru_cache(4096)
-def _contradictory(schema: str) -> bool:
-    """The library says that no string is valid under a schema of strings."""
-    return "Unsatisfiable" in LLMatcher.validate_grammar(f"start: %json {schema}\n")
 
 
 def _text(key: str) -> str:

@@ -90,26 +90,19 @@ class Rest(NamedTuple):
     begin: int
 
     def made(self, done: Conjunction) -> Iterator[Entry]:
-        """What it says, given all that evaluates items and properties. Branches that may hold besides the one taken
-        are not looked at: a little less is allowed than might be."""
+        """The demands on the rest, given all that evaluates items and properties. Branches that may hold besides the
+        one taken are not looked at: a little less is allowed than might be."""
         own = [one for one in done[self.begin :] if "/not" not in one.pointer.removeprefix(self.entry.pointer)]
-        at = f"{MADE}{'+'.join(one.pointer for one in own)}"
-        if (value := self.entry.schema.get(UNEVALUATED[0])) is not None and not (
-            any("additionalProperties" in one.schema for one in own)
-            or any(UNEVALUATED[0] in one.schema for one in own[1:])
+        width = max(len(one.schema.get("prefixItems", ())) for one in own)
+        names = {kind: {key: True for one in own for key in one.schema.get(kind, ())} for kind in _NAMED}
+        for key, others, said in (
+            ("unevaluatedProperties", "additionalProperties", names),
+            ("unevaluatedItems", "items", {"prefixItems": [True] * width}),
         ):
-            kinds = ("properties", "patternProperties")
-            said: dict[str, Any] = {
-                kind: {name: True for one in own for name in one.schema.get(kind, ())} for kind in kinds
-            }
-            yield Entry(f"{self.entry.pointer}/{UNEVALUATED[0]}{at}", {**said, "additionalProperties": value})
-        if (value := self.entry.schema.get(UNEVALUATED[1])) is not None and not (
-            any(isinstance(one.schema.get("items"), (dict, bool)) for one in own)
-            or any(UNEVALUATED[1] in one.schema for one in own[1:])
-        ):
-            width = max(len(one.schema.get("prefixItems", ())) for one in own)
-            said = {"prefixItems": [True] * width, "items": value}
-            yield Entry(f"{self.entry.pointer}/{UNEVALUATED[1]}{at}", said)
+            all_said = any(others in one.schema for one in own) or any(key in one.schema for one in own[1:])
+            if key in self.entry.schema and not all_said:
+                at = f"{self.entry.pointer}/{key}{MADE}{'+'.join(one.pointer for one in own)}"
+                yield Entry(at, {**said, others: self.entry.schema[key]})
 
 
 Todo = list["Entry | list[Entry] | Rest"]
@@ -285,12 +278,13 @@ _OWN = (
     "type", "minLength", "maxLength", "pattern", "minItems", "maxItems", "items", "prefixItems", "additionalItems",
     "properties", "patternProperties", "additionalProperties", "required",
 )  # fmt: skip
+_NAMED = ("properties", "patternProperties")
 UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
 _NEGATING = ("not", "oneOf", "if", "contains", "dependentSchemas", "dependencies")
 
 
 def _own(schema: dict[str, Any]) -> dict[str, Any]:
-    """What a schema says itself."""
+    """The part of a schema that no applicator adds."""
     return {key: said for key, said in schema.items() if key in KEYWORDS or key in _OWN}
 
 

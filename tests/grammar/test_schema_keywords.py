@@ -103,6 +103,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "contains beside a prefix": {"type": "array", "prefixItems": [{"type": "integer"}], "contains": {"const": 2}},
     "a set": {"type": "array", "items": {"enum": ["a", "b", 1, 2]}, "uniqueItems": True, "minItems": 2},
     "a set of all": {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True, "minItems": 2, "maxItems": 5},
+    "a set of too few": {
+        "anyOf": [{"type": "array", "items": {"const": 1}, "uniqueItems": True, "minItems": 2}, {"const": 1}],
+    },
+    "an empty set": {"type": "array", "items": False, "uniqueItems": True},
     "unevaluatedItems": {"type": "array", "prefixItems": [{}], "allOf": [{"prefixItems": [{}, {"const": 2}]}],
                          "unevaluatedItems": False},
     "counts as decimals": {

@@ -76,15 +76,21 @@ def _of_values(key: str, value: Any) -> Iterator[Opposite]:
         yield {"type": [name for name in ALL_TYPES if name not in held]}, True
     else:
         values = value if key == "enum" else [value]
-        yield {"type": [] if any(one is None for one in values) else ["null"]}, True
-        yield (
-            {"type": "boolean", "enum": [said for said in (True, False) if not any(said is one for one in values)]},
-            True,
-        )
-        yield {"type": "string", "not": {"enum": [one for one in values if isinstance(one, str)]}}, True
+        numbered = any(map(is_number, values))
+        apart = {"array": list, "object": dict, "null": type(None), "integer": numbered, "fraction": numbered}
+        kinds = [
+            kind
+            for kind in ALL_TYPES
+            if not (sort := apart.get(kind))
+            or (isinstance(sort, type) and not any(isinstance(v, sort) for v in values))
+        ]
+        # one alternative for all that need no more than a list, so that many of these multiply nothing
+        yield {"type": kinds, "not": {"enum": [one for one in values if isinstance(one, (str, bool))]}}, True
         for kind, sort in (("array", list), ("object", dict)):
-            others = [{"not": structure(one)} for one in values if isinstance(one, sort)]
-            yield {"type": kind, "allOf": [True, *others]}, False
+            if others := [{"not": structure(one)} for one in values if isinstance(one, sort)]:
+                yield {"type": kind, "allOf": others}, False
+        if not numbered:
+            return
         numbers = sorted({one for one in values if is_number(one)})
         if len(numbers) > MAX_GAPS:
             raise NoOpposite(f"a list of more than {MAX_GAPS} numbers")

@@ -109,7 +109,9 @@ class Texts(NamedTuple):
         without: list[dict[str, Any]] = []
         for entry in term.entries:
             if entry.plain and "not" in entry.schema:
-                without.append(entry.schema["not"])
+                said = {**entry.schema["not"]}
+                said["enum"] = [one for one in said.get("enum", ()) if isinstance(one, str)]
+                without += [said] if said["enum"] or "pattern" in said else []
                 continue
             said = {key: entry.schema[key] for key in STRING if key in entry.schema}
             said.update({key: count for key in LENGTHS if (count := count_of(entry, key)) is not None})

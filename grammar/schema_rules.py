@@ -147,7 +147,9 @@ class _Builder:
     def _constants(self, term: Term, texts: tuple[str, ...]) -> list[str]:
         """The texts among "true" and "false" that are left."""
         listed = [entry.schema["enum"] for entry in term.having("enum") if entry.plain]
-        return [text for text in texts if all(json.loads(text) in values for values in listed)]
+        wrong = [one for entry in term.having("not") if entry.plain for one in entry.schema["not"].get("enum", ())]
+        left = [text for text in texts if all(json.loads(text) in values for values in listed)]
+        return [text for text in left if not any(json.loads(text) is one for one in wrong)]
 
     # ---------------------------------------------------------------- scalars
 

@@ -176,7 +176,7 @@ class Alternatives:
         return entry
 
     def _count(self, item: Entry | list[Entry] | Rest, done: Conjunction) -> None:
-        self._work += len(item) + len(done) // 4 if isinstance(item, list) else 1 + len(done) // 4
+        self._work += len(item) + len(done) // 8 if isinstance(item, list) else 1 + len(done) // 8
         if self._work > MAX_WORK:
             raise GrammarTooLarge("grammar", f"its choices and conjunctions must not exceed {MAX_WORK} combinations")
         if isinstance(item, Entry) and not isinstance(item.schema, bool):
@@ -185,6 +185,9 @@ class Alternatives:
     def _contradicts(self, done: Conjunction) -> bool:
         """No value is valid under the last entry and those before, as far as can be told at once."""
         last, term = done[-1], Term(done)
+        if last.schema.get("type") == "number" and not {*term.types} - {"integer", "fraction"}:
+            numbers = term.numbers()
+            return numbers.low is not None and numbers.high is not None and numbers.empty
         kinds = term.types if "type" in last.schema else ["object"]
         if kinds != ["object"] or len(done) == 1 or self._is_empty is None or term.types != ["object"]:
             return not kinds

@@ -185,7 +185,7 @@ class Alternatives:
     def _contradicts(self, done: Conjunction) -> bool:
         """No value is valid under the last entry and those before, as far as can be told at once."""
         last, term = done[-1], Term(done)
-        if last.schema.get("type") == "number" and not {*term.types} - {"integer", "fraction"}:
+        if MADE in last.pointer and not {*term.types} - {"integer", "fraction"}:
             numbers = term.numbers()
             return numbers.low is not None and numbers.high is not None and numbers.empty
         kinds = term.types if "type" in last.schema else ["object"]

@@ -190,7 +190,7 @@ class FlashInferBackend:
     def _is_long(self, step: StepView) -> bool:
         """Whether the kernels for long prompts are the faster ones: they divide queries among processors, not keys."""
         rows, tokens = len(step.counts), int(step.qo_indptr[-1])
-        tiles = tokens // LONG * min(group.num_heads for group in self._groups)
+        tiles = tokens // LONG * min((group.num_heads for group in self._groups), default=0)
         return tokens >= LONG * rows and (2 * tiles >= self._processors or int(step.starts.sum()) <= tokens)
 
     def plan_graph(self, step: StepView, host: torch.Tensor) -> int:

@@ -17,3 +17,8 @@ def pytest_collection_finish() -> None:
     collection, of which tests of leaks ask for hundreds, takes a second else."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let what is left be collected at the end: libraries complain of what is not."""
+    gc.unfreeze()

@@ -23,6 +23,7 @@ from asyncengine.cluster.fleet.stats import sum_stats
 from asyncengine.engine.inbox import Inbox
 from asyncengine.errors import AdapterInUse, AdapterNotFound, GrammarError
 from asyncengine.kvcache import PageCounts, StateCounts
+from asyncengine.kvcache.store import StoreCounts
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.outputs import Chunk, Usage
 from asyncengine.scheduler.messages import GrammarReady
@@ -36,7 +37,14 @@ def test_nothing_that_an_engine_reports_is_left_out_of_a_fleet_s_figures() -> No
     own = EngineStats({}, {}, PageCounts(*[0] * 6), *[0] * 8, none, none, none, none, 0.0)
     guesses = SpeculationStats(2, 5, 3, (2, 1)), SpeculationStats(1, 1, 1, (1,), 1, 1)
     first, second = (
-        replace(own, states=StateCounts(free=free, total=9), threads=threads, speculation=guessed, steps=free)
+        replace(
+            own,
+            states=StateCounts(free=free, total=9),
+            threads=threads,
+            speculation=guessed,
+            steps=free,
+            stored=StoreCounts(bytes_read=free),
+        )  # fmt: skip
         for free, threads, guessed in zip(
             (4, 5), (ThreadStats(1, 2, 0.5), ThreadStats(3, 4, 0.9)), guesses, strict=True
         )
@@ -45,6 +53,7 @@ def test_nothing_that_an_engine_reports_is_left_out_of_a_fleet_s_figures() -> No
     assert set(found) == {item.name for item in fields(EngineStats)}
     assert found["steps"] == 9
     assert found["states"] == StateCounts(free=9, total=18)
+    assert found["stored"] == StoreCounts(bytes_read=9)
     assert found["speculation"] == SpeculationStats(3, 6, 4, (3, 1), 1, 1)
     assert found["threads"] == ThreadStats(5, 7, pytest.approx((0.5 + 3 * 0.9 + 1) / 5))
     assert sum_stats({}, own)["speculation"] is None

@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncengine.cluster.fleet.dispatcher import Dispatcher
 from asyncengine.kvcache import PageCounts, StateCounts
+from asyncengine.kvcache.store import StoreCounts
 from asyncengine.stats import EngineStats, Summary, ThreadStats
 
 
@@ -76,7 +77,7 @@ def sum_stats(replicas: Mapping[str, EngineStats], own: EngineStats) -> dict[str
             values[name] = sum(of_each)
         elif isinstance(mine, Summary):
             values[name] = max(of_each, key=lambda summary: summary.p50, default=mine)
-        elif isinstance(mine, (PageCounts, StateCounts)):
+        elif isinstance(mine, (PageCounts, StateCounts, StoreCounts)):
             values[name] = _added([mine, *of_each])
         elif name == "speculation":
             guessed = [stats for stats in of_each if stats is not None]

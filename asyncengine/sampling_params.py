@@ -102,8 +102,16 @@ class SamplingParams(Settings):
     (before penalties, bias, temperature and truncation; vLLM's `raw_logprobs`)."""
     top_logprobs: Count = 0
     """Also return the k likeliest alternatives at each position; implies `logprobs`."""
+    logprobs_of: Literal["model", "sampled"] = "model"
+    """The distribution of `logprobs`: the model's own, or the one that tokens were drawn from (after penalties, bias,
+    masks, temperature and truncation; implies `logprobs`). A greedy choice has 0 in the latter. Prompts are scored by
+    the model's own."""
     prompt_logprobs: bool = False
-    """Return the log-probability of each prompt token but the first (the prompt is computed without cache hits)."""
+    """Return the log-probability of each prompt token but the first (the prompt is computed without cache hits as far
+    as it is scored)."""
+    prompt_logprobs_start: Count = 0
+    """Score only prompt tokens from this position on, so that what lies before may come from the prefix cache; implies
+    `prompt_logprobs`. At most the number of prompt tokens."""
     grammar: Any = None
     """A grammar from `asyncengine.grammar` that the output must match."""
     on_budget: OnBudget = "close"
@@ -112,11 +120,13 @@ class SamplingParams(Settings):
     """Leave special tokens out of the text."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.prompt_logprobs is not True:
+        if self.max_tokens is not None and self.prompt_logprobs is not True and not self.prompt_logprobs_start:
             as_integer("max_tokens", self.max_tokens, 1)
         Settings.__post_init__(self)  # `super()` does not find its class in a dataclass with slots
-        if self.top_logprobs and not self.logprobs:
+        if self.top_logprobs or self.logprobs_of == "sampled":
             object.__setattr__(self, "logprobs", True)
+        if self.prompt_logprobs_start:
+            object.__setattr__(self, "prompt_logprobs", True)
         if self.max_tokens == 0 and self.n != 1:
             raise InvalidParameter("n", "must be 1 where max_tokens is 0: there is nothing to sample", self.n)
         if self.max_tokens == 0 and self.grammar is not None:

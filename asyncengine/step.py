@@ -141,6 +141,12 @@ def sampling_places(row: Row) -> list[Row]:
     ]
 
 
+def first_scored(row: Row) -> int:
+    """Position of the first prompt token that a row with `prompt_logprobs` may score; its logits are those of the
+    position before."""
+    return max(row.start + 1, row.spec.params.prompt_logprobs_start)
+
+
 class AdapterSwap(NamedTuple):
     """A device slot gets another adapter before the step that carries this. No step in flight names the slot."""
 

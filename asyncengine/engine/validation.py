@@ -149,6 +149,9 @@ class RequestValidator:
         self.check_adapter(options.adapter)
         options = options.checked()
         max_total = self._check_length(len(tokens), params, options.clip_max_tokens)
+        if params.prompt_logprobs_start > len(tokens):
+            limit = f"must not exceed the {len(tokens)} tokens of the prompt"
+            raise InvalidParameter("prompt_logprobs_start", limit, params.prompt_logprobs_start)
         if params.grammar is not None:
             params = params.replace(grammar=self._check_grammar(params, max_total - len(tokens)))
         mailbox = Mailbox()
@@ -196,7 +199,8 @@ class RequestValidator:
         )
         yield first
         if params.n > 1 and params.prompt_logprobs:
-            params = params.replace(prompt_logprobs=False)  # the same for all samples: computed once
+            # the same for all samples: computed once
+            params = params.replace(prompt_logprobs=False, prompt_logprobs_start=0)
         for index in range(1, params.n):
             seed = _sample_seed(params.seed, index)
             yield replace(first, ticket=next(self._tickets), index=index, seed=seed, params=params)

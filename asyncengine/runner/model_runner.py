@@ -295,7 +295,9 @@ class ModelRunner:
             if processed.size:
                 assert graphs.processed is not None
                 pending.filled = graphs.processed.choose(rows, numbers, processed, masks)
-            pending.score(scored.tolist(), logits, graphs.sampled)
+            changed = None if graphs.processed is None else graphs.processed.changed
+            drawn = Sampled(graphs.sampled, graphs.sampled, processed.tolist(), changed)
+            pending.score(scored.tolist(), logits, drawn, self._sampler)
             arrived = pending.readback.fetch_now(graphs.sampled)
             pending.sampled = Sampled(*graphs.split(arrived, len(rows)), processed.tolist())
         except BaseException:  # for want of memory: the step is launched again, with the tokens it had
@@ -421,7 +423,7 @@ class ModelRunner:
         pending.filled, pending.places = filled, rows
         pending.sampled = sampled.fetch(pending.readback)
         wanted = [place for place, row in enumerate(rows) if row.spec.params.logprobs]
-        pending.score(wanted, logits, sampled.tokens)
+        pending.score(wanted, logits, sampled, self._sampler)
         return sampled.tokens
 
     def _keep(self, pending: PendingStep, tokens: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,8 +15,8 @@ from asyncengine.device.transfer import Readback, upload
 from asyncengine.pooling.pool import Pooler, Span
 from asyncengine.sampling.logprobs import LogprobTensors, token_logprobs
 from asyncengine.sampling.masks import AwaitedToken, FilledMasks, grammar_failed
-from asyncengine.sampling.sampler import NON_FINITE, Sampled
-from asyncengine.step import Batch, ConstrainedToken, Row, StepResult, TokenLogprob, sampling_places
+from asyncengine.sampling.sampler import NON_FINITE, Sampled, Sampler
+from asyncengine.step import Batch, ConstrainedToken, Row, StepResult, TokenLogprob, first_scored, sampling_places
 
 
 @dataclass(slots=True, eq=False)
@@ -86,23 +87,24 @@ class PendingStep:
                 return
         work()
 
-    def score(self, places: list[int], logits: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Have log-probabilities computed of the sampled tokens at `places`."""
+    def score(self, places: list[int], logits: torch.Tensor, sampled: Sampled, sampler: Sampler) -> None:
+        """Have log-probabilities computed of the tokens at `places` that `sampler` has drawn from `logits`."""
         if not places:
             return
         rows = [self.places[place] for place in places]
         index = upload(np.array(places, dtype=np.int64), logits.device)
-        found = token_logprobs(logits[index], tokens[index], max(row.spec.params.top_logprobs for row in rows))
+        own = sampler.scored_logits(self.places, places, logits, sampled)
+        found = token_logprobs(own, sampled.tokens[index], max(row.spec.params.top_logprobs for row in rows))
         self.logprobs = places, found.fetch(self.readback)
-        for place, row in zip(places, rows, strict=True):
+        for number, (place, row) in enumerate(zip(places, rows, strict=True)):
             if row.grammar is not None:
-                self.steerable[place] = self.readback.fetch(logits[place].clone())
+                self.steerable[place] = self.readback.fetch(own[number].clone())
 
     def score_prompt(self, index: int, logits: torch.Tensor) -> None:
         """The same of the prompt tokens that follow those of the row at `index`."""
         row = self.batch.rows[index]
         finite = torch.isfinite(logits.amax(dim=-1)).all()
-        following = row.tokens[row.start + 1 : row.start + 1 + logits.shape[0]]
+        following = row.tokens[first_scored(row) :][: logits.shape[0]]
         targets = upload(np.array(following, dtype=np.int64), logits.device)
         found = token_logprobs(logits, targets, row.spec.params.top_logprobs)
         self.prompts.append((index, self.readback.fetch(finite), found.fetch(self.readback)))
@@ -186,7 +188,11 @@ class PendingStep:
 
     def _logprob(self, found: TokenLogprob, place: int, token: int) -> TokenLogprob:
         entry = found if found.token_id == token else self._score(place, token, len(found.top))
-        return entry._replace(top=entry.top[: self.places[place].spec.params.top_logprobs])
+        params = self.places[place].spec.params
+        top = entry.top[: params.top_logprobs]
+        if params.logprobs_of == "sampled":  # what cannot be drawn is no alternative
+            top = tuple(each for each in top if each[1] > -math.inf)
+        return entry._replace(top=top)
 
     def _score(self, place: int, token: int, num_top: int) -> TokenLogprob:
         """The log-probabilities of a token that was put in the place of the sampled one."""

@@ -41,7 +41,8 @@ class ProcessedRows:
         self._words = -(-vocab // 32)
         self._memory = FixedInputs(memory, self._most * (2 * NUMBERS + self._words))
         with torch.inference_mode(False):
-            self._processed = torch.empty((self._most, vocab), device=logits.device)
+            self.changed = torch.empty((self._most, vocab), device=logits.device)
+            """Logits of the rows of the last replay, in their order, as tokens were chosen from them."""
             self._tokens = torch.zeros(self._most, dtype=torch.int64, device=logits.device)
             self._best = torch.zeros(self._most, device=logits.device)
         self._padding = np.zeros((NUMBERS, 1), dtype=np.int64)
@@ -104,7 +105,7 @@ class ProcessedRows:
 
         sent = 2 * NUMBERS * size
         numbers = self._memory.sent[:sent].view(torch.int64).view(NUMBERS, size)
-        processed, tokens, best = self._processed[:size], self._tokens[:size], self._best[:size]
+        processed, tokens, best = self.changed[:size], self._tokens[:size], self._best[:size]
         masks = self._memory.sent[sent:]
         process_logits(self._logits, processed, numbers, masks, self._words, self._inputs)
         self._sampler.sample(processed, numbers[SLOT], numbers[POSITION], tokens, best)

@@ -25,7 +25,7 @@ from asyncengine.device.pinned import Int32Array, Int64Array
 from asyncengine.device.transfer import upload
 from asyncengine.layers.states import StateSegments
 from asyncengine.pooling.pool import Span
-from asyncengine.step import Batch, Row
+from asyncengine.step import Batch, Row, first_scored
 
 _FEW = 64
 """Tokens of a step up to which counting them one by one takes less time than calling numpy."""
@@ -404,10 +404,11 @@ def _wanted_logits(
                 wanted += range(first, end)
             continue
         if row.spec.params.prompt_logprobs:
-            predicting = min(row.start + row.num_scheduled, row.spec.prompt_len - 1) - row.start
+            unscored = first_scored(row) - 1 - row.start
+            predicting = min(row.num_scheduled, row.spec.prompt_len - 1 - row.start) - unscored
             if predicting > 0:
                 spans.append((index, len(wanted), len(wanted) + predicting))
-                wanted += range(begin, begin + predicting)
+                wanted += range(begin + unscored, begin + unscored + predicting)
         if row.samples:
             for last in range(end - 1 - len(row.drafts), end):
                 if not wanted or wanted[-1] != last:

@@ -49,6 +49,8 @@ class Sampled:
     """[rows] the largest logit of each row; not finite: the row has no token."""
     processed: Collection[int]
     """Rows whose logits were changed before anything was chosen."""
+    changed: torch.Tensor | None = None
+    """float32 [len(processed), vocab] logits of these as they were chosen from, on the device; not fetched."""
 
     def fetch(self, readback: Readback) -> Sampled:
         """The same on the host, once `readback` has arrived."""
@@ -129,7 +131,7 @@ class Sampler:
             tokens, best = self._choose(slots, positions, logits)
             again = self._choose(slots[places], positions[places], processed)
             tokens, best = tokens.index_copy(0, index, again[0]), best.float().index_copy(0, index, again[1])
-        return Sampled(tokens, best, processors.places)
+        return Sampled(tokens, best, processors.places, processed)
 
     def _is_plain(self, rows: Sequence[Row], logits: torch.Tensor, masks: FilledMasks) -> bool:
         """Whether a kernel can choose for a few rows whose logits are taken as they are."""
@@ -165,20 +167,60 @@ class Sampler:
         """The greedy tokens with those of the rows `chosen` replaced by draws."""
         params, owned = self._params, slots[chosen]
         index = self._to_device(chosen)
-        scaled = logits if len(chosen) == len(slots) else logits[index]
-        floats = np.stack((params.temperature[owned], params.top_p[owned], params.min_p[owned]))
-        temperature, top_p, min_p = self._to_device(floats)
-        scaled = scaled.float() / temperature[:, None]
-        least = scaled.amax(dim=-1) + torch.log(min_p)
-        top_k = params.top_k[owned]
-        truncated = np.flatnonzero((top_k > 0) | (params.top_p[owned] < 1))
-        if truncated.size:
-            where = self._to_device(truncated)
-            part = scaled if len(truncated) == len(chosen) else scaled[where]
-            limits = kept_threshold(part, top_k[truncated], top_p[where])
-            least = least.index_copy(0, where, torch.maximum(least[where], limits))
+        scaled, least = self._scaled(owned, logits if len(chosen) == len(slots) else logits[index])
         keys = self._to_device(noise_keys(params.seed_low[owned], params.seed_high[owned], positions))
         return greedy.index_copy(0, index, draw(scaled, least, keys))
+
+    def _scaled(self, slots: Int64Array, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(float32 [rows, vocab] logits divided by the temperature, if there is one; float32 [rows] the smallest of
+        them that truncation keeps) of logits [rows, vocab]."""
+        params = self._params
+        temperature = np.where(params.temperature[slots] > 0, params.temperature[slots], np.float32(1))
+        divisor, top_p, min_p = self._to_device(np.stack((temperature, params.top_p[slots], params.min_p[slots])))
+        scaled = logits.float() / divisor[:, None]
+        least = scaled.amax(dim=-1) + torch.log(min_p)
+        top_k = params.top_k[slots]
+        truncated = np.flatnonzero((top_k > 0) | (params.top_p[slots] < 1))
+        if truncated.size:
+            where = self._to_device(truncated)
+            part = scaled if len(truncated) == len(slots) else scaled[where]
+            limits = kept_threshold(part, top_k[truncated], top_p[where])
+            least = least.index_copy(0, where, torch.maximum(least[where], limits))
+        return scaled, least
+
+    def scored_logits(
+        self, rows: Sequence[Row], places: Sequence[int], logits: torch.Tensor, sampled: Sampled
+    ) -> torch.Tensor:
+        """Logits [len(places), vocab] by which the tokens of `rows` at `places` are scored: the model's own, or float32
+        logarithms of what each token was drawn from, -inf where nothing else could be drawn (`logprobs_of`).
+
+        logits [rows, vocab] are the model's, `sampled` what was drawn from them, on the device.
+        """
+        index = self._to_device(np.array(places, dtype=np.int64))
+        found = logits[index]
+        drawn = [at for at, place in enumerate(places) if rows[place].spec.params.logprobs_of == "sampled"]
+        if not drawn:
+            return found
+        found = found.float()
+        number = {place: count for count, place in enumerate(sampled.processed)}
+        edited = [at for at in drawn if places[at] in number]
+        if edited:
+            assert sampled.changed is not None
+            sources = [number[places[at]] for at in edited]
+            into, source = self._to_device(np.array((edited, sources), dtype=np.int64))
+            found.index_copy_(0, into, sampled.changed[source])
+        slots = np.array([rows[places[at]].slot for at in drawn], dtype=np.int64)
+        own = self._to_device(np.array(drawn, dtype=np.int64))
+        return found.index_copy_(0, own, self._drawn_from(slots, found[own], sampled.tokens[index[own]]))
+
+    def _drawn_from(self, slots: Int64Array, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, vocab] logits with -inf for all that could not be drawn; `tokens` int64 [rows] were."""
+        scaled, least = self._scaled(slots, logits)
+        # kernels that chose may have rounded the threshold otherwise: what was drawn was kept
+        kept = scaled >= torch.minimum(least[:, None], scaled.gather(1, tokens[:, None]))
+        greedy = self._to_device(self._params.temperature[slots] == 0)
+        point = torch.arange(logits.shape[1], device=logits.device) == tokens[:, None]
+        return scaled.masked_fill(~torch.where(greedy[:, None], point, kept), float("-inf"))
 
     def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
         return upload(array, self._device)

@@ -213,8 +213,9 @@ class Admission:
 
     def match_limit(self, request: Request) -> int:
         """The last token is always computed: its logits are what the next one is sampled from."""
-        if request.spec.params.prompt_logprobs and not request.num_output:
-            return 0  # every position's logits are asked for
+        params = request.spec.params
+        if params.prompt_logprobs and not request.num_output:  # logits are asked for from the position before on
+            return min(max(params.prompt_logprobs_start - 1, 0), len(request.tokens) - 1)
         if request.spec.pooled is not None and request.spec.pooled.every:
             return 0  # every position's hidden state is asked for
         return len(request.tokens) - 1

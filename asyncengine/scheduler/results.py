@@ -14,7 +14,7 @@ from asyncengine.scheduler.request import Request, RequestState
 from asyncengine.scheduler.roster import Roster
 from asyncengine.scheduler.rows import InFlight, constrained_end, plain_end
 from asyncengine.scheduler.states import settle_snapshots
-from asyncengine.step import ConstrainedToken, Row, StepResult, TokenLogprob
+from asyncengine.step import ConstrainedToken, Row, StepResult, TokenLogprob, first_scored
 
 
 class Results:
@@ -80,7 +80,7 @@ class Results:
             if row.num_scheduled > 1 or row.start < len(row.spec.prompt):
                 roster.publish(request)
         if index in result.prompt_logprobs:
-            entries = (row.start + 1, result.prompt_logprobs[index])
+            entries = (first_scored(row), result.prompt_logprobs[index])
             roster.outputs.append(Output(request.ticket, prompt_logprobs=entries))
         if not row.samples:
             return 0, 0

@@ -90,11 +90,16 @@ class DraftModel:
         """The specification with everything that matters for a draw; of scores only the drawn token's, where it says
         when to stop."""
         spec, params, scored = row.spec, row.spec.params, self._least > 0
-        if params.logprobs == scored and not params.top_logprobs and not params.prompt_logprobs:
+        wanted = (params.logprobs, params.logprobs_of, params.top_logprobs, params.prompt_logprobs)
+        if wanted == (scored, "model", 0, False):
             return spec
         kept = self._specs.get(row.slot)
         if kept is None or kept[0] is not spec:
-            kept = spec, replace(spec, params=replace(params, logprobs=scored, top_logprobs=0, prompt_logprobs=False))
+            params = replace(
+                params, logprobs=scored, logprobs_of="model", top_logprobs=0, prompt_logprobs=False,
+                prompt_logprobs_start=0,
+            )  # fmt: skip
+            kept = spec, replace(spec, params=params)
             self._specs[row.slot] = kept
         return kept[1]
 

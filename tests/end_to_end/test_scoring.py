@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.worded_model import Reference, make_worded_model
 
-from asyncengine import AsyncEngine, Engine, SamplingParams
+from asyncengine import AsyncEngine, Completion, Engine, SamplingParams
 from asyncengine.errors import ContextLengthExceeded, InvalidParameter
 
 SCORE = SamplingParams(max_tokens=0, prompt_logprobs=True, top_logprobs=2)
@@ -51,6 +51,37 @@ async def test_scores_are_the_models_own_and_nothing_is_generated(engine: AsyncE
                 assert entry.logprob == pytest.approx(float(scores[position - 1, prompt[position]]), abs=1e-3)
                 assert len(entry.top) == 2
     assert engine.stats().generated_tokens - before == 18
+
+
+@pytest.mark.parametrize("start", [1, 2, 4, 5, 7])
+async def test_scores_from_a_position_on_use_the_cached_prefix(engine: AsyncEngine, start: int) -> None:
+    """The same scores, in chunks too; what lies before them is not computed again."""
+
+    def values(done: Completion) -> list[tuple[int, Any] | None]:
+        return [
+            None if entry is None else (entry.token_id, pytest.approx(entry.logprob, abs=1e-3))
+            for entry in done.prompt_logprobs or ()
+        ]
+
+    prompt = PROMPTS[3] if start > 5 else PROMPTS[0]
+    start = len(prompt) - start if prompt is PROMPTS[3] else start
+    whole = values(await engine.generate(prompt, SCORE))
+    done = await engine.generate(prompt, SCORE.replace(prompt_logprobs_start=start))
+    assert values(done) == [None] * start + whole[start:]
+    assert done.usage.cached_tokens == (start - 1) // 4 * 4
+    fresh = await engine.generate(prompt, SCORE.replace(prompt_logprobs_start=start), cache_salt=f"{start}")
+    assert fresh.usage.cached_tokens == 0
+    assert values(fresh) == values(done)
+    nothing = await engine.generate(prompt, SamplingParams(prompt_logprobs_start=len(prompt), max_tokens=0))
+    assert nothing.prompt_logprobs == [None] * len(prompt)
+    several = await engine.generate(
+        prompt[:6], SamplingParams(prompt_logprobs_start=2, n=3, max_tokens=2, temperature=1.0)
+    )
+    assert several.prompt_logprobs is not None
+    assert [entry is None for entry in several.prompt_logprobs] == [True, True, False, False, False, False]
+    with pytest.raises(InvalidParameter) as refused:
+        await engine.generate(prompt, SCORE.replace(prompt_logprobs_start=len(prompt) + 1))
+    assert refused.value.field == "prompt_logprobs_start"
 
 
 async def test_a_stream_of_a_score_is_one_chunk(engine: AsyncEngine) -> None:

@@ -40,6 +40,10 @@ PARAMS: dict[str, dict[str, Any]] = {
         "temperature": 0.7, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2, "seed": 9,
     },
     "biased and long": {"temperature": 0.0, "logit_bias": {300: 2.0, 17: -3.0}, "min_tokens": 40},
+    "what was drawn": {
+        "temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1, "seed": 3, "logprobs_of": "sampled",
+        "top_logprobs": 2,
+    },
     "prompt scored": {"temperature": 0.0, "prompt_logprobs": True, "top_logprobs": 3},
 }  # fmt: skip
 GRAMMARS = {

@@ -37,6 +37,8 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0, "frequency_penalty": 0.7, "logprobs": True, "top_logprobs": 2},
     {"temperature": 0.7, "logit_bias": {7: 3.0}, "min_tokens": 6},
     {"temperature": 0.8, "logprobs": True},
+    {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3, "logprobs_of": "sampled", "top_logprobs": 3},
+    {"temperature": 0.9, "grammar": Grammar.regex(r"[a-z]+( [a-z]+){2,}\."), "logprobs_of": "sampled"},
     {"temperature": 0.9, "grammar": Grammar.regex(r"[a-z]+( [a-z]+){2,}\."), "max_tokens": 30},
     {
         "temperature": 0.0,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from support import reference_sampler
 from support.checkpoints import MakeRunner
 from support.drive import Driver, prompts
 from support.tiny_models import VOCAB, make_model
@@ -44,6 +46,70 @@ def test_against_transformers(name: str, chunk: int | None, make_runner: MakeRun
             best = expected[place].topk(4)
             assert [token for token, _ in entry.top] == best.indices.tolist()
             assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+DRAWN: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.6},
+    {"temperature": 1.4, "top_k": 9},
+    {"top_p": 0.7, "top_k": 40},
+    {"min_p": 0.2, "temperature": 0.8},
+    {"repetition_penalty": 1.6, "presence_penalty": 0.5, "frequency_penalty": 0.4, "temperature": 0.9, "top_p": 0.9},
+    {"logit_bias": {7: 6.0, 8: -100.0}, "top_k": 12},
+]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_scores_of_what_was_drawn(compiled: bool, make_runner: MakeRunner) -> None:
+    """Against the slow reference, applied to the log-probabilities that the model itself gives."""
+    driver = Driver(make_runner("llama"))
+    if not compiled:
+        driver.runner._sampler._kernel = None
+    inputs = prompts([6, 9, 3, 5, 8, 7, 4], VOCAB, seed=4)
+    own = {"top_p": 1.0, "top_k": 0, "temperature": 1.0, "repetition_penalty": 1.0, "logprobs_of": "sampled"}
+    jobs = [
+        driver.job(prompt, 6, SamplingParams(**{**own, "top_logprobs": 5, **fields}), seed)
+        for seed, (prompt, fields) in enumerate(zip(inputs, DRAWN, strict=True))
+    ]
+    unchanged = driver.job(inputs[0], 6, SamplingParams(temperature=0.6, top_k=3, logprobs=True), 9)
+    driver.run([*jobs, unchanged])
+    model = make_model("llama")
+    expected = reference(model, unchanged.tokens)[len(inputs[0]) - 1 :]
+    for place, entry in enumerate(unchanged.logprobs):
+        assert entry.logprob == pytest.approx(float(expected[place, entry.token_id]), abs=1e-4), "the model's, as ever"
+    names = {"repetition_penalty": "repetition", "presence_penalty": "presence", "frequency_penalty": "frequency"}
+    for job, prompt, fields in zip(jobs, inputs, DRAWN, strict=True):
+        assert len(job.logprobs) == 6
+        edits = {names.get(name, "bias"): value for name, value in fields.items() if name in (*names, "logit_bias")}
+        cut = {"temperature": 1.0, **{name: fields[name] for name in fields if name in CUTS}}
+        for place, entry in enumerate(job.logprobs):
+            # penalties divide logits, not log-probabilities: those come from the model
+            logits = raw_logits(model, job.tokens[: len(prompt) + place])
+            edited = reference_sampler.penalized(logits, prompt, job.output[:place], **edits)
+            probabilities = reference_sampler.distribution(edited, **cut)
+            assert entry.logprob == pytest.approx(math.log(probabilities[entry.token_id]), abs=1e-3)
+            possible = sum(probability > 0 for probability in probabilities)
+            assert len(entry.top) == min(5, possible)
+            assert all(value == pytest.approx(math.log(probabilities[token]), abs=1e-3) for token, value in entry.top)
+
+
+CUTS = ("temperature", "top_p", "top_k", "min_p")
+
+
+def raw_logits(model: Any, tokens: list[int]) -> list[float]:
+    with torch.inference_mode():
+        found: list[float] = model(torch.tensor([tokens])).logits[0, -1].float().tolist()
+    return found
+
+
+def test_a_greedy_choice_was_certain(make_runner: MakeRunner) -> None:
+    driver = Driver(make_runner("llama"))
+    params = SamplingParams(temperature=0.0, logprobs_of="sampled", top_logprobs=3, repetition_penalty=1.2)
+    job = driver.job(prompts([5], VOCAB)[0], 4, params)
+    other = driver.job(prompts([5], VOCAB)[0], 4, SamplingParams(temperature=0.0, repetition_penalty=1.2))
+    driver.run([job, other])
+    assert job.output == other.output
+    assert [(entry.logprob, entry.top) for entry in job.logprobs] == [(0.0, ((t, 0.0),)) for t in job.output]
 
 
 def test_each_row_gets_as_many_as_it_asked_for(make_runner: MakeRunner) -> None:

@@ -307,7 +307,9 @@ class AsyncEngine:
 
     # ---------------------------------------------------------------- weights
 
-    async def update_weights(self, weights: WeightSource, *, mode: UpdateMode = "wait", partial: bool = False) -> None:
+    async def update_weights(
+        self, weights: WeightSource, *, mode: UpdateMode = "wait", partial: bool = False, version: int | None = None
+    ) -> int:
         """Give the model other weights of the same shapes: those of a checkpoint (a folder, file or hub id), or tensors
         by the checkpoint's names, of any float type (a `state_dict`, or pairs of name and tensor).
 
@@ -323,10 +325,13 @@ class AsyncEngine:
         ones after at most one more step; their tokens stay, and are computed again like those of a preempted request.
         In both, requests that come later wait, and are answered by the new weights alone.
 
+        `version`: the number that these weights have in `Completion.weight_version` and `Sample.weight_versions`, such
+        as the trainer's step; None: one more than that of the weights before, which began with 0. It is returned.
+
         Cancelling the call takes it back unless writing has begun. An error while writing (a file that vanishes) ends
         the engine, as its weights would be some of each: `EngineDead`.
         """
-        await finished(self._awaited.update_weights(weights, mode, partial))
+        return await finished(self._awaited.update_weights(weights, mode, partial, version))
 
     # ---------------------------------------------------------------- requests that run
 

@@ -148,6 +148,14 @@ class Sample:
     """Begun and never finished, with the arguments so far: a stop string, an abort or a deadline came first."""
     stop: str | None = None
     """The stop string that ended the text; None: something else did."""
+    weight_versions: tuple[tuple[int, int], ...] = ((0, 0),)
+    """(version of the weights, number of tokens) of each run of tokens that the same weights gave, in order; one of no
+    token where there is none. `update_weights` with mode "recompute" makes several."""
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that gave the last token: 0 until `update_weights` gives another."""
+        return self.weight_versions[-1][0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +178,12 @@ class Completion:
     schema_error: str | None = None
     broken_calls: list[ToolCall] = field(default_factory=list)
     stop: str | None = None
+    weight_versions: tuple[tuple[int, int], ...] = ((0, 0),)
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that gave the last token of sample 0, as `Sample.weight_version`."""
+        return self.weight_versions[-1][0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

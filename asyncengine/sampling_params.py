@@ -120,7 +120,8 @@ class SamplingParams(Settings):
     """Leave special tokens out of the text."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.prompt_logprobs is not True and not self.prompt_logprobs_start:
+        scored = self.prompt_logprobs is True or as_integer("prompt_logprobs_start", self.prompt_logprobs_start, 0)
+        if self.max_tokens is not None and not scored:
             as_integer("max_tokens", self.max_tokens, 1)
         Settings.__post_init__(self)  # `super()` does not find its class in a dataclass with slots
         if self.top_logprobs or self.logprobs_of == "sampled":

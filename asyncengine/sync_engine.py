@@ -208,10 +208,12 @@ class Engine:
         """Loaded adapters, as `AsyncEngine.adapters`."""
         return self.aengine.adapters()
 
-    def update_weights(self, weights: WeightSource, *, mode: UpdateMode = "wait", partial: bool = False) -> None:
+    def update_weights(
+        self, weights: WeightSource, *, mode: UpdateMode = "wait", partial: bool = False, version: int | None = None
+    ) -> int:
         """Replace the model's weights, as `AsyncEngine.update_weights`."""
         self._check_thread()
-        finished_blocking(self.aengine.core.update_weights(weights, mode, partial))
+        return finished_blocking(self.aengine.core.update_weights(weights, mode, partial, version))
 
     def abort(self, request_id: str) -> bool:
         """Abort a request, as `AsyncEngine.abort`."""

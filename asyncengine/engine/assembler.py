@@ -118,6 +118,7 @@ class Assembler:
             schema_error=samples[0].schema_error,
             broken_calls=samples[0].broken_calls,
             stop=samples[0].stop,
+            weight_versions=samples[0].weight_versions,
         )
 
     def _sample(self, index: int) -> Sample:
@@ -135,6 +136,7 @@ class Assembler:
             schema_error=None if reason == "tool_calls" else self._schema_error(text),
             broken_calls=[] if self._reader is None else self._reader.broken_calls(index),
             stop=None if last is None else last.stop,
+            weight_versions=self.prepared.mailbox.weight_versions.get(index, ((0, len(output.token_ids)),)),
         )
 
     def _schema_error(self, text: str) -> str | None:

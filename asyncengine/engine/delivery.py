@@ -81,6 +81,8 @@ class Delivery:
         self.streams: dict[int, Receiver] = {}
         self.expected: dict[int, Receiver] = {}
         """Receivers that are posted and not opened yet. Posters add to it, from any thread."""
+        self.weight_version = 0
+        """Version of the weights that give what is delivered."""
         self._clock = clock
         self._meter = meter
         self._hooks = hooks
@@ -91,6 +93,21 @@ class Delivery:
         """The engine takes up the request: from here on it has outputs."""
         self.streams[ticket] = self.expected[ticket]
         del self.expected[ticket]
+
+    def change_weights(self, version: int) -> None:
+        """All tokens that other weights gave have been delivered; those of `version` give what comes now."""
+        for stream in self.streams.values():
+            if isinstance(stream, OutputStream):
+                self._note_version(stream)
+        self.weight_version = version
+
+    def _note_version(self, stream: OutputStream) -> None:
+        """Count the tokens since the last update as given by the weights that are there now."""
+        known, index = stream.mailbox.weight_versions, stream.spec.index
+        runs = known.get(index, ())
+        new = stream.num_tokens - sum(count for _, count in runs)
+        if new:
+            known[index] = (*runs, (self.weight_version, new))
 
     def prepared(self, ticket: int) -> None:
         """A grammar or an adapter that the request waited for is there."""
@@ -210,6 +227,8 @@ class Delivery:
             mailbox.cached_tokens, mailbox.restored_tokens = output.cached_tokens, output.restored_tokens
         right, wrong = output.predicted
         mailbox.predicted = (mailbox.predicted[0] + right, mailbox.predicted[1] + wrong)
+        self._note_version(stream)
+        mailbox.weight_versions.setdefault(stream.spec.index, ((self.weight_version, 0),))
         self.count_end(stream, reason)
         del self.streams[output.ticket]
 

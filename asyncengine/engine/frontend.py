@@ -277,21 +277,25 @@ class Frontend:
 
     # ---------------------------------------------------------------- other weights
 
-    def update_weights(self, weights: WeightSource, mode: UpdateMode, partial: bool) -> Future[None]:
+    def update_weights(
+        self, weights: WeightSource, mode: UpdateMode, partial: bool, version: int | None
+    ) -> Future[int]:
         """See `AsyncEngine.update_weights`. Cancelling the future takes it back, as long as nothing was written."""
         self.client.check_open()
         if mode not in get_args(UpdateMode):
             raise InvalidParameter("mode", 'must be "wait" or "recompute"', mode)
         if not isinstance(partial, bool):
             raise InvalidParameter("partial", "must be True or False", partial)
+        if version is not None:
+            version = as_integer("version", version, 0)
         if self._prepare_update is None:
             raise UnsupportedModel("this engine's weights cannot be exchanged")
         prepare, number = self._prepare_update, next(self._update_numbers)
-        done: Future[None] = Future()
+        done: Future[int] = Future()
 
         def work() -> None:
             try:
-                update = WeightUpdate(prepare(weights, self.config, partial), done)
+                update = WeightUpdate(prepare(weights, self.config, partial), done, version)
             except BaseException as error:
                 with suppress(InvalidStateError):  # its owner cancelled it
                     done.set_exception(error)

@@ -69,7 +69,9 @@ class WeightUpdate(NamedTuple):
     """Weights that have been looked at and wait for their turn."""
 
     write: Callable[[], None]
-    done: Future[None]
+    done: Future[int]
+    version: int | None = None
+    """The version that the new weights are to have; None: the next number."""
 
 
 CANCELLED = "its task was cancelled, as asyncio.run does at its end: await aclose() first, or load it with hosted=True"
@@ -251,13 +253,15 @@ class EngineLoop:
         self.scheduler.start_anew(number)
         if self.prefixes is not None:
             self.prefixes.forget()
+        version = self.delivery.weight_version + 1 if update.version is None else update.version
         try:
             await self.runner.call(update.write)
         except BaseException as error:
             self.failure = self.failure or error
             update.done.set_exception(self._make_failure())
             raise
-        update.done.set_result(None)
+        self.delivery.change_weights(version)
+        update.done.set_result(version)
 
     def _deliver(self) -> None:
         outputs = self.scheduler.take_outputs()

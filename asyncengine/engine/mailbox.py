@@ -36,7 +36,7 @@ class Mailbox:
     __slots__ = (
         "_born", "_chunks", "_many", "_waiter", "_woken", "cached_tokens", "cause", "context", "ended", "failure",
         "first_token_at", "generated", "is_chat", "predicted", "prepared_at", "prompt_logprobs",
-        "restored_tokens", "started_at",
+        "restored_tokens", "started_at", "weight_versions",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -63,6 +63,8 @@ class Mailbox:
         """The context of the caller, if an observer will want it."""
         self.prompt_logprobs: dict[int, TokenLogprob] = {}
         """Log-probabilities by prompt position; complete when sample 0 has its first token."""
+        self.weight_versions: dict[int, tuple[tuple[int, int], ...]] = {}
+        """`Sample.weight_versions` by sample, of those that have ended; of others, up to the last weight update."""
         self.cause: Exception | None = None
         """The error to raise where reason is "error", if the failure has a type of its own."""
         self.failure: Callable[[], Exception] = EngineDead

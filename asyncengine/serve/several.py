@@ -120,6 +120,7 @@ class Several:
             first.request_id,
             prompt_logprobs=[entry for each in scored for entry in each] if scored else None,
             samples=[sample for each in done for sample in each.samples],
+            weight_versions=first.weight_versions,
         )
 
 

@@ -20,7 +20,16 @@ from support.fake_engine import (
 )
 from support.threads import no_new_engine_thread
 
-from asyncengine import AsyncEngine, Engine, EngineClosed, EngineDead, InvalidParameter, UnsupportedModel, WrongLoop
+from asyncengine import (
+    AsyncEngine,
+    Completion,
+    Engine,
+    EngineClosed,
+    EngineDead,
+    InvalidParameter,
+    UnsupportedModel,
+    WrongLoop,
+)
 from asyncengine.errors import ModelNotFound
 from asyncengine.scheduler.messages import UpdateWeights
 from asyncengine.testing import Recording, assert_nothing_held, replay
@@ -99,6 +108,55 @@ async def test_recompute_takes_those_that_run_along():
         kept = next(count for count in range(400) if found[count] != answer(prompt(0), 400)[count])
         assert kept >= 6
         assert found[kept:] == answer([*prompt(0), *found[:kept]], 400 - kept, 5)
+
+
+async def versions_under_load(kind: str, depth: int) -> None:
+    """Each run of tokens that an answer says to be of a version is what the weights of that version give."""
+    numbers = {0: 0, 1: 5, 7: 6, 8: 9}
+    async with engine_of(max_steps_in_flight=depth, max_num_seqs=4) as engine:
+        running: list[asyncio.Task[Completion]] = []
+        for version, number in list(numbers.items())[1:]:
+            seen = engine.stats().generated_tokens
+            running += [
+                asyncio.create_task(engine.generate(prompt(len(running) + i), greedy(60 + 9 * i))) for i in range(4)
+            ]
+            several = asyncio.create_task(engine.generate(prompt(20), greedy(60, n=3)))
+            await until(lambda seen=seen: engine.stats().generated_tokens > seen + 20)  # type: ignore[misc]
+            told = 7 if version == 7 else None
+            given = await engine.update_weights(number, mode=kind, version=told)  # type: ignore[arg-type]
+            assert given == version, "one more than before, unless it is told"
+        done = await asyncio.gather(*running)
+        mixed = 0
+        for i, one in [*enumerate(done), *((20, sample) for sample in (await several).samples)]:
+            runs, at = one.weight_versions, 0
+            assert one.weight_version == runs[-1][0]
+            assert sum(count for _, count in runs) == len(one.token_ids)
+            assert [version for version, _ in runs] == sorted({version for version, _ in runs})
+            mixed += len(runs) > 1
+            for version, count in runs if i < 20 else ():  # samples but the first have seeds of their own
+                known = [*prompt(i), *one.token_ids[:at]]
+                assert one.token_ids[at : at + count] == answer(known, count, numbers[version]), (i, runs)
+                at += count
+        assert bool(mixed) == (kind == "recompute")
+        assert done[0].weight_versions == done[0].samples[0].weight_versions
+        late = await engine.generate(prompt(0), greedy(9))
+        assert (late.weight_version, late.weight_versions) == (8, ((8, 9),))
+        for wrong in (-1, 1.5, "7", True):
+            with pytest.raises(InvalidParameter, match="version"):
+                await engine.update_weights(3, version=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("mode", ["wait", "recompute"])
+async def test_answers_say_which_weights_gave_them(mode: str, depth: int):
+    await versions_under_load(mode, depth)
+
+
+async def test_an_answer_of_no_token_has_the_version_of_its_end():
+    async with engine_of() as engine:
+        await engine.update_weights(5, version=40)  # type: ignore[arg-type]
+        scored = await engine.generate(prompt(0), greedy(0, prompt_logprobs=True))
+        assert (scored.weight_version, scored.weight_versions) == (40, ((40, 0),))
 
 
 async def test_a_refused_update_changes_nothing():

@@ -285,14 +285,29 @@ class AsyncEngine:
 
     # ---------------------------------------------------------------- adapters
 
-    async def load_adapter(self, name: str, path: str | os.PathLike[str], *, pinned: bool = False) -> AdapterInfo:
+    async def load_adapter(
+        self,
+        name: str,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        tensors: Mapping[str, Any] | None = None,
+        config: Any | None = None,
+        pinned: bool = False,
+    ) -> AdapterInfo:
         """Read the LoRA adapter in the folder `path` (PEFT format) and call it `name`. Serving goes on meanwhile.
 
         A name that is taken means the new content from then on; requests submitted before end on the old one.
-        `pinned`: never dropped from memory to make room. Raises `AdapterError` for what cannot be loaded; everything
-        is as it was then.
+        `pinned`: never dropped from memory to make room.
+
+        `tensors` and `config` instead of a path: what the two files would hold, tensors by PEFT's names
+        (`get_peft_model_state_dict`) and a mapping, or PEFT's `LoraConfig`. Equal content is one adapter, wherever it
+        came from. Tensors are read during the call; what comes of them stays in memory while the name means it.
+
+        Raises `AdapterError` for what cannot be loaded; everything is as it was then.
         """
-        return await finished(self._awaited.load_adapter(name, path, pinned))
+        if tensors is not None or config is not None:
+            return await finished(self._awaited.take_adapter(name, path, tensors, config))
+        return await finished(self._awaited.load_adapter(name, path, pinned))  # type: ignore[arg-type]
 
     async def unload_adapter(self, name: str, *, wait: bool = False) -> None:
         """Forget `name`; no later request can use it.

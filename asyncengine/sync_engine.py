@@ -194,9 +194,19 @@ class Engine:
 
     # ---------------------------------------------------------------- adapters
 
-    def load_adapter(self, name: str, path: str | os.PathLike[str], *, pinned: bool = False) -> AdapterInfo:
+    def load_adapter(
+        self,
+        name: str,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        tensors: Mapping[str, Any] | None = None,
+        config: Any | None = None,
+        pinned: bool = False,
+    ) -> AdapterInfo:
         """Load an adapter, as `AsyncEngine.load_adapter`."""
-        return finished_blocking(self.aengine.core.load_adapter(name, path, pinned))
+        if tensors is not None or config is not None:
+            return finished_blocking(self.aengine.core.take_adapter(name, path, tensors, config))
+        return finished_blocking(self.aengine.core.load_adapter(name, path, pinned))  # type: ignore[arg-type]
 
     def unload_adapter(self, name: str, *, wait: bool = False) -> None:
         """Unload an adapter, as `AsyncEngine.unload_adapter`."""

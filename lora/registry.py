@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -36,6 +36,8 @@ class Loader(Protocol):
         ...
 
     def load(self, name: str, path: str) -> Adapter: ...
+
+    def take(self, name: str, tensors: Any, config: Any) -> Adapter: ...
 
 
 class AdapterRegistry:
@@ -71,12 +73,21 @@ class AdapterRegistry:
         everything is as it was then; `AdapterNotFound` if the name was unloaded meanwhile. It is cancelled by `close`.
         `pinned`: never evicted.
         """
+        folder = os.fspath(path)
+        return self._submit(name, lambda: self._read(name, folder), folder, pinned)
+
+    def take(self, name: str, tensors: Any, config: Any) -> Future[AdapterInfo]:
+        """The same of tensors by PEFT's names with their configuration. They are never evicted, as no file brings them
+        back: a name that gets other content, or none, lets go of them."""
+        return self._submit(name, lambda: self._take(name, tensors, config), "", True)
+
+    def _submit(self, name: str, read: Callable[[], Adapter], path: str, pinned: bool) -> Future[AdapterInfo]:
         if not isinstance(name, str) or not 0 < len(name) <= 256 or not name.isprintable():
             raise AdapterError("name", "must be 1 to 256 printable characters", name)
         with self._lock:
             self._check_open()
             self._orders, self._loading = self._orders + 1, self._loading + 1
-            future = self._pool.submit(self._load, name, os.fspath(path), pinned, self._orders)
+            future = self._pool.submit(self._load, name, read, path, pinned, self._orders)
         future.add_done_callback(self._forget_changes)
         return future
 
@@ -202,8 +213,8 @@ class AdapterRegistry:
 
     # ---------------------------------------------------------------- on a worker thread
 
-    def _load(self, name: str, path: str, pinned: bool, order: int) -> AdapterInfo:
-        adapter = self._read(name, path)
+    def _load(self, name: str, read: Callable[[], Adapter], path: str, pinned: bool, order: int) -> AdapterInfo:
+        adapter = read()
         meaning = Meaning(name, path, adapter.digest, adapter.rank, adapter.nbytes, tuple(adapter.modules), pinned)
         calls: Calls = []
         with self._lock:
@@ -267,6 +278,12 @@ class AdapterRegistry:
             raise again(error) from None
         except Exception as error:
             raise AdapterError("adapter", f"could not be read ({error!r})", name) from error
+
+    def _take(self, name: str, tensors: Any, config: Any) -> Adapter:
+        adapter, most = self._loader.take(name, tensors, config), self._store.max_bytes
+        if adapter.nbytes > most:
+            raise AdapterError("adapter_memory", f"is {most} bytes, and the adapter needs {adapter.nbytes}", name)
+        return adapter
 
     # ---------------------------------------------------------------- end
 

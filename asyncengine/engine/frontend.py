@@ -262,6 +262,13 @@ class Frontend:
             raise AdapterError("path", "must be the path of an adapter's folder", path) from None
         return registry.load(name, folder, pinned=pinned)
 
+    def take_adapter(self, name: str, path: object, tensors: object, config: object) -> Future[AdapterInfo]:
+        """See `AdapterRegistry.take`. Raises as `load_adapter`, and for a path beside them."""
+        registry = self._registry()
+        if path is not None:
+            raise AdapterError("path", "cannot go with tensors and config")
+        return registry.take(name, tensors, config)
+
     def unload_adapter(self, name: str, wait: bool) -> Future[None]:
         """See `AdapterRegistry.unload`."""
         return self._registry().unload(name, wait=wait)

@@ -22,6 +22,7 @@ import torch
 from asyncengine.errors import AdapterError
 from asyncengine.lora.adapter import Adapter, BaseModule, LoraWeights
 from asyncengine.lora.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, find_folder, open_file, read_config
+from asyncengine.lora.checkpoint.given import AdapterTensors, given_config
 from asyncengine.lora.checkpoint.peft_config import PeftConfig, read_peft_config
 from asyncengine.lora.checkpoint.tensor_file import TensorFile, parse_json, pieces
 
@@ -83,7 +84,7 @@ class PeftLoader:
             raise AdapterError("adapter_memory", f"is {max_bytes} bytes, and the adapter needs {need}", str(folder))
         return (folder, *states)
 
-    def _held_bytes(self, file: TensorFile) -> int:
+    def _held_bytes(self, file: TensorFile | AdapterTensors) -> int:
         """Memory of the adapter's own tensors in the model's dtype."""
         numbers = sum(math.prod(extent.shape) for name, extent in file.tensors.items() if _NAME.fullmatch(name))
         return numbers * self._dtype.itemsize
@@ -92,23 +93,28 @@ class PeftLoader:
         """Blocking: reads the files. Raises `AdapterError`; nothing is left behind then."""
         folder = find_folder(path, self.root)
         config = read_peft_config(parse_json(read_config(folder, self.root), CONFIG_FILE))
-        digest = hashlib.sha256(b"asyncengine.lora 1\n")
         with open_file(folder, WEIGHTS_FILE, self.root) as stream:
             try:
                 file = TensorFile(stream, WEIGHTS_FILE)
-                pairs = self._pair(config, file)
-                modules = {
-                    module: self._read(config, file, module, pair, digest) for module, pair in sorted(pairs.items())
-                }
+                adapter = self._load(name, config, file)
                 file.check_unchanged()
             except OSError as error:
                 raise AdapterError(WEIGHTS_FILE, f"cannot be read ({type(error).__name__})") from None
+        return adapter
+
+    def take(self, name: str, tensors: Any, config: Any) -> Adapter:
+        """The adapter of tensors by PEFT's names and the configuration that belongs to them. Raises `AdapterError`."""
+        return self._load(name, read_peft_config(given_config(config)), AdapterTensors(tensors))
+
+    def _load(self, name: str, config: PeftConfig, file: TensorFile | AdapterTensors) -> Adapter:
+        pairs, digest = self._pair(config, file), hashlib.sha256(b"asyncengine.lora 1\n")
+        modules = {module: self._read(config, file, module, pair, digest) for module, pair in sorted(pairs.items())}
         rank = max(weights.rank for weights in modules.values())
         return Adapter(name, digest.hexdigest(), rank, modules, sum(weights.nbytes for weights in modules.values()))
 
     # ---------------------------------------------------------------- names and shapes
 
-    def _pair(self, config: PeftConfig, file: TensorFile) -> dict[str, _Pair]:
+    def _pair(self, config: PeftConfig, file: TensorFile | AdapterTensors) -> dict[str, _Pair]:
         """Module -> its two tensors, after checking that the file holds what the configuration says and nothing else,
         and that all of it fits the base model."""
         sides: dict[str, dict[str, str]] = {}
@@ -117,14 +123,14 @@ class PeftLoader:
             if side:
                 sides.setdefault(module, {})[side] = name
         if not sides:
-            raise AdapterError(WEIGHTS_FILE, "holds no adapter weights")
+            raise AdapterError(file.field, "holds no adapter weights")
         if not config.all_linear:
             for module, base in self._base.items():
                 if module not in sides and config.targets(module, base):
                     raise AdapterError("target_modules", f"names {module}, but the file has no weights for it")
         return {module: self._check_pair(config, file, module, names) for module, names in sides.items()}
 
-    def _parse(self, config: PeftConfig, file: TensorFile, name: str) -> tuple[str, str]:
+    def _parse(self, config: PeftConfig, file: TensorFile | AdapterTensors, name: str) -> tuple[str, str]:
         """(module, "A" or "B"), or ("", "") for a tensor that is only a copy of the base model's."""
         for part, (field, reason) in _FOREIGN.items():
             if part in name if part.endswith((".", "_")) else name.endswith(part):
@@ -155,7 +161,9 @@ class PeftLoader:
             )
         return module, found["side"]
 
-    def _check_pair(self, config: PeftConfig, file: TensorFile, module: str, names: dict[str, str]) -> _Pair:
+    def _check_pair(
+        self, config: PeftConfig, file: TensorFile | AdapterTensors, module: str, names: dict[str, str]
+    ) -> _Pair:
         base = self._base[module]
         if len(names) != 2:
             lacking = "B" if "A" in names else "A"
@@ -174,7 +182,9 @@ class PeftLoader:
 
     # ---------------------------------------------------------------- weights
 
-    def _read(self, config: PeftConfig, file: TensorFile, module: str, pair: _Pair, digest: Any) -> LoraWeights:
+    def _read(
+        self, config: PeftConfig, file: TensorFile | AdapterTensors, module: str, pair: _Pair, digest: Any
+    ) -> LoraWeights:
         """The weights of `module`, ready for a slot; `digest` gets what the file says of them."""
         a, b, scaling = file.read(pair.a), file.read(pair.b), config.scaling_of(module)
         if a.dtype != b.dtype:

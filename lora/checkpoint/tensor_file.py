@@ -18,7 +18,7 @@ from asyncengine.errors import AdapterError
 MAX_HEADER_BYTES = 8 << 20
 """Adapters of the largest models have some thousand tensors, about 150 bytes of header each."""
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 _PIECE = 1 << 14
@@ -29,6 +29,12 @@ def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """`tensor`, contiguous, as flat views so small that work on them stays on the calling thread: workers that read
     files must not take a running step's cores, whose threads all wait for the last one."""
     return torch.split(tensor.view(-1), _PIECE)
+
+
+def check_finite(name: str, tensor: torch.Tensor) -> None:
+    """Raises `AdapterError` for a tensor, contiguous, with NaN or an infinity."""
+    if not all(bool(torch.isfinite(piece).all()) for piece in pieces(tensor)):
+        raise AdapterError(name, "holds values that are not finite (NaN or infinity)")
 
 
 class Extent(NamedTuple):
@@ -70,7 +76,7 @@ class TensorFile:
     def __init__(self, stream: BinaryIO, field: str) -> None:
         """`stream` at its beginning, unbuffered or not; the caller closes it. Raises `AdapterError`."""
         self._stream = stream
-        self._field = field
+        self.field = field
         self._opened = _state(stream)
         size = self._opened.size
         length = int.from_bytes(stream.read(8), "little") if size >= 8 else 0
@@ -88,20 +94,20 @@ class TensorFile:
         try:
             dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         except (KeyError, TypeError, ValueError):
-            raise AdapterError(self._field, f"has no dtype, shape and data_offsets for {name[:80]!r}") from None
+            raise AdapterError(self.field, f"has no dtype, shape and data_offsets for {name[:80]!r}") from None
         if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in (*shape, start, end)):
-            raise AdapterError(self._field, f"has a malformed entry for {name[:80]!r}")
+            raise AdapterError(self.field, f"has a malformed entry for {name[:80]!r}")
         return Extent(dtype, shape, start, end)
 
     def _check_layout(self, size: int) -> None:
         end = 0
         for name, extent in sorted(self.tensors.items(), key=lambda item: (item[1].start, item[1].end)):
             if extent.start != end or extent.end < end:
-                raise AdapterError(self._field, f"has a gap or an overlap before {name[:80]!r}")
+                raise AdapterError(self.field, f"has a gap or an overlap before {name[:80]!r}")
             end = extent.end
         if end != size:
             raise AdapterError(
-                self._field, f"is truncated or has bytes left over: {size} of data, its header describes {end}"
+                self.field, f"is truncated or has bytes left over: {size} of data, its header describes {end}"
             )
 
     def nbytes(self, name: str) -> int:
@@ -112,7 +118,7 @@ class TensorFile:
         """The tensor, in memory of its own. Raises `AdapterError` for a dtype that is not a usual float, wrong
         extents, or a value that is not finite."""
         extent = self.tensors[name]
-        dtype = _DTYPES.get(extent.dtype)
+        dtype = DTYPES.get(extent.dtype)
         if dtype is None:
             raise AdapterError(name, "must be float32, float16 or bfloat16", extent.dtype)
         if math.prod(extent.shape) * dtype.itemsize != extent.end - extent.start or not math.prod(extent.shape):
@@ -120,16 +126,15 @@ class TensorFile:
         content = bytearray(extent.end - extent.start)
         self._stream.seek(self._data + extent.start)
         if _read_into(self._stream, memoryview(content)) != len(content):
-            raise AdapterError(self._field, "was cut off while it was read")
+            raise AdapterError(self.field, "was cut off while it was read")
         tensor = torch.frombuffer(content, dtype=dtype).reshape(extent.shape)
-        if not all(bool(torch.isfinite(piece).all()) for piece in pieces(tensor)):
-            raise AdapterError(name, "holds values that are not finite (NaN or infinity)")
+        check_finite(name, tensor)
         return tensor
 
     def check_unchanged(self) -> None:
         """Raises `AdapterError` if somebody wrote to the file since it was opened: half old, half new is neither."""
         if _state(self._stream) != self._opened:
-            raise AdapterError(self._field, "changed while it was read; load it again when it is complete")
+            raise AdapterError(self.field, "changed while it was read; load it again when it is complete")
 
 
 class _State(NamedTuple):

@@ -67,6 +67,10 @@ class FleetFrontend(Frontend):
             raise AdapterError("path", "must be the path of an adapter's folder", path) from None
         return self.on_fleet(self.fleet.manager.load_adapter(name, folder, pinned))
 
+    def take_adapter(self, name: str, path: object, tensors: object, config: object) -> Future[AdapterInfo]:
+        """Refuse tensors: they would have to go to every replica that is started later, too."""
+        raise AdapterError("tensors", "cannot be given to a fleet: save the adapter where all nodes read it", name)
+
     def unload_adapter(self, name: str, wait: bool) -> Future[None]:
         """Unload an adapter everywhere when no request uses it. Raises `AdapterNotFound`, `AdapterInUse`."""
         self.client.check_open()

@@ -237,7 +237,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": []}, 400, BAD, "messages: must be a list of messages"),
         ({"messages": None}, 400, BAD, "messages: must be"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, BAD, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, 400, BAD, "messages[0].content[0]: "),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, 400, BAD, "messages[0].content[0].type: must be 'text'"),
         ({"max_tokens": None}, 400, BAD, "max_tokens: is missing"),
         ({"max_tokens": 0}, 400, BAD, "max_tokens: must be"),
         ({"stop_sequences": [""]}, 400, BAD, "stop_sequences: each"),

@@ -10,7 +10,7 @@ from typing import Any
 from asyncengine.checks import as_text
 from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Completion, FinishReason, Usage
-from asyncengine.serve.dialects.openai_shape import refuse_block, tool_call
+from asyncengine.serve.dialects.openai_shape import image_part, refuse_block, text_part, tool_call
 from asyncengine.serve.events import CallArguments, CallBegin, CallEnd, End, Event, Text, Thinking
 from asyncengine.serve.fields import Fields
 from asyncengine.serve.problems import Problem
@@ -75,7 +75,7 @@ def _messages(given: object, system: object) -> list[Message]:
     for where, block in _blocks("system", () if system is None else system):
         text = PSEUDO_HEADER.sub("", _text(where, block)) if not made else _text(where, block)
         if text:
-            _say(made, "system", text)
+            _say(made, "system", text_part(text))
     names: dict[str, str] = {}
     for index, message in enumerate(given):
         at = f"messages[{index}]"
@@ -86,7 +86,7 @@ def _messages(given: object, system: object) -> list[Message]:
             _take_answer(made, blocks, names)
         elif role == "system" and all(each["role"] == "system" for each in made):
             for where, block in blocks:
-                _say(made, "system", _text(where, block))
+                _say(made, "system", text_part(_text(where, block)))
         elif role in ("user", "system"):
             _take_words(made, blocks, names)
         else:
@@ -117,27 +117,32 @@ def _text(where: str, block: Mapping[str, Any]) -> str:
     return as_text(f"{where}.text", block.get("text"))
 
 
-def _say(made: list[Message], role: str, text: str) -> Message:
-    """Add `text` to the last message if it is of this role, else to a new one."""
+def _part(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a message that a block of text, or a picture, becomes."""
+    return image_part(where, block) or text_part(_text(where, block))
+
+
+def _say(made: list[Message], role: str, part: dict[str, Any]) -> Message:
+    """Add `part` to the last message if it is of this role, else to a new one."""
     if not made or made[-1]["role"] != role:
         made.append({"role": role, "content": []})
-    made[-1]["content"].append({"type": "text", "text": text})
+    made[-1]["content"].append(part)
     return made[-1]
 
 
 def _take_words(made: list[Message], blocks: list[tuple[str, Mapping[str, Any]]], names: Mapping[str, str]) -> None:
-    """A user's turn: results of tools, and text. `names`: those of the tools that were called, by the calls' ids."""
+    """A user's turn: results of tools, text and pictures. `names`: those of the tools that were called, by the calls' ids."""
     if not blocks:
-        _say(made, "user", "")
+        _say(made, "user", text_part(""))
     for where, block in blocks:
         if block.get("type") != "tool_result":
-            _say(made, "user", _text(where, block))
+            _say(made, "user", _part(where, block))
             continue
         call = as_text(f"{where}.tool_use_id", block.get("tool_use_id"))
-        content = [_text(at, each) for at, each in _blocks(f"{where}.content", block.get("content") or "")]
-        texts = [{"type": "text", "text": text} for text in (["Error:"] if block.get("is_error") else []) + content]
+        content = [_part(at, each) for at, each in _blocks(f"{where}.content", block.get("content") or "")]
+        content = [text_part("Error:"), *content] if block.get("is_error") else content
         named = {"name": names[call]} if call in names else {}
-        made.append({"role": "tool", "tool_call_id": call, "content": texts, **named})
+        made.append({"role": "tool", "tool_call_id": call, "content": content, **named})
 
 
 def _take_answer(made: list[Message], blocks: list[tuple[str, Mapping[str, Any]]], names: dict[str, str]) -> None:
@@ -160,7 +165,7 @@ def _take_answer(made: list[Message], blocks: list[tuple[str, Mapping[str, Any]]
                 names[call] = name
                 answer.setdefault("tool_calls", []).append(tool_call(call, name, arguments))
             case _:
-                answer["content"].append({"type": "text", "text": _text(where, block)})
+                answer["content"].append(text_part(_text(where, block)))
 
 
 # -------------------------------------------------------------------- other fields

@@ -13,14 +13,16 @@ from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import LogprobEntry, Usage
 
 Message = dict[str, Any]
+Content = str | list[dict[str, Any]]
+"""A text, or parts of which some are pictures."""
 
 
-def message(role: str, content: str, name: str | None = None) -> Message:
+def message(role: str, content: Content, name: str | None = None) -> Message:
     return {"role": role, "content": content, **({"name": name} if name else {})}
 
 
 def assistant_message(
-    content: str, tool_calls: list[Message], name: str | None = None, reasoning: str | None = None
+    content: Content, tool_calls: list[Message], name: str | None = None, reasoning: str | None = None
 ) -> Message:
     """`reasoning`: what the model thought before. Chat templates drop it where their models do not want it back."""
     made = message("assistant", content, name)
@@ -28,7 +30,7 @@ def assistant_message(
     return {**made, "tool_calls": tool_calls} if tool_calls else made
 
 
-def tool_message(content: str, tool_call_id: str | None, name: str | None = None) -> Message:
+def tool_message(content: Content, tool_call_id: str | None, name: str | None = None) -> Message:
     return {**message("tool", content, name), **({"tool_call_id": tool_call_id} if tool_call_id else {})}
 
 
@@ -38,8 +40,39 @@ def tool_call(call_id: str | None, name: str, arguments: Mapping[str, Any] | str
     return {"id": call_id or "", "type": "function", "function": {"name": name, "arguments": text}}
 
 
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def image_part(where: str, block: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The picture of a content block as the engine takes it; None for a block of another type.
+
+    Read are `image_url` (OpenAI's chats), `input_image` (OpenAI's Responses) and `image`, with a `source` (Anthropic),
+    with `base64` or `url` (LangChain's standard blocks; `data` in the older ones) or with the engine's own `image`.
+    What the picture itself is, the engine checks: of a URL that is no data URL it says that it fetches none. Raises
+    `InvalidParameter` naming the block for one that holds no picture.
+    """
+    kind = block.get("type")
+    if kind not in ("image", "image_url", "input_image"):
+        return None
+    given: object = block.get("source", block) if kind == "image" else block.get("image_url")
+    if isinstance(given, str):
+        return {"type": "image_url", "image_url": {"url": given}}
+    if isinstance(given, Mapping):
+        if kind == "image" and given.get("image") is not None:
+            return {"type": "image", "image": given["image"]}
+        data = given.get("base64", given.get("data"))
+        if isinstance(data, str):
+            media = given.get("media_type") or given.get("mime_type") or ""
+            return {"type": "image_url", "image_url": {"url": f"data:{media};base64,{data}"}}
+        if isinstance(given.get("url"), str):
+            return {"type": "image_url", "image_url": {"url": given["url"]}}
+    raise InvalidParameter(where, "must hold the picture, as base64 or as a data URL: no files are kept here")
+
+
 def refuse_block(where: str, kind: str) -> InvalidParameter:
-    return InvalidParameter(where, f"content of type {kind!r} cannot be used: this engine reads text only")
+    read = "text can, and pictures in messages of users and of tools"
+    return InvalidParameter(where, f"content of type {kind!r} cannot be used here: {read}")
 
 
 def openai_usage(usage: Usage) -> dict[str, Any]:

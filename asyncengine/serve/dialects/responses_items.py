@@ -9,7 +9,15 @@ from typing import Any
 
 from asyncengine.checks import as_choice, as_text
 from asyncengine.errors import InvalidParameter
-from asyncengine.serve.dialects.openai_shape import Message, refuse_block, tool_call, tool_message
+from asyncengine.serve.dialects.openai_shape import (
+    Content,
+    Message,
+    image_part,
+    refuse_block,
+    text_part,
+    tool_call,
+    tool_message,
+)
 
 Item = dict[str, Any]
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
@@ -52,13 +60,13 @@ def _item(name: str, given: object) -> Item:
         case "message":
             item["role"] = as_choice(f"{name}.role", given.get("role"), ("user", "assistant", "system", "developer"))
             own = "output_text" if item["role"] == "assistant" else "input_text"
-            item["content"] = _parts(f"{name}.content", given.get("content"), own)
+            item["content"] = _parts(f"{name}.content", given.get("content"), own, item["role"] == "user")
         case "function_call":
             item |= {field: as_text(f"{name}.{field}", given.get(field)) for field in ("call_id", "name", "arguments")}
         case "function_call_output":
             item["call_id"] = as_text(f"{name}.call_id", given.get("call_id"))
             output = given.get("output")
-            item["output"] = output if isinstance(output, str) else _parts(f"{name}.output", output, "input_text")
+            item["output"] = output if isinstance(output, str) else _parts(f"{name}.output", output, "input_text", True)
         case "reasoning":
             for field in ("summary", "content"):
                 item[field] = _parts(f"{name}.{field}", given.get(field) or [], "reasoning_text")
@@ -72,8 +80,8 @@ def _item(name: str, given: object) -> Item:
     return item
 
 
-def _parts(name: str, given: object, own: str) -> list[Item]:
-    """Parts of a content. `own`: the type of one that is given as a str."""
+def _parts(name: str, given: object, own: str, images: bool = False) -> list[Item]:
+    """Parts of a content. `own`: the type of one that is given as a str. `images`: some may be pictures."""
     if isinstance(given, str):
         given = [{"type": own, "text": given}]
     if not isinstance(given, list):
@@ -83,6 +91,9 @@ def _parts(name: str, given: object, own: str) -> list[Item]:
         if not isinstance(part, Mapping):
             raise InvalidParameter(f"{name}[{at}]", 'must be an object like {"type": "input_text", "text": ...}', part)
         kind = part.get("type")
+        if images and kind == "input_image" and (image := image_part(f"{name}[{at}].image_url", part)):
+            made.append({"type": kind, "image_url": image["image_url"]["url"], "detail": "auto"})
+            continue
         if kind not in TEXT_PARTS:
             raise refuse_block(f"{name}[{at}].type", str(kind)[:100])
         field = "refusal" if kind == "refusal" else "text"
@@ -94,6 +105,14 @@ def _parts(name: str, given: object, own: str) -> list[Item]:
 
 def _texts(content: str | Sequence[Mapping[str, Any]]) -> list[str]:
     return [content] if isinstance(content, str) else [part.get("text", part.get("refusal", "")) for part in content]
+
+
+def _content(content: str | Sequence[Mapping[str, Any]]) -> Content:
+    """A content of which some parts may be pictures; one that is text alone, as a str where it has one part."""
+    if isinstance(content, str):
+        return content
+    parts = [image_part("input", part) or text_part(_texts([part])[0]) for part in content]
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
 def messages_of(instructions: str | None, earlier: Sequence[Item], items: Sequence[Item]) -> list[Message]:
@@ -115,8 +134,7 @@ def messages_of(instructions: str | None, earlier: Sequence[Item], items: Sequen
     for at, item in enumerate((*earlier, *items), -len(earlier)):
         match item["type"]:
             case "message" if item["role"] == "user":
-                texts = [{"type": "text", "text": text} for text in _texts(item["content"])]
-                made.append({"role": "user", "content": texts[0]["text"] if len(texts) == 1 else texts})
+                made.append({"role": "user", "content": _content(item["content"])})
             case "message":
                 role = "assistant" if item["role"] == "assistant" else "system"
                 last(role)["content"].append("".join(_texts(item["content"])))
@@ -127,7 +145,10 @@ def messages_of(instructions: str | None, earlier: Sequence[Item], items: Sequen
             case "function_call_output":
                 if item["call_id"] not in names:
                     raise InvalidParameter(f"input[{at}].call_id", "is that of no function_call before it")
-                made.append(tool_message("".join(_texts(item["output"])), item["call_id"], names[item["call_id"]]))
+                output = _content(item["output"])
+                if isinstance(output, list) and all(part["type"] == "text" for part in output):
+                    output = "".join(part["text"] for part in output)
+                made.append(tool_message(output, item["call_id"], names[item["call_id"]]))
             case "reasoning" if item["content"]:
                 last("assistant").setdefault("reasoning_content", []).extend(_texts(item["content"]))
             case "compaction":

@@ -1,4 +1,4 @@
-"""LangChain messages -> OpenAI-shaped dicts. Text only; anything else is refused by name and place."""
+"""LangChain messages -> OpenAI-shaped dicts. Text and pictures; anything else is refused by name and place."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from langchain_core.messages import (
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.serve.dialects.openai_shape import (
+    Content,
     Message,
     assistant_message,
+    image_part,
     message,
     refuse_block,
+    text_part,
     tool_call,
     tool_message,
 )
@@ -33,7 +36,8 @@ _RESULT = {"tool_result", "function_call_output"}
 
 
 def to_openai(messages: Sequence[BaseMessage]) -> list[Message]:
-    """Raises `InvalidParameter` naming the message for content that is not text and for unknown message classes."""
+    """Raises `InvalidParameter` naming the message for content that cannot be used and for unknown message
+    classes."""
     converted: list[Message] = []
     for position, item in enumerate(messages):
         converted += _convert(item, f"messages[{position}]")
@@ -47,15 +51,15 @@ def _convert(item: BaseMessage, where: str) -> list[Message]:
         text = "\n".join(filter(None, texts))
         return [assistant_message(text, _tool_calls(item), item.name, _reasoning(item, where))]
     if isinstance(item, ToolMessage):
-        return [tool_message(_text(item.content, where), item.tool_call_id, item.name)]
+        return [tool_message(_content(item.content, where), item.tool_call_id, item.name)]
     if isinstance(item, FunctionMessage):
-        return [tool_message(_text(item.content, where), None, item.name)]
+        return [tool_message(_content(item.content, where), None, item.name)]
     if isinstance(item, SystemMessage):
-        return [message("system", _text(item.content, where), item.name)]
+        return [message("system", _content(item.content, where), item.name)]
     if isinstance(item, HumanMessage):
         return _human(item, where)
     if isinstance(item, ChatMessage):
-        return [message(item.role, _text(item.content, where), item.name)]
+        return [message(item.role, _content(item.content, where), item.name)]
     raise InvalidParameter(where, f"messages of class {type(item).__name__} cannot be sent to a model")
 
 
@@ -63,14 +67,14 @@ def _human(item: HumanMessage, where: str) -> list[Message]:
     """Anthropic puts tool results into the user's message; they become messages of their own before its text."""
     results = [
         tool_message(
-            _text(block.get("content", block.get("output", "")), where),
+            _content(block.get("content", block.get("output", "")), where),
             block.get("tool_use_id") or block.get("call_id"),
         )
         for block in _blocks(item.content)
         if block.get("type") in _RESULT
     ]
-    text = _text(item.content, where, skip=_RESULT)
-    return [*results, message("user", text, item.name)] if text or not results else results
+    content = _content(item.content, where, skip=_RESULT)
+    return [*results, message("user", content, item.name)] if content or not results else results
 
 
 def _tool_calls(item: AIMessage) -> list[Message]:
@@ -118,14 +122,32 @@ def _text(content: Any, where: str, skip: set[str] | frozenset[str] = frozenset(
     """The text of a content, its blocks joined by newlines; blocks in `skip` are somebody else's business."""
     if isinstance(content, str):
         return content
-    texts: list[str] = []
-    for block in content or ():
-        if isinstance(block, str):
-            texts.append(block)
-            continue
-        kind = str(block.get("type", "without a type"))
-        if kind in _TEXT:
-            texts.append(str(block.get("text") or ""))
-        elif kind not in _THOUGHT and kind not in skip:
-            raise refuse_block(f"{where}.content", kind)
-    return "\n".join(texts)
+    texts = (_block_text(block, where, skip) for block in content or ())
+    return "\n".join(text for text in texts if text is not None)
+
+
+def _content(content: Any, where: str, skip: set[str] | frozenset[str] = frozenset()) -> Content:
+    """The text of a content as `_text` has it, or its parts in order where some are pictures."""
+    if isinstance(content, str):
+        return content
+    parts = []
+    for position, block in enumerate(content or ()):
+        image = image_part(f"{where}.content[{position}]", block) if isinstance(block, dict) else None
+        if image is not None:
+            parts.append(image)
+        elif (text := _block_text(block, where, skip)) is not None:
+            parts.append(text_part(text))
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
+
+
+def _block_text(block: str | dict[str, Any], where: str, skip: set[str] | frozenset[str]) -> str | None:
+    if isinstance(block, str):
+        return block
+    kind = str(block.get("type", "without a type"))
+    if kind in _TEXT:
+        return str(block.get("text") or "")
+    if kind in _THOUGHT or kind in skip:
+        return None
+    raise refuse_block(f"{where}.content", kind)

@@ -14,7 +14,8 @@ def model_profile(name: str, config: Mapping[str, Any], model: ModelInfo | None)
     """`config` are the engine's settings and `model` is the loaded one, if it is loaded.
 
     Whether a model calls tools is known once it is loaded, for its chat template says so, or from a `tool_format` in
-    the settings; until then nothing is said about it. Whether it reasons is said once it is loaded.
+    the settings; until then nothing is said about it. Whether it reasons and whether it
+    reads pictures is said once it is loaded.
     """
     grammars = config.get("grammar_backend") != "none"
     profile = ModelProfile(
@@ -22,11 +23,9 @@ def model_profile(name: str, config: Mapping[str, Any], model: ModelInfo | None)
         open_weights=True,
         text_inputs=True,
         text_outputs=True,
-        image_inputs=False,
         audio_inputs=False,
         video_inputs=False,
         pdf_inputs=False,
-        image_tool_message=False,
         pdf_tool_message=False,
         structured_output=grammars,
         temperature=True,
@@ -36,6 +35,7 @@ def model_profile(name: str, config: Mapping[str, Any], model: ModelInfo | None)
         profile["tool_calling"] = profile["tool_choice"] = profile["tool_call_streaming"] = calls
     if model is not None:
         profile["reasoning_output"] = model.reasons
+        profile["image_inputs"] = profile["image_tool_message"] = model.no_images is None
     limit = config.get("max_model_len") if model is None else model.max_model_len
     if isinstance(limit, int):
         profile["max_input_tokens"] = limit

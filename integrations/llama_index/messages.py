@@ -1,8 +1,9 @@
-"""LlamaIndex messages -> OpenAI-shaped dicts. Text only; anything else is refused by name and place."""
+"""LlamaIndex messages -> OpenAI-shaped dicts. Text and pictures; anything else is refused by name and place."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from llama_index.core.base.llms.types import (
@@ -10,6 +11,7 @@ from llama_index.core.base.llms.types import (
     ChatMessage,
     CitableBlock,
     CitationBlock,
+    ImageBlock,
     MessageRole,
     TextBlock,
     ThinkingBlock,
@@ -18,10 +20,12 @@ from llama_index.core.base.llms.types import (
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.serve.dialects.openai_shape import (
+    Content,
     Message,
     assistant_message,
     message,
     refuse_block,
+    text_part,
     tool_call,
     tool_message,
 )
@@ -45,35 +49,60 @@ def check_messages(messages: object) -> None:
 
 
 def to_openai(messages: Sequence[ChatMessage]) -> list[Message]:
-    """Raises `InvalidParameter` naming the message for content that is not text."""
+    """Raises `InvalidParameter` naming the message for content that cannot be used."""
     return [_convert(item, f"messages[{position}]") for position, item in enumerate(messages)]
 
 
 def _convert(item: ChatMessage, where: str) -> Message:
     role = _ROLES.get(item.role, item.role.value)
-    text = "\n".join(_texts(item.blocks, f"{where}.content"))
+    content = _content(item.blocks, f"{where}.content", images=role != "assistant")
     name = item.additional_kwargs.get("name")
     if role == "assistant":
         thoughts = [block.content for block in item.blocks if isinstance(block, ThinkingBlock) and block.content]
-        return assistant_message(text, tool_calls(item), name, "\n".join(thoughts))
+        return assistant_message(content, tool_calls(item), name, "\n".join(thoughts))
     if role == "tool":
-        return tool_message(text, item.additional_kwargs.get("tool_call_id"), name)
-    return message(role, text, name)
+        return tool_message(content, item.additional_kwargs.get("tool_call_id"), name)
+    return message(role, content, name)
 
 
-def _texts(blocks: Sequence[Any], where: str) -> list[str]:
-    texts: list[str] = []
+def _content(blocks: Sequence[Any], where: str, *, images: bool) -> Content:
+    """The texts joined by newlines, or all parts in order where some are pictures."""
+    parts = _parts(blocks, where, images=images)
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
+
+
+def _parts(blocks: Sequence[Any], where: str, *, images: bool) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = []
     for block in blocks:
         if isinstance(block, TextBlock):
-            texts.append(block.text)
+            parts.append(text_part(block.text))
         elif isinstance(block, CitableBlock):
-            texts += _texts(block.content, where)
+            parts += _parts(block.content, where, images=images)
         elif isinstance(block, CitationBlock):
-            texts += _texts([block.cited_content], where)
+            parts += _parts([block.cited_content], where, images=images)
+        elif isinstance(block, ImageBlock) and images:
+            parts.append({"type": "image", "image": _image(block, where)})
         # Calls are read by `tool_calls`, thoughts by `_convert`; cache points need no marking here.
         elif not isinstance(block, (ToolCallBlock, ThinkingBlock, CachePoint)):
             raise refuse_block(where, getattr(block, "block_type", type(block).__name__))
-    return texts
+    return parts
+
+
+def _image(block: ImageBlock, where: str) -> str | bytes | Path:
+    """The picture in a form that the engine takes, which looks at its size before it decodes any of it."""
+    if isinstance(block.image, bytes):  # the block holds them in base64, whatever it was given
+        return f"data:;base64,{block.image.decode('latin-1')}"
+    if block.image is not None:
+        block.image.seek(0)
+        found: bytes = block.image.read()
+        return found
+    if block.path is not None:
+        return Path(block.path)
+    if block.url is None:
+        raise InvalidParameter(where, "has an ImageBlock without an image, a path or a url")
+    return str(block.url)
 
 
 def tool_calls(item: ChatMessage) -> list[Message]:

@@ -100,8 +100,6 @@ def test_anthropic_tool_results_become_tool_messages_before_the_text() -> None:
 @pytest.mark.parametrize(
     "block",
     [
-        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
-        {"type": "image", "base64": "AA==", "mime_type": "image/png"},
         {"type": "audio", "base64": "AA==", "mime_type": "audio/wav"},
         {"type": "file", "base64": "AA==", "mime_type": "application/pdf"},
         {"text": "no type"},
@@ -112,6 +110,40 @@ def test_what_is_not_text_is_refused_by_place_and_kind(block: dict[str, Any]) ->
         to_openai([HumanMessage("fine"), HumanMessage([block])])
     assert caught.value.field == "messages[1].content"
     assert str(block.get("type", "without a type")) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
+        {"type": "image_url", "image_url": "data:image/png;base64,AA=="},
+        {"type": "input_image", "image_url": "data:image/png;base64,AA=="},
+        {"type": "image", "base64": "AA==", "mime_type": "image/png"},
+        {"type": "image", "url": "data:image/png;base64,AA=="},
+        {"type": "image", "source_type": "base64", "data": "AA==", "mime_type": "image/png"},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}},
+    ],
+)
+def test_pictures_have_one_form_and_keep_their_place(block: dict[str, Any]) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    parts = [{"type": "text", "text": "before"}, image, {"type": "text", "text": "after"}]
+    content: list[str | dict[Any, Any]] = ["before", block, {"type": "text", "text": "after"}]
+    assert to_openai([HumanMessage(content), ToolMessage(content, tool_call_id="c1")]) == [
+        {"role": "user", "content": parts},
+        {"role": "tool", "content": parts, "tool_call_id": "c1"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (HumanMessage([{"type": "image", "file_id": "f"}]), r"messages\[0\].content\[0\]: must hold the picture"),
+        (AIMessage([{"type": "image", "base64": "AA=="}]), r"messages\[0\].content: content of type 'image'"),
+    ],
+)
+def test_pictures_that_are_elsewhere_or_the_models_own_are_refused(message: BaseMessage, says: str) -> None:
+    with pytest.raises(InvalidParameter, match=says):
+        to_openai([message])
 
 
 def test_a_message_that_is_no_message_is_refused() -> None:

@@ -79,6 +79,10 @@ def add_generate(commands: Commands) -> None:
         help="send PROMPT as a user's message, or complete it as it is [a message where the model has a chat template]",
     )  # fmt: skip
     parser.add_argument("--system", metavar="TEXT", help="system message (implies --chat)")
+    parser.add_argument(
+        "--image", action="append", default=[], metavar="FILE",
+        help="picture that PROMPT is about (repeat the flag; implies --chat)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the whole Completion as JSON at the end")
     parser.add_argument("--stats", action="store_true", help="print token counts and times to stderr at the end")
     forms = parser.add_mutually_exclusive_group()

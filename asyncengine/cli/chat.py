@@ -9,9 +9,11 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from types import FrameType
+from typing import Any
 
 from asyncengine.cli.adapters import chosen_adapter, given_adapters
 from asyncengine.cli.errors import CliError
+from asyncengine.cli.images import check_reads_images, image_part
 from asyncengine.cli.loading import open_engine
 from asyncengine.cli.options import engine_config, sampling_params, say_stopped, start_limited
 from asyncengine.cli.text import write
@@ -21,8 +23,8 @@ from asyncengine.stream import SyncTokenStream
 from asyncengine.sync_engine import Engine
 
 HELP = (
-    "/reset forgets the conversation, /adapter NAME changes who answers, /stats shows figures, /exit or Ctrl-D ends; "
-    "Ctrl-C stops an answer"
+    "/image FILE shows a picture with the next prompt, /reset forgets the conversation, /adapter NAME changes who "
+    "answers, /stats shows figures, /exit or Ctrl-D ends; Ctrl-C stops an answer"
 )
 ADAPTER_HELP = "/adapter NAME uses it, /adapter NAME=PATH loads it first, /adapter {model} uses none"
 
@@ -34,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     with open_engine(args.model, config) as engine:
         if not engine.info.has_chat_template:
             raise CliError(f"model: {engine.info.name} has no chat template; use: asyncengine generate")
-        Conversation(engine, params, args.system, adapter, watched=sys.stdin.isatty()).run()
+        watched, most = sys.stdin.isatty(), config.max_image_bytes
+        Conversation(engine, params, args.system, adapter, watched=watched, max_image_bytes=most).run()
     return 0
 
 
@@ -42,14 +45,24 @@ class Conversation:
     """One chat from its first prompt to its end. `watched`: somebody types, so prompts and hints are shown."""
 
     def __init__(
-        self, engine: Engine, params: SamplingParams, system: str | None, adapter: str | None, *, watched: bool
+        self,
+        engine: Engine,
+        params: SamplingParams,
+        system: str | None,
+        adapter: str | None,
+        *,
+        watched: bool,
+        max_image_bytes: int,
     ) -> None:
         self.engine = engine
         self.params = params
         self.adapter = adapter
         self.watched = watched
-        self.start = [] if system is None else [{"role": "system", "content": system}]
+        self.max_image_bytes = max_image_bytes
+        self.start: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self.start)
+        self.images: list[dict[str, Any]] = []
+        """Pictures for the next prompt."""
         self.last = ""
 
     def run(self) -> None:
@@ -86,12 +99,14 @@ class Conversation:
         if line in ("/exit", "/quit"):
             return False
         if line == "/reset":
-            self.messages = list(self.start)
+            self.messages, self.images = list(self.start), []
             print("(forgotten)")
         elif line == "/stats":
             print(self._figures())
         elif command == "/adapter":
             self._change_adapter(rest.strip())
+        elif command == "/image" and rest.strip():
+            self._take_image(rest.strip())
         else:
             print(HELP)
         return True
@@ -118,8 +133,19 @@ class Conversation:
         self.adapter = name or None
         print(f"({self._who()})")
 
+    def _take_image(self, path: str) -> None:
+        try:
+            check_reads_images(self.engine.info)
+            self.images.append(image_part(path, self.max_image_bytes))
+        except CliError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return
+        print(f"({len(self.images)} with the next prompt)")
+
     def _answer(self, question: str) -> None:
-        messages = [*self.messages, {"role": "user", "content": question}]
+        content = [*self.images, {"type": "text", "text": question}] if self.images else question
+        self.images = []  # also where they are refused: others may take their place
+        messages = [*self.messages, {"role": "user", "content": content}]
         try:
             with (
                 start_limited(self.params, partial(self.engine.stream_chat, messages, adapter=self.adapter)) as stream,

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 from asyncengine.cli.adapters import chosen_adapter, given_adapters
 from asyncengine.cli.errors import FAILED, CliError
+from asyncengine.cli.images import check_reads_images, image_part
 from asyncengine.cli.loading import open_engine
 from asyncengine.cli.options import engine_config, sampling_params, say_stopped, start_limited
 from asyncengine.cli.text import as_json, write, write_json
@@ -28,8 +31,13 @@ def run(args: argparse.Namespace) -> int:
     prompt = _prompt(args.prompt)
     if args.system is not None and args.chat is False:
         raise CliError("system: --no-chat sends no messages")
+    if args.image and args.chat is False:
+        raise CliError("image: --no-chat sends no messages")
+    images = [image_part(path, config.max_image_bytes) for path in args.image]
     with open_engine(args.model, config) as engine:
-        messages = _messages(prompt, args.system) if _is_chat(args, engine) else None
+        if images:
+            check_reads_images(engine.info)
+        messages = _messages(prompt, args.system, images) if _is_chat(args, engine) else None
 
         def start(params: SamplingParams) -> SyncTokenStream:
             if messages is None:
@@ -55,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 def _is_chat(args: argparse.Namespace, engine: Engine) -> bool:
     """Unless the flags say so or not: models with a chat template were trained to answer messages, not to go on with
     a text."""
-    if args.chat is None and args.system is None:
+    if args.chat is None and args.system is None and not args.image:
         return engine.info.has_chat_template
     return args.chat is not False
 
@@ -80,9 +88,10 @@ def _grammar(args: argparse.Namespace) -> Grammar | None:
     return None if args.choice is None else Grammar.choice(args.choice)
 
 
-def _messages(prompt: str, system: str | None) -> list[dict[str, str]]:
+def _messages(prompt: str, system: str | None, images: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     head = [] if system is None else [{"role": "system", "content": system}]
-    return [*head, {"role": "user", "content": prompt}]
+    content = [*images, {"type": "text", "text": prompt}] if images else prompt
+    return [*head, {"role": "user", "content": content}]
 
 
 def _show(stream: SyncTokenStream) -> Completion:

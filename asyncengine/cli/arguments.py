@@ -151,6 +151,18 @@ def add_fit(commands: Commands) -> None:
     _add_engine_flags(parser)
 
 
+def add_cache(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "cache", help="show, verify or clear a prefix cache on a disk", allow_abbrev=False,
+        usage="asyncengine cache [flags] {show,verify,clear} [FOLDER]",
+        description="show: what the folder holds. verify: read every record and look at its checksum; exit status 1 if "
+        "one is damaged. clear: remove all, but for what an engine is writing now (exit status 1).",
+    )  # fmt: skip
+    parser.add_argument("action", metavar="ACTION", choices=("show", "verify", "clear"), help="show, verify or clear")
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", help="kv_cache_dir [the one of kv_cache_dir=True]")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",

@@ -15,6 +15,7 @@ from typing import NoReturn
 from asyncengine import __version__
 from asyncengine.cli.arguments import (
     add_bench,
+    add_cache,
     add_chat,
     add_demo,
     add_embed,
@@ -46,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"asyncengine {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=OneLineParser)
-    for add in (add_demo, add_serve, add_chat, add_generate, add_embed, add_bench, add_fit):
+    for add in (add_demo, add_serve, add_chat, add_generate, add_embed, add_bench, add_fit, add_cache):
         add(commands)
     return parser
 

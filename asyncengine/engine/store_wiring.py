@@ -52,7 +52,7 @@ def open_prefix_store(
         raise InvalidParameter("kv_cache_dir", f"works on a CPU; the model runs on {loaded.device}")
     if not config.prefix_caching:
         raise InvalidParameter("kv_cache_dir", "needs prefix_caching=True", config.kv_cache_dir)
-    folder = make_folder(_folder_of(config.kv_cache_dir))
+    folder = make_folder(folder_of(config.kv_cache_dir))
     memory = runner.page_memory()
     weights = weights_digest(checkpoint.files, folder)
     fingerprint = fingerprint_of(config, checkpoint.config, loaded, weights, memory.layout)
@@ -67,7 +67,8 @@ def open_prefix_store(
     return prefixes
 
 
-def _folder_of(setting: str | bool) -> Path:
+def folder_of(setting: str | bool) -> Path:
+    """The folder that `kv_cache_dir` means; True: one in the user's cache folder. Raises `InvalidParameter`."""
     if not isinstance(setting, bool):
         return Path(setting).expanduser()
     try:

@@ -21,7 +21,7 @@ import posixpath
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ _MOST_FAILURES = 3
 """Failed writes in a row after which nothing is written any more."""
 _PLACE = struct.Struct("<QI")
 """Offset of a record, and the CRC-32 of its entry up to there."""
-_NAME = re.compile(r"([0-9a-f]{32})-(\d{8,})\.(data|index)")
+NAME = re.compile(r"([0-9a-f]{32})-(\d{8,})\.(data|index)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,11 @@ class Entry(NamedTuple):
     segment: int
     offset: int
     header: Header
+
+    @property
+    def end(self) -> int:
+        """Offset of the first byte behind the record."""
+        return self.offset + len(self.header.pack()) + self.header.size
 
 
 Record = tuple[Header, Sequence[Buffer], Callable[[], bool]]
@@ -253,7 +258,7 @@ class SegmentStore:
         """Bytes of each segment of the folder, of any fingerprint, by (fingerprint's name, number)."""
         sizes: dict[tuple[str, int], int] = {}
         for name in sorted(self._disk.listdir(self._folder)):
-            found = _NAME.fullmatch(name)
+            found = NAME.fullmatch(name)
             if found is None:
                 continue
             key = found[1], int(found[2])
@@ -341,17 +346,11 @@ class SegmentStore:
             del data[self._disk.preadv(descriptor, [memoryview(data)], 0) :]
         finally:
             self._close(descriptor)
-        at = data_end = index_end = 0
-        while at >= 0:
-            entry, after = _unpack_entry(number, data, at)
-            if entry is None:
-                at = data.find(MAGIC, at + 1)  # damaged: those behind it may be whole
-                continue
-            end = entry.offset + len(entry.header.pack()) + entry.header.size
-            if entry.header.fingerprint == self.fingerprint and end <= most:
+        data_end = index_end = 0
+        for entry, place in entries_of(number, data):
+            if entry.header.fingerprint == self.fingerprint and entry.end <= most:
                 self._entries[entry.header.digest, entry.header.part] = entry
-                data_end, index_end = max(data_end, end), after
-            at = after
+                data_end, index_end = max(data_end, entry.end), place.stop
         return number, data_end, index_end
 
     def _go_on_with(self, number: int, data_end: int, index_end: int) -> None:
@@ -373,6 +372,18 @@ def _age(segment: tuple[str, int]) -> tuple[int, str]:
 def _pack_entry(entry: Entry) -> bytes:
     head = entry.header.pack() + struct.pack("<Q", entry.offset)
     return head + struct.pack("<I", zlib.crc32(head))
+
+
+def entries_of(segment: int, data: bytearray) -> Iterator[tuple[Entry, range]]:
+    """Each whole entry of the index of a segment, and the bytes of `data` that it takes."""
+    at = 0
+    while at >= 0:
+        entry, after = _unpack_entry(segment, data, at)
+        if entry is None:
+            at = data.find(MAGIC, at + 1)  # damaged: those behind it may be whole
+        else:
+            yield entry, range(at, after)
+            at = after
 
 
 def _unpack_entry(segment: int, data: bytearray, at: int) -> tuple[Entry | None, int]:

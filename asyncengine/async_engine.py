@@ -286,14 +286,9 @@ class AsyncEngine:
     # ---------------------------------------------------------------- adapters
 
     async def load_adapter(
-        self,
-        name: str,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        tensors: Mapping[str, Any] | None = None,
-        config: Any | None = None,
-        pinned: bool = False,
-    ) -> AdapterInfo:
+        self, name: str, path: str | os.PathLike[str] | None = None, *, tensors: Mapping[str, Any] | None = None,
+        config: Any | None = None, pinned: bool = False,
+    ) -> AdapterInfo:  # fmt: skip
         """Read the LoRA adapter in the folder `path` (PEFT format) and call it `name`. Serving goes on meanwhile.
 
         A name that is taken means the new content from then on; requests submitted before end on the old one.
@@ -428,13 +423,9 @@ class AsyncEngine:
         return len(self.core.tokens(text, tools, template_kwargs))
 
     def tokenize(
-        self,
-        text: str | ChatMessages,
-        *,
-        tools: ToolSpecs | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        add_special_tokens: bool | None = None,
-    ) -> list[int]:
+        self, text: str | ChatMessages, *, tools: ToolSpecs | None = None,
+        template_kwargs: Mapping[str, Any] | None = None, add_special_tokens: bool | None = None,
+    ) -> list[int]:  # fmt: skip
         """Token ids of a text, or of a chat as the model would see it.
 
         `add_special_tokens`: those that the tokenizer puts around a text; None: around a text, and not around a chat,

@@ -116,7 +116,7 @@ def _path(name: str, value: Any, what: str = "the path of a folder") -> str:
 
 def _store_folder(name: str, value: Any) -> str | bool:
     said = "the path of a folder, or True for the user's cache folder"
-    return True if value is True or value == "True" else _path(name, value, said)
+    return True if value is True or (isinstance(value, str) and value == "True") else _path(name, value, said)
 
 
 def _store_bytes(name: str, value: Any) -> int:

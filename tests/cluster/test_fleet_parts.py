@@ -44,7 +44,7 @@ def test_nothing_that_an_engine_reports_is_left_out_of_a_fleet_s_figures() -> No
             speculation=guessed,
             steps=free,
             stored=StoreCounts(bytes_read=free),
-        )  # fmt: skip
+        )
         for free, threads, guessed in zip(
             (4, 5), (ThreadStats(1, 2, 0.5), ThreadStats(3, 4, 0.9)), guesses, strict=True
         )

@@ -42,7 +42,7 @@ def free_under_a_running_step(patch: pytest.MonkeyPatch) -> None:
 
 def match_the_whole_prompt(patch: pytest.MonkeyPatch) -> None:
     """A full prefix hit leaves nothing to compute (nano-vllm #144)."""
-    patch.setattr(Admission, "_match_limit", lambda self, request: len(request.tokens))
+    patch.setattr(Admission, "match_limit", lambda self, request: len(request.tokens))
 
 
 def keep_the_duplicate_page(patch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_the_fuzz_finds(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_fuzz_finds_a_pooled_text_that_starts_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """A text of which all positions are pooled must be computed whole."""
-    monkeypatch.setattr(Admission, "_match_limit", lambda self, request: len(request.tokens) - 1)
+    monkeypatch.setattr(Admission, "match_limit", lambda self, request: len(request.tokens) - 1)
     with pytest.raises(AssertionError, match="was not computed, and counts"):
         live(12, vectors=1.0)
 

@@ -131,7 +131,7 @@ def _say(made: list[Message], role: str, part: dict[str, Any]) -> Message:
 
 
 def _take_words(made: list[Message], blocks: list[tuple[str, Mapping[str, Any]]], names: Mapping[str, str]) -> None:
-    """A user's turn: results of tools, text and pictures. `names`: those of the tools that were called, by the calls' ids."""
+    """A user's turn: results of tools, text and pictures. `names`: those of the tools called, by the calls' ids."""
     if not blocks:
         _say(made, "user", text_part(""))
     for where, block in blocks:

@@ -58,8 +58,9 @@ class AdaptedGraphs(Generic[G]):
         return self._graphs[size]
 
     def close(self) -> None:
-        """Let go of all graphs."""
+        """Let go of all graphs, and of their maker, which refers to this in turn."""
         self._graphs.clear()
+        del self._capture
 
     def _give_up(self, error: Exception) -> None:
         logger.warning("%s with adapters run without CUDA graphs: %s", self._steps, error)

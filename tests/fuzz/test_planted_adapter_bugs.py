@@ -176,8 +176,8 @@ def drop_replaced_content_under_its_requests(patch: pytest.MonkeyPatch) -> None:
 def let_the_first_load_win(patch: pytest.MonkeyPatch) -> None:
     load = AdapterRegistry._load
 
-    def broken(self: AdapterRegistry, name: str, path: str, pinned: bool, order: int) -> Any:
-        return load(self, name, path, pinned, 10**6 - order)
+    def broken(self: AdapterRegistry, name: str, read: Any, path: str, pinned: bool, order: int) -> Any:
+        return load(self, name, read, path, pinned, 10**6 - order)
 
     patch.setattr(AdapterRegistry, "_load", broken)
 

@@ -68,7 +68,7 @@ def greedy_for_memory(engine: AsyncEngine) -> None:
     executor: Any = engine.core.loop.runner.executor  # type: ignore[attr-defined]
     forward = executor._forward
 
-    def hungry(batch: Any, step: Any) -> Any:
+    def hungry(batch: Any, *step: Any) -> Any:
         if any(row.tokens[0] == _MARK for row in batch.rows):
             try:
                 torch.empty(_TOO_MUCH, dtype=torch.uint8, device=executor._device)
@@ -76,7 +76,7 @@ def greedy_for_memory(engine: AsyncEngine) -> None:
                 if not is_out_of_memory(error):
                     raise CheckFailed(f"an allocation failed with something else: {error!r}") from error
                 raise
-        return forward(batch, step)
+        return forward(batch, *step)
 
     executor._forward = hungry
 

@@ -60,7 +60,7 @@ class AdaptedGraphs(Generic[G]):
     def close(self) -> None:
         """Let go of all graphs, and of their maker, which refers to this in turn."""
         self._graphs.clear()
-        del self._capture
+        vars(self).pop("_capture", None)
 
     def _give_up(self, error: Exception) -> None:
         logger.warning("%s with adapters run without CUDA graphs: %s", self._steps, error)

@@ -213,7 +213,7 @@ class DecodeGraphs:
         self._inputs_of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Number of rows -> slots and tokens of the last replay."""
         self._plain: dict[int, Graph] = {}
-        self._adapted = AdaptedGraphs(lora, self._captured, "decode steps")
+        self._adapted: AdaptedGraphs[Graph] = AdaptedGraphs(lora, "decode steps")
         self.seconds = 0.0
         """Spent capturing."""
 
@@ -230,7 +230,7 @@ class DecodeGraphs:
             fixed = self._backend.memory, self._logits, self.input_ids, chosen, self.last_token
             self.processed = ProcessedRows(*fixed, self._sampler, self._tables)
             self.processed.capture_all(self._capture)
-        self._adapted.capture_all(self.sizes, report)
+        self._adapted.capture_all(self._captured, self.sizes, report)
 
     def split(self, sampled: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens int64 [rows] and largest logits float32 [rows] in `sampled` or a copy of it."""
@@ -245,7 +245,7 @@ class DecodeGraphs:
         None: its graph cannot be captured, and nothing was computed."""
         rows = len(step.adapters)
         size = next(size for size in self.sizes if size >= rows)
-        graph = self._adapted.find(size, step.adapters) if any(step.adapters) else self._plain[size]
+        graph = self._adapted.find(self._captured, size, step.adapters) if any(step.adapters) else self._plain[size]
         if graph is None:
             return None
         self._send(size, step)

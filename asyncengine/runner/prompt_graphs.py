@@ -114,7 +114,7 @@ class PromptGraphs:
         self.sizes = sorted(sizes)
         self._inputs = FixedInputs(backend.memory, 2 * _NUMBERS * self.sizes[-1])
         self._graphs: dict[int, _Size] = {}
-        self._adapted = AdaptedGraphs(lora, self._captured, "steps with prompts")
+        self._adapted: AdaptedGraphs[_Size] = AdaptedGraphs(lora, "steps with prompts")
         with torch.inference_mode(False):
             memory = torch.zeros(2, self.sizes[-1] * widest, dtype=dtype, device=last_token.device)
         self._query, self._attended = memory
@@ -126,7 +126,7 @@ class PromptGraphs:
         for size in reversed(self.sizes):
             self._graphs[size] = self._captured(size, None)
             report()
-        self._adapted.capture_all(self.sizes, report)
+        self._adapted.capture_all(self._captured, self.sizes, report)
 
     def hold(self, batch: Batch) -> bool:
         """Whether `run` takes this step."""
@@ -161,7 +161,7 @@ class PromptGraphs:
 
     def _find(self, count: int, adapters: Sequence[int]) -> _Size | None:
         size = next(size for size in self.sizes if size >= count)
-        return self._adapted.find(size, adapters) if any(adapters) else self._graphs[size]
+        return self._adapted.find(self._captured, size, adapters) if any(adapters) else self._graphs[size]
 
     def _send(self, size: int, step: FlatStep | None) -> None:
         """Put what the graphs read of a step's tokens where they read it; None: all are padding."""

@@ -303,10 +303,13 @@ def trust_copies(patch: pytest.MonkeyPatch) -> None:
 
 
 def publish_before_reading(patch: pytest.MonkeyPatch) -> None:
-    load = PrefixStore.load
+    """However fast a disk is: each reading begins when the next one is asked for."""
+    load, asked = PrefixStore.load, list[Any]()
 
     def hasty(self: PrefixStore, order: Any, loaded: Any) -> None:
-        load(self, order, lambda *answer: None)
+        for earlier in asked:
+            load(self, earlier, lambda *answer: None)
+        asked[:] = [order]
         loaded(order.number, len(order.pages), True)
 
     patch.setattr(PrefixStore, "load", hasty)

@@ -180,7 +180,7 @@ class PrefixStore:
             if nbytes >= _PROBE_BYTES:
                 break
             if self.store.read(header, [memoryview(bytearray(header.size))]):
-                nbytes += len(header.pack()) + header.size
+                nbytes += header.head_size + header.size
         self.store.bytes_read -= nbytes  # nobody asked for it
         seconds = time.perf_counter() - began
         return nbytes / seconds if nbytes and seconds else None
@@ -228,7 +228,7 @@ class PrefixStore:
     # ---------------------------------------------------------------- threads
 
     def _start(self) -> None:
-        """Not before there is something to do: an engine that was built and never served leaves no thread behind."""
+        """Start the threads, when there is something to do: an engine that never served leaves none behind."""
         if self._threads:
             return
         works = [("writes", self._write), *((f"reads-{number}", self._read) for number in range(READERS))]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 from asyncengine.kvcache.store.record import Buffer
 
@@ -74,24 +75,10 @@ class SystemDisk:
         return os.fstat(descriptor).st_size
 
     def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        done = 0
-        for start in range(0, len(buffers), _MOST_BUFFERS):
-            part = buffers[start : start + _MOST_BUFFERS]
-            count = os.preadv(descriptor, part, offset + done)
-            done += count
-            if count < sum(len(each) for each in part):
-                break
-        return done
+        return _in_parts(partial(os.preadv, descriptor), buffers, offset)
 
     def pwritev(self, descriptor: int, buffers: Sequence[Buffer], offset: int) -> int:
-        done = 0
-        for start in range(0, len(buffers), _MOST_BUFFERS):
-            part = buffers[start : start + _MOST_BUFFERS]
-            count = os.pwritev(descriptor, part, offset + done)
-            done += count
-            if count < sum(len(each) for each in part):
-                break
-        return done
+        return _in_parts(partial(os.pwritev, descriptor), buffers, offset)
 
     def ftruncate(self, descriptor: int, size: int) -> None:
         os.ftruncate(descriptor, size)
@@ -120,3 +107,15 @@ class SystemDisk:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _in_parts(transfer: Callable[[Sequence[Any], int], int], buffers: Sequence[Buffer], offset: int) -> int:
+    """Bytes that `transfer` of (buffers, offset) reads or writes, of as many buffers at once as the system takes."""
+    done = 0
+    for start in range(0, len(buffers), _MOST_BUFFERS):
+        part = buffers[start : start + _MOST_BUFFERS]
+        count = transfer(part, offset + done)
+        done += count
+        if count < sum(len(each) for each in part):
+            break
+    return done

@@ -3,7 +3,7 @@
 A record is a head and a payload. All numbers are little-endian:
 
     4s  magic "AEKV"          H   version of the format      H   part: 1 page, 2 window page, 3 state
-    I   number of tokens n    I   CRC-32 of the payload      Q   bytes of the payload
+    I   words of tokens n     I   CRC-32 of the payload      Q   bytes of the payload
     32s fingerprint           32s digest of the parent       n i (int32) tokens of this page
     I   CRC-32 of all of the head before it
     payload: the buffers of `PageMemory`, one behind the other
@@ -31,6 +31,8 @@ _CRC = struct.Struct("<I")
 MAGIC = b"AEKV"
 _MOST_TOKENS = 2**16
 """int32 words of a page's tokens, at most."""
+_PICTURE_WORDS = 6
+"""int32 words of a picture's id behind the -1 that announces it."""
 _MOST_BYTES = 2**40
 
 Buffer = bytes | bytearray | memoryview
@@ -59,6 +61,23 @@ class Header(NamedTuple):
     def digest(self) -> bytes:
         """Digest of the page that it belongs to."""
         return page_digest(self.parent, self.tokens)
+
+    @property
+    def head_size(self) -> int:
+        """Bytes of the head of the record."""
+        return _HEAD.size + len(self.tokens) + _CRC.size
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the page."""
+        words = struct.unpack(f"<{len(self.tokens) // 4}i", self.tokens)
+        if min(words, default=0) >= 0:
+            return len(words)
+        count = at = 0
+        while at < len(words):
+            at += 1 if words[at] >= 0 else 1 + _PICTURE_WORDS
+            count += 1
+        return count
 
     def pack(self) -> bytes:
         """The head of the record."""
@@ -92,7 +111,9 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
     if min(tokens, default=0) >= 0:
         return struct.pack(f"<{len(tokens)}i", *tokens)
     return b"".join(
-        struct.pack("<i", token) if token >= 0 else struct.pack("<i", -1) + token.to_bytes(24, "little", signed=True)
+        struct.pack("<i", token)
+        if token >= 0
+        else struct.pack("<i", -1) + token.to_bytes(4 * _PICTURE_WORDS, "little", signed=True)
         for token in tokens
     )
 

@@ -66,7 +66,7 @@ class Entry(NamedTuple):
     @property
     def end(self) -> int:
         """Offset of the first byte behind the record."""
-        return self.offset + len(self.header.pack()) + self.header.size
+        return self.offset + self.header.head_size + self.header.size
 
 
 Record = tuple[Header, Sequence[Buffer], Callable[[], bool]]
@@ -127,10 +127,8 @@ class SegmentStore:
 
     def close(self) -> None:
         """Let others write. Idempotent."""
-        active, self._active = self._active, None
-        lock, self._lock = self._lock, None
-        for descriptor in (*((active.data, active.index) if active else ()), *(() if lock is None else (lock,))):
-            self._close(descriptor)
+        self._leave_segment()
+        self._unlock()
 
     # ---------------------------------------------------------------- reading
 
@@ -142,7 +140,7 @@ class SegmentStore:
         if entry is None:
             return False
         header, path = entry.header, self._path(entry.segment, "data")
-        head = memoryview(bytearray(len(header.pack())))
+        head = memoryview(bytearray(header.head_size))
         try:
             descriptor = self._disk.open(path)
             try:
@@ -184,8 +182,8 @@ class SegmentStore:
             return False
         header = header._replace(fingerprint=self.fingerprint, checksum=checksum(buffers))
         head = header.pack()
-        active = self._segment_for(len(head) + header.size)
         whole = len(head) + header.size
+        active = self._segment_for(whole)
         if self._disk.pwritev(active.data, [head, *buffers], active.end) < whole:
             raise OSError(errno.ENOSPC, "a record was cut short")
         if not is_intact():
@@ -217,10 +215,7 @@ class SegmentStore:
         if active is not None and (active.end + size <= self._segment_bytes or not active.end):
             return active
         self._commit()
-        if active is not None:
-            self._active = None
-            self._close(active.data)
-            self._close(active.index)
+        self._leave_segment()
         found = self._segments()
         self._make_room(found)
         number = 1 + max((number for _, number in found), default=0)
@@ -236,21 +231,18 @@ class SegmentStore:
         self.failures += 1
         self._failed_in_a_row += 1
         logger.warning("the prefix cache was not written: %s", error)
-        active, self._active = self._active, None
-        if active is not None:
+        if (active := self._active) is not None:
             with contextlib.suppress(OSError):  # what is left behind is in no index
                 self._disk.ftruncate(active.data, active.data_end)
                 self._disk.ftruncate(active.index, active.index_end)
-            self._close(active.data)
-            self._close(active.index)
+            self._leave_segment()
         if error.errno == errno.ENOSPC:
             with contextlib.suppress(OSError):
                 for name, number in sorted(self._segments(), key=_age)[:1]:
                     self._drop(name, number)
         if self._failed_in_a_row >= _MOST_FAILURES and self._lock is not None:
             logger.warning("the prefix cache is not written any more in this process")
-            self._close(self._lock)
-            self._lock = None
+            self._unlock()
 
     # ---------------------------------------------------------------- segments
 
@@ -313,6 +305,19 @@ class SegmentStore:
         self._close(descriptor)
         return None
 
+    def _leave_segment(self) -> None:
+        """Append no more to the segment that is appended to, if there is one."""
+        active, self._active = self._active, None
+        if active is not None:
+            self._close(active.data)
+            self._close(active.index)
+
+    def _unlock(self) -> None:
+        """Write no more."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            self._close(lock)
+
     def _close(self, descriptor: int) -> None:
         try:
             self._disk.close(descriptor)
@@ -342,8 +347,7 @@ class SegmentStore:
         most = self._size_of(self._path(number, "data"))
         descriptor = self._disk.open(self._path(number, "index"))
         try:
-            data = bytearray(self._disk.size(descriptor))
-            del data[self._disk.preadv(descriptor, [memoryview(data)], 0) :]
+            data = read_whole(self._disk, descriptor)
         finally:
             self._close(descriptor)
         data_end = index_end = 0
@@ -372,6 +376,13 @@ def _age(segment: tuple[str, int]) -> tuple[int, str]:
 def _pack_entry(entry: Entry) -> bytes:
     head = entry.header.pack() + struct.pack("<Q", entry.offset)
     return head + struct.pack("<I", zlib.crc32(head))
+
+
+def read_whole(disk: Disk, descriptor: int) -> bytearray:
+    """The bytes of a file."""
+    data = bytearray(disk.size(descriptor))
+    del data[disk.preadv(descriptor, [memoryview(data)], 0) :]
+    return data
 
 
 def entries_of(segment: int, data: bytearray) -> Iterator[tuple[Entry, range]]:

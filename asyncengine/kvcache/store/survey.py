@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from asyncengine.kvcache.store.disk import Disk
 from asyncengine.kvcache.store.record import checksum
-from asyncengine.kvcache.store.segments import NAME, Entry, entries_of
+from asyncengine.kvcache.store.segments import NAME, Entry, entries_of, read_whole
 from asyncengine.step import RecordPart
 
 
@@ -106,8 +106,7 @@ def _is_locked(disk: Disk, path: str) -> bool:
 
 def _survey_segment(disk: Disk, path: str, model: ModelRecords, verify: bool) -> None:
     with _opened(disk, f"{path}.index") as index, _opened(disk, f"{path}.data") as data:
-        written = bytearray(disk.size(index))
-        del written[disk.preadv(index, [memoryview(written)], 0) :]
+        written = read_whole(disk, index)
         size = disk.size(data)
         model.bytes += size + len(written)
         whole = 0
@@ -117,7 +116,7 @@ def _survey_segment(disk: Disk, path: str, model: ModelRecords, verify: bool) ->
             if entry.end > size or (verify and not _is_whole(disk, data, entry)):
                 model.damaged += 1
             elif entry.header.part is RecordPart.PAGE:
-                model.tokens += len(entry.header.tokens) // 4
+                model.tokens += entry.header.num_tokens
         if whole < len(written) and not model.being_written:  # else the end may be about to be written
             model.damaged += 1
 

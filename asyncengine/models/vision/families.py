@@ -1,8 +1,8 @@
 """Families that read pictures: what a template writes for one, what stands there for the model, and what its tower is
 told besides the pixels.
 
-`Placing` is all that differs; the rest is the same for all of them. The texts are those of transformers' processors,
-which cannot be made without torchvision, nor without processors of videos.
+`VisionFamily` is all that differs; the rest is the same for all of them. The texts are those of transformers'
+processors, which cannot be made without torchvision, nor without processors of videos.
 """
 
 from __future__ import annotations

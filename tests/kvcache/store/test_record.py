@@ -83,3 +83,4 @@ def test_pages_of_pictures_have_all_of_their_digests() -> None:
     file = make_record(pages[0], [b"keys"])
     ((header, _),) = read_records(io.BytesIO(file))
     assert header.tokens == packed[0]
+    assert header.num_tokens == 3

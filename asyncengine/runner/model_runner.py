@@ -212,7 +212,8 @@ class ModelRunner:
     def _run(self, pending: PendingStep, masks: StepMasks | None) -> None:
         batch = pending.batch
         step: Step | FlatStep
-        self._write_adapters([row.adapter_slot for row in batch.rows])
+        if self._unwritten:
+            self._write_adapters([row.adapter_slot for row in batch.rows])
         pictured = self._images is not None and any(row.spec.images for row in batch.rows)
         if not pictured and self._prompt_graphs is not None and self._prompt_graphs.hold(batch):
             step, logits = self._run_pieces(batch, self._prompt_graphs)

@@ -108,15 +108,15 @@ class LogitProcessors:
     ) -> None:
         self._params = params
         self._vocab_size = vocab_size
-        penalized = params.penalized[slots]
-        masked = dict.fromkeys(masks.places)
-        self.places = [
-            place
-            for place, row in enumerate(rows)
-            if penalized[place] or place in masked or row.spec.params.logit_bias or _held_open(row)
-        ]
+        own = np.asarray(slots, dtype=np.int64)
+        self.positions = np.array([row.start + row.num_scheduled for row in rows], dtype=np.int64)
+        """[rows] of the tokens to be sampled."""
+        processed = params.processed_at(own, self.positions)
+        processed[masks.places] = True
+        self.places: list[int] = np.flatnonzero(processed).tolist()
         """Rows that have any, ascending."""
         self._rows = [rows[place] for place in self.places]
+        self._slots, self._positions = own[self.places], self.positions[self.places]
         self._masks = masks.among(self.places)
 
     def apply(self, logits: torch.Tensor, tables: SlotTables, last_token: torch.Tensor) -> torch.Tensor:
@@ -136,9 +136,8 @@ class LogitProcessors:
     def _by_kernel(self, logits: torch.Tensor, tables: SlotTables, last_token: torch.Tensor) -> torch.Tensor:
         from asyncengine.kernels.cuda.logit_processors import process_logits
 
-        slots = np.array([row.slot for row in self._rows], dtype=np.int64)
-        positions = np.array([row.start + row.num_scheduled for row in self._rows], dtype=np.int64)
-        numbers, counted = tables.numbers(self._rows, slots, positions, np.arange(len(slots)), last_token)
+        every = np.arange(len(self._rows))
+        numbers, counted = tables.numbers(self._rows, self._slots, self._positions, every, last_token)
         numbers[n.MASK, self._masks.places] = np.arange(len(self._masks.places))
         masks = send(self._masks.packed, logits.device)
         processed = torch.empty(logits.shape, device=logits.device)
@@ -173,7 +172,7 @@ class LogitProcessors:
 
     def _hold_open(self, logits: torch.Tensor) -> None:
         """Mask the stop ids, unless nothing else is left (a grammar that allows only the end wins)."""
-        held_open = [index for index, row in enumerate(self._rows) if _held_open(row)]
+        held_open = np.flatnonzero(self._positions < self._params.held_until[self._slots]).tolist()
         stops = [
             (place, token)
             for place, index in enumerate(held_open)
@@ -188,9 +187,3 @@ class LogitProcessors:
         kept = before.index_put((places[:, 0], places[:, 1]), before.new_full((), float("-inf")))
         nothing = torch.isneginf(kept).all(dim=-1, keepdim=True)
         logits.index_copy_(0, index, torch.where(nothing, before, kept))
-
-
-def _held_open(row: Row) -> bool:
-    """Must the row's output go on, because it is shorter than `min_tokens`?"""
-    length = row.start + row.num_scheduled - row.spec.prompt_len
-    return bool(row.spec.stop_ids) and length < row.spec.params.min_tokens

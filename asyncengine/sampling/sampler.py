@@ -118,7 +118,7 @@ class Sampler:
             return Sampled(tokens, best, ())
         slots = np.array(own, dtype=np.int64)
         processors = LogitProcessors(rows, self._params, slots, masks, self._vocab_size)
-        positions = np.array([row.start + row.num_scheduled for row in rows], dtype=np.int64)
+        positions = processors.positions
         if not processors.places:
             return Sampled(*self._choose(slots, positions, logits), ())
         places = np.array(processors.places, dtype=np.int64)

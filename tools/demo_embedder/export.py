@@ -18,10 +18,7 @@ MODULES = ("Transformer", "Pooling", "Normalize")
 
 def export(model: Any, folder: Path = EMBEDDER_PATH) -> None:
     """Weights in bfloat16, the configurations, and the tokenizer's files where the folder lacks them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)
+    write_weights(model, folder)
     config = {**model.config.to_dict(), "architectures": ["BertModel"], "dtype": "bfloat16"}
     write_json(folder / "config.json", {name: config[name] for name in sorted(config) if name not in _DROPPED})
     paths = ("", "1_Pooling", "2_Normalize")
@@ -42,6 +39,14 @@ def export(model: Any, folder: Path = EMBEDDER_PATH) -> None:
 
 
 _DROPPED = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "_attn_implementation"})
+
+
+def write_weights(model: Any, folder: Path) -> None:
+    """Make the folder, and write the model's weights there in bfloat16."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
 
 
 def write_json(path: Path, value: object) -> None:

@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
 from asyncengine.demo import EMBEDDER_PATH
 from tools.demo_embedder.bert import MAX_TOKENS, PROMPTS, Served, new_model, vectors
+from tools.demo_embedder.descent import Descent, run
 from tools.demo_embedder.export import export
 from tools.demo_embedder.pairs import Pair, batch, stream
-from tools.demo_model.muon import Muon
 
 DIMENSIONS = (128, 64, 32)
 
@@ -54,28 +51,15 @@ class Trainer:
         self.model = new_model(tokenizer.get_vocab_size(), options.seed)
         if options.start is not None:
             self.model.load_state_dict(Served(options.start).model.state_dict())
-        named = list(self.model.named_parameters())
-        matrices = [p for name, p in named if p.ndim == 2 and "embeddings" not in name]
-        others = [p for name, p in named if p.ndim == 1 or "embeddings" in name]
-        self.muon = Muon(matrices)
-        self.adam = torch.optim.AdamW(others, lr=options.other_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self.descent = Descent(self.model, options)
         self.groups, self.rng = stream(options.seed), random.Random(f"embedder/{options.seed}")
         self.step = 0
 
     def update(self, done: float) -> float:
         """One step at `done` of the budget; the loss."""
-        loss = self.loss(batch(self.groups, self.options.pairs))
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        warm = min(1.0, (self.step + 1) / self.options.warmup)
-        rate = min(warm, max(0.0, min(1.0, (1 - done) / (1 - self.options.decay_from))))
-        self.muon.step(self.options.matrix_rate * rate)
-        self.adam.param_groups[0]["lr"] = self.options.other_rate * rate
-        self.adam.step()
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        found = self.descent.step(self.loss(batch(self.groups, self.options.pairs)), self.step, done)
         self.step += 1
-        return float(loss.detach())
+        return found
 
     def loss(self, pairs: list[Pair]) -> Tensor:
         """Both ways, over all dimensions."""
@@ -98,29 +82,6 @@ class Trainer:
 
 def _prompted(name: str, text: str, prompted: bool) -> str:
     return PROMPTS[name] + text if prompted else text
-
-
-def run(trainer: Trainer) -> None:
-    """Train until the budget is used, with a progress bar."""
-    options, began, recent = trainer.options, time.monotonic(), 0.0
-    columns: tuple[Any, ...] = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:.1f}%"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns) as bar:
-        task = bar.add_task("training", total=1.0)
-        while True:
-            seconds = time.monotonic() - began
-            done = trainer.step / options.steps if options.steps else seconds / (60 * options.minutes)
-            if done >= 1.0:
-                return
-            loss = trainer.update(done)
-            recent = 0.95 * recent + 0.05 * loss if recent else loss
-            bar.update(task, completed=done, description=f"step {trainer.step} loss {recent:.3f}")
-            if trainer.step % 25 == 0:
-                bar.console.print(f"{seconds:6.0f} s, step {trainer.step}, loss {recent:.3f}", highlight=False)
 
 
 def parse() -> Options:

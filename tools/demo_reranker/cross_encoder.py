@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from asyncengine.demo import EMBEDDER_PATH, RERANKER_PATH
 from tools.demo_embedder.bert import MAX_TOKENS
-from tools.demo_embedder.export import write_json
+from tools.demo_embedder.export import write_json, write_weights
 
 INTERMEDIATE = 176
 """Width between the two products of a layer: less than the embedder's, so that the folder stays below 2 MB."""
@@ -74,10 +73,7 @@ def scores(model: Any, rows: Sequence[Read], offset: int = 0, chunk: int = 64) -
 
 def export(model: Any, folder: Path = RERANKER_PATH) -> None:
     """Write weights in bfloat16, the configuration, and the embedder's tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)
+    write_weights(model, folder)
     config = {**model.config.to_dict(), "architectures": ["BertForSequenceClassification"], "dtype": "bfloat16"}
     write_json(folder / "config.json", {name: config[name] for name in KEPT})
     tokenizer = json.loads((EMBEDDER_PATH / "tokenizer.json").read_text(encoding="utf-8"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +18,8 @@ from torch.nn import functional
 from asyncengine.demo import EMBEDDER_PATH, RERANKER_PATH
 from tools.demo_embedder.bert import MAX_TOKENS
 from tools.demo_embedder.bert import Served as Embedder
+from tools.demo_embedder.descent import Descent, run
 from tools.demo_embedder.pairs import stream
-from tools.demo_model.muon import Muon
 from tools.demo_reranker.candidates import PER_QUERY, candidates
 from tools.demo_reranker.cross_encoder import export, new_model, read, scores
 
@@ -48,12 +47,7 @@ class Trainer:
         self.options = options
         self.embedder = Embedder(EMBEDDER_PATH)
         self.model = new_model(options.seed)
-        named = list(self.model.named_parameters())
-        matrices = [p for name, p in named if p.ndim == 2 and "embeddings" not in name and "classifier" not in name]
-        taken = {id(parameter) for parameter in matrices}
-        self.muon = Muon(matrices)
-        others = [parameter for _, parameter in named if id(parameter) not in taken]
-        self.adam = torch.optim.AdamW(others, lr=options.other_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self.descent = Descent(self.model, options, beside=("embeddings", "classifier"))
         self.groups, self.rng = stream(f"reranker/{options.seed}"), random.Random(f"reranker/{options.seed}")
         self.step = 0
 
@@ -68,30 +62,9 @@ class Trainer:
         answers[:, 0] = 1.0
         loss = functional.cross_entropy(found, torch.zeros(len(listed), dtype=torch.long))
         loss = loss + functional.binary_cross_entropy_with_logits(found, answers)
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        warm = min(1.0, (self.step + 1) / options.warmup)
-        rate = min(warm, max(0.0, min(1.0, (1 - done) / (1 - options.decay_from))))
-        self.muon.step(options.matrix_rate * rate)
-        self.adam.param_groups[0]["lr"] = options.other_rate * rate
-        self.adam.step()
-        self.model.zero_grad(set_to_none=True)
+        value = self.descent.step(loss, self.step, done)
         self.step += 1
-        return float(loss.detach())
-
-
-def run(trainer: Trainer) -> None:
-    """Train until the budget is used, and say every 25 steps how far it is."""
-    options, began, recent = trainer.options, time.monotonic(), 0.0
-    while True:
-        seconds = time.monotonic() - began
-        done = trainer.step / options.steps if options.steps else seconds / (60 * options.minutes)
-        if done >= 1.0:
-            return
-        loss = trainer.update(done)
-        recent = 0.95 * recent + 0.05 * loss if recent else loss
-        if trainer.step % 25 == 0:
-            print(f"{seconds:6.0f} s, {done:4.0%}, step {trainer.step}, loss {recent:.3f}", flush=True)
+        return value
 
 
 def parse() -> Options:

@@ -316,8 +316,8 @@ class ImageSettings(Settings):
     """Pictures."""
 
     images: Literal["auto", "off"] = "auto"
-    """"auto": the vision tower is loaded where the model has one that can be read here (`info.reads_images`), and chats
-    may hold pictures; "off": it is left out, and takes no memory."""
+    """"auto": the vision tower is loaded where the model has one that can be read here (`info.no_images` says why not),
+    and chats may hold pictures; "off": it is left out, and takes no memory."""
     image_cache_memory: CacheMemory = "256MiB"
     """Bytes of encoded pictures kept for requests that name them again. None: only those that are being computed."""
     max_images: Count = 16

@@ -13,7 +13,7 @@ from asyncengine.grammar.formats import keep_enforced
 from asyncengine.grammar.lark import literal, regex, replace_json
 from asyncengine.grammar.rules import Rules
 from asyncengine.grammar.schema_rules import schema_grammar
-from asyncengine.grammar.schemas import pointed, subschemas, with_local_references
+from asyncengine.grammar.schemas import pointed, subschemas, unescape, with_local_references
 from asyncengine.grammar.spec import Grammar
 
 FLEXIBLE = r"( |\n[ \t]{0,40})"
@@ -75,7 +75,7 @@ def _drop(schema: dict[str, Any], pointer: str) -> bool:
     here = pointed(schema, around)
     if around.endswith("/patternProperties"):  # what these names allowed must stay allowed
         pointed(schema, around.rpartition("/")[0]).pop("additionalProperties", None)
-    return isinstance(here, dict) and here.pop(last.replace("~1", "/").replace("~0", "~"), None) is not None
+    return isinstance(here, dict) and here.pop(unescape(last), None) is not None
 
 
 def _embedded(grammar: Grammar, text: str) -> str:

@@ -145,7 +145,7 @@ def pointed(root: Any, pointer: str) -> Any:
     """The value that a JSON pointer (RFC 6901) leads to; None where there is none."""
     here = root if not pointer or pointer[0] == "/" else None
     for part in pointer.split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
+        name = unescape(part)
         if isinstance(here, dict):
             here = here.get(name)
         elif isinstance(here, list) and name.isdecimal() and int(name[:9]) < len(here):
@@ -220,6 +220,11 @@ def _joined(base: str, address: str) -> str:
 def escape(name: str) -> str:
     """A key as a part of a JSON pointer (RFC 6901)."""
     return name.replace("~", "~0").replace("/", "~1")
+
+
+def unescape(part: str) -> str:
+    """The key that a part of a JSON pointer names."""
+    return part.replace("~1", "/").replace("~0", "~")
 
 
 def children(node: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

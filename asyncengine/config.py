@@ -268,9 +268,8 @@ class SpeculationSettings(Settings):
 class GrammarSettings(Settings):
     """Grammars and tools."""
 
-    grammar_backend: Annotated[str, one_of(("llguidance", "outlines_core", "none"))] = "llguidance"
-    """The library that compiles grammars that name none: "llguidance" or "outlines_core"; "none": refuse grammars and
-    save the time and memory of preparing for them."""
+    grammar_backend: Annotated[str, one_of(("llguidance", "none"))] = "llguidance"
+    """The library that compiles grammars; "none": refuse grammars and save the time and memory that they need."""
     grammar_timeout: Seconds = 10.0
     """Seconds a request waits for its grammar to compile, from when a worker has begun with it."""
     grammar_workers: Threads = 2

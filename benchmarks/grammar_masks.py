@@ -1,6 +1,6 @@
 """What a constraint costs: compiling it, its masks, everything beside them, and applying a mask to logits.
 
-    python -m benchmarks.grammar_masks [--sizes 32k 151k --rounds 5 --walks 5 --json] [--outlines-core 32k]
+    python -m benchmarks.grammar_masks [--sizes 32k 151k --rounds 5 --walks 5 --json]
 
 For each constraint of `constraints.py`, teacher-forced over its valid samples as the tokenizer cuts them. All
 constraints are gone through in each round, so that a busy moment of the machine hits all alike.
@@ -13,9 +13,6 @@ constraints are gone through in each round, so that a busy moment of the machine
   with none, so that each token's way to the end has to be counted. Each kind of walk has a template of its own, walked
   `--walks` times, the first time cold ("first walk").
 * apply: `apply_masks` on float32 logits with masks from these walks, one torch thread, per row.
-
-outlines_core is opt-in: `--outlines-core` names the sizes to measure it at ("none": not at all), once each; what it
-refuses is said.
 """
 
 from __future__ import annotations
@@ -35,7 +32,6 @@ from asyncengine.grammar.backend import Mask
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.lower import to_llguidance
 from asyncengine.grammar.matcher import Matcher
-from asyncengine.grammar.outlines_core_backend import OutlinesCoreBackend
 from asyncengine.grammar.vocabulary import Vocabulary
 from asyncengine.sampling.masks import FilledMasks, apply_masks
 from benchmarks.constraints import CONSTRAINTS, Constraint
@@ -76,10 +72,9 @@ class Bench:
                     self.walk(template, kind, output, first=walk == 0)
 
     def cold(self) -> Any:
-        options = {} if self.backend.name == "llguidance" else {"backend": "outlines_core", "whitespace": "compact"}
         began = clock()
         try:
-            grammar = grammar_of(self.constraint, **options)
+            grammar = grammar_of(self.constraint)
             check_limits(grammar)
             checked = clock()
             template = self.backend.compile(grammar, 120.0)
@@ -90,8 +85,7 @@ class Bench:
         done = clock()
         self.times["check"].append(checked - began)
         self.times["cold"].append(done - began)
-        if self.backend.name == "llguidance":
-            self.bare(grammar)
+        self.bare(grammar)
         return template
 
     def bare(self, grammar: Grammar) -> None:
@@ -163,16 +157,11 @@ def apply_cost(masks: list[Mask], width: int, rounds: int) -> dict[str, float]:
     return {f"{rows} rows": statistics.median(times) * 1e6 for rows, times in taken.items()}
 
 
-def measure(size: str, backend: str, rounds: int, walks: int) -> dict[str, Any]:
+def measure(size: str, rounds: int, walks: int) -> dict[str, Any]:
     vocab = vocabulary(size)
-    v = vocab
-    found: Any = (
-        LlguidanceBackend(vocab)
-        if backend == "llguidance"
-        else OutlinesCoreBackend(v.token_bytes, v.eos_ids, v.special_ids, v.vocab_size)
-    )
+    found = LlguidanceBackend(vocab)
     benches = [Bench(constraint, vocab, found) for constraint in CONSTRAINTS]
-    benches[0].cold()  # warm-up: imports, and the process in which outlines_core compiles
+    benches[0].cold()  # warm-up: imports
     benches[0].times = {name: [] for name in benches[0].times}
     for number in range(rounds):
         for bench in benches:
@@ -196,7 +185,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", choices=WIDTHS, default=list(WIDTHS))
     parser.add_argument("--rounds", type=int, default=5, help="each compiles every constraint five times")
     parser.add_argument("--walks", type=int, default=5, help="over each compiled constraint")
-    parser.add_argument("--outlines-core", nargs="*", choices=(*WIDTHS, "none"), default=["32k"])
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
@@ -222,12 +210,7 @@ def table(report: dict[str, Any]) -> str:
 def main() -> None:
     options = parse()
     torch.set_num_threads(1)
-    report = {
-        f"llguidance, {size}": measure(size, "llguidance", options.rounds, options.walks) for size in options.sizes
-    }
-    for size in options.outlines_core:
-        if size in options.sizes:
-            report[f"outlines_core, {size}"] = measure(size, "outlines_core", 1, options.walks)
+    report = {f"llguidance, {size}": measure(size, options.rounds, options.walks) for size in options.sizes}
     print(json.dumps(report) if options.json else table(report))
 
 

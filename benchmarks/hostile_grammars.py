@@ -47,10 +47,6 @@ def crossed(count: int) -> dict[str, Any]:
     return {"allOf": [{"type": "string", "pattern": f"^(a{{{prime}}})+$"} for prime in primes]}
 
 
-def outlines(pattern: str) -> Grammar:
-    return Grammar.regex(pattern, backend="outlines_core")
-
-
 CASES: dict[str, Callable[[], Any]] = {
     "60,000 nested groups": lambda: Grammar.regex("(" * 60_000 + "a" + ")" * 60_000),
     "60,000 nested groups in Lark": lambda: Grammar.lark("start: " + "(" * 60_000 + '"a"' + ")" * 60_000),
@@ -81,8 +77,5 @@ CASES: dict[str, Callable[[], Any]] = {
     "no output: minLength 5, maxLength 3": lambda: Grammar.json_schema(
         {"type": "string", "minLength": 5, "maxLength": 3}
     ),
-    "outlines_core: ambiguous x 20": lambda: outlines(EXPONENTIAL),
-    "outlines_core: .*a.{20}": lambda: outlines(".*a.{20}"),
-    "outlines_core: a{0,10000} x 3": lambda: outlines(r"\w{0,9000}x\w{0,9000}y\w{0,9000}"),
 }
 """Some are harmless after all: what matters is that none takes long or takes others down."""

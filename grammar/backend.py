@@ -1,6 +1,6 @@
 """The interface of a grammar library: templates compiled once, states copied from them, and a way to the nearest end.
 
-Two backends implement it, under their outlines names: `llguidance` and `outlines_core`.
+One library implements it: `llguidance_backend`.
 """
 
 from __future__ import annotations

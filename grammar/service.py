@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -65,11 +65,11 @@ class _Job:
 class GrammarService:
     """A `GrammarCompiler`. `start` and `cancel` are called on the engine's loop, `check` from any thread."""
 
-    def __init__(self, backends: Mapping[str, Callable[[], Backend]], config: GrammarSettings) -> None:
-        """`backends`: how to make each backend, by name; made at first use. `config.grammar_backend` is the default."""
-        self._make = dict(backends)
+    def __init__(self, make: Callable[[], Backend], config: GrammarSettings) -> None:
+        """`make` returns the grammar library; it is called at first use."""
+        self._make = make
         self._config = config
-        self._backends: dict[str, Backend] = {}
+        self._backend: Backend | None = None
         self._cache = TemplateCache(int(config.grammar_cache_memory))
         self._jobs: dict[str, _Job] = {}
         self._job_of: dict[int, _Job] = {}
@@ -83,7 +83,7 @@ class GrammarService:
 
     def check(self, grammar: Any, budget: int, on_budget: OnBudget) -> Grammar:
         spec = Grammar.of(grammar)
-        key = self._key(spec)
+        key = spec.key
         with self._lock:
             known = self._cache.get(key)
         if known is None:  # what is in the cache has been checked: a request with a known grammar does not pay again
@@ -100,17 +100,11 @@ class GrammarService:
     def text_check(self, grammar: Any) -> Callable[[str], str | None] | None:
         return text_check(grammar)
 
-    def _key(self, spec: Grammar) -> str:
-        return f"{self._backend_name(spec)}:{spec.key}"
-
-    def _backend_name(self, spec: Grammar) -> str:
-        return self._config.grammar_backend if spec.backend == "auto" else spec.backend
-
     # ---------------------------------------------------------------- the queue
 
     def start(self, ticket: int, order: GrammarOrder, done: GrammarDone) -> None:
         spec: Grammar = order.grammar
-        key = self._key(spec)
+        key = spec.key
         with self._lock:
             if self._closed:
                 raise EngineClosed("the engine is closed")
@@ -197,7 +191,7 @@ class GrammarService:
         outcome: Template | Exception
         try:
             if known is None or isinstance(known, GrammarError):
-                known = self._backend(spec).compile(spec, self._config.grammar_timeout)
+                known = self._library().compile(spec, self._config.grammar_timeout)
                 self.compiled += 1
             if any(_wants_shorter(known, waiter.order) for waiter in list(job.waiters.values())):
                 known.refine()
@@ -221,28 +215,25 @@ class GrammarService:
                     waiter.loop.call_soon_threadsafe(waiter.alarm.cancel)
             waiter.done(ticket, _outcome(outcome, waiter.order))
 
-    def _backend(self, spec: Grammar) -> Backend:
-        name = self._backend_name(spec)
+    def _library(self) -> Backend:
         with self._lock:
-            if name not in self._backends:
-                if name not in self._make:
-                    raise GrammarError("grammar", f"this engine has no grammar backend {name!r}")
-                self._backends[name] = self._make[name]()
-            return self._backends[name]
+            if self._backend is None:
+                self._backend = self._make()
+            return self._backend
 
     def close(self) -> None:
         """Cancel what has not begun and let go of the rest. Idempotent."""
         with self._lock:
             self._closed = True
             pool, self._pool = self._pool, None
-            backends = list(self._backends.values())
+            backend = self._backend
             waiters = [waiter for job in self._jobs.values() for waiter in job.waiters.values()]
             self._jobs.clear()
             self._job_of.clear()
         for waiter in waiters:
             if waiter.alarm is not None:
                 waiter.alarm.cancel()
-        for backend in backends:
+        if backend is not None:
             backend.close()
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)

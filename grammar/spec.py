@@ -14,7 +14,7 @@ Kind = Literal["json_schema", "regex", "choice", "lark"]
 Whitespace = Literal["flexible", "single_space", "compact"]
 Unsupported = Literal["error", "ignore", "validate"]
 Formats = Literal["known", "strict"]
-Backend = Literal["auto", "llguidance", "outlines_core"]
+Backend = Literal["auto", "llguidance"]
 
 KEY_VERSION = 4
 """Goes into `Grammar.key`; raise it when the same text comes to mean something else."""

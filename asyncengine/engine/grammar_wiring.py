@@ -23,7 +23,6 @@ def make_grammars(
     Takes half a second for a large vocabulary and holds the interpreter lock while it does: part of loading.
     """
     from asyncengine.grammar.llguidance_backend import LlguidanceBackend
-    from asyncengine.grammar.outlines_core_backend import OutlinesCoreBackend
     from asyncengine.grammar.service import GrammarService
     from asyncengine.grammar.vocabulary import Vocabulary
 
@@ -41,12 +40,7 @@ def make_grammars(
         lambda text: tokenizer.encode(text, add_special_tokens=False),
     )
     vocabulary.warm_up()
-
-    def outlines_core() -> OutlinesCoreBackend:
-        v = vocabulary
-        return OutlinesCoreBackend(v.token_bytes, v.eos_ids, v.special_ids, v.vocab_size)
-
-    return GrammarService({"llguidance": lambda: LlguidanceBackend(vocabulary), "outlines_core": outlines_core}, config)
+    return GrammarService(lambda: LlguidanceBackend(vocabulary), config)
 
 
 def make_planner(

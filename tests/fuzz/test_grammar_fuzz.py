@@ -171,7 +171,7 @@ class Traffic:
 async def test_callers_of_an_engine_leave_and_come_back_under_the_same_id(depth: int) -> None:
     """And what the engine recorded, with whatever its threads did meanwhile, replays to the same outputs."""
     recording, outputs = Recording(EngineConfig(), 120), []
-    service = GrammarService({"llguidance": lambda: LlguidanceBackend(shared_vocabulary())}, EngineConfig())
+    service = GrammarService(lambda: LlguidanceBackend(shared_vocabulary()), EngineConfig())
     engine = make_engine(
         executor=SteppedExecutor(120, 4, MODEL),
         eos=EOS,

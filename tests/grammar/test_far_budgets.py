@@ -114,7 +114,7 @@ class Served:
     """A compile service that is asked for one grammar again and again."""
 
     def __init__(self, vocabulary: Vocabulary, grammar: Grammar) -> None:
-        self.service = GrammarService({"llguidance": lambda: LlguidanceBackend(vocabulary)}, EngineConfig())
+        self.service = GrammarService(lambda: LlguidanceBackend(vocabulary), EngineConfig())
         self.grammar = grammar
         self.asked = 0
 

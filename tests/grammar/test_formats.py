@@ -14,7 +14,6 @@ from asyncengine.errors import GrammarError, GrammarUnsupported
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.formats import LIBRARY, PATTERNS
 from asyncengine.grammar.lower import fragment
-from asyncengine.grammar.outlines_core_backend import pattern_of
 from asyncengine.grammar.schemas import class_schema
 
 from .oracle import accepts, complaint, matcher
@@ -83,14 +82,3 @@ def test_formats_of_pydantic_s_own_types_are_what_pydantic_reads(name: str) -> N
     found, random = matcher(Grammar.json_schema(class_schema(Ids)["properties"][name], formats="strict")), Random(name)
     for _ in range(100):
         TypeAdapter(get_type_hints(Ids, include_extras=True)[name]).validate_python(text_of_walk(found, random))
-
-
-def test_outlines_core_reads_formats_alike() -> None:
-    schema = {"type": "string", "format": "path"}
-    pattern_of(Grammar.json_schema(schema, backend="outlines_core"))
-    for refused in (
-        Grammar.json_schema(schema, backend="outlines_core", formats="strict"),
-        Grammar.json_schema({"type": "string", "format": "uri"}, backend="outlines_core"),
-    ):
-        with pytest.raises(GrammarUnsupported, match="format"):
-            pattern_of(refused)

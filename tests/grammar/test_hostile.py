@@ -97,8 +97,8 @@ async def test_what_may_be_served_is_served_or_refused_in_time() -> None:
     ],
 )
 def test_a_refusal_names_its_limit(name: str, kind: type[GrammarError], says: str) -> None:
-    service = GrammarService({}, EngineConfig())
     backend = LlguidanceBackend(shared_vocabulary())
+    service = GrammarService(lambda: backend, EngineConfig())
     with pytest.raises(kind, match=says.replace("$", r"\$")):
         backend.compile(service.check(REFUSED[name](), 100, "close"), 10)
 

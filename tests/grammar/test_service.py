@@ -105,7 +105,7 @@ class Desk:
 
     def __init__(self, **settings: Any) -> None:
         self.backend = Backend()
-        self.service = GrammarService({"llguidance": lambda: self.backend}, EngineConfig(**settings))
+        self.service = GrammarService(lambda: self.backend, EngineConfig(**settings))
         self.answers: dict[int, asyncio.Future[Any]] = {}
         self.order: list[int] = []
         self.loop = asyncio.get_running_loop()
@@ -325,10 +325,3 @@ async def test_closing_answers_nobody_and_leaves_no_thread():
         desk.service.close()
         with pytest.raises(EngineClosed):
             desk.start(3, A)
-
-
-async def test_an_unknown_backend_is_an_error_of_the_request():
-    async with Desk() as desk:
-        outcome = await desk.start(1, Grammar.regex("a+", backend="outlines_core"))
-        assert isinstance(outcome, GrammarError)
-        assert "outlines_core" in str(outcome)

@@ -66,7 +66,7 @@ def free(engine: AsyncEngine, prompt: list[int], max_tokens: int) -> list[int]:
 async def desk(**settings: Any) -> AsyncIterator[Desk]:
     """An engine whose grammars are real; at the end it holds nothing and its books balance."""
     backend = SlowBackend()
-    service = GrammarService({"llguidance": lambda: backend}, EngineConfig(**settings))
+    service = GrammarService(lambda: backend, EngineConfig(**settings))
     executor = SteppedExecutor(128, 4, FakeModel(LOGITS, EOS))
     engine = make_engine(executor=executor, eos=EOS, wiring={"grammars": service}, check_every=1, **settings)
     async with engine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self, SupportsIndex, Unpack
@@ -18,6 +19,7 @@ from asyncengine.engine.assembler import Assembler
 from asyncengine.engine.frontend import Frontend
 from asyncengine.engine.hosting import Host, OwnedHost, ThreadHost
 from asyncengine.engine.load_once import Build, LoadOnce
+from asyncengine.engine.pinning import pinned
 from asyncengine.engine.threads import INLINE_CHARS, finished, finished_blocking
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter, WrongLoop
@@ -209,6 +211,16 @@ class AsyncEngine:
         """The whole answer to a chat; keywords as `stream_chat`. Raises as `generate`."""
         async with self.stream_chat(messages, params, **options) as stream:
             return await stream.result()
+
+    def pin(
+        self, prefix: Prompt | ChatMessages, *, tools: ToolSpecs | None = None, adapter: str | None = None,
+        cache_salt: str | None = None,
+    ) -> AbstractAsyncContextManager[int]:  # fmt: skip
+        """Keep a prompt, or the beginning of a chat, in the prefix cache during `async with`, which gives its tokens'
+        number. Raises as `generate`, and where it takes over half of the cache (docs/howto/persistence.md)."""
+        return pinned(
+            self._awaited, self._stream, prefix, tools, RequestOptions(adapter=adapter, cache_salt=cache_salt)
+        )
 
     # ---------------------------------------------------------------- vectors
 

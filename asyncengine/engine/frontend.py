@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from asyncengine.checks import MAX_INT64, MIN_INT64, as_integer, as_items, as_switch
 from asyncengine.config import EngineConfig
@@ -16,6 +16,7 @@ from asyncengine.engine.assembler import Assembler
 from asyncengine.engine.image_prompts import ImagePrompts
 from asyncengine.engine.loop import EngineLoop, WeightUpdate
 from asyncengine.engine.loop_client import LoopClient
+from asyncengine.engine.pinning import Pinning
 from asyncengine.engine.profiling import MOST_STEPS, Profile
 from asyncengine.engine.snapshot import snapshot
 from asyncengine.engine.threads import begun
@@ -92,6 +93,7 @@ class Frontend:
         self.info = info
         self.planner = planner
         self.adapters = adapters
+        self.pinning = Pinning(loop)
         self._threads = threads
         self._adapter_folder = adapter_folder
         self._prepare_update = prepare_update
@@ -172,6 +174,14 @@ class Frontend:
         if isinstance(prompt, Iterator):  # it may have no end
             prompt = self._first_tokens(prompt)
         return self.validator.prepare(self.encode(prompt), params, options, arrival)
+
+    def prefix(self, prefix: Prompt | ChatMessages, tools: ToolSpecs | None) -> list[int]:
+        """Token ids of a prompt, or of a chat that may go on, without what the template writes before an answer."""
+        if isinstance(prefix, Sequence) and isinstance(next(iter(prefix), None), Mapping):
+            return self.tokens(cast(ChatMessages, prefix), tools, {"add_generation_prompt": False})
+        if tools is not None:
+            raise InvalidParameter("tools", "go with a chat, and this is a prompt")
+        return self.encode(cast(Prompt, prefix))
 
     def _first_tokens(self, prompt: Iterator[int]) -> list[int]:
         limit = self.info.max_model_len

@@ -116,6 +116,8 @@ class StateGroup:
         self._reading: Retiring[Snapshot] = Retiring(lambda snapshot: self._pin(snapshot, -1))
         self._arriving: dict[int, None] = {}
         """Slots into which a stored state is being read."""
+        self._kept: list[Snapshot] = []
+        """Snapshots of pinned prefixes."""
         self.hung: list[Snapshot] | None = None
         """Snapshots taken since somebody last emptied it; None: nobody does."""
         self._num_pinned = 0
@@ -297,6 +299,20 @@ class StateGroup:
         """The snapshot that hangs on `node`: another object for each time that one was taken."""
         return self._at(node)
 
+    def keep(self, node: Node) -> Snapshot | None:
+        """Keep the snapshot of `node`, if it has one, until `keep_no_more`."""
+        snapshot = self._at(node)
+        if snapshot is not None:
+            self._kept.append(snapshot)
+            self._pin(snapshot, 1)
+        return snapshot
+
+    def keep_no_more(self, snapshot: Snapshot | None) -> None:
+        """Undo `keep`."""
+        if snapshot is not None:
+            self._kept.remove(snapshot)
+            self._pin(snapshot, -1)
+
     def _at(self, node: Node) -> Snapshot | None:
         return self._snapshots.get(node.state) or self._passed.get(node.state)
 
@@ -385,7 +401,7 @@ class StateGroup:
         snapshots = {each.slot: each for each in self._in_order()}
         if {slot: each.node for slot, each in snapshots.items()} != hung:
             raise InvariantViolation(f"snapshots {sorted(snapshots)}, but the tree's are {sorted(hung)}")
-        readers = [*self._reading, *(each.unread for each in working if each.unread is not None)]
+        readers = [*self._kept, *self._reading, *(each.unread for each in working if each.unread is not None)]
         for snapshot in snapshots.values():
             if snapshot.readers != (count := readers.count(snapshot)):
                 raise InvariantViolation(

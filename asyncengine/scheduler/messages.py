@@ -93,9 +93,23 @@ class WithdrawUpdate:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class PinPrefix:
+    """The prompt of `ticket`, which comes next, is to stay in the cache when it has ended (`scheduler.pins`)."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnpinPrefix:
+    """The prompt of `ticket` need not stay any longer. Ignored if it is not pinned."""
+
+    ticket: int
+
+
 Message = (
     RequestSpec | Abort | StopText | GrammarReady | AdapterReady | PrefixFound | PrefixLoaded | Drain | UpdateWeights
-    | WithdrawUpdate
+    | WithdrawUpdate | PinPrefix | UnpinPrefix
 )  # fmt: skip
 
 EndReason = Literal["stop", "length", "abort", "timeout", "error"]

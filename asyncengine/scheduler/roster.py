@@ -17,6 +17,7 @@ from asyncengine.policies import Policy
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler.messages import EndReason
 from asyncengine.scheduler.output import Counters, Output, with_counts
+from asyncengine.scheduler.pins import Pins
 from asyncengine.scheduler.queues import Deadlines, WaitingQueue
 from asyncengine.scheduler.request import Request, RequestState
 from asyncengine.scheduler.restores import Restores
@@ -51,6 +52,7 @@ class Roster:
         self.grammar_queue: dict[int, Request] = {}
         self.adapter_queue: dict[int, Request] = {}
         self.restores = restores
+        self.pins = Pins(kv)
         self.weights = WeightUpdates()
         self.deadlines = Deadlines()
         self.counters = Counters()
@@ -179,6 +181,8 @@ class Roster:
                     self.waiting.remove(request)
             case RequestState.RESTORE_QUEUE:
                 self.restores.discard(request)
+        if request.ticket in self.pins.wanted:
+            self.pins.hold(request, self.namespace(request))
         self.grammar_queue.pop(request.ticket, None)
         self.adapter_queue.pop(request.ticket, None)
         if request.first_step_at is None:

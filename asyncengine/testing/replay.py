@@ -30,9 +30,11 @@ from asyncengine.scheduler.messages import (
     Drain,
     GrammarReady,
     Message,
+    PinPrefix,
     PrefixFound,
     PrefixLoaded,
     StopText,
+    UnpinPrefix,
     UpdateWeights,
     WithdrawUpdate,
 )
@@ -43,7 +45,7 @@ _MESSAGES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
         RequestSpec, Abort, StopText, GrammarReady, AdapterReady, PrefixFound, PrefixLoaded, Drain, UpdateWeights,
-        WithdrawUpdate,
+        WithdrawUpdate, PinPrefix, UnpinPrefix,
     )
 }  # fmt: skip
 

@@ -235,6 +235,8 @@ class RecordPart(IntEnum):
     PAGE = 1
     WINDOW = 2
     STATE = 3
+    ABOUT = 4
+    """No memory, but what a stream of records stands for (`kvcache.store.prefix_stream`)."""
 
 
 class PageMemory(Protocol):

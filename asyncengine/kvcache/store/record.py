@@ -2,7 +2,7 @@
 
 A record is a head and a payload. All numbers are little-endian:
 
-    4s  magic "AEKV"          H   version of the format      H   part: 1 page, 2 window page, 3 state
+    4s  magic "AEKV"          H   version of the format      H   part: 1 page, 2 window page, 3 state, 4 about
     I   words of tokens n     I   CRC-32 of the payload      Q   bytes of the payload
     32s fingerprint           32s digest of the parent       n i (int32) tokens of this page
     I   CRC-32 of all of the head before it
@@ -12,15 +12,16 @@ The **digest** of a page is the SHA-256 of its parent's digest and its own token
 `root_digest`, of a fingerprint and a namespace. So a digest stands for a model, an adapter and all tokens up to there,
 and the digest that is computed from a prompt's own tokens finds only what was computed for the same ones. A state has
 the digest of the page whose last token it has taken in. The **fingerprint** is everything else that the numbers depend
-on (`engine.fingerprint`).
+on, by name (`Identity`; `engine.store_wiring`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 import zlib
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import BinaryIO, NamedTuple
 
 from asyncengine.step import RecordPart
@@ -36,6 +37,8 @@ _PICTURE_WORDS = 6
 _MOST_BYTES = 2**40
 
 Buffer = bytes | bytearray | memoryview
+Identity = Mapping[str, str]
+"""What keys, values and states depend on beside tokens and adapter, by its name in words: values or digests of them."""
 
 
 class RecordError(ValueError):
@@ -123,6 +126,11 @@ def page_digest(parent: bytes, tokens: bytes) -> bytes:
     return hashlib.sha256(parent + tokens).digest()
 
 
+def fingerprint_of(identity: Identity) -> bytes:
+    """Digest of an identity, 32 bytes."""
+    return hashlib.sha256(json.dumps(dict(identity), sort_keys=True).encode()).digest()
+
+
 def root_digest(fingerprint: bytes, namespace: tuple[Hashable, ...]) -> bytes:
     """The parent's digest of first pages of a namespace (adapter's content, cache salt)."""
     return hashlib.sha256(b"root" + fingerprint + repr(namespace).encode()).digest()
@@ -155,16 +163,20 @@ def write_record(file: BinaryIO, header: Header, buffers: Iterable[Buffer]) -> i
     return len(head) + header.size
 
 
-def read_records(file: BinaryIO) -> Iterator[tuple[Header, bytes]]:
-    """Each record of a file from where it stands to its end, with its payload, checked. Raises `RecordError` at the
-    first that is not whole."""
+def read_records(
+    file: BinaryIO, buffers: Callable[[Header], Sequence[memoryview]]
+) -> Iterator[tuple[Header, Sequence[memoryview]]]:
+    """Each record of a file from where it stands to its end, checked, with its payload in what `buffers` gave for its
+    header. Raises `RecordError` at the first that is not whole, or does not fit its buffers."""
     while head := file.read(_HEAD.size):
         if len(head) == _HEAD.size:
             head += file.read(4 * min(_HEAD.unpack(head)[3], _MOST_TOKENS) + _CRC.size)
         header, _ = Header.unpack(head)
-        payload = file.read(header.size)
-        if len(payload) < header.size:
+        payload = buffers(header)
+        if sum(map(len, payload)) != header.size:
+            raise RecordError("the payload of a record has another size than it should")
+        if sum(file.readinto(buffer) for buffer in payload) < header.size:  # type: ignore[attr-defined]
             raise RecordError("the payload of a record is cut off")
-        if checksum((payload,)) != header.checksum:
+        if checksum(payload) != header.checksum:
             raise RecordError("the payload of a record is damaged")
         yield header, payload

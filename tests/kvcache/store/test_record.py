@@ -32,10 +32,20 @@ def make_record(tokens: list[int], buffers: list[bytes], part: RecordPart = Reco
     return file.getvalue()
 
 
+def read(file: bytes | bytearray) -> list[tuple[Header, bytes]]:
+    """Records of a file, whose payloads are read into two buffers each."""
+
+    def halves(header: Header) -> list[memoryview]:
+        payload = memoryview(bytearray(header.size))
+        return [payload[: header.size // 2], payload[header.size // 2 :]]
+
+    return [(header, b"".join(payload)) for header, payload in read_records(io.BytesIO(file), halves)]
+
+
 def test_records_are_read_as_they_were_written() -> None:
     buffers = [b"keys", b"", b"values"]
     file = make_record([1, -2, 2**31 - 1], buffers) + make_record([4], [b""], RecordPart.STATE)
-    (first, payload), (second, nothing) = read_records(io.BytesIO(file))
+    (first, payload), (second, nothing) = read(file)
     assert payload == b"keysvalues"
     assert nothing == b""
     assert first.tokens == pack_tokens([1, -2, 2**31 - 1])
@@ -51,10 +61,10 @@ def test_any_changed_byte_and_any_cut_is_found() -> None:
         changed = bytearray(whole)
         changed[place] ^= rng.randrange(1, 256)
         with pytest.raises(RecordError):
-            list(read_records(io.BytesIO(changed)))
+            read(changed)
     for length in range(1, len(whole)):
         with pytest.raises(RecordError):
-            list(read_records(io.BytesIO(whole[:length])))
+            read(whole[:length])
 
 
 def test_a_digest_stands_for_everything_before_it() -> None:
@@ -81,6 +91,6 @@ def test_pages_of_pictures_have_all_of_their_digests() -> None:
     assert len({*packed}) == len(pages)
     assert len({page_digest(ROOT, each) for each in packed}) == len(pages)
     file = make_record(pages[0], [b"keys"])
-    ((header, _),) = read_records(io.BytesIO(file))
+    ((header, _),) = read(file)
     assert header.tokens == packed[0]
     assert header.num_tokens == 3

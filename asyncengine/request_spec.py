@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from asyncengine.images import ImageSpan, without_identity
 from asyncengine.options import RequestOptions
@@ -22,6 +23,18 @@ class Pooled:
     """First positions that are no part of it (a prompt, where the model leaves it out)."""
     second: int = 0
     """Index of the second text's first token, for pairs and models with token types; 0: there is none."""
+
+
+class Peer(NamedTuple):
+    """Another engine, which has more of a request's prefix in its cache than the one that the request goes to."""
+
+    name: str
+    url: str
+    """The address at which it answers."""
+    key: bytes
+    """Its public key."""
+    pages: int = 0
+    """The number of full pages of the prompt, from the first on, that it had a moment ago."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -67,7 +80,8 @@ class RequestSpec:
     """Seconds between two of its tokens, at most."""
     resumed: tuple[int, ...] = ()
     """Output it already has, from an engine that was lost: it goes on behind that, like one that was preempted."""
-
+    peer: Peer | None = None
+    """An engine that may be asked for its prefix."""
     pooled: Pooled | None = None
     """Asked for a vector: `max_total` is the length of the prompt."""
     images: tuple[ImageSpan, ...] = ()

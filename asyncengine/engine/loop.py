@@ -28,6 +28,7 @@ from asyncengine.engine.clock import Clock
 from asyncengine.engine.delivery import Delivery
 from asyncengine.engine.device_thread import Runner
 from asyncengine.engine.inbox import Inbox
+from asyncengine.engine.peers import PeerPrefixes
 from asyncengine.engine.prefix_store import PrefixStore
 from asyncengine.engine.watchdog import Watchdog
 from asyncengine.errors import EngineClosed, EngineDead, EngineError
@@ -104,6 +105,8 @@ class EngineLoop:
         self.grammars = grammars
         self.adapters = adapters
         self.prefixes = prefixes
+        self.peers: PeerPrefixes | None = None
+        """Other engines that may have what a request begins with (`share`)."""
         self.queue_limit = queue_limit or QueueLimit(None, None)
         self.inbox: Inbox[Message] = Inbox()
         self.meter = Meter()
@@ -127,6 +130,11 @@ class EngineLoop:
     def have_loop(self) -> None:
         """Before it runs: the event loop that it will run on is nobody else's."""
         self.runner.have_loop()
+
+    def share(self, peers: PeerPrefixes) -> None:
+        """Ask `peers` for prefixes from now on. On this loop's thread."""
+        self.peers = peers
+        self.scheduler.restores.enabled = True
 
     async def run(self) -> None:
         """Serve until drained. Never raises but for cancellation: what kills the engine is told to every stream."""
@@ -167,23 +175,32 @@ class EngineLoop:
         if self.scheduler.grammar_queue or self.scheduler.adapter_queue:  # what is there was answered at once
             for message in self.inbox.take():
                 self._apply(message)
-        if self.prefixes is not None:
-            self._restore(self.prefixes)
+        if self.scheduler.restores.enabled:
+            self._restore()
 
-    def _restore(self, prefixes: PrefixStore) -> None:
-        """Look up on the disk what requests begin with, and have it read where that is worth it."""
-        restores, kv = self.scheduler.restores, self.scheduler.kv
+    def _restore(self) -> None:
+        """Look up on the disk, or ask a peer, what requests begin with, and have it read where that is worth it."""
+        restores, kv, prefixes = self.scheduler.restores, self.scheduler.kv, self.prefixes
         near = None if kv.windows is None or kv.windows.lookback is None else kv.windows.lookback.first
         for request, namespace, limit, cached in restores.take_wanted():
-            where = namespace, request.tokens, limit, cached
-            pages, patience = prefixes.find(*where, near, kv.states is not None)
-            self._apply(PrefixFound(request.ticket, pages, self.clock.now() + patience))
+            pages, patience, peer = 0, 0.0, request.spec.peer
+            if prefixes is not None:
+                where = namespace, request.tokens, limit, cached
+                pages, patience = prefixes.find(*where, near, kv.states is not None)
+            found = PrefixFound(request.ticket, pages, self.clock.now() + patience)
+            if self.peers is None or peer is None or peer.pages <= max(pages, cached // kv.page_size):
+                self._apply(found)
+            else:
+                self.peers.ask(peer, namespace, request.tokens[:limit], cached, found, self.inbox.post)
         for order in restores.take_orders():
-            prefixes.load(order, self._prefix_loaded)
-        prefixes.save(kv.take_unsaved())
+            source = prefixes if order.peer is None else self.peers
+            if source is not None:
+                source.load(order, self._prefix_loaded)
+        if prefixes is not None:
+            prefixes.save(kv.take_unsaved())
 
     def _prefix_loaded(self, number: int, pages: int, state: bool) -> None:
-        """The prefix store's answer, from any thread."""
+        """The prefix store's or the peers' answer, from any thread."""
         self.inbox.post(PrefixLoaded(number, pages, state))
 
     def _apply(self, message: Message) -> None:
@@ -251,8 +268,9 @@ class EngineLoop:
         if self.record is not None:
             self.record("start_anew", number)
         self.scheduler.start_anew(number)
-        if self.prefixes is not None:
-            self.prefixes.forget()
+        for source in (self.prefixes, self.peers):
+            if source is not None:
+                source.forget()
         version = self.delivery.weight_version + 1 if update.version is None else update.version
         try:
             await self.runner.call(update.write)
@@ -317,6 +335,8 @@ class EngineLoop:
             self.record("commit", now)
         self.scheduler.commit(result, now)
         self.meter.step.append(took := now - launched_at)
+        if self.peers is not None:
+            self.peers.saw(batch, took)
         if batch.step % self.config.check_every == 0:
             self.scheduler.check_sums()
         if self.hooks:
@@ -384,6 +404,8 @@ class EngineLoop:
         for part in (self.grammars, self.adapters):
             if part is not None:
                 part.close()
+        if self.peers is not None:
+            self.peers.close()
         if self.prefixes is not None:
             self.prefixes.save(self.scheduler.kv.take_unsaved())
             self.prefixes.close_soon()

@@ -57,6 +57,14 @@ class Rates(NamedTuple):
     compute: float | None = None
     """Tokens a second."""
 
+    def patience(self, num_tokens: int, nbytes: int) -> float:
+        """Seconds to wait, at most, for `nbytes` to be read in place of computing `num_tokens`; 0.0: it is not worth
+        it."""
+        seconds = _OVERHEAD + (nbytes / self.read if self.read else 0.0)
+        if not num_tokens or (self.compute is not None and seconds > _WORTH * num_tokens / self.compute):
+            return 0.0
+        return _LEAST_PATIENCE + _PATIENCE * seconds
+
 
 class PrefixStore:
     """Records of one engine's prefix cache. Every method but those of threads is called on the engine's loop."""
@@ -139,14 +147,8 @@ class PrefixStore:
                     continue
                 extra += state.size
             found, nbytes = end, total + extra
-        return self._worth(found, (found - known) * size, nbytes)
-
-    def _worth(self, pages: int, num_tokens: int, nbytes: int) -> tuple[int, float]:
-        read, compute = self.rates
-        seconds = _OVERHEAD + (nbytes / read if read else 0.0)
-        if not pages or (compute is not None and seconds > _WORTH * num_tokens / compute):
-            return 0, 0.0
-        return pages, _LEAST_PATIENCE + _PATIENCE * seconds
+        patience = self.rates.patience((found - known) * size, nbytes)
+        return (found, patience) if patience else (0, 0.0)
 
     def load(self, order: RestoreOrder, loaded: Loaded) -> None:
         """Read what `order` says; `loaded` is called in any case."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncengine.request_spec import RequestSpec
+from asyncengine.request_spec import Peer, RequestSpec
 from asyncengine.step import GrammarMatcher
 
 
@@ -56,12 +56,13 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class PrefixFound:
-    """So many of the first pages of `ticket`, those in the cache included, can be had by reading from a disk sooner
-    than by computing; 0: nothing can. It waits for that until the clock reads `until`."""
+    """So many of the first pages of `ticket`, those in the cache included, can be had by reading from a disk, or from
+    `peer`, sooner than by computing; 0: nothing can. It waits for that until the clock reads `until`."""
 
     ticket: int
     pages: int
     until: float = 0.0
+    peer: Peer | None = None
 
 
 @dataclass(frozen=True, slots=True)

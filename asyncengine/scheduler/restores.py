@@ -1,4 +1,4 @@
-"""Requests whose prefix is on a disk: they wait until it has been read into pages, as others wait for their grammar.
+"""Requests whose prefix is on a disk or at a peer: they wait until it is in pages here, as others for their grammar.
 
 A request that has everything else is looked up first (`take_wanted`; the engine answers with `PrefixFound`). Where
 reading is worth it, pages are taken for what is there, like a running request's, and an order to fill them goes out
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from asyncengine.kvcache import KVCache, PageTable
 from asyncengine.kvcache.kv_cache import TableAndTokens
 from asyncengine.kvcache.radix_tree import Namespace
+from asyncengine.request_spec import Peer
 from asyncengine.scheduler.messages import PrefixFound, PrefixLoaded
 from asyncengine.scheduler.request import Request, RequestState
 
@@ -27,7 +28,7 @@ each."""
 
 @dataclass(slots=True, eq=False)
 class RestoreOrder:
-    """Pages to be filled from a disk. Read by another thread; nothing changes but `cancelled`."""
+    """Pages to be filled from a disk or by a peer. Read by another thread; nothing changes but `cancelled`."""
 
     number: int
     namespace: Namespace
@@ -41,6 +42,10 @@ class RestoreOrder:
     """Window pages likewise."""
     slot: int = 0
     """The slot for the state after the last token; 0: there is none."""
+    peer: Peer | None = None
+    """The engine that has them; None: they are on the disk."""
+    until: float = 0.0
+    """Clock reading until which the first request waits for it."""
     cancelled: bool = False
     """True: no request waits for it any more, so that it may end early."""
     late: bool = False
@@ -211,7 +216,7 @@ class Restores:
         order = RestoreOrder(
             self._number, space, request.tokens[: answer.pages * size], table.num_shared,
             _to_fill(table, table.num_shared), () if table.window is None else _to_fill(table.window, table.num_shared),
-            slot,
+            slot, answer.peer, answer.until,
         )  # fmt: skip
         self._orders.append(order)
         reading = self._readings[order.number] = _Reading(order, table, request.spec.options.priority, answer.until)

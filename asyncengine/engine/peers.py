@@ -1,0 +1,264 @@
+"""Prefixes in the caches of other engines: a request that was told of such a peer waits for its pages as for a disk's.
+
+The peer is asked what it has (`ask`); where that is more than is here, and sooner had than computed, the request gets
+pages which are filled batch by batch (`load`), each batch a stream of records (`kvcache.store.prefix_stream`) that says
+what it was computed with, for which tokens, and has a checksum for everything. A peer that does not answer, answers too
+late or with anything else is a reading that ends early: what is not there is computed, and nobody else has waited.
+
+The peer locks nothing. It copies pages as the writer of the durable cache does, and looks afterwards whether its tree
+still had them (`kvcache.saving`); a page that has gone meanwhile is an answer less.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from typing import Any
+
+from asyncengine.engine.clock import Clock
+from asyncengine.engine.prefix_store import Loaded, Rates
+from asyncengine.kvcache import KVCache
+from asyncengine.kvcache.radix_tree import Namespace
+from asyncengine.kvcache.saving import Unsaved
+from asyncengine.kvcache.store.prefix_stream import PrefixReader, write_prefix
+from asyncengine.kvcache.store.record import Identity, RecordError, fingerprint_of
+from asyncengine.request_spec import Peer
+from asyncengine.scheduler.messages import PrefixFound
+from asyncengine.scheduler.restores import RestoreOrder
+from asyncengine.step import Batch, PageMemory, RecordPart
+
+logger = logging.getLogger("asyncengine")
+
+ASK_SECONDS = 0.25
+"""Seconds that a request waits for a peer to say what it has, at most."""
+BATCH_BYTES = 4 * 2**20
+"""Bytes of the records of one answer, if one record alone is not more. A pull has two answers under way."""
+MOST_PULLS = 2
+"""Pulls that run at a time, and answers that are copied at a time; others wait for their turn."""
+FORGET_SECONDS = 30.0
+"""Seconds after which a peer's rate counts as unknown again: it may have been slow, or away, for a while."""
+_LEAST_TOKENS = 64
+"""Tokens of a prompt in a step from which on its time says how fast prompts are computed."""
+
+Call = Callable[[Peer, bytes], Awaitable[bytes]]
+"""Brings a question to a peer and its answer back."""
+Part = tuple[RecordPart, int, int]
+"""Part, place of its page among those of the prefix, and number in the memory of that part."""
+
+
+class PeerPrefixes:
+    """One engine's questions to its peers, and its answers to theirs. Every method is called on the engine's loop."""
+
+    def __init__(
+        self, kv: KVCache, identity: Identity, memory: PageMemory, clock: Clock, call: Call,
+        prompt_rate: float | None = None,
+    ) -> None:  # fmt: skip
+        """`identity`: what the numbers in `memory` depend on; peers of another one are of no use. `prompt_rate`: tokens
+        of a prompt that the model computes in a second; None: it is seen as prompts come."""
+        self._kv, self._memory, self._clock, self._call = kv, memory, clock, call
+        self._identity: Identity | None = identity
+        self._fingerprint = fingerprint_of(identity).hex()
+        self._compute = prompt_rate
+        self._read: dict[str, tuple[float, float]] = {}
+        """Bytes a second of each peer, by name, and the clock reading until which that counts; 0.0: it failed."""
+        self._pulls, self._answers = asyncio.Semaphore(MOST_PULLS), asyncio.Semaphore(MOST_PULLS)
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+
+    def saw(self, batch: Batch, seconds: float) -> None:
+        """A step took so long."""
+        if batch.num_tokens - len(batch.rows) >= _LEAST_TOKENS and seconds > 0:
+            self._compute = batch.num_tokens / seconds
+
+    def forget(self) -> None:
+        """The model has other weights from now on, and nobody knows what they are called."""
+        self._identity = None
+
+    def close(self) -> None:
+        """Ask and answer no more. Idempotent."""
+        self._identity = None
+        with contextlib.suppress(RuntimeError):  # their loop is closed
+            for task in self._tasks:
+                task.cancel()
+
+    # ---------------------------------------------------------------- asking
+
+    def ask(
+        self, peer: Peer, namespace: Namespace, tokens: Sequence[int], cached: int, otherwise: PrefixFound,
+        post: Callable[[PrefixFound], object],
+    ) -> None:  # fmt: skip
+        """Ask `peer` for `tokens`, of which `cached` are here, and `post` what comes of it; `otherwise` where that is
+        not more than this says, or not worth it."""
+
+        async def answer() -> None:
+            found = otherwise
+            try:
+                found = await self._ask(peer, namespace, tokens, cached, otherwise)
+            except Exception as error:
+                self._fail(peer, error)
+            post(found)
+
+        if self._identity is None or min(tokens, default=-1) < 0:  # a picture's id, which nobody has
+            post(otherwise)
+        else:
+            self._spawn(answer())
+
+    async def _ask(
+        self, peer: Peer, namespace: Namespace, tokens: Sequence[int], cached: int, otherwise: PrefixFound
+    ) -> PrefixFound:  # fmt: skip
+        size, memory = self._kv.page_size, self._memory
+        read, until = self._read.get(peer.name, (None, 0.0))
+        rates = Rates(read if until > self._clock.now() else None, self._compute)
+        most = min(peer.pages, len(tokens) // size)
+        per_page = memory.nbytes(RecordPart.PAGE) + (memory.nbytes(RecordPart.WINDOW) if self._kv.windows else 0)
+
+        def patience(pages: int) -> float:
+            new = pages - cached // size if pages > otherwise.pages else 0
+            return rates.patience(max(0, new) * size, new * per_page + memory.nbytes(RecordPart.STATE))
+
+        if rates.read == 0.0 or not patience(most):  # not even if it has what it had
+            return otherwise
+        async with asyncio.timeout(ASK_SECONDS):
+            answer = await self._call(peer, self._question(namespace, tokens[: most * size]))
+        pages = min(most, int(answer))  # b"" is no number: it refuses
+        wait = patience(pages)
+        return PrefixFound(otherwise.ticket, pages, self._clock.now() + wait, peer) if wait else otherwise
+
+    def _question(self, namespace: Namespace, tokens: Sequence[int], parts: Sequence[Part] | None = None) -> bytes:
+        """JSON: how much of `tokens` is there, or records of `parts`."""
+        asked = {"fingerprint": self._fingerprint, "namespace": namespace, "tokens": tokens}
+        if parts is not None:
+            asked["parts"] = [(part, place) for part, place, _ in parts]
+        return json.dumps(asked).encode()
+
+    def load(self, order: RestoreOrder, loaded: Loaded) -> None:
+        """Have the order's peer fill its pages; `loaded` is called in any case but this engine's end."""
+        self._spawn(self._load(order, loaded))
+
+    async def _load(self, order: RestoreOrder, loaded: Loaded) -> None:
+        pages = len(order.tokens) // self._kv.page_size
+        parts: list[Part] = [(RecordPart.WINDOW, place, page) for place, page in order.windows]
+        if order.slot:
+            parts.append((RecordPart.STATE, pages - 1, order.slot))
+        parts += [(RecordPart.PAGE, place, page) for place, page in order.pages]
+        filled: list[Part] = []
+        if order.peer is not None:
+            async with self._pulls:
+                began = self._clock.now()
+                try:
+                    await self._pull(order, order.peer, parts, filled)
+                    nbytes = sum(self._memory.nbytes(part) for part, _, _ in parts)
+                    now = self._clock.now()
+                    self._read[order.peer.name] = nbytes / max(1e-6, now - began), now + FORGET_SECONDS
+                except Exception as error:
+                    if order.late or not order.cancelled:
+                        self._fail(order.peer, error)
+        missing = parts[len(filled) :]
+        end = next((place for part, place, _ in missing if part is RecordPart.PAGE), pages)
+        loaded(order.number, end - order.start, bool(order.slot) and not missing)
+
+    async def _pull(self, order: RestoreOrder, peer: Peer, parts: Sequence[Part], filled: list[Part]) -> None:
+        """Fill `parts` batch by batch, and note in `filled` what is. While one is filled, the next is on its way.
+
+        Nothing fills memory any more when it has ended: it waits for the thread that does, and for no answer."""
+        coming: deque[asyncio.Task[bytes]] = deque()
+        batches = list(self._batches(parts))
+        try:
+            for number, batch in enumerate(batches):
+                for after in batches[number + len(coming) : number + 2]:
+                    question = self._question(order.namespace, order.tokens, after)
+                    coming.append(asyncio.ensure_future(self._call(peer, question)))
+                stream = await asyncio.wait_for(coming.popleft(), max(0.0, order.until - self._clock.now()))
+                await asyncio.to_thread(self._fill, stream, order, batch)
+                filled += batch
+        finally:
+            for task in coming:
+                task.cancel()
+
+    def _fill(self, stream: bytes, order: RestoreOrder, parts: Sequence[Part]) -> None:
+        """Read a peer's records into memory. Raises `RecordError` for anything else than was asked for."""
+        size, identity = self._kv.page_size, self._identity
+        reader = PrefixReader(io.BytesIO(stream))
+        if identity is None or reader.tokens != order.tokens:
+            raise RecordError("is another prefix than was asked for")
+        reader.check(identity, order.namespace, size)
+
+        def go_on() -> bool:
+            if order.cancelled:
+                raise RecordError("is waited for by nobody any more")
+            return True
+
+        reader.fill(parts, self._memory, size, go_on)
+
+    def _batches(self, parts: Sequence[Part]) -> Iterator[Sequence[Part]]:
+        begun = nbytes = 0
+        for number, (part, _, _) in enumerate(parts):
+            nbytes += self._memory.nbytes(part)
+            if nbytes > BATCH_BYTES and number > begun:
+                yield parts[begun:number]
+                begun, nbytes = number, self._memory.nbytes(part)
+        if parts[begun:]:
+            yield parts[begun:]
+
+    def _fail(self, peer: Peer, error: Exception) -> None:
+        logger.info("no prefix from %s, it is computed: %r", peer.name, error)
+        self._read[peer.name] = 0.0, self._clock.now() + FORGET_SECONDS
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+
+    # ---------------------------------------------------------------- answering
+
+    async def answer(self, question: bytes) -> bytes:
+        """What a peer asked for: the number of pages that are here, or records; b"" where they are not, or of another
+        fingerprint. Raises for what is no question."""
+        asked = json.loads(question)
+        namespace, tokens, parts = tuple(asked["namespace"]), asked["tokens"], asked.get("parts")
+        identity = self._identity
+        if identity is None or asked["fingerprint"] != self._fingerprint:
+            return b""
+        if parts is None:
+            return b"%d" % (self._kv.peek(namespace, tokens, len(tokens)) // self._kv.page_size)
+        async with self._answers:
+            notes = self._notes(namespace, tokens, [(RecordPart(part), int(place)) for part, place in parts])
+            return await asyncio.to_thread(self._copy, identity, namespace, tokens, notes)
+
+    def _notes(
+        self, namespace: Namespace, tokens: Sequence[int], parts: Sequence[tuple[RecordPart, int]]
+    ) -> dict[Part, Unsaved]:
+        """What is here of `parts`, by itself, without a digest: `write_prefix` makes that."""
+        kv, path = self._kv, {}
+        node = kv.tree.peek(namespace, tokens, len(tokens))
+        while node is not None and node.parent is not None:
+            path[node.depth - 1], node = node, node.parent
+        notes: dict[Part, Unsaved] = {}
+        nbytes = 0
+        for part, place in parts:
+            node = path.get(place)
+            owner = node.twin if node is not None and part is RecordPart.WINDOW else node
+            states = kv.states if part is RecordPart.STATE else None
+            snapshot = None if states is None or node is None else states.snapshot_of(node)
+            nbytes += self._memory.nbytes(part)
+            if node is None or owner is None or (states is None) is (part is RecordPart.STATE):
+                break
+            number = owner.page if states is None else 0 if snapshot is None else snapshot.slot
+            if not number or (notes and nbytes > BATCH_BYTES):
+                break
+            notes[part, place, number] = Unsaved(part, number, b"", b"", owner, owner.created, snapshot, states)
+        return notes
+
+    def _copy(
+        self, identity: Identity, namespace: Namespace, tokens: Sequence[int], notes: dict[Part, Unsaved]
+    ) -> bytes:  # fmt: skip
+        stream = io.BytesIO()
+        write_prefix(
+            stream, identity, namespace, tokens, self._kv.page_size, notes, self._memory,
+            lambda: all(note.is_intact() for note in notes.values()),
+        )  # fmt: skip
+        return stream.getvalue()

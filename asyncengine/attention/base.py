@@ -77,6 +77,8 @@ class StepView:
     blocks: tuple[tuple[int, int, int], ...] = ()
     """(row, first, end): positions [first, end) of a row attend to each other both ways (pictures of Gemma 3); those
     before the row's `start` have been. Not longer than a window, and never in graphs."""
+    near_blocks: bool = False
+    """They do so in layers with windows alone (Gemma 4)."""
     slots: Int64Array | None = None
     """[rows] which of `page_tables` each row has, where these are of more than the step's rows: in graphs."""
 
@@ -85,6 +87,10 @@ class StepView:
         if self.window_tables is None or self.window_slots is None:
             return self
         return replace(self, page_tables=self.window_tables, kv_slots=self.window_slots)
+
+    def for_others(self) -> StepView:
+        """The view that layers without windows are given."""
+        return replace(self, blocks=()) if self.near_blocks else self
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -122,7 +122,7 @@ class TorchPagedBackend:
         """Positions in the pool, by whether a layer has a window."""
 
     def plan(self, step: StepView) -> None:
-        views = {False: step, True: step.for_windows()}
+        views = {False: step.for_others(), True: step.for_windows()}
         self._kv_slots = {windowed: view.kv_slots for windowed, view in views.items()}
         self._clear_opened_pages(views)
         self._plans = {

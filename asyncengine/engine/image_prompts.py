@@ -22,7 +22,7 @@ class ImageProcessor(Protocol):
     marker: str
     placeholder: str
     token: int
-    whole: bool
+    block: int
 
     def prepare(self, image: Image) -> tuple[PromptImage, str]:
         """The picture, and the text that stands for it in a prompt."""
@@ -67,7 +67,7 @@ class ImagePrompts:
 
     def _spans(self, ids: Sequence[int], images: Sequence[PromptImage]) -> tuple[ImageSpan, ...]:
         """The places of `images`, in order: runs of placeholders, several for a picture with text between its rows."""
-        token, whole = self._processor.token, self._processor.whole
+        token, whole = self._processor.token, self._processor.block > 0
         places = [place for place, each in enumerate(ids) if each == token]
         if len(places) != sum(image.tokens for image in images):
             limit = f"hold {self._processor.placeholder!r} as text, which stands for pictures in this model's prompts"

@@ -87,25 +87,25 @@ def _load(
 
     progress.stage("loading the vision tower")
     whole = AutoConfig.from_pretrained(str(loaded.folder), local_files_only=True)
-    if family.whole:
-        _check_two_way(model, whole, loaded, config)
+    if model.inputs is not None and whole.get_text_config().pad_token_id != 0:
+        raise UnsupportedModel("vectors of padding stand for its pictures, and padding is not token 0")
     deep = len(getattr(whole.vision_config, "deepstack_visual_indexes", None) or ())
     if deep >= len(model.layers):
         raise UnsupportedModel(f"its tower has features for {deep} layers, and there are {len(model.layers)}")
     token_bytes = model.config.width * loaded.dtype.itemsize * (1 + deep)
     processor = ImageProcessor(whole, loaded.folder, tokenizer.get_vocab(), token_bytes)
+    if processor.block:
+        _check_two_way(model, processor.block, loaded, config)
     part = text_part(checkpoint, model.config)
     tower = load_tower(part, whole, loaded.dtype, loaded.device, random=config.load_format == "dummy")
     loaded.weights_bytes += tower.nbytes
     loaded.left_out = ()
-    return LoadedImages(
-        ImageStore(tower, axes and family.grid is not None, loaded.device), ImagePrompts(processor, tokenizer, config)
-    )
+    store = ImageStore(tower, axes and family.grid is not None, loaded.device, near=family.near)
+    return LoadedImages(store, ImagePrompts(processor, tokenizer, config))
 
 
-def _check_two_way(model: Decoder, whole: object, loaded: LoadedModel, config: EngineConfig) -> None:
-    """Refuse what cannot let the tokens of a picture attend to each other both ways."""
-    count = int(whole.mm_tokens_per_image)  # type: ignore[attr-defined]
+def _check_two_way(model: Decoder, count: int, loaded: LoadedModel, config: EngineConfig) -> None:
+    """Refuse what cannot let the `count` tokens of a picture attend to each other both ways."""
     windows = [spec.window for spec in model.specs if spec.window is not None]
     if count > min(windows, default=count):
         raise UnsupportedModel(f"a picture's {count} tokens are more than a window of {min(windows)}")

@@ -29,6 +29,8 @@ class ImageRows(NamedTuple):
     """None: none of their tokens is computed, and positions have one axis."""
     blocks: tuple[Block, ...] = ()
     """(row, first, end) positions that attend to each other both ways, as `StepView.blocks`."""
+    near: bool = False
+    """As `StepView.near_blocks`."""
     failed: dict[int, str] = {}  # noqa: RUF012
     """Row -> why its picture could not be encoded."""
 
@@ -36,10 +38,11 @@ class ImageRows(NamedTuple):
 class ImageStore:
     """Hidden states of pictures by digest. The scheduler says which are made and dropped (`scheduler/encoding.py`)."""
 
-    def __init__(self, tower: VisionTower, axes: bool, device: torch.device) -> None:
-        """`axes`: positions have three axes."""
+    def __init__(self, tower: VisionTower, axes: bool, device: torch.device, *, near: bool = False) -> None:
+        """`axes`: positions have three axes. `near`: tokens attend to each other both ways in layers with windows
+        alone."""
         self._tower = tower
-        self.axes = axes
+        self.axes, self.near = axes, near
         self._device = device
         self._encoded: dict[bytes, Encoded | str] = {}
         """A str: why it could not be encoded."""
@@ -87,11 +90,11 @@ class ImageStore:
             each_row = [axes_of(row.spec.images, row.start, row.start + row.num_scheduled) for row in rows]
             axes = upload(np.concatenate(each_row, axis=1), self._device)
         if not parts:
-            return ImageRows(None if axes is None else StepImages(axes=axes), (), failed)
+            return ImageRows(None if axes is None else StepImages(axes=axes), failed=failed)
         features = torch.cat([part.features for part in parts])
         deep = tuple(torch.cat(each) for each in zip(*(part.deep for part in parts), strict=True))
         where = upload(np.array(tokens, dtype=np.int64), self._device)
-        return ImageRows(StepImages(where, features, deep, axes), tuple(blocks), failed)
+        return ImageRows(StepImages(where, features, deep, axes), tuple(blocks), self.near, failed)
 
 
 def axes_of(images: Sequence[ImageSpan], start: int, end: int) -> Int64Array:

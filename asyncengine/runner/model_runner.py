@@ -318,7 +318,8 @@ class ModelRunner:
 
     def _forward(self, batch: Batch, step: Step, images: ImageRows) -> torch.Tensor:
         """Logits [N, vocab] of the step's wanted rows."""
-        self._backend.plan(replace(step.view, blocks=images.blocks) if images.blocks else step.view)
+        view = replace(step.view, blocks=images.blocks, near_blocks=images.near) if images.blocks else step.view
+        self._backend.plan(view)
         own: StepAdapters = (None, None)
         if self._lora is not None:
             own = self._lora.begin([row.adapter_slot for row in batch.rows], step.view.counts, step.logit_rows)

@@ -120,7 +120,8 @@ BLOCKS = ((0, 3, 30), (0, 30, 41), (1, 0, 20), (2, 28, 40), (4, 60, 61))
 
 @pytest.mark.parametrize("shape", ["group of 2", "group of 3, 80 dimensions", "soft-cap", "window of 40"])
 @pytest.mark.parametrize("backend", ["compiled", "torch"])
-def test_blocks_are_attended_to_both_ways(shape: str, backend: str) -> None:
+@pytest.mark.parametrize("near", [False, True], ids=["everywhere", "in windows"])
+def test_blocks_are_attended_to_both_ways(shape: str, backend: str, near: bool) -> None:
     """Against the softmax written out, over chunks of which some begin within a block."""
     spec = replace(BASE, window=40) if shape == "window of 40" else SHAPES[shape]
     lengths = (50, 20, 45, 1, 600)
@@ -130,7 +131,7 @@ def test_blocks_are_attended_to_both_ways(shape: str, backend: str) -> None:
     first = [(0, 0, 3), (2, 0, 35), (4, 0, 60)]
     rows.attend(first)
     parts = [(0, 3, 50), (1, 0, 20), (2, 35, 45), (3, 0, 1), (4, 60, 600)]
-    found = rows.attend(parts, blocks=BLOCKS)
+    found = rows.attend(parts, blocks=BLOCKS, near_blocks=near)
     for index, (row, start, end) in enumerate(parts):
         token = int(rows.token[row])
         span = slice(token, token + end)
@@ -139,7 +140,7 @@ def test_blocks_are_attended_to_both_ways(shape: str, backend: str) -> None:
         if spec.window is not None:
             seen &= keys > queries - spec.window
         for own, low, high in BLOCKS:
-            if own == index:
+            if own == index and (spec.windowed or not near):
                 seen |= (queries >= low) & (queries < high) & (keys >= low) & (keys < high)
         bias = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
         groups = spec.num_heads // spec.num_kv_heads
@@ -180,7 +181,10 @@ class Lengths:
         self.token = np.cumsum([0, *lengths])
 
     def attend(
-        self, parts: list[tuple[int, int, int]], blocks: tuple[tuple[int, int, int], ...] = ()
+        self,
+        parts: list[tuple[int, int, int]],
+        blocks: tuple[tuple[int, int, int], ...] = (),
+        near_blocks: bool = False,
     ) -> list[torch.Tensor]:
         """parts: (row, first position, last position + 1)."""
         starts, counts = np.array([a for _, a, _ in parts]), np.array([b - a for _, a, b in parts])
@@ -189,7 +193,9 @@ class Lengths:
         slots = np.concatenate([self.first[row] * 16 + np.arange(a, b) for row, a, b in parts])
         tokens = torch.from_numpy(np.concatenate([self.token[row] + np.arange(a, b) for row, a, b in parts]))
         indptr = np.concatenate(([0], np.cumsum(counts)))
-        self.backend.plan(StepView(starts, counts, indptr, tables, torch.from_numpy(slots), blocks=blocks))
+        self.backend.plan(
+            StepView(starts, counts, indptr, tables, torch.from_numpy(slots), blocks=blocks, near_blocks=near_blocks)
+        )
         self.backend.write(0, self.key[tokens], self.value[tokens])
         return list(self.backend.attend(0, self.query[tokens]).split(counts.tolist()))
 

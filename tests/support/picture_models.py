@@ -35,6 +35,8 @@ TOKENS += [
     "<row_1_col_2>",
     "<row_2_col_1>",
     "<row_2_col_2>",
+    "<img>",
+    "</img>",
 ]
 """Added to the demo model's tokenizer, in this order."""
 VOCAB = 2048 + len(TOKENS)
@@ -59,6 +61,7 @@ _TILES = {
     "image_mean": [0.5] * 3,
     "image_std": [0.5] * 3,
 }
+_SOFT = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70}
 PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen2_vl": _PATCHES,
     "qwen2_5_vl": _PATCHES,
@@ -66,6 +69,9 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen3_5": _PATCHES,
     "glm4v": _PATCHES | {
         "image_processor_type": "Glm4vImageProcessor", "size": {"shortest_edge": 128, "longest_edge": 8192},
+    },
+    "glm46v": _PATCHES | {
+        "image_processor_type": "Glm46VImageProcessor", "size": {"shortest_edge": 128, "longest_edge": 8192},
     },
     "mistral3": {
         "image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 32}, "patch_size": 4,
@@ -77,20 +83,38 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "image_processor_type": "Gemma3ImageProcessor", "size": {"height": 16, "width": 16}, "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,
     },
+    "gemma4": _SOFT,
+    "gemma4-small": _SOFT,
+    "internvl": {
+        "image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 16, "width": 16}, "max_patches": 3,
+        "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    },
 }  # fmt: skip
-MARKERS = {"gemma3": "<|begin|>", "mistral3": "<|image|>", "idefics3": "<|image|>", "smolvlm": "<|image|>"}
+MARKERS = {"gemma3": "<|begin|>"} | dict.fromkeys(
+    ("mistral3", "idefics3", "smolvlm", "gemma4", "gemma4-small", "internvl"), "<|image|>"
+)
 
 
 def _config(name: str) -> Any:
-    config = CONFIGS[name]()
+    config = CONFIGS[name.removesuffix("-small")]()
     text = config.get_text_config()
     text.vocab_size = VOCAB
     text.eos_token_id = text.pad_token_id = None
-    if name == "gemma3":
+    if name.startswith("gemma4"):
+        config.image_token_id, config.boi_token_id, config.eoi_token_id = IMAGE, BEGIN, END
+        config.audio_token_id = config.video_token_id = VIDEO
+        config.vision_config.patch_size = 4
+        text.pad_token_id, text.vocab_size_per_layer_input = 0, VOCAB
+        text.sliding_window = 80  # a picture has some 70 tokens
+        if name == "gemma4-small":
+            text.use_bidirectional_attention, text.sliding_window = None, 24
+        else:
+            text.hidden_size_per_layer_input = text.num_kv_shared_layers = 0
+    elif name == "gemma3":
         config.image_token_id, config.boi_token_index, config.eoi_token_index = IMAGE, BEGIN, END
         config.mm_tokens_per_image = 4
         config.image_token_index = IMAGE
-    elif name in ("idefics3", "smolvlm", "mistral3"):
+    elif name in ("idefics3", "smolvlm", "mistral3", "internvl"):
         config.image_token_id = config.image_token_index = IMAGE
     else:
         config.image_token_id, config.video_token_id = IMAGE, VIDEO
@@ -152,11 +176,15 @@ def expected_logits(model: Any, folder: Path, ids: Sequence[int], images: Sequen
     given: dict[str, Any] = {}
     if images:
         processor = hf.AutoImageProcessor.from_pretrained(folder, backend="pil")
-        merged = {"patch_size": 8} if model.config.model_type == "mistral3" else {}  # as PixtralProcessor has it
+        merged: dict[str, Any] = {}  # as the family's own processor has it
+        if model.config.model_type == "mistral3":
+            merged = {"patch_size": 8}
+        elif model.config.model_type == "internvl":
+            merged = {"crop_to_patches": True}
         made = processor(images=list(images), return_tensors="pt", **merged)
-        known = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")
+        known = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "image_position_ids")
         given = {key: made[key] for key in known if key in made}
-    if model.config.model_type in ("mistral3", "idefics3", "smolvlm"):
+    if model.config.model_type in ("mistral3", "idefics3", "smolvlm", "internvl"):
         plain: torch.Tensor = model(tokens, use_cache=False, **given).logits[0].float()
         return plain
     types = "token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"

@@ -7,6 +7,7 @@ processors, which cannot be made without torchvision, nor without processors of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +30,10 @@ class VisionFamily:
     """Names of what the tower is given besides `pixel_values`."""
     grid: Callable[[Made, Any], tuple[int, int]] | None = None
     """(rows, columns) of its hidden states, where positions have three axes."""
-    whole: bool = False
-    """Tokens of a picture attend to each other both ways."""
+    block: Callable[[Any, Any], int] = lambda config, processor: 0
+    """(configuration, image processor) -> most tokens that attend to each other both ways; 0: none do."""
+    near: bool = False
+    """They do so in layers with windows alone."""
     processing: Callable[[Any], dict[str, Any]] = lambda config: {}
     """Arguments of the image processor besides those of its own file."""
 
@@ -56,6 +59,23 @@ def _gemma(made: Made, config: Any, token: Token) -> str:
         return one
     more = " ".join([one] * crops)
     return f"Here is the original image {one} and here are some crops to help you see better {more}"
+
+
+def _gemma4(made: Made, config: Any, token: Token) -> str:
+    inner = token("image_token_id") * int(made["num_soft_tokens_per_image"][0])
+    return f"{token('boi_token_id')}{inner}{token('eoi_token_id')}"
+
+
+def _gemma4_block(config: Any, processor: Any) -> int:
+    both = config.get_text_config().use_bidirectional_attention == "vision"  # the small models have none
+    return int(processor.max_soft_tokens) if both else 0
+
+
+def _internvl(made: Made, config: Any, token: Token) -> str:
+    """The tiles, then the whole picture if there are several, with nothing between."""
+    sides = zip(config.vision_config.image_size, config.vision_config.patch_size, strict=True)
+    inner = math.prod(int(pixels // patch * config.downsample_ratio) for pixels, patch in sides)
+    return f"<img>{token('image_token_id') * (inner * int(made['num_patches'][0]))}</img>"
 
 
 def _pixtral(made: Made, config: Any, token: Token) -> str:
@@ -90,6 +110,7 @@ VISION: Mapping[str, VisionFamily] = {
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
     "glm4v": _QWEN,
+    "glm46v": _QWEN,
     "glm4v_moe": _QWEN,
     "mistral3": VisionFamily(
         _pixtral,
@@ -98,6 +119,10 @@ VISION: Mapping[str, VisionFamily] = {
     ),
     "idefics3": _IDEFICS,
     "smolvlm": _IDEFICS,
-    "gemma3": VisionFamily(_gemma, marker="boi_token_index", whole=True),
+    "internvl": VisionFamily(_internvl, processing=lambda config: {"crop_to_patches": True}),
+    "gemma3": VisionFamily(
+        _gemma, marker="boi_token_index", block=lambda config, processor: int(config.mm_tokens_per_image)
+    ),
+    "gemma4": VisionFamily(_gemma4, inputs=("image_position_ids",), block=_gemma4_block, near=True),
 }
 """model_type -> how its prompts hold pictures. Of others in `families.MULTIMODAL` the text alone is served."""

@@ -38,11 +38,12 @@ class ImageProcessor:
         from transformers import AutoImageProcessor
 
         self.family = VISION[config.model_type]
-        self.whole = self.family.whole
         self._config = config
         self._token_bytes = token_bytes
         self._processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil", local_files_only=True)
         self._options = self.family.processing(config)
+        self.block = self.family.block(config, self._processor)
+        """Most tokens of a picture that attend to each other both ways; 0: none do."""
         self._texts = {token: name for name, token in vocabulary.items()}
         self.token: int = _id_of(config, "image_token_id")
         self.placeholder = self._text_of("image_token_id")

@@ -12,7 +12,10 @@ from asyncengine.models.loading import quiet_transformers
 from asyncengine.models.multimodal import TextPart
 from asyncengine.models.vision import Encoded
 
-_SMALL = {"num_hidden_layers": 1, "vocab_size": 16, "intermediate_size": 8, "pad_token_id": None}
+_SMALL = {
+    "num_hidden_layers": 1, "vocab_size": 16, "intermediate_size": 8, "pad_token_id": None, "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0, "enable_moe_block": False,
+}  # fmt: skip
 """The language model beside the tower in transformers' class, which is made with it, and let go of."""
 _LANGUAGE = ("language_model", "text_model", "lm_head")
 
@@ -50,7 +53,10 @@ def load_tower(
 
     text = config.get_text_config()
     for field, value in _SMALL.items():
-        setattr(text, field, value)
+        if hasattr(text, field):
+            setattr(text, field, value)
+    if getattr(config, "audio_config", None) is not None:
+        config.audio_config = None
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:1]
     kind = AutoModelForImageTextToText._model_mapping[type(config)]
@@ -78,7 +84,7 @@ def _tensors(part: TextPart) -> dict[str, torch.Tensor]:
     taken = set(part.names.values())
     found: dict[str, torch.Tensor] = {}
     for name in part.whole.tensors:
-        if name not in taken:
+        if name not in taken and "audio" not in name:
             tensor = part.whole.read(name)
             if not isinstance(tensor, torch.Tensor):
                 raise UnsupportedModel(f"{name} of the vision tower is quantized")

@@ -10,10 +10,9 @@ import pytest
 import torch
 import transformers as hf
 from support.picture_models import PROCESSORS, chat, expected_logits, picture, save_picture_model, words
-from support.picture_runs import Loaded, Run
+from support.picture_runs import PAGE, Loaded, Run
 
 from asyncengine.images import without_identity
-from asyncengine.models.vision.families import VISION
 
 
 def _pixtral(self: Any, made: Any, index: int) -> str:
@@ -28,13 +27,14 @@ def _pixtral(self: Any, made: Any, index: int) -> str:
 
 PROCESSOR_CLASSES: dict[str, Any] = {
     "qwen2_vl": hf.Qwen2VLProcessor, "qwen2_5_vl": hf.Qwen2_5_VLProcessor, "qwen3_vl": hf.Qwen3VLProcessor,
-    "qwen3_5": hf.Qwen3VLProcessor, "glm4v": hf.Glm4vProcessor,
+    "qwen3_5": hf.Qwen3VLProcessor, "glm4v": hf.Glm4vProcessor, "glm46v": hf.Glm46VProcessor,
     "mistral3": SimpleNamespace(replace_image_token=_pixtral),
     "idefics3": hf.Idefics3Processor, "smolvlm": hf.SmolVLMProcessor, "gemma3": hf.Gemma3Processor,
+    "gemma4": hf.Gemma4Processor, "gemma4-small": hf.Gemma4Processor, "internvl": hf.InternVLProcessor,
 }  # fmt: skip
 WANT = 32
-SPARED = ("qwen2_vl", "glm4v", "smolvlm")
-"""Families that differ from another one in their tower alone."""
+SPARED = ("qwen2_vl", "glm4v", "glm46v", "smolvlm", "gemma4-small", "internvl")
+"""Families that differ from another one in their tower alone, or whose pictures are long."""
 WIDE, TALL = picture(1, (40, 24)), picture(2, (16, 48))
 CHATS = {
     "between texts": (chat("look at", WIDE, words(1, 5)), [WIDE]),
@@ -90,15 +90,16 @@ def test_in_a_batch(model: Any) -> None:
 
 def test_in_chunks_of_every_size_that_cuts_a_picture(model: Any) -> None:
     longest = max(span.length for spec in specs(model) for span in spec.images)
-    least = longest if VISION[model.name].whole else 1
-    step = 5 if model.name in SPARED else 1
+    whole = model.loaded.prompts._processor.block > 0
+    least = longest if whole else 1
+    step = max(5, longest // 6) if model.name in SPARED else 1
     for chunk in range(least, longest + 3, step):
         run = Run(model.loaded, max_num_batched_tokens=chunk, prefix_caching=False)
         begun = [each[:6] for each in answers(model)]
         assert run.serve(specs(model, 6)) == begun, f"chunk {chunk}"
         spans = [(row, span) for batch in run.batches for row in batch.rows for span in row.spec.images]
         inside = [row.start + row.num_scheduled in range(span.first + 1, span.end) for row, span in spans]
-        if VISION[model.name].whole:
+        if whole:
             assert not any(inside)
         elif chunk < longest:
             assert any(inside)
@@ -111,8 +112,10 @@ def test_preempted(model: Any) -> None:
 
 
 def test_in_a_pool_that_is_too_small_for_all(model: Any) -> None:
-    run = Run(model.loaded, pages=36, max_num_batched_tokens=16)
-    assert run.serve(specs(model)) == answers(model)
+    every = specs(model)
+    pages = max(36, max(spec.max_total for spec in every) // PAGE + 6)
+    run = Run(model.loaded, pages=pages, max_num_batched_tokens=16)
+    assert run.serve(every) == answers(model)
     assert max(len(batch.rows) for batch in run.batches) < len(CHATS)
 
 
@@ -156,12 +159,15 @@ def test_the_text_in_their_places_is_that_of_transformers(model: Any) -> None:
     holder = SimpleNamespace(
         image_processor=own._processor, image_token=own.placeholder, image_seq_len=4, patch_size=4,
         spatial_merge_size=2, image_break_token="[IMG_BREAK]", image_end_token="[IMG_END]",
-        fake_image_token="<fake_token_around_image>", global_image_tag="<global-img>",
+        start_image_token="<img>", end_image_token="</img>", image_seq_length=4, boi_token="<|begin|>",
+        eoi_token="<|end|>", fake_image_token="<fake_token_around_image>", global_image_tag="<global-img>",
         global_image_token="<global-img>", full_image_sequence=f"\n\n<|begin|>{inner}<|end|>\n\n",
     )  # fmt: skip
     others: list[dict[str, Any]] = [{}]
     if model.name == "gemma3":
         others = [{"num_crops": [0]}, {"num_crops": [3]}]
+    elif model.name == "internvl":
+        others = [{"num_patches": [1]}, {"num_patches": [4]}]
     elif model.name in ("idefics3", "smolvlm"):
         others = [{"rows": [[rows]], "cols": [[columns]]} for rows, columns in ((0, 0), (1, 2), (3, 4))]
     for other in others:

@@ -72,8 +72,9 @@ def main() -> int:
         for path in [args.only] if args.only else SHARES:
             most = max(1, round(SHARES[path] * args.cases))
             failed |= run([
-                sys.executable, "-m", "schemathesis.cli", "run", str(served), "--url", f"{url}/v1", "--include-path", path, "--phases", "fuzzing",
-                "--checks", "not_a_server_error", "--mode", "all", "--max-examples", str(most), "--no-color",
+                sys.executable, "-m", "schemathesis.cli", "run", str(served), "--url", f"{url}/v1",
+                "--include-path", path, "--phases", "fuzzing", "--checks", "not_a_server_error", "--mode", "all",
+                "--max-examples", str(most), "--no-color",
                 "--continue-on-failure", "--suppress-health-check", "all", "--request-timeout", "60",
             ])  # fmt: skip
     return failed

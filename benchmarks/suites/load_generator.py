@@ -24,7 +24,7 @@ def main() -> int:
     guidellm = environment(args.work, "guidellm", ["guidellm>=0.8,<0.9"]).with_name("guidellm")
     failed = 0
     with demo_server() as url:
-        for profile in ("kind=throughput", f"kind=constant,rate={args.rate}"):
+        for profile in (f"kind=throughput,max_concurrency={args.requests}", f"kind=constant,rate={args.rate}"):
             report = args.work.resolve() / f"{profile.partition(',')[0].removeprefix('kind=')}.json"
             command = [
                 str(guidellm), "run", "--backend", f"kind=openai_http,target={url},model=demo", "--profile", profile,

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, Self, SupportsIndex, Unpack
 
 import anyio.to_thread
 
-from asyncengine.checks import MAX_SECONDS, as_number, as_seconds, as_switch
+from asyncengine.checks import as_seconds, as_switch, check_patience
 from asyncengine.config import EngineConfig
 from asyncengine.device.process import LoadAttempt
 from asyncengine.engine.assembler import Assembler
 from asyncengine.engine.frontend import Frontend
 from asyncengine.engine.hosting import Host, OwnedHost, ThreadHost
 from asyncengine.engine.load_once import Build, LoadOnce
-from asyncengine.engine.pinning import pinned
-from asyncengine.engine.threads import INLINE_CHARS, finished, finished_blocking
-from asyncengine.engine.validation import PreparedRequest
+from asyncengine.engine.prefix_files import HeldPrefix
+from asyncengine.engine.threads import INLINE_CHARS, begun, finished, finished_blocking
+from asyncengine.engine.validation import PreparedRequest, forked
 from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter, WrongLoop
 from asyncengine.events import Event
 from asyncengine.info import ModelInfo
@@ -35,6 +35,7 @@ from asyncengine.options import (
     ToolSpecs,
     VectorKeywords,
     WeightSource,
+    is_chat,
     rough_size,
     split_chat,
     text_size,
@@ -126,7 +127,7 @@ class AsyncEngine:
         Raises `WrongLoop` for an owned engine from another loop, while its own stands still; `InvalidParameter` for a
         malformed timeout.
         """
-        _check_patience(timeout)
+        check_patience(timeout)
         frontend, host = self._stop_serving()
         if frontend is None or host is None:
             return
@@ -149,7 +150,7 @@ class AsyncEngine:
 
         Raises `WrongLoop`, and changes nothing, for an owned engine and on the thread that the engine runs on.
         """
-        _check_patience(timeout)
+        check_patience(timeout)
         if not self._hosted:
             raise WrongLoop("an owned engine is closed on its own loop: await AsyncEngine.aclose() there")
         if self._host is not None and self._host.drives_this_thread():
@@ -167,9 +168,7 @@ class AsyncEngine:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.aclose()
 
     # ---------------------------------------------------------------- requests
@@ -212,30 +211,75 @@ class AsyncEngine:
         async with self.stream_chat(messages, params, **options) as stream:
             return await stream.result()
 
-    def pin(
-        self, prefix: Prompt | ChatMessages, *, tools: ToolSpecs | None = None, adapter: str | None = None,
-        cache_salt: str | None = None,
-    ) -> AbstractAsyncContextManager[int]:  # fmt: skip
-        """Keep a prompt, or the beginning of a chat, in the prefix cache during `async with`, which gives its tokens'
-        number. Raises as `generate`, and where it takes over half of the cache (docs/howto/persistence.md)."""
-        return pinned(
-            self._awaited, self._stream, prefix, tools, RequestOptions(adapter=adapter, cache_salt=cache_salt)
-        )
+    def fork(
+        self, prefix: Prompt | ChatMessages, n: int, params: SamplingParams | None = None, **options: Any
+    ) -> list[TokenStream]:
+        """`n` streams from one prefix, computed once: as `stream` of a prompt or `stream_chat` of a chat, each to be
+        left by itself. A seed gives them what it gives the samples of `SamplingParams(n=...)`."""
+        call: Any = self.stream_chat if is_chat(prefix) else self.stream
+        return [call(prefix, each, **options) for each in forked(params, n)]
+
+    def abort(self, request_id: str) -> bool:
+        """Abort every unfinished request labelled `request_id`. True if there was one. From any thread."""
+        return self.core.client.abort(request_id)
+
+    def _stream(
+        self, prepare: Callable[[float], PreparedRequest], size: int, params: SamplingParams | None,
+        options: RequestOptions,
+    ) -> TokenStream:  # fmt: skip
+        frontend = self.core
+
+        async def start() -> Assembler:
+            self.host.check_awaitable()
+            work, submitted = size + text_size(options.prediction, INLINE_CHARS), frontend.loop.clock.now()
+            if isinstance(params, SamplingParams):
+                work += sum(len(stop) for stop in params.stop) + rough_size(params.grammar)
+            inline = work <= INLINE_CHARS
+            prepared = prepare(submitted) if inline else await anyio.to_thread.run_sync(prepare, submitted)
+            return frontend.post(prepared) if await frontend.client.enter(prepared) else frontend.expired(prepared)
+
+        return TokenStream(start, frontend.client.abort_tickets)
+
+    # ---------------------------------------------------------------- prefixes
+
+    @asynccontextmanager
+    async def pin(self, prefix: Prompt | ChatMessages, **options: Unpack[ChatKeywords]) -> AsyncIterator[int]:
+        """Keep a prompt, or the beginning of a chat, in the prefix cache during `async with`, which gives the number
+        of its tokens; keywords as `stream`, or `stream_chat`. Raises as `generate`, and `InvalidParameter` where pins
+        would take over half of the cache (docs/howto/persistence.md)."""
+        held = HeldPrefix(self._awaited, prefix, options)
+        async with held.computed(self._stream(held.prepare, INLINE_CHARS + 1, None, RequestOptions())) as tokens:
+            yield tokens
+
+    async def export_prefix(
+        self, prefix: Prompt | ChatMessages, file: str | os.PathLike[str], **options: Unpack[ChatKeywords]
+    ) -> int:
+        """Write what is computed of a prompt, or of the beginning of a chat, to a `file` for `import_prefix`; returns
+        the number of its tokens. Raises as `pin`, and `OSError`."""
+        held = HeldPrefix(self._awaited, prefix, options, file)
+        async with held.computed(self._stream(held.prepare, INLINE_CHARS + 1, None, RequestOptions())):
+            return await anyio.to_thread.run_sync(held.write)
+
+    async def import_prefix(
+        self, file: str | os.PathLike[str], *, adapter: str | None = None, cache_salt: str | None = None
+    ) -> int:
+        """Put what `export_prefix` wrote into the prefix cache; returns the number of its tokens. Caches nothing and
+        raises `InvalidParameter`, which names what differs, for another model, adapter, dtype, page size or version or
+        a file that is not whole; `RequestFailed` where running requests leave no room."""
+        frontend, left = self._awaited, threading.Event()
+        try:
+            work = partial(frontend.import_prefix, file, adapter, cache_salt, left)
+            return await finished(begun(work, "asyncengine-import"))
+        finally:
+            left.set()
 
     # ---------------------------------------------------------------- vectors
 
     async def embed(
-        self,
-        texts: str | Sequence[str | Sequence[int]],
-        *,
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        dimensions: int | None = None,
-        normalize: bool | None = None,
-        truncate: bool = True,
-        show_progress: bool | None = None,
-        **options: Unpack[VectorKeywords],
-    ) -> Embeddings:
+        self, texts: str | Sequence[str | Sequence[int]], *, prompt_name: str | None = None, prompt: str | None = None,
+        dimensions: int | None = None, normalize: bool | None = None, truncate: bool = True,
+        show_progress: bool | None = None, **options: Unpack[VectorKeywords],
+    ) -> Embeddings:  # fmt: skip
         """One vector for each text (or list of token ids); a single str gives one row.
 
         `prompt` is put before each text, or that of the model's prompts that `prompt_name` names; with neither, the
@@ -250,15 +294,9 @@ class AsyncEngine:
         return await vectors.run(call)
 
     async def rerank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        *,
-        top_n: int | None = None,
-        instruction: str | None = None,
-        truncate: bool = True,
-        **options: Unpack[VectorKeywords],
-    ) -> Ranking:
+        self, query: str, documents: Sequence[str], *, top_n: int | None = None, instruction: str | None = None,
+        truncate: bool = True, **options: Unpack[VectorKeywords],
+    ) -> Ranking:  # fmt: skip
         """`documents` by how well they answer `query`, the `top_n` best of them (None: all).
 
         `instruction`: what "well" means, for rerankers that read one (Qwen3-Reranker). Raises as `embed`.
@@ -273,28 +311,6 @@ class AsyncEngine:
         vectors, wanted = self._awaited.vectors("classify"), RequestOptions.of_vectors(options)
         return await vectors.run(vectors.classify(texts, truncate, wanted))
 
-    # ---------------------------------------------------------------- text
-
-    def _stream(
-        self,
-        prepare: Callable[[float], PreparedRequest],
-        size: int,
-        params: SamplingParams | None,
-        options: RequestOptions,
-    ) -> TokenStream:
-        frontend = self.core
-
-        async def start() -> Assembler:
-            self.host.check_awaitable()
-            work, submitted = size + text_size(options.prediction, INLINE_CHARS), frontend.loop.clock.now()
-            if isinstance(params, SamplingParams):
-                work += sum(len(stop) for stop in params.stop) + rough_size(params.grammar)
-            inline = work <= INLINE_CHARS
-            prepared = prepare(submitted) if inline else await anyio.to_thread.run_sync(prepare, submitted)
-            return frontend.post(prepared) if await frontend.client.enter(prepared) else frontend.expired(prepared)
-
-        return TokenStream(start, frontend.client.abort_tickets)
-
     # ---------------------------------------------------------------- adapters
 
     async def load_adapter(
@@ -305,11 +321,9 @@ class AsyncEngine:
 
         A name that is taken means the new content from then on; requests submitted before end on the old one.
         `pinned`: never dropped from memory to make room.
-
         `tensors` and `config` instead of a path: what the two files would hold, tensors by PEFT's names
         (`get_peft_model_state_dict`) and a mapping, or PEFT's `LoraConfig`. Equal content is one adapter, wherever it
         came from. Tensors are read during the call; what comes of them stays in memory while the name means it.
-
         Raises `AdapterError` for what cannot be loaded; everything is as it was then.
         """
         if tensors is not None or config is not None:
@@ -337,15 +351,13 @@ class AsyncEngine:
 
         They are looked at first, while serving goes on: `ModelNotFound` names what is missing, unknown, misshapen, or
         stored or configured otherwise than the model has it, `InvalidParameter` what is no tensor, `UnsupportedModel`
-        a model that runs through transformers; nothing has changed then. They are written between two steps, with the
-        prefix cache and what speculation keeps of finished outputs emptied, and the engine then answers to the bit as a
-        new one on them would; adapters stay, on top. Tokenizer, chat template and defaults stay the old ones.
+        a model that runs through transformers; nothing has changed then. They are written between two steps, and the
+        engine then answers to the bit as a new one would, with its adapters on top (docs/howto/weight_updates.md).
 
         `partial`: those that are not given stay. Of some that are packed into one matrix all must be given.
 
         `mode` "wait": requests submitted before end first, on the old weights. "recompute": they go on with the new
-        ones after at most one more step; their tokens stay, and are computed again like those of a preempted request.
-        In both, requests that come later wait, and are answered by the new weights alone.
+        ones after at most one more step, and keep their tokens. Requests that come later wait, and have the new alone.
 
         `version`: the number that these weights have in `Completion.weight_version` and `Sample.weight_versions`, such
         as the trainer's step; None: one more than that of the weights before, which began with 0. It is returned.
@@ -354,12 +366,6 @@ class AsyncEngine:
         the engine, as its weights would be some of each: `EngineDead`.
         """
         return await finished(self._awaited.update_weights(weights, mode, partial, version))
-
-    # ---------------------------------------------------------------- requests that run
-
-    def abort(self, request_id: str) -> bool:
-        """Abort every unfinished request labelled `request_id`. True if there was one. From any thread."""
-        return self.core.client.abort(request_id)
 
     # ---------------------------------------------------------------- looking in
 
@@ -415,22 +421,12 @@ class AsyncEngine:
         Raises `InvalidParameter`, also while another is recorded; `OSError` where it cannot be written.
         """
         timeout = as_seconds("timeout", timeout)
-        profile = self._awaited.profile(steps)
-        try:
-            await anyio.to_thread.run_sync(profile.start)
-            with anyio.move_on_after(timeout):
-                await finished(profile.done)
-        finally:
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(profile.stop)
-        return await anyio.to_thread.run_sync(profile.write, folder, self.info.name)
+        return await self._awaited.profile(steps).run(folder, self.info.name, timeout)
 
     def count_tokens(
-        self,
-        text: str | ChatMessages,
-        tools: ToolSpecs | None = None,
+        self, text: str | ChatMessages, tools: ToolSpecs | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Length in tokens of a prompt or a chat, before sending it; `template_kwargs` as in `ChatRequest`."""
         return len(self.core.tokens(text, tools, template_kwargs))
 
@@ -447,15 +443,8 @@ class AsyncEngine:
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids. Raises `InvalidParameter`."""
-        if self.core.tokenizer is None:
-            raise InvalidParameter("token_ids", f"{self.info.name} has no tokenizer")
-        return self.core.tokenizer.decode(token_ids, as_switch("skip_special_tokens", skip_special_tokens))
+        return self.core.detokenize(token_ids, as_switch("skip_special_tokens", skip_special_tokens))
 
     def token_texts(self, token_ids: Iterable[int]) -> list[str]:
         """The text of each token alone, as logprobs have it: U+FFFD stands where it is not whole characters."""
         return self.core.token_texts(token_ids)
-
-
-def _check_patience(timeout: float | None) -> None:
-    if timeout is not None:
-        as_number("timeout", timeout, 0.0, MAX_SECONDS)

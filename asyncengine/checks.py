@@ -74,6 +74,12 @@ def as_seconds(name: str, value: object) -> float:
     return number
 
 
+def check_patience(timeout: object) -> None:
+    """Raise `InvalidParameter` unless `timeout` is None, or seconds in [0, MAX_SECONDS]."""
+    if timeout is not None:
+        as_number("timeout", timeout, 0.0, MAX_SECONDS)
+
+
 def as_items(name: str, value: object) -> tuple[Any, ...]:
     """The items of a sequence; none of None. Raises `InvalidParameter`."""
     if value is None:

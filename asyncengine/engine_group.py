@@ -280,6 +280,14 @@ class EngineGroup(Mapping[str, AsyncEngine]):
         async with self.using(model) as engine:
             return await engine.chat(messages, params, **options)
 
+    @asynccontextmanager
+    async def pin(
+        self, prefix: Prompt | ChatMessages, *, model: str | None = None, **options: Unpack[ChatKeywords]
+    ) -> AsyncIterator[int]:
+        """`AsyncEngine.pin` of `model`, which is not closed within the block; None: of the only one that generates."""
+        async with self.using(model) as engine, engine.pin(prefix, **options) as tokens:
+            yield tokens
+
     async def embed(
         self, texts: str | Sequence[str | Sequence[int]], *, model: str | None = None, **options: Any
     ) -> Embeddings:

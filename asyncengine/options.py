@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, TypeGuard
 
 from asyncengine.checks import MAX_INT64, MIN_INT64, as_integer, as_seconds, as_switch, as_text, check_known
 from asyncengine.errors import InvalidParameter
@@ -242,6 +242,11 @@ def split_chat(messages: ChatMessages, keywords: Mapping[str, Any]) -> tuple[Cha
     check_known(keywords, known, _sampling_fields())
     chat = {name: value for name, value in keywords.items() if name in mine}
     return ChatRequest(messages, **chat), RequestOptions.of({n: v for n, v in keywords.items() if n not in mine})
+
+
+def is_chat(prefix: Prompt | ChatMessages) -> TypeGuard[ChatMessages]:
+    """Whether it is messages, and not a text or token ids."""
+    return isinstance(prefix, Sequence) and len(prefix) > 0 and isinstance(prefix[0], Mapping)
 
 
 _PREDICTION = 'must be a text, token ids, or {"type": "content", "content": a text or parts of type text}'

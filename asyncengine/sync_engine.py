@@ -13,8 +13,9 @@ from typing import Any, Self, Unpack
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.checks import as_items, as_seconds
 from asyncengine.device.process import LoadAttempt
+from asyncengine.engine.prefix_files import HeldPrefix
 from asyncengine.engine.threads import finished_blocking
-from asyncengine.engine.validation import PreparedRequest
+from asyncengine.engine.validation import PreparedRequest, forked
 from asyncengine.errors import InvalidParameter, WrongLoop
 from asyncengine.info import ModelInfo
 from asyncengine.lora.naming import AdapterInfo
@@ -27,6 +28,7 @@ from asyncengine.options import (
     ToolSpecs,
     VectorKeywords,
     WeightSource,
+    is_chat,
     split_chat,
 )
 from asyncengine.outputs import Classifications, Completion, Embeddings, Ranking
@@ -131,6 +133,45 @@ class Engine:
         finally:
             for stream in streams:
                 stream.close()
+
+    def fork(
+        self, prefix: Prompt | ChatMessages, n: int, params: SamplingParams | None = None, **options: Any
+    ) -> list[SyncTokenStream]:
+        """Go on from one prefix `n` times, as `AsyncEngine.fork`."""
+        call: Any = self.stream_chat if is_chat(prefix) else self.stream
+        return [call(prefix, each, **options) for each in forked(params, n)]
+
+    # ---------------------------------------------------------------- prefixes
+
+    @contextmanager
+    def pin(self, prefix: Prompt | ChatMessages, **options: Unpack[ChatKeywords]) -> Iterator[int]:
+        """Keep a prefix in the cache during `with`, as `AsyncEngine.pin`."""
+        with self._hold(HeldPrefix(self.aengine.core, prefix, options)) as tokens:
+            yield tokens
+
+    def export_prefix(
+        self, prefix: Prompt | ChatMessages, file: str | os.PathLike[str], **options: Unpack[ChatKeywords]
+    ) -> int:
+        """Write a prefix to a file, as `AsyncEngine.export_prefix`."""
+        held = HeldPrefix(self.aengine.core, prefix, options, file)
+        with self._hold(held):
+            return held.write()
+
+    def import_prefix(
+        self, file: str | os.PathLike[str], *, adapter: str | None = None, cache_salt: str | None = None
+    ) -> int:
+        """Read a prefix from a file, as `AsyncEngine.import_prefix`."""
+        self._check_thread()
+        return self.aengine.core.import_prefix(file, adapter, cache_salt)
+
+    @contextmanager
+    def _hold(self, held: HeldPrefix) -> Iterator[int]:
+        try:
+            with self._stream(held.prepare) as stream:
+                tokens = held.finish(stream.result())
+            yield tokens
+        finally:
+            held.release()
 
     # ---------------------------------------------------------------- vectors
 

@@ -16,7 +16,7 @@ from asyncengine.engine.assembler import Assembler
 from asyncengine.engine.image_prompts import ImagePrompts
 from asyncengine.engine.loop import EngineLoop, WeightUpdate
 from asyncengine.engine.loop_client import LoopClient
-from asyncengine.engine.pinning import Pinning
+from asyncengine.engine.prefix_files import Prefixes, path_of
 from asyncengine.engine.profiling import MOST_STEPS, Profile
 from asyncengine.engine.snapshot import snapshot
 from asyncengine.engine.threads import begun
@@ -38,6 +38,8 @@ from asyncengine.options import (
     RequestOptions,
     ToolSpecs,
     WeightSource,
+    is_chat,
+    split_chat,
     template_tools,
     template_variables,
 )
@@ -83,9 +85,11 @@ class Frontend:
         prepare_update: PrepareUpdate | None = None,
         vector_model: VectorModel | None = None,
         images: ImagePrompts | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         """`adapter_folder`: the folder that the path of an adapter means. `prepare_update`: None: its weights cannot
-        change. `vector_model`: None: the model writes text. `images`: None: it reads no pictures."""
+        change. `vector_model`: None: the model writes text. `images`: None: it reads no pictures. `prefixes`:
+        None: they cannot be copied."""
         self.loop = loop
         self.client = LoopClient(loop, adapters)
         self.validator = validator
@@ -93,7 +97,7 @@ class Frontend:
         self.info = info
         self.planner = planner
         self.adapters = adapters
-        self.pinning = Pinning(loop)
+        self.prefixes = prefixes or Prefixes(loop, None, None)
         self._threads = threads
         self._adapter_folder = adapter_folder
         self._prepare_update = prepare_update
@@ -144,6 +148,10 @@ class Frontend:
             return text, tokenizer.encode(text, add_special_tokens), ()
         return text, *self._images.encode(text, images.parts)
 
+    def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """See `AsyncEngine.detokenize`."""
+        return self._tokenizer("token_ids").decode(token_ids, skip_special_tokens)
+
     def token_texts(self, token_ids: Iterable[int]) -> list[str]:
         """See `AsyncEngine.token_texts`."""
         table = self._tokenizer("token_ids").table
@@ -175,13 +183,35 @@ class Frontend:
             prompt = self._first_tokens(prompt)
         return self.validator.prepare(self.encode(prompt), params, options, arrival)
 
-    def prefix(self, prefix: Prompt | ChatMessages, tools: ToolSpecs | None) -> list[int]:
-        """Token ids of a prompt, or of a chat that may go on, without what the template writes before an answer."""
-        if isinstance(prefix, Sequence) and isinstance(next(iter(prefix), None), Mapping):
-            return self.tokens(cast(ChatMessages, prefix), tools, {"add_generation_prompt": False})
-        if tools is not None:
-            raise InvalidParameter("tools", "go with a chat, and this is a prompt")
-        return self.encode(cast(Prompt, prefix))
+    def prepare_prefix(
+        self, prefix: Prompt | ChatMessages, keywords: Mapping[str, Any], arrival: float | None = None
+    ) -> PreparedRequest:
+        """A request of one token that computes a prompt, or a chat without what the template writes before an answer.
+        `keywords` as those of `stream` or `stream_chat`. Raises as `prepare`."""
+        params = SamplingParams(max_tokens=1)
+        if not is_chat(prefix):
+            return self.prepare(cast(Prompt, prefix), params, RequestOptions.of(keywords), arrival)
+        self._check_serves("chat")
+        chat, options = split_chat(prefix, keywords)
+        variables = {"add_generation_prompt": False, **chat.variables}
+        _, prompt, images = self._chat(
+            self._tokenizer("messages"), chat.messages, template_tools(chat.tools), variables
+        )
+        arrival = self.loop.clock.now() if arrival is None else arrival
+        return self.validator.prepare(prompt, params, options, arrival, images=images)
+
+    def import_prefix(
+        self, file: object, adapter: str | None, cache_salt: str | None, left: threading.Event | None = None
+    ) -> int:
+        """See `AsyncEngine.import_prefix`; blocks. `left`: set when the caller waits for it no more."""
+        self._check_serves("generate")
+        self.prefixes.check("import_prefix", copies=True)
+        path = path_of(file)
+        self.validator.check_adapter(adapter)
+        options = RequestOptions(adapter=adapter, cache_salt=cache_salt).checked()
+        digest = next((each.digest for each in self.list_adapters() if each.name == adapter), "")
+        number = self.validator.next_ticket()
+        return self.prefixes.read(path, digest, options.cache_salt or "", number, left)
 
     def _first_tokens(self, prompt: Iterator[int]) -> list[int]:
         limit = self.info.max_model_len

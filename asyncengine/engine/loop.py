@@ -48,6 +48,7 @@ from asyncengine.scheduler.messages import (
     StopText,
     WithdrawUpdate,
 )
+from asyncengine.scheduler.restores import RestoreOrder
 from asyncengine.stats import Meter
 from asyncengine.step import Batch, GrammarMatcher, StepResult
 from asyncengine.text import TokenTable
@@ -119,6 +120,10 @@ class EngineLoop:
         self.in_flight: deque[Launched] = deque()
         self.updates: dict[int, WeightUpdate] = {}
         """Weight updates by number; one is here before its message is posted."""
+        self.updated = False
+        """The model has other weights than those that were loaded."""
+        self.imports: dict[int, Future[RestoreOrder]] = {}
+        """Who waits for the answer to an `ImportPrefix`, by its number."""
         self.on_tick: Callable[[], None] | None = None
         """Called on this loop's thread every `LAG_PROBE` seconds, and once the loop has ended."""
         self._drain: Drain | None = None
@@ -176,10 +181,17 @@ class EngineLoop:
             for message in self.inbox.take():
                 self._apply(message)
         if self.scheduler.restores.enabled:
-            self._restore()
+            self._look_up()
+        for order in self.scheduler.restores.take_orders():
+            source = self.prefixes if order.peer is None else self.peers
+            if order.imported:
+                order.cancelled |= self.updated  # what other weights computed
+                self.imports.pop(order.imported).set_result(order)
+            elif source is not None:
+                source.load(order, self._prefix_loaded)
 
-    def _restore(self) -> None:
-        """Look up on the disk, or ask a peer, what requests begin with, and have it read where that is worth it."""
+    def _look_up(self) -> None:
+        """Look up on the disk, or ask a peer, what requests begin with, to have it read where that is worth it."""
         restores, kv, prefixes = self.scheduler.restores, self.scheduler.kv, self.prefixes
         near = None if kv.windows is None or kv.windows.lookback is None else kv.windows.lookback.first
         for request, namespace, limit, cached in restores.take_wanted():
@@ -192,10 +204,6 @@ class EngineLoop:
                 self._apply(found)
             else:
                 self.peers.ask(peer, namespace, request.tokens[:limit], cached, found, self.inbox.post)
-        for order in restores.take_orders():
-            source = prefixes if order.peer is None else self.peers
-            if source is not None:
-                source.load(order, self._prefix_loaded)
         if prefixes is not None:
             prefixes.save(kv.take_unsaved())
 
@@ -268,6 +276,7 @@ class EngineLoop:
         if self.record is not None:
             self.record("start_anew", number)
         self.scheduler.start_anew(number)
+        self.updated = True
         for source in (self.prefixes, self.peers):
             if source is not None:
                 source.forget()
@@ -401,6 +410,8 @@ class EngineLoop:
             launched.result.cancel()  # nobody will read it
         for number in list(self.updates):
             self.fail_update(number)
+        for number in list(self.imports):
+            self.imports.pop(number).cancel()
         for part in (self.grammars, self.adapters):
             if part is not None:
                 part.close()

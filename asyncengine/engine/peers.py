@@ -140,12 +140,7 @@ class PeerPrefixes:
         self._spawn(self._load(order, loaded))
 
     async def _load(self, order: RestoreOrder, loaded: Loaded) -> None:
-        pages = len(order.tokens) // self._kv.page_size
-        parts: list[Part] = [(RecordPart.WINDOW, place, page) for place, page in order.windows]
-        if order.slot:
-            parts.append((RecordPart.STATE, pages - 1, order.slot))
-        parts += [(RecordPart.PAGE, place, page) for place, page in order.pages]
-        filled: list[Part] = []
+        parts, filled = order.places, list[Part]()
         if order.peer is not None:
             async with self._pulls:
                 began = self._clock.now()
@@ -158,7 +153,7 @@ class PeerPrefixes:
                     if order.late or not order.cancelled:
                         self._fail(order.peer, error)
         missing = parts[len(filled) :]
-        end = next((place for part, place, _ in missing if part is RecordPart.PAGE), pages)
+        end = next((place for part, place, _ in missing if part is RecordPart.PAGE), order.pages[-1][0] + 1)
         loaded(order.number, end - order.start, bool(order.slot) and not missing)
 
     async def _pull(self, order: RestoreOrder, peer: Peer, parts: Sequence[Part], filled: list[Part]) -> None:
@@ -187,10 +182,9 @@ class PeerPrefixes:
             raise RecordError("is another prefix than was asked for")
         reader.check(identity, order.namespace, size)
 
-        def go_on() -> bool:
+        def go_on() -> None:
             if order.cancelled:
                 raise RecordError("is waited for by nobody any more")
-            return True
 
         reader.fill(parts, self._memory, size, go_on)
 

@@ -271,11 +271,7 @@ class _Load:
         self._root = root
         self._failed: dict[RecordPart, int] = {}
         """The first place of each part that could not be read."""
-        parts = [(RecordPart.WINDOW, place, page) for place, page in order.windows]
-        if order.slot:
-            parts.append((RecordPart.STATE, len(order.tokens) // owner._page_size - 1, order.slot))
-        parts += [(RecordPart.PAGE, place, page) for place, page in order.pages]
-        self._todo = iter(parts)
+        self._todo = iter(order.places)
 
     def work(self) -> None:
         """Read records until none is left; the last thread to end says what came of it."""

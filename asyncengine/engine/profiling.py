@@ -18,7 +18,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import anyio
+import anyio.to_thread
+
 from asyncengine.engine.loop import EngineLoop
+from asyncengine.engine.threads import finished
 from asyncengine.events import EngineDied, Event, StepDone
 
 MOST_STEPS = 10_000
@@ -75,6 +79,18 @@ class Profile:
     def _add(self, kind: str, name: str, at: int, **more: Any) -> None:
         place = {"pid": os.getpid(), "tid": threading.get_native_id(), "cat": "engine"}
         self._events.append({"ph": kind, "name": name, "ts": at, **place, **more})
+
+    async def run(self, folder: str | os.PathLike[str], model: str, timeout: float) -> Path:
+        """Record until `steps` steps have retired, for at most `timeout` seconds, and write the trace. Raises
+        `OSError`."""
+        try:
+            await anyio.to_thread.run_sync(self.start)
+            with anyio.move_on_after(timeout):
+                await finished(self.done)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self.stop)
+        return await anyio.to_thread.run_sync(self.write, folder, model)
 
     def stop(self) -> None:
         """Time nothing any more. From any thread, once."""

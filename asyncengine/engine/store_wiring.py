@@ -10,9 +10,10 @@ import os
 import platform
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from asyncengine.engine.prefix_store import PrefixStore
 from asyncengine.errors import InvalidParameter
 from asyncengine.kernels.cache_folder import cache_root
 from asyncengine.kvcache.store.disk import SystemDisk
+from asyncengine.kvcache.store.record import Identity, fingerprint_of
 from asyncengine.kvcache.store.segments import SegmentStore
 
 if TYPE_CHECKING:
@@ -40,28 +42,28 @@ _SOURCES = ("attention", "kernels", "layers", "lora", "models", "runner")
 
 
 def open_prefix_store(
-    config: EngineConfig, checkpoint: CheckpointSource, loaded: LoadedModel, runner: ModelRunner, undo: ExitStack
-) -> PrefixStore | None:
-    """The store that `config` asks for, which `undo` closes; None: it asks for none. Raises `InvalidParameter` naming
-    `kv_cache_dir` for a folder that cannot be one."""
+    config: EngineConfig, loaded: LoadedModel, runner: ModelRunner, identify: Callable[[], Identity] | None,
+    undo: ExitStack,
+) -> PrefixStore | None:  # fmt: skip
+    """The store that `config` asks for, which `undo` closes; None: it asks for none. `identify`: see `identity_of`;
+    None where pages cannot be copied. Raises `InvalidParameter` naming `kv_cache_dir` for a folder that cannot be one.
+    """
     if config.kv_cache_dir is None:
         return None
     from asyncengine.runner.building import measure_prompt_rate
 
-    if loaded.device.type != "cpu":
+    if identify is None:
         raise InvalidParameter("kv_cache_dir", f"works on a CPU; the model runs on {loaded.device}")
     if not config.prefix_caching:
         raise InvalidParameter("kv_cache_dir", "needs prefix_caching=True", config.kv_cache_dir)
     folder = make_folder(folder_of(config.kv_cache_dir))
-    memory = runner.page_memory()
-    weights = weights_digest(checkpoint.files, folder)
-    fingerprint = fingerprint_of(config, checkpoint.config, loaded, weights, memory.layout)
     try:
-        store = SegmentStore(SystemDisk(), str(folder), fingerprint, int(config.kv_cache_disk))
+        store = SegmentStore(SystemDisk(), str(folder), fingerprint_of(identify()), int(config.kv_cache_disk))
     except OSError as error:
         raise InvalidParameter("kv_cache_dir", f"cannot be read: {error}", config.kv_cache_dir) from None
     logger.info("prefixes are kept in %s: %d records of this model", folder, len(store))
     rate = measure_prompt_rate(runner, config, loaded.max_model_len)
+    memory = runner.page_memory()
     prefixes = PrefixStore(store, memory, config.page_size, prompt_rate=rate, salted=config.kv_cache_salted)
     undo.callback(prefixes.close_soon)
     return prefixes
@@ -90,43 +92,68 @@ def make_folder(folder: Path) -> Path:
     return folder
 
 
-def fingerprint_of(
-    config: EngineConfig, model_config: dict[str, Any], loaded: LoadedModel, weights: str, layout: str
-) -> bytes:
-    """Digest of all that a page's bytes depend on beside its tokens and its adapter: weights, their forms and types,
-    the layout of pages, rotary and other settings of the model, code, libraries and the CPU."""
-    longest = config.max_model_len if _follows_length(model_config) else None
+def identity_of(
+    config: EngineConfig, checkpoint: CheckpointSource, loaded: LoadedModel, runner: ModelRunner
+) -> Callable[[], Identity]:
+    """Function that gives all that a page's bytes depend on beside its tokens and its adapter: weights, their forms and
+    types, the layout of pages, rotary and other settings of the model, code, libraries and the CPU. The first call
+    takes seconds for gigabytes of weights, whose files it reads; it raises `InvalidParameter` where they are not the
+    ones that were loaded any more. Nothing of the model is held."""
+    longest = config.max_model_len if _follows_length(checkpoint.config) else None
     parts = {
-        "weights": weights,
-        "model": model_config,
-        "settings": [config.quantization, config.load_format, config.fuse, config.page_size, longest],
-        "lora": [config.max_loras, config.max_lora_rank],
-        "forms": [str(loaded.dtype), sorted(loaded.fused), sorted(loaded.stored.items()), loaded.unsteady],
-        "layout": layout,
-        "code": _digest_of_code(Path(asyncengine.__file__).parent),
-        "versions": [asyncengine.__version__, *_versions()],
-        "machine": _machine(steady=loaded.unsteady is None),
+        "model configuration": _digest_of([checkpoint.config, longest]),
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "page size": str(config.page_size),
+        "quantization": f"{config.quantization} {config.load_format}",
+        "kernels": _digest_of([config.fuse, sorted(loaded.fused), sorted(loaded.stored.items()), loaded.unsteady]),
+        "LoRA settings": f"{config.max_loras} {config.max_lora_rank}",
+        "page layout": runner.page_memory().layout,
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).digest()
+    files, steady = checkpoint.files, loaded.unsteady is None
+    stamps = [_stamp(file) for file in files]
+
+    @cache
+    def identify() -> Identity:
+        weights = weights_digest(files, None if config.kv_cache_dir is None else folder_of(config.kv_cache_dir))
+        if [_stamp(file) for file in files] != stamps:
+            raise InvalidParameter("model", "has other files than when it was loaded: its weights have no digest")
+        return {
+            "model weights": weights,
+            **parts,
+            "version": asyncengine.__version__,
+            "code": _digest_of_code(Path(asyncengine.__file__).parent),
+            "libraries": " ".join(_versions()),
+            "CPU, or threads": _digest_of(_machine(steady=steady)),
+        }
+
+    return identify
 
 
-def weights_digest(files: Sequence[Path], folder: Path) -> str:
+def _digest_of(parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def weights_digest(files: Sequence[Path], folder: Path | None) -> str:
     """Digest of the content of weight files. That of a file that has not changed since is known from `folder`."""
-    known_file = folder / _KNOWN
     known: dict[str, str] = {}
     with contextlib.suppress(OSError, ValueError):
-        read = json.loads(known_file.read_text("utf-8"))
+        read = {} if folder is None else json.loads((folder / _KNOWN).read_text("utf-8"))
         known = read if isinstance(read, dict) else {}
     digests, new = [], False
     for file in files:
-        at = file.stat()
-        key = f"{file.resolve()} {at.st_size} {at.st_mtime_ns} {at.st_ctime_ns} {at.st_ino} {at.st_dev}"
+        key = _stamp(file)
         if key not in known:
-            known[key], new = _digest_of_file(file, at.st_size), True
+            known[key], new = _digest_of_file(file, file.stat().st_size), True
         digests.append(known[key])
-    if new:
-        _write_known(known_file, dict(list(known.items())[-1000:]))
+    if new and folder is not None:
+        _write_known(folder / _KNOWN, dict(list(known.items())[-1000:]))
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
+def _stamp(file: Path) -> str:
+    """What changes when a file is written."""
+    at = file.stat()
+    return f"{file.resolve()} {at.st_size} {at.st_mtime_ns} {at.st_ctime_ns} {at.st_ino} {at.st_dev}"
 
 
 def _digest_of_file(file: Path, size: int) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from asyncengine.checks import check_unicode
+from asyncengine.checks import as_integer, check_unicode
 from asyncengine.config import RequestSettings
 from asyncengine.engine.clock import Clock
 from asyncengine.engine.delivery import OutputStream
@@ -188,7 +188,7 @@ class RequestValidator:
             max_total,
             options=options,
             request_id=options.request_id or f"req-{secrets.token_hex(8)}",
-            seed=_sample_seed(params.seed, 0),
+            seed=sample_seed(params.seed, 0),
             stop_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
             arrival=arrival,
             group=None if params.n == 1 else ticket,
@@ -202,7 +202,7 @@ class RequestValidator:
             # the same for all samples: computed once
             params = params.replace(prompt_logprobs=False, prompt_logprobs_start=0)
         for index in range(1, params.n):
-            seed = _sample_seed(params.seed, index)
+            seed = sample_seed(params.seed, index)
             yield replace(first, ticket=next(self._tickets), index=index, seed=seed, params=params)
 
     def _stream(self, spec: RequestSpec, mailbox: Mailbox, stops: StopAutomaton | None) -> OutputStream:
@@ -365,12 +365,19 @@ def _check_images(params: SamplingParams, images: tuple[ImageSpan, ...], prompt_
         raise InvalidParameter("messages", "must not end with a picture: the model's template puts nothing behind it")
 
 
-def _sample_seed(seed: int | None, index: int) -> int:
+def sample_seed(seed: int | None, index: int) -> int:
     """Seed of sample `index`: the caller's for sample 0, a mix of it and the index for the others."""
     if seed is None:
         return secrets.randbits(64)
     mixed = (seed & (2**64 - 1)) ^ (index * 0x9E3779B97F4A7C15)
     return mixed & (2**64 - 1)
+
+
+def forked(params: SamplingParams | None, n: int) -> Iterator[SamplingParams]:
+    """Parameters of `n` requests that are sampled as `n` samples of one would be. Raises `InvalidParameter`."""
+    params, count = as_params(params), as_integer("n", n, 1)
+    for index in range(count):
+        yield params if params.seed is None else params.replace(seed=sample_seed(params.seed, index))
 
 
 def _plain_id(token: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -24,8 +24,9 @@ from asyncengine.engine.grammar_wiring import make_grammars, make_planner
 from asyncengine.engine.image_prompts import ImagePrompts
 from asyncengine.engine.image_wiring import NO_IMAGES, LoadedImages, load_images
 from asyncengine.engine.loop import EngineLoop, Recorder
+from asyncengine.engine.prefix_files import Prefixes
 from asyncengine.engine.prefix_store import PrefixStore
-from asyncengine.engine.store_wiring import open_prefix_store
+from asyncengine.engine.store_wiring import identity_of, open_prefix_store
 from asyncengine.engine.threads import on_own_thread
 from asyncengine.engine.validation import RequestValidator
 from asyncengine.engine.vectors.service import VectorModel
@@ -40,6 +41,7 @@ from asyncengine.errors import InvalidParameter, OutOfMemory
 from asyncengine.grammar.interface import GrammarCompiler
 from asyncengine.info import ModelInfo
 from asyncengine.kvcache import KVCache
+from asyncengine.kvcache.store.record import Identity
 from asyncengine.lora.admission import AdapterSlots
 from asyncengine.models.checkpoint import open_checkpoint
 from asyncengine.scheduler import Scheduler
@@ -241,8 +243,9 @@ def _load_frontend(
             kept=ahead.kept, left=ahead.left, images=images.store,
         )  # fmt: skip
         progress.say_compiled()
-        prefixes = open_prefix_store(config, checkpoint, loaded, runner, undo)
-        parts = tokenizer, runner, adapters, grammars, planner, config, vectors, images, prefixes
+        identify = identity_of(config, checkpoint, loaded, runner) if device.type == "cpu" else None
+        prefixes = open_prefix_store(config, loaded, runner, identify, undo)
+        parts = tokenizer, runner, adapters, grammars, planner, config, vectors, images, prefixes, identify
         frontend = _assemble(path, loaded, *parts)
         undo.pop_all()
         return frontend
@@ -328,7 +331,7 @@ def _assemble(
     path: str, loaded: Loaded, tokenizer: TextTokenizer | None, runner: ModelRunner | EncoderRunner,
     adapters: AdapterRegistry | None, grammars: GrammarCompiler | None, planner: ChatPlanner | None,
     config: EngineConfig, vectors: VectorModel | None = None, images: LoadedImages = NO_IMAGES,
-    prefixes: PrefixStore | None = None,
+    prefixes: PrefixStore | None = None, identify: Callable[[], Identity] | None = None,
 ) -> Frontend:  # fmt: skip
     info = ModelInfo(
         name=bundled_name(path) or loaded.name,
@@ -367,7 +370,7 @@ def _assemble(
     config = config.replace(speculation_costs=costs, draft_costs=runner.draft_costs, speculation_with_adapters=adapted)
     return wire(
         runner, info, config, tokenizer=tokenizer, grammars=grammars, planner=planner, adapters=adapters,
-        vectors=vectors, images=images.prompts, prefixes=prefixes,
+        vectors=vectors, images=images.prompts, prefixes=prefixes, identify=identify,
     )  # fmt: skip
 
 
@@ -385,9 +388,10 @@ def wire(
     vectors: VectorModel | None = None,
     images: ImagePrompts | None = None,
     prefixes: PrefixStore | None = None,
+    identify: Callable[[], Identity] | None = None,
 ) -> Frontend:
     """Put an engine together around any executor (tests use a fake one). `vectors`: of a model that gives them.
-    `prefixes`: where its prefix cache is kept beside memory."""
+    `prefixes`: where its prefix cache is kept beside memory. `identify`: see `identity_of`."""
     clock = clock or MonotonicClock()
     kv = KVCache(
         executor.num_pages,
@@ -425,7 +429,8 @@ def wire(
     threads = getattr(executor, "threads", ThreadStats)  # executors without any of their own: fakes
     folder = partial(resolve_adapter, root=config.adapter_root)
     update = getattr(executor, "prepare_update", None)
-    return Frontend(loop, validator, tokenizer, info, planner, adapters, threads, folder, update, vectors, images)
+    held = Prefixes(loop, identify, getattr(executor, "page_memory", None))
+    return Frontend(loop, validator, tokenizer, info, planner, adapters, threads, folder, update, vectors, images, held)
 
 
 def _fit_context(info: ModelInfo, config: EngineConfig, capacity: int) -> ModelInfo:

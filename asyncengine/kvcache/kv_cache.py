@@ -18,7 +18,8 @@ from asyncengine.kvcache.page_group import BESIDE, PageCounts, PageGroup
 from asyncengine.kvcache.page_table import PageTable
 from asyncengine.kvcache.radix_tree import Namespace, Node
 from asyncengine.kvcache.saving import SaveLog, Unsaved
-from asyncengine.kvcache.states import StateCounts, StateGroup
+from asyncengine.kvcache.states import Snapshot, StateCounts, StateGroup
+from asyncengine.step import RecordPart
 
 TableAndTokens = tuple[PageTable, int]
 """Page table of a running request, and the number of its tokens."""
@@ -64,6 +65,8 @@ class KVCache:
             self.tree.losing.append(self._drop_twin)
             self.groups = (self.windows, self.pages)  # in this order, what hangs on a node goes before it
         self._saves: SaveLog | None = None
+        self._pinned: dict[int, tuple[PageTable, Snapshot | None]] = {}
+        """Tables without a request, and the snapshots at their ends, by the number of their pin."""
 
     def _worthwhile(self, lookback: Lookback | None) -> Lookback | None:
         """`lookback`, but where a window is nearly all of the pool: nothing would be won."""
@@ -152,7 +155,7 @@ class KVCache:
 
     def could_have_room(self, table: PageTable, num_tokens: int, beside: Sequence[TableAndTokens]) -> bool:
         """Whether there would be pages for the request of `table` if only those `beside` it were running."""
-        tables = [table, *(other for other, _ in beside)]
+        tables = [table, *(other for other, _ in beside), *self._pinned_tables]
         for (group, part), others in zip(self._parts(table), self.promised(beside), strict=True):
             held = {page for each in self._tables(group, tables) for page in each.pages if page}
             if len(held) + group.missing(part, num_tokens) + others > group.pool.capacity:
@@ -261,6 +264,45 @@ class KVCache:
         for group in self.groups:
             group.clear()
 
+    # ---------------------------------------------------------------- pinned prefixes
+
+    def pin(self, number: int, namespace: Namespace, tokens: Sequence[int]) -> None:
+        """Keep what is cached of `tokens` until `unpin` of the same number, as if a request used it."""
+        table = self.open(namespace, tokens, len(tokens))
+        self._pinned[number] = table, None if self.states is None else self.states.keep(table.node)
+
+    def unpin(self, number: int) -> None:
+        """Undo `pin`. Does nothing where nothing is pinned."""
+        table, snapshot = self._pinned.pop(number, (None, None))
+        if self.states is not None and snapshot is not None:
+            self.states.keep_no_more(snapshot)
+        if table is not None:
+            self.close(table, 0)  # steps in flight name its pages by locks of their own
+
+    @property
+    def pins(self) -> list[int]:
+        """Numbers of all pins."""
+        return list(self._pinned)
+
+    def is_pinned(self, number: int) -> bool:
+        """Whether there is such a pin. From any thread: what was copied of its pages before this is True is whole."""
+        return number in self._pinned
+
+    def pinned(self, number: int) -> tuple[Namespace, int, list[tuple[RecordPart, int, int]]]:
+        """(namespace, pages, places) of a pin: which memory has what there is of so many pages, each part as (part,
+        place of its page, number). From any thread. Raises `KeyError` where there is no such pin any more."""
+        table, snapshot = self._pinned[number]
+        places = [(RecordPart.PAGE, *each) for each in table.numbered(0)]
+        if table.window is not None:
+            places += [(RecordPart.WINDOW, *each) for each in table.window.numbered(0)]
+        if snapshot is not None:
+            places.append((RecordPart.STATE, table.num_shared - 1, snapshot.slot))
+        return table.namespace, table.num_shared, places
+
+    @property
+    def _pinned_tables(self) -> list[PageTable]:
+        return [table for table, _ in self._pinned.values()]
+
     # ---------------------------------------------------------------- pages from elsewhere
 
     def begin_restore(self, namespace: Namespace, tokens: Sequence[int], num_pages: int) -> PageTable | None:
@@ -338,7 +380,7 @@ class KVCache:
 
         `idle`: no step is in flight.
         """
-        tables = list(tables)
+        tables = [*tables, *self._pinned_tables]
         if self.states is not None:
             self.states.check_sums(sum(table.state is not None for table in tables), idle=idle)
         for group in self.groups:
@@ -347,7 +389,7 @@ class KVCache:
 
     def check(self, tables: Iterable[PageTable]) -> None:
         """Prove conservation of pages and states. Raises `InvariantViolation` naming the first that does not add up."""
-        tables = list(tables)
+        tables = [*tables, *self._pinned_tables]
         for group in self.groups:
             group.check(self._tables(group, tables))
         if self.states is not None:

@@ -57,5 +57,10 @@ class PageTable:
         """Pages that it keeps others from."""
         return self.num_pages - self.num_unseen + (0 < self.node.depth <= self.num_unseen)
 
+    def numbered(self, start: int) -> tuple[tuple[int, int], ...]:
+        """(place among all pages, page) of those from place `start` on that its windows see."""
+        first = max(start, self.num_unseen)
+        return tuple(enumerate(self.pages[first - self.first :], first))
+
     def own_pages(self) -> list[int]:
         return self.pages[max(self.node.depth, self.num_unseen) - self.first :]

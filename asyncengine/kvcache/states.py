@@ -294,6 +294,8 @@ class StateGroup:
         else:
             node.state = slot
             self._snapshots[slot] = Snapshot(slot, node)
+            if self.hung is not None:  # it may come from elsewhere than where they are kept
+                self.hung.append(self._snapshots[slot])
 
     def snapshot_of(self, node: Node) -> Snapshot | None:
         """The snapshot that hangs on `node`: another object for each time that one was taken."""
@@ -307,11 +309,10 @@ class StateGroup:
             self._pin(snapshot, 1)
         return snapshot
 
-    def keep_no_more(self, snapshot: Snapshot | None) -> None:
+    def keep_no_more(self, snapshot: Snapshot) -> None:
         """Undo `keep`."""
-        if snapshot is not None:
-            self._kept.remove(snapshot)
-            self._pin(snapshot, -1)
+        self._kept.remove(snapshot)
+        self._pin(snapshot, -1)
 
     def _at(self, node: Node) -> Snapshot | None:
         return self._snapshots.get(node.state) or self._passed.get(node.state)

@@ -75,6 +75,18 @@ class PrefixLoaded:
     state: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class ImportPrefix:
+    """Pages are wanted for `tokens`, full pages of the namespace of `adapter` and `salt`, which a file has. Answered by
+    a `RestoreOrder` of this `number`."""
+
+    number: int
+    adapter: str
+    """Digest of the adapter; "": none."""
+    salt: str
+    tokens: tuple[int, ...]
+
+
 UpdateMode = Literal["wait", "recompute"]
 """Whether requests end before the model's weights change, or go on with the new ones (`scheduler.weight_updates`)."""
 
@@ -96,7 +108,7 @@ class WithdrawUpdate:
 
 @dataclass(frozen=True, slots=True)
 class PinPrefix:
-    """The prompt of `ticket`, which comes next, is to stay in the cache when it has ended (`scheduler.pins`)."""
+    """The prompt of `ticket`, which comes next, is to stay in the cache when its request ends (`KVCache.pin`)."""
 
     ticket: int
 
@@ -110,7 +122,7 @@ class UnpinPrefix:
 
 Message = (
     RequestSpec | Abort | StopText | GrammarReady | AdapterReady | PrefixFound | PrefixLoaded | Drain | UpdateWeights
-    | WithdrawUpdate | PinPrefix | UnpinPrefix
+    | WithdrawUpdate | PinPrefix | UnpinPrefix | ImportPrefix
 )  # fmt: skip
 
 EndReason = Literal["stop", "length", "abort", "timeout", "error"]

@@ -18,8 +18,9 @@ from asyncengine.kvcache import KVCache, PageTable
 from asyncengine.kvcache.kv_cache import TableAndTokens
 from asyncengine.kvcache.radix_tree import Namespace
 from asyncengine.request_spec import Peer
-from asyncengine.scheduler.messages import PrefixFound, PrefixLoaded
+from asyncengine.scheduler.messages import ImportPrefix, PrefixFound, PrefixLoaded
 from asyncengine.scheduler.request import Request, RequestState
+from asyncengine.step import RecordPart
 
 MOST_TRIES = 3
 """Readings that a request waits for, at most: one that shares its beginning with several others may find more behind
@@ -50,6 +51,21 @@ class RestoreOrder:
     """True: no request waits for it any more, so that it may end early."""
     late: bool = False
     """It has taken so long that those who waited for it compute."""
+    imported: int = 0
+    """Number of the `ImportPrefix` that it answers; 0: requests wait for it."""
+
+    @property
+    def places(self) -> list[tuple[RecordPart, int, int]]:
+        """All that is to be filled: (part, place of its page, number in the memory of that part)."""
+        places = [(RecordPart.WINDOW, *each) for each in self.windows]
+        if self.slot:
+            places.append((RecordPart.STATE, self.pages[-1][0], self.slot))
+        return places + [(RecordPart.PAGE, *each) for each in self.pages]
+
+    def leave(self, *, late: bool = False) -> None:
+        """No request waits for it any more: it may end early, unless it is an import."""
+        if not self.imported:
+            self.cancelled, self.late = True, late
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +126,7 @@ class Restores:
         self.queue.pop(request.ticket, None)
         for reading in self._readings.values():
             if reading.waiting.pop(request.ticket, None) is not None and not reading.waiting:
-                reading.order.cancelled = True
+                reading.order.leave()
 
     def take_wanted(self) -> list[tuple[Request, Namespace, int, int]]:
         """Requests to be looked up since the last call, each with its namespace, the number of its tokens that may be
@@ -129,6 +145,15 @@ class Restores:
         orders, self._orders = self._orders, []
         return orders
 
+    def import_prefix(self, message: ImportPrefix, running: Iterable[TableAndTokens]) -> None:
+        """Take pages for what a file has. An order of number 0 says that there is no room beside those `running`, or
+        nothing to be read: `start` pages are cached then."""
+        space, tokens = (message.adapter, message.salt), list(message.tokens)
+        pages = len(tokens) // self._kv.page_size
+        if self._begin(space, tokens, pages, 0, 0.0, running, imported=message.number) is None:
+            start = self._kv.peek(space, tokens, len(tokens)) // self._kv.page_size
+            self._orders.append(RestoreOrder(0, space, tokens, start, (), imported=message.number))
+
     # ---------------------------------------------------------------- answers
 
     def found(self, answer: PrefixFound, running: Iterable[TableAndTokens]) -> Request | None:
@@ -139,7 +164,10 @@ class Restores:
             return None
         if answer.pages and request.restores < MOST_TRIES:
             request.restores += 1
-            reading = self._shared(request) or self._begin(request, answer, running)
+            space, priority = self._namespace(request), request.spec.options.priority
+            reading = self._shared(request) or self._begin(
+                space, request.tokens, answer.pages, priority, answer.until, running, peer=answer.peer
+            )
             if reading is not None:
                 reading.waiting[request.ticket] = request
                 reading.until = max(reading.until, answer.until)
@@ -174,7 +202,7 @@ class Restores:
                 if now >= reading.until and reading.waiting:
                     late += reading.waiting.values()
                     reading.waiting.clear()
-                    reading.order.cancelled = reading.order.late = True
+                    reading.order.leave(late=True)
         for request in late:
             del self.queue[request.ticket]
         return late
@@ -195,35 +223,31 @@ class Restores:
                 return reading
         return None
 
-    def _begin(self, request: Request, answer: PrefixFound, running: Iterable[TableAndTokens]) -> _Reading | None:
-        kv, space, size = self._kv, self._namespace(request), self._kv.page_size
-        slot = 0
+    def _begin(
+        self, space: Namespace, tokens: list[int], pages: int, priority: int, until: float,
+        running: Iterable[TableAndTokens], *, peer: Peer | None = None, imported: int = 0,
+    ) -> _Reading | None:  # fmt: skip
+        kv, size, slot = self._kv, self._kv.page_size, 0
         if kv.states is not None:
             slot = kv.states.reserve()
             if not slot:
                 return None
         table = None
-        probe = kv.open(space, request.tokens, answer.pages * size)
-        fits = kv.has_room(probe, len(request.tokens), kv.promised([*running, *self.tables]))
+        probe = kv.open(space, tokens, pages * size)
+        fits = kv.has_room(probe, len(tokens), kv.promised([*running, *self.tables]))
         kv.close(probe, 0)
         if fits:
-            table = kv.begin_restore(space, request.tokens, answer.pages)
+            table = kv.begin_restore(space, tokens, pages)
         if table is None:
             if slot and kv.states is not None:
                 kv.states.settle_reserved(slot, None)
             return None
         self._number += 1
         order = RestoreOrder(
-            self._number, space, request.tokens[: answer.pages * size], table.num_shared,
-            _to_fill(table, table.num_shared), () if table.window is None else _to_fill(table.window, table.num_shared),
-            slot, answer.peer, answer.until,
+            self._number, space, tokens[: pages * size], table.num_shared,
+            table.numbered(table.num_shared), () if table.window is None else table.window.numbered(table.num_shared),
+            slot, peer, until, imported=imported,
         )  # fmt: skip
         self._orders.append(order)
-        reading = self._readings[order.number] = _Reading(order, table, request.spec.options.priority, answer.until)
+        reading = self._readings[order.number] = _Reading(order, table, priority, until)
         return reading
-
-
-def _to_fill(table: PageTable, shared: int) -> tuple[tuple[int, int], ...]:
-    """(place, page) of the table's own pages that its windows see."""
-    first = max(shared, table.num_unseen)
-    return tuple(enumerate(table.pages[first - table.first :], first))

@@ -7,6 +7,7 @@ its deadline, what others may start from, and what its consumer is told.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,13 +18,14 @@ from asyncengine.policies import Policy
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler.messages import EndReason
 from asyncengine.scheduler.output import Counters, Output, with_counts
-from asyncengine.scheduler.pins import Pins
 from asyncengine.scheduler.queues import Deadlines, WaitingQueue
 from asyncengine.scheduler.request import Request, RequestState
 from asyncengine.scheduler.restores import Restores
 from asyncengine.scheduler.slots import Slots
 from asyncengine.scheduler.weight_updates import WeightUpdates
 from asyncengine.speculation import DraftPlanner
+
+logger = logging.getLogger("asyncengine")
 
 
 class Roster:
@@ -52,7 +54,8 @@ class Roster:
         self.grammar_queue: dict[int, Request] = {}
         self.adapter_queue: dict[int, Request] = {}
         self.restores = restores
-        self.pins = Pins(kv)
+        self.to_pin: dict[int, None] = {}
+        """Tickets of requests whose prompts are to be pinned when they end."""
         self.weights = WeightUpdates()
         self.deadlines = Deadlines()
         self.counters = Counters()
@@ -181,8 +184,10 @@ class Roster:
                     self.waiting.remove(request)
             case RequestState.RESTORE_QUEUE:
                 self.restores.discard(request)
-        if request.ticket in self.pins.wanted:
-            self.pins.hold(request, self.namespace(request))
+        if request.ticket in self.to_pin:
+            del self.to_pin[request.ticket]
+            if request.state in (RequestState.RUNNING, RequestState.WAITING):  # else it has computed nothing
+                self.kv.pin(request.ticket, self.namespace(request), request.spec.prompt)
         self.grammar_queue.pop(request.ticket, None)
         self.adapter_queue.pop(request.ticket, None)
         if request.first_step_at is None:
@@ -196,6 +201,22 @@ class Roster:
         self.deadlines.discard(request)
         self.policy.leave(request)
         del self.requests[request.ticket]
+
+    # ---------------------------------------------------------------- pinned prefixes
+
+    def unpin(self, ticket: int) -> None:
+        """The prompt of `ticket` need not stay in the cache."""
+        self.to_pin.pop(ticket, None)
+        self.kv.unpin(ticket)
+
+    def drop_pins(self, why: str) -> bool:
+        """Unpin all there are, with a warning that says `why`. False: there are none."""
+        pins = self.kv.pins
+        if pins:
+            logger.warning("%d pinned prefixes are not pinned any more: %s", len(pins), why)
+        for ticket in pins:
+            self.kv.unpin(ticket)
+        return bool(pins)
 
     def _count_left_queue(self, request: Request) -> None:
         self.counters.left_queue += 1

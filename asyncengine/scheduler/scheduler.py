@@ -21,7 +21,7 @@ from functools import partial
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvariantViolation
-from asyncengine.kvcache import KVCache, PageTable
+from asyncengine.kvcache import KVCache
 from asyncengine.lora.interface import AdapterAdmission
 from asyncengine.policies import overrides, start_policy
 from asyncengine.request_spec import RequestSpec
@@ -34,6 +34,7 @@ from asyncengine.scheduler.messages import (
     Drain,
     EndReason,
     GrammarReady,
+    ImportPrefix,
     Message,
     PinPrefix,
     PrefixFound,
@@ -116,12 +117,14 @@ class Scheduler:
                 self.roster.leave_restores([] if request is None else [request])
             case PrefixLoaded():
                 self.roster.leave_restores(self.restores.loaded(message))
+            case ImportPrefix():
+                self.restores.import_prefix(message, tables_of(self.running.values()))
             case Drain():
                 pass  # the engine's business: no request changes
             case PinPrefix(ticket):
-                self.roster.pins.want(ticket)
+                self.roster.to_pin[ticket] = None
             case UnpinPrefix(ticket):
-                self.roster.pins.release(ticket)
+                self.roster.unpin(ticket)
             case UpdateWeights(number, mode):
                 self.roster.weights.add(number, mode)
             case WithdrawUpdate(number):
@@ -159,7 +162,7 @@ class Scheduler:
             self._drafting.add(rows, plan.left)
             return self._launch(rows)
         if self.waiting and not (self.running or self._in_flight or self.restores):
-            if self.roster.pins.drop(CROWDED):
+            if self.roster.drop_pins(CROWDED):
                 return self.schedule(now)
             raise InvariantViolation(f"{len(self.waiting)} requests wait, none runs, and none could be admitted")
         return None
@@ -223,7 +226,7 @@ class Scheduler:
             if len(self.running) == 1:
                 if self.restores:
                     return False  # their pages are cached ones in a moment
-                if self.roster.pins.drop(CROWDED):
+                if self.roster.drop_pins(CROWDED):
                     continue
                 needed = self.kv.pages_for(num_tokens)
                 self.roster.end(request, "error", f"needs {needed} KV pages, the cache has {self.kv.pool.capacity}")
@@ -306,7 +309,7 @@ class Scheduler:
         Running requests keep their tokens, and compute them again."""
         for request in list(self.running.values()):
             self.roster.preempt(request)
-        self.roster.pins.drop("the model has other weights")
+        self.roster.drop_pins("the model has other weights")
         self.kv.clear()
         if self.roster.drafts is not None:
             self.roster.drafts.clear()
@@ -333,20 +336,15 @@ class Scheduler:
         """No request times out before this clock reading (inf: none has a deadline)."""
         return min(self.roster.deadlines.next(), self.restores.next_deadline)
 
-    @property
-    def _tables(self) -> list[PageTable]:
-        """All that are open."""
-        busy = (*tables_of(self.running.values()), *self.restores.tables)
-        return [*(table for table, _ in busy), *self.roster.pins.tables]
-
     def check_sums(self) -> None:
         """The cheap form of `check`, for production: O(running requests)."""
-        self.kv.check_sums(self._tables, idle=not self._in_flight)
+        tables = [table for table, _ in (*tables_of(self.running.values()), *self.restores.tables)]
+        self.kv.check_sums(tables, idle=not self._in_flight)
         self.roster.check_places()
 
     def check(self) -> None:
         """Prove that nothing is lost: pages, states, slots, adapters, requests. Raises `InvariantViolation`."""
-        self.kv.check(self._tables)
+        self.kv.check(table for table, _ in (*tables_of(self.running.values()), *self.restores.tables))
         self.roster.slots.check(self.running.values())
         self.roster.check_places()
         for request in self.running.values():

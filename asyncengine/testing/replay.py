@@ -29,6 +29,7 @@ from asyncengine.scheduler.messages import (
     AdapterReady,
     Drain,
     GrammarReady,
+    ImportPrefix,
     Message,
     PinPrefix,
     PrefixFound,
@@ -45,7 +46,7 @@ _MESSAGES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
         RequestSpec, Abort, StopText, GrammarReady, AdapterReady, PrefixFound, PrefixLoaded, Drain, UpdateWeights,
-        WithdrawUpdate, PinPrefix, UnpinPrefix,
+        WithdrawUpdate, PinPrefix, UnpinPrefix, ImportPrefix,
     )
 }  # fmt: skip
 

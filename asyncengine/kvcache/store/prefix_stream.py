@@ -28,8 +28,8 @@ from asyncengine.step import PageMemory, RecordPart
 
 _MOST_ABOUT = 64 * 2**20
 """Bytes of a description, at most."""
-_SHOWN = 40
-"""Characters of a value that a message shows."""
+_SHOWN, _BEGINNING = 40, 12
+"""Characters of a value that a message shows; of a longer one, a digest, the first few."""
 
 Places = Iterable[tuple[RecordPart, int, int]]
 """(part, place of its page among those of the prefix, number in the memory of that part)."""
@@ -88,9 +88,10 @@ class PrefixReader:
         if not self.tokens or len(self.tokens) % page_size:
             raise RecordError("describes no full pages")
 
-    def fill(self, places: Places, memory: PageMemory, page_size: int, go_on: Callable[[], bool]) -> None:
+    def fill(self, places: Places, memory: PageMemory, page_size: int, go_on: Callable[[], object]) -> None:
         """Read what `places` name into `memory`, and the rest of the stream. Raises `RecordError` where one of them is
-        not there, any record is not whole, or `go_on`, asked before each, is False; the memory holds anything then."""
+        not there, or any record is not whole, and what `go_on`, called after each, raises. The memory holds anything
+        then."""
         try:
             digests = [digest for _, _, digest in digests_of(self._header.parent, self.tokens, page_size)]
         except (struct.error, OverflowError):
@@ -100,8 +101,7 @@ class PrefixReader:
             number = self._left.pop((header.part, header.digest), None)
             if number is not None:
                 memory.filled(header.part, number, buffers)
-            if not go_on():
-                raise RecordError("reading it was given up")
+            go_on()
         if self._left:
             raise RecordError(f"{len(self._left)} of its records are missing")
 
@@ -119,4 +119,4 @@ class PrefixReader:
 def _shown(value: object) -> str:
     """A value of an identity for people; "" stands for none."""
     text = str(value or "none")
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+    return text if len(text) <= _SHOWN else f"{text[:_BEGINNING]}..."

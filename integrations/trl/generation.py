@@ -1,0 +1,203 @@
+"""Generation for TRL's trainers: an engine in the place of their vLLM."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from asyncengine import SamplingParams
+from asyncengine.errors import AdapterError, InvalidParameter
+from asyncengine.grammar import Grammar
+from asyncengine.integrations.engine_source import AnyEngine, EngineSource
+from asyncengine.integrations.trl.weights import active_adapter, merged, named_weights
+
+logger = logging.getLogger(__name__)
+
+Generated = tuple[list[list[int]], list[list[int]], list[list[list[float | None]]], list[list[list[int]]]]
+"""Prompts and completions as token ids, then for each token of each completion a list of one log-probability and a list
+of that one token's id, as vLLM's "the sampled token only"."""
+
+OURS = ("n", "seed", "logprobs", "logprobs_of", "top_logprobs", "prompt_logprobs", "prompt_logprobs_start")
+"""Sampling parameters that this adapter sets itself."""
+STRUCTURES = {
+    "json": Grammar.json_schema, "regex": Grammar.regex, "choice": Grammar.choice, "grammar": Grammar.ebnf,
+}  # fmt: skip
+"""Parts of vLLM's `structured_outputs`."""
+
+
+class EngineGeneration:
+    """What TRL's trainers ask of the object in their `vllm_generation`: `sync_weights` and `generate`.
+
+    Sampling parameters are the trainer's at the time of the call (`temperature`, `top_p`, `top_k`, `min_p`,
+    `repetition_penalty`, `max_completion_length`, and `args.generation_kwargs` over them, by the names of
+    `SamplingParams`). Seeds are drawn from torch's generator, so `args.seed` makes a training repeatable.
+    """
+
+    def __init__(self, engine: AnyEngine, trainer: Any, *, adapter: str = "trl-policy") -> None:
+        """`engine`: hosted (an `Engine`, or an `AsyncEngine` with hosted=True), of the model that `trainer` trains; it
+        stays yours to close. `adapter`: the name under which a PEFT adapter is loaded into it.
+
+        Raises `InvalidParameter` for what is no engine.
+        """
+        if not isinstance(engine, AnyEngine):
+            raise InvalidParameter("engine", "must be an Engine, or an AsyncEngine with hosted=True", engine)
+        self.engine = EngineSource("", {}, engine).sync()
+        self.trainer = trainer
+        self.adapter = adapter
+        self._takes_adapter = True
+        self._serving: str | None = None
+        """The adapter that requests name; None: all weights are in the model itself."""
+        self._base_given = False
+
+    @property
+    def llm(self) -> Any:
+        """The one thing that trainers with tools read of vLLM's own object: the context's length."""
+        config = SimpleNamespace(max_model_len=self.engine.info.max_model_len)
+        return SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))
+
+    # ---------------------------------------------------------------- weights
+
+    def sync_weights(self) -> None:
+        """Give the engine the weights that the trainer's model has now, as version `trainer.state.global_step`.
+
+        Of a PEFT model only the adapter is pushed, beside the model below it, which is pushed once. An adapter that the
+        engine does not serve (DoRA, `modules_to_save`) is merged for the push instead. Raises as
+        `Engine.update_weights`.
+        """
+        model = self.trainer.model
+        with self._whole(model):
+            if not hasattr(model, "peft_config"):
+                self._push(model)
+            elif not (self._takes_adapter and self._push_adapter(model)):
+                with merged(model):
+                    self._push(model)
+
+    def _push(self, model: Any) -> None:
+        self.engine.update_weights(named_weights(model), version=self.trainer.state.global_step)
+
+    def _push_adapter(self, model: Any) -> bool:
+        """Load the adapter into the engine. False: the engine does not serve such adapters."""
+        from peft import get_peft_model_state_dict
+
+        name = active_adapter(model)
+        tensors = get_peft_model_state_dict(model, adapter_name=name)
+        try:
+            self.engine.load_adapter(self.adapter, tensors=tensors, config=model.peft_config[name])
+        except AdapterError as error:
+            logger.warning("the adapter is merged into the weights at each update: %s", error)
+            self._takes_adapter, self._serving = False, None
+            return False
+        if not self._base_given and not getattr(model.get_base_model(), "is_quantized", False):
+            self._push(model)
+        self._base_given, self._serving = True, self.adapter
+        return True
+
+    def _whole(self, model: Any) -> AbstractContextManager[None]:
+        """Gather the parameters that DeepSpeed keeps in parts; what FSDP keeps in parts gathers itself when read."""
+        distributed = getattr(self.trainer, "_dist", None)
+        if distributed is None:
+            return nullcontext()
+        gathering: AbstractContextManager[None] = distributed.gather_params(list(model.parameters()))
+        return gathering
+
+    # ---------------------------------------------------------------- completions
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[Any] | None = None,
+        num_generations: int = 1,
+        profiler: AbstractContextManager[Any] | None = None,
+    ) -> Generated:
+        """One completion of each of `prompts`, token ids that TRL has repeated `num_generations` times already; all are
+        computed in shared batches, equal prompts once.
+
+        A completion ends with one of `trainer.eos_token_ids`, which is part of it, or is cut at
+        `max_completion_length`. Log-probabilities are of the distribution that was sampled. Raises `InvalidParameter`
+        for images and unknown sampling parameters, `ContextLengthExceeded` for a prompt that leaves no room, and what
+        `Engine.generate` raises.
+        """
+        if images is not None and any(images):
+            raise InvalidParameter("images", "cannot be given with token ids; this adapter trains on text alone")
+        fields = self._sampling()
+        seeds = torch.randint(2**62, (len(prompts),)).tolist()
+        streams = []
+        with profiler or nullcontext():
+            try:
+                for prompt, seed in zip(prompts, seeds, strict=True):
+                    params = SamplingParams(**fields, seed=seed, logprobs_of="sampled")
+                    streams.append(
+                        self.engine.stream(list(prompt), params, adapter=self._serving, clip_max_tokens=True)
+                    )
+                completions = [stream.result() for stream in streams]
+            finally:
+                for stream in streams:
+                    stream.close()
+        scores: list[list[list[float | None]]] = [
+            [[entry.logprob] for entry in each.logprobs or ()] for each in completions
+        ]
+        ids = [each.token_ids for each in completions]
+        return [list(prompt) for prompt in prompts], ids, scores, [[[token] for token in row] for row in ids]
+
+    def _sampling(self) -> dict[str, Any]:
+        """Fields of `SamplingParams` for the trainer's settings."""
+        trainer = self.trainer
+        args = getattr(trainer, "args", None)
+        fields: dict[str, Any] = {
+            "temperature": trainer.temperature,
+            "top_p": trainer.top_p,
+            "top_k": trainer.top_k,
+            "min_p": trainer.min_p or 0.0,
+            "repetition_penalty": trainer.repetition_penalty,
+            "max_tokens": trainer.max_completion_length,
+            "ignore_eos": True,  # the model's own ids; those that the trainer knows stop instead
+            "stop_token_ids": trainer.eos_token_ids,
+            "on_budget": "truncate",  # closing by other tokens than the drawn ones would score them with -inf
+            "skip_special_tokens": False,
+        }
+        regex = getattr(args, "vllm_structured_outputs_regex", None)
+        if regex is not None:
+            fields["grammar"] = Grammar.regex(regex)
+        given = dict(getattr(args, "generation_kwargs", None) or {})
+        for name in OURS:
+            if name in given:
+                raise InvalidParameter(f"generation_kwargs[{name!r}]", "is set by the adapter", given[name])
+        if "structured_outputs" in given:
+            structure = _structure(given.pop("structured_outputs"))
+            fields.setdefault("grammar", structure)  # the trainer's expression takes precedence, as in TRL
+        return _known({**fields, **given})
+
+
+def _known(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields, looked at once for all prompts. Raises `InvalidParameter` for unknown and malformed ones."""
+    SamplingParams.from_dict(fields)
+    return fields
+
+
+def _structure(given: Any) -> Grammar:
+    """The grammar of vLLM's `structured_outputs`. Raises `InvalidParameter` for anything but one part that is known."""
+    parts = {name: part for name, part in given.items() if part is not None} if isinstance(given, Mapping) else {}
+    if len(parts) != 1 or not parts.keys() <= STRUCTURES.keys():
+        names = ", ".join(STRUCTURES)
+        raise InvalidParameter("generation_kwargs['structured_outputs']", f"must be a dict of one of {names}", given)
+    [(name, part)] = parts.items()
+    return STRUCTURES[name](part)
+
+
+def attach(trainer: Any, engine: AnyEngine, *, adapter: str = "trl-policy") -> EngineGeneration:
+    """Let `engine` generate for `trainer` (TRL's GRPOTrainer, RLOOTrainer or DistillationTrainer) from now on.
+
+    Leave `use_vllm` out of the trainer's arguments: vLLM need not be installed. The trainer then takes the path that it
+    has for vLLM, with its correction for the difference between the distributions that were sampled and trained
+    (`vllm_importance_sampling_correction` and its neighbours). Raises as `EngineGeneration`.
+    """
+    generation = EngineGeneration(engine, trainer, adapter=adapter)
+    trainer.vllm_generation = generation
+    trainer.use_vllm = True
+    trainer._last_loaded_step = -1  # so that its first step pushes the weights
+    return generation

@@ -1,5 +1,5 @@
-"""The bundled demo model, its adapters, the bundled embedder and reranker. Tools that are not installed made them:
-`tools/demo_model`, `tools/demo_embedder`, `tools/demo_reranker`."""
+"""The bundled demo model, its adapters, the bundled embedder, reranker and reader of pictures. Tools that are not
+installed made them: `tools/demo_model`, `tools/demo_embedder`, `tools/demo_reranker`, `tools/demo_vision`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ EMBEDDER_PATH = Path(__file__).resolve().parent / "embedder"
 """The sentence-transformers folder of the demo embedder."""
 RERANKER_PATH = Path(__file__).resolve().parent / "reranker"
 """The folder of the demo reranker, a cross-encoder."""
+VISION_PATH = Path(__file__).resolve().parent / "vision"
+"""The Hugging Face folder of the demo model that reads pictures."""
 DRAFT_PATH = Path(__file__).resolve().parent / "draft"
 """The folder of the small model that guesses for it."""
 ADAPTERS_PATH = Path(__file__).resolve().parent / "adapters"

@@ -1,0 +1,155 @@
+"""Trains the demo model that reads pictures: ``python -m tools.demo_vision.train``.
+
+First the tower alone: by a linear head, each of a picture's nine tokens has to name the color and the kind of what is
+in its ninth of the picture. Then all of it: answers to questions, beside that head, which is left out of the export.
+Without the head it takes many times as long until any answer looks at the picture. One core; a budget in steps makes a
+run repeatable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional
+
+from asyncengine.demo import VISION_PATH
+from tools.demo_embedder.descent import Descent, run
+from tools.demo_vision.build_tokenizer import END
+from tools.demo_vision.conversations import Conversation, conversation
+from tools.demo_vision.idefics import PAD, PLACED, export, features, hidden_states, new_model, pixels
+from tools.demo_vision.scenes import CELLS, COLORS, KINDS, Scene, draw, scene
+
+IGNORED = -100
+
+
+@dataclass
+class Options:
+    """Settings of a run."""
+
+    minutes: float = 25.0
+    steps: int = 0
+    seed: int = 0
+    pictures: int = 48
+    """In a step of the tower alone."""
+    conversations: int = 16
+    """In a step of the whole model."""
+    matrix_rate: float = 0.02
+    other_rate: float = 0.004
+    warmup: int = 20
+    tower_steps: int = 450
+    """Steps in which the tower learns alone, at first."""
+    decay_from: float = 0.7
+    output: Path = VISION_PATH
+
+
+class Trainer:
+    """Model, optimizers and the source of conversations."""
+
+    def __init__(self, options: Options, tokenizer: Tokenizer) -> None:
+        self.options, self.tokenizer = options, tokenizer
+        self.model = new_model(tokenizer.get_vocab_size(), options.seed)
+        self.cells = torch.nn.Linear(self.model.config.text_config.hidden_size, len(COLORS) + 1 + len(KINDS))
+        inner = self.model.model
+        self._tower = torch.nn.ModuleList([inner.vision_model, inner.connector, self.cells])
+        self.descent = self._descent(self._tower)
+        self.rng = random.Random(f"vision/{options.seed}")
+        self.step = 0
+
+    def update(self, done: float) -> float:
+        """Do one step at `done` of the budget; the loss."""
+        behind = self.step - self.options.tower_steps
+        if behind == 0:
+            self.descent = self._descent(torch.nn.ModuleList([self._tower, self.model.model.text_model]))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = self.picture_loss() if behind < 0 else self.loss()
+        found = self.descent.step(loss, behind if behind >= 0 else self.step, done)
+        self.step += 1
+        return found
+
+    def picture_loss(self) -> Tensor:
+        """The loss of naming what is in each ninth of pictures with many shapes."""
+        return self._look([scene(self.rng, counts=(3, 4, 5)) for _ in range(self.options.pictures)])[1]
+
+    def loss(self) -> Tensor:
+        """The loss of answers, and that of naming what is in each ninth."""
+        count = self.rng.randint(3, 6)
+        drawn = [conversation(self.rng, count, PLACED) for _ in range(self.options.conversations)]
+        seen, named = self._look([scene for each in drawn for scene in each.scenes])
+        ids, targets = self._encode(drawn)
+        states = hidden_states(self.model, ids, seen)[targets != IGNORED]
+        return named + functional.cross_entropy(self.model.lm_head(states).float(), targets[targets != IGNORED])
+
+    def _look(self, scenes: list[Scene]) -> tuple[Tensor, Tensor]:
+        """The hidden states of pictures of these scenes, and the loss of naming what is in each ninth by them: a color
+        or that it is empty, and the kind of what is there."""
+        seen = features(self.model, pixels([draw(each, self.rng) for each in scenes]))
+        colors, kinds = self.cells(seen).float().flatten(0, 1).split([len(COLORS) + 1, len(KINDS)], dim=1)
+        wanted = torch.tensor([cells(each) for each in scenes]).flatten(0, 1)
+        named = functional.cross_entropy(colors, wanted[:, 0])
+        return seen, named + functional.cross_entropy(kinds, wanted[:, 1], ignore_index=IGNORED)
+
+    def _descent(self, parts: torch.nn.Module) -> Descent:
+        return Descent(parts, self.options, beside=("embed", "cells"))
+
+    def _encode(self, drawn: list[Conversation]) -> tuple[Tensor, Tensor]:
+        """Token ids, and the next token where it is an answer's, ``[conversations, longest]``."""
+        rows = []
+        for each in drawn:
+            row: list[int] = []
+            answered: list[bool] = []
+            for role, text in each.turns:
+                body = self.tokenizer.encode(f"<|{role}|>{text}{END}", add_special_tokens=False).ids
+                row += body
+                answered += [False] + [role == "assistant"] * (len(body) - 1)
+            rows.append((row, answered))
+        longest = max(len(row) for row, _ in rows)
+        ids = torch.full((len(rows), longest), PAD)
+        targets = torch.full((len(rows), longest), IGNORED)
+        for index, (row, answered) in enumerate(rows):
+            ids[index, : len(row)] = torch.tensor(row)
+            following = [token if used else IGNORED for token, used in zip(row[1:], answered[1:], strict=True)]
+            targets[index, : len(following)] = torch.tensor(following)
+        return ids, targets
+
+
+def cells(scene: Scene) -> list[tuple[int, int]]:
+    """(color, kind) of each ninth, by their numbers; of an empty one, a color of its own and no kind."""
+    found = [(len(COLORS), IGNORED)] * len(CELLS)
+    for shape in scene.shapes:
+        found[shape.cell] = tuple(COLORS).index(shape.color), KINDS.index(shape.kind)
+    return found
+
+
+def parse() -> Options:
+    default = Options()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=default.minutes)
+    parser.add_argument("--steps", type=int, default=0, help="budget in steps instead of minutes")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pictures", type=int, default=default.pictures, help="in a step of the tower alone")
+    parser.add_argument("--conversations", type=int, default=default.conversations, help="in a step of all of it")
+    parser.add_argument("--warmup", type=int, default=default.warmup, help="steps over which rates rise")
+    parser.add_argument("--tower-steps", type=int, default=default.tower_steps, help="of the tower alone, at first")
+    parser.add_argument("--matrix-rate", type=float, default=default.matrix_rate, help="peak learning rate of Muon")
+    parser.add_argument("--other-rate", type=float, default=default.other_rate, help="peak learning rate of AdamW")
+    parser.add_argument("--decay-from", type=float, default=default.decay_from, help="part of the budget without decay")
+    parser.add_argument("--output", type=Path, default=default.output, help="where the finished model is exported")
+    return Options(**vars(parser.parse_args()))
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(1)
+    trainer = Trainer(options, Tokenizer.from_file(str(VISION_PATH / "tokenizer.json")))
+    run(trainer)
+    export(trainer.model, options.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from benchmarks.suites.served import demo_server, parser, source
 
-LEFT_OUT: Mapping[str, str] = {"image-input": "the engine reads text: an image is refused by its field's name"}
+LEFT_OUT: Mapping[str, str] = {"image-input": "the demo model reads no pictures, and says so by the field's name"}
 """Tests that are not counted, with the reason."""
 
 

@@ -15,6 +15,7 @@ import ctypes
 import math
 import mmap
 import queue
+import sys
 import threading
 import weakref
 from collections import deque
@@ -62,6 +63,8 @@ class Arena:
         self._used = 0
         self._given: list[tuple[weakref.ref[mmap.mmap], int, int]] = []
         """Blocks: the mapping that holds each, its first byte, and the bytes of it that were given out."""
+        self.others: list[Callable[[], None]] = []
+        """Calls that free what belongs to the same weights and lies elsewhere."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An `Empty`, aligned to a cache line. Raises `RuntimeError` or `OSError` where memory is not to be had."""
@@ -87,6 +90,13 @@ class Arena:
         self._given[-1] = (*self._given[-1][:2], min(self._used, len(self._block)))
         return place.view(dtype).view(tuple(shape))
 
+    def give_back(self) -> None:
+        """Let the system have all memory that was given out: it is zeros until it is written to again."""
+        for part in self.parts():
+            give_back(part.address, part.size)
+        for free in self.others:
+            free()
+
     def parts(self) -> list[MappedPart]:
         """All memory that was given out and is still held, in parts of some megabytes, for `find_memory`."""
         held = [(memory(), address, used) for memory, address, used in self._given]
@@ -96,6 +106,21 @@ class Arena:
             if memory is not None
             for first in range(0, used, _FOUND_AT_ONCE)
         ]
+
+
+def give_back(address: int, size: int) -> None:
+    """Let the system take back the whole pages in these bytes, which nobody reads before they are written again. Those
+    of a file are read from it then, others are zeros. Nothing happens where it is not Linux."""
+    first, last = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if sys.platform == "linux" and last > first:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+
+
+def give_back_freed() -> None:
+    """Have the C library let the system have what was freed. Nothing happens where it is not glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def find_memory(parts: Sequence[MappedPart], threads: int, advance: Callable[[], object]) -> None:

@@ -39,7 +39,7 @@ class Embedding:
         self._head = head
         self._release = options.release
         self.stored = options.table(path, tokens, width) if head is None else None
-        self._table = options.zeros(tokens, width) if head is None and self.stored is None else None
+        self._table = options.large_zeros(tokens, width) if head is None and self.stored is None else None
 
     def __call__(self, ids: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:
         """[T, width] of int64 ids [T]. Raises `IndexError` for an id out of range, on a CPU."""

@@ -90,7 +90,9 @@ class LayerOptions:
         if self._packs(outputs, inputs):
             return PackedWeight(outputs, inputs, self.dtype, self.release, self.memory.empty)
         if can_reorder(self.dtype, self.device):
-            return OneDnnWeight(outputs, inputs, self.dtype)
+            weight = OneDnnWeight(outputs, inputs, self.dtype)
+            self.memory.others.append(weight.free)
+            return weight
         return DenseWeight(outputs, inputs, self.dtype, self.device, self.release, self.memory.empty)
 
     def _rounded(self, outputs: int, inputs: int, bits: int, bounds: Sequence[int] = ()) -> WeightForm:
@@ -140,6 +142,10 @@ class LayerOptions:
 
             reason = panels.why_not_packed(self.dtype) or "some matrices fill no panels, or are not packed"
         return f"{reason}: some products are torch's, whose sums depend on what is computed together"
+
+    def large_zeros(self, *shape: int) -> torch.Tensor:
+        """The same as `zeros`, with the other weights on a CPU; for what a checkpoint fills."""
+        return self.memory.zeros(shape, self.dtype) if self.device.type == "cpu" else self.zeros(*shape)
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Memory of the model's dtype on its device."""

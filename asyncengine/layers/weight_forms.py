@@ -226,8 +226,12 @@ class OneDnnWeight:
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
         whole = self.waiting.add(first, weight)
         if whole is not None:
-            self._packed = None  # before there is another
+            self.free()  # before there is another
             self._packed = torch.ops.mkldnn._reorder_linear_weight(whole)
+
+    def free(self) -> None:
+        """Let go of the matrix, which has to be loaded again before anything is multiplied."""
+        self._packed = None
 
     def takes(self, first: int) -> StoredForm | None:
         return None

@@ -6,8 +6,6 @@ as this process's memory until the whole file is unmapped, which happens only wh
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import sys
 from collections.abc import Iterable
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from asyncengine.errors import ModelNotFound, shorten
+from asyncengine.kernels.arena import give_back
 
 if TYPE_CHECKING:
     import torch
@@ -69,11 +68,7 @@ class MappedFiles:
         """
         if not self.holds(tensor) or not tensor.is_contiguous():
             return
-        page = mmap.PAGESIZE
-        first = -(-tensor.data_ptr() // page) * page
-        last = (tensor.data_ptr() + tensor.nbytes) // page * page
-        if last > first:
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+        give_back(tensor.data_ptr(), tensor.nbytes)
 
 
 class OpenFiles:

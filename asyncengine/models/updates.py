@@ -23,7 +23,7 @@ from asyncengine.models.formats import CheckpointSource, StoredTensor
 from asyncengine.models.multimodal import text_part
 from asyncengine.models.progress import LoadProgress
 from asyncengine.models.reading import read_config
-from asyncengine.models.weights import assign, load_weights, settle_tie, slots_of
+from asyncengine.models.weights import assign, fill_randomly, load_weights, settle_tie, slots_of
 from asyncengine.options import WeightSource
 
 _KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
@@ -81,16 +81,18 @@ def _pairs(given: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def prepare_update(
-    decoder: Decoder, weights: WeightSource, config: EngineConfig, *, partial: bool = False,
+    decoder: Decoder, weights: WeightSource | None, config: EngineConfig, *, partial: bool = False,
     has_other_parts: bool = False,
 ) -> Callable[[], None]:  # fmt: skip
     """A function that writes `weights` into `decoder`, made after all that can be refused has been: names,
     shapes, stored forms, and of a checkpoint its configuration. Nobody may run the decoder while it writes.
 
     `partial`: tensors that are not given stay. `has_other_parts`: the decoder is a part of a model that reads images or
-    sounds as well. Raises `ModelNotFound` naming what is missing, unknown, misshapen, or otherwise than the model has
-    it; `InvalidParameter`.
+    sounds as well. `weights` None: those that `load_format="dummy"` makes up. Raises `ModelNotFound` naming what is
+    missing, unknown, misshapen, or otherwise than the model has it; `InvalidParameter`.
     """
+    if weights is None:
+        return lambda: fill_randomly(decoder.slots(), decoder.dtype, decoder.device)
     checkpoint: CheckpointSource
     if isinstance(weights, (str, os.PathLike)):
         checkpoint, described = _open(os.fspath(weights), decoder, config)

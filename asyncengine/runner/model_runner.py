@@ -20,7 +20,6 @@ from asyncengine.device.memory import release_cached
 from asyncengine.device.pinned import Int64Array
 from asyncengine.device.plain_thread import is_plain_thread
 from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
-from asyncengine.errors import UnsupportedModel
 from asyncengine.kernels.elsewhere import elsewhere
 from asyncengine.layers.fused import MOST_TOKENS
 from asyncengine.layers.states import LoneTokens, StatePools, StateSegments, state_step
@@ -32,6 +31,7 @@ from asyncengine.models.memory.caches import state_bytes
 from asyncengine.pooling.pool import Pooler
 from asyncengine.runner.graphs import Capture, DecodeGraphs
 from asyncengine.runner.images import ImageRows, ImageStore
+from asyncengine.runner.model_memory import ModelMemory
 from asyncengine.runner.page_memory import CpuPageMemory
 from asyncengine.runner.parts import launch_in_parts
 from asyncengine.runner.pending import PendingStep, every_place
@@ -55,7 +55,7 @@ _BRIEF = 2**17
 """Pairs of a query and a key in a step of such a model that takes a few milliseconds."""
 _HELD = (
     "_backend", "_graphs", "_prompt_graphs", "_lora", "_unwritten", "_sampler", "_last_token", "_awaited",
-    "_unfinished", "_states", "_images",
+    "_unfinished", "_states", "_images", "memory",
 )  # fmt: skip
 """Attributes that refer to weights, adapters or device memory; deleted when the runner is closed."""
 
@@ -97,12 +97,12 @@ class ModelRunner:
         self.draft_model: DraftModel | None = None
         """The model that makes guesses that are left open."""
         self._model: CausalLM | None = model.model
-        self._has_other_parts = bool(model.left_out)
         self._backend, self._device = backend, model.device
         self._copies, self._used = copy_stream(model.device), list[torch.Tensor]()
         self._buffers = StepBuffers(max_num_seqs, page_size, model.device)
         self._jump = jump_forward
         self.cores = Cores(device=model.device) if cores is None else cores
+        self.memory = ModelMemory(model, self.page_memory, self.cores, reads_images=images is not None)
         self._small, self._compiled = model.weights_bytes <= SMALL, model.model.compiled
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
@@ -164,25 +164,13 @@ class ModelRunner:
             return False
         return len(rows) <= self._graphs.sizes[-1] and all(row.num_scheduled == 1 and row.samples for row in rows)
 
-    def prepare_update(self, weights: WeightSource, config: EngineConfig, partial: bool) -> Callable[[], None]:
-        """Check other weights, and return the call that writes them while no step runs. May be called from any thread.
+    def prepare_update(self, weights: WeightSource | None, config: EngineConfig, partial: bool) -> Callable[[], None]:
+        """See `ModelMemory.prepare_update`."""
+        return self.memory.prepare_update(weights, config, partial)
 
-        Raises as `models.updates.prepare_update`, and `UnsupportedModel` for one that runs through transformers.
-        """
-        from asyncengine.models.updates import prepare_update
-
-        model = self._model
-        if not isinstance(model, Decoder):
-            raise UnsupportedModel("a model that runs through transformers' modules cannot be given other weights")
-        if self._images is not None:
-            raise UnsupportedModel('a vision tower cannot be given other weights: load the model with images="off"')
-        write = prepare_update(model, weights, config, partial=partial, has_other_parts=self._has_other_parts)
-
-        def run() -> None:
-            with on_device(self._device), self.cores.loading():
-                write()
-
-        return run
+    def prepare_release(self, weights: bool, cache: bool) -> Callable[[], None]:
+        """See `ModelMemory.prepare_release`."""
+        return self.memory.prepare_release(weights, cache)
 
     def page_memory(self) -> CpuPageMemory:
         """Pages and states as bytes, for a store of prefixes. On a CPU."""

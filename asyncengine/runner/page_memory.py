@@ -26,6 +26,8 @@ class CpuPageMemory:
             RecordPart.WINDOW: [pool for pool in pools if pool.of_windows],
         }
         self._states = [] if states is None else [_bytes_of(pool, len(pool)) for pool in _state_pools(states)]
+        self.whole = [*(_bytes_of(pool.memory) for pool in pools), *self._states]
+        """Bytes of all pools of pages and states."""
         self._nbytes = {part: sum(pool.page_bytes * pool.pieces for pool in own) for part, own in self._pools.items()}
         self._nbytes[RecordPart.STATE] = sum(pool.shape[1] for pool in self._states)
         self._views = {

@@ -63,6 +63,10 @@ class DraftModel:
         """Free the smaller model. Idempotent."""
         self._executor.close()
 
+    def forget(self) -> None:
+        """Nothing that it has computed is there any more."""
+        self._pages = DraftPages(self._executor.num_pages, self._executor.page_size)
+
     def guess(self, batch: Batch) -> Batch:
         """`batch` as it is to be computed, its open guesses filled in."""
         self._pages.overwritten(batch.rows)

@@ -1,0 +1,90 @@
+"""Memory of a model that changes between two steps: its weights are written anew, or the system has it meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from asyncengine.device.cores import Cores
+from asyncengine.device.transfer import on_device
+from asyncengine.errors import UnsupportedModel
+from asyncengine.kernels.arena import give_back, give_back_freed
+from asyncengine.models.decoder import Decoder
+from asyncengine.models.loading import LoadedModel
+from asyncengine.runner.page_memory import CpuPageMemory
+
+if TYPE_CHECKING:
+    from asyncengine.config import EngineConfig
+    from asyncengine.options import WeightSource
+
+Prepare = Callable[[], Callable[[], None]]
+"""Looks at weights, and returns what writes them."""
+
+
+class ModelMemory:
+    """Weights and caches of one runner's model. Whatever it returns is called while no step runs."""
+
+    def __init__(
+        self, model: LoadedModel, pages: Callable[[], CpuPageMemory], cores: Cores, *, reads_images: bool
+    ) -> None:
+        """`pages`: memory of its caches, where that is the host's."""
+        self._model, self._device, self._pages, self._cores = model.model, model.device, pages, cores
+        self._reads_images, self._has_other_parts = reads_images, bool(model.left_out)
+        self.draft: tuple[ModelMemory, Prepare, Callable[[], None]] | None = None
+        """Memory of a draft model, what has its weights read again, and what is to be called when its cache is gone."""
+        self._without_weights = False
+
+    def _decoder(self) -> Decoder:
+        if not isinstance(self._model, Decoder):
+            raise UnsupportedModel("a model that runs through transformers' modules cannot be given other weights")
+        if self._reads_images:
+            raise UnsupportedModel('a vision tower cannot be given other weights: load the model with images="off"')
+        return self._model
+
+    def prepare_update(self, weights: WeightSource | None, config: EngineConfig, partial: bool) -> Callable[[], None]:
+        """Check other weights, and return the call that writes them. May be called from any thread. None: those that
+        `load_format="dummy"` makes up.
+
+        Raises as `models.updates.prepare_update`, and `UnsupportedModel` for one that runs through transformers.
+        """
+        from asyncengine.models.updates import prepare_update
+
+        model = self._decoder()
+        write = prepare_update(model, weights, config, partial=partial, has_other_parts=self._has_other_parts)
+
+        def run() -> None:
+            with on_device(self._device), self._cores.loading():
+                write()
+                if self._without_weights and self.draft is not None:
+                    self.draft[1]()()
+            self._without_weights = False
+
+        return run
+
+    def prepare_release(self, weights: bool, cache: bool) -> Callable[[], None]:
+        """Return the call that gives the memory of weights, of caches, or of both back to the system. Weights must be
+        written before the next step; of a cache nothing may be read any more.
+
+        Raises `UnsupportedModel` where it cannot be: on a GPU, whose graphs hold it, and for weights that no update
+        could write.
+        """
+        if self._device.type != "cpu":
+            raise UnsupportedModel(
+                "memory of a GPU cannot be given back while the engine lives: keep both, or close it"
+            )
+        decoder = self._decoder() if weights else None
+
+        def run() -> None:
+            if decoder is not None:
+                decoder.options.memory.give_back()
+                self._without_weights = True
+            if cache:
+                for memory in self._pages().whole:
+                    give_back(memory.ctypes.data, memory.nbytes)
+            if self.draft is not None:
+                self.draft[0].prepare_release(weights, cache)()
+                if cache:
+                    self.draft[2]()
+            give_back_freed()
+
+        return run

@@ -99,9 +99,22 @@ class UpdateWeights:
     mode: UpdateMode = "wait"
 
 
+PauseMode = Literal["finish", "keep", "abort"]
+"""What becomes of requests when the engine pauses: they end first, stay where they are, or are aborted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """No step is to run after those of requests that `mode` lets end, until the engine resumes. In one order with
+    weight updates, by a `number` of the same."""
+
+    number: int
+    mode: PauseMode = "finish"
+
+
 @dataclass(frozen=True, slots=True)
 class WithdrawUpdate:
-    """The update of this `number` is not wanted any more. Ignored if it has happened."""
+    """The update or pause of this `number` is not wanted any more. Ignored if it has happened."""
 
     number: int
 
@@ -122,7 +135,7 @@ class UnpinPrefix:
 
 Message = (
     RequestSpec | Abort | StopText | GrammarReady | AdapterReady | PrefixFound | PrefixLoaded | Drain | UpdateWeights
-    | WithdrawUpdate | PinPrefix | UnpinPrefix | ImportPrefix
+    | Pause | WithdrawUpdate | PinPrefix | UnpinPrefix | ImportPrefix
 )  # fmt: skip
 
 EndReason = Literal["stop", "length", "abort", "timeout", "error"]

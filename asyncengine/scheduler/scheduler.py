@@ -36,6 +36,7 @@ from asyncengine.scheduler.messages import (
     GrammarReady,
     ImportPrefix,
     Message,
+    Pause,
     PinPrefix,
     PrefixFound,
     PrefixLoaded,
@@ -127,6 +128,10 @@ class Scheduler:
                 self.roster.unpin(ticket)
             case UpdateWeights(number, mode):
                 self.roster.weights.add(number, mode)
+            case Pause(number, mode):
+                if mode == "abort":
+                    self.end_all("abort")
+                self.roster.weights.add(number, "wait" if mode == "finish" else "recompute")
             case WithdrawUpdate(number):
                 self.roster.release_held(number)
 
@@ -307,13 +312,28 @@ class Scheduler:
     def start_anew(self, number: int) -> None:
         """The model's weights are those of update `number` from here on: nothing that was computed counts any more.
         Running requests keep their tokens, and compute them again."""
-        for request in list(self.running.values()):
-            self.roster.preempt(request)
-        self.roster.drop_pins("the model has other weights")
-        self.kv.clear()
+        self.clear_cache()
         if self.roster.drafts is not None:
             self.roster.drafts.clear()
         self.roster.release_held(number)
+
+    def clear_cache(self) -> None:
+        """Nothing that was computed is there any more; running requests compute their tokens again."""
+        for request in list(self.running.values()):
+            self.roster.preempt(request)
+        self.roster.drop_pins("the cache was emptied")
+        self.kv.clear()
+
+    def pause(self, number: int) -> None:
+        """Pause `number` begins: no step is scheduled until `resume`."""
+        if not self.roster.weights.pause(number):
+            self.roster.release_held(number)
+
+    def resume(self) -> None:
+        """The pause ends, if there is one: requests that were held, and those that ran, go on."""
+        number = self.roster.weights.resume()
+        if number is not None:
+            self.roster.release_held(number)
 
     # ---------------------------------------------------------------- counts and checks
 

@@ -3,6 +3,8 @@
 An update takes place between two steps, with none in flight. Requests that came before it are answered by the old
 weights to their end ("wait"), or go on with the new ones, which compute again what the old had ("recompute"). Those
 that come after it are held until it has happened, and are answered by the new ones alone.
+
+A pause is an update that goes on until the engine resumes. Updates asked for meanwhile need not wait for anybody.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ class WeightUpdates:
         self._pending: dict[int, tuple[int, UpdateMode]] = {}
         """Place of an update in the order of all of them, and its mode, by its number."""
         self._asked = 0
+        self._paused: int | None = None
+        """The number of the pause that has begun, which is among those pending."""
 
     def add(self, number: int, mode: UpdateMode) -> None:
         self._asked += 1
@@ -35,6 +39,16 @@ class WeightUpdates:
             del self.held[request.ticket]
         return freed
 
+    def pause(self, number: int) -> bool:
+        """Pause `number` begins. False: there is one already, which is as good."""
+        first, self._paused = self._paused is None, number if self._paused is None else self._paused
+        return first
+
+    def resume(self) -> int | None:
+        """The pause ends. Returns its number, to be removed; None: there was none."""
+        number, self._paused = self._paused, None
+        return number
+
     def note_arrival(self, request: Request) -> None:
         """`request` has come: after every update asked for so far."""
         request.num_updates = self._asked
@@ -46,12 +60,13 @@ class WeightUpdates:
     @property
     def stop_steps(self) -> bool:
         """The next update does not wait for anybody: no further step is launched before it."""
-        return any(mode == "recompute" for _, mode in list(self._pending.values())[:1])
+        return self._paused is not None or any(mode == "recompute" for _, mode in list(self._pending.values())[:1])
 
     def due(self, requests: Mapping[int, Request]) -> int | None:
         """The number of the update that may happen as soon as no step is in flight. `requests`: all there are, in order
         of arrival."""
-        if not self._pending:
+        number = next((each for each in self._pending if each != self._paused), None)
+        if number is None:
             return None
-        number, first = next(iter(self._pending)), next(iter(requests.values()), None)
+        first = next(iter(requests.values()), None)
         return number if self.stop_steps or first is None or self.is_before(first) else None

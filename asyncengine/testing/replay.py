@@ -31,6 +31,7 @@ from asyncengine.scheduler.messages import (
     GrammarReady,
     ImportPrefix,
     Message,
+    Pause,
     PinPrefix,
     PrefixFound,
     PrefixLoaded,
@@ -46,7 +47,7 @@ _MESSAGES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
         RequestSpec, Abort, StopText, GrammarReady, AdapterReady, PrefixFound, PrefixLoaded, Drain, UpdateWeights,
-        WithdrawUpdate, PinPrefix, UnpinPrefix, ImportPrefix,
+        Pause, WithdrawUpdate, PinPrefix, UnpinPrefix, ImportPrefix,
     )
 }  # fmt: skip
 
@@ -58,7 +59,8 @@ class Recording:
     config: EngineConfig
     num_pages: int
     entries: list[tuple[str, Any]] = field(default_factory=list)
-    """("apply", message), ("schedule", now), ("commit", now), ("start_anew", number) or ("end_all", reason)."""
+    """("apply", message), ("schedule", now), ("commit", now), ("start_anew", number), ("pause", number),
+    ("resume", None), ("clear_cache", None) or ("end_all", reason)."""
     num_states: int = 0
     """Slots for recurrent states, slot 0 included; 0: the model keeps none."""
     windows: tuple[Window, ...] = ()
@@ -147,6 +149,10 @@ def replay(
             scheduler.commit(launched.popleft(), value)
         elif kind == "end_all":
             scheduler.end_all(value)
+        elif kind == "pause":
+            scheduler.pause(value)
+        elif kind in ("resume", "clear_cache"):
+            getattr(scheduler, kind)()
         elif kind == "start_anew":
             scheduler.start_anew(value)
             if update is not None:

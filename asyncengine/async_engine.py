@@ -16,7 +16,7 @@ from asyncengine.checks import as_seconds, as_switch, check_patience
 from asyncengine.config import EngineConfig
 from asyncengine.device.process import LoadAttempt
 from asyncengine.engine.assembler import Assembler
-from asyncengine.engine.frontend import Frontend
+from asyncengine.engine.frontend import Frontend, Keep, Meanwhile
 from asyncengine.engine.hosting import Host, OwnedHost, ThreadHost
 from asyncengine.engine.load_once import Build, LoadOnce
 from asyncengine.engine.prefix_files import HeldPrefix
@@ -42,7 +42,7 @@ from asyncengine.options import (
 )
 from asyncengine.outputs import Classifications, Completion, Embeddings, Ranking
 from asyncengine.sampling_params import SamplingParams
-from asyncengine.scheduler.messages import UpdateMode
+from asyncengine.scheduler.messages import PauseMode, UpdateMode
 from asyncengine.stats import EngineStats
 from asyncengine.stream import TokenStream
 
@@ -366,6 +366,43 @@ class AsyncEngine:
         the engine, as its weights would be some of each: `EngineDead`.
         """
         return await finished(self._awaited.update_weights(weights, mode, partial, version))
+
+    # ---------------------------------------------------------------- sleep
+
+    async def sleep(
+        self, *, weights: Keep = "drop", cache: Keep = "drop", mode: PauseMode = "finish", requests: Meanwhile = "wait"
+    ) -> None:
+        """Run no step until `wake`, and give the memory of what is not kept back to the system: of `weights`, and of
+        `cache` (keys, values and states; what `kv_cache_dir` stores stays, and is found again). Adapters, the tokenizer
+        and compiled kernels stay. The next sleep may drop more.
+
+        `mode`: requests submitted before end first ("finish"), stay and go on after it ("keep"; computed again where
+        the cache is dropped), or are aborted ("abort"). `requests` that come later "wait", their timeouts running, or
+        are told `EngineAsleep` ("refuse"). Closing aborts those that wait.
+
+        Cancelling the call takes it back unless it has begun. Raises `InvalidParameter`, and `UnsupportedModel` for
+        what cannot be dropped: anything on a GPU, weights that `update_weights` could not replace.
+        """
+        await finished(self._awaited.sleep(weights, cache, mode, requests))
+
+    async def wake(self, weights: WeightSource | None = None, *, version: int | None = None) -> int:
+        """End `sleep` or `pause`; one that is awake stays so. Weights that were dropped are read again from the files
+        that they came from, which must be the same, or `weights` are taken as by `update_weights`: then the version is
+        new. Returns the version.
+
+        Weights that cannot be read leave it asleep, and it can be woken again. Raises as `update_weights`, and
+        `InvalidParameter` where those that were dropped came from tensors and none are given.
+        """
+        return await finished(self._awaited.wake(weights, version))
+
+    async def pause(self, *, mode: PauseMode = "keep", requests: Meanwhile = "wait") -> None:
+        """Run no step until `resume`, with everything in memory: `sleep` that drops nothing. `update_weights` has its
+        turn at once meanwhile, whatever its mode: requests that were kept go on with the new weights."""
+        await finished(self._awaited.sleep("keep", "keep", mode, requests))
+
+    async def resume(self) -> None:
+        """End `pause`: `wake` with nothing given."""
+        await finished(self._awaited.wake())
 
     # ---------------------------------------------------------------- looking in
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
@@ -217,6 +217,25 @@ class EngineGroup(Mapping[str, AsyncEngine]):
             adapters = {**dict(config.adapters), **more}
             self._setups[model] = path, config.replace(adapters={k: v for k, v in adapters.items() if k != without})
 
+    # ---------------------------------------------------------------- sleep
+
+    async def sleep(self, model: str | None = None, **how: Any) -> None:
+        """`AsyncEngine.sleep` of `model`, with its keywords; None: of all that are loaded, side by side."""
+        await self._of_each(model, lambda engine: engine.sleep(**how))
+
+    async def wake(self, model: str | None = None, **weights: Any) -> None:
+        """`AsyncEngine.wake` of `model`, with its keywords; None: of all that are loaded."""
+        await self._of_each(model, lambda engine: engine.wake(**weights))
+
+    async def pause(self, model: str | None = None, **how: Any) -> None:
+        """`AsyncEngine.pause` of `model`, with its keywords; None: of all that are loaded. `wake` ends it, too."""
+        await self._of_each(model, lambda engine: engine.pause(**how))
+
+    async def _of_each(self, model: str | None, call: Callable[[AsyncEngine], Awaitable[object]]) -> None:
+        """Call for one engine or for all; the first error is raised when the last call has ended."""
+        names = list(self.loaded) if model is None else [self._name_for(model, "generate")]
+        await _all_of([partial(call, self[name]) for name in names])
+
     # ---------------------------------------------------------------- life
 
     async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:
@@ -359,17 +378,21 @@ def _divide(budget: int, setups: Setups, in_turns: bool) -> tuple[Setups, dict[s
 
 
 async def _close_all(engines: Mapping[str, AsyncEngine], *, drain: bool = False, timeout: float | None = None) -> None:
+    await _all_of([partial(engine.aclose, drain=drain, timeout=timeout) for engine in engines.values()])
+
+
+async def _all_of(calls: Sequence[Callable[[], Awaitable[object]]]) -> None:
     errors: list[BaseException] = []
 
-    async def close(engine: AsyncEngine) -> None:
+    async def run(call: Callable[[], Awaitable[object]]) -> None:
         try:
-            await engine.aclose(drain=drain, timeout=timeout)
-        except Exception as error:  # the others are closed all the same
+            await call()
+        except Exception as error:  # the others go on all the same
             errors.append(error)
 
     async with anyio.create_task_group() as tasks:
-        for engine in engines.values():
-            tasks.start_soon(close, engine)
+        for call in calls:
+            tasks.start_soon(run, call)
     if errors:
         raise errors[0]
 

@@ -180,6 +180,10 @@ class QueueFull(EngineError):
         super().__init__(f"the waiting queue is full: {field}={limit}")
 
 
+class EngineAsleep(EngineError):
+    """The engine is paused or sleeps, and refuses requests meanwhile; try again once it is awake."""
+
+
 class EngineClosed(EngineError):
     """The engine is closed, draining, or was never started."""
 

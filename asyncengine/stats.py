@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from asyncengine.kvcache import PageCounts, StateCounts, StoreCounts
 from asyncengine.outputs import FinishReason
 
+EngineState = Literal["awake", "paused", "asleep"]
 WINDOW = 4096
 """Samples kept of each measured quantity."""
 
@@ -108,6 +109,8 @@ class EngineStats:
     """The durable prefix cache (`kv_cache_dir`)."""
     speculation: SpeculationStats | None = None
     """None: nothing is guessed."""
+    state: EngineState = "awake"
+    """Whether steps run; "asleep": weights or caches may not be in memory."""
 
     @property
     def tokens_per_pass(self) -> float:

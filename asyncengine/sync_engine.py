@@ -13,6 +13,7 @@ from typing import Any, Self, Unpack
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.checks import as_items, as_seconds
 from asyncengine.device.process import LoadAttempt
+from asyncengine.engine.frontend import Keep, Meanwhile
 from asyncengine.engine.prefix_files import HeldPrefix
 from asyncengine.engine.threads import finished_blocking
 from asyncengine.engine.validation import PreparedRequest, forked
@@ -33,7 +34,7 @@ from asyncengine.options import (
 )
 from asyncengine.outputs import Classifications, Completion, Embeddings, Ranking
 from asyncengine.sampling_params import SamplingParams
-from asyncengine.scheduler.messages import UpdateMode
+from asyncengine.scheduler.messages import PauseMode, UpdateMode
 from asyncengine.stats import EngineStats
 from asyncengine.stream import SyncTokenStream
 
@@ -265,6 +266,26 @@ class Engine:
         """Replace the model's weights, as `AsyncEngine.update_weights`."""
         self._check_thread()
         return finished_blocking(self.aengine.core.update_weights(weights, mode, partial, version))
+
+    def sleep(
+        self, *, weights: Keep = "drop", cache: Keep = "drop", mode: PauseMode = "finish", requests: Meanwhile = "wait"
+    ) -> None:
+        """Give memory back until `wake`, as `AsyncEngine.sleep`."""
+        self._check_thread()
+        finished_blocking(self.aengine.core.sleep(weights, cache, mode, requests))
+
+    def wake(self, weights: WeightSource | None = None, *, version: int | None = None) -> int:
+        """End the sleep, as `AsyncEngine.wake`."""
+        self._check_thread()
+        return finished_blocking(self.aengine.core.wake(weights, version))
+
+    def pause(self, *, mode: PauseMode = "keep", requests: Meanwhile = "wait") -> None:
+        """Run no step until `resume`, as `AsyncEngine.pause`."""
+        self.sleep(weights="keep", cache="keep", mode=mode, requests=requests)
+
+    def resume(self) -> None:
+        """End the pause, as `AsyncEngine.resume`."""
+        self.wake()
 
     def abort(self, request_id: str) -> bool:
         """Abort a request, as `AsyncEngine.abort`."""

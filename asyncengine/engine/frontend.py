@@ -8,18 +8,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from asyncengine.checks import MAX_INT64, MIN_INT64, as_integer, as_items, as_switch
 from asyncengine.config import EngineConfig
 from asyncengine.engine.assembler import Assembler
 from asyncengine.engine.image_prompts import ImagePrompts
-from asyncengine.engine.loop import EngineLoop, WeightUpdate
+from asyncengine.engine.loop import EngineLoop
 from asyncengine.engine.loop_client import LoopClient
 from asyncengine.engine.prefix_files import Prefixes, path_of
 from asyncengine.engine.profiling import MOST_STEPS, Profile
 from asyncengine.engine.snapshot import snapshot
 from asyncengine.engine.threads import begun
+from asyncengine.engine.turns import Sleep, WeightUpdate, writing
 from asyncengine.engine.validation import PreparedRequest, RequestValidator
 from asyncengine.engine.vectors.service import VectorModel, VectorService
 from asyncengine.errors import (
@@ -45,7 +46,7 @@ from asyncengine.options import (
 )
 from asyncengine.outputs import Chunk
 from asyncengine.sampling_params import SamplingParams, as_params
-from asyncengine.scheduler.messages import UpdateMode, UpdateWeights, WithdrawUpdate
+from asyncengine.scheduler.messages import Message, Pause, PauseMode, UpdateMode, UpdateWeights, WithdrawUpdate
 from asyncengine.stats import EngineStats, ThreadStats
 from asyncengine.text import TextTokenizer
 
@@ -54,8 +55,12 @@ if TYPE_CHECKING:
     from asyncengine.lora.naming import AdapterInfo
     from asyncengine.lora.registry import AdapterRegistry
 
+Keep = Literal["keep", "drop"]
+Meanwhile = Literal["wait", "refuse"]
 PrepareUpdate = Callable[[WeightSource, EngineConfig, bool], Callable[[], None]]
 """Look at weights; what writes them, while no step runs. Raises what refuses them."""
+PrepareRelease = Callable[[bool, bool], Callable[[], None]]
+"""What gives the memory of weights, of caches, or both to the system, while no step runs. Raises what refuses it."""
 PROMPT_TAIL = 512
 """Characters of a rendered prompt that tell whether the model begins inside its reasoning."""
 _NO_TOKENS = (bytes, bytearray, memoryview, Mapping, Set)
@@ -86,6 +91,7 @@ class Frontend:
         vector_model: VectorModel | None = None,
         images: ImagePrompts | None = None,
         prefixes: Prefixes | None = None,
+        prepare_release: PrepareRelease | None = None,
     ) -> None:
         """`adapter_folder`: the folder that the path of an adapter means. `prepare_update`: None: its weights cannot
         change. `vector_model`: None: the model writes text. `images`: None: it reads no pictures. `prefixes`:
@@ -100,7 +106,7 @@ class Frontend:
         self.prefixes = prefixes or Prefixes(loop, None, None)
         self._threads = threads
         self._adapter_folder = adapter_folder
-        self._prepare_update = prepare_update
+        self._prepare_update, self._prepare_release = prepare_update, prepare_release
         self._images = images
         self._update_numbers = count(1)
         self._profiling = threading.Lock()
@@ -329,10 +335,14 @@ class Frontend:
     ) -> Future[int]:
         """See `AsyncEngine.update_weights`. Cancelling the future takes it back, as long as nothing was written."""
         self.client.check_open()
-        if mode not in get_args(UpdateMode):
-            raise InvalidParameter("mode", 'must be "wait" or "recompute"', mode)
+        _check_choice("mode", mode, get_args(UpdateMode))
         if not isinstance(partial, bool):
             raise InvalidParameter("partial", "must be True or False", partial)
+        return self._write(weights, mode, partial, version, wakes=False)
+
+    def _write(
+        self, weights: WeightSource, mode: UpdateMode, partial: bool, version: int | None, *, wakes: bool
+    ) -> Future[int]:
         if version is not None:
             version = as_integer("version", version, 0)
         if self._prepare_update is None:
@@ -341,23 +351,58 @@ class Frontend:
         done: Future[int] = Future()
 
         def work() -> None:
+            from_files = isinstance(weights, (str, os.PathLike)) and not partial
+            again = writing(prepare, weights, self.config) if from_files else None
             try:
-                update = WeightUpdate(prepare(weights, self.config, partial), done, version)
+                write = prepare(weights, self.config, partial)
             except BaseException as error:
                 with suppress(InvalidStateError):  # its owner cancelled it
                     done.set_exception(error)
                 return
-            self.loop.updates[number] = update
-            if self.loop.inbox.post(UpdateWeights(number, mode)):
-                done.add_done_callback(lambda ended: self._withdraw(number) if ended.cancelled() else None)
-            else:
-                self.loop.fail_update(number)
+            update = WeightUpdate(write, done, version, again, partial, wakes)
+            self._await_turn(number, update, UpdateWeights(number, mode))
 
         begun(work, "asyncengine-weights")
         return done
 
-    def _withdraw(self, number: int) -> None:
-        self.loop.inbox.post(WithdrawUpdate(number))
+    def _await_turn(self, number: int, turn: WeightUpdate | Sleep, message: Message) -> None:
+        self.loop.updates[number] = turn
+        if self.loop.inbox.post(message):
+            withdraw = WithdrawUpdate(number)
+            turn.done.add_done_callback(lambda ended: self.loop.inbox.post(withdraw) if ended.cancelled() else None)
+        else:
+            self.loop.fail_update(number)
+
+    # ---------------------------------------------------------------- sleep
+
+    def sleep(self, weights: Keep, cache: Keep, mode: PauseMode, requests: Meanwhile) -> Future[None]:
+        """See `AsyncEngine.sleep`. Cancelling the future takes it back, as long as it has not begun."""
+        self.client.check_open()
+        for name, given in (("weights", weights), ("cache", cache)):
+            _check_choice(name, given, get_args(Keep))
+        _check_choice("mode", mode, get_args(PauseMode))
+        _check_choice("requests", requests, get_args(Meanwhile))
+        if not isinstance(self.loop, EngineLoop):
+            raise UnsupportedModel("a fleet of several engines does not sleep: give its replicas back instead")
+        drops, release = (weights == "drop", cache == "drop"), None
+        if any(drops):
+            if self._prepare_release is None:
+                raise UnsupportedModel("this engine's memory cannot be given back while it lives")
+            release = self._prepare_release(*drops)
+        number, done = next(self._update_numbers), Future[None]()
+        self._await_turn(number, Sleep(done, release, *drops, requests == "refuse"), Pause(number, mode))
+        return done
+
+    def wake(self, weights: WeightSource | None = None, version: int | None = None) -> Future[int]:
+        """See `AsyncEngine.wake`."""
+        self.client.check_open()
+        if weights is not None:
+            return self._write(weights, "recompute", False, version, wakes=True)
+        if version is not None:
+            raise InvalidParameter("version", "is of weights, and none are given", version)
+        number, done = next(self._update_numbers), Future[int]()
+        self._await_turn(number, WeightUpdate(None, done, wakes=True), UpdateWeights(number, "recompute"))
+        return done
 
     def discard(self) -> None:
         """Let go of what loading took: nobody will serve this engine. Idempotent."""
@@ -387,3 +432,9 @@ class Frontend:
     def stats(self) -> EngineStats:
         """A snapshot, from any thread. Counts of a running engine may be a step apart from each other."""
         return snapshot(self.loop, self.adapters, self._threads(), self.started_at)
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        *others, last = (f'"{choice}"' for choice in choices)
+        raise InvalidParameter(name, f"must be {', '.join(others)} or {last}", value)

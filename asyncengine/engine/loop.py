@@ -15,8 +15,9 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import InvalidStateError
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import anyio
@@ -30,6 +31,7 @@ from asyncengine.engine.device_thread import Runner
 from asyncengine.engine.inbox import Inbox
 from asyncengine.engine.peers import PeerPrefixes
 from asyncengine.engine.prefix_store import PrefixStore
+from asyncengine.engine.turns import Sleep, WeightUpdate, refusal
 from asyncengine.engine.watchdog import Watchdog
 from asyncengine.errors import EngineClosed, EngineDead, EngineError
 from asyncengine.events import EngineDied, Hooks, Preempted, StepDone, StepSlow
@@ -67,19 +69,11 @@ class Launched(NamedTuple):
     at: float
 
 
-class WeightUpdate(NamedTuple):
-    """Weights that have been looked at and wait for their turn."""
-
-    write: Callable[[], None]
-    done: Future[int]
-    version: int | None = None
-    """The version that the new weights are to have; None: the next number."""
-
-
 CANCELLED = "its task was cancelled, as asyncio.run does at its end: await aclose() first, or load it with hosted=True"
 Recorder = Callable[[str, object], None]
-"""Called with ("apply", message), ("schedule", now), ("commit", now), ("start_anew", number of a weight update) and
-("end_all", reason), in order; see `testing.replay`."""
+"""Called with ("apply", message), ("schedule", now), ("commit", now), ("start_anew", number of a weight update),
+("pause", its number), ("resume", None), ("clear_cache", None) and ("end_all", reason), in order; see `testing.replay`.
+"""
 
 
 class EngineLoop:
@@ -118,8 +112,11 @@ class EngineLoop:
         """The error that killed the engine, if one did."""
         self.depth = config.max_steps_in_flight or 1
         self.in_flight: deque[Launched] = deque()
-        self.updates: dict[int, WeightUpdate] = {}
-        """Weight updates by number; one is here before its message is posted."""
+        self.updates: dict[int, WeightUpdate | Sleep] = {}
+        """Weight updates and pauses by number; one is here before its message is posted."""
+        self.write_again: Callable[[], None] | None = None
+        """Writes the model's weights once more, from files; None: they came from elsewhere."""
+        self.asleep: Sleep | None = None
         self.updated = False
         """The model has other weights than those that were loaded."""
         self.imports: dict[int, Future[RestoreOrder]] = {}
@@ -148,7 +145,7 @@ class EngineLoop:
             while not self._drained():
                 self._apply_inbox()  # 1 the world changes only here
                 if (due := self.scheduler.due_update) is not None:
-                    await self._update_weights(due)
+                    await self._take_turn(due)
                 batch = self._schedule()  # 2 pure: expire, run, preempt, admit, evict
                 if batch is not None:  # 3 the device starts
                     if self.in_flight and batch.num_tokens > len(batch.rows):
@@ -266,29 +263,78 @@ class EngineLoop:
             self.hooks.emit(Preempted(self.scheduler.last_step, self.scheduler.counters.preemptions - preemptions))
         return batch
 
-    async def _update_weights(self, number: int) -> None:
-        """Exchange the model's weights. What fails here kills the engine: the model may have some of each by then."""
-        self._deliver()  # who was answered by the old ones hears of it before
-        update = self.updates.pop(number)
-        if not update.done.set_running_or_notify_cancel():
+    async def _take_turn(self, number: int) -> None:
+        """Exchange the model's weights, fall asleep or wake. What fails kills the engine: the model may have some of
+        each weights by then. Of one that slept without any nothing is lost, and it sleeps on."""
+        self._deliver()  # who was answered by the old weights hears of it before
+        turn, before = self.updates.pop(number), self.asleep
+        if isinstance(turn, Sleep):
+            refused = None if self._drain is None else EngineClosed("the engine closes: it does not sleep")
+        else:
+            refused = refusal(turn, before, self.write_again)
+        if not turn.done.set_running_or_notify_cancel() or refused is not None:
             self._apply(WithdrawUpdate(number))
+            if refused is not None and not turn.done.cancelled():
+                turn.done.set_exception(refused)
             return
-        if self.record is not None:
-            self.record("start_anew", number)
-        self.scheduler.start_anew(number)
-        self.updated = True
-        for source in (self.prefixes, self.peers):
-            if source is not None:
-                source.forget()
-        version = self.delivery.weight_version + 1 if update.version is None else update.version
         try:
-            await self.runner.call(update.write)
+            await (self._fall_asleep(number, turn) if isinstance(turn, Sleep) else self._update_weights(number, turn))
         except BaseException as error:
+            if before is not None and before.weights and isinstance(error, Exception):
+                self._apply(WithdrawUpdate(number))
+                turn.done.set_exception(error)
+                return
             self.failure = self.failure or error
-            update.done.set_exception(self._make_failure())
+            turn.done.set_exception(self._make_failure())
             raise
-        self.delivery.change_weights(version)
+
+    async def _fall_asleep(self, number: int, sleep: Sleep) -> None:
+        if sleep.cache:
+            if self.prefixes is not None:
+                self.prefixes.save(self.scheduler.kv.take_unsaved())
+                await anyio.to_thread.run_sync(self.prefixes.flush, LAST_WRITES)
+            self._tell("clear_cache", None, self.scheduler.clear_cache)
+        self._tell("pause", number, partial(self.scheduler.pause, number))
+        if sleep.release is not None:
+            await self.runner.call(sleep.release)
+        self.asleep = sleep.joined(self.asleep)
+        sleep.done.set_result(None)
+
+    async def _update_weights(self, number: int, update: WeightUpdate) -> None:
+        write, version = update.write, self.delivery.weight_version
+        if write is not None:
+            self._tell("start_anew", number, partial(self.scheduler.start_anew, number))
+            self.updated = True
+            for source in (self.prefixes, self.peers):
+                if source is not None:
+                    source.forget()
+            version = version + 1 if update.version is None else update.version
+        elif self.asleep is not None and self.asleep.weights:
+            write = self.write_again
+        if write is not None:
+            await self.runner.call(write)
+        if update.write is not None:
+            self.delivery.change_weights(version)
+            self.write_again = update.again
+        if self.asleep is not None:
+            self.asleep = self.asleep._replace(weights=False)
+        if update.wakes:
+            self._apply(WithdrawUpdate(number))
+            self._tell("resume", None, self.scheduler.resume)
+            self.asleep = None
         update.done.set_result(version)
+
+    def _tell(self, kind: str, value: object, call: Callable[[], None]) -> None:
+        """Have the scheduler do something, and record it."""
+        if self.record is not None:
+            self.record(kind, value)
+        call()
+
+    @property
+    def refuses(self) -> bool:
+        """Whether new requests are turned away: it sleeps, or waits to, and was told so. From any thread."""
+        turns = [turn for turn in (self.asleep, *self.updates.values()) if isinstance(turn, Sleep)]
+        return any(turn.refuses and not turn.done.cancelled() for turn in turns)
 
     def _deliver(self) -> None:
         outputs = self.scheduler.take_outputs()
@@ -340,9 +386,7 @@ class EngineLoop:
     def _commit(self, result: StepResult) -> None:
         batch, _, launched_at = self.in_flight.popleft()
         now = self.clock.now()
-        if self.record is not None:
-            self.record("commit", now)
-        self.scheduler.commit(result, now)
+        self._tell("commit", now, partial(self.scheduler.commit, result, now))
         self.meter.step.append(took := now - launched_at)
         if self.peers is not None:
             self.peers.saw(batch, took)
@@ -377,12 +421,10 @@ class EngineLoop:
     # ---------------------------------------------------------------- the end
 
     def _abort_if_overdue(self, now: float) -> None:
-        """Draining has a deadline: what still runs then is aborted."""
-        if self._drain is None or self._drain.deadline is None or now < self._drain.deadline:
-            return
-        if self.record is not None:
-            self.record("end_all", "abort")
-        self.scheduler.end_all("abort")
+        """Draining has a deadline: what still runs then is aborted. Nobody wakes an engine that closes."""
+        deadline = None if self._drain is None else self._drain.deadline if self.asleep is None else now
+        if deadline is not None and now >= deadline:
+            self._tell("end_all", "abort", partial(self.scheduler.end_all, "abort"))
 
     def _drained(self) -> bool:
         return self._drain is not None and not self.scheduler.requests and not self.in_flight

@@ -12,7 +12,7 @@ from asyncengine.engine.loop import EngineLoop
 from asyncengine.engine.request_ids import RequestIds
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.engine.vectors.batch import TextBatch
-from asyncengine.errors import EngineClosed, EngineDead
+from asyncengine.errors import EngineAsleep, EngineClosed, EngineDead
 from asyncengine.scheduler.messages import Abort, Drain
 
 if TYPE_CHECKING:
@@ -35,8 +35,9 @@ class LoopClient:
         """Take places in the queue for all requests of `group`: at once, or as soon as there are some if so configured.
         False: a deadline came first. `begun`: more of what is being computed, which waits in any case.
 
-        Raises `QueueFull`, `EngineClosed`, `EngineDead`.
+        Raises `QueueFull`, `EngineAsleep`, `EngineClosed`, `EngineDead`.
         """
+        self._check_awake(begun)
         queue_limit, samples, tokens = self.loop.queue_limit, group.samples, group.num_tokens
         with self._closed_or_dead():
             if begun or self.loop.config.when_full == "wait":
@@ -46,12 +47,17 @@ class LoopClient:
 
     def enter_blocking(self, group: PreparedRequest | TextBatch, *, begun: bool = False) -> bool:
         """Take places as `enter` does, on a plain thread."""
+        self._check_awake(begun)
         queue_limit, samples, tokens = self.loop.queue_limit, group.samples, group.num_tokens
         with self._closed_or_dead():
             if begun or self.loop.config.when_full == "wait":
                 return queue_limit.enter_blocking(samples, tokens, self._patience(group))
             queue_limit.enter(samples, tokens)
         return True
+
+    def _check_awake(self, begun: bool) -> None:
+        if self.loop.refuses and not begun:
+            raise EngineAsleep("the engine is asleep or paused, and takes no requests meanwhile: try again later")
 
     def _patience(self, group: PreparedRequest | TextBatch) -> Callable[[], float]:
         """Seconds that are left until the first deadline of `group`; infinity without one."""

@@ -82,7 +82,7 @@ class PrefixStore:
         self._fingerprint: bytes | None = store.fingerprint
         """None: nothing is stored or found any more, as nobody knows what other weights are called."""
         self._roots: dict[bytes, None] = {}
-        self._saves: queue.SimpleQueue[list[Unsaved] | None] = queue.SimpleQueue()
+        self._saves: queue.SimpleQueue[list[Unsaved] | threading.Event | None] = queue.SimpleQueue()
         self._loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
         self._queued = self._done = 0
         """Notes handed to the writing thread so far, and those that it is done with."""
@@ -196,12 +196,22 @@ class PrefixStore:
             self._start()
             self._saves.put(notes)
 
+    def flush(self, patience: float) -> None:
+        """Wait up to `patience` seconds until what was handed over is written. On a thread that may wait."""
+        if self._threads and not self._closing:
+            written = threading.Event()
+            self._saves.put(written)
+            written.wait(patience)
+
     def _write(self) -> None:
         if sys.platform == "linux":
             with contextlib.suppress(OSError):  # a container may forbid it
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
             while (notes := self._saves.get()) is not None:
+                if isinstance(notes, threading.Event):
+                    notes.set()
+                    continue
                 for batch in _batches(notes, self._memory):
                     try:
                         self.store.append(self._records(batch))

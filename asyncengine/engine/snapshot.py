@@ -54,6 +54,7 @@ def snapshot(
         restored_tokens=counters.restored_tokens,
         stored=StoreCounts() if loop.prefixes is None else loop.prefixes.counts,
         speculation=_speculation(scheduler.speculation),
+        state="awake" if loop.asleep is None else loop.asleep.state,
     )
 
 

@@ -28,6 +28,7 @@ from asyncengine.engine.prefix_files import Prefixes
 from asyncengine.engine.prefix_store import PrefixStore
 from asyncengine.engine.store_wiring import identity_of, open_prefix_store
 from asyncengine.engine.threads import on_own_thread
+from asyncengine.engine.turns import writing
 from asyncengine.engine.validation import RequestValidator
 from asyncengine.engine.vectors.service import VectorModel
 from asyncengine.engine.vectors.wiring import (
@@ -371,6 +372,7 @@ def _assemble(
     return wire(
         runner, info, config, tokenizer=tokenizer, grammars=grammars, planner=planner, adapters=adapters,
         vectors=vectors, images=images.prompts, prefixes=prefixes, identify=identify,
+        source=None if config.load_format == "dummy" else path,
     )  # fmt: skip
 
 
@@ -389,9 +391,11 @@ def wire(
     images: ImagePrompts | None = None,
     prefixes: PrefixStore | None = None,
     identify: Callable[[], Identity] | None = None,
+    source: str | None = None,
 ) -> Frontend:
     """Put an engine together around any executor (tests use a fake one). `vectors`: of a model that gives them.
-    `prefixes`: where its prefix cache is kept beside memory. `identify`: see `identity_of`."""
+    `prefixes`: where its prefix cache is kept beside memory. `identify`: see `identity_of`. `source`: where its weights
+    are read from; None: they are made up."""
     clock = clock or MonotonicClock()
     kv = KVCache(
         executor.num_pages,
@@ -430,7 +434,11 @@ def wire(
     folder = partial(resolve_adapter, root=config.adapter_root)
     update = getattr(executor, "prepare_update", None)
     held = Prefixes(loop, identify, getattr(executor, "page_memory", None))
-    return Frontend(loop, validator, tokenizer, info, planner, adapters, threads, folder, update, vectors, images, held)
+    loop.write_again = None if update is None else writing(update, source, config)
+    release = getattr(executor, "prepare_release", None)
+    return Frontend(
+        loop, validator, tokenizer, info, planner, adapters, threads, folder, update, vectors, images, held, release
+    )  # fmt: skip
 
 
 def _fit_context(info: ModelInfo, config: EngineConfig, capacity: int) -> ModelInfo:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from support.fake_engine import (
-    SteppedExecutor,
     executor_of,
     greedy,
     idle,
@@ -19,6 +17,7 @@ from support.fake_engine import (
     until,
 )
 from support.threads import no_new_engine_thread
+from support.updatable import Updatable, answer, prompt
 
 from asyncengine import (
     AsyncEngine,
@@ -33,36 +32,11 @@ from asyncengine import (
 from asyncengine.errors import ModelNotFound
 from asyncengine.scheduler.messages import UpdateWeights
 from asyncengine.testing import Recording, assert_nothing_held, replay
-from asyncengine.testing.fake_runner import FakeExecutor, FakeModel
-
-
-class Updatable(SteppedExecutor):
-    """Its weights are a number."""
-
-    def prepare_update(self, weights: Any, config: Any, partial: bool) -> Callable[[], None]:
-        if weights == "missing":
-            raise ModelNotFound("the update lacks the tensor model.norm.weight")
-
-        def write() -> None:
-            if weights == "vanishes":
-                raise OSError("the file is gone")
-            self.update(weights)
-
-        return write
+from asyncengine.testing.fake_runner import FakeExecutor
 
 
 def engine_of(**settings: Any) -> AsyncEngine:
     return make_engine(executor=Updatable(128, 4), **settings)
-
-
-def answer(prompt: list[int], count: int, weights: int = 0) -> list[int]:
-    model = FakeModel()
-    model.weights = weights
-    return model.oracle(prompt, count, 0, (1,))
-
-
-def prompt(number: int) -> list[int]:
-    return [2 + number, 3, 4, 5, 6]
 
 
 def asked(engine: AsyncEngine) -> bool:

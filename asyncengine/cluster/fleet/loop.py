@@ -29,6 +29,9 @@ logger = logging.getLogger("asyncengine")
 class FleetLoop:
     """The fleet's only task: `run` serves until the fleet is closed."""
 
+    refuses = False
+    """It never sleeps."""
+
     def __init__(
         self, config: EngineConfig, dispatcher: Dispatcher, manager: ReplicaManager, grammars: GrammarCompiler | None
     ) -> None:

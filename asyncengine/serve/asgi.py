@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from asyncengine.serve import adapters, messages, metrics, responses, vectors, web_page
+from asyncengine.serve import adapters, messages, metrics, responses, sleeping, vectors, web_page
 from asyncengine.serve.dialects import anthropic_messages, completions, openai_chat
 from asyncengine.serve.generating import generating
 from asyncengine.serve.problems import Problem, problem_of
@@ -55,6 +55,7 @@ def routes(serving: Serving) -> list[BaseRoute]:
         *metrics.routes(serving),
         *web_page.routes(),
         *adapters.routes(serving),
+        *sleeping.routes(serving),
     ]
 
 
@@ -84,8 +85,10 @@ def _models(serving: Serving) -> Any:
 
 def _health(serving: Serving) -> Any:
     async def health(_request: Request) -> Response:
-        alive = serving.models.alive
-        return JSONResponse({"status": "ok" if alive else "dead"}, 200 if alive else 503)
+        alive, loaded = serving.models.alive, serving.models.loaded
+        resting = {name: state for name, each in loaded.items() if (state := each.stats().state) != "awake"}
+        status = {"status": "ok" if alive else "dead"}
+        return JSONResponse({**status, "states": resting} if resting else status, 200 if alive else 503)
 
     return health
 

@@ -10,6 +10,7 @@ from asyncengine.errors import (
     AdapterInUse,
     AdapterNotFound,
     ContextLengthExceeded,
+    EngineAsleep,
     EngineClosed,
     EngineDead,
     EngineError,
@@ -48,6 +49,7 @@ STATUSES: Mapping[type[EngineError], tuple[int, str]] = {
     InvalidParameter: (400, "invalid_value"),
     ModelNotFound: (404, "model_not_found"),
     QueueFull: (429, "queue_full"),
+    EngineAsleep: (503, "engine_asleep"),
     EngineClosed: (503, "engine_unavailable"),
     EngineDead: (503, "engine_unavailable"),
     OutOfMemory: (503, "out_of_memory"),
@@ -64,6 +66,6 @@ def problem_of(error: BaseException) -> Problem:
     for kind, (status, code) in STATUSES.items():
         if isinstance(error, kind):
             field = error.field if isinstance(error, InvalidParameter) else "model" if kind is ModelNotFound else None
-            return Problem(status, str(error), field, code, RETRY if kind is QueueFull else ())
+            return Problem(status, str(error), field, code, RETRY if kind in (QueueFull, EngineAsleep) else ())
     log.error("a request failed for a reason that nobody foresaw", exc_info=error)
     return Problem(500, "the server failed; its log says more", None, "internal_error")

@@ -52,6 +52,13 @@ class MappedFiles:
         except OSError:  # no /proc: pages stay until the file is unmapped
             return
 
+    def around(self, tensor: torch.Tensor) -> MappedFiles:
+        """Watch the one mapping that `tensor` lies in, and no longer those that somebody else in this process has of
+        the same file: a model of transformers lives in its own, and a trainer writes there."""
+        first = tensor.data_ptr()
+        self._ranges = [(begin, end) for begin, end in self._ranges if begin <= first < end]
+        return self
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """True if `tensor`'s memory is part of a mapped weight file."""
         if tensor.device.type != "cpu":
@@ -76,7 +83,7 @@ class OpenFiles:
 
     def __init__(self) -> None:
         self._streams: dict[Path, Any] = {}
-        self._mapped = MappedFiles(())
+        self._mapped: dict[Path, MappedFiles] = {}
 
     def read(self, file: Path, name: str) -> torch.Tensor:
         """A tensor, mapped and not copied. Raises `ModelNotFound` for a file that is none."""
@@ -91,13 +98,15 @@ class OpenFiles:
         self._streams[file] = stream  # the last one that was used
         if not known:
             while len(self._streams) > _MOST_OPEN:
-                del self._streams[next(iter(self._streams))]
-            self._mapped = MappedFiles(self._streams)  # a file is mapped when its first tensor is asked for
+                oldest = next(iter(self._streams))
+                del self._streams[oldest], self._mapped[oldest]
+            self._mapped[file] = MappedFiles([file]).around(tensor)  # it is mapped when its first tensor is asked for
         return tensor
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Let the system take back the pages under a tensor, or part of one; nothing happens to what is no file's."""
-        self._mapped.release(tensor)
+        """Let the system take back the pages under a tensor of `read`, or a part of one; nothing happens to others."""
+        for mapped in self._mapped.values():
+            mapped.release(tensor)
 
 
 def own_weights(module: Any, files: MappedFiles) -> None:

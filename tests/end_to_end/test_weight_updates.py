@@ -94,6 +94,19 @@ async def test_a_part_of_the_tensors(checkpoint: Checkpoint) -> None:
             await live.update_weights(old)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+async def test_a_trainer_s_tensors_stay_what_they_are(name: str, checkpoint: Checkpoint) -> None:
+    """transformers leaves a model's tensors in its own mapping of the file that the engine was loaded from."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=torch.float32)
+    async with await engine_on(checkpoint(name)) as live:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.25)
+        before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+        await live.update_weights(model.state_dict())
+        assert not [key for key, tensor in model.state_dict().items() if not torch.equal(tensor, before[key])]
+
+
 async def test_a_model_that_runs_through_transformers_says_so(checkpoint: Checkpoint) -> None:
     async with await engine_on(checkpoint("llama"), fuse=False) as engine:
         with pytest.raises(UnsupportedModel, match="runs through transformers"):

@@ -91,6 +91,11 @@ CONFIGS: Mapping[str, Callable[[], Any]] = {
         text_config=FAMILIES["qwen3"](), vision_config=_TOWER | {"image_size": [16, 16], "patch_size": [4, 4]},
         image_token_id=IMAGE,
     ),
+    "lfm2_vl": lambda: hf.Lfm2VlConfig(
+        text_config=FAMILIES["lfm2"](),
+        vision_config=_TOWER | {"model_type": "siglip2_vision_model", "num_patches": 16, "patch_size": 4},
+        image_token_id=IMAGE, projector_hidden_size=32,
+    ),
     "llama4": lambda: hf.Llama4Config(
         text_config=FAMILIES["llama4"](),
         vision_config=_SMALL | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},

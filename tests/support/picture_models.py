@@ -16,6 +16,7 @@ from PIL import Image
 from support.multimodal_models import CONFIGS, randomize
 
 from asyncengine.demo import MODEL_PATH
+from asyncengine.models.vision.lfm2 import Lfm2ImageProcessor
 
 TOKENS = [
     "<|vision_start|>",
@@ -37,6 +38,13 @@ TOKENS += [
     "<row_2_col_2>",
     "<img>",
     "</img>",
+    "<|image_start|>",
+    "<|image_end|>",
+    "<|img_thumbnail|>",
+    "<|img_row_1_col_1|>",
+    "<|img_row_1_col_2|>",
+    "<|img_row_2_col_1|>",
+    "<|img_row_2_col_2|>",
 ]
 """Added to the demo model's tokenizer, in this order."""
 VOCAB = 2048 + len(TOKENS)
@@ -85,13 +93,17 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     },
     "gemma4": _SOFT,
     "gemma4-small": _SOFT,
+    "lfm2_vl": {
+        "image_processor_type": "Lfm2VlImageProcessor", "encoder_patch_size": 4, "tile_size": 16, "max_tiles": 4,
+        "min_image_tokens": 4, "max_image_tokens": 8, "max_pixels_tolerance": 1.5,
+    },
     "internvl": {
         "image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 16, "width": 16}, "max_patches": 3,
         "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
     },
 }  # fmt: skip
 MARKERS = {"gemma3": "<|begin|>"} | dict.fromkeys(
-    ("mistral3", "idefics3", "smolvlm", "gemma4", "gemma4-small", "internvl"), "<|image|>"
+    ("mistral3", "idefics3", "smolvlm", "gemma4", "gemma4-small", "internvl", "lfm2_vl"), "<|image|>"
 )
 
 
@@ -114,7 +126,7 @@ def _config(name: str) -> Any:
         config.image_token_id, config.boi_token_index, config.eoi_token_index = IMAGE, BEGIN, END
         config.mm_tokens_per_image = 4
         config.image_token_index = IMAGE
-    elif name in ("idefics3", "smolvlm", "mistral3", "internvl"):
+    elif name in ("idefics3", "smolvlm", "mistral3", "internvl", "lfm2_vl"):
         config.image_token_id = config.image_token_index = IMAGE
     else:
         config.image_token_id, config.video_token_id = IMAGE, VIDEO
@@ -167,6 +179,28 @@ def words(seed: int, count: int) -> str:
     return " ".join(generator.choice(["red", "green", "cat", "dog", "house", "seven", "blue"]) for _ in range(count))
 
 
+def _tower_arguments(family: str, folder: Path, images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
+    if family == "lfm2_vl":  # transformers has none without torchvision
+        each = [Lfm2ImageProcessor(folder)([image]) for image in images]
+        longest = max(len(made["pixel_values"][0]) for made in each)
+        found: dict[str, list[torch.Tensor]] = {}
+        for made in each:
+            for key in ("pixel_values", "pixel_attention_mask", "spatial_shapes"):
+                part = torch.from_numpy(made[key])
+                if key != "spatial_shapes":
+                    padded = part.new_zeros(len(part), longest, *part.shape[2:])
+                    padded[:, : part.shape[1]] = part
+                    part = padded
+                found.setdefault(key, []).append(part)
+        return {key: torch.cat(parts) for key, parts in found.items()}
+    # as the family's own processor has it
+    merged = {"mistral3": {"patch_size": 8}, "internvl": {"crop_to_patches": True}}.get(family, {})
+    processor = hf.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    inputs = processor(images=list(images), return_tensors="pt", **merged)
+    known = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "image_position_ids")
+    return {key: inputs[key] for key in known if key in inputs}
+
+
 @torch.inference_mode()
 def expected_logits(model: Any, folder: Path, ids: Sequence[int], images: Sequence[Image.Image]) -> torch.Tensor:
     """transformers' logits [tokens, vocabulary] of a prompt with placeholders, and what follows it."""
@@ -175,16 +209,8 @@ def expected_logits(model: Any, folder: Path, ids: Sequence[int], images: Sequen
     kinds = (tokens == IMAGE).long()
     given: dict[str, Any] = {}
     if images:
-        processor = hf.AutoImageProcessor.from_pretrained(folder, backend="pil")
-        merged: dict[str, Any] = {}  # as the family's own processor has it
-        if model.config.model_type == "mistral3":
-            merged = {"patch_size": 8}
-        elif model.config.model_type == "internvl":
-            merged = {"crop_to_patches": True}
-        made = processor(images=list(images), return_tensors="pt", **merged)
-        known = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "image_position_ids")
-        given = {key: made[key] for key in known if key in made}
-    if model.config.model_type in ("mistral3", "idefics3", "smolvlm", "internvl"):
+        given = _tower_arguments(model.config.model_type, folder, images)
+    if model.config.model_type in ("mistral3", "idefics3", "smolvlm", "internvl", "lfm2_vl"):
         plain: torch.Tensor = model(tokens, use_cache=False, **given).logits[0].float()
         return plain
     types = "token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"

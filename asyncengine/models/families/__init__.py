@@ -105,6 +105,7 @@ MULTIMODAL: Mapping[str, Inside] = {
     "cohere2_vision": Inside(),
     "exaone4_5": Inside(),
     "internvl": Inside(),
+    "lfm2_vl": Inside(),
     "llama4": Inside("language_model.model.", "language_model.lm_head"),
     "llava": Inside(),
     "llava_next": Inside(),

@@ -10,7 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from asyncengine.models.vision.lfm2 import Lfm2ImageProcessor
 
 Made = Mapping[str, Any]
 """Output of the image processor for one picture: a batch of one, in arrays."""
@@ -36,6 +39,8 @@ class VisionFamily:
     """They do so in layers with windows alone."""
     processing: Callable[[Any], dict[str, Any]] = lambda config: {}
     """Arguments of the image processor besides those of its own file."""
+    processor: Callable[[Path], Any] | None = None
+    """Its image processor, of a folder; None: transformers' own."""
 
 
 def _grid(made: Made, config: Any) -> tuple[int, int]:
@@ -76,6 +81,19 @@ def _internvl(made: Made, config: Any, token: Token) -> str:
     sides = zip(config.vision_config.image_size, config.vision_config.patch_size, strict=True)
     inner = math.prod(int(pixels // patch * config.downsample_ratio) for pixels, patch in sides)
     return f"<img>{token('image_token_id') * (inner * int(made['num_patches'][0]))}</img>"
+
+
+def _lfm2(made: Made, config: Any, token: Token) -> str:
+    """Tiles by row and column, then the whole picture."""
+    counts = [math.prod(int(side) // config.downsample_factor for side in shape) for shape in made["spatial_shapes"]]
+    parts = [token("image_token_id") * count for count in counts]
+    names = [
+        f"<|img_row_{row}_col_{column}|>"
+        for row in range(1, made["rows"] + 1)
+        for column in range(1, made["columns"] + 1)
+    ]
+    names = [*names, "<|img_thumbnail|>"] if len(names) > 1 else [""]
+    return f"<|image_start|>{''.join(name + part for name, part in zip(names, parts, strict=False))}<|image_end|>"
 
 
 def _pixtral(made: Made, config: Any, token: Token) -> str:
@@ -120,6 +138,7 @@ VISION: Mapping[str, VisionFamily] = {
     "idefics3": _IDEFICS,
     "smolvlm": _IDEFICS,
     "internvl": VisionFamily(_internvl, processing=lambda config: {"crop_to_patches": True}),
+    "lfm2_vl": VisionFamily(_lfm2, inputs=("pixel_attention_mask", "spatial_shapes"), processor=Lfm2ImageProcessor),
     "gemma3": VisionFamily(
         _gemma, marker="boi_token_index", block=lambda config, processor: int(config.mm_tokens_per_image)
     ),

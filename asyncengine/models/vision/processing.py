@@ -40,7 +40,11 @@ class ImageProcessor:
         self.family = VISION[config.model_type]
         self._config = config
         self._token_bytes = token_bytes
-        self._processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil", local_files_only=True)
+        self._processor: Any
+        if self.family.processor is not None:
+            self._processor = self.family.processor(folder)
+        else:
+            self._processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil", local_files_only=True)
         self._options = self.family.processing(config)
         self.block = self.family.block(config, self._processor)
         """Most tokens of a picture that attend to each other both ways; 0: none do."""

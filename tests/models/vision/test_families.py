@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -25,15 +26,26 @@ def _pixtral(self: Any, made: Any, index: int) -> str:
     return "".join(flat)
 
 
+def _lfm2(self: Any, made: Any, index: int) -> str:
+    own = hf.Lfm2VlProcessor.__new__(hf.Lfm2VlProcessor)
+    own.image_processor, own.image_token = SimpleNamespace(**self.image_processor._settings), self.image_token
+    own.image_start_token, own.image_end_token = "<|image_start|>", "<|image_end|>"
+    own.image_thumbnail_token = "<|img_thumbnail|>"
+    size = [int(side) * own.image_processor.encoder_patch_size for side in made["spatial_shapes"][-1]]
+    counted = {"image_rows": [made["rows"]], "image_cols": [made["columns"]], "image_sizes": [size]}
+    return str(own.replace_image_token(counted, index, use_image_special_tokens=True))
+
+
 PROCESSOR_CLASSES: dict[str, Any] = {
     "qwen2_vl": hf.Qwen2VLProcessor, "qwen2_5_vl": hf.Qwen2_5_VLProcessor, "qwen3_vl": hf.Qwen3VLProcessor,
     "qwen3_5": hf.Qwen3VLProcessor, "glm4v": hf.Glm4vProcessor, "glm46v": hf.Glm46VProcessor,
     "mistral3": SimpleNamespace(replace_image_token=_pixtral),
     "idefics3": hf.Idefics3Processor, "smolvlm": hf.SmolVLMProcessor, "gemma3": hf.Gemma3Processor,
     "gemma4": hf.Gemma4Processor, "gemma4-small": hf.Gemma4Processor, "internvl": hf.InternVLProcessor,
+    "lfm2_vl": SimpleNamespace(replace_image_token=_lfm2),
 }  # fmt: skip
 WANT = 32
-SPARED = ("qwen2_vl", "glm4v", "glm46v", "smolvlm", "gemma4-small", "internvl")
+SPARED = ("qwen2_vl", "glm4v", "glm46v", "smolvlm", "gemma4-small", "internvl", "lfm2_vl")
 """Families that differ from another one in their tower alone, or whose pictures are long."""
 WIDE, TALL = picture(1, (40, 24)), picture(2, (16, 48))
 CHATS = {
@@ -168,6 +180,8 @@ def test_the_text_in_their_places_is_that_of_transformers(model: Any) -> None:
         others = [{"num_crops": [0]}, {"num_crops": [3]}]
     elif model.name == "internvl":
         others = [{"num_patches": [1]}, {"num_patches": [4]}]
+    elif model.name == "lfm2_vl":
+        others = [{}, {"rows": 1, "columns": 1, "spatial_shapes": np.array([[4, 6]])}]
     elif model.name in ("idefics3", "smolvlm"):
         others = [{"rows": [[rows]], "cols": [[columns]]} for rows, columns in ((0, 0), (1, 2), (3, 4))]
     for other in others:

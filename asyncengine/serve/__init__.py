@@ -45,13 +45,12 @@ def app(
     """
     try:
         from asyncengine.serve.asgi import make_app
-        from asyncengine.serve.models import Models
-        from asyncengine.serve.state import Serving
+        from asyncengine.serve.models import Models, Serving
     except ImportError as error:
         raise ImportError('serving over HTTP needs starlette: pip install "asyncengine[serve]"') from error
     named = {engines.info.name: engines} if isinstance(engines, AsyncEngine) else engines
-    serving = Serving(
-        Models(named, aliases), strict=strict, max_body=max_body, api_keys=tuple(api_keys),
-        response_memory=response_memory, allow_adapters=allow_adapters, hosts=hosts, cors=cors, telemetry=telemetry,
-    )  # fmt: skip
-    return make_app(serving)
+    return make_app(
+        Serving(
+            Models(named, aliases), api_keys, strict, max_body, response_memory, allow_adapters, hosts, cors, telemetry
+        )
+    )

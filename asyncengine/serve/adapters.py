@@ -7,11 +7,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.serve.dialects import openai_chat
 from asyncengine.serve.fields import Fields
-from asyncengine.serve.generating import read_fields, reporting
+from asyncengine.serve.generating import read_fields
+from asyncengine.serve.models import Serving
 from asyncengine.serve.problems import Problem
-from asyncengine.serve.state import Serving
 
 
 def routes(serving: Serving) -> list[Route]:
@@ -19,22 +18,16 @@ def routes(serving: Serving) -> list[Route]:
 
     async def read(request: Request) -> tuple[Fields, str, str | None]:
         if not (serving.api_keys or serving.allow_adapters):
-            raise Problem(
-                403, "adapters are loaded where requests need a key, or with allow_adapters", code="forbidden"
-            )
+            why = "adapters are loaded where requests need a key, or with allow_adapters"
+            raise Problem(403, why, code="forbidden")
         fields = await read_fields(request, serving)
-        name = fields.text("lora_name")
-        if not name:
-            raise InvalidParameter("lora_name", "is missing: the name of the adapter")
-        return fields, name, fields.text("model")
+        return fields, _needed(fields, "lora_name", "the name"), fields.text("model")
 
     async def load(request: Request) -> Response:
         fields, name, model = await read(request)
-        path, again = fields.text("lora_path"), fields.switch("load_inplace")
+        path, again = _needed(fields, "lora_path", "the folder"), fields.switch("load_inplace")
         fields.ignore("base_model_name", "is_3d_lora_weight")
         fields.end()
-        if not path:
-            raise InvalidParameter("lora_path", "is missing: the folder of the adapter")
         await serving.models.load_adapter(name, path, model, again=again)
         return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
 
@@ -45,7 +38,11 @@ def routes(serving: Serving) -> list[Route]:
         await serving.models.unload_adapter(name, model)
         return PlainTextResponse(f"Success: LoRA adapter {name!r} removed successfully.")
 
-    return [
-        Route("/v1/load_lora_adapter", reporting(load, openai_chat.error), methods=["POST"]),
-        Route("/v1/unload_lora_adapter", reporting(unload, openai_chat.error), methods=["POST"]),
-    ]
+    served = {"/v1/load_lora_adapter": load, "/v1/unload_lora_adapter": unload}
+    return [Route(path, endpoint, methods=["POST"]) for path, endpoint in served.items()]
+
+
+def _needed(fields: Fields, name: str, what: str) -> str:
+    if text := fields.text(name):
+        return text
+    raise InvalidParameter(name, f"is missing: {what} of the adapter")

@@ -37,14 +37,14 @@ class Answer:
 
     A client that leaves is noticed by reading what it sends, which is nothing more: at any moment, also in a long
     prompt, and also where it did not ask for a stream. The request is aborted then, before the engine's next step. A
-    slow reader makes `send` wait; meanwhile the engine's mailbox merges what it has not taken.
+    slow reader makes `send` wait; meanwhile the engine's mailbox merges what it has not taken. What goes wrong before
+    anything is sent is raised, for the app to answer.
     """
 
     def __init__(
         self,
         stream: TokenStream | Several,
         writer: AnswerWriter,
-        render: Callable[[Problem], dict[str, Any]],
         *,
         streaming: bool,
         samples: int = 1,
@@ -52,8 +52,8 @@ class Answer:
         headers: tuple[tuple[str, str], ...] = (),
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        """`render`: the dialect's error object. `release`: called once, when the model is no longer needed."""
-        self._stream, self.writer, self._render = stream, writer, render
+        """`release`: called once, when the model is no longer needed."""
+        self._stream, self.writer = stream, writer
         self._streaming, self._samples = streaming, samples
         self._events = EventReader(token_ids)
         self._headers = [(name.encode(), _one_line(value)) for name, value in headers]
@@ -61,7 +61,7 @@ class Answer:
         self._left = False
         self._ended = False
         """The request was ended from here, not by its engine."""
-        self._begun = False
+        self._begun, self._beginning = False, asyncio.Lock()
         self._sent = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,12 +70,15 @@ class Answer:
             if self._streaming:
                 await self._stream_events(send)
             else:
-                await self._send_json(send, 200, await self._whole())
+                await self._send_json(send, await self._whole())
         except OSError:  # the client is gone, as some servers say it
             pass
         except Exception as error:
-            if not self._left:
-                await self._send_problem(send, problem_of(error))
+            if self._begun and not self._left:
+                await self._begin(send)  # which the other task may be in the midst of
+                await self._send_text(send, self.writer.failed(problem_of(error)), more=False)
+            elif not self._left:
+                raise
         finally:
             watcher.cancel()
             self.abort()
@@ -110,7 +113,8 @@ class Answer:
             try:
                 message: Message = await asyncio.wait_for(receive(), PING_SECONDS if self._streaming else None)
             except TimeoutError:
-                if self._begun and now() - self._sent >= PING_SECONDS:
+                await self._begin(send)  # proxies and clients would give up
+                if now() - self._sent >= PING_SECONDS:
                     await self._send_text(send, self.writer.ping)
                 continue
             if message["type"] == "http.disconnect":
@@ -123,9 +127,8 @@ class Answer:
     async def _stream_events(self, send: Send) -> None:
         stream, writer, read = self._stream, self.writer, self._events.read
         async with stream:  # what refuses the request raises here, while there can still be a status
-            chunk = await self._first(send)
-            if not self._begun:
-                await self._send_headers(send, 200, EVENT_STREAM)
+            chunk = await self._next()
+            await self._begin(send)
             await self._send_text(send, writer.begin(stream.usage or NO_USAGE, self._samples))
             while chunk is not None:
                 if chunk.finish_reason == "abort":
@@ -136,18 +139,11 @@ class Answer:
                 chunk = await self._next()
             await self._send_text(send, writer.end(stream.usage or NO_USAGE), more=False)
 
-    async def _first(self, send: Send) -> Chunk | None:
-        """The first chunk. Headers do not wait for it for ever: proxies and clients would give up."""
-        first = asyncio.ensure_future(self._next())
-        try:
-            await asyncio.wait({first}, timeout=PING_SECONDS)
-            if not first.done():
-                await self._send_headers(send, 200, EVENT_STREAM)
-                await self._send_text(send, self.writer.ping)
-            chunk = await first
-        finally:
-            first.cancel()
-        return chunk
+    async def _begin(self, send: Send) -> None:
+        """Send a stream's headers, unless they are sent: by one task, while no other sends."""
+        async with self._beginning:
+            if not self._begun:
+                await self._send_headers(send, EVENT_STREAM)
 
     async def _next(self) -> Chunk | None:
         """The next chunk that is no failure: the stream raises that at its end, with its cause."""
@@ -158,32 +154,20 @@ class Answer:
 
     # ---------------------------------------------------------------- sending
 
-    async def _send_headers(
-        self, send: Send, status: int, kind: bytes, extra: list[tuple[bytes, bytes]] | None = None
-    ) -> None:
+    async def _send_headers(self, send: Send, kind: bytes, *more: tuple[bytes, bytes]) -> None:
         self._begun = True
         fixed = [(b"content-type", kind), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-        headers = [*fixed, *self._headers, *(extra or [])]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.start", "status": 200, "headers": [*fixed, *self._headers, *more]})
 
     async def _send_text(self, send: Send, text: str, *, more: bool = True) -> None:
         self._sent = asyncio.get_running_loop().time()
         await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
-    async def _send_json(
-        self, send: Send, status: int, content: dict[str, Any], extra: tuple[tuple[str, str], ...] = ()
-    ) -> None:
+    async def _send_json(self, send: Send, content: dict[str, Any]) -> None:
         body = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-        more = [(name.encode(), value.encode()) for name, value in extra]
-        more.append((b"content-length", str(len(body.encode())).encode()))
-        await self._send_headers(send, status, b"application/json", more)
+        length = str(len(body.encode())).encode()
+        await self._send_headers(send, b"application/json", (b"content-length", length))
         await self._send_text(send, body, more=False)
-
-    async def _send_problem(self, send: Send, problem: Problem) -> None:
-        if self._begun:
-            await self._send_text(send, self.writer.failed(problem), more=False)
-        else:
-            await self._send_json(send, problem.status, self._render(problem), problem.headers)
 
 
 def _one_line(text: str) -> bytes:

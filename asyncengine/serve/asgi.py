@@ -1,23 +1,38 @@
-"""The ASGI app: which path is served by what."""
+"""The ASGI app: which path is served by what, and what becomes of errors."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from importlib import resources
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from asyncengine.serve import adapters, messages, metrics, responses, sleeping, vectors, web_page
+from asyncengine.serve import adapters, metrics, responses, vectors
 from asyncengine.serve.dialects import anthropic_messages, completions, openai_chat
-from asyncengine.serve.generating import generating
+from asyncengine.serve.generating import Endpoint, counting, generating
+from asyncengine.serve.models import Serving
 from asyncengine.serve.problems import Problem, problem_of
-from asyncengine.serve.security import RequireHost, RequireKey, path_of
-from asyncengine.serve.state import Serving
+from asyncengine.serve.security import RequireHost, RequireKey, is_anthropics, refusal
+
+PAGE = {"index.html": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
+PAGE_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+"""Headers of the page, which asks no other host for anything."""
 
 
 def make_app(serving: Serving) -> Starlette:
@@ -26,19 +41,17 @@ def make_app(serving: Serving) -> Starlette:
     if serving.cors:  # before keys: a browser asks without one whether it may ask
         middleware.append(Middleware(CORSMiddleware, serving.cors, ("GET", "POST", "DELETE"), ("*",)))
     if serving.hosts is not None and not serving.api_keys:
-        middleware.append(Middleware(RequireHost, serving.hosts, error_for))
+        middleware.append(Middleware(RequireHost, serving.hosts))
     if serving.api_keys:
-        middleware.append(Middleware(RequireKey, serving.api_keys, error_for))
+        middleware.append(Middleware(RequireKey, serving.api_keys))
     if serving.telemetry:
         from asyncengine.integrations.opentelemetry import TraceContext, trace
 
         serving.models.watch(lambda name, engine: trace(engine, name=name))
         middleware.append(Middleware(TraceContext))
-    return Starlette(
-        routes=routes(serving),
-        middleware=middleware,
-        exception_handlers={HTTPException: _not_found, Exception: _failed},
-    )
+    # a handler of `Exception` among Starlette's own would have it raise what was answered once more
+    middleware.append(Middleware(ExceptionMiddleware, {Exception: _refused}))
+    return Starlette(routes=routes(serving), middleware=middleware, exception_handlers={HTTPException: _refused})
 
 
 def routes(serving: Serving) -> list[BaseRoute]:
@@ -66,39 +79,58 @@ def error_for(path: str, problem: Problem) -> dict[str, Any]:
 
 def _models(serving: Serving) -> Any:
     """All models, or the one of the path, in the shape of the client that asks."""
+    served = {
+        "/v1/chat/completions": generating(serving, openai_chat),
+        "/v1/completions": generating(serving, completions),
+        "/v1/messages": generating(serving, anthropic_messages),
+        "/v1/messages/count_tokens": counting(serving, partial(anthropic_messages.read, counting=True)),
+    }
 
     async def models(request: Request) -> Response:
-        name, anthropics = request.path_params.get("name"), "anthropic-version" in request.headers
-        try:
-            if name is not None:
-                row = serving.models.described(name)
-                return JSONResponse(anthropic_messages.model_object(name) if anthropics else row)
-        except Problem as problem:
-            refused = anthropic_messages.error(problem) if anthropics else openai_chat.error(problem)
-            return JSONResponse(refused, problem.status)
+        """All models, in the shape of the client that asks."""
         rows = serving.models.listing()
         listed = anthropic_messages.model_list([row["id"] for row in rows])
-        return JSONResponse(listed if anthropics else {"object": "list", "data": rows})
+        return JSONResponse(listed if is_anthropics(request) else {"object": "list", "data": rows})
 
-    return models
+    async def model(request: Request) -> Response:
+        name = request.path_params["name"]
+        row = serving.models.described(name)
+        return JSONResponse(anthropic_messages.model_object(name) if is_anthropics(request) else row)
 
-
-def _health(serving: Serving) -> Any:
     async def health(_request: Request) -> Response:
         alive, loaded = serving.models.alive, serving.models.loaded
         resting = {name: state for name, each in loaded.items() if (state := each.stats().state) != "awake"}
         status = {"status": "ok" if alive else "dead"}
         return JSONResponse({**status, "states": resting} if resting else status, 200 if alive else 503)
 
-    return health
+    return [
+        *[Route(path, endpoint, methods=["POST"]) for path, endpoint in served.items()],
+        *responses.routes(serving),
+        *vectors.routes(serving),
+        Route("/v1/models", models, methods=["GET"]),
+        Route("/v1/models/{name:path}", model, methods=["GET"]),
+        Route("/health", health, methods=["GET"]),
+        *metrics.routes(serving),
+        *[Route("/" if name == "index.html" else f"/{name}", _file(name), methods=["GET"]) for name in PAGE],
+        *adapters.routes(serving),
+    ]
 
 
-async def _not_found(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    problem = Problem(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
-    return JSONResponse(error_for(path_of(request.scope), problem), error.status_code, headers=error.headers)
+def _file(name: str) -> Endpoint:
+    """The endpoint of a file of the page. Addresses in it are relative: the app may be mounted anywhere."""
+    content = (resources.files("asyncengine.serve") / "page" / name).read_bytes()
+
+    async def file(_request: Request) -> Response:
+        return Response(content, media_type=PAGE[name], headers=PAGE_HEADERS)
+
+    return file
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-    problem = problem_of(error)
-    return JSONResponse(error_for(path_of(request.scope), problem), problem.status)
+async def _refused(connection: HTTPConnection, error: Exception) -> Response:
+    """The answer to a request that failed before anything was sent."""
+    if connection.scope["type"] != "http":
+        raise error
+    if isinstance(error, HTTPException):
+        message = f"{connection.scope['method']} {connection.url.path[:200]}: {error.detail}"
+        return refusal(connection, Problem(error.status_code, message, headers=tuple((error.headers or {}).items())))
+    return refusal(connection, problem_of(error))

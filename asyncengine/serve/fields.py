@@ -17,9 +17,7 @@ class Fields:
 
         Raises `InvalidParameter` unless it is an object.
         """
-        if not isinstance(body, Mapping):
-            raise InvalidParameter(name or "body", "must be a JSON object", body)
-        self._left: dict[str, Any] = dict(body)
+        self._left: dict[str, Any] = dict(as_object(name or "body", body))
         self.strict = strict
         self._within = f"{name}." if name else ""
         self.ignored: list[str] = []
@@ -60,6 +58,12 @@ class Fields:
             if self._left.pop(name, None) is not None:
                 self.skip(name)
 
+    def refuse(self, reasons: Mapping[str, str]) -> None:
+        """Raises `InvalidParameter` for a field among these, with its reason, unless it is null, false, 0 or empty."""
+        for name, reason in reasons.items():
+            if value := self._left.pop(name, None):
+                raise InvalidParameter(self._within + name, reason, value)
+
     def skip(self, name: str) -> None:
         """Note that a field, or a part of one, changes nothing. Raises `InvalidParameter` where `strict`."""
         name = (self._within + name)[:100]
@@ -76,3 +80,17 @@ class Fields:
             self.ignore(*self._left)
         for name in self._left:
             raise InvalidParameter((self._within + name)[:100], "is no field of this request")
+
+
+def as_object(name: str, value: object) -> Mapping[str, Any]:
+    """A JSON object. Raises `InvalidParameter`."""
+    if not isinstance(value, Mapping):
+        raise InvalidParameter(name, "must be an object", value)
+    return value
+
+
+def objects(name: str, value: object, form: str = "a list of objects") -> list[tuple[str, Mapping[str, Any]]]:
+    """The objects in a list, each with its place. Raises `InvalidParameter`, which calls the list `form`."""
+    if not isinstance(value, (list, tuple)):
+        raise InvalidParameter(name, f"must be {form}", value)
+    return [(f"{name}[{at}]", as_object(f"{name}[{at}]", each)) for at, each in enumerate(value)]

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import anyio.to_thread
 from starlette.requests import Request
@@ -16,10 +16,8 @@ from asyncengine.sampling_params import SamplingParams
 from asyncengine.serve.answer import Answer, AnswerWriter
 from asyncengine.serve.body import read_json
 from asyncengine.serve.fields import Fields
-from asyncengine.serve.models import Target
-from asyncengine.serve.problems import Problem, problem_of
+from asyncengine.serve.models import Serving, Target
 from asyncengine.serve.several import Several
-from asyncengine.serve.state import Serving
 from asyncengine.serve.turn import Answered, Turn
 from asyncengine.stream import TokenStream
 
@@ -27,13 +25,15 @@ IGNORED = "x-asyncengine-ignored"
 """Header that lists the fields of a request that changed nothing."""
 
 
+MakeWriter = Callable[[Turn, Answered], AnswerWriter]
+
+
 class Dialect(Protocol):
     """A module of `serve.dialects`."""
 
     @property
-    def Writer(self) -> Callable[[Turn, Answered], AnswerWriter]: ...  # noqa: N802
+    def Writer(self) -> MakeWriter: ...  # noqa: N802
     def read(self, fields: Fields) -> Turn: ...
-    def error(self, problem: Problem) -> dict[str, Any]: ...
 
 
 Headers = tuple[tuple[str, str], ...]
@@ -45,9 +45,19 @@ def generating(serving: Serving, dialect: Dialect) -> Endpoint:
 
     async def endpoint(request: Request) -> Answer:
         fields = await read_fields(request, serving)
-        return await answer(serving, dialect, dialect.read(fields), fields)
+        return await answer(serving, dialect.Writer, dialect.read(fields), fields)
 
-    return reporting(endpoint, dialect.error)
+    return endpoint
+
+
+def counting(serving: Serving, read: Callable[[Fields], Turn]) -> Endpoint:
+    """The endpoint that says how many tokens the prompt of a request would have."""
+
+    async def endpoint(request: Request) -> Response:
+        fields = await read_fields(request, serving)
+        return JSONResponse({"input_tokens": await count(serving, read(fields), fields)})
+
+    return endpoint
 
 
 async def read_fields(request: Request, serving: Serving) -> Fields:
@@ -55,48 +65,45 @@ async def read_fields(request: Request, serving: Serving) -> Fields:
     return Fields(await read_json(request, serving.max_body), strict=serving.strict)
 
 
-async def answer(
-    serving: Serving,
-    dialect: Dialect,
-    turn: Turn,
-    fields: Fields,
-    writer: Callable[..., AnswerWriter] | None = None,
-    *,
-    request_id: str = "",
-    headers: Headers = (),
-) -> Answer:
-    """The response to a turn, with these `headers` too: nothing runs before it is sent. `writer`: another one than the
-    dialect's own. `request_id`: empty: a new one.
+async def count(serving: Serving, turn: Turn, fields: Fields) -> int:
+    """The tokens of a turn's prompt. A long one is counted on a thread. Raises as `answer`."""
+    with await serving.models.acquire(turn.model) as target:
+        grant(turn, target, fields)
+        given = turn.messages or (), turn.chat.get("tools"), turn.chat.get("template_kwargs")
+        return await anyio.to_thread.run_sync(target.engine.count_tokens, *given)
 
-    Raises `Problem` and `InvalidParameter`.
-    """
+
+async def answer(serving: Serving, writer: MakeWriter, turn: Turn, fields: Fields) -> Answer:
+    """The response to a turn: nothing runs before it is sent. Raises `Problem` and `InvalidParameter`."""
     target = await serving.models.acquire(turn.model)
     try:
         grant(turn, target, fields)
         if turn.grammar is not None:
             turn.params["grammar"] = await anyio.to_thread.run_sync(turn.grammar)
         params = SamplingParams(**turn.params)
-        answer_id = request_id or secrets.token_hex(16)
+        answer_id = secrets.token_hex(16)
         stream, engine = start(target, turn, params, answer_id), target.engine
         answered = Answered(
             answer_id, target.name, int(time.time()), lambda: prompts_of(stream), engine.token_texts, engine.detokenize
         )
-        headers = (*headers, ("x-request-id", answered.id))
-        if fields.ignored:
-            headers = (*headers, (IGNORED, ", ".join(fields.ignored)[:1000]))
+        ignored = ((IGNORED, ", ".join(fields.ignored)[:1000]),) if fields.ignored else ()
         return Answer(
             stream,
-            (writer or dialect.Writer)(turn, answered),
-            dialect.error,
+            writer(turn, answered),
             streaming=turn.stream,
             samples=params.n * max(1, len(turn.prompts)),
-            token_ids=bool(turn.extra.get("token_ids")),
-            headers=headers,
+            token_ids=bool(turn.extra.get("return_ids")),
+            headers=(*identified(answer_id), *ignored),
             release=target.release,
         )
     except BaseException:
         target.release()
         raise
+
+
+def identified(request_id: str) -> Headers:
+    """Headers that name a request, as OpenAI's and Anthropic's clients look for them."""
+    return ("x-request-id", request_id), ("request-id", f"req_{request_id}")
 
 
 def grant(turn: Turn, target: Target, fields: Fields) -> None:
@@ -124,16 +131,3 @@ def start(target: Target, turn: Turn, params: SamplingParams, request_id: str) -
 def prompts_of(stream: TokenStream | Several) -> list[tuple[int, ...]]:
     """Token ids of the prompts of a stream, as far as it is submitted."""
     return stream.prompts if isinstance(stream, Several) else [stream.prompt_token_ids]
-
-
-def reporting(endpoint: Endpoint, render: Callable[[Problem], dict[str, Any]], headers: Headers = ()) -> Endpoint:
-    """The endpoint with every error made a response of the dialect's shape, with these `headers` too."""
-
-    async def reported(request: Request) -> Response | Answer:
-        try:
-            return await endpoint(request)
-        except Exception as error:
-            problem = problem_of(error)
-            return JSONResponse(render(problem), problem.status, headers=dict((*headers, *problem.headers)))
-
-    return reported

@@ -25,10 +25,9 @@ from starlette.routing import Route
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.events import Event, RequestDone
 from asyncengine.kvcache import PageCounts
-from asyncengine.serve.dialects import openai_chat
-from asyncengine.serve.generating import read_fields, reporting
+from asyncengine.serve.generating import read_fields
+from asyncengine.serve.models import Serving
 from asyncengine.serve.problems import Problem
-from asyncengine.serve.state import Serving
 from asyncengine.stats import EngineStats, Summary
 
 LABELS = ["model_name", "engine"]
@@ -228,16 +227,12 @@ def routes(serving: Serving) -> list[Route]:
         fields = await read_fields(request, serving)
         model, options = fields.text("model"), fields.some(("steps", "timeout"))
         fields.end()
-        target = await serving.models.acquire(model)
-        try:
-            with TemporaryDirectory() as folder:
-                path = await target.engine.profile(folder, **options)
-                return Response(await run_in_threadpool(path.read_bytes), media_type="application/json")
-        finally:
-            target.release()
+        with await serving.models.acquire(model) as target, TemporaryDirectory() as folder:
+            path = await target.engine.profile(folder, **options)
+            return Response(await run_in_threadpool(path.read_bytes), media_type="application/json")
 
     return [
         Route("/metrics", metrics, methods=["GET"]),
         Route("/stats", stats, methods=["GET"]),
-        Route("/profile", reporting(profile, openai_chat.error), methods=["POST"]),
+        Route("/profile", profile, methods=["POST"]),
     ]

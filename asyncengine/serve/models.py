@@ -1,11 +1,11 @@
-"""The models that an app serves, by the names that requests give."""
+"""The models that an app serves, by the names that requests give, and its settings."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.engine_group import EngineGroup
@@ -24,6 +24,12 @@ class Target:
     engine: AsyncEngine
     adapter: str | None = None
     _let_go: Callable[[], None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def release(self) -> None:
         """The request has ended, and its model may be closed. Idempotent."""
@@ -139,6 +145,21 @@ class Models:
             "parent": base if adapter else None,
             "loaded": base in self.loaded,
         }
+
+
+@dataclass(slots=True)
+class Serving:
+    """Models and settings of an app, which its endpoints share; `asyncengine.serve.app` says what each is."""
+
+    models: Models
+    api_keys: Sequence[str] = ()
+    strict: bool = False
+    max_body: int = 32 << 20
+    response_memory: int = 64 << 20
+    allow_adapters: bool = False
+    hosts: Collection[str] | None = None
+    cors: Sequence[str] = ()
+    telemetry: bool = False
 
 
 def _listed(names: list[str]) -> str:

@@ -25,7 +25,7 @@ from asyncengine.errors import (
 log = logging.getLogger("asyncengine.serve")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)  # not frozen: Python sets the traceback of what is raised
 class Problem(Exception):
     """An error on its way to a client."""
 

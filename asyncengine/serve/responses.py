@@ -1,35 +1,39 @@
-"""Endpoints of OpenAI's Responses API: making responses, and coming back to those that are stored."""
+"""Endpoints of OpenAI's Responses API: making responses, over a WebSocket too, and coming back to those stored."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from urllib.parse import urlsplit
 
 import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.types import Message
 from starlette.websockets import WebSocket
 
 from asyncengine.checks import as_choice, as_integer
 from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Usage
 from asyncengine.serve.answer import Answer
-from asyncengine.serve.body import INLINE_BYTES
+from asyncengine.serve.body import INLINE_BYTES, parse_json
 from asyncengine.serve.dialects import openai_responses as dialect
 from asyncengine.serve.dialects.responses_items import Item
 from asyncengine.serve.fields import Fields
-from asyncengine.serve.generating import Endpoint, answer, grant, read_fields, reporting
-from asyncengine.serve.problems import Problem
+from asyncengine.serve.generating import Endpoint, answer, count, read_fields
+from asyncengine.serve.models import Serving
+from asyncengine.serve.problems import Problem, problem_of
 from asyncengine.serve.response_store import ResponseStore, Stored
-from asyncengine.serve.responses_socket import Conversation
-from asyncengine.serve.state import Serving
 from asyncengine.serve.turn import Answered, Turn
 
 INLINE_ITEMS = 1000
 """A longer input is read on a thread."""
+WAITING = 16
+"""Requests that may wait on one WebSocket for the one that is answered."""
 
 
 def routes(serving: Serving) -> list[BaseRoute]:
@@ -44,7 +48,7 @@ def routes(serving: Serving) -> list[BaseRoute]:
         (f"{one}/cancel", api.cancel, "POST"),
         (f"{one}/input_items", api.input_items, "GET"),
     ]
-    made = [Route(path, reporting(endpoint, dialect.error), methods=[method]) for path, endpoint, method in paths]
+    made = [Route(path, endpoint, methods=[method]) for path, endpoint, method in paths]
     return [*made, WebSocketRoute("/v1/responses", api.converse)]
 
 
@@ -94,7 +98,7 @@ class _Responses:
         """The answer to a request's fields. `owner`: the connection that may come back to it though it isn't stored."""
         turn = await self._read(fields, owner=owner)
         turn.stream |= owner is not None
-        made = await answer(self._serving, dialect, turn, fields, partial(_Keeping, store=self._store, owner=owner))
+        made = await answer(self._serving, partial(_Keeping, store=self._store, owner=owner), turn, fields)
         assert isinstance(made.writer, _Keeping)
         response_id = made.writer.response["id"]
         self._running[response_id] = made
@@ -107,24 +111,17 @@ class _Responses:
             self._store.delete(response_id)
 
     async def converse(self, socket: WebSocket) -> None:
-        await Conversation(self._serving, self.respond, self.forget, socket).run()
+        await _Conversation(self, self._serving, socket).run()
 
     async def compact(self, request: Request) -> Answer:
         fields = await read_fields(request, self._serving)
         turn = await self._read(fields, dialect.read_compact)
-        return await answer(self._serving, dialect, turn, fields, dialect.Compacting)
+        return await answer(self._serving, dialect.Compacting, turn, fields)
 
     async def input_tokens(self, request: Request) -> Response:
         fields = await read_fields(request, self._serving)
-        turn = await self._read(fields)
-        target = await self._serving.models.acquire(turn.model)
-        try:
-            grant(turn, target, fields)
-            given = turn.messages or [], turn.chat.get("tools"), turn.chat.get("template_kwargs")
-            count = await asyncio.to_thread(target.engine.count_tokens, *given)
-        finally:
-            target.release()
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
+        tokens = await count(self._serving, await self._read(fields), fields)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
     # ---------------------------------------------------------------- coming back to them
 
@@ -175,6 +172,81 @@ class _Responses:
         if stored is None:
             raise Problem(404, f"no response {response_id[:100]!r} is stored", "response_id", "response_not_found")
         return stored
+
+
+class _Conversation:
+    """One WebSocket: requests one after another, answered by the events of a stream of HTTP.
+
+    A response that isn't to be stored stays as long as the connection does.
+    """
+
+    def __init__(self, api: _Responses, serving: Serving, socket: WebSocket) -> None:
+        self._api, self._serving, self._socket = api, serving, socket
+        self._waiting: asyncio.Queue[str | None] = asyncio.Queue()
+        self._left = asyncio.Event()
+        self._responses: deque[str] = deque(maxlen=1024)
+
+    async def run(self) -> None:
+        """Answer requests until the client leaves."""
+        origin = self._socket.headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != self._socket.headers.get("host"):
+            # any page may open a connection to any host: a browser asks nobody before
+            return await self._socket.close(1008, "a page of another site may not connect")
+        await self._socket.accept()
+        listening = asyncio.create_task(self._listen())
+        try:
+            while (text := await self._waiting.get()) is not None:
+                await self._answer(text)
+        except Exception:
+            if not self._left.is_set():  # else it was sent to a client that had left
+                raise
+        finally:
+            listening.cancel()
+            for response_id in self._responses:
+                self._api.forget(response_id, self)
+
+    async def _listen(self) -> None:
+        try:
+            while (message := await self._socket.receive())["type"] == "websocket.receive":
+                text = message.get("text")
+                if text is None or self._waiting.qsize() >= WAITING:
+                    return await self._socket.close(1008, f"text is taken, and {WAITING} requests that wait")
+                self._waiting.put_nowait(text)
+        finally:
+            self._left.set()
+            self._waiting.put_nowait(None)
+
+    async def _answer(self, text: str) -> None:
+        previous = None
+        try:
+            if len(text) > self._serving.max_body:
+                raise Problem(413, f"the request has more than {self._serving.max_body} characters")
+            fields = Fields(await parse_json(text.encode()), strict=self._serving.strict)
+            previous = fields.peek("previous_response_id")
+            if fields.take("type") != "response.create":
+                raise InvalidParameter("type", "must be 'response.create'")
+            made = await self._api.respond(fields, self)
+            assert isinstance(made.writer, _Keeping)
+            self._responses.append(made.writer.response["id"])
+            await made(self._socket.scope, self._receive, self._send)
+        except Exception as failure:
+            problem = problem_of(failure)
+            content = dialect.error(problem)["error"]
+            content["code"] = content["code"] or content["type"]
+            await self._socket.send_text(json.dumps({"type": "error", "status": problem.status, "error": content}))
+            if isinstance(previous, str):
+                self._api.forget(previous, self)  # the specification has it so
+
+    # ---------------------------------------------------------------- an answer's end of the connection
+
+    async def _receive(self) -> Message:
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        for frame in message.get("body", b"").decode().split("\n\n"):
+            if data := frame.partition("data: ")[2]:
+                await self._socket.send_text(data)
 
 
 def _recalled(chain: Sequence[Stored] | None, response_id: str) -> list[Item]:

@@ -1,39 +1,37 @@
-"""Keys and host names: who may ask."""
+"""Keys and host names: who may ask, and how those who may not are told."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+import secrets
+from collections.abc import Collection, Sequence
 
 from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from asyncengine.serve.dialects import anthropic_messages, openai_chat
+from asyncengine.serve.generating import identified
 from asyncengine.serve.problems import Problem
 
 OPEN_PATHS = frozenset(("/", "/page.js", "/page.css", "/health"))
 """Paths that need no key: they tell nothing of anybody."""
-Render = Callable[[str, Problem], dict[str, Any]]
-"""The error object for a path."""
 
 
 class RequireKey:
     """ASGI middleware that turns away requests without a key, in `Authorization: Bearer KEY` or `x-api-key`."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], render: Render) -> None:
-        self._app, self._render = app, render
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan" and path_of(scope) not in OPEN_PATHS and not self._may(HTTPConnection(scope)):
             # a key in the address is none: addresses are logged on the way
-            problem = Problem(
-                401, "a valid API key is needed, as Authorization: Bearer KEY or x-api-key", code="invalid_api_key"
-            )
-            response = JSONResponse(self._render(path_of(scope), problem), 401, headers={"www-authenticate": "Bearer"})
-            return await response(scope, receive, send)
+            need = "a valid API key is needed, as Authorization: Bearer KEY or x-api-key"
+            problem = Problem(401, need, code="invalid_api_key", headers=(("www-authenticate", "Bearer"),))
+            return await refusal(HTTPConnection(scope), problem)(scope, receive, send)
         return await self._app(scope, receive, send)
 
     def _may(self, connection: HTTPConnection) -> bool:
@@ -50,8 +48,8 @@ class RequireHost:
     A web page's own host name, made to resolve to this machine, would have browsers treat this server as the page's.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str], render: Render) -> None:
-        self._app, self._hosts, self._render = app, frozenset(hosts), render
+    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+        self._app, self._hosts = app, frozenset(hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
@@ -59,9 +57,23 @@ class RequireHost:
             name = host if host.endswith("]") else host.rpartition(":")[0] or host
             if name not in self._hosts:
                 message = f"a server without a key answers to {', '.join(sorted(self._hosts))} only"
-                response = JSONResponse(self._render(path_of(scope), Problem(403, message, "host", "wrong_host")), 403)
-                return await response(scope, receive, send)
+                problem = Problem(403, message, "host", "wrong_host")
+                return await refusal(HTTPConnection(scope), problem)(scope, receive, send)
         return await self._app(scope, receive, send)
+
+
+def refusal(connection: HTTPConnection, problem: Problem) -> JSONResponse:
+    """The response that tells a problem, in the shape of the dialect that is spoken there."""
+    request_id = secrets.token_hex(16)
+    content = openai_chat.error(problem)
+    if is_anthropics(connection):
+        content = anthropic_messages.error(problem, f"req_{request_id}")
+    return JSONResponse(content, problem.status, headers=dict((*identified(request_id), *problem.headers)))
+
+
+def is_anthropics(connection: HTTPConnection) -> bool:
+    """Whether a client of Anthropic's API asks: by its path, or by the header that it sends with every request."""
+    return "anthropic-version" in connection.headers or path_of(connection.scope).startswith("/v1/messages")
 
 
 def path_of(scope: Scope) -> str:

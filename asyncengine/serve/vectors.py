@@ -23,15 +23,12 @@ from asyncengine.checks import as_choice, as_text
 from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Embeddings, Usage
 from asyncengine.serve.dialects.completions import read_prompts
-from asyncengine.serve.dialects.openai_chat import template_variables
-from asyncengine.serve.dialects.openai_frames import error
-from asyncengine.serve.dialects.openai_messages import read_messages
+from asyncengine.serve.dialects.openai_chat import read_messages, template_variables
 from asyncengine.serve.fields import Fields
-from asyncengine.serve.generating import IGNORED, Endpoint, read_fields, reporting
-from asyncengine.serve.models import Target
+from asyncengine.serve.generating import IGNORED, Endpoint, read_fields
+from asyncengine.serve.models import Serving, Target
 from asyncengine.serve.problems import Problem
 from asyncengine.serve.several import naming
-from asyncengine.serve.state import Serving
 
 TRUNCATED = "x-asyncengine-truncated"
 """Header that lists the numbers of texts that were cut to what the model takes."""
@@ -52,7 +49,7 @@ def routes(serving: Serving) -> list[Route]:
         "/detokenize": (_detokenize, "generate"),
     }
     made = [Route(path, _endpoint(serving, *work), methods=["POST"]) for path, work in served.items()]
-    return [*made, Route("/tokenizer_info", reporting(partial(_tokenizer_info, serving), error), methods=["GET"])]
+    return [*made, Route("/tokenizer_info", partial(_tokenizer_info, serving), methods=["GET"])]
 
 
 def _endpoint(serving: Serving, work: Work, task: str) -> Endpoint:
@@ -60,17 +57,14 @@ def _endpoint(serving: Serving, work: Work, task: str) -> Endpoint:
 
     async def endpoint(request: Request) -> Response:
         fields = await read_fields(request, serving)
-        target = await serving.models.acquire(fields.text("model"), task)
-        try:
+        with await serving.models.acquire(fields.text("model"), task) as target:
             content, cut = await until_left(request, work(fields, target))
-        finally:
-            target.release()
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, separators=(",", ":"))
         listed = {IGNORED: fields.ignored, TRUNCATED: list(map(str, cut))}
         headers = {name: ", ".join(values)[:1000] for name, values in listed.items() if values}
         return Response(text, headers=headers, media_type="application/json")
 
-    return reporting(endpoint, error)
+    return endpoint
 
 
 async def until_left(request: Request, work: Awaitable[Made]) -> Made:
@@ -199,9 +193,6 @@ async def _detokenize(fields: Fields, target: Target) -> Made:
 
 async def _tokenizer_info(serving: Serving, request: Request) -> Response:
     """Respond with a tokenizer's end, for which evaluation harnesses ask (in vLLM's form) before they use /tokenize."""
-    target = await serving.models.acquire(request.query_params.get("model"))
-    try:
+    with await serving.models.acquire(request.query_params.get("model")) as target:
         ends = target.engine.token_texts(target.engine.info.eos_token_ids[:1])
-    finally:
-        target.release()
     return JSONResponse({"eos_token": ends[0] if ends else None, "bos_token": None, "pad_token": None})

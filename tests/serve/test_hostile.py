@@ -18,6 +18,7 @@ from support.http_server import serving_thread
 
 from asyncengine import AsyncEngine, Engine, SamplingParams
 from asyncengine.serve import app, server
+from asyncengine.serve.models import Models
 from asyncengine.serve.settings import ServerSettings
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
@@ -95,7 +96,7 @@ BODIES: dict[str, tuple[bytes, int]] = {
 }
 
 
-@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, "/v1/responses", "/v1/rerank"])
 @pytest.mark.parametrize(("body", "status"), BODIES.values(), ids=BODIES)
 def test_bodies(client: httpx.Client, path: str, body: bytes, status: int) -> None:
     answer = client.post(f"/open{path}", content=body, headers=JSON)
@@ -157,7 +158,9 @@ def test_fields_of_wrong_types(client: httpx.Client, field: str, value: Any) -> 
         assert error_of(answer)["param"] or error_of(answer)["code"] == "invalid_json"
 
 
-@pytest.mark.parametrize("name", ["\ud800", "a\r\nset-cookie: x=1", "\0", "é" * 3000, "x" * 100_000])
+@pytest.mark.parametrize(
+    "name", ["\ud800", "a\r\nset-cookie: x=1", "\0", "é" * 3000, "x" * 100_000, "../../etc/passwd"]
+)
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
 def test_names_of_fields_and_models(client: httpx.Client, path: str, name: str) -> None:
     """Strange names come back in messages, in bodies and in a header, and break none of them."""
@@ -336,6 +339,35 @@ def test_connections_without_a_request_are_closed(monkeypatch: pytest.MonkeyPatc
         )
         asking.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         assert everything(asking).startswith(b"HTTP/1.1 200")
+
+
+# ---------------------------------------------------------------- failures of our own
+
+
+def test_a_refusal_leaves_its_connection_open(url: str) -> None:
+    with connection(url) as raw:
+        raw.sendall(b"GET /open/v1/models/none HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b" 404 " in raw.recv(1 << 16)
+        raw.sendall(b"GET /open/health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert b"HTTP/1.1 200" in everything(raw)
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, "/v1/responses", "/v1/rerank", "/v1/models/demo"])
+def test_a_failure_that_nobody_foresaw_is_told_in_the_dialects_shape(
+    monkeypatch: pytest.MonkeyPatch, client: httpx.Client, path: str
+) -> None:
+    """Nothing of its inside is told, and the server that the app runs in sees no exception of it."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(Models, "_find", fail)
+    body = {"/v1/responses": {"input": "x"}, "/v1/rerank": {"query": "x", "documents": ["x"]}}.get(path, HELLO)
+    answer = client.get(f"/open{path}") if path.endswith("demo") else client.post(f"/open{path}", json=body)
+    assert answer.status_code == 500
+    assert error_of(answer)["message"] == "the server failed; its log says more"
+    assert (answer.json().get("type") == "error") == (path == MESSAGES)
+    assert answer.headers["request-id"] == "req_" + answer.headers["x-request-id"]
 
 
 # ---------------------------------------------------------------- an app within another

@@ -19,8 +19,7 @@ from support.http_server import serving_thread
 from asyncengine import AsyncEngine
 from asyncengine.serve import app
 from asyncengine.serve.metrics import Metrics
-from asyncengine.serve.models import Models
-from asyncengine.serve.state import Serving
+from asyncengine.serve.models import Models, Serving
 
 QUESTION = [{"role": "user", "content": "hello"}]
 ON_DASHBOARDS = (

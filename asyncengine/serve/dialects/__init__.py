@@ -1,5 +1,5 @@
 """Dialects of HTTP: each reads a request's body into a `Turn` and writes the events of its answer. No I/O in them.
 
-A dialect is a module with `read(fields) -> Turn`, `error(problem) -> dict` and a class `Writer`. It knows no engine,
-and the engine knows no dialect; the one to read first is `openai_chat`.
+A dialect is a module with `read(fields) -> Turn` and a class `Writer`. It knows no engine, and the engine knows no
+dialect; the one to read first is `openai_chat`.
 """

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from asyncengine.checks import as_text
+from asyncengine.checks import as_choice, as_text
 from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Completion, FinishReason, Usage
 from asyncengine.serve.dialects.openai_shape import image_part, refuse_block, text_part, tool_call
 from asyncengine.serve.events import CallArguments, CallBegin, CallEnd, End, Event, Text, Thinking
-from asyncengine.serve.fields import Fields
+from asyncengine.serve.fields import Fields, as_object, objects
 from asyncengine.serve.problems import Problem
 from asyncengine.serve.turn import Answered, Message, Turn
 
@@ -40,6 +40,8 @@ THEIR_NAMES = {
 """Names of fields in the engine's errors, and in those that a client sees."""
 SIGNATURE = "unsigned"
 """Goes with thoughts, where clients look for one. Thoughts are taken back with any."""
+Blocks = list[tuple[str, Mapping[str, Any]]]
+"""Blocks of a content, each with its place in the request."""
 
 
 def read(fields: Fields, *, counting: bool = False) -> Turn:
@@ -52,8 +54,7 @@ def read(fields: Fields, *, counting: bool = False) -> Turn:
     turn.options = {"clip_max_tokens": True}  # agents ask for as much as the largest models write
     turn.extra = {"stop": turn.params.get("stop", ())}
     turn.chat = {"tools": _tools(fields)} | _tool_choice(fields)
-    _output(fields, turn)
-    _thinking(fields, turn)
+    _form(fields, turn)
     if turn.messages[-1]["role"] == "assistant" and "tool_calls" not in turn.messages[-1]:
         turn.chat["template_kwargs"] = {"add_generation_prompt": False, "continue_final_message": True}
     fields.end(tolerant=True)  # cache_control among them: every prefix is cached, without marks
@@ -69,19 +70,16 @@ def _messages(given: object, system: object) -> list[Message]:
     System messages in mid-conversation are the user's words from there on, as many templates have a place for one at
     the beginning only, and moving it there would change the head of the prompt, which is cached.
     """
-    if not isinstance(given, list) or not given:
+    if not given:
         raise InvalidParameter("messages", "must be a list of messages, and not empty", given)
     made: list[Message] = []
-    for where, block in _blocks("system", () if system is None else system):
+    for where, block in _blocks("system", [] if system is None else system):
         text = PSEUDO_HEADER.sub("", _text(where, block)) if not made else _text(where, block)
         if text:
             _say(made, "system", text_part(text))
     names: dict[str, str] = {}
-    for index, message in enumerate(given):
-        at = f"messages[{index}]"
-        if not isinstance(message, Mapping):
-            raise InvalidParameter(at, "must be an object with role and content", message)
-        role, blocks = message.get("role"), list(_blocks(f"{at}.content", message.get("content")))
+    for at, message in objects("messages", given):
+        role, blocks = message.get("role"), _blocks(f"{at}.content", message.get("content"))
         if role == "assistant":
             _take_answer(made, blocks, names)
         elif role == "system" and all(each["role"] == "system" for each in made):
@@ -94,17 +92,11 @@ def _messages(given: object, system: object) -> list[Message]:
     return made
 
 
-def _blocks(where: str, content: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _blocks(where: str, content: object) -> Blocks:
     """The blocks of a content, each with its place."""
     if isinstance(content, str):
-        yield where, {"type": "text", "text": content}
-        return
-    if not isinstance(content, (list, tuple)):
-        raise InvalidParameter(where, "must be a str or a list of blocks", content)
-    for index, block in enumerate(content):
-        if not isinstance(block, Mapping):
-            raise InvalidParameter(f"{where}[{index}]", "must be an object with a type", block)
-        yield f"{where}[{index}]", block
+        return [(where, text_part(content))]
+    return objects(where, content, "a str or a list of blocks")
 
 
 def _text(where: str, block: Mapping[str, Any]) -> str:
@@ -130,7 +122,7 @@ def _say(made: list[Message], role: str, part: dict[str, Any]) -> Message:
     return made[-1]
 
 
-def _take_words(made: list[Message], blocks: list[tuple[str, Mapping[str, Any]]], names: Mapping[str, str]) -> None:
+def _take_words(made: list[Message], blocks: Blocks, names: Mapping[str, str]) -> None:
     """A user's turn: results of tools, text and pictures. `names`: those of the tools called, by the calls' ids."""
     if not blocks:
         _say(made, "user", text_part(""))
@@ -145,7 +137,7 @@ def _take_words(made: list[Message], blocks: list[tuple[str, Mapping[str, Any]]]
         made.append({"role": "tool", "tool_call_id": call, "content": content, **named})
 
 
-def _take_answer(made: list[Message], blocks: list[tuple[str, Mapping[str, Any]]], names: dict[str, str]) -> None:
+def _take_answer(made: list[Message], blocks: Blocks, names: dict[str, str]) -> None:
     """A turn of the model's. Thoughts are taken with any signature; redacted ones tell nothing here."""
     if not made or made[-1]["role"] != "assistant":
         made.append({"role": "assistant", "content": []})
@@ -159,9 +151,7 @@ def _take_answer(made: list[Message], blocks: list[tuple[str, Mapping[str, Any]]
                 continue
             case "tool_use":
                 call, name = (as_text(f"{where}.{key}", block.get(key)) for key in ("id", "name"))
-                arguments = block.get("input", {})
-                if not isinstance(arguments, Mapping):
-                    raise InvalidParameter(f"{where}.input", "must be an object", arguments)
+                arguments = as_object(f"{where}.input", block.get("input", {}))
                 names[call] = name
                 answer.setdefault("tool_calls", []).append(tool_call(call, name, arguments))
             case _:
@@ -173,15 +163,11 @@ def _take_answer(made: list[Message], blocks: list[tuple[str, Mapping[str, Any]]
 
 def _tools(fields: Fields) -> list[dict[str, Any]]:
     """Tools in OpenAI's shape. One without a schema, such as the client's own shell, takes any arguments."""
-    given, made = fields.take("tools", []), []
-    if not isinstance(given, list):
-        raise InvalidParameter("tools", "must be a list of objects", given)
-    for index, tool in enumerate(given):
-        if not isinstance(tool, Mapping):
-            raise InvalidParameter(f"tools[{index}]", "must be an object with name and input_schema", tool)
+    made = []
+    for at, tool in objects("tools", fields.take("tools", [])):
         kind = tool.get("type")
         if isinstance(kind, str) and kind.startswith(SERVERS_TOOLS):
-            fields.skip(f"tools[{index}] ({kind})")
+            fields.skip(f"{at} ({kind})")
             continue
         schema = tool.get("input_schema")
         function = {"name": tool.get("name"), "parameters": {"type": "object"} if schema is None else schema}
@@ -192,45 +178,33 @@ def _tools(fields: Fields) -> list[dict[str, Any]]:
 
 
 def _tool_choice(fields: Fields) -> dict[str, Any]:
-    given = fields.take("tool_choice", {"type": "auto"})
-    kind = given.get("type") if isinstance(given, Mapping) else None
-    chat: dict[str, Any] = {}
+    given = fields.inner("tool_choice")
+    kind = as_choice("tool_choice.type", given.take("type", "auto"), (*CHOICES, "tool"))
+    chat: dict[str, Any] = {"tool_choice": CHOICES.get(kind)}
     if kind == "tool":
-        name = as_text("tool_choice.name", given.get("name"))
+        name = as_text("tool_choice.name", given.take("name"))
         chat["tool_choice"] = {"type": "function", "function": {"name": name}}
-    elif isinstance(kind, str) and kind in CHOICES:
-        chat["tool_choice"] = CHOICES[kind]
-    else:
-        raise InvalidParameter("tool_choice", "must be an object of type 'auto', 'any', 'tool' or 'none'", given)
-    if given.get("disable_parallel_tool_use"):
+    if given.take("disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False
+    given.end(tolerant=True)
     return chat
 
 
-def _output(fields: Fields, turn: Turn) -> None:
-    """The form of the answer (`output_config.format`, or `output_format` as it was called at first) and the effort."""
-    given = fields.take("output_config", {})
-    if not isinstance(given, Mapping):
-        raise InvalidParameter("output_config", "must be an object", given)
-    form = given.get("format") or fields.take("output_format")
+def _form(fields: Fields, turn: Turn) -> None:
+    """Read the form of the answer (`output_config.format`, or `output_format` as it was called at first) and how much
+    is thought before it. "adaptive" is as the model's template has it; how long to think, no model can be told."""
+    output, thinking = fields.inner("output_config"), fields.inner("thinking")
+    form = output.take("format", fields.take("output_format"))
     if form is not None:
-        if not isinstance(form, Mapping) or form.get("type") != "json_schema":
+        if as_object("output_config.format", form).get("type") != "json_schema":
             raise InvalidParameter("output_config.format", "must be an object of type 'json_schema'", form)
         turn.chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
-    if (effort := given.get("effort")) is not None:
-        effort = as_text("output_config.effort", effort)
+    if (effort := output.text("effort")) is not None:
         turn.wishes["output_config.effort"] = {"reasoning_effort": EFFORTS.get(effort, effort)}
-
-
-def _thinking(fields: Fields, turn: Turn) -> None:
-    """Whether to think. "adaptive" is as the model's template has it; how long, no model can be told."""
-    given = fields.take("thinking", {})
-    if not isinstance(given, Mapping):
-        raise InvalidParameter("thinking", "must be an object", given)
-    if (thinks := THINKS.get(str(given.get("type")))) is not None:
+    if (thinks := THINKS.get(str(thinking.take("type")))) is not None:
         turn.wishes["thinking"] = {"enable_thinking": thinks}
-    if given.get("budget_tokens") is not None:
-        fields.skip("thinking.budget_tokens")
+    output.end(tolerant=True)
+    thinking.end(tolerant=True)
 
 
 # -------------------------------------------------------------------- answers

@@ -10,15 +10,12 @@ from typing import Any
 from asyncengine.checks import as_integer
 from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Completion, LogprobEntry, Sample, Usage
-from asyncengine.serve.dialects.openai_fields import read_common
-from asyncengine.serve.dialects.openai_frames import Frames, error
+from asyncengine.serve.dialects.openai_common import Frames, read_common
 from asyncengine.serve.dialects.openai_shape import openai_usage
 from asyncengine.serve.events import End, Event, Text
 from asyncengine.serve.fields import Fields
 from asyncengine.serve.turn import Answered, Turn
 from asyncengine.step import TokenLogprob
-
-__all__ = ["Writer", "error", "read"]
 
 MAX_TOKENS = 16
 """Tokens to write where the request does not say, as OpenAI has it."""
@@ -33,8 +30,7 @@ def read(fields: Fields) -> Turn:
     turn.prompts = read_prompts(fields.take("prompt"))
     turn.special_tokens = fields.switch("add_special_tokens", True)
     read_common(fields, turn)
-    if fields.take("suffix"):
-        raise InvalidParameter("suffix", "is not served: text is written at the end, not in the middle")
+    fields.refuse({"suffix": "is not served: text is written at the end, not in the middle"})
     samples = turn.params.get("n", 1)
     if isinstance(samples, int) and samples * len(turn.prompts) > MAX_SAMPLES:
         raise InvalidParameter("prompt", f"asks for more than {MAX_SAMPLES} samples: n of each prompt")

@@ -8,13 +8,11 @@ from typing import Any
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Completion, FinishReason, LogprobEntry, Sample, Usage
-from asyncengine.serve.dialects.openai_fields import read_common
-from asyncengine.serve.dialects.openai_frames import Frames, error
-from asyncengine.serve.dialects.openai_messages import read_messages, read_tools
+from asyncengine.serve.dialects.openai_common import Frames, error, read_common
 from asyncengine.serve.dialects.openai_shape import openai_logprobs, openai_usage, tool_call
 from asyncengine.serve.events import CallArguments, CallBegin, End, Event, Text, Thinking
-from asyncengine.serve.fields import Fields
-from asyncengine.serve.turn import Answered, Turn
+from asyncengine.serve.fields import Fields, as_object
+from asyncengine.serve.turn import Answered, Message, Turn
 
 __all__ = ["Writer", "error", "read"]
 
@@ -41,7 +39,10 @@ def read(fields: Fields) -> Turn:
         raise InvalidParameter("messages", "is missing: the chat to answer")
     turn.messages = read_messages(messages)
     read_common(fields, turn)
-    read_tools(fields, turn)
+    turn.chat |= fields.some(("tools", "tool_choice", "parallel_tool_calls"))
+    refuse_custom("tools", turn.chat.get("tools"))
+    if turn.chat.get("tools"):
+        fields.ignore("functions", "function_call")  # their older form goes unread beside them
     turn.params |= max_tokens(fields)
     turn.params |= logprobs(fields)
     turn.chat |= fields.some(("response_format", "enable_thinking"))
@@ -51,11 +52,55 @@ def read(fields: Fields) -> Turn:
         raise InvalidParameter("modalities", 'must be ["text"]: text is served, sounds are not', modalities)
     fields.ignore("audio")  # says how sounds are to be, which nobody wants
     turn.extra["reasoning"] = fields.switch("include_reasoning", True)
-    for name, reason in REFUSED.items():
-        if fields.take(name):
-            raise InvalidParameter(name, reason)
+    fields.refuse(REFUSED)
     fields.end()
     return turn
+
+
+def read_messages(given: Any) -> Any:
+    """The messages with roles and refusals as the engine has them; what is malformed it refuses.
+
+    "developer" is the newer name of "system", which is what templates know; a refusal is what the assistant said.
+    """
+    if not isinstance(given, list):
+        return given
+    messages = list[Any]()
+    for index, message in enumerate(given):
+        if not isinstance(message, Mapping):
+            messages.append(message)
+            continue
+        made = {name: value for name, value in message.items() if value is not None}
+        if made.get("role") == "developer":
+            made["role"] = "system"
+        if isinstance(calls := made.get("tool_calls"), list):
+            if not calls:  # as clients send their own answers back
+                del made["tool_calls"]
+            refuse_custom(f"messages[{index}].tool_calls", calls)
+        messages.append(_with_refusals(made))
+    return messages
+
+
+def _with_refusals(message: Message) -> Message:
+    refusal, content = message.pop("refusal", None), message.get("content")
+    if refusal is not None and content is None:
+        message["content"] = refusal
+    if isinstance(content, list):
+        message["content"] = [
+            {"type": "text", "text": part.get("refusal")}
+            if isinstance(part, Mapping) and part.get("type") == "refusal"
+            else part
+            for part in content
+        ]
+    return message
+
+
+def refuse_custom(name: str, tools: object) -> None:
+    """Raises `InvalidParameter` for a tool, or a call of one, whose input is free text."""
+    for index, tool in enumerate(tools) if isinstance(tools, list) else ():
+        if isinstance(tool, Mapping) and tool.get("type") == "custom":
+            raise InvalidParameter(
+                f"{name}[{index}].type", "is not served: tools are functions with a JSON schema", "custom"
+            )
 
 
 def read_template(fields: Fields, turn: Turn) -> None:
@@ -70,10 +115,8 @@ def read_template(fields: Fields, turn: Turn) -> None:
 
 def template_variables(fields: Fields) -> dict[str, Any]:
     """Variables of the chat template, under vLLM's names."""
-    variables = fields.take("chat_template_kwargs", {})
-    if not isinstance(variables, Mapping):
-        raise InvalidParameter("chat_template_kwargs", "must be an object", variables)
-    variables = dict(variables) | fields.some(("documents", "add_generation_prompt", "continue_final_message"))
+    variables = dict(as_object("chat_template_kwargs", fields.take("chat_template_kwargs", {})))
+    variables |= fields.some(("documents", "add_generation_prompt", "continue_final_message"))
     if variables.get("continue_final_message") is True:
         variables.setdefault("add_generation_prompt", False)
     return variables

@@ -13,15 +13,15 @@ from typing import Any, NoReturn
 from asyncengine.checks import as_choice, as_integer, as_text
 from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Completion, LogprobEntry, Usage
-from asyncengine.serve.dialects import openai_chat, openai_fields
+from asyncengine.serve.dialects import openai_chat, openai_common
 from asyncengine.serve.dialects.openai_shape import openai_logprobs
 from asyncengine.serve.dialects.responses_items import Item, messages_of, read_input, seal
 from asyncengine.serve.events import CallArguments, CallBegin, CallEnd, End, Event, Text, Thinking
-from asyncengine.serve.fields import Fields
+from asyncengine.serve.fields import Fields, as_object, objects
 from asyncengine.serve.problems import Problem
 from asyncengine.serve.turn import Answered, Turn
 
-SAMPLING = {name: ours for name, ours in openai_fields.SAMPLING.items() if name != "n"}
+SAMPLING = {name: ours for name, ours in openai_common.SAMPLING.items() if name != "n"}
 """Sampling parameters; those that the API lacks have the names of chat completions."""
 WITHOUT_MEANING = (
     "user", "service_tier", "prompt_cache_retention", "prompt_cache_options", "stream_options", "context_management",
@@ -31,6 +31,7 @@ WITHOUT_MEANING = (
 REFUSED = {
     "conversation": "conversations are not kept here: use previous_response_id, or send the items",
     "prompt": "prompt templates are not kept here: send instructions and input",
+    "background": "is not served: a response is made while its client waits",
 }
 INCLUDABLE = {"message.output_text.logprobs": "logprobs", "reasoning.encrypted_content": "sealed"}
 """Values of `include` that change something."""
@@ -59,9 +60,7 @@ def read(fields: Fields, recall: Recall = not_found) -> Turn:
 
     Raises `InvalidParameter` naming the field, and what `recall` raises.
     """
-    for name, reason in REFUSED.items():
-        if fields.take(name) is not None:
-            raise InvalidParameter(name, reason)
+    fields.refuse(REFUSED)
     turn = Turn(model=fields.text("model"), stream=fields.switch("stream"))
     previous, instructions = fields.text("previous_response_id"), fields.text("instructions")
     items = read_input(fields.take("input"))
@@ -97,7 +96,7 @@ def read_compact(fields: Fields, recall: Recall = not_found) -> Turn:
 
 def _read_limits(fields: Fields, turn: Turn) -> dict[str, Any]:
     """Sampling, limits and marks. Returns what the response repeats of them."""
-    turn.params, turn.options = fields.some(SAMPLING), fields.some(openai_fields.OPTIONS)
+    turn.params, turn.options = fields.some(SAMPLING), fields.some(openai_common.OPTIONS)
     turn.params |= fields.some(("top_logprobs",))
     most = fields.take("max_output_tokens")
     if most is not None:
@@ -109,8 +108,6 @@ def _read_limits(fields: Fields, turn: Turn) -> dict[str, Any]:
         raise InvalidParameter("metadata", "must be an object of at most 16 names of 64 characters", metadata)
     for name, value in metadata.items():
         _short(f"metadata.{name}", value)
-    if fields.switch("background"):
-        raise InvalidParameter("background", "is not served: a response is made while its client waits")
     echo = {name: turn.params.get(name, 1.0) for name in ("temperature", "top_p")}
     echo |= {name: turn.params.get(name, 0) for name in ("presence_penalty", "frequency_penalty", "top_logprobs")}
     echo |= {"max_output_tokens": most, "max_tool_calls": None, "truncation": "disabled", "service_tier": "default"}
@@ -131,13 +128,10 @@ def _read_tools(fields: Fields, turn: Turn) -> dict[str, Any]:
 
     Returns what the response repeats.
     """
-    given, choice = fields.take("tools", []), fields.take("tool_choice", "auto")
-    if not isinstance(given, list) or not all(isinstance(tool, Mapping) for tool in given):
-        raise InvalidParameter("tools", "must be a list of objects", given)
-    tools, repeated = [], []
-    for at, tool in enumerate(given):
+    choice, tools, repeated = fields.take("tool_choice", "auto"), [], []
+    for at, tool in objects("tools", fields.take("tools", [])):
         if tool.get("type") != "function":
-            fields.skip(f"tools[{at}]")
+            fields.skip(at)
             continue
         strict = tool.get("strict")
         function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
@@ -156,9 +150,7 @@ def _read_tools(fields: Fields, turn: Turn) -> dict[str, Any]:
 def _read_form(fields: Fields, turn: Turn) -> dict[str, Any]:
     """The form of the answer, and how much is thought before it. Returns what the response repeats."""
     text, reasoning = fields.inner("text"), fields.inner("reasoning")
-    form, effort = text.take("format", {"type": "text"}), reasoning.text("effort")
-    if not isinstance(form, Mapping):
-        raise InvalidParameter("text.format", "must be an object", form)
+    form, effort = as_object("text.format", text.take("format", {"type": "text"})), reasoning.text("effort")
     if as_choice("text.format.type", form.get("type"), ("text", "json_object", "json_schema")) != "text":
         turn.chat["response_format"] = {"type": form["type"]}
     if form["type"] == "json_schema":

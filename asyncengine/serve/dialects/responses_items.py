@@ -18,6 +18,7 @@ from asyncengine.serve.dialects.openai_shape import (
     tool_call,
     tool_message,
 )
+from asyncengine.serve.fields import objects
 
 Item = dict[str, Any]
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
@@ -45,14 +46,11 @@ def read_input(given: object) -> list[Item]:
     faulty part."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    if given is not None and not isinstance(given, list):
-        raise InvalidParameter("input", "must be a str or a list of items", given)
-    return [_item(f"input[{at}]", item) for at, item in enumerate(given or ())]
+    listed = objects("input", [] if given is None else given, "a str or a list of items")
+    return [_item(name, item) for name, item in listed]
 
 
-def _item(name: str, given: object) -> Item:
-    if not isinstance(given, Mapping):
-        raise InvalidParameter(name, "must be an object", given)
+def _item(name: str, given: Mapping[str, Any]) -> Item:
     kind = given.get("type") or ("message" if "role" in given else None)
     item: Item = {field: as_text(f"{name}.{field}", given[field]) for field in ("id", "phase") if given.get(field)}
     item |= {"type": kind, "status": "completed"}
@@ -84,20 +82,16 @@ def _parts(name: str, given: object, own: str, images: bool = False) -> list[Ite
     """Parts of a content. `own`: the type of one that is given as a str. `images`: some may be pictures."""
     if isinstance(given, str):
         given = [{"type": own, "text": given}]
-    if not isinstance(given, list):
-        raise InvalidParameter(name, "must be a str or a list of parts", given)
     made: list[Item] = []
-    for at, part in enumerate(given):
-        if not isinstance(part, Mapping):
-            raise InvalidParameter(f"{name}[{at}]", 'must be an object like {"type": "input_text", "text": ...}', part)
+    for at, part in objects(name, given, "a str or a list of parts"):
         kind = part.get("type")
-        if images and kind == "input_image" and (image := image_part(f"{name}[{at}].image_url", part)):
+        if images and kind == "input_image" and (image := image_part(f"{at}.image_url", part)):
             made.append({"type": kind, "image_url": image["image_url"]["url"], "detail": "auto"})
             continue
         if kind not in TEXT_PARTS:
-            raise refuse_block(f"{name}[{at}].type", str(kind)[:100])
+            raise refuse_block(f"{at}.type", str(kind)[:100])
         field = "refusal" if kind == "refusal" else "text"
-        made.append({"type": kind, field: as_text(f"{name}[{at}].{field}", part.get(field))})
+        made.append({"type": kind, field: as_text(f"{at}.{field}", part.get(field))})
         if kind == "output_text":
             made[-1]["annotations"] = []
     return made

@@ -1,15 +1,19 @@
-"""Fields that OpenAI's chats and text completions share, with what vLLM and llama.cpp add to them."""
+"""Fields that OpenAI's chats and text completions share, with what vLLM and llama.cpp add to them, and their frames."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from asyncengine.errors import GrammarError, InvalidParameter
 from asyncengine.grammar import Grammar
 from asyncengine.options import rough_size
+from asyncengine.outputs import Usage
+from asyncengine.serve.dialects.openai_shape import openai_usage
 from asyncengine.serve.fields import Fields
-from asyncengine.serve.turn import Turn
+from asyncengine.serve.problems import Problem
+from asyncengine.serve.turn import Answered, Turn
 
 SAMPLING = {
     name: name
@@ -24,21 +28,19 @@ OPTIONS = ("priority", "prediction", "timeout", "cache_salt")
 WITHOUT_MEANING = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prompt_cache_options", "verbosity", "web_search_options", "moderation", "request_id", "cache_prompt", "id_slot",
-    "guided_decoding_backend", "spaces_between_special_tokens",
+    "guided_decoding_backend", "spaces_between_special_tokens", "length_penalty", "early_stopping",
 )  # fmt: skip
 """Fields on which nothing here depends."""
-REFUSED: Mapping[str, tuple[str, tuple[object, ...]]] = {
-    "use_beam_search": ("beams are not searched here", (False,)),
-    "length_penalty": ("belongs to beam search, which is not done here", (1,)),
-    "early_stopping": ("belongs to beam search, which is not done here", (False,)),
-    "truncate_prompt_tokens": ("prompts are never cut: send fewer tokens", ()),
-    "allowed_token_ids": ("tokens are allowed by a grammar: guided_regex or guided_choice", ()),
-    "bad_words": ("words are forbidden by logit_bias, token by token", ([],)),
-    "logits_processors": ("code is not taken from requests", ([],)),
-    "chat_template": ("comes with the model, never with a request", ()),
-    "guided_whitespace_pattern": ("blanks in JSON are as the grammar has them", ()),
+REFUSED = {
+    "use_beam_search": "is not served: beams are not searched here",
+    "truncate_prompt_tokens": "is not served: prompts are never cut: send fewer tokens",
+    "allowed_token_ids": "is not served: tokens are allowed by a grammar: guided_regex or guided_choice",
+    "bad_words": "is not served: words are forbidden by logit_bias, token by token",
+    "logits_processors": "is not served: code is not taken from requests",
+    "chat_template": "is not served: it comes with the model, never with a request",
+    "guided_whitespace_pattern": "is not served: blanks in JSON are as the grammar has them",
 }
-"""Fields that are known and not served, why, and the values that mean what is done anyway."""
+"""Fields that are known and not served, and why."""
 MAX_GRAMMAR = 1 << 20
 """Characters of a grammar; so many lie below every engine's own limit."""
 
@@ -69,11 +71,7 @@ def read_common(fields: Fields, turn: Turn) -> None:
     turn.grammar = grammar(fields)
     read_stream_options(fields, turn)
     turn.extra["return_ids"] = fields.switch("return_token_ids")
-    turn.extra["token_ids"] = turn.extra["return_ids"]
-    for name, (why, neutral) in REFUSED.items():
-        value = fields.take(name)
-        if value is not None and value not in neutral:
-            raise InvalidParameter(name, f"is not served: {why}", value)
+    fields.refuse(REFUSED)
     fields.ignore(*WITHOUT_MEANING)
 
 
@@ -113,3 +111,51 @@ def read_stream_options(fields: Fields, turn: Turn) -> None:
     turn.extra["usage"] = inner.switch("include_usage")
     inner.ignore("include_obfuscation", "continuous_usage_stats")
     inner.end()
+
+
+# -------------------------------------------------------------------- answers
+
+
+def error(problem: Problem) -> dict[str, Any]:
+    """OpenAI's error object."""
+    kind = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    name = kind.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
+    return {"error": {"message": problem.message, "type": name, "param": problem.param, "code": problem.code}}
+
+
+class Frames:
+    """The frames of one answer, and the head of one that is sent whole."""
+
+    ping = ": still there\n\n"
+    """A comment, which clients pass over: the connection is used."""
+
+    def __init__(self, prefix: str, kind: str, turn: Turn, answered: Answered) -> None:
+        """`prefix` of the answer's id; `kind` of object that each frame is."""
+        extra = turn.extra
+        self._usage, self._ids = bool(extra.get("usage")), bool(extra.get("return_ids"))
+        self._answered = answered
+        self._id, self._kind = prefix + answered.id, kind
+        # A frame is made for every token of every stream: all of it that stays the same is written once.
+        self._before = "data: " + json.dumps(self.head(kind), ensure_ascii=False)[:-1] + ', "choices": [{"index": '
+        self._after = (', "usage": null' if self._usage else "") + "}\n\n"
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """The fields of an object of this kind before its choices."""
+        created, model = self._answered.created, self._answered.model
+        return {"id": self._id, "object": kind, "created": created, "model": model, "system_fingerprint": None}
+
+    def frame(self, index: int, fields: str, token_ids: Sequence[int] = (), more: str = "") -> str:
+        """The frame of a choice with these fields (JSON's, without braces); `more` come behind the choices."""
+        ids = f', "token_ids": {list(token_ids)}' if self._ids else ""
+        return f"{self._before}{index}, {fields}{ids}}}]{more}{self._after}"
+
+    def end(self, usage: Usage) -> str:
+        """The last frames of a stream."""
+        last = ""
+        if self._usage:
+            last = f"data: {json.dumps({**self.head(self._kind), 'choices': [], 'usage': openai_usage(usage)})}\n\n"
+        return last + "data: [DONE]\n\n"
+
+    def failed(self, problem: Problem) -> str:
+        """The frames of a stream that broke off."""
+        return f"data: {json.dumps(error(problem))}\n\ndata: [DONE]\n\n"

@@ -110,6 +110,12 @@ def read_plan(args: argparse.Namespace) -> Plan:
             raise CliError("adapter: say in a --config FILE to which of several models it belongs")
         setup = next(iter(plan.models.values()))
         setup["adapters"] = {**setup.get("adapters", {}), **adapters}
+    known = list(plan.models)
+    for setup in plan.models.values():
+        known += own if isinstance(own := setup.get("adapters"), Mapping) else ()
+    for name, meant in plan.aliases.items():
+        if meant not in known:
+            raise CliError(f"alias {name!r}: must be another name of {' or '.join(map(repr, known))}, got {meant!r}")
     return plan
 
 

@@ -260,6 +260,8 @@ def test_a_file_and_flags_above_it(tmp_path: Path) -> None:
         ("[models]\na = 'demo'", "models must be a table of tables"),
         ("[models.a]\nmax_num_seqs = 1", "models.a.model: must be a folder"),
         ("[models.a]\nmodel = 'demo'\naliases = 'b'", "models.a.aliases: must be a list of names"),
+        ("[models.a]\nmodel = 'demo'\n[aliases]\n'*' = 5", r"alias '\*': must be another name of 'a', got 5"),
+        ("[models.a]\nmodel = 'demo'\n[aliases]\nx = 'b'", "alias 'x': must be another name of 'a', got 'b'"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_by_name(tmp_path: Path, text: str, complaint: str) -> None:

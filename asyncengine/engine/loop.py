@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import InvalidStateError
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
@@ -268,10 +268,11 @@ class EngineLoop:
         each weights by then. Of one that slept without any nothing is lost, and it sleeps on."""
         self._deliver()  # who was answered by the old weights hears of it before
         turn, before = self.updates.pop(number), self.asleep
-        if isinstance(turn, Sleep):
-            refused = None if self._drain is None else EngineClosed("the engine closes: it does not sleep")
-        else:
+        refused: EngineError | None = None
+        if isinstance(turn, WeightUpdate):
             refused = refusal(turn, before, self.write_again)
+        elif self._drain is not None:
+            refused = EngineClosed("the engine closes: it does not sleep")
         if not turn.done.set_running_or_notify_cancel() or refused is not None:
             self._apply(WithdrawUpdate(number))
             if refused is not None and not turn.done.cancelled():

@@ -14,8 +14,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from asyncengine.serve import adapters, messages, metrics, responses, sleeping, vectors, web_page
-from asyncengine.serve import adapters, metrics, responses, vectors
+from asyncengine.serve import adapters, metrics, responses, sleeping, vectors
 from asyncengine.serve.dialects import anthropic_messages, completions, openai_chat
 from asyncengine.serve.generating import Endpoint, counting, generating
 from asyncengine.serve.models import Serving
@@ -56,29 +55,6 @@ def make_app(serving: Serving) -> Starlette:
 
 def routes(serving: Serving) -> list[BaseRoute]:
     """Every path of the app."""
-    return [
-        Route("/v1/chat/completions", generating(serving, openai_chat), methods=["POST"]),
-        *responses.routes(serving),
-        *messages.routes(serving),
-        Route("/v1/completions", generating(serving, completions), methods=["POST"]),
-        *vectors.routes(serving),
-        Route("/v1/models", _models(serving), methods=["GET"]),
-        Route("/v1/models/{name:path}", _models(serving), methods=["GET"]),
-        Route("/health", _health(serving), methods=["GET"]),
-        *metrics.routes(serving),
-        *web_page.routes(),
-        *adapters.routes(serving),
-        *sleeping.routes(serving),
-    ]
-
-
-def error_for(path: str, problem: Problem) -> dict[str, Any]:
-    """The error object of the dialect that is spoken at a path."""
-    return anthropic_messages.error(problem) if path.startswith("/v1/messages") else openai_chat.error(problem)
-
-
-def _models(serving: Serving) -> Any:
-    """All models, or the one of the path, in the shape of the client that asks."""
     served = {
         "/v1/chat/completions": generating(serving, openai_chat),
         "/v1/completions": generating(serving, completions),
@@ -113,6 +89,7 @@ def _models(serving: Serving) -> Any:
         *metrics.routes(serving),
         *[Route("/" if name == "index.html" else f"/{name}", _file(name), methods=["GET"]) for name in PAGE],
         *adapters.routes(serving),
+        *sleeping.routes(serving),
     ]
 
 

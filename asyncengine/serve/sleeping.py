@@ -10,10 +10,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.serve.dialects import openai_chat
-from asyncengine.serve.generating import reporting
+from asyncengine.serve.models import Serving
 from asyncengine.serve.problems import Problem
-from asyncengine.serve.state import Serving
 
 _MODES = {"abort": "abort", "wait": "finish", "keep": "keep"}
 _LEVELS = {"1": {"weights": "keep", "cache": "drop"}, "2": {"weights": "drop", "cache": "drop"}}
@@ -70,7 +68,7 @@ def routes(serving: Serving) -> list[Route]:
     calls = {"/sleep": sleep, "/wake_up": wake_up, "/pause": pause, "/resume": resume}
     asks = {"/is_sleeping": tells("is_sleeping", "asleep"), "/is_paused": tells("is_paused", "asleep", "paused")}
     return [
-        Route(path, reporting(call, openai_chat.error), methods=[method])
+        Route(path, call, methods=[method])
         for method, paths in (("POST", calls), ("GET", asks))
         for path, call in paths.items()
     ]

@@ -409,8 +409,8 @@ class Frontend:
         for part in (self.adapters, self.loop.grammars):
             if part is not None:
                 part.close()
-        if self.loop.prefixes is not None:
-            self.loop.prefixes.close_soon()
+        if self.loop.sources.store is not None:
+            self.loop.sources.store.close_soon()
         self.loop.runner.close_soon()
 
     # ---------------------------------------------------------------- looking in

@@ -15,13 +15,10 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
-
-import anyio
-import anyio.to_thread
 
 from asyncengine.config import EngineConfig
 from asyncengine.engine.backpressure import QueueLimit
@@ -29,7 +26,7 @@ from asyncengine.engine.clock import Clock
 from asyncengine.engine.delivery import Delivery
 from asyncengine.engine.device_thread import Runner
 from asyncengine.engine.inbox import Inbox
-from asyncengine.engine.peers import PeerPrefixes
+from asyncengine.engine.prefix_sources import PrefixSources
 from asyncengine.engine.prefix_store import PrefixStore
 from asyncengine.engine.turns import Sleep, WeightUpdate, refusal
 from asyncengine.engine.watchdog import Watchdog
@@ -45,20 +42,15 @@ from asyncengine.scheduler.messages import (
     Drain,
     GrammarReady,
     Message,
-    PrefixFound,
-    PrefixLoaded,
     StopText,
     WithdrawUpdate,
 )
-from asyncengine.scheduler.restores import RestoreOrder
 from asyncengine.stats import Meter
 from asyncengine.step import Batch, GrammarMatcher, StepResult
 from asyncengine.text import TokenTable
 
 logger = logging.getLogger("asyncengine")
 
-LAST_WRITES = 5.0
-"""Seconds that an engine which closes waits for its prefix cache to be written, at most."""
 LAG_PROBE = 0.1
 """Seconds between two readings of the event loop's lag."""
 
@@ -99,11 +91,9 @@ class EngineLoop:
         self.clock = clock
         self.grammars = grammars
         self.adapters = adapters
-        self.prefixes = prefixes
-        self.peers: PeerPrefixes | None = None
-        """Other engines that may have what a request begins with (`share`)."""
         self.queue_limit = queue_limit or QueueLimit(None, None)
         self.inbox: Inbox[Message] = Inbox()
+        self.sources = PrefixSources(scheduler, clock, prefixes, self._apply, self.inbox.post)
         self.meter = Meter()
         self.hooks = Hooks()
         self.delivery = Delivery(clock, self.meter, self.hooks, self._end_early, table)
@@ -117,10 +107,6 @@ class EngineLoop:
         self.write_again: Callable[[], None] | None = None
         """Writes the model's weights once more, from files; None: they came from elsewhere."""
         self.asleep: Sleep | None = None
-        self.updated = False
-        """The model has other weights than those that were loaded."""
-        self.imports: dict[int, Future[RestoreOrder]] = {}
-        """Who waits for the answer to an `ImportPrefix`, by its number."""
         self.on_tick: Callable[[], None] | None = None
         """Called on this loop's thread every `LAG_PROBE` seconds, and once the loop has ended."""
         self._drain: Drain | None = None
@@ -132,11 +118,6 @@ class EngineLoop:
     def have_loop(self) -> None:
         """Before it runs: the event loop that it will run on is nobody else's."""
         self.runner.have_loop()
-
-    def share(self, peers: PeerPrefixes) -> None:
-        """Ask `peers` for prefixes from now on. On this loop's thread."""
-        self.peers = peers
-        self.scheduler.restores.enabled = True
 
     async def run(self) -> None:
         """Serve until drained. Never raises but for cancellation: what kills the engine is told to every stream."""
@@ -177,36 +158,7 @@ class EngineLoop:
         if self.scheduler.grammar_queue or self.scheduler.adapter_queue:  # what is there was answered at once
             for message in self.inbox.take():
                 self._apply(message)
-        if self.scheduler.restores.enabled:
-            self._look_up()
-        for order in self.scheduler.restores.take_orders():
-            source = self.prefixes if order.peer is None else self.peers
-            if order.imported:
-                order.cancelled |= self.updated  # what other weights computed
-                self.imports.pop(order.imported).set_result(order)
-            elif source is not None:
-                source.load(order, self._prefix_loaded)
-
-    def _look_up(self) -> None:
-        """Look up on the disk, or ask a peer, what requests begin with, to have it read where that is worth it."""
-        restores, kv, prefixes = self.scheduler.restores, self.scheduler.kv, self.prefixes
-        near = None if kv.windows is None or kv.windows.lookback is None else kv.windows.lookback.first
-        for request, namespace, limit, cached in restores.take_wanted():
-            pages, patience, peer = 0, 0.0, request.spec.peer
-            if prefixes is not None:
-                where = namespace, request.tokens, limit, cached
-                pages, patience = prefixes.find(*where, near, kv.states is not None)
-            found = PrefixFound(request.ticket, pages, self.clock.now() + patience)
-            if self.peers is None or peer is None or peer.pages <= max(pages, cached // kv.page_size):
-                self._apply(found)
-            else:
-                self.peers.ask(peer, namespace, request.tokens[:limit], cached, found, self.inbox.post)
-        if prefixes is not None:
-            prefixes.save(kv.take_unsaved())
-
-    def _prefix_loaded(self, number: int, pages: int, state: bool) -> None:
-        """The prefix store's or the peers' answer, from any thread."""
-        self.inbox.post(PrefixLoaded(number, pages, state))
+        self.sources.turn()
 
     def _apply(self, message: Message) -> None:
         if isinstance(message, RequestSpec):
@@ -291,9 +243,7 @@ class EngineLoop:
 
     async def _fall_asleep(self, number: int, sleep: Sleep) -> None:
         if sleep.cache:
-            if self.prefixes is not None:
-                self.prefixes.save(self.scheduler.kv.take_unsaved())
-                await anyio.to_thread.run_sync(self.prefixes.flush, LAST_WRITES)
+            await self.sources.flush()
             self._tell("clear_cache", None, self.scheduler.clear_cache)
         self._tell("pause", number, partial(self.scheduler.pause, number))
         if sleep.release is not None:
@@ -305,10 +255,7 @@ class EngineLoop:
         write, version = update.write, self.delivery.weight_version
         if write is not None:
             self._tell("start_anew", number, partial(self.scheduler.start_anew, number))
-            self.updated = True
-            for source in (self.prefixes, self.peers):
-                if source is not None:
-                    source.forget()
+            self.sources.forget()
             version = version + 1 if update.version is None else update.version
         elif self.asleep is not None and self.asleep.weights:
             write = self.write_again
@@ -389,8 +336,7 @@ class EngineLoop:
         now = self.clock.now()
         self._tell("commit", now, partial(self.scheduler.commit, result, now))
         self.meter.step.append(took := now - launched_at)
-        if self.peers is not None:
-            self.peers.saw(batch, took)
+        self.sources.saw(batch, took)
         if batch.step % self.config.check_every == 0:
             self.scheduler.check_sums()
         if self.hooks:
@@ -433,9 +379,7 @@ class EngineLoop:
     async def _shut_down(self) -> None:
         try:
             self.end_all()
-            if self.prefixes is not None:
-                with anyio.CancelScope(shield=True):
-                    await anyio.to_thread.run_sync(self.prefixes.join, LAST_WRITES)
+            await self.sources.join()
         finally:
             await self.runner.aclose()
 
@@ -453,16 +397,10 @@ class EngineLoop:
             launched.result.cancel()  # nobody will read it
         for number in list(self.updates):
             self.fail_update(number)
-        for number in list(self.imports):
-            self.imports.pop(number).cancel()
         for part in (self.grammars, self.adapters):
             if part is not None:
                 part.close()
-        if self.peers is not None:
-            self.peers.close()
-        if self.prefixes is not None:
-            self.prefixes.save(self.scheduler.kv.take_unsaved())
-            self.prefixes.close_soon()
+        self.sources.close()
         if self.on_tick is not None:
             self.on_tick()
 

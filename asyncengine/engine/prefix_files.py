@@ -61,7 +61,7 @@ class Prefixes:
             raise InvalidParameter(call, "needs prefix_caching=True")
         if copies and (self._identify is None or self._memory is None):
             raise InvalidParameter(call, "works with models on a CPU")
-        if copies and self._loop.updated:
+        if copies and self._loop.sources.updated:
             raise InvalidParameter(call, "does not work after update_weights: nobody knows what its weights are called")
 
     def pin(self, spec: RequestSpec, *, limited: bool) -> None:
@@ -139,7 +139,7 @@ class Prefixes:
     def _order(self, message: ImportPrefix) -> RestoreOrder:
         """The loop's answer. Raises `EngineClosed`."""
         answer: Future[RestoreOrder] = Future()
-        self._loop.imports[message.number] = answer
+        self._loop.sources.imports[message.number] = answer
         if not self._loop.inbox.post(message):
             answer.cancel()
         return finished_blocking(answer)

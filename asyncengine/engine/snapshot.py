@@ -52,7 +52,7 @@ def snapshot(
         window_pages=scheduler.kv.window_counts(tables),
         states=scheduler.kv.state_counts(tables),
         restored_tokens=counters.restored_tokens,
-        stored=StoreCounts() if loop.prefixes is None else loop.prefixes.counts,
+        stored=StoreCounts() if loop.sources.store is None else loop.sources.store.counts,
         speculation=_speculation(scheduler.speculation),
         state="awake" if loop.asleep is None else loop.asleep.state,
     )

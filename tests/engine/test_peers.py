@@ -94,7 +94,7 @@ def engine_of(kind: str, wire: Wire, identity: dict[str, str]) -> tuple[AsyncEng
     executor = SteppedExecutor(128, SIZE, **MODELS[kind])
     core = make_core(executor)
     prefixes = PeerPrefixes(core.loop.scheduler.kv, identity, FakePageMemory(executor), core.loop.clock, wire)
-    core.loop.share(prefixes)
+    core.loop.sources.share(prefixes)
     return AsyncEngine(lambda: core), prefixes
 
 
@@ -157,7 +157,7 @@ async def test_simultaneous_requests_share_one_pull() -> None:
 
 async def test_a_peer_is_asked_only_where_that_is_worth_it() -> None:
     async with pair_of() as pair:
-        prefixes = pair.here.core.loop.peers
+        prefixes = pair.here.core.loop.sources.peers
         assert prefixes is not None
         prefixes._compute, prefixes._read["there"] = 1e15, (1.0, float("inf"))
         assert (await pair.ask()).usage.restored_tokens == 0
@@ -332,7 +332,7 @@ async def test_an_engine_that_closes_waits_for_no_peer() -> None:
 
 async def test_other_weights_are_neither_asked_for_nor_given() -> None:
     async with pair_of() as pair:
-        mine, theirs = pair.here.core.loop.peers, pair.wire.theirs
+        mine, theirs = pair.here.core.loop.sources.peers, pair.wire.theirs
         assert mine is not None
         assert theirs is not None
         theirs.forget()

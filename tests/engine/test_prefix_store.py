@@ -156,7 +156,7 @@ async def test_nobody_else_waits_and_the_late_compute() -> None:
         disk.gate.set()
         await until(lambda: not scheduler.restores)
         assert_nothing_held(engine.core)
-        assert engine.core.loop.prefixes.rates.read is not None  # as slow as it was
+        assert engine.core.loop.sources.store.rates.read is not None  # as slow as it was
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -193,18 +193,18 @@ async def test_other_weights_wait_for_readings_and_end_the_store() -> None:
         assert (await waiting).token_ids == executor.model.oracle(PROMPT, 5, 0, (1,))
         written = engine.stats().stored.bytes_written
         assert (await ask(engine, [9, *PROMPT])).usage.restored_tokens == 0
-    assert core.loop.prefixes.counts.bytes_written == written
+    assert core.loop.sources.store.counts.bytes_written == written
 
 
 async def test_reading_must_be_worth_it() -> None:
     disk = Disk()
     await lived(disk, "pages", [PROMPT])
     async with engine_on(disk) as engine:
-        prefixes = engine.core.loop.prefixes
+        prefixes = engine.core.loop.sources.store
         prefixes.rates = Rates(read=100.0, compute=1000.0)
         assert (await ask(engine, PROMPT)).usage.restored_tokens == 0
     async with engine_on(disk) as engine:
-        engine.core.loop.prefixes.rates = Rates(read=1e9, compute=1000.0)
+        engine.core.loop.sources.store.rates = Rates(read=1e9, compute=1000.0)
         assert (await ask(engine, PROMPT)).usage.restored_tokens == 28
 
 

@@ -332,7 +332,6 @@ class AsyncEngine:
 
     async def unload_adapter(self, name: str, *, wait: bool = False) -> None:
         """Forget `name`; no later request can use it.
-
         Raises `AdapterNotFound`, and `AdapterInUse` while requests use it, unless `wait`: then they finish first.
         """
         await finished(self._awaited.unload_adapter(name, wait))
@@ -341,7 +340,7 @@ class AsyncEngine:
         """Every loaded adapter, by name. From any thread."""
         return self.core.list_adapters()
 
-    # ---------------------------------------------------------------- weights
+    # ---------------------------------------------------------------- weights, sleep
 
     async def update_weights(
         self, weights: WeightSource, *, mode: UpdateMode = "wait", partial: bool = False, version: int | None = None
@@ -367,37 +366,31 @@ class AsyncEngine:
         """
         return await finished(self._awaited.update_weights(weights, mode, partial, version))
 
-    # ---------------------------------------------------------------- sleep
-
     async def sleep(
         self, *, weights: Keep = "drop", cache: Keep = "drop", mode: PauseMode = "finish", requests: Meanwhile = "wait"
     ) -> None:
-        """Run no step until `wake`, and give the memory of what is not kept back to the system: of `weights`, and of
-        `cache` (keys, values and states; what `kv_cache_dir` stores stays, and is found again). Adapters, the tokenizer
-        and compiled kernels stay. The next sleep may drop more.
+        """Run no step until `wake`, and give the memory of `weights` and `cache` (keys, values, states) back to the
+        system. Adapters, tokenizer, kernels and what `kv_cache_dir` stores stay. Another sleep may drop more.
 
-        `mode`: requests submitted before end first ("finish"), stay and go on after it ("keep"; computed again where
-        the cache is dropped), or are aborted ("abort"). `requests` that come later "wait", their timeouts running, or
-        are told `EngineAsleep` ("refuse"). Closing aborts those that wait.
-
-        Cancelling the call takes it back unless it has begun. Raises `InvalidParameter`, and `UnsupportedModel` for
-        what cannot be dropped: anything on a GPU, weights that `update_weights` could not replace.
+        `mode`: requests submitted before end first ("finish"), go on afterwards ("keep"), or are aborted ("abort").
+        `requests` that come later "wait", with their timeouts running, or are told `EngineAsleep` ("refuse"). Closing
+        aborts those that wait. Cancelling the call takes it back unless it has begun. Raises `InvalidParameter`, and
+        `UnsupportedModel` for what cannot be dropped: on a GPU, or weights that `update_weights` could not write.
         """
         await finished(self._awaited.sleep(weights, cache, mode, requests))
 
     async def wake(self, weights: WeightSource | None = None, *, version: int | None = None) -> int:
-        """End `sleep` or `pause`; one that is awake stays so. Weights that were dropped are read again from the files
-        that they came from, which must be the same, or `weights` are taken as by `update_weights`: then the version is
-        new. Returns the version.
+        """End `sleep` or `pause`, if there is one. Weights that were dropped are read again from their files, which
+        must be the same, or `weights` are taken as by `update_weights`. Returns the weights' version.
 
-        Weights that cannot be read leave it asleep, and it can be woken again. Raises as `update_weights`, and
-        `InvalidParameter` where those that were dropped came from tensors and none are given.
+        Raises as `update_weights`, and `InvalidParameter` where those that were dropped came from tensors and none are
+        given. Weights that cannot be read leave it asleep, to be woken again.
         """
         return await finished(self._awaited.wake(weights, version))
 
     async def pause(self, *, mode: PauseMode = "keep", requests: Meanwhile = "wait") -> None:
-        """Run no step until `resume`, with everything in memory: `sleep` that drops nothing. `update_weights` has its
-        turn at once meanwhile, whatever its mode: requests that were kept go on with the new weights."""
+        """Run no step until `resume`: a `sleep` that drops nothing. `update_weights` has its turn at once meanwhile,
+        whatever its mode: requests that were kept go on with the new weights."""
         await finished(self._awaited.sleep("keep", "keep", mode, requests))
 
     async def resume(self) -> None:
@@ -454,7 +447,6 @@ class AsyncEngine:
     async def profile(self, folder: str | os.PathLike[str], steps: int = 50, *, timeout: float = 60.0) -> Path:
         """Record the engine's next `steps` steps, for at most `timeout` seconds, and write what its loop, its threads
         and the device did into a file in `folder`, which Perfetto and chrome://tracing open. Returns its path.
-
         Raises `InvalidParameter`, also while another is recorded; `OSError` where it cannot be written.
         """
         timeout = as_seconds("timeout", timeout)

@@ -60,7 +60,7 @@ Meanwhile = Literal["wait", "refuse"]
 PrepareUpdate = Callable[[WeightSource, EngineConfig, bool], Callable[[], None]]
 """Look at weights; what writes them, while no step runs. Raises what refuses them."""
 PrepareRelease = Callable[[bool, bool], Callable[[], None]]
-"""What gives the memory of weights, of caches, or both to the system, while no step runs. Raises what refuses it."""
+"""Look at whether weights, caches or both may go; the call that gives their memory back. Raises what refuses it."""
 PROMPT_TAIL = 512
 """Characters of a rendered prompt that tell whether the model begins inside its reasoning."""
 _NO_TOKENS = (bytes, bytearray, memoryview, Mapping, Set)
@@ -90,12 +90,9 @@ class Frontend:
         prepare_update: PrepareUpdate | None = None,
         vector_model: VectorModel | None = None,
         images: ImagePrompts | None = None,
-        prefixes: Prefixes | None = None,
-        prepare_release: PrepareRelease | None = None,
     ) -> None:
         """`adapter_folder`: the folder that the path of an adapter means. `prepare_update`: None: its weights cannot
-        change. `vector_model`: None: the model writes text. `images`: None: it reads no pictures. `prefixes`:
-        None: they cannot be copied."""
+        change. `vector_model`: None: the model writes text. `images`: None: it reads no pictures."""
         self.loop = loop
         self.client = LoopClient(loop, adapters)
         self.validator = validator
@@ -103,10 +100,13 @@ class Frontend:
         self.info = info
         self.planner = planner
         self.adapters = adapters
-        self.prefixes = prefixes or Prefixes(loop, None, None)
+        self.prefixes = Prefixes(loop, None, None)
+        """Pins, and prefixes in files; as made here it copies none."""
         self._threads = threads
         self._adapter_folder = adapter_folder
-        self._prepare_update, self._prepare_release = prepare_update, prepare_release
+        self._prepare_update = prepare_update
+        self.prepare_release: PrepareRelease | None = None
+        """None: its memory cannot be given back."""
         self._images = images
         self._update_numbers = count(1)
         self._profiling = threading.Lock()
@@ -386,9 +386,9 @@ class Frontend:
             raise UnsupportedModel("a fleet of several engines does not sleep: give its replicas back instead")
         drops, release = (weights == "drop", cache == "drop"), None
         if any(drops):
-            if self._prepare_release is None:
+            if self.prepare_release is None:
                 raise UnsupportedModel("this engine's memory cannot be given back while it lives")
-            release = self._prepare_release(*drops)
+            release = self.prepare_release(*drops)
         number, done = next(self._update_numbers), Future[None]()
         self._await_turn(number, Sleep(done, release, *drops, requests == "refuse"), Pause(number, mode))
         return done

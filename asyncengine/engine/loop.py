@@ -220,11 +220,7 @@ class EngineLoop:
         each weights by then. Of one that slept without any nothing is lost, and it sleeps on."""
         self._deliver()  # who was answered by the old weights hears of it before
         turn, before = self.updates.pop(number), self.asleep
-        refused: EngineError | None = None
-        if isinstance(turn, WeightUpdate):
-            refused = refusal(turn, before, self.write_again)
-        elif self._drain is not None:
-            refused = EngineClosed("the engine closes: it does not sleep")
+        refused = refusal(turn, before, self.write_again, closes=self._drain is not None)
         if not turn.done.set_running_or_notify_cancel() or refused is not None:
             self._apply(WithdrawUpdate(number))
             if refused is not None and not turn.done.cancelled():

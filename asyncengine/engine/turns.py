@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from asyncengine.errors import EngineError, InvalidParameter
+from asyncengine.errors import EngineClosed, EngineError, InvalidParameter
 from asyncengine.stats import EngineState
 
 
@@ -59,8 +59,13 @@ def writing(prepare: Callable[..., Callable[[], None]], source: object, config: 
     return write
 
 
-def refusal(turn: WeightUpdate, sleep: Sleep | None, again: Callable[[], None] | None) -> EngineError | None:
-    """Why a turn cannot be taken in the state `sleep`; None: it can. `again`: as in `WeightUpdate`."""
+def refusal(
+    turn: WeightUpdate | Sleep, sleep: Sleep | None, again: Callable[[], None] | None, *, closes: bool
+) -> EngineError | None:
+    """Why a turn cannot be taken in the state `sleep`; None: it can. `again`: as in `WeightUpdate`. `closes`: the
+    engine takes no more requests."""
+    if isinstance(turn, Sleep):
+        return EngineClosed("the engine closes: it does not sleep") if closes else None
     without = sleep is not None and sleep.weights
     if without and turn.partial:
         return InvalidParameter("partial", "cannot be, as the other weights were dropped: give all of them")

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.config import EngineConfig
-from asyncengine.demo import EMBEDDER_PATH, MODEL_PATH, RERANKER_PATH, resolve_adapter
+from asyncengine.demo import EMBEDDER_PATH, MODEL_PATH, RERANKER_PATH, resolve_adapter, resolve_draft
 from asyncengine.device.process import PROCESS, LoadAttempt
 from asyncengine.engine.adapter_wiring import allocate_adapters, make_adapters
 from asyncengine.engine.backpressure import QueueLimit
@@ -23,6 +23,7 @@ from asyncengine.engine.frontend import Frontend
 from asyncengine.engine.grammar_wiring import make_grammars, make_planner
 from asyncengine.engine.image_prompts import ImagePrompts
 from asyncengine.engine.image_wiring import NO_IMAGES, LoadedImages, load_images
+from asyncengine.engine.info_wiring import info_of
 from asyncengine.engine.loop import EngineLoop, Recorder
 from asyncengine.engine.prefix_files import Prefixes
 from asyncengine.engine.prefix_store import PrefixStore
@@ -334,34 +335,7 @@ def _assemble(
     config: EngineConfig, vectors: VectorModel | None = None, images: LoadedImages = NO_IMAGES,
     prefixes: PrefixStore | None = None, identify: Callable[[], Identity] | None = None,
 ) -> Frontend:  # fmt: skip
-    info = ModelInfo(
-        name=bundled_name(path) or loaded.name,
-        vocab_size=loaded.vocab_size,
-        max_model_len=loaded.max_model_len,
-        eos_token_ids=tuple(loaded.eos_token_ids),
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        device=str(loaded.device),
-        num_pages=runner.num_pages,
-        page_size=runner.page_size,
-        has_tokenizer=tokenizer is not None,
-        has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
-        template_variables=() if tokenizer is None else tokenizer.template_variables(),
-        generation_defaults=loaded.generation_defaults,
-        weight_bytes=runner.weights_bytes,
-        kv_cache_bytes=runner.kv_bytes,
-        state_bytes=runner.state_bytes,
-        num_states=max(0, runner.num_states - 1),
-        num_window_pages=runner.num_window_pages,
-        one_pool=runner.one_pool,
-        stored=runner.stored,
-        fused=tuple(runner.fused),
-        attention=runner.attention_backend,
-        no_speculation=runner.no_speculation,
-        batch_variance=runner.batch_variance,
-        left_out=loaded.left_out,
-        placeholders=loaded.placeholders,
-        no_images=images.why_none,
-    )
+    info = info_of(bundled_name(path) or loaded.name, loaded, tokenizer, runner, images)
     if vectors is not None:
         info = described(info, vectors, tokenizer)
     logger.info("%s", info.in_words)
@@ -369,11 +343,16 @@ def _assemble(
     adapted = config.speculation_with_adapters
     adapted = info.dtype == "float32" if adapted is None else adapted
     config = config.replace(speculation_costs=costs, draft_costs=runner.draft_costs, speculation_with_adapters=adapted)
-    return wire(
+    frontend = wire(
         runner, info, config, tokenizer=tokenizer, grammars=grammars, planner=planner, adapters=adapters,
-        vectors=vectors, images=images.prompts, prefixes=prefixes, identify=identify,
-        source=None if config.load_format == "dummy" else path,
+        vectors=vectors, images=images.prompts, prefixes=prefixes,
     )  # fmt: skip
+    frontend.prefixes = Prefixes(frontend.loop, identify, getattr(runner, "page_memory", None))
+    if config.load_format != "dummy" and frontend.loop.write_again is not None:
+        frontend.loop.write_again = writing(runner.prepare_update, path, config)  # type: ignore[union-attr]
+    if config.draft_model is not None and (draft := runner.memory.draft) is not None:  # type: ignore[union-attr]
+        draft.write_again = writing(draft.prepare_update, resolve_draft(config.draft_model), config)
+    return frontend
 
 
 def wire(
@@ -390,12 +369,9 @@ def wire(
     vectors: VectorModel | None = None,
     images: ImagePrompts | None = None,
     prefixes: PrefixStore | None = None,
-    identify: Callable[[], Identity] | None = None,
-    source: str | None = None,
 ) -> Frontend:
     """Put an engine together around any executor (tests use a fake one). `vectors`: of a model that gives them.
-    `prefixes`: where its prefix cache is kept beside memory. `identify`: see `identity_of`. `source`: where its weights
-    are read from; None: they are made up."""
+    `prefixes`: where its prefix cache is kept beside memory."""
     clock = clock or MonotonicClock()
     kv = KVCache(
         executor.num_pages,
@@ -433,12 +409,10 @@ def wire(
     threads = getattr(executor, "threads", ThreadStats)  # executors without any of their own: fakes
     folder = partial(resolve_adapter, root=config.adapter_root)
     update = getattr(executor, "prepare_update", None)
-    held = Prefixes(loop, identify, getattr(executor, "page_memory", None))
-    loop.write_again = None if update is None else writing(update, source, config)
-    release = getattr(executor, "prepare_release", None)
-    return Frontend(
-        loop, validator, tokenizer, info, planner, adapters, threads, folder, update, vectors, images, held, release
-    )  # fmt: skip
+    frontend = Frontend(loop, validator, tokenizer, info, planner, adapters, threads, folder, update, vectors, images)
+    frontend.prepare_release = getattr(executor, "prepare_release", None)
+    loop.write_again = None if update is None else writing(update, None, config)
+    return frontend
 
 
 def _fit_context(info: ModelInfo, config: EngineConfig, capacity: int) -> ModelInfo:

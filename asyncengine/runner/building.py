@@ -15,7 +15,6 @@ import torch
 
 from asyncengine.attention.factory import make_backend
 from asyncengine.config import EngineConfig
-from asyncengine.demo import resolve_draft
 from asyncengine.device.cores import Cores
 from asyncengine.device.memory import free_bytes, in_words, release_cached
 from asyncengine.device.transfer import on_device
@@ -226,8 +225,7 @@ def _add_draft(runner: ModelRunner, draft: LoadedModel, config: EngineConfig, co
     assert runner.step_costs is not None
     least = least_chance(runner.step_costs, runner.draft_costs)
     runner.draft_model = DraftModel(second, draft.max_model_len, least_chance=least)
-    again = partial(second.prepare_update, resolve_draft(config.draft_model or ""), config, False)
-    runner.memory.draft = second.memory, again, runner.draft_model.forget
+    runner.memory.draft, second.memory.forget = second.memory, runner.draft_model.forget
     runner.kv_bytes += second.kv_bytes
     runner.weights_bytes += second.weights_bytes
 

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from asyncengine.config import EngineConfig
     from asyncengine.options import WeightSource
 
-Prepare = Callable[[], Callable[[], None]]
-"""Looks at weights, and returns what writes them."""
-
 
 class ModelMemory:
     """Weights and caches of one runner's model. Whatever it returns is called while no step runs."""
@@ -30,8 +27,12 @@ class ModelMemory:
         """`pages`: memory of its caches, where that is the host's."""
         self._model, self._device, self._pages, self._cores = model.model, model.device, pages, cores
         self._reads_images, self._has_other_parts = reads_images, bool(model.left_out)
-        self.draft: tuple[ModelMemory, Prepare, Callable[[], None]] | None = None
-        """Memory of a draft model, what has its weights read again, and what is to be called when its cache is gone."""
+        self.draft: ModelMemory | None = None
+        """Memory of the draft model, if there is one."""
+        self.write_again: Callable[[], None] | None = None
+        """Reads a draft model's weights again."""
+        self.forget: Callable[[], None] | None = None
+        """Is called when a draft model's cache is gone."""
         self._without_weights = False
 
     def _decoder(self) -> Decoder:
@@ -55,8 +56,8 @@ class ModelMemory:
         def run() -> None:
             with on_device(self._device), self._cores.loading():
                 write()
-                if self._without_weights and self.draft is not None:
-                    self.draft[1]()()
+                if self._without_weights and self.draft is not None and self.draft.write_again is not None:
+                    self.draft.write_again()
             self._without_weights = False
 
         return run
@@ -82,9 +83,9 @@ class ModelMemory:
                 for memory in self._pages().whole:
                     give_back(memory.ctypes.data, memory.nbytes)
             if self.draft is not None:
-                self.draft[0].prepare_release(weights, cache)()
-                if cache:
-                    self.draft[2]()
+                self.draft.prepare_release(weights, cache)()
+            if cache and self.forget is not None:
+                self.forget()
             give_back_freed()
 
         return run

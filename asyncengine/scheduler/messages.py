@@ -100,7 +100,7 @@ class UpdateWeights:
 
 
 PauseMode = Literal["finish", "keep", "abort"]
-"""What becomes of requests when the engine pauses: they end first, stay where they are, or are aborted."""
+"""Whether requests end before the engine pauses, stay where they are, or are aborted."""
 
 
 @dataclass(frozen=True, slots=True)

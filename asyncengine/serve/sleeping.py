@@ -15,7 +15,7 @@ from asyncengine.serve.problems import Problem
 
 _MODES = {"abort": "abort", "wait": "finish", "keep": "keep"}
 _LEVELS = {"1": {"weights": "keep", "cache": "drop"}, "2": {"weights": "drop", "cache": "drop"}}
-"""What each level of sleep drops; level 0 is a pause."""
+"""Keywords of each level of sleep; level 0 is a pause."""
 _SWITCHES = {"true": True, "false": False}
 
 

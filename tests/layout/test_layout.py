@@ -22,6 +22,8 @@ GUARDED = ("grammar", "lora", "integrations")
 MAX_FILE_LINES = 450
 """A file holds one concept, long or short. At 300, files that stood at the cap sent two dozen lines of theirs
 elsewhere, where nobody looked for them."""
+LONGER = {"asyncengine/async_engine.py": 500}
+"""The public face is one class: a few lines of code for each thing that a caller may ask, under its whole contract."""
 MAX_FUNCTION_LINES = 60
 
 
@@ -402,7 +404,7 @@ def test_files_are_short() -> None:
     for _, path in [*sources(), *tools()]:
         name = path.relative_to(ROOT).as_posix()
         lines = len(path.read_text(encoding="utf-8").splitlines())
-        if lines > MAX_FILE_LINES:
+        if lines > LONGER.get(name, MAX_FILE_LINES):
             long[name] = lines
     assert not long
 

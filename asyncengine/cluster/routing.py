@@ -90,10 +90,11 @@ class PrefixIndex:
             else:
                 self._counts[bit, page] = count
 
-    def match(self, pages: Sequence[int]) -> dict[int, int]:
-        """Number of `pages`, from the first on, that each replica has, by its bit. Replicas with none are left out."""
+    def match(self, pages: Sequence[int], *, expecting: bool = True) -> dict[int, int]:
+        """Number of `pages`, from the first on, that each replica has, by its bit. Replicas with none are left out.
+        `expecting`: pages that requests on their way will leave there count."""
         depths: dict[int, int] = {}
-        cached, expected = self._cached, self._expected
+        cached, expected = self._cached, self._expected if expecting else {}
         alive = -1
         for depth, page in enumerate(pages):
             there = (cached.get(page, 0) | expected.get(page, 0)) & alive
@@ -257,6 +258,16 @@ class Router:
             _remember(self._sessions, request.session, chosen.name)
         self.index.expect(chosen.bit, request.pages)
         return Route(chosen.name, request, depths.get(chosen.bit, 0))
+
+    def holders(self, route: Route) -> dict[str, int]:
+        """Number of the request's pages, from the first on, that other replicas have now, by name: of those that have
+        more than are expected where it goes, the one with most of them first."""
+        if len(self._replicas) < 2 or route.matched >= len(route.request.pages):
+            return {}
+        depths = self.index.match(route.request.pages, expecting=False)
+        found = {each.name: depths.get(each.bit, 0) for each in self._replicas.values() if each.name != route.replica}
+        more = [name for name, depth in found.items() if depth > route.matched]
+        return {name: found[name] for name in sorted(more, key=lambda name: -found[name])}
 
     def release(self, route: Route) -> None:
         """Take a request from its replica: it has ended, or goes elsewhere. Once for each route."""

@@ -64,6 +64,13 @@ class Prefixes:
         if copies and self._loop.sources.updated:
             raise InvalidParameter(call, "does not work after update_weights: nobody knows what its weights are called")
 
+    def copied(self) -> tuple[Identity, PageMemory]:
+        """What pages depend on, and their memory. Raises `InvalidParameter`; blocks while it reads the weights."""
+        self.check("share_prefixes", copies=True)
+        assert self._identify is not None
+        assert self._memory is not None
+        return self._identify(), self._memory()
+
     def pin(self, spec: RequestSpec, *, limited: bool) -> None:
         """Have the prompt of `spec` pinned, which is about to be posted. `limited`: for a block; all that is pinned so
         takes half of the cache at most, each prompt counted by itself, or it raises `InvalidParameter`."""

@@ -15,7 +15,7 @@ import contextlib
 import hmac
 import logging
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from typing import Any
 
 from asyncengine.errors import FleetError
@@ -54,9 +54,9 @@ def new_context() -> Any:
     return None if zmq is None else zmq.asyncio.Context()
 
 
-def _new_socket(context: Any, address: str, **options: Any) -> tuple[Any, str]:
-    """A socket with these options, and the beginning of its URL."""
-    socket = context.socket(zmq.DEALER)
+def new_socket(context: Any, address: str, kind: int | None = None, **options: Any) -> tuple[Any, str]:
+    """A socket with these options, a dealer if not of another `kind`, and the beginning of its URL."""
+    socket = context.socket(zmq.DEALER if kind is None else kind)
     for name, value in {"linger": 0, "ipv6": ":" in address, **options}.items():
         setattr(socket, name, value)
     return socket, f"tcp://[{address}]:" if socket.ipv6 else f"tcp://{address}:"
@@ -67,7 +67,7 @@ class Connection:
 
     def __init__(self, process: Any, address: str, silence_limit: float, context: Any) -> None:
         """`process`: the replica's `ReplicaProcess`, at `address`. `context`: a `new_context`; None: Ray's calls."""
-        self._process, self._address, self._silence_limit, self._context = process, address, silence_limit, context
+        self._process, self.address, self._silence_limit, self._context = process, address, silence_limit, context
         self._kept: list[bytes] = []
         self._socket: Any = None
         self._states: Any = None
@@ -92,9 +92,9 @@ class Connection:
         """Connect. False if the replica cannot listen or be reached: then Ray's calls are used."""
         mine, secret = zmq.curve_keypair()
         try:
-            port, theirs = await self._process.call("listen", self._address, mine, timeout=self._silence_limit)
-            self._socket, url = _new_socket(
-                self._context, self._address, sndhwm=0, rcvhwm=UNSENT, rcvbuf=BUFFER_BYTES, reconnect_ivl=-1,
+            port, theirs = await self._process.call("listen", self.address, mine, timeout=self._silence_limit)
+            self._socket, url = new_socket(
+                self._context, self.address, sndhwm=0, rcvhwm=UNSENT, rcvbuf=BUFFER_BYTES, reconnect_ivl=-1,
                 heartbeat_ivl=HEARTBEAT_MS, heartbeat_timeout=0, tcp_maxrt=UNANSWERED_MS,  # the kernel alone gives up
                 curve_serverkey=theirs, curve_publickey=mine, curve_secretkey=secret,
             )  # fmt: skip
@@ -141,21 +141,22 @@ class Connection:
             self._socket.close(linger=0)
 
 
-class Listener:
-    """The replica's end of the connection: it listens. Lives on the engine's loop."""
+class Door:
+    """A port that admits the owners of some public keys alone. Lives on one loop."""
 
-    def __init__(self, address: str, fleet_key: bytes) -> None:
-        """Listen for the owner of the public key `fleet_key`. Raises `OSError` without pyzmq or a port."""
-        self._context, self._fleet_key = new_context(), fleet_key
+    def __init__(self, address: str, keys: Iterable[bytes], kind: int | None = None, **options: Any) -> None:
+        """Listen, with a socket of these `options`, for the owners of `keys`. Raises `OSError` without pyzmq or a
+        port."""
+        self._context, self.keys = new_context(), tuple(keys)
         if self._context is None:
             raise OSError("pyzmq is missing there")
-        self.public_key, secret = zmq.curve_keypair()
+        self.public_key, self._secret = zmq.curve_keypair()
         self._zap = zmq.auth.asyncio.AsyncioAuthenticator(self._context)
         self._zap.configure_curve_callback("fleet", credentials_provider=self)
         self._zap.start()
-        self._socket, url = _new_socket(
-            self._context, address, sndhwm=UNSENT, rcvhwm=0, sndbuf=BUFFER_BYTES, maxmsgsize=MAX_MESSAGE_BYTES,
-            curve_server=True, curve_secretkey=secret, zap_domain=b"fleet", zap_enforce_domain=True,
+        self._socket, url = new_socket(
+            self._context, address, kind, maxmsgsize=MAX_MESSAGE_BYTES, curve_server=True,
+            curve_secretkey=self._secret, zap_domain=b"fleet", zap_enforce_domain=True, **options,
         )  # fmt: skip
         try:
             self._socket.bind(f"{url}*")
@@ -166,10 +167,25 @@ class Listener:
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Tell ZAP whether the owner of this public key may connect."""
-        known = hmac.compare_digest(key, self._fleet_key)
+        known = any(hmac.compare_digest(key, each) for each in self.keys)
         if not known:
             logger.warning("a stranger was refused at this replica's port")
         return known
+
+    def close(self) -> None:
+        """Close the port, which the other end notices as it does the end of a process. Idempotent."""
+        if not self._context.closed:
+            self._zap.stop()
+            self._socket.close()
+            self._context.term()
+
+
+class Listener(Door):
+    """The replica's end of the connection: it listens. Lives on the engine's loop."""
+
+    def __init__(self, address: str, fleet_key: bytes) -> None:
+        """Listen for the owner of the public key `fleet_key`. Raises `OSError` without pyzmq or a port."""
+        super().__init__(address, [fleet_key], sndhwm=UNSENT, rcvhwm=0, sndbuf=BUFFER_BYTES)
 
     async def run(self, take: Callable[[bytes], None], updates: AsyncIterator[bytes]) -> None:
         """Give commands to `take` and send `updates`, both in order, until cancelled or one of them fails."""
@@ -183,10 +199,3 @@ class Listener:
             both.create_task(send())
             while True:
                 take(await self._socket.recv())
-
-    def close(self) -> None:
-        """Close the port, which the fleet notices as it does the end of a process. Idempotent."""
-        if not self._context.closed:
-            self._zap.stop()
-            self._socket.close()
-            self._context.term()

@@ -9,7 +9,7 @@ from asyncengine.cluster.fleet.adapters import FleetAdapters
 from asyncengine.cluster.fleet.messages import Command, RequestOutput, Update
 from asyncengine.cluster.fleet.requests import FleetRequest, ReplicaHandle
 from asyncengine.cluster.fleet.settings import FleetConfig
-from asyncengine.cluster.routing import Router
+from asyncengine.cluster.routing import Route, Router
 from asyncengine.config import EngineConfig
 from asyncengine.engine.backpressure import QueueLimit
 from asyncengine.engine.clock import Clock
@@ -20,7 +20,7 @@ from asyncengine.engine.vectors.batch import TextBatch
 from asyncengine.errors import EngineDead, FleetError
 from asyncengine.events import Hooks
 from asyncengine.outputs import Chunk, FinishReason
-from asyncengine.request_spec import RequestSpec
+from asyncengine.request_spec import Peer, RequestSpec
 from asyncengine.scheduler import Output
 from asyncengine.scheduler.messages import Abort
 from asyncengine.stats import Meter
@@ -88,8 +88,17 @@ class Dispatcher:
             self._waiting[request.key] = request
             return
         self.matched_pages += request.route.matched
-        self.replicas[request.route.replica].requests[request.key] = request
-        self._command(request, request.to_submit(self.clock.now()))
+        replica = self.replicas[request.route.replica]
+        replica.requests[request.key] = request
+        peer = None if replica.peer is None else self._peer_for(request.route)
+        self._command(request, request.to_submit(self.clock.now(), peer))
+
+    def _peer_for(self, route: Route) -> Peer | None:
+        """The replica that has most of a request's prefix, if the one that computes it has less."""
+        for name, pages in self.router.holders(route).items():
+            if (peer := self.replicas[name].peer) is not None:
+                return peer._replace(pages=pages)
+        return None
 
     def _command(self, request: FleetRequest, command: Command) -> None:
         assert request.route is not None
@@ -188,7 +197,7 @@ class Dispatcher:
             return
         mailbox = next(iter(request.streams.values())).mailbox
         if output.computing is not None and mailbox.started_at is None:
-            mailbox.cached_tokens = output.cached_tokens
+            mailbox.cached_tokens, mailbox.restored_tokens = output.cached_tokens, output.restored_tokens
             mailbox.started_at, mailbox.first_token_at = now - output.computing, now
             mailbox.prompt_logprobs.update(output.prompt_logprobs)
             self.meter.first_token.append(now - request.spec.arrival)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-VERSION = 6
+VERSION = 7
 """Number of this protocol. Raise it with every change."""
 
 
@@ -61,6 +61,7 @@ class RequestOutput(NamedTuple):
     computing: float | None = None
     """Seconds from the first step to the first token; given once, with the first chunk."""
     cached_tokens: int = 0
+    restored_tokens: int = 0
     prompt_logprobs: Mapping[int, TokenLogprob] = {}
     """Log-probabilities by prompt position, given once as well."""
     predicted: tuple[int, int] = (0, 0)

@@ -18,9 +18,11 @@ from typing import Any
 from asyncengine import AsyncEngine, EngineConfig, __version__
 from asyncengine.cluster.fleet.connection import Listener
 from asyncengine.cluster.fleet.messages import VERSION, Loaded, RequestOutput, Submit, Update
+from asyncengine.cluster.fleet.peers import PeerConnections
 from asyncengine.engine.assembler import merge
 from asyncengine.engine.inbox import Inbox
 from asyncengine.engine.mailbox import Mailbox, Waiter
+from asyncengine.engine.peers import PeerPrefixes
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.engine.vectors.batch import TextBatch
 from asyncengine.errors import AdapterNotFound, EngineError, FleetError
@@ -66,8 +68,9 @@ class OutboxMailbox(Mailbox):
         self._begun = True
         at = self.started_at if self.first_token_at is None else self.first_token_at
         return output._replace(
-            computing=at - self.started_at, cached_tokens=self.cached_tokens, prompt_logprobs=self.prompt_logprobs
-        )
+            computing=at - self.started_at, cached_tokens=self.cached_tokens, restored_tokens=self.restored_tokens,
+            prompt_logprobs=self.prompt_logprobs,
+        )  # fmt: skip
 
 
 class OutboxTexts(TextBatch):
@@ -108,6 +111,8 @@ class Replica:
         self._stats_at = 0.0
         self._changed = True
         """True if something has happened since the last statistics."""
+        self._peers: PeerConnections | None = None
+        self._answering: asyncio.Task[None] | None = None
 
     # ---------------------------------------------------------------- called by the fleet
 
@@ -143,6 +148,22 @@ class Replica:
         self._engine = engine
         return Loaded(engine.info, engine.core.tokenizer, engine.adapters(), engine.core.vector_model)
 
+    async def share(self, address: str) -> tuple[str, bytes]:
+        """Let other replicas ask this one for prefixes, and this one others: returns the URL at which it listens, and
+        its public key. Raises `OSError` without pyzmq or a port, `EngineError` where prefixes cannot be shared."""
+        core = self.engine.core
+        identity, memory = await asyncio.to_thread(core.prefixes.copied)
+        self._peers = peers = PeerConnections(address)
+        prefixes = PeerPrefixes(core.loop.scheduler.kv, identity, memory, core.loop.clock, peers.call)
+        core.loop.share(prefixes)
+        self._answering = asyncio.create_task(peers.serve(prefixes.answer))
+        return peers.url, peers.public_key
+
+    async def admit(self, keys: list[bytes]) -> None:
+        """Admit the replicas of these public keys, and no others."""
+        if self._peers is not None:
+            self._peers.admit(keys)
+
     async def load_adapter(self, name: str, path: str, pinned: bool) -> AdapterInfo:
         return await self.engine.load_adapter(name, path, pinned=pinned)
 
@@ -158,9 +179,10 @@ class Replica:
             await self._engine.aclose()
         self._stopped = True
         self._outbox.post()
-        if self._connection is not None:
-            self._connection.cancel()
-            await asyncio.gather(self._connection, return_exceptions=True)
+        ending = [task for task in (self._connection, self._answering) if task is not None]
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
 
     async def post(self, commands: bytes) -> None:
         """Take commands, in order. An update says what is wrong with a request."""

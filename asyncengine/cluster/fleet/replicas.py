@@ -20,6 +20,7 @@ from asyncengine.cluster.fleet.settings import FleetConfig
 from asyncengine.config import EngineConfig
 from asyncengine.errors import EngineError, FleetError
 from asyncengine.lora.naming import AdapterInfo
+from asyncengine.request_spec import Peer
 
 logger = logging.getLogger("asyncengine")
 
@@ -74,6 +75,8 @@ class ReplicaManager:
         self._dispatcher = dispatcher
         self._first = first
         self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._keys: dict[str, bytes] = {}
+        """Public keys of the replicas that share prefixes, by name."""
         self._ending = False
         self._checked_at = 0.0
         self._changing = asyncio.Lock()
@@ -121,6 +124,21 @@ class ReplicaManager:
         replica = ReplicaHandle(process)
         replica.reader = self._spawn_task(self._read(replica))
         self._dispatcher.add(replica)
+        if self._settings.share_prefixes:
+            self._spawn_task(self._introduce(replica))
+
+    async def _introduce(self, replica: ReplicaHandle) -> None:
+        """Let a replica and the others ask each other for prefixes. Where that cannot be, each computes its own."""
+        limit = self._settings.start_timeout
+        try:
+            address = replica.process.connection.address
+            peer = Peer(replica.name, *await replica.process.call("share", address, timeout=limit))
+            self._keys[replica.name] = peer.key
+            self._keys = {each.name: self._keys[each.name] for each in self._replicas if each.name in self._keys}
+            await self.call_all("admit", list(self._keys.values()))  # before anybody is told of it, or it of others
+            replica.peer = peer
+        except Exception as error:
+            logger.info("replica %s shares no prefixes: %s", replica.name, error)
 
     def _spawn_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task that is cancelled at the fleet's end."""

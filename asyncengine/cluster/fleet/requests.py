@@ -13,7 +13,7 @@ from asyncengine.cluster.routing import Route, RouteRequest
 from asyncengine.engine.delivery import OutputStream
 from asyncengine.engine.vectors.batch import TextBatch
 from asyncengine.kvcache.cache_log import page_hashes
-from asyncengine.request_spec import RequestSpec
+from asyncengine.request_spec import Peer, RequestSpec
 from asyncengine.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -72,10 +72,12 @@ class FleetRequest:
             pages = page_hashes((self.digest, salt), tokens, page_size)
         return RouteRequest(pages, self.digest, salt, float(len(self.specs)))
 
-    def to_submit(self, now: float) -> Submit:
-        """The message to its replica: the specifications, and the output so far."""
+    def to_submit(self, now: float, peer: Peer | None = None) -> Submit:
+        """The message to its replica: the specifications, the output so far, and whom to ask for the prefix."""
         have = self.tokens
         specs = [replace(s, resumed=tuple(have[s.index])) if s.index in have else s for s in self.specs]
+        if peer is not None:
+            specs = [replace(spec, peer=peer) for spec in specs]
         return Submit(self.key, tuple(specs), self.digest, now)
 
 
@@ -87,6 +89,8 @@ class ReplicaHandle:
         self.name = process.name
         self.requests: dict[int, FleetRequest] = {}
         self.commands: list[Command] = []
+        self.peer: Peer | None = None
+        """The address at which other replicas ask it for prefixes; None: it is not known to all of them yet."""
         self.stats: EngineStats | None = None
         self.heard_at = time.monotonic()
         self.closing = False

@@ -62,6 +62,8 @@ class FleetConfig(Settings):
     """Seconds until a replica must have loaded its model."""
     silence_limit: Seconds = 10.0
     """Seconds of silence after which a replica is lost. (One whose process or node ends is lost at once.)"""
+    share_prefixes: bool = True
+    """Whether a replica asks another one for a prefix which that has, before it computes it. On a CPU."""
     weights: Annotated[RoutingWeights, _weights] = field(default_factory=RoutingWeights)
     """Weights by which the router chooses a replica for a request."""
 

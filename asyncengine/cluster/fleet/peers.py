@@ -1,0 +1,120 @@
+"""The connections between replicas, over which one pulls a prefix from another: ZeroMQ with CURVE, as to the fleet.
+
+A replica has one pair of keys. The fleet tells each replica the public keys of all, over the connection that it has to
+it, and which of them may be asked. Nothing that goes over these connections is unpickled, and what comes is checked
+like the content of a disk (`engine.peers`). A connection that breaks is made again by ZeroMQ; who waits for an answer
+that was lost with it has a limit of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from asyncengine.cluster.fleet.connection import MAX_MESSAGE_BYTES, UNSENT, Door, new_socket, zmq
+from asyncengine.request_spec import Peer
+
+logger = logging.getLogger("asyncengine")
+
+MOST_QUESTIONS = 8
+"""Questions of all peers that are answered at a time; others wait where they were sent."""
+
+
+class PeerConnections(Door):
+    """One replica's port for its peers, and its connections to theirs. Lives on the engine's loop."""
+
+    def __init__(self, address: str) -> None:
+        """Listen. Raises `OSError` without pyzmq or a port."""
+        kind = None if zmq is None else zmq.ROUTER
+        super().__init__(address, (), kind, sndhwm=UNSENT, rcvhwm=UNSENT)
+        self._address = address
+        self._sockets: dict[bytes, Any] = {}
+        """Sockets to peers, by the peer's key."""
+        self._waiting: dict[bytes, asyncio.Future[bytes]] = {}
+        """Answers that are waited for, by the question's number."""
+        self._numbers = itertools.count()
+        self._room = asyncio.Semaphore(MOST_QUESTIONS)
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+
+    @property
+    def url(self) -> str:
+        """The address at which it listens."""
+        return str(self._socket.last_endpoint.rstrip(b"\0").decode())
+
+    def admit(self, keys: Iterable[bytes]) -> None:
+        """Admit the owners of these public keys from now on, and forget connections to others."""
+        self.keys = tuple(keys)
+        for key in [key for key in self._sockets if key not in self.keys]:
+            self._sockets.pop(key).close()
+
+    async def call(self, peer: Peer, question: bytes) -> bytes:
+        """The answer of a peer; waits as long as it is waited for."""
+        number = b"%d" % next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            await self._socket_to(peer).send_multipart([number, question])
+            return await answer
+        finally:
+            del self._waiting[number]
+
+    async def serve(self, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
+        """Answer questions until cancelled; with nothing those that `answer` raises for."""
+        try:
+            while True:
+                await self._room.acquire()
+                sender, number, question = await self._socket.recv_multipart()
+                self._spawn(self._answer(answer, sender, number, question)).add_done_callback(
+                    lambda done: self._room.release()
+                )
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self.close()
+
+    async def _answer(
+        self, answer: Callable[[bytes], Awaitable[bytes]], sender: bytes, number: bytes, question: bytes
+    ) -> None:  # fmt: skip
+        said = b""
+        try:
+            said = await answer(question)
+        except Exception as error:
+            logger.info("a peer's question has no answer: %r", error)
+        await self._socket.send_multipart([sender, number, said])
+
+    def _socket_to(self, peer: Peer) -> Any:
+        socket = self._sockets.get(peer.key)
+        if socket is None:
+            socket, _ = new_socket(
+                self._context, self._address, sndhwm=UNSENT, rcvhwm=UNSENT, maxmsgsize=MAX_MESSAGE_BYTES,
+                curve_serverkey=peer.key, curve_publickey=self.public_key, curve_secretkey=self._secret,
+            )  # fmt: skip
+            socket.connect(peer.url)
+            self._sockets[peer.key] = socket
+            self._spawn(self._read(socket))
+        return socket
+
+    async def _read(self, socket: Any) -> None:
+        """Take answers until the socket is closed."""
+        with contextlib.suppress(zmq.ZMQError):
+            while True:
+                number, said = await socket.recv_multipart()
+                answer = self._waiting.get(number)
+                if answer is not None and not answer.done():
+                    answer.set_result(said)
+
+    def _spawn(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+        return task
+
+    def close(self) -> None:
+        """Close the port and all connections. Idempotent."""
+        while self._sockets:
+            self._sockets.popitem()[1].close()
+        super().close()

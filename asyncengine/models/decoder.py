@@ -242,7 +242,7 @@ class Decoder:
     """A `CausalLM`. Its weights are whatever its memory held before `slots` are filled."""
 
     def __init__(self, config: DecoderConfig, options: LayerOptions, max_model_len: int) -> None:
-        self.config, self.options = config, options
+        self.config, self.options, self.max_model_len = config, options, max_model_len
         self.dtype, self.device = options.dtype, options.device
         self.vocab_size = self.input_vocab_size = config.vocab_size
         outer = config.embedding_width or config.width
@@ -294,8 +294,12 @@ class Decoder:
         wanted = None if rows.shape[0] == ids.shape[0] else rows
         return self.logits(self.hidden_states(ids, step, wanted), step)
 
-    def hidden_states(self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, width] after the final norm, of int64 ids [T]; of `rows` only, if given (int64, ascending)."""
+    def hidden_states(
+        self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor | None = None,
+        kept: list[torch.Tensor] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """[T, width] after the final norm, of int64 ids [T]; of `rows` only, if given (int64, ascending). `kept` takes
+        the stream before each layer, and behind the last."""
         h = self.embedding(ids, step.adapters)
         images = step.images or NO_IMAGES
         pictured, deep = images.tokens, images.deep
@@ -307,11 +311,12 @@ class Decoder:
         if self.positions is not None:
             h = h + self.positions(step.positions + self.config.position_offset)
         angles = [*(rotary(step.positions, images.axes) for rotary in self.rotary), self._unrotated]
-        if self.fused is not None and not deep and self.fused.serves(ids.shape[0], step, angles):
+        fused = None if deep or kept is not None else self.fused
+        if fused is not None and fused.serves(ids.shape[0], step, angles):
             if rows is None:
-                return self.fused(h, step, angles)
+                return fused(h, step, angles)
             if step.adapters is None:  # else the last feed-forward part has its rows' own
-                return self.fused(h, step, angles).index_select(0, rows)
+                return fused(h, step, angles).index_select(0, rows)
         first = self.layers[0].before_attention
         x = h if first is None else first(h)
         unread = rows is not None and not len(rows)
@@ -322,10 +327,14 @@ class Decoder:
             last = place + 1 == len(self.layers)
             following = self.norm if last else self.layers[place + 1].before_attention
             own = None if vectors is None else vectors[:, place]
+            if kept is not None:
+                kept.append(h)
             h, x = layer(h, x, step, angles[self._rotaries[place]], following, rows if last else None, own)
             if pictured is not None and place < len(deep):
                 h = h.index_add(0, pictured, deep[place])
                 x = h if following is None else following(h)
+        if kept is not None:
+            kept.append(h)
         if self.projections:
             x = self.projections[1](x, step.adapters if rows is None else step.row_adapters)
         return x

@@ -96,7 +96,7 @@ class ModelRunner:
         """Measured costs of the draft model's passes."""
         self.draft_model: DraftModel | None = None
         """The model that makes guesses that are left open."""
-        self._model: CausalLM | None = model.model
+        self.model: CausalLM | None = model.model
         self._backend, self._device = backend, model.device
         self._copies, self._used = copy_stream(model.device), list[torch.Tensor]()
         self._buffers = StepBuffers(max_num_seqs, page_size, model.device)
@@ -315,7 +315,7 @@ class ModelRunner:
 
     def _run_pieces(self, batch: Batch, graphs: PromptGraphs) -> tuple[FlatStep, torch.Tensor]:
         """The step, and logits [N, vocab] of its wanted rows."""
-        assert isinstance(self._model, Decoder)
+        assert isinstance(self.model, Decoder)
         step = self._buffers.flatten(batch.rows)
         hidden = graphs.run(step)
         own: StepAdapters = (None, None)
@@ -326,17 +326,17 @@ class ModelRunner:
             hidden = hidden.index_select(0, wanted)
             if self._lora is not None:
                 own = self._lora.begin(step.adapters, step.counts, wanted)
-        return step, self._model.logits(hidden, StepContext(self._last_token, self._backend, *own))
+        return step, self.model.logits(hidden, StepContext(self._last_token, self._backend, *own))
 
     def _compute(
         self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, adapters: StepAdapters,
         moves: StateSegments | LoneTokens | None = None, images: ImageRows | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        assert self._model is not None
+        assert self.model is not None
         states = None if self._states is None or moves is None else state_step(self._states, moves, self._device)
         pictures = None if images is None else images.hidden
         context = StepContext(positions, self._backend, *adapters, states, pictures)
-        return self._model.forward(input_ids, context, logit_rows)
+        return self.model.forward(input_ids, context, logit_rows)
 
     def use_graphs(
         self, sizes: Sequence[int], capture: Capture, report: Callable[[], None] = lambda: None
@@ -355,14 +355,14 @@ class ModelRunner:
     @property
     def may_cut(self) -> bool:
         """Whether there can be graphs for steps with prompts."""
-        return may_be_cut(self._model, self._backend)
+        return may_be_cut(self.model, self._backend)
 
     def use_prompt_graphs(
         self, sizes: Sequence[int], capture: Pieces, report: Callable[[], None] = lambda: None
     ) -> PromptGraphs:
         """Run steps with prompts of up to the largest of `sizes` tokens as graphs in pieces, captured now; `report`
         after each. Graphs of decode steps are there already, and it `may_cut`."""
-        model = self._model
+        model = self.model
         assert isinstance(model, Decoder)
 
         def hidden(input_ids: torch.Tensor, positions: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
@@ -378,7 +378,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Free KV memory and let go of the weights and of everything on the device. Idempotent."""
-        if self._model is None:
+        if self.model is None:
             return
         try:
             if self.draft_model is not None:
@@ -398,9 +398,9 @@ class ModelRunner:
         self._masks.close()
         if self._lora is not None:
             self._lora.close()
-        assert self._model is not None
-        self._model.unbind()
-        self._model = None
+        assert self.model is not None
+        self.model.unbind()
+        self.model = None
         for name in _HELD:
             delattr(self, name)
 

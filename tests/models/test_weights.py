@@ -189,7 +189,7 @@ def test_updates_beneath_an_adapter(quantization: Any, checkpoint: Checkpoint) -
     live = make_driver(checkpoint, "qwen3", quantization=quantization)
     live.lora.write(1, adapter)
     before = live.scores(1)
-    update(live.runner._model, checkpoint("qwen3", seed=1))
+    update(live.runner.model, checkpoint("qwen3", seed=1))
     fresh = make_driver(lambda name: checkpoint(name, seed=1), "qwen3", quantization=quantization)
     fresh.lora.write(1, adapter)
     assert live.scores(1) == fresh.scores(1) != before

@@ -44,7 +44,7 @@ def no_collection() -> Iterator[None]:
 
 def tensors_of(runner: ModelRunner) -> list[weakref.ref[torch.Tensor]]:
     """The model's weights in whatever form, and what the runner has of its own."""
-    return [weakref.ref(value) for value in (*tensors_in(runner._model), runner._last_token)]
+    return [weakref.ref(value) for value in (*tensors_in(runner.model), runner._last_token)]
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -1,0 +1,103 @@
+"""Values from one computation, gradients from another.
+
+What the engine has computed takes the place of what a module of transformers would; the module itself runs in the
+backward pass, at exactly these inputs, and its vector-Jacobian product is the gradient. That is gradient checkpointing
+(Chen et al. 2016) whose first forward somebody else has done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+Outputs = tuple[torch.Tensor, ...]
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A computation to be done again."""
+
+    call: Callable[[Sequence[torch.Tensor]], Outputs]
+    """Of the inputs."""
+    values: Outputs
+    """The results of the one that was done."""
+    inputs: int
+    """Tensors that are inputs; the others are parameters, which `call` knows."""
+    parameters: Sequence[torch.Tensor]
+    autocast: tuple[bool, torch.dtype]
+
+
+class _Recomputed(torch.autograd.Function):
+    """(plan, *inputs, *parameters) -> the plan's values."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, *tensors: torch.Tensor) -> Outputs:
+        ctx.plan = plan
+        ctx.save_for_backward(*tensors)  # which notices who changes one before the backward pass
+        values, plan.values = plan.values, ()
+        return values
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        plan, wanted = ctx.plan, ctx.needs_input_grad[1:]
+        needed = list(zip(ctx.saved_tensors[: plan.inputs], wanted, strict=False))
+        inputs = [tensor.detach().requires_grad_(needs) for tensor, needs in needed]
+        on, dtype = plan.autocast
+        with torch.enable_grad(), torch.autocast("cpu", dtype=dtype, enabled=on):
+            made = plan.call(inputs)
+        sources = [*inputs, *plan.parameters]
+        places = [place for place, needs in enumerate(wanted) if needs]
+        grads: list[torch.Tensor | None] = [None] * len(sources)
+        outputs = [(out, grad.to(out.dtype)) for out, grad in zip(made, gradients, strict=True) if out.requires_grad]
+        if outputs and places:
+            own, given = zip(*outputs, strict=True)
+            found = torch.autograd.grad(own, [sources[place] for place in places], given, allow_unused=True)
+            for place, grad in zip(places, found, strict=True):
+                grads[place] = grad
+        return (None, *grads)
+
+
+def recomputed(
+    call: Callable[[Sequence[torch.Tensor]], Outputs], values: Outputs, inputs: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+) -> Outputs:  # fmt: skip
+    """`values`, with the gradients of call(inputs), which is run in the backward pass. `parameters`: what else it is a
+    function of."""
+    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    plan = _Plan(call, values, len(inputs), parameters, autocast)
+    made: Outputs = _Recomputed.apply(plan, *inputs, *parameters)  # type: ignore[no-untyped-call]
+    return made
+
+
+def recomputed_module(module: Any, forward: Any, value: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    """`value`, with the gradients of `forward(*args, **kwargs)` of a module: to tensors anywhere in its arguments, and
+    to its parameters."""
+    leaves, form = pytree.tree_flatten((args, kwargs))
+    tracked = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    inputs = [leaves[place] for place in tracked]
+
+    def call(own: Sequence[torch.Tensor]) -> Outputs:
+        given = list(leaves)
+        for place, tensor in zip(tracked, own, strict=True):
+            given[place] = tensor
+        positional, named = pytree.tree_unflatten(given, form)
+        before = getattr(module, "gradient_checkpointing", False)
+        module.gradient_checkpointing = False  # this is the second pass already
+        try:
+            made = forward(*positional, **named)
+        finally:
+            module.gradient_checkpointing = before
+        return (made[0] if isinstance(made, tuple) else made,)
+
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return recomputed(call, (value,), inputs, parameters)[0]
+
+
+def replaced(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`value` in the place of x: the gradient passes as if it were x."""
+    return recomputed(tuple, (value,), (x,), ())[0]

@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
@@ -128,8 +129,10 @@ class ExactModel:
         self._adapted = False
         self._tuples = [False] * len(self._modules)
         """Which layers give their result in a tuple."""
-        self._before = [(module, module.__dict__.get("forward")) for module in (*self._modules, self.base)]
         self.sync()
+        # fused optimizers change tensors without a new version of them
+        self._unhook = register_optimizer_step_post_hook(self._stepped)
+        self._before = [(module, module.__dict__.get("forward")) for module in (*self._modules, self.base)]
         for place, module in enumerate(self._modules):
             module.forward = functools.partial(self._layer, place, module.forward)
         own, original = self._forward, self.base.forward
@@ -149,6 +152,15 @@ class ExactModel:
         """Give the layers the model's weights, and those of the adapter that is on, changed or not."""
         self._weights = self._adapter = None
         self._refresh()
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Some optimizer of this process has made a step."""
+        stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        for name, each in self.base.named_parameters():
+            if id(each) in stepped and ".lora_" in name:
+                self._adapter = None
+            elif id(each) in stepped:
+                self._weights = None
 
     def _refresh(self) -> None:
         """Take what has changed since the last forward."""
@@ -373,4 +385,5 @@ class ExactModel:
             else:
                 module.forward = before
         self._before = []
+        self._unhook.remove()
         self._layers.close()

@@ -70,6 +70,18 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageStats:
+    """Encoded pictures; all 0: the model reads none."""
+
+    encoded: int = 0
+    """Pictures that the vision tower encoded, since the start."""
+    hits: int = 0
+    """Steps that found a picture encoded already, each picture counted once. What is in the prefix cache needs none."""
+    nbytes: int = 0
+    """Bytes of the encoded pictures that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot. Counts since the start; distributions over the last 4096 samples."""
 
@@ -111,6 +123,7 @@ class EngineStats:
     """None: nothing is guessed."""
     state: EngineState = "awake"
     """Whether steps run; "asleep": weights or caches may not be in memory."""
+    images: ImageStats = ImageStats()
 
     @property
     def tokens_per_pass(self) -> float:

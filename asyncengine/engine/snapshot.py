@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from asyncengine.engine.loop import EngineLoop
 from asyncengine.kvcache import StoreCounts
 from asyncengine.speculation.planner import SpeculationCounters
-from asyncengine.stats import EngineStats, SpeculationStats, Summary, ThreadStats
+from asyncengine.stats import EngineStats, ImageStats, SpeculationStats, Summary, ThreadStats
 
 if TYPE_CHECKING:
     from asyncengine.lora.registry import AdapterRegistry
@@ -55,6 +55,7 @@ def snapshot(
         stored=StoreCounts() if loop.sources.store is None else loop.sources.store.counts,
         speculation=_speculation(scheduler.speculation),
         state="awake" if loop.asleep is None else loop.asleep.state,
+        images=ImageStats(scheduler.encoding.encoded, scheduler.encoding.found, scheduler.encoding.nbytes),
     )
 
 

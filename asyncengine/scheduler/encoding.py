@@ -108,4 +108,4 @@ class EncodedImages:
     @property
     def nbytes(self) -> int:
         """Bytes of all that are in memory."""
-        return sum(self._sizes.values())
+        return sum(list(self._sizes.values()))  # a copy: statistics are read on other threads

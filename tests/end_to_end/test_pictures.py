@@ -75,6 +75,10 @@ def test_questions_about_one_picture_encode_it_once(folder: Path, towers: list[i
         assert first.usage.cached_tokens == 0
         assert again.usage.cached_tokens > 10
         assert other.usage.cached_tokens < 10
+        stats = engine.stats().images
+        assert stats.encoded == 1
+        assert stats.hits >= 1
+        assert stats.nbytes == 15 * 4 * 2 * 64  # and one layer's deep features
         assert engine.count_tokens(chat(picture(3), "what?")) == first.usage.prompt_tokens
         assert engine.tokenize(chat(picture(3), "what?")).count(IMAGE) == 15
         params = GREEDY.replace(n=3, repetition_penalty=1.3, logprobs=True)

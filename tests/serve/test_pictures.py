@@ -145,3 +145,30 @@ def test_a_stored_response_keeps_its_picture(url: str) -> None:
     assert second["usage"]["input_tokens_details"]["cached_tokens"] > 15
     kept = httpx.get(f"{url}/v1/responses/{first['id']}/input_items").json()["data"][0]["content"][0]
     assert kept["image_url"] == data_url(SEEN[0])
+
+
+def test_tokens_of_pictures_are_counted_before_they_are_sent(url: str) -> None:
+    image = data_url(SEEN[0])
+    parts = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": "what?"}]
+    told = ask_chat(url, image).json()["usage"]["prompt_tokens"]
+    chat_body = {"model": "m", "messages": [{"role": "user", "content": parts}]}
+    assert told > httpx.post(f"{url}/tokenize", json=chat_body | {"messages": chat("what?")}).json()["count"] + 10
+    assert httpx.post(f"{url}/tokenize", json=chat_body).json()["count"] == told
+    source = {"type": "base64", "media_type": "image/png", "data": encoded(SEEN[0])}
+    parts = [{"type": "image", "source": source}, {"type": "text", "text": "what?"}]
+    body = {"model": "m", "messages": [{"role": "user", "content": parts}]}
+    assert httpx.post(f"{url}/v1/messages/count_tokens", json=body).json() == {"input_tokens": told}
+    parts = [{"type": "input_image", "image_url": image}, {"type": "input_text", "text": "what?"}]
+    body = {"model": "m", "input": [{"role": "user", "content": parts}]}
+    assert httpx.post(f"{url}/v1/responses/input_tokens", json=body).json()["input_tokens"] == told
+
+
+def test_the_metrics_count_pictures(url: str) -> None:
+    assert ask_chat(url, data_url(SEEN[0])).status_code == 200
+    found = httpx.get(f"{url}/metrics").text.splitlines()
+    values = {
+        line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in found if "image" in line and "{" in line
+    }
+    assert values["asyncengine:images_encoded_total"] >= 1
+    assert values["asyncengine:image_cache_bytes"] > 0
+    assert "asyncengine:image_cache_hits_total" in values

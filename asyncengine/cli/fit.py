@@ -108,6 +108,8 @@ def _show(needs: ModelNeeds, tokens: int, claim: Claim, machine: Machine) -> Non
     if needs.num_states:
         many = f"{needs.num_states} of {size(needs.state_bytes)}: running requests and snapshots"
         table.add_row("recurrent states", size(needs.num_states * needs.state_bytes), many)
+    if needs.image_bytes:
+        table.add_row("pictures", size(needs.image_bytes), "encoded ones that are kept, at most")
     table.add_row("a step", size(needs.step_bytes), "about, beside these")
     table.add_row("together", size(needs.total(tokens)), "", style="bold", end_section=True)
     if claim.device_bytes is not None:

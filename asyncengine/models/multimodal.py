@@ -61,6 +61,11 @@ class TextPart:
     def generation_defaults(self) -> dict[str, Any]:
         return self.whole.generation_defaults()
 
+    def of_vision(self) -> list[str]:
+        """Names in the whole checkpoint of the tensors that are neither the language model's nor for sounds."""
+        taken = set(self.names.values())
+        return [name for name in self.whole.tensors if name not in taken and "audio" not in name]
+
 
 def text_part(whole: CheckpointSource, described: DecoderConfig) -> TextPart:
     """The tensors for the decoder `described`, whose own names are those of transformers today.

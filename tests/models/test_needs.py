@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 from support.multimodal_models import save_multimodal
+from support.picture_models import save_picture_model
 from support.tiny_models import make_checkpoint
 
+from asyncengine import Engine
 from asyncengine.attention.base import page_bytes
 from asyncengine.config import EngineConfig
 from asyncengine.demo import EMBEDDER_PATH, MODEL_PATH
@@ -44,10 +46,24 @@ def test_needs_of_an_encoder(settings: dict[str, object]) -> None:
 
 def test_needs_of_the_text_part_of_a_model_that_reads_images(tmp_path: Path) -> None:
     save_multimodal("gemma3", tmp_path)
-    config = EngineConfig(device="cpu", num_threads=1, show_progress=False)
+    config = EngineConfig(device="cpu", num_threads=1, show_progress=False, images="off")
     assert read_needs(str(tmp_path), config).weight_bytes == pytest.approx(
         load_model(str(tmp_path), config).weights_bytes, rel=0.05
     )
+
+
+def test_needs_of_a_model_that_reads_images(tmp_path: Path) -> None:
+    """Its tower beside its text, unless it is left out, and the pictures that are kept."""
+    save_picture_model("qwen3_vl", tmp_path)
+    config = EngineConfig(device="cpu", num_threads=1, show_progress=False, dtype="float32", image_cache_memory=1000)
+    with Engine.from_pretrained(tmp_path, config=config.replace(kv_cache_memory="1MiB")) as engine:
+        needs = read_needs(str(tmp_path), config)
+        assert engine.info.no_images is None
+        assert needs.weight_bytes == pytest.approx(engine.info.weight_bytes, rel=0.02)
+    text = read_needs(str(tmp_path), config.replace(images="off"))
+    assert text.weight_bytes < needs.weight_bytes * 0.9
+    assert (text.image_bytes, needs.image_bytes) == (0, 1000)
+    assert needs.total(10) - text.total(10) == needs.weight_bytes - text.weight_bytes + 1000
 
 
 def test_needs_of_an_embedder_without_the_output_layer_of_its_family(tmp_path: Path) -> None:

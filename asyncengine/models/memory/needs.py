@@ -41,8 +41,10 @@ from asyncengine.models.memory.caches import (
     two_pools,
     why_one_pool,
 )
+from asyncengine.models.multimodal import TextPart
 from asyncengine.models.purpose import is_headless, pooling_of
 from asyncengine.models.reading import ModelPlan, read_encoder, read_model
+from asyncengine.models.vision.families import VISION
 from asyncengine.models.weights import assign, settle_tie, slots_of, stored_forms
 
 logger = logging.getLogger("asyncengine")
@@ -172,6 +174,8 @@ class ModelNeeds:
     page_size: int
     two_pools: TwoPools | None = None
     """Division of the KV cache where layers with windows have pages of their own; None: they have not."""
+    image_bytes: int = 0
+    """Encoded pictures that are kept (`image_cache_memory`); 0: it reads none."""
 
     def kv_tokens(self, config: EngineConfig) -> int:
         """Tokens that the KV cache is to hold: those of `kv_cache_memory`, or those of one long request."""
@@ -191,7 +195,7 @@ class ModelNeeds:
     def total(self, kv_tokens: int) -> int:
         """Bytes of everything, with a KV cache for `kv_tokens` tokens."""
         states = self.num_states * self.state_bytes
-        return self.weight_bytes + self.kv_bytes(kv_tokens) + states + self.step_bytes
+        return self.weight_bytes + self.kv_bytes(kv_tokens) + states + self.step_bytes + self.image_bytes
 
 
 def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | None = None) -> ModelNeeds:
@@ -209,6 +213,7 @@ def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | 
         plan = read_model(path_or_id, checkpoint, config, is_headless(pooling), device)
     text, tokens = plan.hf_config.get_text_config(), config.max_num_batched_tokens
     weight_bytes, per_token, layers, states = _sizes(plan, config, text)
+    tower_bytes = 0 if pooling is not None else _tower_bytes(plan, config)
     logits = 0 if whole else min(config.max_num_seqs, tokens) * text.vocab_size * _COPIES_OF_LOGITS
     hidden = tokens * text.hidden_size * _COPIES_OF_STATES
     pools = None
@@ -217,7 +222,7 @@ def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | 
     return ModelNeeds(
         name=short_name(path_or_id),
         dtype=str(plan.dtype).removeprefix("torch."),
-        weight_bytes=weight_bytes,
+        weight_bytes=weight_bytes + tower_bytes,
         kv_bytes_per_token=per_token,
         state_bytes=state_bytes(states, plan.dtype),
         num_states=num_states_for(states, config, plan.dtype, torch.device("cpu"), _ENDLESS),
@@ -227,7 +232,16 @@ def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | 
         vocab_size=text.vocab_size,
         page_size=config.page_size,
         two_pools=pools,
+        image_bytes=int(config.image_cache_memory) if tower_bytes else 0,
     )
+
+
+def _tower_bytes(plan: ModelPlan, config: EngineConfig) -> int:
+    """Bytes of the vision tower of a model that reads pictures."""
+    part = plan.checkpoint
+    if not isinstance(part, TextPart) or config.images == "off" or plan.hf_config.model_type not in VISION:
+        return 0
+    return sum(part.whole.tensors[name].elements for name in part.of_vision()) * plan.dtype.itemsize
 
 
 def _sizes(

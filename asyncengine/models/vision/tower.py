@@ -81,13 +81,11 @@ def load_tower(
 
 
 def _tensors(part: TextPart) -> dict[str, torch.Tensor]:
-    taken = set(part.names.values())
     found: dict[str, torch.Tensor] = {}
-    for name in part.whole.tensors:
-        if name not in taken and "audio" not in name:
-            tensor = part.whole.read(name)
-            if not isinstance(tensor, torch.Tensor):
-                raise UnsupportedModel(f"{name} of the vision tower is quantized")
-            found[name] = tensor.clone()
-            part.whole.release(tensor)
+    for name in part.of_vision():
+        tensor = part.whole.read(name)
+        if not isinstance(tensor, torch.Tensor):
+            raise UnsupportedModel(f"{name} of the vision tower is quantized")
+        found[name] = tensor.clone()
+        part.whole.release(tensor)
     return found

@@ -106,17 +106,18 @@ class Prefixes:
         """Write the pinned prompt of `spec`; returns the tokens of its pages. Raises `InvalidParameter`,
         `RequestFailed`, `OSError`; then there is no file, or the one that was there before."""
         assert self._identify is not None
-        assert self._memory is not None
         kv, identity, ticket = self._loop.scheduler.kv, self._identify(), spec.ticket
+        memory = self._open_memory()
         try:
             namespace, pages, places = kv.pinned(ticket)
             tokens = spec.prompt[: pages * kv.page_size]
             if not tokens:
                 limit = f"is too short: pages have {kv.page_size} tokens, and it has {spec.prompt_len}"
                 raise InvalidParameter("prefix", limit)
-            memory, is_intact = self._memory(), lambda: kv.is_pinned(ticket)
             with _written_whole(path) as file:
-                write_prefix(file, identity, namespace, tokens, kv.page_size, places, memory, is_intact)
+                write_prefix(
+                    file, identity, namespace, tokens, kv.page_size, places, memory, lambda: kv.is_pinned(ticket)
+                )
         except (KeyError, RecordError):
             raise RequestFailed(_CROWDED) from None
         return len(tokens)
@@ -125,7 +126,7 @@ class Prefixes:
         """Read a file into the cache, under a `number` that nobody else uses; returns its tokens. `left` ends it early.
         Raises `InvalidParameter`, `RequestFailed`, `EngineClosed`."""
         assert self._identify is not None
-        kv = self._loop.scheduler.kv
+        kv, memory = self._loop.scheduler.kv, self._open_memory()
         try:
             with os.fdopen(SystemDisk().open(str(path)), "rb") as file:
                 prefix = PrefixReader(file)
@@ -134,7 +135,7 @@ class Prefixes:
                     raise InvalidParameter("file", f"has {count} tokens, and the KV cache holds {kv.longest}")
                 order = self._order(ImportPrefix(number, adapter, salt, tuple(prefix.tokens)))
                 if order.number:
-                    self._fill(prefix, order, left)
+                    self._fill(prefix, order, memory, left)
                 elif order.start * kv.page_size < count:
                     raise RequestFailed(_CROWDED)
                 return count
@@ -142,6 +143,15 @@ class Prefixes:
             raise InvalidParameter("file", f"cannot be read: {error}") from None
         except RecordError as error:
             raise InvalidParameter("file", f"cannot be used: {error}", str(path)) from None
+
+    def _open_memory(self) -> PageMemory:
+        """The engine's pages, which live on if it closes. Raises `EngineClosed` where it has closed."""
+        assert self._memory is not None
+        try:
+            return self._memory()
+        finally:
+            if self._loop.inbox.closed:  # before that nothing is let go, and later there is nothing to be had
+                raise EngineClosed("the engine has closed")
 
     def _order(self, message: ImportPrefix) -> RestoreOrder:
         """The loop's answer. Raises `EngineClosed`."""
@@ -151,16 +161,17 @@ class Prefixes:
             answer.cancel()
         return finished_blocking(answer)
 
-    def _fill(self, prefix: PrefixReader, order: RestoreOrder, left: threading.Event | None) -> None:
+    def _fill(
+        self, prefix: PrefixReader, order: RestoreOrder, memory: PageMemory, left: threading.Event | None
+    ) -> None:
         def proceed() -> None:
             if order.cancelled or (left is not None and left.is_set()):
                 raise RequestFailed(_CROWDED)
 
-        assert self._memory is not None
         size, whole = self._loop.scheduler.kv.page_size, False
         try:
             proceed()
-            prefix.fill(order.places, self._memory(), size, proceed)
+            prefix.fill(order.places, memory, size, proceed)
             whole = True
         finally:  # the pages go back, or are found by whoever asks from now on
             pages = len(order.tokens) // size - order.start if whole else 0

@@ -115,7 +115,7 @@ def replay(
     `adapters`, if the recorded scheduler had any. Each constrained request gets a fresh matcher: the recorded run used
     its own up, and a recording can be played any number of times. `matchers` makes those of a loaded recording,
     `update` gives the executor the weights of the update of a number, `restore` puts into its pages what a disk had
-    (`FakePageMemory.restore`), where prefixes were kept on one.
+    (`FakePageMemory.restore`), or a file, where prefixes came from one.
     """
     config = recording.config
     kv = KVCache(
@@ -129,7 +129,7 @@ def replay(
         most_ahead=config.most_ahead,
     )
     scheduler = Scheduler(config, kv, adapters)
-    scheduler.restores.enabled = restore is not None
+    scheduler.restores.enabled = any(isinstance(value, PrefixFound) for _, value in recording.entries)
     launched: deque[StepResult] = deque()
     outputs: list[Output] = []
     asked: dict[int, RequestSpec] = {}

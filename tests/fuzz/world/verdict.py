@@ -9,7 +9,7 @@ from fuzz.world.calls import Record
 from fuzz.world.device import allowed_letters
 from fuzz.world.plan import EOS, VOCABULARY
 
-from asyncengine.engine.validation import _sample_seed
+from asyncengine.engine.validation import sample_seed
 from asyncengine.errors import (
     BudgetTooSmall,
     EngineClosed,
@@ -46,7 +46,7 @@ def judge(record: Record, life: Life) -> list[str]:
 def _wrong_token(record: Record, life: Life, index: int, tokens: Sequence[int]) -> int | None:
     """The place of the first token that no weights of its time explain."""
     call, device = record.call, life.devices[record.call.engine]
-    seed, context = _sample_seed(call.params.seed, index), list(call.prompt)
+    seed, context = sample_seed(call.params.seed, index), list(call.prompt)
     possible = [sum(moment <= record.submitted for moment, _ in device.updates)]
     versions = [0, *(weights for _, weights in device.updates)]
     for place, token in enumerate(tokens):

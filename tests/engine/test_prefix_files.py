@@ -1,0 +1,264 @@
+"""Prefixes in files on a fake engine: what others do meanwhile leaves right tokens, balanced books and whole files."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_engine import GREEDY, PATIENCE, SteppedExecutor, Steps, make_core, until
+
+from asyncengine import AsyncEngine, EngineClosed, RequestFailed
+from asyncengine.outputs import Completion
+from asyncengine.scheduler.messages import ImportPrefix, PinPrefix, PrefixFound, PrefixLoaded, UnpinPrefix
+from asyncengine.step import RecordPart
+from asyncengine.testing import FakeModel
+from asyncengine.testing.fake_memory import FakePageMemory
+from asyncengine.testing.leaks import assert_nothing_held
+from asyncengine.testing.replay import Recording, replay
+
+SIZE = 4
+PROMPT = [2 + (7 * place) % 90 for place in range(30)]
+MODELS: dict[str, dict[str, Any]] = {
+    "pages": {},
+    "states": {"num_states": 12},
+    "windows": {"model": FakeModel(windows=((9, 0),))},
+    "window pages": {"model": FakeModel(windows=((9, 0), (0, 0))), "num_window_pages": 60},
+}
+
+
+class Memory(FakePageMemory):
+    """Whoever copies its second page waits for the gate."""
+
+    def __init__(self, executor: Executor) -> None:
+        super().__init__(executor)
+        self.gate = executor.gate
+        self.waiting = executor.waiting
+        self.copied = 0
+
+    def buffers(self, part: RecordPart, index: int) -> Sequence[memoryview]:
+        self.copied += 1
+        if self.copied == 2:
+            self.waiting.set()
+            assert self.gate.wait(PATIENCE)
+        return super().buffers(part, index)
+
+
+class Executor(SteppedExecutor):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.gate, self.waiting = threading.Event(), threading.Event()
+        self.gate.set()
+
+    def page_memory(self) -> Memory:
+        return Memory(self)
+
+    def prepare_update(self, weights: Any, config: Any, partial: bool) -> Any:
+        return lambda: self.update(2)
+
+
+def engine_of(kind: str = "pages", pages: int = 128, recorder: Any = None, **settings: Any) -> AsyncEngine:
+    def load() -> Any:
+        wiring = {"identify": lambda: {"model": kind}, "recorder": recorder}
+        return make_core(Executor(pages, SIZE, **MODELS[kind]), wiring=wiring, check_every=1, **settings)
+
+    return AsyncEngine(load, hosted=True)
+
+
+def executor_of(engine: AsyncEngine) -> Executor:
+    return engine.core.loop.runner.executor  # type: ignore[attr-defined,no-any-return]
+
+
+async def ask(engine: AsyncEngine, prompt: list[int], most: int = 5, **options: Any) -> Completion:
+    answer = await engine.generate(prompt, GREEDY.replace(max_tokens=most, seed=0, ignore_eos=True), **options)
+    assert answer.token_ids == executor_of(engine).model.oracle(prompt, most, 0, ()), "a wrong token"
+    return answer
+
+
+@pytest.fixture
+async def file(tmp_path: Path) -> Path:
+    async with engine_of() as engine:
+        await engine.export_prefix(PROMPT, tmp_path / "file")
+    return tmp_path / "file"
+
+
+@pytest.mark.parametrize("kind", MODELS)
+async def test_random_prefixes_from_files_give_right_tokens_and_balanced_books(kind: str, tmp_path: Path) -> None:
+    """Files of an engine's own and of another one's, over what is cached of them in part, in a small cache."""
+    rng = random.Random(kind)
+    async with engine_of(kind) as other, engine_of(kind, pages=40) as engine:
+        files = 0
+        for _ in range(60):
+            prompt = [*PROMPT[: rng.randrange(4, 31)], *(rng.randrange(2, 97) for _ in range(rng.randrange(20)))]
+            try:
+                await rng.choice([other, engine]).export_prefix(prompt, tmp_path / "file")
+                files += await engine.import_prefix(tmp_path / "file")
+            except ValueError as error:
+                assert "too short" in str(error)
+            answer = await engine.generate([*prompt, 5], GREEDY.replace(max_tokens=5, seed=0))
+            if kind in ("pages", "states"):
+                assert answer.token_ids == executor_of(engine).model.oracle([*prompt, 5], 5, 0, (1,))
+        assert files
+        await until(lambda: engine.stats().pages.shared == 0)
+        engine.core.loop.scheduler.check()
+        assert_nothing_held(engine.core)
+
+
+async def test_an_import_that_finds_no_room_fails_alone(file: Path) -> None:
+    async with engine_of(pages=16) as engine:
+        executor_of(engine).hold(after=1)
+        running = asyncio.create_task(ask(engine, list(range(2, 42)), most=20))
+        try:
+            assert await asyncio.to_thread(executor_of(engine).entered.wait, PATIENCE)
+            with pytest.raises(RequestFailed, match="requests need its pages"):
+                importing = asyncio.create_task(engine.import_prefix(file))
+                await until(lambda: bool(engine.core.loop.imports))
+                executor_of(engine).release()  # messages are taken between two steps
+                await importing
+        finally:
+            executor_of(engine).release()
+        await running
+        assert await engine.import_prefix(file) == 28
+        assert (await ask(engine, PROMPT)).usage.cached_tokens == 28
+
+
+async def test_an_import_gives_way_to_a_request_that_grows(file: Path) -> None:
+    async with engine_of(pages=16) as engine:
+        executor = executor_of(engine)
+        executor.gate.clear()
+        reading = asyncio.create_task(engine.import_prefix(file))
+        assert await asyncio.to_thread(executor.waiting.wait, PATIENCE)
+        growing = asyncio.create_task(ask(engine, [5, 6, 7], most=50))
+        await until(lambda: engine.core.loop.scheduler.restores._readings[1].order.cancelled)
+        executor.gate.set()
+        with pytest.raises(RequestFailed, match="requests need its pages"):
+            await reading
+        await growing
+        engine.core.loop.scheduler.check()
+        assert_nothing_held(engine.core)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+async def test_leaving_an_import_gives_its_pages_back(kind: str, tmp_path: Path) -> None:
+    async with engine_of(kind) as engine:
+        await engine.export_prefix(PROMPT, tmp_path / "file")
+    async with engine_of(kind) as engine:
+        executor = executor_of(engine)
+        executor.gate.clear()
+        reading = asyncio.create_task(engine.import_prefix(tmp_path / "file"))
+        assert await asyncio.to_thread(executor.waiting.wait, PATIENCE)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):  # at once: nobody has opened the gate
+            await reading
+        executor.gate.set()
+        await until(lambda: engine.stats().pages.free == engine.stats().pages.total)
+        assert (await engine.generate(PROMPT, GREEDY.replace(max_tokens=3))).usage.cached_tokens == 0
+
+
+async def test_closing_ends_an_import_and_not_an_export(file: Path, tmp_path: Path) -> None:
+    engine = engine_of()
+    async with engine:
+        executor = executor_of(engine)
+        executor.gate.clear()
+        reading = asyncio.create_task(engine.import_prefix(file))
+        assert await asyncio.to_thread(executor.waiting.wait, PATIENCE)
+    executor.gate.set()
+    with pytest.raises(EngineClosed):
+        await reading
+    engine = engine_of()
+    async with engine:
+        executor = executor_of(engine)
+        executor.gate.clear()
+        writing = asyncio.create_task(engine.export_prefix(PROMPT, tmp_path / "other"))
+        assert await asyncio.to_thread(executor.waiting.wait, PATIENCE)
+    executor.gate.set()
+    assert await writing == 28  # its pages were nobody else's yet
+    assert (tmp_path / "other").read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize("why", ["a request", "other weights"])
+async def test_a_prefix_that_has_to_go_while_it_is_written_leaves_no_file(why: str, file: Path) -> None:
+    before = file.read_bytes()
+    async with engine_of(pages=16) as engine:
+        executor = executor_of(engine)
+        executor.gate.clear()
+        writing = asyncio.create_task(engine.export_prefix([*PROMPT[:28], 5, 6, 7], file))
+        assert await asyncio.to_thread(executor.waiting.wait, PATIENCE)
+        if why == "a request":
+            await ask(engine, [5, 6, 7], most=50)
+        else:
+            await engine.update_weights({})
+        executor.gate.set()
+        with pytest.raises(RequestFailed, match="had to leave the cache"):
+            await writing
+        assert file.read_bytes() == before
+        assert [path.name for path in file.parent.iterdir()] == [file.name]
+        assert_nothing_held(engine.core)
+
+
+async def test_weights_that_change_before_the_pages_are_there_refuse_the_file(file: Path) -> None:
+    async with engine_of() as engine:
+        loop = engine.core.loop
+        prefixes = engine.core.prefixes
+        order, updated = prefixes._order, threading.Event()
+
+        def later(message: ImportPrefix) -> Any:
+            updated.set()
+            assert executor_of(engine).gate.wait(PATIENCE)
+            return order(message)
+
+        prefixes._order = later  # type: ignore[method-assign]
+        executor_of(engine).gate.clear()
+        reading = asyncio.create_task(engine.import_prefix(file))
+        assert await asyncio.to_thread(updated.wait, PATIENCE)
+        await engine.update_weights({})
+        executor_of(engine).gate.set()
+        with pytest.raises(RequestFailed, match="other weights"):
+            await reading
+        assert engine.stats().pages.free == engine.stats().pages.total
+        assert not loop.imports
+
+
+async def test_a_recording_with_pins_and_files_replays_to_the_same_outputs(file: Path, tmp_path: Path) -> None:
+    entries: list[tuple[str, Any]] = []
+    engine = engine_of(recorder=lambda kind, value: entries.append((kind, value)))
+    async with engine:
+        recording = Recording(engine.core.config, 128, entries)
+        await engine.import_prefix(file)
+        async with engine.pin(PROMPT):
+            answer = await ask(engine, [*PROMPT, 9])
+    kinds = {type(value) for kind, value in entries if kind == "apply"}
+    assert kinds >= {PinPrefix, UnpinPrefix, ImportPrefix, PrefixLoaded}
+    again = Recording.load(recording.save(tmp_path / "recording"))
+    executor = Executor(128, SIZE)
+    outputs = replay(again, executor, restore=FakePageMemory(executor).restore)
+    last = max(output.ticket for output in outputs)
+    assert [output.token for output in outputs if output.ticket == last and output.token >= 0] == answer.token_ids
+
+
+def test_requests_that_share_a_reading_may_leave_it_and_it_goes_on() -> None:
+    """A request that waits for the durable cache joins an import that has its next page."""
+    steps = Steps()
+    steps.scheduler.restores.enabled = True
+    steps.apply(ImportPrefix(99, "", "", tuple(PROMPT[:28])))
+    (order,) = steps.scheduler.restores.take_orders()
+    ticket = steps.add(PROMPT)
+    ((request, *_),) = steps.scheduler.restores.take_wanted()
+    steps.apply(PrefixFound(request.ticket, 7, 5.0))
+    assert steps.scheduler.restores.queue
+    steps.abort(ticket)
+    late = steps.add(PROMPT)
+    steps.scheduler.restores.take_wanted()
+    steps.apply(PrefixFound(late, 7, 5.0))
+    steps.now = 6.0
+    steps.step()
+    assert not order.cancelled
+    FakePageMemory(steps.executor).restore(order)
+    steps.apply(PrefixLoaded(order.number, 7))
+    steps.run()
+    steps.assert_right([late])
+    steps.assert_empty()

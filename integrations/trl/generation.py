@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ of that one token's id, as vLLM's "the sampled token only"."""
 
 OURS = ("n", "seed", "logprobs", "logprobs_of", "top_logprobs", "prompt_logprobs", "prompt_logprobs_start")
 """Sampling parameters that this adapter sets itself."""
-STRUCTURES = {
+STRUCTURES: Mapping[str, Callable[..., Grammar]] = {
     "json": Grammar.json_schema, "regex": Grammar.regex, "choice": Grammar.choice, "grammar": Grammar.ebnf,
 }  # fmt: skip
 """Parts of vLLM's `structured_outputs`."""
@@ -147,7 +147,7 @@ class EngineGeneration:
     def _sampling(self) -> dict[str, Any]:
         """Fields of `SamplingParams` for the trainer's settings."""
         trainer = self.trainer
-        args = getattr(trainer, "args", None)
+        args, ends = getattr(trainer, "args", None), getattr(trainer, "eos_token_ids", None)  # older TRL has one id
         fields: dict[str, Any] = {
             "temperature": trainer.temperature,
             "top_p": trainer.top_p,
@@ -156,7 +156,7 @@ class EngineGeneration:
             "repetition_penalty": trainer.repetition_penalty,
             "max_tokens": trainer.max_completion_length,
             "ignore_eos": True,  # the model's own ids; those that the trainer knows stop instead
-            "stop_token_ids": trainer.eos_token_ids,
+            "stop_token_ids": [trainer._tokenizer.eos_token_id] if ends is None else ends,
             "on_budget": "truncate",  # closing by other tokens than the drawn ones would score them with -inf
             "skip_special_tokens": False,
         }
@@ -170,13 +170,9 @@ class EngineGeneration:
         if "structured_outputs" in given:
             structure = _structure(given.pop("structured_outputs"))
             fields.setdefault("grammar", structure)  # the trainer's expression takes precedence, as in TRL
-        return _known({**fields, **given})
-
-
-def _known(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields, looked at once for all prompts. Raises `InvalidParameter` for unknown and malformed ones."""
-    SamplingParams.from_dict(fields)
-    return fields
+        fields |= given
+        SamplingParams.from_dict(fields)  # which names an unknown one, with the nearest known
+        return fields
 
 
 def _structure(given: Any) -> Grammar:
@@ -190,7 +186,7 @@ def _structure(given: Any) -> Grammar:
 
 
 def attach(trainer: Any, engine: AnyEngine, *, adapter: str = "trl-policy") -> EngineGeneration:
-    """Let `engine` generate for `trainer` (TRL's GRPOTrainer, RLOOTrainer or DistillationTrainer) from now on.
+    """Let `engine` generate for `trainer`, TRL's GRPOTrainer or RLOOTrainer, from now on.
 
     Leave `use_vllm` out of the trainer's arguments: vLLM need not be installed. The trainer then takes the path that it
     has for vLLM, with its correction for the difference between the distributions that were sampled and trained

@@ -118,6 +118,25 @@ def test_weights_are_those_of_a_saved_checkpoint(name: str, tmp_path: Path) -> N
         torch.testing.assert_close(found[key], tensor, atol=0, rtol=0)
 
 
+def test_weights_that_fsdp_shards_are_whole(tmp_path: Path) -> None:
+    """One process is a world, too: its parameters are distributed tensors, which the engine refuses."""
+    distributed = pytest.importorskip("torch.distributed")
+    from torch.distributed.fsdp import fully_shard
+
+    model = make_model("llama")
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = distributed.init_device_mesh("cpu", (1,))
+        found = named_weights(fully_shard(model, mesh=mesh))
+        assert any(type(tensor) is not torch.Tensor for tensor in model.state_dict().values())
+        assert all(type(tensor) is torch.Tensor for tensor in found.values())
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    finally:
+        distributed.destroy_process_group()
+
+
 # ---------------------------------------------------------------- completions
 
 
@@ -154,6 +173,13 @@ def test_the_trainer_says_what_ends_a_completion(engine: Engine, model: Any) -> 
     )[1]
     assert len(through) == 40
     assert set(EOS) & set(through)
+
+
+def test_a_trainer_of_an_older_trl_has_one_end(engine: Engine, model: Any) -> None:
+    trainer = a_trainer(model, _tokenizer=SimpleNamespace(eos_token_id=EOS[0]), max_completion_length=40)
+    del trainer.eos_token_ids
+    question = engine.tokenize([{"role": "user", "content": "What is the capital of Norway?"}])
+    assert EngineGeneration(engine, trainer).generate([question])[1][0][-1] == EOS[0]
 
 
 def test_generation_kwargs_are_sampling_parameters(engine: Engine, model: Any) -> None:

@@ -117,6 +117,16 @@ async def test_llama_index_agent(capsys: pytest.CaptureFixture[str]) -> None:
     assert (printed.count("get_weather({"), printed.count("add({")) == (2, 2)
 
 
+def test_grpo_demo(tmp_path: Path) -> None:
+    """One short step of it, and the plot."""
+    pytest.importorskip("trl")
+    pytest.importorskip("matplotlib")
+    [step] = load("grpo_demo").main(steps=1, plot=tmp_path / "reward.svg", batch=8)
+    assert 0 < step["reward"] < 1
+    assert step["sampling/sampling_logp_difference/max"] < 1e-3
+    assert "<svg" in (tmp_path / "reward.svg").read_text(encoding="utf-8")
+
+
 async def test_fastapi_app() -> None:
     assert_right(await load("fastapi_app").main(), "How can I help you?", "demo", "1, 2, 3, 4, 5")
 

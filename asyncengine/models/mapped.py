@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from asyncengine.errors import ModelNotFound, shorten
-from asyncengine.kernels.arena import give_back
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +74,8 @@ class MappedFiles:
         """
         if not self.holds(tensor) or not tensor.is_contiguous():
             return
+        from asyncengine.kernels.arena import give_back  # brings torch, which paths are looked at without
+
         give_back(tensor.data_ptr(), tensor.nbytes)
 
 

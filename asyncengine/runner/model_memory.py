@@ -56,8 +56,8 @@ class ModelMemory:
         def run() -> None:
             with on_device(self._device), self._cores.loading():
                 write()
-                if self._without_weights and self.draft is not None and self.draft.write_again is not None:
-                    self.draft.write_again()
+            if self._without_weights and self.draft is not None and self.draft.write_again is not None:
+                self.draft.write_again()  # which takes the same cores for itself
             self._without_weights = False
 
         return run

@@ -62,6 +62,22 @@ def test_a_prompt_leaves_a_snapshot_at_its_last_full_page_and_the_next_one_start
     assert (counts.snapshots, counts.hits, counts.free) == (1, 1, 4)
 
 
+def test_a_state_of_more_than_is_published_hangs_on_no_page() -> None:
+    """It has taken in tokens behind the last page, from which it would be a wrong start."""
+    kv = books()
+    run = Run(kv, [1, 2, 3, 4, 5, 6, 7, 8, 9], 1)
+    assert [position for position, _ in run.use.saves] == [8]
+    kv.retire(1)
+    kv.publish(run.table, run.tokens, 4, 1)
+    assert kv.states is not None
+    assert run.table.state is not None
+    free = kv.states.counts(1).free
+    kv.states.settle(run.use.saves, run.table.state, run.table.node, SIZE)
+    assert kv.states.snapshot_of(run.table.node) is None
+    assert kv.states.counts(1).free == free + 1
+    kv.check([run.table])
+
+
 def test_where_ways_part_a_snapshot_is_left_for_the_third() -> None:
     kv = books()
     common = [1, 2, 3, 4]

@@ -54,7 +54,8 @@ class PeerConnections(Door):
     async def call(self, peer: Peer, question: bytes) -> bytes:
         """The answer of a peer; waits as long as it is waited for."""
         number = b"%d" % next(self._numbers)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
         try:
             await self._socket_to(peer).send_multipart([number, question])
             return await answer

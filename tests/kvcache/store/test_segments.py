@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import stat
@@ -186,6 +187,22 @@ def test_a_full_disk_and_a_broken_one_end_nothing() -> None:
     for each in headers(9, first=100):
         store.append([record(each, bytes(1000))])
     assert not store.writable
+
+
+def test_only_three_failures_in_a_row_end_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = VirtualDisk(random.Random(1))
+    store = SegmentStore(disk, "/kv", FINGERPRINT, 10**6)
+    fails = iter([True, True, False, False, True, True, True])
+    fsync = disk.fsync
+
+    def failing(descriptor: int) -> None:
+        if next(fails):
+            raise OSError(errno.EIO, "broken")
+        fsync(descriptor)
+
+    monkeypatch.setattr(disk, "fsync", failing)
+    found = [(store.append([record(each, b"1")]), store.writable) for each in headers(6)]
+    assert found == [(0, True), (0, True), (1, True), (0, True), (0, True), (0, False)]
 
 
 def test_files_are_the_user_s_own(tmp_path: Path) -> None:

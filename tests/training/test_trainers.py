@@ -183,3 +183,18 @@ def test_other_models_and_calls_are_refused_by_name(folder: Path, engine: Engine
     with pytest.raises(UnsupportedModel, match=r"drops nothing: the dropout of model.layers.1.self_attn is 0.1"):
         model(ids)
     exact.close()
+
+
+def test_master_weights_in_float32_train_with_an_engine_in_bfloat16(folder: Path) -> None:
+    """Under autocast, as trainers run it."""
+    model = trainer_of(folder)
+    with engine_on(folder, "bfloat16") as engine:
+        exact = make_exact(model, engine, temperature=TEMPERATURE)
+        for _ in range(2):
+            engine.update_weights(model.state_dict())
+            batch = rollout(engine)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                found = exact.token_logprobs(batch.ids, batch.mask, batch.labels)
+            assert torch.equal(found.detach(), batch.said)
+            train(model, exact, batch, 1)
+        exact.close()

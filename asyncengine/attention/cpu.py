@@ -116,7 +116,11 @@ class CompiledBackend:
         (self._threads, self._piece, workers), self._team = team_threads(), use_team()
         if self._scratch.numel() < workers * self._scratch_size:
             self._scratch = torch.empty(workers * self._scratch_size, dtype=torch.uint8)
-        near, far, rows = step.for_windows(), step.for_others(), None if step.blocks else _short_rows(step)
+        near, far, rows = step.for_windows(), step, None
+        if step.blocks:
+            far = step.for_others()
+        else:
+            rows = _short_rows(step)
         plans = {
             group: self._plan_group(group, spec, near if spec.windowed else far, rows)
             for group, spec in self._groups.items()

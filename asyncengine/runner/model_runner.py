@@ -202,14 +202,17 @@ class ModelRunner:
         step: Step | FlatStep
         if self._unwritten:
             self._write_adapters([row.adapter_slot for row in batch.rows])
-        pictured = self._images is not None and any(row.spec.images for row in batch.rows)
-        if not pictured and self._prompt_graphs is not None and self._prompt_graphs.hold(batch):
+        store, images = self._images, None
+        if store is not None and not any(row.spec.images for row in batch.rows):
+            store = None
+        if store is None and self._prompt_graphs is not None and self._prompt_graphs.hold(batch):
             step, logits = self._run_pieces(batch, self._prompt_graphs)
         else:
             step = self._buffers.build(batch, self._last_token)
-            found = self._images.of_step(batch.rows) if self._images is not None and pictured else ImageRows()
-            pending.failed = found.failed
-            logits = self._forward(batch, step, found)
+            if store is not None:
+                images = store.of_step(batch.rows)
+                pending.failed = images.failed
+            logits = self._forward(batch, step, images)
         if self.pooler is not None:
             pending.pooling = self.pooler, step.pool_spans, pending.readback.fetch(logits)
         sampled = None
@@ -304,9 +307,11 @@ class ModelRunner:
             self._lora.write(slot, self._unwritten[slot])
             del self._unwritten[slot]
 
-    def _forward(self, batch: Batch, step: Step, images: ImageRows) -> torch.Tensor:
+    def _forward(self, batch: Batch, step: Step, images: ImageRows | None) -> torch.Tensor:
         """Logits [N, vocab] of the step's wanted rows."""
-        view = replace(step.view, blocks=images.blocks, near_blocks=images.near) if images.blocks else step.view
+        view = step.view
+        if images is not None and images.blocks:
+            view = replace(view, blocks=images.blocks, near_blocks=images.near)
         self._backend.plan(view)
         own: StepAdapters = (None, None)
         if self._lora is not None:

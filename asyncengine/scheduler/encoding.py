@@ -23,7 +23,7 @@ class EncodedImages:
         self._running = running
         self._sizes: dict[bytes, int] = {}
         """Digest -> bytes, least recently used first."""
-        self._used: dict[bytes, None] = {}
+        self.used: dict[bytes, None] = {}
         """Digests that the step needs which is being planned."""
         self._next: Encode | None = None
         self._forgotten: dict[bytes, None] = {}
@@ -55,7 +55,7 @@ class EncodedImages:
         digest = image.digest
         if digest in self._sizes:
             self._sizes[digest] = self._sizes.pop(digest)
-            self.found += digest not in self._used
+            self.found += digest not in self.used
         elif self._next is not None or (dropped := self._make_room(image.nbytes)) is None:
             return False
         else:
@@ -64,13 +64,13 @@ class EncodedImages:
             self._forgotten.clear()
             self._sizes[digest] = image.nbytes
             self.encoded += 1
-        self._used[digest] = None
+        self.used[digest] = None
         return True
 
     def _make_room(self, nbytes: int) -> list[bytes] | None:
         """Digests that go, least recently used first; None: those that are needed leave no room. One that is larger
         than the budget is there alone."""
-        kept = dict.fromkeys((*self._used, *self._cut()))
+        kept = dict.fromkeys((*self.used, *self._cut()))
         free = self._budget - nbytes - sum(self._sizes.values())
         dropped = []
         for digest, size in self._sizes.items():
@@ -94,7 +94,7 @@ class EncodedImages:
 
     def take(self) -> Encode | None:
         """The picture that the step encodes which is launched now."""
-        self._used.clear()
+        self.used.clear()
         taken, self._next = self._next, None
         return taken
 

@@ -285,7 +285,8 @@ class Scheduler:
                 request.num_pending += 1
         if self.kv.states is not None:
             planned = with_states(planned, requests, self.kv, self.last_step)
-        batch = Batch(self.last_step, planned, self.roster.slots.take_swaps(), self.encoding.take())
+        encode = self.encoding.take() if self.encoding.used else None
+        batch = Batch(self.last_step, planned, self.roster.slots.take_swaps(), encode)
         self._in_flight.append(InFlight(batch, requests, [request.epoch for request in requests]))
         return batch
 

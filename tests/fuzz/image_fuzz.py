@@ -55,7 +55,7 @@ class ImageLife(Life):
     def _turn(self) -> None:
         super()._turn()
         images = self.scheduler.encoding
-        assert images.nbytes <= self.budget or len(images._sizes) <= 1 + len(list(images._cut())) + len(images._used)
+        assert images.nbytes <= self.budget or len(images._sizes) <= 1 + len(list(images._cut())) + len(images.used)
 
     def _before_commit(self, batch: Any, result: Any) -> None:
         if batch.encode is not None:

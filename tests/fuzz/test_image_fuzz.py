@@ -78,7 +78,7 @@ def drop_what_this_step_needs(patch: pytest.MonkeyPatch) -> None:
     make_room = EncodedImages._make_room
 
     def broken(self: EncodedImages, nbytes: int) -> list[bytes] | None:
-        self._used.clear()
+        self.used.clear()
         return make_room(self, nbytes)
 
     patch.setattr(EncodedImages, "_make_room", broken)

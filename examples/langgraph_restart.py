@@ -35,7 +35,6 @@ def checkpoints(folder: Path) -> InMemorySaver:
 
 async def main(folder: Path) -> tuple[str, int, int]:
     """One turn. Returns the answer, the tokens of the conversation, and those of them that the disk had."""
-    folder.mkdir(parents=True, exist_ok=True)
     async with await AsyncEngine.from_pretrained("demo", kv_cache_dir=folder / "prefixes") as engine:
         chat = ChatAsyncEngine(engine=engine, temperature=0, max_tokens=40)
 
@@ -57,4 +56,4 @@ async def main(folder: Path) -> tuple[str, int, int]:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1] if len(sys.argv) > 1 else "state")))
+    asyncio.run(main(Path(sys.argv[1] if len(sys.argv) > 1 else "state")))  # kv_cache_dir makes the folder

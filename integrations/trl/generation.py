@@ -31,7 +31,7 @@ STRUCTURES: Mapping[str, Callable[..., Grammar]] = {
 
 
 class EngineGeneration:
-    """What TRL's trainers ask of the object in their `vllm_generation`: `sync_weights` and `generate`.
+    """The object that TRL's trainers have in `vllm_generation`: they call its `sync_weights` and its `generate`.
 
     Sampling parameters are the trainer's at the time of the call (`temperature`, `top_p`, `top_k`, `min_p`,
     `repetition_penalty`, `max_completion_length`, and `args.generation_kwargs` over them, by the names of

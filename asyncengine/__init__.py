@@ -8,6 +8,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.demo import EMBEDDER_PATH as DEMO_EMBEDDER
 from asyncengine.demo import MODEL_PATH as DEMO_MODEL
 from asyncengine.demo import RERANKER_PATH as DEMO_RERANKER
+from asyncengine.demo import VISION_PATH as DEMO_VISION
 from asyncengine.engine_group import EngineGroup
 from asyncengine.errors import (
     AdapterError,
@@ -68,6 +69,7 @@ __all__ = [
     "DEMO_EMBEDDER",
     "DEMO_MODEL",
     "DEMO_RERANKER",
+    "DEMO_VISION",
     "AdapterError",
     "AdapterInUse",
     "AdapterInfo",

@@ -10,6 +10,7 @@ from asyncengine import (
     DEMO_EMBEDDER,
     DEMO_MODEL,
     DEMO_RERANKER,
+    DEMO_VISION,
     AsyncEngine,
     Engine,
     EngineConfig,
@@ -20,7 +21,12 @@ from asyncengine import (
 from asyncengine.errors import EngineClosed
 
 AnyEngine = AsyncEngine | Engine | EngineHandle
-BUNDLED = {str(DEMO_MODEL): "demo", str(DEMO_EMBEDDER): "demo-embed", str(DEMO_RERANKER): "demo-rerank"}
+BUNDLED = {
+    str(DEMO_MODEL): "demo",
+    str(DEMO_EMBEDDER): "demo-embed",
+    str(DEMO_RERANKER): "demo-rerank",
+    str(DEMO_VISION): "demo-vision",
+}
 
 
 class EngineSource:

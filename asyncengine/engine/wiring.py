@@ -12,7 +12,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.config import EngineConfig
-from asyncengine.demo import EMBEDDER_PATH, MODEL_PATH, RERANKER_PATH, resolve_adapter, resolve_draft
+from asyncengine.demo import (
+    EMBEDDER_PATH,
+    MODEL_PATH,
+    RERANKER_PATH,
+    VISION_PATH,
+    resolve_adapter,
+    resolve_draft,
+)
 from asyncengine.device.process import PROCESS, LoadAttempt
 from asyncengine.engine.adapter_wiring import allocate_adapters, make_adapters
 from asyncengine.engine.backpressure import QueueLimit
@@ -68,7 +75,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("asyncengine")
 
 _SMALLER = 'Take a smaller model, dtype="bfloat16", or a device with more memory.'
-BUNDLED = {"demo": MODEL_PATH, "demo-embed": EMBEDDER_PATH, "demo-rerank": RERANKER_PATH}
+BUNDLED = {"demo": MODEL_PATH, "demo-embed": EMBEDDER_PATH, "demo-rerank": RERANKER_PATH, "demo-vision": VISION_PATH}
 """Names of the bundled models, wherever a model's folder or hub id is expected."""
 
 

@@ -124,7 +124,7 @@ def test_wheel_contents(tmp_path: Path) -> None:
         assert f"asyncengine/demo/model/{file}" in names
     for file in ("config.json", "model.safetensors", "modules.json", "tokenizer.json", "1_Pooling/config.json"):
         assert f"asyncengine/demo/embedder/{file}" in names
-    for folder in ("draft", "reranker"):
+    for folder in ("draft", "reranker", "vision"):
         for file in ("README.md", "config.json", "model.safetensors"):
             assert f"asyncengine/demo/{folder}/{file}" in names
     for adapter in ("json", "pirate"):

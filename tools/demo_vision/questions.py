@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
-from tools.demo_vision.scenes import CELLS, COLORS, KINDS, Scene, Shape
+from tools.demo_vision.scenes import CELLS, Scene, Shape
 
-T = TypeVar("T")
 NUMBERS = ("None", "One", "Two", "Three", "Four")
 NO_PICTURE = "There is no picture."
 
@@ -26,6 +23,13 @@ class Question:
 
 def _a(name: str) -> str:
     return f"an {name}" if name[0] in "aeiou" else f"a {name}"
+
+
+def _at(cell: int) -> str:
+    """ "in the top left", "at the top", "on the left"."""
+    place = CELLS[cell]
+    word = "in" if cell == 4 or " " in place else "at" if place in ("top", "bottom") else "on"
+    return f"{word} the {place}"
 
 
 def _upper(text: str) -> str:
@@ -51,17 +55,6 @@ def _count(of: Scene, rng: random.Random) -> tuple[str, str]:
     return _how_many(word, rng), f"{NUMBERS[len(of.shapes)]}."
 
 
-def _count_some(of: Scene, rng: random.Random) -> tuple[str, str]:
-    """How many of a color or of a kind; as often as not, of one that is there."""
-    if rng.random() < 0.5:
-        color = _one_of([shape.color for shape in of.shapes], tuple(COLORS), rng)
-        found, word = sum(shape.color == color for shape in of.shapes), f"{color} shapes"
-    else:
-        kind = _one_of([shape.kind for shape in of.shapes], KINDS, rng)
-        found, word = sum(shape.kind == kind for shape in of.shapes), "crosses" if kind == "cross" else f"{kind}s"
-    return _how_many(word, rng), f"{NUMBERS[found]}."
-
-
 def _how_many(word: str, rng: random.Random) -> str:
     return rng.choice((f"How many {word} are there?", f"How many {word} do you see?", f"How many {word}?"))
 
@@ -74,7 +67,7 @@ def _color(of: Scene, rng: random.Random) -> tuple[str, str] | None:
     asked = (f"What {spelled} is the {shape.kind}?", f"Which {spelled} is the {shape.kind}?")
     if len(of.shapes) == 1:
         asked += (f"What {spelled} is it?", f"What {spelled} is this?")
-    return rng.choice(asked), f"{_upper(shape.color)}"
+    return rng.choice(asked), f"It is {shape.color}."
 
 
 def _kind(of: Scene, rng: random.Random) -> tuple[str, str] | None:
@@ -90,42 +83,15 @@ def _kind(of: Scene, rng: random.Random) -> tuple[str, str] | None:
 def _where(of: Scene, rng: random.Random) -> tuple[str, str]:
     shape = rng.choice(of.shapes)
     alone = sum(other.kind == shape.kind for other in of.shapes) == 1
-    return f"Where is the {shape.kind if alone and rng.random() < 0.5 else shape.name}?", _upper(shape.place)
-
-
-def _what_at(of: Scene, rng: random.Random) -> tuple[str, str]:
-    cell = _one_of([shape.cell for shape in of.shapes], range(len(CELLS)), rng)
-    place = CELLS[cell]
-    words = "in the" if cell == 4 or " " in place else "at the" if place in ("top", "bottom") else "on the"
-    found = next((shape for shape in of.shapes if shape.cell == cell), None)
-    return f"What is {words} {place}?", "Nothing." if found is None else _upper(_a(found.name))
-
-
-def _is_there(of: Scene, rng: random.Random) -> tuple[str, str]:
-    """As often yes as no; a shape that is not there shares its color or kind with one that is."""
-    shape = rng.choice(of.shapes)
-    color, kind = shape.color, shape.kind
-    if rng.random() < 0.5:
-        color, kind = rng.choice(((color, rng.choice(KINDS)), (rng.choice(tuple(COLORS)), kind)))
-    there = any((each.color, each.kind) == (color, kind) for each in of.shapes)
-    asked = rng.choice(("Is there {}?", "Do you see {}?", "Is there {} in the picture?"))
-    return asked.format(_a(f"{color} {kind}")), "Yes." if there else "No."
-
-
-def _as_json(of: Scene, rng: random.Random) -> tuple[str, str] | None:
-    if len(of.shapes) > 1:
-        return None
-    (shape,) = of.shapes
-    asked = rng.choice(("Color and shape as JSON.", "Give color and shape as JSON.", "Answer in JSON: color, shape."))
-    return asked, json.dumps({"color": shape.color, "shape": shape.kind})
+    return f"Where is the {shape.kind if alone and rng.random() < 0.5 else shape.name}?", _upper(_at(shape.cell))
 
 
 MAKERS: dict[str, Callable[[Scene, random.Random], tuple[str, str] | None]] = {
-    "describe": _describe, "count": _count, "count some": _count_some, "color": _color, "kind": _kind,
-    "where": _where, "what at": _what_at, "is there": _is_there, "json": _as_json,
+    "describe": _describe, "count": _count, "color": _color, "kind": _kind,
+    "where": _where,
 }  # fmt: skip
 """A maker of questions for each skill; None where a scene has no such question."""
-_SHARES = (3, 1, 2, 2, 2, 2, 2, 2, 0.5)
+_SHARES = (3, 0.5, 4, 0.5, 5)
 
 
 def question(of: Scene, rng: random.Random, skill: str | None = None) -> Question | None:
@@ -150,7 +116,3 @@ def _only(of: Scene, field: str, rng: random.Random) -> Shape | None:
     values = [getattr(shape, field) for shape in of.shapes]
     alone = [shape for shape, value in zip(of.shapes, values, strict=True) if values.count(value) == 1]
     return rng.choice(alone) if alone else None
-
-
-def _one_of(there: list[T], every: Sequence[T], rng: random.Random) -> T:
-    return rng.choice(there if rng.random() < 0.6 else every)

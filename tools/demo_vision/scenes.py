@@ -65,7 +65,7 @@ class Scene:
         return in_held_out("/".join(f"{shape.name} {shape.place}" for shape in self.shapes))
 
 
-def scene(rng: random.Random, held_out: bool = False, counts: Sequence[int] = (1, 1, 1, 1, 2, 2, 2, 3, 3, 4)) -> Scene:
+def scene(rng: random.Random, held_out: bool = False, counts: Sequence[int] = (1, 1, 1, 2, 2, 3)) -> Scene:
     """A scene of this side of the split, with one of these `counts` of shapes."""
     while True:
         count = rng.choice(counts)

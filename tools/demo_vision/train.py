@@ -1,9 +1,9 @@
 """Trains the demo model that reads pictures: ``python -m tools.demo_vision.train``.
 
-First the tower alone: by a linear head, each of a picture's nine tokens has to name the color and the kind of what is
-in its ninth of the picture. Then all of it: answers to questions, beside that head, which is left out of the export.
-Without the head it takes many times as long until any answer looks at the picture. One core; a budget in steps makes a
-run repeatable.
+First the tower: each of a picture's nine tokens has to be near the words for what is in its ninth of the picture. Then
+the language model answers questions about pictures that the tower has encoded once and for all. Learning both together,
+or by a head that has nothing to do with words, it takes many times as long until any answer looks at the picture. One
+core; a budget in steps makes a run repeatable.
 """
 
 from __future__ import annotations
@@ -36,15 +36,18 @@ class Options:
     steps: int = 0
     seed: int = 0
     pictures: int = 48
-    """In a step of the tower alone."""
-    conversations: int = 16
-    """In a step of the whole model."""
+    """In a step of the tower."""
+    conversations: int = 32
+    """In a step of the language model."""
     matrix_rate: float = 0.02
     other_rate: float = 0.004
     warmup: int = 20
-    tower_steps: int = 450
-    """Steps in which the tower learns alone, at first."""
-    decay_from: float = 0.7
+    tower_steps: int = 300
+    """Steps of the tower, before those of the language model."""
+    known: int = 3000
+    """Pictures that the language model is shown."""
+    decay_from: float = 0.6
+    start: Path | None = None
     output: Path = VISION_PATH
 
 
@@ -54,48 +57,72 @@ class Trainer:
     def __init__(self, options: Options, tokenizer: Tokenizer) -> None:
         self.options, self.tokenizer = options, tokenizer
         self.model = new_model(tokenizer.get_vocab_size(), options.seed)
-        self.cells = torch.nn.Linear(self.model.config.text_config.hidden_size, len(COLORS) + 1 + len(KINDS))
-        inner = self.model.model
-        self._tower = torch.nn.ModuleList([inner.vision_model, inner.connector, self.cells])
-        self.descent = self._descent(self._tower)
+        if options.start is not None:
+            self.model.load_state_dict(type(self.model).from_pretrained(options.start).float().state_dict())
+        self.places = torch.nn.Linear(self.model.config.text_config.hidden_size, len(CELLS))
+        self.colors = [self._word(f" {color}") for color in COLORS] + [self._word("Nothing")]
+        self.kinds = [self._word(f" {kind}") for kind in KINDS]
+        self.descent = self._descent(self.model.model.vision_model, self.model.model.connector)
         self.rng = random.Random(f"vision/{options.seed}")
         self.step = 0
+        self._known: dict[Scene, Tensor] = {}
 
     def update(self, done: float) -> float:
         """Do one step at `done` of the budget; the loss."""
         behind = self.step - self.options.tower_steps
-        if behind == 0:
-            self.descent = self._descent(torch.nn.ModuleList([self._tower, self.model.model.text_model]))
         with torch.autocast("cpu", torch.bfloat16):
-            loss = self.picture_loss() if behind < 0 else self.loss()
+            if behind == 0:
+                self._known = self._shown()
+                self.descent = self._descent(self.model.model.text_model)
+            loss = self.tower_loss() if behind < 0 else self.loss()
         found = self.descent.step(loss, behind if behind >= 0 else self.step, done)
         self.step += 1
         return found
 
-    def picture_loss(self) -> Tensor:
-        """The loss of naming what is in each ninth of pictures with many shapes."""
-        return self._look([scene(self.rng, counts=(3, 4, 5)) for _ in range(self.options.pictures)])[1]
+    def tower_loss(self) -> Tensor:
+        """The loss of naming what is in each ninth of pictures with many shapes: by the words for its color (or
+        "Nothing") and for the kind of shape, of which its token has to be near, and by its place."""
+        scenes = [scene(self.rng, counts=(3, 4, 5)) for _ in range(self.options.pictures)]
+        seen = features(self.model, pixels([draw(each, self.rng) for each in scenes])).flatten(0, 1)
+        words = self.model.model.text_model.embed_tokens.weight
+        colors, kinds = ((seen @ words[chosen].T).float() for chosen in (self.colors, self.kinds))
+        wanted = torch.tensor([cells(each) for each in scenes]).flatten(0, 1)
+        places = torch.arange(len(CELLS)).repeat(len(scenes))
+        named = functional.cross_entropy(colors, wanted[:, 0])
+        named = named + functional.cross_entropy(kinds, wanted[:, 1], ignore_index=IGNORED)
+        return named + functional.cross_entropy(self.places(seen).float(), places)
 
     def loss(self) -> Tensor:
-        """The loss of answers, and that of naming what is in each ninth."""
+        """The loss of answers."""
+        scenes = list(self._known)
         count = self.rng.randint(3, 6)
-        drawn = [conversation(self.rng, count, PLACED) for _ in range(self.options.conversations)]
-        seen, named = self._look([scene for each in drawn for scene in each.scenes])
+        drawn = [
+            conversation(self.rng, count, PLACED, lambda: self.rng.choice(scenes))
+            for _ in range(self.options.conversations)
+        ]
+        seen = torch.stack([self._known[shown] for each in drawn for shown in each.scenes])
         ids, targets = self._encode(drawn)
         states = hidden_states(self.model, ids, seen)[targets != IGNORED]
-        return named + functional.cross_entropy(self.model.lm_head(states).float(), targets[targets != IGNORED])
+        return functional.cross_entropy(self.model.lm_head(states).float(), targets[targets != IGNORED])
 
-    def _look(self, scenes: list[Scene]) -> tuple[Tensor, Tensor]:
-        """The hidden states of pictures of these scenes, and the loss of naming what is in each ninth by them: a color
-        or that it is empty, and the kind of what is there."""
-        seen = features(self.model, pixels([draw(each, self.rng) for each in scenes]))
-        colors, kinds = self.cells(seen).float().flatten(0, 1).split([len(COLORS) + 1, len(KINDS)], dim=1)
-        wanted = torch.tensor([cells(each) for each in scenes]).flatten(0, 1)
-        named = functional.cross_entropy(colors, wanted[:, 0])
-        return seen, named + functional.cross_entropy(kinds, wanted[:, 1], ignore_index=IGNORED)
+    @torch.no_grad()
+    def _shown(self) -> dict[Scene, Tensor]:
+        """The hidden states of a picture of each of many scenes, ``[TOKENS, hidden]``."""
+        found: dict[Scene, Tensor] = {}
+        while len(found) < self.options.known:
+            scenes = [scene(self.rng) for _ in range(100)]
+            seen = features(self.model, pixels([draw(each, self.rng) for each in scenes]))
+            found.update(zip(scenes, seen, strict=True))
+        return found
 
-    def _descent(self, parts: torch.nn.Module) -> Descent:
-        return Descent(parts, self.options, beside=("embed", "cells"))
+    def _descent(self, *parts: torch.nn.Module) -> Descent:
+        named = {"places": self.places, "embed": self.model.model.text_model.embed_tokens}
+        named |= {f"part{index}": part for index, part in enumerate(parts)}
+        return Descent(torch.nn.ModuleDict(named), self.options, beside=("embed", "places"))
+
+    def _word(self, text: str) -> int:
+        (token,) = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return int(token)
 
     def _encode(self, drawn: list[Conversation]) -> tuple[Tensor, Tensor]:
         """Token ids, and the next token where it is an answer's, ``[conversations, longest]``."""
@@ -132,13 +159,16 @@ def parse() -> Options:
     parser.add_argument("--minutes", type=float, default=default.minutes)
     parser.add_argument("--steps", type=int, default=0, help="budget in steps instead of minutes")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pictures", type=int, default=default.pictures, help="in a step of the tower alone")
-    parser.add_argument("--conversations", type=int, default=default.conversations, help="in a step of all of it")
+    parser.add_argument("--pictures", type=int, default=default.pictures, help="in a step of the tower")
+    parser.add_argument(
+        "--conversations", type=int, default=default.conversations, help="in a step of the language model"
+    )
     parser.add_argument("--warmup", type=int, default=default.warmup, help="steps over which rates rise")
-    parser.add_argument("--tower-steps", type=int, default=default.tower_steps, help="of the tower alone, at first")
+    parser.add_argument("--tower-steps", type=int, default=default.tower_steps, help="of the tower, at first")
     parser.add_argument("--matrix-rate", type=float, default=default.matrix_rate, help="peak learning rate of Muon")
     parser.add_argument("--other-rate", type=float, default=default.other_rate, help="peak learning rate of AdamW")
     parser.add_argument("--decay-from", type=float, default=default.decay_from, help="part of the budget without decay")
+    parser.add_argument("--start", type=Path, help="a folder whose weights to go on from")
     parser.add_argument("--output", type=Path, default=default.output, help="where the finished model is exported")
     return Options(**vars(parser.parse_args()))
 

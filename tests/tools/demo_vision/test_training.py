@@ -53,7 +53,7 @@ def test_pictures_show_what_their_scenes_say() -> None:
 def test_questions_have_one_right_answer() -> None:
     of = scenes(5, 1, False)[0]
     asked = questions(of, random.Random(0), 400)
-    assert {each.skill for each in asked} >= {"describe", "count", "where", "what at", "is there"}
+    assert {each.skill for each in asked} >= {"describe", "count", "where"}
     answers: dict[str, set[str]] = {}
     for each in asked:
         answers.setdefault(each.text, set()).add(each.answer)
@@ -70,11 +70,11 @@ def test_the_head_is_told_every_third() -> None:
 
 def new_trainer(tower_steps: int = 0) -> Trainer:
     tokenizer = Tokenizer.from_file(str(VISION_PATH / "tokenizer.json"))
-    return Trainer(Options(pictures=8, conversations=4, warmup=2, tower_steps=tower_steps), tokenizer)
+    return Trainer(Options(pictures=8, conversations=4, warmup=2, tower_steps=tower_steps, known=100), tokenizer)
 
 
 def test_a_few_steps_learn_and_repeat() -> None:
-    """Those of the tower alone, and those of the whole model."""
+    """Those of the tower, and those of the language model behind it."""
     runs = []
     for count in (16, 10):
         trainer = new_trainer(tower_steps=8)

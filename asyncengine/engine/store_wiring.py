@@ -151,7 +151,7 @@ def weights_digest(files: Sequence[Path], folder: Path | None) -> str:
 
 
 def _stamp(file: Path) -> str:
-    """What changes when a file is written."""
+    """A text that is another one once the file has been written."""
     at = file.stat()
     return f"{file.resolve()} {at.st_size} {at.st_mtime_ns} {at.st_ctime_ns} {at.st_ino} {at.st_dev}"
 

@@ -38,7 +38,7 @@ _MOST_BYTES = 2**40
 
 Buffer = bytes | bytearray | memoryview
 Identity = Mapping[str, str]
-"""What keys, values and states depend on beside tokens and adapter, by its name in words: values or digests of them."""
+"""Values, or digests of them, of all that keys, values and states depend on beside tokens and adapter, by name."""
 
 
 class RecordError(ValueError):

@@ -138,6 +138,21 @@ async def test_simultaneous_requests_share_one_reading(kind: str) -> None:
             assert engine.stats().stored.bytes_read < 20 * 500
 
 
+async def test_only_who_wants_the_same_next_page_shares_a_reading() -> None:
+    """Not who has its first token in common."""
+    disk, other = Disk(), [PROMPT[0], *range(40, 60)]
+    await lived(disk, "pages", [PROMPT, other])
+    async with engine_on(disk) as engine:
+        disk.gate.clear()
+        asked = [asyncio.create_task(ask(engine, prompt)) for prompt in (PROMPT, other)]
+        readings = engine.core.loop.scheduler.restores._readings
+        await until(lambda: sum(len(each.waiting) for each in list(readings.values())) == 2)
+        assert len(readings) == 2
+        disk.gate.set()
+        answers = await asyncio.gather(*asked)
+        assert [answer.usage.restored_tokens for answer in answers] == [28, 20]
+
+
 async def test_nobody_else_waits_and_the_late_compute() -> None:
     disk = Disk()
     await lived(disk, "pages", [PROMPT])

@@ -210,7 +210,7 @@ class PeerPrefixes:
     # ---------------------------------------------------------------- answering
 
     async def answer(self, question: bytes) -> bytes:
-        """What a peer asked for: the number of pages that are here, or records; b"" where they are not, or of another
+        """The answer to a peer: the number of pages that are here, or records; b"" where they are not, or of another
         fingerprint. Raises for what is no question."""
         asked = json.loads(question)
         namespace, tokens, parts = tuple(asked["namespace"]), asked["tokens"], asked.get("parts")
@@ -226,7 +226,7 @@ class PeerPrefixes:
     def _notes(
         self, namespace: Namespace, tokens: Sequence[int], parts: Sequence[tuple[RecordPart, int]]
     ) -> dict[Part, Unsaved]:
-        """What is here of `parts`, by itself, without a digest: `write_prefix` makes that."""
+        """Notes of those of `parts` that are here, without a digest: `write_prefix` makes that."""
         kv, path = self._kv, {}
         node = kv.tree.peek(namespace, tokens, len(tokens))
         while node is not None and node.parent is not None:

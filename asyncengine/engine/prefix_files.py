@@ -65,7 +65,7 @@ class Prefixes:
             raise InvalidParameter(call, "does not work after update_weights: nobody knows what its weights are called")
 
     def copied(self) -> tuple[Identity, PageMemory]:
-        """What pages depend on, and their memory. Raises `InvalidParameter`; blocks while it reads the weights."""
+        """The identity of pages, and their memory. Raises `InvalidParameter`; blocks while it reads the weights."""
         self.check("share_prefixes", copies=True)
         assert self._identify is not None
         assert self._memory is not None

@@ -178,18 +178,18 @@ async def test_a_prefix_is_pulled_from_another_process() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
-async def test_a_peer_that_is_killed_or_stands_still_in_mid_transfer(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_peer_that_is_killed_or_stands_still_in_mid_transfer(name: str) -> None:
     async with replica_and_other() as (replica, _, other):
-        call, asked, over = PeerConnections.call, list[bytes](), asyncio.Event()
+        prefixes = replica.engine.core.loop.peers
+        assert prefixes is not None
+        call, asked, over = prefixes._call, list[bytes](), asyncio.Event()
 
-        async def call_and_kill(self: PeerConnections, peer: Peer, question: bytes) -> bytes:
+        async def call_and_kill(peer: Peer, question: bytes) -> bytes:
             asked.append(question)
             if len(asked) == FULL // 2:
                 other.send_signal(getattr(signal, name))
                 over.set()  # the time of all that is under way
-            waiting = [asyncio.ensure_future(work) for work in (call(self, peer, question), over.wait())]
+            waiting = [asyncio.ensure_future(work) for work in (call(peer, question), over.wait())]
             try:
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 if not waiting[0].done():
@@ -199,7 +199,7 @@ async def test_a_peer_that_is_killed_or_stands_still_in_mid_transfer(
                 for each in waiting:
                     each.cancel()
 
-        monkeypatch.setattr(PeerConnections, "call", call_and_kill)
+        prefixes._call = call_and_kill
         answer = await asyncio.wait_for(replica.engine.generate(PROMPT, PARAMS), PATIENCE)
         assert len(asked) >= FULL // 2
         assert answer.usage.restored_tokens < FULL * 16

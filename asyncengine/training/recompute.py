@@ -22,7 +22,7 @@ class _Plan:
     """A computation to be done again."""
 
     call: Callable[[Sequence[torch.Tensor]], Outputs]
-    """Of the inputs."""
+    """Function of the inputs."""
     values: Outputs
     """The results of the one that was done."""
     inputs: int

@@ -71,7 +71,7 @@ def rollout(engine: Engine, length: int = 24, **options: Any) -> Any:
 
 
 def weights_of(batch: Any) -> torch.Tensor:
-    """Of a loss of which no two tokens' parts cancel."""
+    """Random weights of a loss, so that no two tokens' parts cancel."""
     return torch.randn(batch.said.shape, generator=torch.Generator().manual_seed(1))
 
 

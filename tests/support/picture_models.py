@@ -52,6 +52,7 @@ IMAGE, BEGIN, END, BREAK, VIDEO = (
     2048 + TOKENS.index(f"<|{name}|>") for name in ("image", "begin", "end", "break", "video")
 )
 _TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{%- for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
     "{% if part.type == 'image' %}MARKER{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"

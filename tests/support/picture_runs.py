@@ -29,9 +29,9 @@ PAGE = 4
 class Loaded:
     """A model that reads pictures, and all that makes prompts for it."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(self, folder: Path, dtype: str = "float32", **settings: Any) -> None:
         self.config = EngineConfig(
-            page_size=PAGE, kv_cache_memory="16MiB", dtype="float32", show_progress=False, num_threads=1,
+            page_size=PAGE, kv_cache_memory="16MiB", dtype=dtype, show_progress=False, num_threads=1,
             speculation="off", **settings,
         )  # fmt: skip
         checkpoint = open_checkpoint(str(folder), self.config)

@@ -30,7 +30,7 @@ class ImageRows(NamedTuple):
     blocks: tuple[Block, ...] = ()
     """(row, first, end) positions that attend to each other both ways, as `StepView.blocks`."""
     near: bool = False
-    """As `StepView.near_blocks`."""
+    """Whether they do so in layers with windows alone, as `StepView.near_blocks` says."""
     failed: dict[int, str] = {}  # noqa: RUF012
     """Row -> why its picture could not be encoded."""
 

@@ -35,6 +35,9 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         "test_train_with_tools", "environment", "test_train_with_malformed_tool_calls", "continuous_batching",
     ),
     "names a sampling parameter of transformers": ("test_train_with_generation_kwargs",),
+    "lets the demo model's tokenizer spend all eight tokens on what its expression fixes, so that nothing is learned": (
+        "test_train_vllm_structured_outputs",
+    ),
     "loads code from a hub": ("test_trust_remote_code",),
     "needs a GPU": ("TestGRPOTrainerSlow",),
 }  # fmt: skip

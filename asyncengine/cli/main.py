@@ -42,7 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="asyncengine",
         description="An LLM inference engine that lives inside your Python program.",
-        epilog="MODEL is a folder or file, a Hugging Face hub id, or bundled: demo, demo-embed, demo-rerank, demo-vision.",
+        epilog="MODEL is a folder or file, a Hugging Face hub id, or bundled: demo, demo-embed, demo-rerank, "
+        "demo-vision.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"asyncengine {__version__}")

@@ -141,17 +141,17 @@ class PeerPrefixes:
 
     async def _load(self, order: RestoreOrder, loaded: Loaded) -> None:
         parts, filled = order.places, list[Part]()
-        if order.peer is not None:
+        if order.source is not None:
             async with self._pulls:
                 began = self._clock.now()
                 try:
-                    await self._pull(order, order.peer, parts, filled)
+                    await self._pull(order, order.source, parts, filled)
                     nbytes = sum(self._memory.nbytes(part) for part, _, _ in parts)
                     now = self._clock.now()
-                    self._read[order.peer.name] = nbytes / max(1e-6, now - began), now + FORGET_SECONDS
+                    self._read[order.source.name] = nbytes / max(1e-6, now - began), now + FORGET_SECONDS
                 except Exception as error:
                     if order.late or not order.cancelled:
-                        self._fail(order.peer, error)
+                        self._fail(order.source, error)
         missing = parts[len(filled) :]
         end = next((place for part, place, _ in missing if part is RecordPart.PAGE), order.pages[-1][0] + 1)
         loaded(order.number, end - order.start, bool(order.slot) and not missing)

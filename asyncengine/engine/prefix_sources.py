@@ -48,12 +48,12 @@ class PrefixSources:
         if restores.enabled:
             self._look_up()
         for order in restores.take_orders():
-            source = self.store if order.peer is None else self.peers
+            reader = self.store if order.source is None else self.peers
             if order.imported:
                 order.cancelled |= self.updated  # what other weights computed
                 self.imports.pop(order.imported).set_result(order)
-            elif source is not None:
-                source.load(order, self._loaded)
+            elif reader is not None:
+                reader.load(order, self._loaded)
 
     def _look_up(self) -> None:
         """Look on the disk, or ask a peer, where that is worth it."""

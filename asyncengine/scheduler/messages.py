@@ -57,12 +57,12 @@ class Drain:
 @dataclass(frozen=True, slots=True)
 class PrefixFound:
     """So many of the first pages of `ticket`, those in the cache included, can be had by reading from a disk, or from
-    `peer`, sooner than by computing; 0: nothing can. It waits for that until the clock reads `until`."""
+    `source`, sooner than by computing; 0: nothing can. It waits for that until the clock reads `until`."""
 
     ticket: int
     pages: int
     until: float = 0.0
-    peer: Peer | None = None
+    source: Peer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,12 @@ class PrefixLoaded:
 
 @dataclass(frozen=True, slots=True)
 class ImportPrefix:
-    """Pages are wanted for `tokens`, full pages of the namespace of `adapter` and `salt`, which a file has. Answered by
-    a `RestoreOrder` of this `number`."""
+    """Pages are wanted for `tokens`, full pages of the namespace of `adapter_digest` and `salt`, which a file has.
+    Answered by a `RestoreOrder` of this `number`."""
 
     number: int
-    adapter: str
-    """Digest of the adapter; "": none."""
+    adapter_digest: str
+    """"": no adapter."""
     salt: str
     tokens: tuple[int, ...]
 

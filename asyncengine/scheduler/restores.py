@@ -43,7 +43,7 @@ class RestoreOrder:
     """Window pages likewise."""
     slot: int = 0
     """The slot for the state after the last token; 0: there is none."""
-    peer: Peer | None = None
+    source: Peer | None = None
     """The engine that has them; None: they are on the disk."""
     until: float = 0.0
     """Clock reading until which the first request waits for it."""
@@ -148,7 +148,7 @@ class Restores:
     def import_prefix(self, message: ImportPrefix, running: Iterable[TableAndTokens]) -> None:
         """Take pages for what a file has. An order of number 0 says that there is no room beside those `running`, or
         nothing to be read: `start` pages are cached then."""
-        space, tokens = (message.adapter, message.salt), list(message.tokens)
+        space, tokens = (message.adapter_digest, message.salt), list(message.tokens)
         pages = len(tokens) // self._kv.page_size
         if self._begin(space, tokens, pages, 0, 0.0, running, imported=message.number) is None:
             start = self._kv.peek(space, tokens, len(tokens)) // self._kv.page_size
@@ -166,7 +166,7 @@ class Restores:
             request.restores += 1
             space, priority = self._namespace(request), request.spec.options.priority
             reading = self._shared(request) or self._begin(
-                space, request.tokens, answer.pages, priority, answer.until, running, peer=answer.peer
+                space, request.tokens, answer.pages, priority, answer.until, running, peer=answer.source
             )
             if reading is not None:
                 reading.waiting[request.ticket] = request

@@ -69,7 +69,8 @@ def pixels(images: list[Image.Image]) -> Tensor:
 
 def features(model: Any, images: Tensor) -> Tensor:
     """Hidden states of pictures for the language model, ``[pictures, TOKENS, hidden]``."""
-    return model.model.connector(model.model.vision_model(pixel_values=images).last_hidden_state)
+    found: Tensor = model.model.connector(model.model.vision_model(pixel_values=images).last_hidden_state)
+    return found
 
 
 def hidden_states(model: Any, ids: Tensor, seen: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def _color(of: Scene, rng: random.Random) -> tuple[str, str] | None:
     if shape is None:
         return None
     spelled = "colour" if rng.random() < 0.1 else "color"
-    asked = (f"What {spelled} is the {shape.kind}?", f"Which {spelled} is the {shape.kind}?")
+    asked: tuple[str, ...] = (f"What {spelled} is the {shape.kind}?", f"Which {spelled} is the {shape.kind}?")
     if len(of.shapes) == 1:
         asked += (f"What {spelled} is it?", f"What {spelled} is this?")
     return rng.choice(asked), f"It is {shape.color}."
@@ -74,7 +74,11 @@ def _kind(of: Scene, rng: random.Random) -> tuple[str, str] | None:
     shape = _only(of, "color", rng)
     if shape is None:
         return None
-    asked = (f"What is {shape.color}?", f"Which shape is {shape.color}?", f"What shape is {shape.color}?")
+    asked: tuple[str, ...] = (
+        f"What is {shape.color}?",
+        f"Which shape is {shape.color}?",
+        f"What shape is {shape.color}?",
+    )
     if len(of.shapes) == 1:
         asked += ("What shape is it?", "What shape is this?", "Which shape is this?")
     return rng.choice(asked), _upper(_a(shape.kind))

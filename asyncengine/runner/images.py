@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from asyncengine.attention.base import StepView
 from asyncengine.device.pinned import Int64Array
 from asyncengine.device.transfer import upload
 from asyncengine.images import ImageSpan
@@ -33,6 +35,10 @@ class ImageRows(NamedTuple):
     """Whether they do so in layers with windows alone, as `StepView.near_blocks` says."""
     failed: dict[int, str] = {}  # noqa: RUF012
     """Row -> why its picture could not be encoded."""
+
+    def seen_in(self, view: StepView) -> StepView:
+        """The view of a step with these pictures."""
+        return replace(view, blocks=self.blocks, near_blocks=self.near) if self.blocks else view
 
 
 class ImageStore:

@@ -6,7 +6,6 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -202,16 +201,13 @@ class ModelRunner:
         step: Step | FlatStep
         if self._unwritten:
             self._write_adapters([row.adapter_slot for row in batch.rows])
-        store, images = self._images, None
-        if store is not None and not any(row.spec.images for row in batch.rows):
-            store = None
-        if store is None and self._prompt_graphs is not None and self._prompt_graphs.hold(batch):
+        pictured = self._images is not None and any(row.spec.images for row in batch.rows)
+        if not pictured and self._prompt_graphs is not None and self._prompt_graphs.hold(batch):
             step, logits = self._run_pieces(batch, self._prompt_graphs)
         else:
             step = self._buffers.build(batch, self._last_token)
-            if store is not None:
-                images = store.of_step(batch.rows)
-                pending.failed = images.failed
+            images = self._images.of_step(batch.rows) if self._images is not None and pictured else None
+            pending.failed = {} if images is None else images.failed
             logits = self._forward(batch, step, images)
         if self.pooler is not None:
             pending.pooling = self.pooler, step.pool_spans, pending.readback.fetch(logits)
@@ -309,10 +305,7 @@ class ModelRunner:
 
     def _forward(self, batch: Batch, step: Step, images: ImageRows | None) -> torch.Tensor:
         """Logits [N, vocab] of the step's wanted rows."""
-        view = step.view
-        if images is not None and images.blocks:
-            view = replace(view, blocks=images.blocks, near_blocks=images.near)
-        self._backend.plan(view)
+        self._backend.plan(step.view if images is None else images.seen_in(step.view))
         own: StepAdapters = (None, None)
         if self._lora is not None:
             own = self._lora.begin([row.adapter_slot for row in batch.rows], step.view.counts, step.logit_rows)

@@ -14,6 +14,7 @@ import pytest
 from support.fake_engine import GREEDY, PATIENCE, SteppedExecutor, Steps, make_core, until
 
 from asyncengine import AsyncEngine, EngineClosed, InvalidParameter, RequestFailed
+from asyncengine.engine.prefix_files import Prefixes
 from asyncengine.outputs import Completion
 from asyncengine.scheduler.messages import ImportPrefix, PinPrefix, PrefixFound, PrefixLoaded, UnpinPrefix
 from asyncengine.step import RecordPart
@@ -64,8 +65,10 @@ class Executor(SteppedExecutor):
 
 def engine_of(kind: str = "pages", pages: int = 128, recorder: Any = None, **settings: Any) -> AsyncEngine:
     def load() -> Any:
-        wiring = {"identify": lambda: {"model": kind}, "recorder": recorder}
-        return make_core(Executor(pages, SIZE, **MODELS[kind]), wiring=wiring, check_every=1, **settings)
+        executor = Executor(pages, SIZE, **MODELS[kind])
+        core = make_core(executor, wiring={"recorder": recorder}, check_every=1, **settings)
+        core.prefixes = Prefixes(core.loop, lambda: {"model": kind}, executor.page_memory)
+        return core
 
     return AsyncEngine(load, hosted=True)
 

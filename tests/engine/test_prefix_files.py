@@ -123,7 +123,7 @@ async def test_an_import_that_finds_no_room_fails_alone(file: Path) -> None:
         try:
             assert await asyncio.to_thread(executor_of(engine).entered.wait, PATIENCE)
             importing = asyncio.create_task(engine.import_prefix(file))
-            await until(lambda: bool(engine.core.loop.imports))
+            await until(lambda: bool(engine.core.loop.sources.imports))
             executor_of(engine).release()  # messages are taken between two steps
             with pytest.raises(RequestFailed, match="requests need its pages"):
                 await importing
@@ -228,7 +228,7 @@ async def test_weights_that_change_before_the_pages_are_there_refuse_the_file(fi
         with pytest.raises(RequestFailed, match="other weights"):
             await reading
         assert engine.stats().pages.free == engine.stats().pages.total
-        assert not loop.imports
+        assert not loop.sources.imports
 
 
 async def test_a_recording_with_pins_and_files_replays_to_the_same_outputs(file: Path, tmp_path: Path) -> None:

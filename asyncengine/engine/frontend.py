@@ -338,6 +338,8 @@ class Frontend:
         _check_choice("mode", mode, get_args(UpdateMode))
         if not isinstance(partial, bool):
             raise InvalidParameter("partial", "must be True or False", partial)
+        if weights is None:
+            raise InvalidParameter("weights", "must be a path, or tensors by name", weights)
         return self._write(weights, mode, partial, version, wakes=False)
 
     def _write(

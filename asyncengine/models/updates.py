@@ -92,6 +92,8 @@ def prepare_update(
     missing, unknown, misshapen, or otherwise than the model has it; `InvalidParameter`.
     """
     if weights is None:
+        if config.load_format != "dummy":
+            raise InvalidParameter("weights", "must be a path, or tensors by name", weights)
         return lambda: fill_randomly(decoder.slots(), decoder.dtype, decoder.device)
     checkpoint: CheckpointSource
     if isinstance(weights, (str, os.PathLike)):

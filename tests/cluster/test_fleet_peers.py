@@ -180,7 +180,7 @@ async def test_a_prefix_is_pulled_from_another_process() -> None:
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
 async def test_a_peer_that_is_killed_or_stands_still_in_mid_transfer(name: str) -> None:
     async with replica_and_other() as (replica, _, other):
-        prefixes = replica.engine.core.loop.peers
+        prefixes = replica.engine.core.loop.sources.peers
         assert prefixes is not None
         call, asked, over = prefixes._call, list[bytes](), asyncio.Event()
 

@@ -10,7 +10,7 @@ from typing import Any
 from asyncengine.cluster.fleet.dispatcher import Dispatcher
 from asyncengine.kvcache import PageCounts, StateCounts
 from asyncengine.kvcache.store import StoreCounts
-from asyncengine.stats import EngineStats, Summary, ThreadStats
+from asyncengine.stats import EngineStats, ImageStats, Summary, ThreadStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +71,13 @@ def sum_stats(replicas: Mapping[str, EngineStats], own: EngineStats) -> dict[str
         name = item.name
         of_each = [getattr(stats, name) for stats in each]
         mine = getattr(own, name)
-        if name in ("first_token", "inter_token", "finished", "uptime", "loop_lag", "requests", "adapters"):
+        if name in ("first_token", "inter_token", "finished", "uptime", "loop_lag", "requests", "adapters", "state"):
             values[name] = mine
         elif isinstance(mine, int):
             values[name] = sum(of_each)
         elif isinstance(mine, Summary):
             values[name] = max(of_each, key=lambda summary: summary.p50, default=mine)
-        elif isinstance(mine, (PageCounts, StateCounts, StoreCounts)):
+        elif isinstance(mine, (PageCounts, StateCounts, StoreCounts, ImageStats)):
             values[name] = _added([mine, *of_each])
         elif name == "speculation":
             guessed = [stats for stats in of_each if stats is not None]

@@ -209,7 +209,7 @@ class PrefixStore:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
             while (notes := self._saves.get()) is not None:
-                if isinstance(notes, threading.Event):
+                if not isinstance(notes, list):  # an event, of whatever kind of thread
                     notes.set()
                     continue
                 for batch in _batches(notes, self._memory):

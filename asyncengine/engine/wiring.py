@@ -212,7 +212,7 @@ def _load_frontend(
     progress = LoadProgress(config.show_progress, attempt.check)
     pooling = pooling_of(checkpoint, config)
     if pooling is not None and drafting is not None:
-        raise InvalidParameter("draft_model", "guesses what a model writes; this one does not", config.draft_model)
+        raise InvalidParameter("draft_model", "guesses text, and this one writes nothing", config.draft_model)
     config = settings_of(pooling, config)
     with ExitStack() as undo:
         undo.callback(ahead.close)

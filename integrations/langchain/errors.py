@@ -31,6 +31,7 @@ _THEIRS: dict[type[errors.EngineError], str] = {
     errors.RequestTimeout: "ModelTimeoutError",
     errors.RequestFailed: "ModelAPIError",
     errors.EngineClosed: "ModelConnectionError",
+    errors.EngineAsleep: "ModelConnectionError",
     errors.EngineDead: "ModelConnectionError",
     errors.FleetError: "ModelConnectionError",
 }

@@ -227,7 +227,7 @@ async def test_weights_that_change_before_the_pages_are_there_refuse_the_file(fi
         executor_of(engine).gate.set()
         with pytest.raises(RequestFailed, match="other weights"):
             await reading
-        assert engine.stats().pages.free == engine.stats().pages.total
+        await until(lambda: engine.stats().pages.free == engine.stats().pages.total, "its pages")
         assert not loop.sources.imports
 
 

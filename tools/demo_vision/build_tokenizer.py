@@ -20,6 +20,8 @@ from tools.demo_vision.conversations import SYSTEM, conversation
 VOCABULARY = 512
 IMAGE = "<image>"
 END = "<|end|>"
+NOTHING = "Nothing"
+"""The word that a token of an empty ninth of a picture is near to (`train.Trainer.tower_loss`)."""
 SPECIAL = (
     "<|endoftext|>", END, "<|system|>", "<|user|>", "<|assistant|>", IMAGE, "<fake_token_around_image>", "<global-img>",
 )  # fmt: skip
@@ -34,6 +36,7 @@ def texts(count: int) -> Iterator[str]:
         for _, text in conversation(rng, 6).turns:
             yield text
     yield from SYSTEM
+    yield NOTHING
 
 
 def build(conversations: int) -> Tokenizer:

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from asyncengine.demo import VISION_PATH
 from tools.demo_embedder.descent import Descent, run
-from tools.demo_vision.build_tokenizer import END
+from tools.demo_vision.build_tokenizer import END, NOTHING
 from tools.demo_vision.conversations import Conversation, conversation
 from tools.demo_vision.idefics import PAD, PLACED, export, features, hidden_states, new_model, pixels
 from tools.demo_vision.scenes import CELLS, COLORS, KINDS, Scene, draw, scene
@@ -42,9 +42,9 @@ class Options:
     matrix_rate: float = 0.02
     other_rate: float = 0.004
     warmup: int = 20
-    tower_steps: int = 300
+    tower_steps: int = 600
     """Steps of the tower, before those of the language model."""
-    known: int = 3000
+    known: int = 6000
     """Pictures that the language model is shown."""
     decay_from: float = 0.6
     start: Path | None = None
@@ -60,7 +60,7 @@ class Trainer:
         if options.start is not None:
             self.model.load_state_dict(type(self.model).from_pretrained(options.start).float().state_dict())
         self.places = torch.nn.Linear(self.model.config.text_config.hidden_size, len(CELLS))
-        self.colors = [self._word(f" {color}") for color in COLORS] + [self._word("Nothing")]
+        self.colors = [self._word(f" {color}") for color in COLORS] + [self._word(NOTHING)]
         self.kinds = [self._word(f" {kind}") for kind in KINDS]
         self.descent = self._descent(self.model.model.vision_model, self.model.model.connector)
         self.rng = random.Random(f"vision/{options.seed}")

@@ -52,8 +52,7 @@ class Bench:
         self.constraint = constraint
         self.vocabulary = vocabulary
         self.backend = backend
-        layout = "spaced" if backend.name == "llguidance" else "compact"
-        self.outputs = [vocabulary.tokenize(text) for text in laid_out(constraint, layout)]
+        self.outputs = [vocabulary.tokenize(text) for text in laid_out(constraint, "spaced")]
         self.mask: Mask = np.zeros(vocabulary.mask_words, np.int32)
         self.masks: list[Mask] = []
         self.times: dict[str, list[float]] = {name: [] for name in ("cold", "check", "bare", *WALKS, "first")}

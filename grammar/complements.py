@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from itertools import combinations, pairwise
 from typing import Any
 
-from asyncengine.grammar.json_values import is_number
-
 ALL_TYPES = ("null", "boolean", "integer", "fraction", "string", "array", "object")
 """JSON's types, "fraction" being a number that is not whole."""
 MAX_GAPS = 64
@@ -150,6 +148,11 @@ def _of_applicators(key: str, value: Any, schema: Schema) -> Iterator[Schema]:
         yield {"allOf": [{"not": branch} for branch in value]}
         if key == "oneOf":
             yield from ({"allOf": list(pair)} for pair in combinations(value, 2))
+
+
+def is_number(value: Any) -> bool:
+    """Whether JSON Schema takes a value for a number: true is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def structure(value: list[Any] | Schema) -> Schema:

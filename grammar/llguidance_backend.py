@@ -58,8 +58,6 @@ _TOKEN_ID = re.compile(r"<\[(\d+)\]>")
 class LlguidanceBackend:
     """Compiles grammars for one vocabulary. Thread-safe; compiling releases the interpreter lock."""
 
-    name = "llguidance"
-
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self.speller = Speller(vocabulary)

@@ -147,19 +147,19 @@ class Numbers:
         low, high = self.ends()
         return low is not None and high is not None and low > high
 
-    def spelling(self, pointer: str, most: int | None = WRITTEN_DIGITS) -> Spelling:
+    def spelling(self, pointer: str) -> Spelling:
         """For a set that is not empty. Raises `GrammarUnsupported` for a step that cannot be combined (`pointer`: of
-        the schema that has it). `most`: digits before the point where no bound is given; None: any number."""
+        the schema that has it)."""
         if self.free:
-            return Spelling((_any_number(self.integer, most),))
+            return Spelling((_any_number(self.integer),))
         if self.listed is not None:
             texts = [text for value, text in self.listed if self._within(value)]
             return Spelling((f"(?:{'|'.join(map(escaped_text, texts))})",))
         if (parts := self._parts()) != [self]:
-            found = [part.spelling(pointer, most).patterns[0] for part in parts if not part.empty]
+            found = [part.spelling(pointer).patterns[0] for part in parts if not part.empty]
             return Spelling((f"(?:{'|'.join(found)})",))
         (low, high), unit, digits = self.ends(), self.unit, self.places
-        bounds = range_pattern(*((low, high) if most is None else _ended(low, high, digits, most)), digits)
+        bounds = range_pattern(*_ended(low, high, digits), digits)
         if unit == 1:
             return Spelling((bounds,))
         if low is not None and high is not None and (high - low) // unit < MAX_LISTED:
@@ -260,20 +260,18 @@ def text_of(value: Fraction | None) -> str:
     return text if len(text) <= 60 else f"{text[:28]}...{text[-28:]}"
 
 
-def _any_number(integer: bool, most: int | None) -> str:
-    """The pattern of any number with at most `most` digits before and after the point. One with an exponent (299 at
-    most) has nine before it, so that it is finite as a double. `most` None: any number at all."""
-    if most is None:
-        return r"-?(?:0|[1-9][0-9]*)" + ("" if integer else r"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-    whole, fraction = rf"-?(?:0|[1-9][0-9]{{0,{most - 1}}})", rf"(?:\.[0-9]{{1,{most}}})?"
+def _any_number(integer: bool) -> str:
+    """The pattern of any number with at most `WRITTEN_DIGITS` before and after the point. One with an exponent (299 at
+    most) has nine before it, so that it is finite as a double."""
+    whole, fraction = rf"-?(?:0|[1-9][0-9]{{0,{WRITTEN_DIGITS - 1}}})", rf"(?:\.[0-9]{{1,{WRITTEN_DIGITS}}})?"
     exponent = r"[eE](?:\+?[0-2]?[0-9]{1,2}|-[0-9]{1,3})"
     return whole if integer else f"(?:{whole}{fraction}|-?(?:0|[1-9][0-9]{{0,8}}){fraction}{exponent})"
 
 
-def _ended(low: int | None, high: int | None, digits: int, most: int) -> tuple[int, int]:
-    """Both ends, one that is missing at `most` digits before the point, or at `MAX_DIGITS` behind a bound beyond."""
+def _ended(low: int | None, high: int | None, digits: int) -> tuple[int, int]:
+    """Both ends, one that is missing at `WRITTEN_DIGITS` before the point, or at `MAX_DIGITS` behind a bound beyond."""
     end = max(abs(low or 0), abs(high or 0)) * 10
-    end = 10 ** ((most if end <= 10 ** (most + digits) else MAX_DIGITS) + digits) - 1
+    end = 10 ** ((WRITTEN_DIGITS if end <= 10 ** (WRITTEN_DIGITS + digits) else MAX_DIGITS) + digits) - 1
     return -end if low is None else low, end if high is None else high
 
 

@@ -33,9 +33,6 @@ from asyncengine.step import GrammarMatcher
 class Backend(Protocol):
     """Compiles grammars for one vocabulary, on any thread."""
 
-    @property
-    def name(self) -> str: ...
-
     def compile(self, grammar: Grammar, timeout: float) -> Template:
         """Blocking. Raises subclasses of `GrammarError`."""
         ...

@@ -77,8 +77,6 @@ class Template:
 class Backend:
     """Compiles when told to; records the threads it compiled on."""
 
-    name = "llguidance"
-
     def __init__(self) -> None:
         self.compiled: list[str] = []
         self.threads: list[str] = []

@@ -155,8 +155,6 @@ class LettersTemplate:
 class LettersBackend:
     """A library that compiles such grammars: at once, slowly, or not at all, as their text says."""
 
-    name = "llguidance"
-
     def __init__(self, world: World) -> None:
         self._world = world
 

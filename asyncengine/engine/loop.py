@@ -269,7 +269,7 @@ class EngineLoop:
         update.done.set_result(version)
 
     def _tell(self, kind: str, value: object, call: Callable[[], None]) -> None:
-        """Have the scheduler do something, and record it."""
+        """Have the scheduler do something that is rare, and record it."""
         if self.record is not None:
             self.record(kind, value)
         call()
@@ -330,7 +330,9 @@ class EngineLoop:
     def _commit(self, result: StepResult) -> None:
         batch, _, launched_at = self.in_flight.popleft()
         now = self.clock.now()
-        self._tell("commit", now, partial(self.scheduler.commit, result, now))
+        if self.record is not None:
+            self.record("commit", now)
+        self.scheduler.commit(result, now)
         self.meter.step.append(took := now - launched_at)
         self.sources.saw(batch, took)
         if batch.step % self.config.check_every == 0:

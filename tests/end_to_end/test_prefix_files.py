@@ -7,13 +7,11 @@ import os
 import random
 import stat
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from end_to_end.test_restored import FAMILIES, OTHER, PARAMS, PROMPT, SETTINGS, scores
-from support.demo_gguf import write_demo
+from end_to_end.test_restored import FAMILIES, OTHER, PARAMS, PROMPT, SETTINGS, made_once, scores
 from support.fake_engine import until
 from support.tiny_models import VOCAB, make_checkpoint
 
@@ -24,16 +22,7 @@ from asyncengine.engine import prefix_files, prefix_store
 LONGER = [*PROMPT, *OTHER[50:]]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    def make(family: str) -> Path:
-        folder = tmp_path_factory.mktemp("model")
-        if family != "gguf":
-            return make_checkpoint(family, folder)
-        write_demo(folder / "demo.gguf", "Q4_K_M")
-        return folder / "demo.gguf"
-
-    return cache(make)
+checkpoint = pytest.fixture(made_once, scope="module")
 
 
 async def load(path: Path, **settings: Any) -> AsyncEngine:

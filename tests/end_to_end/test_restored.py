@@ -29,8 +29,9 @@ def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_store, "_LEAST_PATIENCE", 100.0)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function that makes the checkpoint of a family, once, and returns its path."""
+
     def make(family: str) -> Path:
         folder = tmp_path_factory.mktemp("model")
         if family != "gguf":
@@ -39,6 +40,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return folder / "demo.gguf"
 
     return cache(make)
+
+
+checkpoint = pytest.fixture(made_once, scope="module")
 
 
 def scores(answer: Completion) -> list[Any]:

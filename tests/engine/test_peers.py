@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
-from support.fake_engine import GREEDY, PATIENCE, SteppedExecutor, make_core, until
+from support.fake_engine import CACHE_KINDS, GREEDY, PATIENCE, SteppedExecutor, make_core, until
 
 from asyncengine import AsyncEngine
 from asyncengine.engine import peers, prefix_store
@@ -18,7 +18,6 @@ from asyncengine.outputs import Completion
 from asyncengine.request_spec import Peer
 from asyncengine.scheduler.messages import PrefixFound
 from asyncengine.step import RecordPart
-from asyncengine.testing import FakeModel
 from asyncengine.testing.fake_memory import FakePageMemory
 from asyncengine.testing.leaks import assert_nothing_held
 
@@ -26,12 +25,6 @@ SIZE = 4
 PROMPT = [2 + (7 * place) % 90 for place in range(62)]
 FULL = (len(PROMPT) - 1) // SIZE
 IDENTITY = {"model weights": "these"}
-MODELS: dict[str, dict[str, Any]] = {
-    "pages": {},
-    "states": {"num_states": 12},
-    "windows": {"model": FakeModel(windows=((9, 0),))},
-    "window pages": {"model": FakeModel(windows=((9, 0), (0, 0))), "num_window_pages": 60},
-}
 Answer = Callable[[bytes], Awaitable[bytes]]
 
 
@@ -91,7 +84,7 @@ async def right(engine: AsyncEngine, prompt: list[int]) -> Completion:
 
 
 def engine_of(kind: str, wire: Wire, identity: dict[str, str]) -> tuple[AsyncEngine, PeerPrefixes]:
-    executor = SteppedExecutor(128, SIZE, **MODELS[kind])
+    executor = SteppedExecutor(128, SIZE, **CACHE_KINDS[kind])
     core = make_core(executor)
     prefixes = PeerPrefixes(core.loop.scheduler.kv, identity, FakePageMemory(executor), core.loop.clock, wire)
     core.loop.sources.share(prefixes)
@@ -121,7 +114,7 @@ async def pair_of(kind: str = "pages", theirs: dict[str, str] = IDENTITY) -> Asy
             assert_nothing_held(engine.core)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", CACHE_KINDS)
 async def test_a_prefix_is_had_from_a_peer(kind: str) -> None:
     async with pair_of(kind) as pair:
         expected = await right(pair.there, PROMPT)
@@ -223,7 +216,7 @@ async def fails_in_mid_transfer(answer: Answer, question: bytes) -> bytes:
 @pytest.mark.parametrize(
     "tamper", [flips, flips_a_token, cuts, sends_others, says_nothing, says_nonsense, raises, fails_in_mid_transfer]
 )
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", CACHE_KINDS)
 async def test_whatever_is_wrong_with_a_peer_only_means_computing(kind: str, tamper: Any) -> None:
     async with pair_of(kind) as pair:
         pair.wire.tamper = tamper

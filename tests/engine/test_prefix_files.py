@@ -11,26 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_engine import GREEDY, PATIENCE, SteppedExecutor, Steps, make_core, until
+from support.fake_engine import CACHE_KINDS, GREEDY, PATIENCE, SteppedExecutor, Steps, make_core, until
 
 from asyncengine import AsyncEngine, EngineClosed, InvalidParameter, RequestFailed
 from asyncengine.engine.prefix_files import Prefixes
 from asyncengine.outputs import Completion
 from asyncengine.scheduler.messages import ImportPrefix, PinPrefix, PrefixFound, PrefixLoaded, UnpinPrefix
 from asyncengine.step import RecordPart
-from asyncengine.testing import FakeModel
 from asyncengine.testing.fake_memory import FakePageMemory
 from asyncengine.testing.leaks import assert_nothing_held
 from asyncengine.testing.replay import Recording, replay
 
 SIZE = 4
 PROMPT = [2 + (7 * place) % 90 for place in range(30)]
-MODELS: dict[str, dict[str, Any]] = {
-    "pages": {},
-    "states": {"num_states": 12},
-    "windows": {"model": FakeModel(windows=((9, 0),))},
-    "window pages": {"model": FakeModel(windows=((9, 0), (0, 0))), "num_window_pages": 60},
-}
 
 
 class Memory(FakePageMemory):
@@ -65,7 +58,7 @@ class Executor(SteppedExecutor):
 
 def engine_of(kind: str = "pages", pages: int = 128, recorder: Any = None, **settings: Any) -> AsyncEngine:
     def load() -> Any:
-        executor = Executor(pages, SIZE, **MODELS[kind])
+        executor = Executor(pages, SIZE, **CACHE_KINDS[kind])
         core = make_core(executor, wiring={"recorder": recorder}, check_every=1, **settings)
         core.prefixes = Prefixes(core.loop, lambda: {"model": kind}, executor.page_memory)
         return core
@@ -94,7 +87,7 @@ async def file(tmp_path: Path) -> Path:
     return tmp_path / "file"
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", CACHE_KINDS)
 async def test_random_prefixes_from_files_give_right_tokens_and_balanced_books(kind: str, tmp_path: Path) -> None:
     """Files of an engine's own and of another one's, over what is cached of them in part, in a small cache."""
     rng = random.Random(kind)
@@ -150,7 +143,7 @@ async def test_an_import_gives_way_to_a_request_that_grows(file: Path) -> None:
         assert_nothing_held(engine.core)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", CACHE_KINDS)
 async def test_leaving_an_import_gives_its_pages_back(kind: str, tmp_path: Path) -> None:
     async with engine_of(kind) as engine:
         await engine.export_prefix(PROMPT, tmp_path / "file")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.fake_engine import GREEDY, PATIENCE, SteppedExecutor, make_core
+from support.fake_engine import CACHE_KINDS, GREEDY, PATIENCE, SteppedExecutor, make_core
 
 from asyncengine import AsyncEngine, EngineConfig
 from asyncengine.engine import prefix_store
@@ -22,7 +22,7 @@ from asyncengine.kvcache.store.record import Header, digests_of
 from asyncengine.kvcache.store.segments import SegmentStore
 from asyncengine.outputs import Completion
 from asyncengine.step import RecordPart
-from asyncengine.testing import FakeExecutor, FakeModel
+from asyncengine.testing import FakeExecutor
 from asyncengine.testing.fake_memory import FakePageMemory
 from asyncengine.testing.leaks import assert_nothing_held
 from asyncengine.testing.replay import Recording, replay
@@ -31,12 +31,6 @@ from asyncengine.testing.world import ProcessDied, VirtualDisk
 SIZE = 4
 FINGERPRINT = b"f" * 32
 PROMPT = [2 + (7 * place) % 90 for place in range(30)]
-MODELS: dict[str, dict[str, Any]] = {
-    "pages": {},
-    "states": {"num_states": 12},
-    "windows": {"model": FakeModel(windows=((9, 0),))},
-    "window pages": {"model": FakeModel(windows=((9, 0), (0, 0))), "num_window_pages": 60},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +69,7 @@ def engine_on(
     disk: Disk, kind: str = "pages", pages: int = 128, recorder: Any = None, **settings: Any
 ) -> AsyncEngine:  # fmt: skip
     def load() -> Any:
-        executor = SteppedExecutor(pages, SIZE, **MODELS[kind])
+        executor = SteppedExecutor(pages, SIZE, **CACHE_KINDS[kind])
         try:
             prefixes = PrefixStore(SegmentStore(disk, "/kv", FINGERPRINT, 10**6), FakePageMemory(executor), SIZE)
         except OSError:  # with a real disk it would not have started
@@ -107,7 +101,7 @@ async def lived(disk: Disk, kind: str, prompts: list[list[int]]) -> list[Complet
     return answers
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", CACHE_KINDS)
 async def test_an_engine_starts_from_what_another_has_left(kind: str) -> None:
     disk, prompts = Disk(), [PROMPT, [*PROMPT[:17], *range(20, 40)], [*PROMPT, *range(50, 70)]]
     without = await lived(Disk(), kind, prompts)
@@ -119,7 +113,7 @@ async def test_an_engine_starts_from_what_another_has_left(kind: str) -> None:
     assert second[2].usage.restored_tokens > 0
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", CACHE_KINDS)
 async def test_simultaneous_requests_share_one_reading(kind: str) -> None:
     disk, prompts = Disk(), [[*PROMPT[:20], *range(number, number + 9)] for number in range(10, 20)]
     await lived(disk, kind, [PROMPT])
@@ -174,7 +168,7 @@ async def test_nobody_else_waits_and_the_late_compute() -> None:
         assert engine.core.loop.sources.store.rates.read is not None  # as slow as it was
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", CACHE_KINDS)
 async def test_whoever_leaves_meanwhile_leaves_nothing_behind(kind: str) -> None:
     disk = Disk()
     await lived(disk, kind, [PROMPT])
@@ -243,7 +237,7 @@ async def test_a_recording_with_readings_replays(kind: str) -> None:
     async with engine:
         answers = await asyncio.gather(*(ask(engine, prompt) for prompt in (PROMPT, [*PROMPT[:21], 3, 4, 5])))
     assert sum(answer.usage.restored_tokens for answer in answers) >= 28
-    executor = FakeExecutor(128, SIZE, **MODELS[kind])
+    executor = FakeExecutor(128, SIZE, **CACHE_KINDS[kind])
     outputs = replay(recording, executor, restore=FakePageMemory(executor).restore)
     tokens = [[each.token for each in outputs if each.ticket == ticket and each.token >= 0] for ticket in (1, 2)]
     assert sorted(tokens) == sorted(answer.token_ids for answer in answers)
@@ -253,7 +247,7 @@ def test_a_reading_of_windows_needs_those_in_sight() -> None:
     near = Lookback.of([(9, 0)])
     assert near is not None
     store = SegmentStore(VirtualDisk(random.Random(1)), "/kv", FINGERPRINT, 10**6)
-    executor = FakeExecutor(20, SIZE, MODELS["window pages"]["model"], num_window_pages=20)
+    executor = FakeExecutor(20, SIZE, CACHE_KINDS["window pages"]["model"], num_window_pages=20)
     prefixes = PrefixStore(store, FakePageMemory(executor), SIZE)
     root = prefixes.root(("", ""))
     assert root is not None

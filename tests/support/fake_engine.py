@@ -28,6 +28,14 @@ GREEDY = SamplingParams(temperature=0.0)
 PATIENCE = 120.0
 """Seconds until a broken test gives up. No right one comes near, on however slow a machine."""
 
+CACHE_KINDS: dict[str, dict[str, Any]] = {
+    "pages": {},
+    "states": {"num_states": 12},
+    "windows": {"model": FakeModel(windows=((9, 0),))},
+    "window pages": {"model": FakeModel(windows=((9, 0), (0, 0))), "num_window_pages": 60},
+}
+"""Arguments of `FakeExecutor` for each kind of cache."""
+
 
 def greedy(max_tokens: int, **changes: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens, **changes)

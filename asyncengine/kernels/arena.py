@@ -116,13 +116,6 @@ def give_back(address: int, size: int) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
 
 
-def give_back_freed() -> None:
-    """Have the C library let the system have what was freed. Nothing happens where it is not glibc."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 def find_memory(parts: Sequence[MappedPart], threads: int, advance: Callable[[], object]) -> None:
     """Have the system find memory for `parts`, which will be written to soon, by so many threads. `advance` is called
     once for each of them, by the caller's thread; what it raises ends the work.

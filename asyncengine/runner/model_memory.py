@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from asyncengine.device.cores import Cores
+from asyncengine.device.memory import release_cached
 from asyncengine.device.transfer import on_device
 from asyncengine.errors import UnsupportedModel
-from asyncengine.kernels.arena import give_back, give_back_freed
+from asyncengine.kernels.arena import give_back
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.loading import LoadedModel
 from asyncengine.runner.page_memory import CpuPageMemory
@@ -86,6 +87,6 @@ class ModelMemory:
                 self.draft.prepare_release(weights, cache)()
             if cache and self.forget is not None:
                 self.forget()
-            give_back_freed()
+            release_cached(self._device)
 
         return run

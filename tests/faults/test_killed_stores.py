@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support import forked
+from support.forked import Program
 
 KILLS = int(os.environ.get("ASYNCENGINE_KILLS", "1"))
 KINDS = 1 if KILLS < 10 else 13
@@ -41,12 +42,11 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2])))
 """
 
 
-def start(folder: Path | None, number: int) -> subprocess.Popen[bytes]:
-    where = "" if folder is None else str(folder)
-    return subprocess.Popen([sys.executable, "-c", SERVE, where, str(number)], stdout=subprocess.PIPE)
+def start(folder: Path | None, number: int) -> Program:
+    return forked.start(SERVE, "" if folder is None else str(folder), str(number))
 
 
-def answers(process: subprocess.Popen[bytes], most: int = 100) -> list[tuple[str, str, int]]:
+def answers(process: Program, most: int = 100) -> list[tuple[str, str, int]]:
     """Up to so many answers: prompt, scores, restored tokens."""
     assert process.stdout is not None
     found = []

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from support import forked
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TURN = """
@@ -22,10 +22,7 @@ print("\\n" + json.dumps(asyncio.run(langgraph_restart.main(Path(sys.argv[2]))))
 
 
 def turn(folder: Path) -> tuple[str, int, int]:
-    done = subprocess.run(
-        [sys.executable, "-c", TURN, str(EXAMPLES), str(folder)], stdout=subprocess.PIPE, text=True, check=True
-    )
-    text, tokens, restored = json.loads(done.stdout.splitlines()[-1])
+    text, tokens, restored = json.loads(forked.run(TURN, str(EXAMPLES), str(folder)).splitlines()[-1])
     return text, tokens, restored
 
 

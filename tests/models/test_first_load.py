@@ -2,13 +2,12 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import forked
 from support.tiny_models import FAMILIES
 
 from asyncengine.demo import MODEL_PATH
@@ -101,11 +100,8 @@ def load(model: str, *more: str, **settings: object) -> tuple[list[str], list[st
 def run_in_process(
     code: str, model: str, settings: dict[str, object], *more: str
 ) -> tuple[list[str], list[str], list[str]]:
-    run = subprocess.run(
-        [sys.executable, "-c", code, model, json.dumps(settings), *more], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    called, expected, loaded = json.loads(run.stdout.splitlines()[-1])
+    output = forked.run(code, model, json.dumps(settings), *more)
+    called, expected, loaded = json.loads(output.splitlines()[-1])
     return called, expected, loaded
 
 

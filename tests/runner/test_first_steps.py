@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from support import forked
 
 from asyncengine import DEMO_MODEL
 from asyncengine.config import EngineConfig
@@ -98,11 +97,8 @@ def test_what_is_read_is_there_when_it_is_called() -> None:
 def test_no_request_waits_for_a_kernel_after_a_load_that_read_them() -> None:
     """Of the second process, whose kernels the first one has kept if nobody had."""
     for _ in range(2):
-        run = subprocess.run(
-            [sys.executable, "-c", _AFTER_LOADING, str(DEMO_MODEL)], capture_output=True, text=True, check=False
-        )
-        assert run.returncode == 0, run.stderr
-        kept, while_loading, afterwards = json.loads(run.stdout.splitlines()[-1])
+        output = forked.run(_AFTER_LOADING, str(DEMO_MODEL))
+        kept, while_loading, afterwards = json.loads(output.splitlines()[-1])
     assert while_loading >= kept > 8
     assert afterwards == []
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.long import LONG
 from support.tiny_models import FAMILIES, VOCAB, make_checkpoint
 
 from asyncengine import AsyncEngine, SamplingParams
@@ -30,7 +31,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 ONE_OF_EACH = ("llama", "qwen3", "gemma3", "gpt-oss", "llama4", "mixtral", "qwen3.5", "mamba2", "kimi-linear")
 """Families under all settings: dense, tied, with windows, sinks, chunks, experts, states beside attention and alone,
-and latent attention. What else families differ in is compared by tests/runner/test_families.py, for all chunk sizes."""
+and latent attention. What else families differ in is compared by tests/runner/test_families.py, for all chunk sizes;
+the long form runs them through whole engines as well, preempted."""
 OTHERS = "chunks of 16, cache on, preempted"
 
 
@@ -86,7 +88,7 @@ def engine(path: Path, **settings: Any) -> Any:
     return AsyncEngine.from_pretrained(path, dtype="float32", kv_cache_memory="8MB", num_threads=1, **settings)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES if LONG else ONE_OF_EACH)
 async def test_greedy_equals_generate(family: str, checkpoints: Any, references: Any) -> None:
     """Alone and batched; chunks of 1, 7, 16 and unlimited; cache on and off; preempted; two steps in flight. Families
     that bring nothing of their own to the schedule: preempted, once."""

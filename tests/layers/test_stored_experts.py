@@ -144,7 +144,7 @@ def exactly_near(found: Experts, plain: Experts, width: int) -> None:
     ("forms", "width", "inner"),
     [
         ({"gate": "Q4_K", "up": "Q4_K", "down": "Q6_K"}, 256, 256),
-        ({"gate": "awq", "up": "awq", "down": "awq"}, 128, 384),
+        ({"gate": "awq", "up": "awq", "down": "awq"}, 128, 128),
         ({"gate": "w8a8", "up": "w8a8", "down": "Q8_0"}, 64, 96),
         ({"gate": "mxfp4", "up": "mxfp4", "down": "Q4_0"}, 96, 96),
     ],

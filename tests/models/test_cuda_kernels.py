@@ -104,6 +104,7 @@ def test_kernels_of_a_decode_step(
     forwards = on_flashinfer(model, fake, rows)
     context, ids, every = forwards.context([1] * rows), torch.full((rows,), 5), torch.arange(rows)
     fake.launches.calls.clear()
+    fake.launches.only_counts = True
     with torch.inference_mode(), fake.launches:
         model.forward(ids, context, every)
     wanted = Counter({LOOKUPS[name]: 1}) + Counter(OUTER) + Counter(outer)
@@ -148,7 +149,7 @@ def test_kernels_of_a_decode_step_with_adapters(
     """Nothing is launched for products that no adapter changes; the answers are those of torch's products."""
     with_bfloat16_dots(monkeypatch)
     made: list[torch.Tensor] = []
-    for kernels in (True, False)[: min(rows, 2)]:  # in the interpreter, other products of one row take long
+    for kernels in (True, False)[: min(rows, 2)]:
         model = load(folder, "qwen3", "bfloat16")
         if not kernels:
             monkeypatch.setattr(slots, "triton_missing", lambda device: "as without Triton")
@@ -161,6 +162,7 @@ def test_kernels_of_a_decode_step_with_adapters(
         context, every = forwards.context([1] * rows), torch.arange(rows)
         ids = every + 5
         fake.launches.calls.clear()
+        fake.launches.only_counts = rows == 1  # answers are compared for more
         with torch.inference_mode(), fake.launches:
             tokens, wanted = lora.begin_fixed(used)
             made.append(model.forward(ids, replace(context, adapters=tokens, row_adapters=wanted), every).float())
@@ -169,4 +171,4 @@ def test_kernels_of_a_decode_step_with_adapters(
             for _ in range(LAYERS):
                 expected += Counter(LAYER) + Counter(layer)
             assert fake.launches.calls == expected
-    assert float((made[0] - made[-1]).abs().max()) < 0.05 * float(made[-1].abs().max())
+    assert rows == 1 or float((made[0] - made[-1]).abs().max()) < 0.05 * float(made[-1].abs().max())

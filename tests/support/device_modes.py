@@ -80,6 +80,8 @@ class Launches(TorchDispatchMode):
         super().__init__()
         self.calls: Counter[str] = Counter()
         self.inside = 0
+        self.only_counts = False
+        """Triton's kernels are not run: for tests of how many there are."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         name, made = operator.overloadpacket.__name__, operator(*arguments, **(options or {}))

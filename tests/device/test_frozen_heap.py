@@ -17,7 +17,8 @@ from asyncengine.engine import device_thread
 def nothing_frozen() -> Iterator[None]:
     gc.unfreeze()
     yield
-    gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # as tests/conftest.py has it
 
 
 class Knot:

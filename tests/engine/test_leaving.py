@@ -7,7 +7,6 @@ import contextlib
 import gc
 import random
 import threading
-from collections.abc import Iterator
 
 import anyio
 import pytest
@@ -23,12 +22,10 @@ LONG = greedy(300, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
-def only_ours_is_collected() -> Iterator[None]:
+def only_ours_is_collected() -> None:
     """A dropped stream may be of any generation by then; the modules' objects need not be looked at each time."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 async def leave_by_cancel(engine: AsyncEngine, prompt: list[int], after: int) -> None:

@@ -37,24 +37,24 @@ class Kind(NamedTuple):
 
 ENDS = ("stop", "length", "abort", "timeout")
 KINDS = {
-    "requests": Kind(Life, 40, {"requests": 55, "preemptions": 27, "cached_tokens": 110, "depth2": 1 / 6}, ENDS),
+    "requests": Kind(Life, 20, {"requests": 55, "preemptions": 27, "cached_tokens": 110, "depth2": 1 / 6}, ENDS),
     "states": Kind(
-        partial(Life, states=True), 16,
+        partial(Life, states=True), 8,
         {"requests": 60, "preemptions": 20, "state_hits": 15, "state_evictions": 15, "depth2": 1 / 6}, ENDS,
     ),
     "windows in all layers": Kind(
-        partial(Life, windows=True), 12,
+        partial(Life, windows=True), 6,
         {"requests": 50, "windowed": 1 / 2, "beyond_the_pool": 3, "preemptions": 15, "cached_tokens": 150},
     ),
     "windows in some layers": Kind(
-        partial(Life, mixed=True), 12, {"requests": 50, "preemptions": 15, "cached_tokens": 150, "depth2": 1 / 6}
+        partial(Life, mixed=True), 6, {"requests": 50, "preemptions": 15, "cached_tokens": 150, "depth2": 1 / 6}
     ),
     "vectors": Kind(
-        lambda seed: Life(seed, vectors=1.0 if seed % 3 == 0 else 0.6), 24,
+        lambda seed: Life(seed, vectors=1.0 if seed % 3 == 0 else 0.6), 12,
         {"vectors": 20, "preemptions": 1, "cached_tokens": 30}, ENDS,
     ),
     "grammars": Kind(
-        GrammarLife, 30,
+        GrammarLife, 16,
         {"requests": 65, "constrained": 46, "valid": 13, "forced": 39, "preemptions": 28, "cached_tokens": 130,
          "depth2": 1 / 6}, (*ENDS, "error"),
     ),

@@ -10,6 +10,7 @@ early, so both make the same number of tokens. The first step of each warms up a
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
@@ -89,7 +90,8 @@ def stepper(trainer: Any) -> Callable[[], None]:
     """A function that makes the trainer's next step: completions, rewards, loss, gradient, update."""
     trainer.create_optimizer_and_scheduler(num_training_steps=trainer.args.max_steps)
     trainer.current_gradient_accumulation_steps = 1
-    batches = iter(trainer.get_train_dataloader())
+    loader = trainer.get_train_dataloader()
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))  # the questions again and again
 
     def step() -> None:
         trainer.training_step(trainer.model, next(batches), num_items_in_batch=None)

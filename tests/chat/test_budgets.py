@@ -1,13 +1,12 @@
 """Random outputs in every format with random budgets: chats are complete when the budget ends (contract line 15), and
 whatever a grammar lets through, its parser understands.
 
-The suite runs a slice. The full run: ASYNCENGINE_FORMAT_CASES=200 pytest tests/chat/test_budgets.py
+The suite runs a slice. The full run: ASYNCENGINE_LONG=200 pytest tests/chat/test_budgets.py
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 from typing import Any
 
@@ -18,6 +17,7 @@ from chat.test_formats import TOOLS
 from chat.zoo import CASES
 from jsonschema import Draft202012Validator
 from support.grammar_walks import walk
+from support.long import LONG, TIMES
 
 from asyncengine.chat import ChatPlan, ChatPlanner
 from asyncengine.chat.harmony import MARKS
@@ -27,7 +27,7 @@ from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.vocabulary import Vocabulary
 from asyncengine.text import TextTokenizer
 
-CASES_EACH = int(os.environ.get("ASYNCENGINE_FORMAT_CASES", "1"))
+CASES_EACH = TIMES
 CALL, THINK = ("<tool_call>", "</tool_call>"), ("<think>", "</think>")
 BY_HAND: dict[str, tuple[Any, ...]] = {
     "hermes": (HERMES,), "hermes, special": (HERMES, (*TURNS, *CALL)), "hermes, added": (HERMES, TURNS, CALL),
@@ -87,7 +87,7 @@ def test_whatever_the_budget_the_chat_is_complete(family: str) -> None:
     structure = {i for i, data in enumerate(vocabulary.token_bytes) if data in STRUCTURE} | {*text.table.special_ids}
     structure -= {*vocabulary.eos_ids}
     called = 0
-    for wish in WISHES if family in EVERY_WISH or CASES_EACH > 3 else ("required", "auto"):
+    for wish in WISHES if family in EVERY_WISH or LONG else ("required", "auto"):
         for tail in ("<|im_start|>assistant\n", "<think>\n") if family.startswith("thinking") else ("",):
             plan = planner.plan(tail, **WISHES[wish])
             if plan.grammar is None:

@@ -1,6 +1,6 @@
 """A fleet on real Ray: three raylets on this machine, the bundled model, one node killed in the middle of it all.
 
-Short by default: two replicas. ASYNCENGINE_FLEET_STREAMS=1000 asks for three and more streams; the same scenes then
+Short by default: two replicas. ASYNCENGINE_LONG=10 asks for three and more streams; the same scenes then
 take minutes.
 """
 
@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 from layout.test_layout import imported, sources
+from support.long import TIMES
 
 from asyncengine import AsyncEngine, Engine, EngineDead, FleetError, InvalidParameter, SamplingParams
 from asyncengine.cluster.fleet import Fleet
 from asyncengine.cluster.fleet.placing import DEVICE_MEMORY
 
-STREAMS = int(os.environ.get("ASYNCENGINE_FLEET_STREAMS", "100"))
+STREAMS = 100 * TIMES
 REPLICAS = 2 if STREAMS <= 100 else 3
 ENGINE: dict[str, Any] = {"num_threads": 1, "kv_cache_memory": "32MiB", "show_progress": False, "dtype": "float32"}
 TEXTS = [f"Tell me about city {number} and the {number * 3} rivers that meet there, please." for number in range(10)]

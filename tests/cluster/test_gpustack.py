@@ -5,17 +5,17 @@ The differences that docs/howto/placement.md lists cannot show in these cases; `
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 from cluster.gpustack_rules import Rules
 from cluster.random_clusters import random_case
+from support.long import TIMES
 
 from asyncengine.cluster import Cluster, Placement, Refusal, place, rank_for_removal
 
-CASES = int(os.environ.get("ASYNCENGINE_CLUSTERS", "2400"))
+CASES = 2400 * TIMES
 """Number of random clusters, of which about two thirds are compared."""
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 from dataclasses import replace
 
 from cluster.gpustack_rules import Rules, filtered
 from cluster.random_clusters import GIB, Case, random_case
+from support.long import TIMES
 
 from asyncengine.cluster import Claim, Cluster, Device, Instance, Node, Placement, Refusal, place
 
-CASES = int(os.environ.get("ASYNCENGINE_CLUSTERS", "500"))
+CASES = 500 * TIMES
 
 
 def placed(case: Case) -> Placement | Refusal:

@@ -1,17 +1,17 @@
 """Folders of prefixes in which a byte has changed or the end of a file is missing: whoever reads them answers right.
 
-`ASYNCENGINE_DAMAGES=1000` damages so many.
+`ASYNCENGINE_LONG=34` damages a thousand.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 from pathlib import Path
 
 import pytest
 from support.fake_engine import GREEDY, PATIENCE, make_core
+from support.long import TIMES
 
 from asyncengine import AsyncEngine
 from asyncengine.engine import prefix_store
@@ -23,7 +23,7 @@ from asyncengine.testing import FakeExecutor
 from asyncengine.testing.fake_memory import FakePageMemory
 from asyncengine.testing.leaks import assert_nothing_held
 
-DAMAGES = int(os.environ.get("ASYNCENGINE_DAMAGES", "30"))
+DAMAGES = 30 * TIMES
 PROMPTS = [[2 + (7 * place + number) % 90 for place in range(30 + number)] for number in range(3)]
 FULL = sum((len(prompt) - 1) // 4 * 4 for prompt in PROMPTS)
 

@@ -1,12 +1,11 @@
 """Processes that keep prefixes on a disk and are killed at any moment: whoever comes next gets the same answers.
 
-`ASYNCENGINE_KILLS=200` kills so many.
+`ASYNCENGINE_LONG=200` kills so many.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 from pathlib import Path
@@ -14,8 +13,9 @@ from pathlib import Path
 import pytest
 from support import forked
 from support.forked import Program
+from support.long import TIMES
 
-KILLS = int(os.environ.get("ASYNCENGINE_KILLS", "1"))
+KILLS = TIMES
 KINDS = 1 if KILLS < 10 else 13
 """Sets of prompts, of which each is answered once without a store."""
 SERVE = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -12,12 +11,13 @@ import pytest
 from fuzz.adapter_fuzz import AdapterLife, AdapterTally
 from support.adapter_engine import AdapterExecutor, Lab, greedy
 from support.fake_engine import make_core
+from support.long import TIMES
 
 from asyncengine.errors import AdapterError, AdapterInUse, AdapterNotFound
 from asyncengine.lora.admission import AdapterSlots
 from asyncengine.testing import FakeModel, Recording, replay
 
-LIVES = 36 * int(os.environ.get("ASYNCENGINE_LIVES", "1"))
+LIVES = 36 * TIMES
 
 
 def test_random_requests_with_adapters() -> None:

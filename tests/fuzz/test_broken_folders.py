@@ -1,12 +1,11 @@
 """Model folders broken in every way: each loads and answers, or fails with a short typed error, within seconds.
 
-`ASYNCENGINE_FOLDER_CASES=100000` runs every case instead of a sample of the slower ones.
+`ASYNCENGINE_LONG=2000` runs every case instead of a sample of the slower ones.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import struct
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.long import TIMES
 from support.worded_model import make_worded_model
 
 from asyncengine import EngineConfig, SamplingParams
@@ -28,7 +28,7 @@ CONFIG = EngineConfig(
 )
 SECONDS = 20.0
 """A machine at its busiest included; on a free one every case takes less than one."""
-SAMPLE = int(os.environ.get("ASYNCENGINE_FOLDER_CASES", "60"))
+SAMPLE = 60 * TIMES
 
 Change = Callable[[Path], None]
 BYTES: dict[str, bytes] = {

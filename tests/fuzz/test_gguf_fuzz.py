@@ -1,8 +1,7 @@
-"""Mutated GGUF files in short; `ASYNCENGINE_GGUF_CASES=20000` runs more, and so does the fuzzer's own command."""
+"""Mutated GGUF files in short; `ASYNCENGINE_LONG=50` runs more, and so does the fuzzer's own command."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from fuzz.gguf_fuzz import run
@@ -10,12 +9,13 @@ from support.gguf_bytes import STRING, array, text
 from support.gguf_files import QUANTIZED, checkpoint_of, write_gguf
 from support.gguf_models import YARN
 from support.gguf_models import make_model as random_model
+from support.long import TIMES
 from support.ollama_gpt_oss import write_ollama_gpt_oss
 from support.tiny_configs import changed
 from support.tiny_models import FAMILIES, make_model
 from transformers import LlamaConfig
 
-CASES = int(os.environ.get("ASYNCENGINE_GGUF_CASES", "400"))
+CASES = 400 * TIMES
 
 
 def seed_files(folder: Path) -> list[bytes]:

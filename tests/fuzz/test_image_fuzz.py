@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 from fuzz.image_fuzz import ImageLife
 from fuzz.schedule_fuzz import Life, Tally
+from support.long import TIMES
 
 from asyncengine.errors import InvariantViolation
 from asyncengine.images import ImageSpan
@@ -17,7 +17,6 @@ from asyncengine.scheduler.encoding import EncodedImages
 from asyncengine.scheduler.request import Request
 from asyncengine.testing import FakeExecutor, FakeModel, Recording, replay
 
-TIMES = int(os.environ.get("ASYNCENGINE_LIVES", "1"))
 KINDS: Mapping[str, Callable[[int], ImageLife]] = {
     "all layers alike": ImageLife,
     "states": partial(ImageLife, states=True),

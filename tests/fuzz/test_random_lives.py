@@ -1,11 +1,10 @@
 """Random requests of every kind (contract lines 1-4, 8, 14, 15, 18): nothing is lost or leaked, every token is right.
 
-`ASYNCENGINE_LIVES=10` lives ten times as many lives. Whether the fuzz would notice a bug is asked in test_planted_*.
+`ASYNCENGINE_LONG=10` lives ten times as many lives. Whether the fuzz would notice a bug is asked in test_planted_*.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -17,10 +16,10 @@ from fuzz.grammar_fuzz import GrammarLife
 from fuzz.schedule_fuzz import Life, Tally
 from fuzz.speculation_fuzz import check_guesses, life_with_draft_model, speculative_life
 from fuzz.update_fuzz import UpdateLife
+from support.long import TIMES
 
 from asyncengine.testing import FakeExecutor, FakeModel, Recording, replay
 
-TIMES = int(os.environ.get("ASYNCENGINE_LIVES", "1"))
 MIXED = 3
 """Lives of each rarer kind with window pages."""
 

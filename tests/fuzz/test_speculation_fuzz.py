@@ -1,13 +1,12 @@
-"""Speculation is invisible (contract line 16), under fuzz: `ASYNCENGINE_SPECULATION=400` for 20,000 requests."""
+"""Speculation is invisible (contract line 16), under fuzz: `ASYNCENGINE_LONG=34` for 20,000 requests."""
 
 from __future__ import annotations
 
-import os
-
 from fuzz.schedule_fuzz import Tally
 from fuzz.speculation_fuzz import check_guesses, life_with_draft_model, speculative_grammar_life, speculative_life
+from support.long import TIMES
 
-SEEDS = int(os.environ.get("ASYNCENGINE_SPECULATION", "12"))
+SEEDS = 12 * TIMES
 
 
 def test_drafts_change_nothing() -> None:

@@ -1,22 +1,22 @@
 """Updates of the weights under fuzz: each token is of the weights of its moment, each request of those it may meet.
 
-`ASYNCENGINE_UPDATE_LIVES=400` for 20,000 requests.
+`ASYNCENGINE_LONG=34` for 20,000 requests.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import pytest
 from fuzz.update_fuzz import UpdateLife
+from support.long import TIMES
 
 from asyncengine.kvcache import KVCache
 from asyncengine.scheduler import Scheduler
 from asyncengine.scheduler.roster import Roster
 from asyncengine.scheduler.weight_updates import WeightUpdates
 
-LIVES = int(os.environ.get("ASYNCENGINE_UPDATE_LIVES", "12"))
+LIVES = 12 * TIMES
 
 
 def live(lives: int = LIVES) -> list[UpdateLife]:

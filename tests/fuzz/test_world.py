@@ -1,6 +1,6 @@
 """The production engine in a simulated world (contract lines 1-4, 6, 8-12, 15, 20): would the world notice a bug?
 
-`ASYNCENGINE_WORLD=5000` lives so many lives; so does, in `tests`, `python -m fuzz.world --seeds 5000`.
+`ASYNCENGINE_LONG=400` lives 4,800 lives; in `tests`, `python -m fuzz.world --seeds 5000` so many.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from fuzz.world.__main__ import main
 from fuzz.world.life import Life
 from fuzz.world.plan import make_plan
 from fuzz.world.search import Finding, explore, live, shrink
+from support.long import LONG, TIMES
 
 from asyncengine import AsyncEngine
 from asyncengine.engine import inbox, mailbox
@@ -29,7 +30,7 @@ from asyncengine.engine.mailbox import Mailbox
 from asyncengine.kvcache.retiring import Retiring
 from asyncengine.testing.world import Stuck, World, simulate
 
-LIVES = int(os.environ.get("ASYNCENGINE_WORLD", "12"))
+LIVES = 12 * TIMES
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -114,7 +115,7 @@ PLANTS: dict[Plant, str] = {
 """Bugs, and what is said of each."""
 
 
-@pytest.mark.parametrize("plant", PLANTS if "ASYNCENGINE_WORLD" in os.environ else [give_pages_back_early])
+@pytest.mark.parametrize("plant", PLANTS if LONG else [give_pages_back_early])
 def test_lives_find(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each within a minute; a wakeup is lost in one of some hundred lives."""
     plant(monkeypatch)

@@ -1,12 +1,11 @@
 """Grammars with large counts and random budgets: refused where no output fits, complete and within the budget else.
 
-What fits is computed independently (`unrolled`). `ASYNCENGINE_COUNTED=400` runs so many cases; the suite runs a few.
+What fits is computed independently (`unrolled`). `ASYNCENGINE_LONG=20` runs twenty times as many cases.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 from typing import Any
 
@@ -14,6 +13,7 @@ import jsonschema
 import pytest
 from support.big_tokenizers import SMALL
 from support.grammar_walks import text_of, walk
+from support.long import TIMES
 from support.small_vocabulary import TOKENS
 
 from asyncengine.errors import GrammarError, GrammarTooLarge
@@ -25,7 +25,7 @@ from asyncengine.grammar.vocabulary import Vocabulary
 from .torture import real_vocabulary
 from .unrolled import Tree, accepts, alt, least_tokens, seq, text, times
 
-CASES = int(os.environ.get("ASYNCENGINE_COUNTED", "24"))
+CASES = 24 * TIMES
 LARGE = 240 if CASES > 100 else 60
 """Counts; the independent computation unrolls them."""
 ORDINARY = [data for data in TOKENS[:-3] if data]

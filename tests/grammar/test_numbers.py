@@ -1,10 +1,9 @@
-"""Sets of numbers and their patterns, against decimal arithmetic. More ranges: ASYNCENGINE_NUMBER_RANGES=100000."""
+"""Sets of numbers and their patterns, against decimal arithmetic. More ranges: ASYNCENGINE_LONG=50."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import re
 from collections.abc import Callable
@@ -13,11 +12,12 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+from support.long import TIMES
 
 from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar.numbers import Numbers, exact, of_schema
 
-RANGES = int(os.environ.get("ASYNCENGINE_NUMBER_RANGES", "2000"))
+RANGES = 2000 * TIMES
 CANONICAL = re.compile(r"(?:0|-?[1-9][0-9]*|-?(?:0|[1-9][0-9]*)\.[0-9]+)")
 WIDE = Context(prec=2000)
 HUGE = [2**53, 2**53 + 1, 10**18 + 1, 2**63 - 1, -(2**63), 10**30, 10**30 + 5, -(10**25)]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from typing import Any
 
 from support.grammar_walks import text_of, walk
+from support.long import TIMES
 from support.schema_check import Checker
 from support.small_grammars import shared_vocabulary
 
@@ -16,7 +16,7 @@ from asyncengine.grammar import Grammar
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
 
-SCHEMAS = int(os.environ.get("ASYNCENGINE_NUMBER_SCHEMAS", "80"))
+SCHEMAS = 80 * TIMES
 
 
 def bounded(rng: random.Random) -> dict[str, Any]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
 from support.grammar_walks import text_of, walk
+from support.long import TIMES
 
 from asyncengine.errors import GrammarImpossible, GrammarUnsupported
 from asyncengine.grammar import Grammar
@@ -22,7 +22,7 @@ from asyncengine.grammar.vocabulary import Vocabulary
 
 from .oracle import accepts
 
-SCHEMAS = int(os.environ.get("ASYNCENGINE_RANDOM_SCHEMAS", "120"))
+SCHEMAS = 120 * TIMES
 VALUES: list[Any] = [
     None, True, False, 0, 1, 2, 3, 1.5, -1, "", "a", "b", "ab", "aa", "abc", [], [1], ["a"], [1, 1], [1, 2], [2, 1],
     ["a", 1], ["a", "b"], ["b", "a"], ["a", "a"], [1, 2, 3], [None], [[1]], {}, {"abc": 1}, {"a": [1]},

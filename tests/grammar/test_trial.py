@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher
+from support.long import TIMES
 from support.small_grammars import shared_vocabulary
 
 from asyncengine.errors import GrammarError, GrammarTimeout, GrammarTooLarge
@@ -23,7 +24,7 @@ from asyncengine.grammar.trial import SMALL, Trial, known_safe
 CRASH = LLMatcher.grammar_from_json_schema(json.dumps({"const": -(2**63)}))
 """Recurses without end in llguidance 1.9.1."""
 SLOW = LLMatcher.grammar_from_lark("start: /" + "a?" * 20_000 + "/")
-GRAMMARS = int(os.environ.get("ASYNCENGINE_GRAMMAR_CRASHES", "25"))
+GRAMMARS = 25 * TIMES
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +226,7 @@ thread.join()
 
 
 def test_no_small_grammar_crashes_the_process() -> None:
-    """Random grammars in a process of their own; only typed errors. More: ASYNCENGINE_GRAMMAR_CRASHES=20000."""
+    """Random grammars in a process of their own; only typed errors. ASYNCENGINE_LONG=800 runs 20,000."""
     rng = random.Random(7)
     made: list[Grammar] = []
     while len(made) < GRAMMARS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import time
@@ -10,13 +9,14 @@ from typing import Any
 
 import pytest
 from support.gguf_metadata import byte_level_metadata, sentencepiece_metadata
+from support.long import TIMES
 from text.gguf_zoo import SENTENCEPIECE, published
 
 from asyncengine.errors import EngineError, ModelNotFound, UnsupportedModel
 from asyncengine.text.gguf import load_gguf_tokenizer
 from asyncengine.text.gguf.header import MAX_TOKEN_CHARS
 
-MUTATIONS = int(os.environ.get("ASYNCENGINE_GGUF_HEADERS", "300"))
+MUTATIONS = 300 * TIMES
 """Mutated headers; 20,000 make the long form (a few minutes)."""
 P = "tokenizer.ggml."
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.gguf_metadata import byte_level_metadata, sentencepiece_metadata, wordpiece_metadata
+from support.long import TIMES
 from text.gguf_zoo import PUBLISHED, SENTENCEPIECE, bert, by_class, published
 from text.many_scripts import TEXTS, random_texts
 from transformers import AutoTokenizer
@@ -23,7 +24,7 @@ from asyncengine.text import TextTokenizer
 from asyncengine.text.gguf import load_gguf_tokenizer
 from asyncengine.text.gguf.families import FAMILIES
 
-FUZZ = int(os.environ.get("ASYNCENGINE_GGUF_TEXTS", "150"))
+FUZZ = 150 * TIMES
 """Random texts per tokenizer; 20,000 make the long form (a few minutes)."""
 VOCABULARIES = os.environ.get("ASYNCENGINE_GGUF_VOCABULARIES")
 """A folder of real vocabularies: the ggml-vocab-*.gguf with their .inp and .out that llama.cpp's sources hold."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import random
 import shutil
 import struct
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support.forwards import logits_of
+from support.long import TIMES
 from support.quantized_checkpoints import KINDS, Tensors, rewritten
 
 from asyncengine.config import EngineConfig
@@ -227,7 +227,7 @@ def test_every_format_cut_off_anywhere(pair: Pair, tmp_path: Path) -> None:
 
 
 VALUES: list[Any] = [None, True, -1, 0, 1.5, 10**30, "x", "", [], [1], {}, {"a": 1}, "x" * 10_000, [{"format": []}]]
-ROUNDS = int(os.environ.get("ASYNCENGINE_FOLDER_CASES", "400"))
+ROUNDS = 400 * TIMES
 
 
 def mutate(rng: random.Random, config: dict[str, Any], header: dict[str, Any]) -> None:
@@ -254,7 +254,7 @@ def mutate(rng: random.Random, config: dict[str, Any], header: dict[str, Any]) -
 
 
 def test_whatever_is_wrong_is_a_named_error(pair: Pair, tmp_path: Path) -> None:
-    """`ASYNCENGINE_FOLDER_CASES=20000` tries more."""
+    """`ASYNCENGINE_LONG=50` tries more."""
     rng = random.Random(0)
     for _ in range(ROUNDS):
         source = pair("llama", rng.choice(list(KINDS)))[0]

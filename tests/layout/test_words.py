@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -87,15 +89,20 @@ def test_names_are_the_fields_words() -> None:
     assert not wrong
 
 
+@cache
+def files_of_classes() -> dict[str, list[str]]:
+    """Files in which a class of that name, or of that name behind an underscore, is defined."""
+    found = defaultdict(list)
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef):
+                found[node.name.lstrip("_")].append(str(path.relative_to(ROOT)))
+    return found
+
+
 @pytest.mark.parametrize("name", GENERIC)
 def test_a_general_name_is_of_one_class(name: str) -> None:
-    owners = [
-        str(path.relative_to(ROOT))
-        for path in FILES
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.ClassDef) and node.name.lstrip("_") == name
-    ]
-    assert len(owners) <= 1, owners
+    assert len(files_of_classes()[name]) <= 1
 
 
 def test_functions_outside_kernels_have_few_parameters() -> None:

@@ -26,7 +26,8 @@ from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu import packed
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.stored import StoredForm
-from asyncengine.models import decoder, loading
+from asyncengine.models import loading
+from asyncengine.models.decoder import Decoder
 from asyncengine.models.loading import load_model
 from asyncengine.request_spec import RequestSpec
 from asyncengine.runner.building import build_runner
@@ -81,11 +82,12 @@ def make_runner(form: str, folder: str, options: argparse.Namespace) -> ModelRun
             stored = StoredForms(form)
             changed.enter_context(patch.object(loading, "LayerOptions", partial(loading.LayerOptions, forms=stored)))
             changed.enter_context(patch.object(loading, "fill_randomly", stored.fill))
-        if form in ("layer-by-layer", "onednn"):
-            changed.enter_context(patch.object(decoder, "fused_layers", lambda *_: None))
         if form == "onednn":
             changed.enter_context(patch.object(packed, "packing_pays", lambda *_: False))
-        return build_runner(load_model(folder, config), config)
+        loaded = load_model(folder, config)
+        if form in ("layer-by-layer", "onednn") and isinstance(loaded.model, Decoder):
+            loaded.model.recorded = None
+        return build_runner(loaded, config)
 
 
 class Requests:

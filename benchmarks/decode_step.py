@@ -4,7 +4,7 @@
 
 Random weights (`load_format="dummy"`), a model runner driven by hand: decode steps of each batch size, then steps of
 one prompt. Each part is timed on its own by wrapping what computes it; a part's time is without that of the parts it
-calls, so that they add up to the whole. "fused layers" are all layers in one call, their attention included, as short
+calls, so that they add up to the whole. "all layers" are all layers in one call, their attention included, as short
 steps of common models run; with --layers every layer's kernels are called one by one instead. "model's Python" is what
 remains of the forward; "preparing" is flattening the batch and planning attention; "step" is what remains of the step:
 the batch, sampling, the way back.
@@ -30,10 +30,10 @@ from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu.mamba2 import Mamba2Kernel
 from asyncengine.layers.causal_conv import CausalConv
 from asyncengine.layers.embedding import Embedding, LMHead
-from asyncengine.layers.fused import FusedLayers
 from asyncengine.layers.mamba2 import Mamba2
 from asyncengine.layers.mlp import MLP
 from asyncengine.layers.norm import Norm
+from asyncengine.layers.recorded import RecordedLayers
 from asyncengine.layers.rotary import Rotary
 from asyncengine.layers.short_conv import ShortConv
 from asyncengine.layers.weight_forms import DenseWeight, OneDnnWeight, PackedWeight, QuantizedWeight
@@ -88,7 +88,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=15, help="steps of each kind, timed and untimed each")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--attention", default="auto", help="attention_backend")
-    parser.add_argument("--layers", action="store_true", help="no fused layers")
+    parser.add_argument("--layers", action="store_true", help="kernels are called one by one")
     parser.add_argument("--plain", action="store_true", help="transformers' own layers (fuse=False)")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
@@ -130,7 +130,7 @@ class Parts:
             ("rotary", Rotary, "__call__"),
             ("preparing", StepBuffers, "build"),
             ("preparing", CompiledBackend, "plan"),
-            ("fused layers", FusedLayers, "__call__"),
+            ("all layers", RecordedLayers, "__call__"),
             ("attention", CompiledBackend, "attend_merged"),
             ("attention", CompiledBackend, "write"),
             ("attention", CompiledBackend, "attend"),
@@ -168,7 +168,7 @@ def make_runner(options: argparse.Namespace) -> tuple[ModelRunner, list[str]]:
         AutoConfig.for_model(**shape).save_pretrained(folder)
         model = load_model(folder, config)
     if options.layers and isinstance(model.model, Decoder):
-        model.model.fused = None
+        model.model.recorded = None
     return build_runner(model, config), model.fused
 
 

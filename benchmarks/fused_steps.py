@@ -70,7 +70,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
         runner = build_runner(loaded, config)
     model: Any = loaded.model
     assert isinstance(model, Decoder)
-    fused = model.fused
+    recorded = model.recorded
     print(f"{name}: {', '.join(runner.fused)}; {model.nbytes / 2**20:.0f} MiB", flush=True)
     for rows in options.rows:
         requests = Requests(runner, rows, CONTEXT)
@@ -78,7 +78,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
         found: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(options.steps):
             for whole, times in found.items():
-                model.fused = fused if whole else None
+                model.recorded = recorded if whole else None
                 began = time.perf_counter()
                 requests.step()
                 times.append(1e3 * (time.perf_counter() - began))
@@ -86,7 +86,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
         print(
             f"{name}, {rows} rows: {apart:.2f} ms layer by layer, {one:.2f} in one call: {apart / one:.2f}", flush=True
         )
-        model.fused = fused
+        model.recorded = recorded
     runner.close()
 
 

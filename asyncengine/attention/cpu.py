@@ -22,8 +22,8 @@ from asyncengine.attention.cpu_short import (
     LOAD,
     ROWS,
     START,
-    ShortPlan,
     ShortRows,
+    StepPlan,
     short_items,
     short_pieces,
 )
@@ -51,16 +51,6 @@ class _LayerGroup:
     num_kv_heads: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Addresses of a step's arrays, and what keeps these alive."""
-
-    step: int
-    joins: int
-    """The number of results that are to be joined."""
-    arrays: tuple[Any, ...]
-
-
 def tile_types(page_size: int, dtype: torch.dtype) -> tuple[Any, Any]:
     """(lanes, operand) of pages of so many tokens, as `kernels.cpu.attention.attend` takes them."""
     lanes = math.gcd(page_size, max(LANES))
@@ -73,6 +63,8 @@ class CompiledBackend:
 
     name = "compiled"
     graphs = False
+    steady = True
+    """Whether kernels are given the same addresses in every step."""
 
     def __init__(
         self, layers: Sequence[LayerSpec], num_pages: int, page_size: int, dtype: torch.dtype, one_pool: bool = False,
@@ -97,23 +89,16 @@ class CompiledBackend:
             self._pools.append(_LayerPool(spec, pages, page_size, lanes, memory, of_windows))
         self.kv_bytes = sum(memory.bytes for memory in shared.values())
         self._groups = {_group_of(spec): spec for spec in layers}
-        self._short = {group: ShortPlan() for group in self._groups}
-        self._plans: dict[_LayerGroup, _Plan | ShortPlan] = {}
-        self._planned: list[_Plan | ShortPlan] = []
-        self._layout: list[tuple[int, int]] = []
-        """Addresses and sizes of each group's plan."""
-        self.placed = object()
-        """Another one whenever `place` may say something else than before."""
-        self._group_at = [_group_of(spec) for spec in layers]
+        self._plans = {group: StepPlan() for group in self._groups}
+        self._planned = [self._plans[_group_of(spec)] for spec in layers]
         self._scratch_size = max((_scratch_bytes(spec) for spec in layers), default=0)
         self._widest = max((spec.value_dim for spec in layers), default=0)
-        self._threads, self._piece, self._team = 1, 1, 0
+        self._threads, self._piece = 1, 1
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._partials = torch.empty(0)
-        self._query = torch.empty(0, dtype=dtype)
 
     def plan(self, step: StepView) -> None:
-        (self._threads, self._piece, workers), self._team = team_threads(), use_team()
+        self._threads, self._piece, workers = team_threads()
         if self._scratch.numel() < workers * self._scratch_size:
             self._scratch = torch.empty(workers * self._scratch_size, dtype=torch.uint8)
         near, far, rows = step.for_windows(), step, None
@@ -121,22 +106,15 @@ class CompiledBackend:
             far = step.for_others()
         else:
             rows = _short_rows(step)
-        plans = {
-            group: self._plan_group(group, spec, near if spec.windowed else far, rows)
-            for group, spec in self._groups.items()
-        }
-        if any(plan is not self._plans.get(group) for group, plan in plans.items()):
-            self._plans, self._planned = plans, [plans[group] for group in self._group_at]
-        layout = [(plan.step, plan.joins) for plan in plans.values()]
-        if layout != self._layout:
-            self._layout, self.placed = layout, object()
+        for group, spec in self._groups.items():
+            self._plan_group(self._plans[group], spec, near if spec.windowed else far, rows)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         key, value = _dense(key), _dense(value)
         steps = [stride * key.element_size() for stride in (*key.stride()[:2], *value.stride()[:2])]
         write(
             key.data_ptr(), steps[0], steps[1], value.data_ptr(), steps[2], steps[3],
-            self._pools[layer].address, self._planned[layer].step, self._kind, self._team,
+            self._pools[layer].address, self._planned[layer].step, self._kind, use_team(),
         )  # fmt: skip
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
@@ -157,38 +135,28 @@ class CompiledBackend:
         """
         spec = self._layers[layer]
         tokens = qkv.shape[0]
-        if self._query.numel() < tokens * spec.num_heads * spec.key_dim:
-            self._query = torch.empty(tokens * spec.num_heads * spec.key_dim, dtype=self._dtype)
+        query = qkv.new_empty((tokens, spec.num_heads * spec.key_dim))
         out = qkv.new_empty((tokens, spec.num_heads * spec.value_dim))
         q_norm = 0 if heads.q_norm is None else heads.q_norm.data_ptr()
         k_norm = 0 if heads.k_norm is None else heads.k_norm.data_ptr()
-        query = self._query.data_ptr()
         prepare_and_write(
-            qkv.data_ptr(), query, q_norm, k_norm, heads.epsilon, cos.data_ptr(), sin.data_ptr(), cos.shape[-1],
-            self._pools[layer].address, self._planned[layer].step, self._kind, self._team,
+            qkv.data_ptr(), query.data_ptr(), q_norm, k_norm, heads.epsilon, cos.data_ptr(), sin.data_ptr(),
+            cos.shape[-1], self._pools[layer].address, self._planned[layer].step, self._kind, use_team(),
         )  # fmt: skip
         head_size = spec.key_dim * qkv.element_size()
-        self._attend(layer, query, spec.num_heads * head_size, head_size, out)
+        self._attend(layer, query.data_ptr(), spec.num_heads * head_size, head_size, out)
         return out
 
     def _attend(self, layer: int, query: int, token_size: int, head_size: int, out: torch.Tensor) -> None:
-        plan, known = self._planned[layer], self._pools[layer].address
         kernels.attend(
-            query, token_size, head_size, out.data_ptr(), known, plan.step, self._kind, self._lanes, self._operand,
-            self._team,
+            query, token_size, head_size, out.data_ptr(), self._pools[layer].address, self._planned[layer].step,
+            self._kind, self._lanes, self._operand, use_team(),
         )  # fmt: skip
-        if plan.joins:
-            kernels.join(out.data_ptr(), known, plan.step, self._kind, plan.joins, self._team)
-
-    def place(self, layer: int) -> tuple[int, int, int]:
-        """(address of the layer's pool, address of its plan for this step, how many results are to be joined)."""
-        plan = self._planned[layer]
-        return self._pools[layer].address, plan.step, plan.joins
 
     def warm_up(self) -> None:
-        """Compile what only steps with long contexts call: of no pieces, a kernel does nothing else."""
+        """Compile what only steps with long contexts call."""
         if self._pools:
-            kernels.join(0, self._pools[0].address, 0, self._kind, 0, 0)
+            kernels.compile_join(self._kind)
 
     def page_pools(self) -> list[PagePool]:
         """Memory of every layer, keys and values: a head's pages lie one behind the other."""
@@ -197,38 +165,27 @@ class CompiledBackend:
     def close(self) -> None:
         self._pools, self._plans, self._planned = [], {}, []
         self._scratch, self._partials = torch.empty(0, dtype=torch.uint8), torch.empty(0)
-        self._query = torch.empty(0, dtype=self._dtype)
 
     # -- planning ------------------------------------------------------------------------------------------------
 
-    def _plan_group(
-        self, group: _LayerGroup, spec: LayerSpec, step: StepView, rows: ShortRows | None
-    ) -> _Plan | ShortPlan:
+    def _plan_group(self, plan: StepPlan, spec: LayerSpec, step: StepView, rows: ShortRows | None) -> None:
         least = self._piece // _BYTES
         if rows is not None and (work := short_items(spec, rows, self._threads)) is not None:
             pieces = short_pieces(work.costs, spec.num_kv_heads, self._threads, least)
             if pieces is not None:
                 self._have_partials(spec, work.partials)
-                plan = self._short[group]
                 plan.fill(
                     work, pieces, step.page_tables, step.kv_slots, self._partials, self._scratch, self._scratch_size
                 )
-                return plan
+                return
         items, joins = self._items(spec, step)
         heads = spec.num_heads // spec.num_kv_heads
         cost = (items[:, fields.END] - items[:, fields.BEGIN]) * (LOAD + heads * items[:, fields.COUNT]) + START
         self._have_partials(spec, int(joins[:, 2].sum()))
         bounds = _even_pieces(cost, spec.num_kv_heads, self._threads, least)
-        table = np.ascontiguousarray(step.page_tables, dtype=np.int32)
-        known = np.zeros(fields.STEP_FIELDS, dtype=np.int64)
-        known[fields.ITEMS], known[fields.NUM_ITEMS] = _address(items), len(items)
-        known[fields.BOUNDS], known[fields.PIECES] = _address(bounds), len(bounds) - 1
-        known[fields.TABLE], known[fields.WIDTH] = _address(table), table.shape[1]
-        known[fields.SLOTS], known[fields.TOKENS] = step.kv_slots.data_ptr(), step.kv_slots.numel()
-        known[fields.JOINS], known[fields.NUM_JOINS] = _address(joins), len(joins)
-        known[fields.PARTIALS] = self._partials.data_ptr()
-        known[fields.SCRATCH], known[fields.SCRATCH_SIZE] = self._scratch.data_ptr(), self._scratch_size
-        return _Plan(_address(known), len(joins), (items, joins, bounds, table, known, step.kv_slots, self._partials))
+        plan.refer_to(
+            items, joins, bounds, step.page_tables, step.kv_slots, self._partials, self._scratch, self._scratch_size
+        )
 
     def _have_partials(self, spec: LayerSpec, count: int) -> None:
         """Memory for so many partial results of one kv head each."""

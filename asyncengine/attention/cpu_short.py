@@ -1,4 +1,4 @@
-"""Plans of short steps for the compiled kernels: what `cpu.CompiledBackend` works out with arrays, item by item.
+"""Plans of steps for the compiled kernels; short ones are made item by item, long ones of arrays (`cpu`).
 
 Of a few rows, each of a token or of a short chunk, every call of numpy takes longer than the arithmetic in it. The
 numbers are the same. Memory is one block for each group of layers, at one address for all steps.
@@ -50,17 +50,15 @@ class ShortItems(NamedTuple):
     partials: int
 
 
-class ShortPlan:
-    """The plan of one group of layers, filled again by each short step."""
+class StepPlan:
+    """The plan of one group of layers, at one address for all steps."""
 
-    __slots__ = ("_fixed", "_held", "_numbers", "joins", "step")
+    __slots__ = ("_fixed", "_held", "_numbers", "step")
 
     def __init__(self) -> None:
         self._numbers = np.zeros(_NUMBERS, dtype=np.int64)
         self.step: int = self._numbers.ctypes.data
         """The address of what the kernels are told of a step."""
-        self.joins = 0
-        """The number of results that are to be joined."""
         self._fixed = tuple(self.step + 8 * place for place in (_ITEMS, _BOUNDS, _JOINS))
         self._held: tuple[Any, ...] = ()
         """Arrays whose addresses were written down here: kept alive."""
@@ -75,24 +73,28 @@ class ShortPlan:
         if not table.flags.c_contiguous or table.dtype != np.int32:
             table = np.ascontiguousarray(table, dtype=np.int32)
         self._held = (table, slots, partials, scratch)
-        self.joins = len(work.joins) // 3
         items_at, bounds_at, joins_at = self._fixed
         numbers[: _ITEMS + len(items)] = [
             items_at, len(work.costs), bounds_at, table.ctypes.data, table.shape[1], slots.data_ptr(), slots.numel(),
-            joins_at, self.joins, partials.data_ptr(), scratch.data_ptr(), scratch_size, len(bounds) - 1, *items,
+            joins_at, len(work.joins) // 3, partials.data_ptr(), scratch.data_ptr(), scratch_size, len(bounds) - 1,
+            *items,
         ]  # fmt: skip
         numbers[_BOUNDS : _BOUNDS + len(bounds)] = bounds
-        if self.joins:
+        if work.joins:
             numbers[_JOINS : _JOINS + len(work.joins)] = work.joins
 
-    @property
-    def arrays(self) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Items [items, ITEM_FIELDS], joins [joins, 3] and bounds [pieces + 1], as they are now."""
-        numbers = self._numbers
-        items = numbers[_ITEMS : _ITEMS + numbers[fields.NUM_ITEMS] * fields.ITEM_FIELDS]
-        joins = numbers[_JOINS : _JOINS + 3 * self.joins]
-        bounds = numbers[_BOUNDS : _BOUNDS + numbers[fields.PIECES] + 1]
-        return items.reshape(-1, fields.ITEM_FIELDS), joins.reshape(-1, 3), bounds
+    def refer_to(
+        self, items: Int64Array, joins: Int64Array, bounds: Int64Array, table: np.ndarray[Any, Any], slots: Any,
+        partials: Any, scratch: Any, scratch_size: int,
+    ) -> None:  # fmt: skip
+        """Plan by items [items, ITEM_FIELDS], joins [joins, 3] and bounds [pieces + 1] that lie elsewhere."""
+        table = np.ascontiguousarray(table, dtype=np.int32)
+        self._held = (items, joins, bounds, table, slots, partials, scratch)
+        self._numbers[:_ITEMS] = [
+            items.ctypes.data, len(items), bounds.ctypes.data, table.ctypes.data, table.shape[1], slots.data_ptr(),
+            slots.numel(), joins.ctypes.data, len(joins), partials.data_ptr(), scratch.data_ptr(), scratch_size,
+            len(bounds) - 1,
+        ]  # fmt: skip
 
 
 def short_items(spec: LayerSpec, rows: ShortRows, threads: int) -> ShortItems | None:

@@ -20,6 +20,10 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(np.empty(shape, dtype=_ALIKE[dtype.itemsize])).view(dtype)
 
 
+_LARGE = 2**18
+"""Numbers of a result for which the system maps fresh pages each time."""
+
+
 class OutputBufferPool:
     """float32 memory for one result after the other: mapping fresh pages for megabytes takes longer than filling them.
 
@@ -34,6 +38,8 @@ class OutputBufferPool:
         size = 1
         for extent in shape:
             size *= extent
+        if size < _LARGE:
+            return torch.empty(shape, dtype=torch.float32)
         if self._last is None or self._last.numel() < size or self._last.numel() > 4 * size or self._is_held():
             self._last = None if _use_count is None else torch.empty(size, dtype=torch.float32)
         return torch.empty(shape, dtype=torch.float32) if self._last is None else self._last[:size].view(shape)

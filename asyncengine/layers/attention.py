@@ -88,8 +88,10 @@ class Attention:
                 for name, heads in zip(config.norm_names, counts, strict=False)
             )
         fusable = config.norm_scope == "head" and all(norm.fusable for norm in self.norms or ())
-        self._norms_apart = self.norms is not None and (config.norm_after_rotation or not fusable)
+        self.norms_apart = self.norms is not None and (config.norm_after_rotation or not fusable)
         """Norms of heads that `attend_merged` does not have in it."""
+        self.rotated_apart: torch.dtype | None = None
+        """The type of cosines and sines, if it has not the rotation in it either."""
         self.value_norm: Norm | None = None
         if config.value_norm is not None and not shares:
             self.value_norm = Norm(options, config.value_norm, f"{prefix}self_attn.v_norm", dim)
@@ -104,7 +106,7 @@ class Attention:
         )  # fmt: skip
         self.gate = HeadGate(options, config.num_heads, dim) if config.output_gate else None
         self._dtype = options.dtype
-        self._on_gpu = options.kernels.name == "cuda"
+        self._kernels: Any = options.kernels
 
     def _norm(self, options: LayerOptions, path: str, heads: int) -> Norm:
         config = self.config
@@ -116,25 +118,24 @@ class Attention:
     def merged_heads(self, rotary: RotaryConfig | None) -> MergedHeads | None:
         """Description of how one kernel prepares the merged projection for attention; None: none can.
 
-        `rotary` is the layer's rotation. Compiled attention rotates halves, by cosines in the model's type.
+        `rotary` is the layer's rotation. Compiled attention rotates halves, by cosines in the model's type: other
+        rotations are kernels of their own before it, and so are norms where one of the two is.
         """
-        config = self.config
+        config, device = self.config, self._kernels.name
         counts = (config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim)
         if config.keys_of is not None:
             return None
         interleaved = rotary is not None and rotary.style == "interleaved"
         exact = rotary is not None and rotary.exact and self._dtype != torch.float32
-        if (interleaved or exact) and not self._on_gpu:
+        other = config.norm_after_rotation or ((interleaved or exact) and device != "cuda")
+        if other and device != "compiled":
             return None
-        if self.norms is None or self._norms_apart:
-            return None if config.norm_after_rotation else MergedHeads(*counts, interleaved=interleaved)
+        if other:
+            self.rotated_apart, self.norms_apart = torch.float32 if exact else self._dtype, self.norms is not None
+        if self.norms is None or self.norms_apart:
+            return MergedHeads(*counts, interleaved=interleaved and not other)
         query, key = self.norms
         return MergedHeads(*counts, query.weight, key.weight, query.config.epsilon, interleaved)
-
-    @property
-    def only_merged(self) -> bool:
-        """True if compiled attention, and gates of its heads, are all that happens between the two projections."""
-        return self.config.clip is None and not self._norms_apart
 
     def __call__(self, x: torch.Tensor, step: StepContext, angles: Angles, merged: MergedHeads | None) -> torch.Tensor:
         """`angles` of this layer's rotation, `merged` as `merged_heads` says it, where the backend takes that."""
@@ -158,9 +159,8 @@ class Attention:
             qkv = self._with_values(qkv)
         attend_merged: Any = None if merged is None else getattr(step.backend, "attend_merged", None)
         if attend_merged is not None:
-            if self._norms_apart:
-                self._norm_in_place(qkv)
-            attended: torch.Tensor = attend_merged(self.index, qkv, merged, angles.cos, angles.sin)
+            cos, sin = self._prepare_in_place(qkv, angles)
+            attended: torch.Tensor = attend_merged(self.index, qkv, merged, cos, sin)
             return attended
         query, key, value = self.prepare(qkv, angles)
         step.backend.write(self.index, key, value)
@@ -190,10 +190,30 @@ class Attention:
         normed = [norm(part) for norm, part in zip(self.norms, apart, strict=True)]
         return normed[0].reshape(query.shape), normed[1].reshape(key.shape)
 
+    def _prepare_in_place(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do what `attend_merged` does not have in it, and give the cosines and sines that it rotates by."""
+        config, after = self.config, self.config.norm_after_rotation
+        if self.norms_apart and not after:
+            self._norm_in_place(qkv)
+        if self.rotated_apart is None:
+            return angles.cos, angles.sin
+        heads = config.num_heads + config.num_kv_heads
+        interleaved = angles.style == "interleaved"
+        self._kernels.rotate_heads(qkv, angles.cos, angles.sin, heads, config.head_dim, interleaved)
+        if self.norms_apart and after:
+            self._norm_in_place(qkv)
+        return angles.cos[:, :0], angles.sin[:, :0]
+
     def _norm_in_place(self, qkv: torch.Tensor) -> None:
         query, key, _ = torch.split(qkv, self._sizes, dim=-1)
-        for part, normed in zip((query, key), self._normed(query, key), strict=True):
-            part.copy_(normed)
+        if self._kernels.name != "compiled":
+            for part, normed in zip((query, key), self._normed(query, key), strict=True):
+                part.copy_(normed)
+            return
+        for norm, first, size in zip(self.norms or (), (0, self.query_size), self._sizes, strict=False):
+            groups = size // norm.weight.shape[-1]
+            centred = norm.config.kind == "layer"
+            self._kernels.norm_heads(qkv, norm.weight, norm.bias, first, groups, norm.config.epsilon, centred)
 
     def _query(self, projected: torch.Tensor, angles: Angles) -> torch.Tensor:
         """[T, heads, dim] of a layer that has nothing else."""

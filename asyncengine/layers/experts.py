@@ -333,7 +333,7 @@ class SparseMLP:
             ]
         self.experts = Experts(options, config.experts, prefix, width if latent is None else latent.width)
         self.shared = None if config.shared is None else MLP(options, config.shared, prefix, width)
-        self._dtype, self._add_gated = options.dtype, _adding(options)
+        self._kernels, self._add_gated = options.kernels, _adding(options)
 
     def __call__(self, x: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
         chosen, weights, gate = self.router(x)
@@ -345,7 +345,7 @@ class SparseMLP:
             return y
         shared = self.shared(x, adapters)
         if gate is None:
-            return y.add_(shared)
+            return self._kernels.add(y, shared)
         if self._add_gated is not None:
             added: torch.Tensor = self._add_gated(y, shared, gate)
             return added
@@ -357,19 +357,6 @@ class SparseMLP:
         pairs = (x[:, None] * weights[..., None]).to(x.dtype).flatten(0, 1)
         y = self.experts(pairs, chosen.view(-1, 1), torch.ones_like(weights).view(-1, 1))
         return y if count == 1 else y.view(len(x), count, x.shape[1]).float().sum(1).to(x.dtype)
-
-    def fused(self) -> Any:
-        """All of it but what is shared, as fused layers take it (`kernels.cpu.mixture.MixtureKernel`); None: they do
-        not."""
-        router = self.router.product()
-        if router is None or self.experts.kernel is None or self.config.scales_inputs or self.latent:
-            return None
-        from asyncengine.kernels.cpu import mixture
-
-        vectors = self.router.correction, self.router.by_expert
-        added = mixture.ALONE if self.shared is None else mixture.ADDED
-        added = mixture.GATED if self.config.shared_gate is not None else added
-        return mixture.MixtureKernel(router, vectors, self.router.settings, self.experts.kernel, added, self._dtype)
 
     @property
     def adds_gated(self) -> bool:

@@ -23,7 +23,7 @@ from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import FusedMix, StateSpec, StateStep, by_kernel, each_token, recur, recurrence
+from asyncengine.layers.states import StateSpec, StateStep, by_kernel, each_token, recur, recurrence
 from asyncengine.layers.step import StepContext
 
 _TINY = 1e-6
@@ -146,10 +146,6 @@ class GatedDelta:
     def _gated_norm(self, read: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         wide = functional.rms_norm(read, (read.shape[-1],), None, self.config.epsilon)
         return (wide * self.norm.weight.float() * each_token(functional.silu, z.float())).to(z.dtype)
-
-    def fused(self) -> FusedMix | None:
-        """The record that fused layers take; None: there is no kernel for it here."""
-        return None if self.kernel is None else FusedMix(self.inputs, self.kernel, self.out, self.index)
 
     def linears(self) -> list[Linear]:
         return [self.inputs, self.out]

@@ -73,6 +73,30 @@ class LayerKernels(Protocol):
         """(residual + branch * scale, its layer norm). Not `kept`: anything may stand in the sum's place."""
         ...
 
+    def add(self, y: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """y + other, both [rows, width]. y is overwritten and given back."""
+        ...
+
+    def add_both(self, residual: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """residual + first + second, all [rows, width], in float32 and rounded once."""
+        ...
+
+    def add_scaled(self, left: torch.Tensor, factor: float, right: torch.Tensor) -> torch.Tensor:
+        """left * factor + right, both [rows, width]; product and sum are rounded. left may be overwritten."""
+        ...
+
+    def scale_first(self, x: torch.Tensor, factor: float, columns: int) -> torch.Tensor:
+        """x [rows, width] with its first `columns` times `factor`, in place."""
+        ...
+
+    def scale_each(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """x [rows, width] with its first columns times `factors`, float32 [columns], in place."""
+        ...
+
+    def widened(self, x: torch.Tensor) -> torch.Tensor:
+        """x in float32."""
+        ...
+
     def activation(self, name: str) -> Activation:
         """One of `ACTIVATIONS`, which may overwrite what it is given."""
         ...
@@ -117,6 +141,27 @@ class TorchKernels:
         normed = functional.layer_norm(total, (total.shape[-1],), weight, bias, epsilon)
         return total.to(residual.dtype), normed.to(residual.dtype)
 
+    def add(self, y: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return y.add_(other)
+
+    def add_both(self, residual: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return (residual.float() + first + second).to(residual.dtype)
+
+    def add_scaled(self, left: torch.Tensor, factor: float, right: torch.Tensor) -> torch.Tensor:
+        return (left if factor == 1.0 else left * factor) + right
+
+    def scale_first(self, x: torch.Tensor, factor: float, columns: int) -> torch.Tensor:
+        x[:, :columns] *= factor
+        return x
+
+    def scale_each(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        scaled = x[:, : len(factors)]
+        scaled.copy_(scaled.float() * factors)
+        return x
+
+    def widened(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float()
+
     def activation(self, name: str) -> Activation:
         return ACTIVATIONS[name]
 
@@ -131,8 +176,12 @@ class CompiledKernels(TorchKernels):
     norm_dtype: torch.dtype | None = torch.float32
 
     def __init__(self) -> None:
-        from asyncengine.kernels.cpu import activation, layer_norm, norm
+        from asyncengine.kernels.cpu import activation, layer_norm, norm, qk_norm_rope, scaling
 
+        own: Any = self  # no call of a method lies between a layer and its kernel
+        own.add, own.add_both, own.add_scaled = scaling.add, scaling.add_both, scaling.add_scaled
+        own.scale_first, own.scale_each, own.widened = scaling.scale_first, scaling.scale_each, scaling.widened
+        self.rotate_heads, self.norm_heads = qk_norm_rope.rotate_heads, norm.norm_heads
         self._norm, self._layer_norm = norm, layer_norm
         self._in_place = activation.in_place
         self._gated = {

@@ -21,7 +21,7 @@ from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import FusedMix, StateSpec, by_kernel, each_token, recur, recurrence
+from asyncengine.layers.states import StateSpec, by_kernel, each_token, recur, recurrence
 from asyncengine.layers.step import StepContext
 from asyncengine.layers.stored import StoredMatrix, dense
 
@@ -66,7 +66,7 @@ class Mamba2:
     """
 
     def __init__(self, options: LayerOptions, config: Mamba2Config, path: str, width: int, index: int) -> None:
-        self.config, self.index, self._path = config, index, path
+        self.config, self.index, self._path, self._kernels = config, index, path, options.kernels
         self.inner, self.shared = config.heads * config.head_dim, config.groups * config.state_size
         channels = self.inner + 2 * self.shared
         self._sizes = [self.inner, channels, config.heads]
@@ -101,8 +101,7 @@ class Mamba2:
         assert step.states is not None
         projected = self.projection(x, step.adapters)
         if self.scales is not None:
-            scaled = projected[:, : len(self.scales)]
-            scaled.copy_(scaled.float() * self.scales)
+            projected = self._kernels.scale_each(projected, self.scales)
         if self.kernel is not None:
             return self.out(by_kernel(self.kernel, projected, step.states, self.index), step.adapters)
         gate, mixed, times = torch.split(projected[:, : sum(self._sizes)], self._sizes, dim=-1)
@@ -137,17 +136,6 @@ class Mamba2:
         grouped = y.view(len(y), self.config.norm_groups, -1)
         y = functional.rms_norm(grouped, grouped.shape[-1:], None, self.config.epsilon).flatten(1) * self.weight
         return y if self.config.norm == "gated" else y * factor
-
-    @property
-    def compiled(self) -> bool:
-        """Whether a compiled kernel moves its states."""
-        return self.kernel is not None
-
-    def fused(self) -> FusedMix | None:
-        """The record that fused layers take; None: there is no kernel for it here."""
-        if self.kernel is None:
-            return None
-        return FusedMix(self.projection, self.kernel, self.out, self.index, self.scales)
 
     def linears(self) -> list[Linear]:
         return [self.projection, self.out]

@@ -43,7 +43,7 @@ class MLP:
     def __init__(self, options: LayerOptions, config: MLPConfig, prefix: str, width: int) -> None:
         outputs = config.width * (2 if config.gated else 1) // len(config.up)
         parts = [Part(prefix + name, outputs) for name in config.up]
-        self.config, self._prefix = config, prefix
+        self.config, self._prefix, self._kernels = config, prefix, options.kernels
         self.up = Linear(options, parts, width, bias=config.bias, transposed=config.transposed)
         self.down = Linear(
             options, [Part(prefix + config.down, width)], config.width, transposed=config.transposed,
@@ -56,8 +56,6 @@ class MLP:
         self.gated = options.kernels.gated(config.activation) if config.gated else None
         silu = config.gated and config.activation == "silu" and config.scales[0] == 1.0 and not config.bias
         self._multiply_gated = getattr(self.up.weight, "multiply_gated", None) if silu else None
-        self.between: Activation | None = self.gated if config.gated else self._activation
-        """The function between the two products, of all that the first gives; None: there is no such function."""
 
     def __call__(self, x: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
         """[rows, width] -> [rows, width]."""
@@ -67,13 +65,13 @@ class MLP:
         if inner is None:
             inner = self._activated(self.up(x, adapters))
         if self.config.scales[1] != 1.0:
-            inner *= self.config.scales[1]
+            inner = self._kernels.scale_first(inner, self.config.scales[1], self.config.width)
         return self.down(inner, adapters)
 
     def _activated(self, inner: torch.Tensor) -> torch.Tensor:
         """Compute what is between the two products, of all that the first gives."""
         if self.config.scales[0] != 1.0:
-            inner[:, : self.config.width] *= self.config.scales[0]
+            inner = self._kernels.scale_first(inner, self.config.scales[0], self.config.width)
         if self.gated is not None:
             return self.gated(inner)
         if self.config.gated:

@@ -105,13 +105,3 @@ class Norm:
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes + (0 if self._shift is None else self._shift.nbytes)
-
-
-def add_and_norm(
-    residual: torch.Tensor, branch: torch.Tensor, scale: float, norm: Norm | None, kept: bool = True
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(residual + branch * scale, what `norm` makes of it; None: the sum itself). Not `kept`: the sum is not needed."""
-    if norm is not None:
-        return norm.add(residual, branch, scale, kept)
-    total = residual + (branch if scale == 1.0 else branch * scale)
-    return total, total

@@ -68,7 +68,7 @@ class Router:
         self._prefix, self._width, self._gate = prefix, width, gate
         dtype = torch.float32 if config.exact else options.dtype
         self.weight = _unrounded(replace(options, bits=None, dtype=dtype), config.experts + (gate is not None), width)
-        self._dtype = dtype
+        self._exact, self._kernels = dtype != options.dtype, options.kernels
         self.bias: torch.Tensor | None = None
         if config.bias is not None:
             self.bias = options.zeros(self.weight.outputs, dtype=self.weight.bias_dtype)
@@ -95,16 +95,11 @@ class Router:
             self._route, self.settings = routing.route, config
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        logits = self.weight.logits(x.to(self._dtype), self.bias, self._memory)
+        logits = self.weight.logits(self._kernels.widened(x) if self._exact else x, self.bias, self._memory)
         gate = None if self._gate is None else logits[:, self.config.experts]
         if self._route is not None:
             return *self._route(logits, self.correction, self.by_expert, self.settings), gate
         return *route(logits[:, : self.config.experts], self.correction, self.by_expert, self.config), gate
-
-    def product(self) -> Any:
-        """The record that fused layers take; None: its form is another than theirs, or the choice is torch's."""
-        found = self.weight.products(self.bias) if self.settings is not None else None
-        return None if found is None else found[0]
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Tensors of the checkpoint that it takes, by name."""

@@ -13,7 +13,7 @@ from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import FusedMix, StateSpec
+from asyncengine.layers.states import StateSpec
 from asyncengine.layers.step import StepContext
 
 
@@ -56,10 +56,6 @@ class ShortConv:
         before, after, inputs = projected.chunk(3, dim=-1)
         made = self.conv(before * inputs, step.states, self.index)
         return self.out(made.mul_(after), step.adapters)
-
-    def fused(self) -> FusedMix | None:
-        """The record that fused layers take; None: there is no kernel for it here."""
-        return None if self.kernel is None else FusedMix(self.projection, self.kernel, self.out, self.index)
 
     def linears(self) -> list[Linear]:
         return [self.projection, self.out]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -249,41 +249,6 @@ class StateLayer(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of everything outside its linears and norms."""
-        ...
-
-
-class StateMixKernel(Protocol):
-    """The compiled code between a state layer's projections, as fused layers call it."""
-
-    address: int
-    """The address of the record that its code is called with."""
-    outputs: int
-    """Numbers of a row of what it gives."""
-
-    def code(self, dtype: torch.dtype) -> str:
-        """The name of its code for `kernels.cpu.calls.address_of`: (record, states and windows, projections,
-        out, the six numbers of `kernels.cpu.state_segments.segment_places`, tokens, kind, team)."""
-        ...
-
-
-class FusedMix(NamedTuple):
-    """A state layer as fused layers take it: a linear, a kernel, a linear."""
-
-    inputs: Linear
-    kernel: StateMixKernel
-    out: Linear
-    place: int
-    """The index of its states among the pools."""
-    factors: torch.Tensor | None = None
-    """Factors of the first numbers of a row of `inputs`, float32."""
-
-
-@runtime_checkable
-class FusableState(Protocol):
-    """A `StateLayer` that fused layers may take."""
-
-    def fused(self) -> FusedMix | None:
-        """None: there is no kernel for it here."""
         ...
 
 

@@ -18,14 +18,14 @@ from asyncengine.attention.base import LayerSpec
 from asyncengine.layers.attention import Attention, AttentionConfig
 from asyncengine.layers.embedding import Embedding, LMHead
 from asyncengine.layers.experts import MoEConfig, SparseMLP
-from asyncengine.layers.fused import FusedLayers, fused_layers
 from asyncengine.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from asyncengine.layers.layer_inputs import LayerInput, LayerInputConfig, LayerInputs
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.mlp import MLP, MLPConfig
-from asyncengine.layers.norm import Norm, NormConfig, add_and_norm
+from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.places import Place
+from asyncengine.layers.recorded import RecordedLayers
 from asyncengine.layers.rotary import Angles, Rotary, RotaryConfig
 from asyncengine.layers.side_experts import SideExperts, SideExpertsConfig
 from asyncengine.layers.slots import TensorSlot
@@ -114,7 +114,7 @@ class DecoderLayer:
         states among the pools."""
         prefix = model.layer.format(index)
         width, norm = model.width, model.norm
-        self.config = config
+        self.config, self._kernels = config, options.kernels
         self.scale = model.residual_scale
 
         def named(name: str | None) -> Norm | None:
@@ -133,12 +133,12 @@ class DecoderLayer:
         self.scalar = None if config.scalar is None else options.zeros(1).fill_(1.0)
         rotary = None if own is None or own.rotary is None else model.rotary[own.rotary]
         self.merged = None if self.attention is None else self.attention.merged_heads(rotary)
-        self.compiled = bool(self.mixtures()) and all(
+        self.compiled = all(
             [linear.weight.products(None) is not None for linear in self.linears()]
             + [mixture.experts.compiled for mixture in self.mixtures()]
+            + [self.state is None or getattr(self.state, "kernel", None) is not None]
         )
-        """Whether it is a mixture whose products are all made by compiled kernels: torch's threads have nothing to do.
-        """
+        """Whether its products are all made, and its states moved, by compiled kernels."""
 
     def __call__(
         self,
@@ -158,10 +158,9 @@ class DecoderLayer:
         branch = self.mix(x, step, angles)
         if self.mlp is None or branch is None:
             return self._single(residual, x, branch, step, following, rows)
-        if self.config.parallel:
-            residual = residual.float() + branch  # two sums, rounded once
-        else:
-            residual, x = add_and_norm(residual, branch, self.scale, self.before_mlp, not self.config.post_norm)
+        mixed = branch
+        if not self.config.parallel:
+            residual, x = self._add(residual, branch, self.before_mlp, not self.config.post_norm)
             residual = x if self.config.post_norm else residual
         if rows is not None:
             residual, x = residual.index_select(0, rows), x.index_select(0, rows)
@@ -170,30 +169,40 @@ class DecoderLayer:
         if self.side is not None:
             branch = self.side(residual, branch)
         if self.config.parallel:
-            residual = (residual + branch).to(x.dtype)
+            residual = self._kernels.add_both(residual, mixed if rows is None else mixed.index_select(0, rows), branch)
             return residual, residual if following is None else following(residual)
         if self.config.post_norm:
-            _, x = add_and_norm(residual, branch, self.scale, self.after_mlp, kept=False)
+            _, x = self._add(residual, branch, self.after_mlp, kept=False)
             return x, x
         if self.after_mlp is not None:
             branch = self.after_mlp(branch)
         if self.inputs is not None and vectors is not None:
-            residual, _ = add_and_norm(residual, branch, self.scale, None)
+            residual, _ = self._add(residual, branch, None)
             branch = self.inputs(residual, vectors if rows is None else vectors.index_select(0, rows), adapters)
         if self.scalar is None:
-            return add_and_norm(residual, branch, self.scale, following)
-        residual = add_and_norm(residual, branch, self.scale, None)[0] * self.scalar
+            return self._add(residual, branch, following)
+        residual = self._add(residual, branch, None)[0] * self.scalar
         return residual, residual if following is None else following(residual)
 
     def mix(self, x: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor | None:
         """The contribution of other tokens, [T, width]; None: the layer is its feed-forward part alone."""
         branch = None if self.attention is None else self.attention(x, step, angles, self.merged)
-        if branch is not None and self.config.attention_scale != 1.0:
-            branch *= self.config.attention_scale
+        scale = self.config.attention_scale
         if self.state is not None:
             own = self.state(x, step)
-            branch = own if branch is None else branch + own
+            branch = own if branch is None else self._kernels.add_scaled(branch, scale, own)
+        elif branch is not None and scale != 1.0:
+            branch *= scale
         return branch if branch is None or self.after_attention is None else self.after_attention(branch)
+
+    def _add(
+        self, residual: torch.Tensor, branch: torch.Tensor, norm: Norm | None, kept: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the sum, what `norm` makes of it; None: the sum itself). Not `kept`: the sum is not needed."""
+        if norm is not None:
+            return norm.add(residual, branch, self.scale, kept)
+        total = self._kernels.add_scaled(branch, self.scale, residual)
+        return total, total
 
     def _single(
         self,
@@ -211,7 +220,7 @@ class DecoderLayer:
         if branch is None:
             assert self.mlp is not None
             branch = self.mlp(x, step.adapters if rows is None else step.row_adapters)
-        return add_and_norm(residual, branch, self.scale, following)
+        return self._add(residual, branch, following)
 
     def norms(self) -> list[Norm]:
         every = [self.before_attention, self.after_attention, self.before_mlp, self.after_mlp]
@@ -283,8 +292,12 @@ class Decoder:
         attentions = [layer.attention for layer in self.layers if layer.attention is not None]
         self.specs: Sequence[LayerSpec] = [own.spec for own in attentions if own.config.keys_of is None]
         self.states: Sequence[StateSpec] = [layer.state.spec for layer in self.layers if layer.state is not None]
-        self.fused: FusedLayers | None = fused_layers(self.layers, self.norm, options, config.residual_scale)
-        """Short steps in one call, where there are kernels for all of a layer."""
+        self.recorded: RecordedLayers | None = None
+        """Short steps in one call, where compiled kernels make all products."""
+        whole = self.inputs is None and all(layer.compiled for layer in self.layers)
+        if options.kernels.name == "compiled" and whole:
+            paths = tuple(linear.path for layer in self.layers for linear in layer.linears())
+            self.recorded = RecordedLayers(self._through_layers, bool(self.states), paths)
         self._last_kept = max(place for place, layer in enumerate(config.layers) if _keeps(layer))
         """The last layer whose keys, values or states later steps read."""
 
@@ -311,12 +324,25 @@ class Decoder:
         if self.positions is not None:
             h = h + self.positions(step.positions + self.config.position_offset)
         angles = [*(rotary(step.positions, images.axes) for rotary in self.rotary), self._unrotated]
-        fused = None if deep or kept is not None else self.fused
-        if fused is not None and fused.serves(ids.shape[0], step, angles):
-            if rows is None:
-                return fused(h, step, angles)
-            if step.adapters is None:  # else the last feed-forward part has its rows' own
-                return fused(h, step, angles).index_select(0, rows)
+        plain = not deep and kept is None
+        # with adapters, the last feed-forward part has its rows' own
+        if self.recorded is not None and plain and (rows is None or step.adapters is None):
+            x = self.recorded(h, step, angles)
+            if x is not None:
+                x = x if rows is None else x.index_select(0, rows)
+                return self.projections[1](x, step.row_adapters) if self.projections else x
+        x = self._through_layers(h, step, angles, rows, vectors, kept)
+        if self.projections and len(x):
+            x = self.projections[1](x, step.adapters if rows is None else step.row_adapters)
+        return x
+
+    def _through_layers(
+        self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles], rows: torch.Tensor | None = None,
+        vectors: torch.Tensor | None = None, kept: list[torch.Tensor] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """[T, width] after the final norm, of what the first layer reads; the rest as `hidden_states` has it."""
+        images = step.images or NO_IMAGES
+        pictured, deep = images.tokens, images.deep
         first = self.layers[0].before_attention
         x = h if first is None else first(h)
         unread = rows is not None and not len(rows)
@@ -335,8 +361,6 @@ class Decoder:
                 x = h if following is None else following(h)
         if kept is not None:
             kept.append(h)
-        if self.projections:
-            x = self.projections[1](x, step.adapters if rows is None else step.row_adapters)
         return x
 
     def logits(self, hidden: torch.Tensor, step: StepContext) -> torch.Tensor:
@@ -387,16 +411,17 @@ class Decoder:
     @property
     def compiled(self) -> bool:
         """Whether short steps run in compiled kernels throughout."""
-        return self.fused is not None or all(layer.compiled for layer in self.layers)
+        return self.recorded is not None and (
+            self.recorded.obstacle is None or all(layer.mixtures() for layer in self.layers)
+        )
 
     def describe(self) -> list[str]:
-        """Parts of the model by the way in which they run, e.g. ["decoder x 1", "fused_layers x 28", "packed x
-        113"]."""
+        """Parts of the model by the way in which they run, e.g. ["decoder x 1", "packed x 113", "recorded x 28"]."""
         counts = Counter(linear.weight.name for layer in self.layers for linear in layer.linears())
         counts[self.head.weight.name] += 1
         counts.update(mixture.experts.name for layer in self.layers for mixture in layer.mixtures())
-        if self.fused is not None:
-            counts["fused_layers"] = len(self.layers)
+        if self.recorded is not None and self.recorded.obstacle is None:
+            counts["recorded_layers"] = len(self.layers)
         return ["decoder x 1", *(f"{name} x {count}" for name, count in sorted(counts.items()))]
 
     def places(self) -> list[Place]:

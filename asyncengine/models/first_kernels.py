@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from asyncengine.kernels.compile_ahead import called, named
-from asyncengine.layers.fused import dense_part
+from asyncengine.layers.experts import SparseMLP
 from asyncengine.layers.mlp import MLP
 from asyncengine.layers.norm import Norm
-from asyncengine.layers.states import FusableState
 from asyncengine.layers.stored_weight import SideBySide
 from asyncengine.layers.weight_forms import PackedWeight, PanelWeight, RowMajorWeight, WeightForm
 from asyncengine.models.decoder import Decoder, DecoderLayer
@@ -47,23 +47,11 @@ def kernels_of(decoder: Decoder, page_size: int, defaults: Mapping[str, Any]) ->
     table = head if decoder.config.tied else decoder.embedding.stored
     rows = [] if table is None else _rows(table, kind)
     logits = [name for leaf in _leaves(head) for name in _products(leaf, kind, "float32")]
-    others = _mixtures(decoder, kind) + _states(decoder, kind)
-    needed: list[str] = []
     sampled, later = _sampling(defaults)
-    if decoder.fused is not None:
-        forms = ["none" if form is None else _type(form) for form in decoder.fused.forms]
-        needed.append(named("fused_layers:_run_layers", 4, "float32", 12, *forms, kind, *tiles, 6))
-        needed += logits + _between_products(decoder.layers, kind) + rows[:1]
-        # called by address: by the fused layers themselves, or by what is named above
-        needed += [name for weight in weights if isinstance(weight, PanelWeight) for name in weight.kernels(kind)]
-        needed += [name for name in others if not name.rpartition(":")[2].startswith("(")]
-        needed += _scalings(decoder.layers, kind)
-        later.append(called("attention:join", 3, kind, 2))
-    alone = others + _attention(decoder.layers, kind, tiles)
-    alone += [name for weight in weights for name in _products(weight, kind, kind)] + logits + rows
-    alone += _norms([norm for layer in decoder.layers for norm in layer.norms()], kind)
-    alone += _activations(decoder.layers, kind)
-    (needed if decoder.fused is None else later).extend(alone)
+    needed = _mixtures(decoder, kind) + _states(decoder, kind) + _attention(decoder.layers, kind, tiles)
+    needed += [name for weight in weights for name in _products(weight, kind, kind)] + logits + rows
+    needed += _norms([norm for layer in decoder.layers for norm in layer.norms()], kind)
+    needed += _activations(decoder.layers, kind) + _scalings(decoder.layers, kind)
     needed += [named("gather:_copy_few_rows", 5), named("attention_fields:scratch_places", 3), *sampled]
     known = dict.fromkeys(needed)
     return FirstKernels(list(known), [name for name in dict.fromkeys(later) if name not in known])
@@ -89,14 +77,6 @@ def sampling_kernels() -> list[str]:
     """Kernels that sample, for models without names here (`fallback`): their first steps do not call them."""
     needed, others = _sampling({"temperature": 0.0})
     return [name for name in needed + others if ":void(" in name]
-
-
-def _between_products(layers: Sequence[DecoderLayer], kind: str) -> list[str]:
-    """Kernels that fused layers call between a feed-forward part's products."""
-    parts = [part for layer in layers if (part := dense_part(layer.mlp)) is not None]
-    names = [called("activation:gate", 5, kind, 1)] if any(part.config.gated for part in parts) else []
-    names += [] if all(part.config.gated for part in parts) else [called("activation:activate", 4, kind, 1)]
-    return names + _gates(parts, kind)
 
 
 def encoder_kernels_of(encoder: Encoder) -> list[str]:
@@ -130,7 +110,7 @@ def _norms(norms: Iterable[Norm], kind: str) -> list[str]:
 
 
 def _activations(layers: Sequence[DecoderLayer], kind: str) -> list[str]:
-    parts = [part for layer in layers if (part := dense_part(layer.mlp)) is not None]
+    parts = [part for layer in layers if (part := _dense_part(layer.mlp)) is not None]
     names = [named("activation:gate", 5, kind, 1)] if any(part.gated is not None for part in parts) else []
     if any(part.in_place for part in parts):
         names.append(named("activation:activate", 4, kind, 1))
@@ -150,44 +130,48 @@ def _attention(layers: Sequence[DecoderLayer], kind: str, tiles: list[str]) -> l
     merged = [layer.merged is not None and not layer.attention.makes_values for layer in attentions]  # type: ignore[union-attr]
     if not merged:
         return []
-    names = [named("attention:attend", 6, kind, *tiles, 1), named("attention:join", 3, kind, 2)]
+    names = [named("attention:attend", 6, kind, *tiles, 1), called("attention:join", 3, kind, 2)]
     if any(merged):
         names.append(named("attention_write:prepare_and_write", 4, "float64", 5, kind, 1))
     if not all(merged):
         names.append(named("attention_write:write", 8, kind, 1))
+    for own in (layer.attention for layer in attentions):
+        angles = getattr(own, "rotated_apart", None)
+        if angles is not None:
+            angle_kind = "float32" if angles == torch.float32 else kind
+            names.append(named("qk_norm_rope:rotate_columns", 8, "bool", kind, angle_kind, 1))
+        if getattr(own, "norms_apart", False):
+            names.append(named("norm:norm_columns", 9, "float32", "bool", kind, 1))
     return [*names, named("attention_fields:scratch_places", 3), named("attention_fields:partial_floats", 2)]
 
 
 def _states(decoder: Decoder, kind: str) -> list[str]:
     """Kernels of layers that keep states, and of gates of heads."""
-    names: list[str] = []
     kernels = [getattr(layer.state, "kernel", None) for layer in decoder.layers]
-    for code in [kernel.code(decoder.dtype) for kernel in kernels if kernel is not None]:
-        # as Python calls it, and as fused layers do
-        names += [code.replace(":void(", ":("), *([] if decoder.fused is None else [code])]
+    names = [kernel.code(decoder.dtype) for kernel in kernels if kernel is not None]
     if any(layer.attention is not None and layer.attention.gate is not None for layer in decoder.layers):
         names += [named("head_gate:split", 6, kind, 1), named("head_gate:multiply_gates", 7, kind, 1)]
     return names
 
 
 def _scalings(layers: Sequence[DecoderLayer], kind: str) -> list[str]:
-    """Kernels of fused layers that multiply numbers on the way, or add attention to a state."""
+    """Kernels that multiply or add numbers on the way."""
     names = []
-    if any(part.config.scales != (1.0, 1.0) for layer in layers if (part := dense_part(layer.mlp)) is not None):
-        names.append(called("scaling:scale", 1, "float32", 3, kind, 1))
-    states: list[Any] = [layer.state for layer in layers]
-    mixers = [state.fused() for state in states if isinstance(state, FusableState)]
-    if any(mixer is not None and mixer.factors is not None for mixer in mixers):
-        names.append(called("scaling:scale_columns", 5, kind, 1))
+    parts = [part for layer in layers if (part := _dense_part(layer.mlp)) is not None]
+    if any(part.config.scales != (1.0, 1.0) for part in parts):
+        names.append(named("scaling:scale", 1, "float32", 3, kind, 1))
+    if any(getattr(layer.state, "scales", None) is not None for layer in layers):
+        names.append(named("scaling:scale_columns", 5, kind, 1))
     if any(layer.attention is not None and layer.state is not None for layer in layers):
-        names.append(called("scaling:add_beside", 1, "float32", 3, kind, 1))
+        names.append(named("scaling:add_beside", 1, "float32", 3, kind, 1))
+    if any(layer.config.parallel for layer in layers):
+        names.append(named("scaling:add_branches", 6, kind, 1))
     return names
 
 
 def _mixtures(decoder: Decoder, kind: str) -> list[str]:
     """Kernels of routers and experts, which are called one by one where layers are not fused, and in long steps."""
     from asyncengine.kernels.cpu.linears import forms_of
-    from asyncengine.kernels.cpu.mixture import MixtureKernel
 
     names = []
     for mixture in (found for layer in decoder.layers for found in layer.mixtures()):
@@ -201,14 +185,19 @@ def _mixtures(decoder: Decoder, kind: str) -> list[str]:
         else:
             names += [name for each in weights for leaf in _leaves(each) for name in _products(leaf, kind, kind)]
         names += _products(router.weight, "float32" if router.config.exact else kind, "float32")
-        if decoder.fused is not None and router.config.exact and kind != "float32":
-            names.append(MixtureKernel.exact_code(decoder.dtype))
-        if getattr(mixture, "adds_gated", False):
+        if router.config.exact and kind != "float32":
+            names.append(named("scaling:widen_all", 4, kind, 1))
+        if getattr(mixture, "shared", None) is not None:
             names.append(named("scaling:add_shared", 7, kind, 1))
         if router.settings is not None:
             signature = (9, "bool", 2, "bool", "float32", "float32")
             names += [named(f"routing:{name}", *signature) for name in ("_route_few", "route_rows")]
     return list(dict.fromkeys(names))
+
+
+def _dense_part(mlp: MLP | SparseMLP | None) -> MLP | None:
+    """The part that all rows go through: the feed-forward part, or what a mixture has beside its experts."""
+    return mlp.shared if isinstance(mlp, SparseMLP) else mlp
 
 
 def _leaves(weight: WeightForm) -> Sequence[WeightForm]:

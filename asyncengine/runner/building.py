@@ -145,6 +145,8 @@ def _compile_kernels(
     for count in first_lengths(model_bytes, longest):
         runner.profile_run(_prompt_step(runner, config, count))
     runner.cores.forget()  # compiling is in what they took
+    describe = getattr(runner.model, "describe", None)
+    runner.fused = runner.fused if describe is None else describe()  # now it is known whether layers are recorded
 
 
 def _prompt_step(runner: ModelRunner, config: EngineConfig, count: int) -> Batch:

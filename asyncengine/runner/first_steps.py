@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from asyncengine.layers.fused import MOST_TOKENS
+from asyncengine.layers.recorded import MOST_TOKENS
 from asyncengine.sampling_params import SamplingParams
 
 logger = logging.getLogger("asyncengine")

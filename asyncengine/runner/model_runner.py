@@ -20,7 +20,7 @@ from asyncengine.device.pinned import Int64Array
 from asyncengine.device.plain_thread import is_plain_thread
 from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
 from asyncengine.kernels.elsewhere import elsewhere
-from asyncengine.layers.fused import MOST_TOKENS
+from asyncengine.layers.recorded import MOST_TOKENS
 from asyncengine.layers.states import LoneTokens, StatePools, StateSegments, state_step
 from asyncengine.layers.step import CausalLM, RowAdapters, StepContext
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
@@ -102,7 +102,7 @@ class ModelRunner:
         self._jump = jump_forward
         self.cores = Cores(device=model.device) if cores is None else cores
         self.memory = ModelMemory(model, self.page_memory, self.cores, reads_images=images is not None)
-        self._small, self._compiled = model.weights_bytes <= SMALL, model.model.compiled
+        self._small = model.weights_bytes <= SMALL
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
         self._unwritten: dict[int, Any] = {}
@@ -149,7 +149,7 @@ class ModelRunner:
             return False
         if self.asynchronous:
             return is_plain_thread(self._device)
-        if not self._small or not self._compiled:
+        if not self._small or self.model is None or not self.model.compiled:
             return False
         pairs = sum(row.num_scheduled * (row.start + row.num_scheduled) for row in batch.rows)
         return batch.num_tokens <= MOST_TOKENS and pairs <= _BRIEF
@@ -188,7 +188,8 @@ class ModelRunner:
             self._unfinished.wait()
         pending = PendingStep(batch, Readback(self._copies, self._used), self._jump)
         # what torch computes beside kernels is little, and its threads wait where the kernels' helpers should run
-        cores = self.cores.step(torch_alone=self._compiled, small=self._small)
+        assert self.model is not None
+        cores = self.cores.step(torch_alone=self.model.compiled, small=self._small)
         with self._inference, on_device(self._device), cores:
             masks = self._masks.start(batch, self._awaited)
             if self._graphs is None or not self._replay(pending, masks, self._graphs):

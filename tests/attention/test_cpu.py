@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from asyncengine.models.memory.caches import page_bytes
 pytest.importorskip("numba")
 
 from asyncengine.attention.cpu import CompiledBackend, prepare_merged
+from asyncengine.kernels.cpu import attention_fields as fields
 
 CPU = torch.device("cpu")
 BASE = LayerSpec(index=0, num_heads=4, num_kv_heads=2, key_dim=64, value_dim=64, scale=0.125)
@@ -227,9 +229,10 @@ def split_rows() -> None:
     rows = Lengths(replace(BASE, num_heads=2, num_kv_heads=1), [1300])
     rows.attend([(0, 0, 1300)])
     rows.attend([(0, 1299, 1300)])
-    items, joins, *_ = rows.backend._plans[next(iter(rows.backend._plans))].arrays
-    assert len(items) == 3
-    assert joins.tolist() == [[0, 0, 3]]
+    (plan,) = rows.backend._plans.values()
+    assert plan._numbers[fields.NUM_ITEMS] == 3
+    joins = (ctypes.c_int64 * 3).from_address(int(plan._numbers[fields.JOINS]))
+    assert (plan._numbers[fields.NUM_JOINS], list(joins)) == (1, [0, 0, 3])
 
 
 def test_another_load_may_change_the_default_type_meanwhile() -> None:

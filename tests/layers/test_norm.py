@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.layer_options import fill, options
 
-from asyncengine.layers.norm import Norm, NormConfig, add_and_norm
+from asyncengine.layers.norm import Norm, NormConfig
 
 WIDTH = 64
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -96,10 +96,3 @@ def test_a_new_weight_replaces_the_old_one() -> None:
         fill(norm, {"norm.weight": weight})
     assert norm.weight.data_ptr() == address
     close(norm(torch.ones(1, WIDTH)), exact(torch.ones(1, WIDTH), weight, norm.config))
-
-
-def test_without_a_norm_the_sum_itself_goes_on() -> None:
-    residual, branch = torch.randn(3, 8), torch.randn(3, 8)
-    total, x = add_and_norm(residual, branch, 0.5, None)
-    assert total is x
-    assert torch.equal(total, residual + branch * 0.5)

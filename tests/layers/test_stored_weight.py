@@ -178,14 +178,14 @@ def form_of(path: str) -> str:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_whole_models_of_mixed_forms(dtype: torch.dtype) -> None:
-    """Fused or layer by layer to the bit, and near what the matrices stand for."""
+    """In one call or layer by layer to the bit, and near what the matrices stand for."""
     described = decoder_config_of(FAMILIES["qwen3"](), 64)
     assert described is not None
     plain = Decoder(described, options(dtype), 128)
     names = {name.removesuffix(".weight") for name in plain.slots()}
     forms = {name: stored(form_of(name)) for name in names if form_of(name)}
     model = Decoder(described, options(dtype, forms=forms), 128)
-    assert model.fused is not None
+    assert model.recorded is not None
     assert "Q4_0 + Q8_0 x 3" in model.describe()
     dense = plain.slots()
     for name, slot in model.slots().items():
@@ -198,9 +198,9 @@ def test_whole_models_of_mixed_forms(dtype: torch.dtype) -> None:
         given = torch.full(slot.shape, slot.initial) if slot.initial is not None else torch.randn(slot.shape) * 0.1
         slot.load(given)
         dense[name].load(given)
-    fused, seen = model.fused, []
-    for own, decoder in ((fused, model), (None, model), (plain.fused, plain)):
-        decoder.fused = own
+    seen: list[list[torch.Tensor]] = []
+    for own, decoder in ((model.recorded, model), (None, model), (plain.recorded, plain)):
+        decoder.recorded = own
         forwards, found = Forwards(decoder, rows=64), []
         for counts in ([9], [1], [1] * 13, [1] * 40):
             found.append(forwards.step([(5 * place + len(counts)) % VOCAB for place in range(sum(counts))], counts))

@@ -64,7 +64,7 @@ def test_kernels_change_no_answer(name: str, folder: Callable[[str], str], reque
     plain = load(folder, name)
     fake = request.getfixturevalue("fake")
     model = load(folder, name)
-    assert model.fused is None
+    assert model.recorded is None
     expected, found = Forwards(plain, backend="torch"), on_flashinfer(model, fake)
     for ids in (IDS, [5], [6, 7]):
         logits = expected.step(ids)

@@ -21,7 +21,6 @@ from support.tiny_models import FAMILIES, make_model
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import AdapterError
-from asyncengine.models import decoder
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.loading import load_model
 
@@ -136,13 +135,12 @@ def test_all_layers_in_one_call_give_the_same_bits(
     monkeypatch.setitem(FAMILIES, "qwen3moe, first layer dense", changed("qwen3moe", mlp_only_layers=[0]))
     dtype, quantization = (form, None) if "float" in form else ("bfloat16", form)
     folder = checkpoint(name, dtype=torch.bfloat16)
-    fused = load(folder, dtype=dtype, quantization=quantization)
-    assert "fused_layers x 3" in fused.describe()
-    monkeypatch.setattr(decoder, "fused_layers", lambda *_: None)
-    apart = load(folder, dtype=dtype, quantization=quantization)
-    assert apart.fused is None
-    for ids in (IDS, IDS[:1]):
-        assert torch.equal(logits_of(fused, ids), logits_of(apart, ids))
+    model = load(folder, dtype=dtype, quantization=quantization)
+    recorded = [[logits_of(model, ids) for _ in range(2)] for ids in (IDS, IDS[:1])]
+    assert "recorded_layers x 3" in model.describe()
+    model.recorded = None
+    for ids, found in zip((IDS, IDS[:1]), recorded, strict=True):
+        assert all(torch.equal(each, logits_of(model, ids)) for each in found)
 
 
 def test_adapters_of_experts_are_refused_by_name(checkpoint: Checkpoint) -> None:

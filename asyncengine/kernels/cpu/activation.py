@@ -72,7 +72,7 @@ def gated_by(between: object) -> str | None:
 
 
 def activation_id(between: object) -> int | None:
-    """The number by which `apply` knows one of these; None: it is none of them."""
+    """The number by which kernels know one of these; None: it is none of them."""
     if not isinstance(between, partial):
         return None
     number: int = between.args[0] if between.args else -1
@@ -202,21 +202,6 @@ def _activate_part(
 def activate(x: int, rows: int, width: int, activation: int, kind: np.generic, team: int) -> None:
     """One of the activations above of every number, in place, by address."""
     parallel_for(_activate_part, team, pieces_of(rows * width * _WORK, rows, team), (x, rows, width, activation, kind))
-
-
-@serial_in_order
-def apply(both: int, rows: int, width: int, activation: int, kind: np.generic, team: int) -> int:
-    """Apply the activation between a feed-forward part's products. Returns the address of the result [rows, width].
-
-    It is behind the halves [rows, 2 * width] of a gated one, or in place of numbers that are not gated. A model has one
-    of the two, and the other is not compiled for it (`models.first_kernels`).
-    """
-    if activation >= UNGATED:
-        call_rare(activate, (both, rows, width, activation - UNGATED, kind, team))
-        return both
-    inner: int = both + rows * 2 * width * size_of(kind)
-    call_rare(gate, (both, inner, rows, width, activation, kind, team))
-    return inner
 
 
 def clamped_gate(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
 import numpy as np
 
 from asyncengine.kernels.cpu.attention_blocks import attend_block, find_tiles, gather
@@ -56,7 +57,7 @@ from asyncengine.kernels.cpu.attention_fields import (
 )  # fmt: skip
 from asyncengine.kernels.cpu.attention_softmax import LOG2E, store_scaled
 from asyncengine.kernels.cpu.attention_tiles import AHEAD, BLOCK, FLOOR
-from asyncengine.kernels.cpu.calls import call, parallel_for
+from asyncengine.kernels.cpu.calls import call, call_rare, compile_named, name_of, parallel_for
 from asyncengine.kernels.cpu.jit import array, narrow, pointer, serial_in_order
 from asyncengine.kernels.cpu.vectors import size_of
 
@@ -70,10 +71,20 @@ def attend(
 ) -> None:  # fmt: skip
     """out [tokens, heads, value dim] of query [tokens, heads, key dim], whose steps are given in bytes. Addresses.
 
-    If there are results to be joined, `join` must follow.
+    Results of long rows are those of their splits, joined.
     """
-    pieces = array(pointer(step, _WHOLE), (STEP_FIELDS,))[PIECES]
-    parallel_for(_attend_units, team, pieces, (query, token_size, head_size, out, layer, step, kind, lanes, operand))
+    known = array(pointer(step, _WHOLE), (STEP_FIELDS,))
+    parallel_for(
+        _attend_units, team, known[PIECES], (query, token_size, head_size, out, layer, step, kind, lanes, operand)
+    )
+    if known[NUM_JOINS] > 0:
+        call_rare(join, (out, layer, step, kind, known[NUM_JOINS], team))
+
+
+def compile_join(kind: Any) -> None:
+    """Compile what only long contexts need. `kind`: that of the layer's numbers."""
+    whole = numba.types.int64
+    compile_named(name_of(join, (whole, whole, whole, numba.typeof(kind), whole, whole)))
 
 
 @serial_in_order

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
 from numba.core.codegen import JITCodeLibrary
@@ -23,6 +24,11 @@ from numba.core.runtime import rtsys
 
 from asyncengine.kernels.cpu.cache import KernelCache, PartCache
 
+Note = Callable[["Kernel", tuple[Any, ...]], None]
+"""Called with a kernel that Python has called, and with the arguments."""
+
+noting: ContextVar[Note | None] = ContextVar("asyncengine_kernel_calls", default=None)
+"""The recorder of this thread's calls of kernels (`kernels.recording`)."""
 _ENVIRONMENT = "_ZN08NumbaEnv"
 """The prefix of numba's names of places for a function's Python objects."""
 _HANDED_ON = ("nrt", "fastmath", "error_model", "forceinline", "boundscheck", "debuginfo")
@@ -117,13 +123,26 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
     """A compiled function as Python calls it. Compiled functions that call it see its `part`."""
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
-        options = {**options, "nopython": True, "no_cfunc_wrapper": True}
-        super().__init__(function, targetoptions=options, pipeline_class=KernelCompiler)
+        super().__init__(function, targetoptions={**options, "nopython": True}, pipeline_class=KernelCompiler)
         self._cache = KernelCache(function)
+
+    def __call__(self, *arguments: Any) -> Any:
+        found = super().__call__(*arguments)
+        note = noting.get()
+        if note is not None:
+            note(self, arguments)
+        return found
+
+    def code_for(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], int]:
+        """(types of these arguments, the address of the code for them as C calls it). It has been compiled."""
+        types = tuple(map(self.typeof_pyval, arguments))
+        found = self.overloads[types]
+        return types, found.library.get_pointer_to_function(found.fndesc.llvm_cfunc_wrapper_name)
 
     @functools.cached_property
     def part(self) -> _InnerKernel:
-        return _InnerKernel(self.py_func, {**self.targetoptions, "no_cpython_wrapper": True})
+        options = {**self.targetoptions, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+        return _InnerKernel(self.py_func, options)
 
     def get_call_template(self, arguments: Any, named: Any) -> Any:
         return self.part.get_call_template(arguments, named)

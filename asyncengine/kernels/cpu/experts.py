@@ -97,9 +97,9 @@ class ExpertsKernel:
         (float32 alike). All contiguous, x and out of one type; the k experts of a row differ."""
         rows, count = chosen.shape
         form, size = self.form, x.element_size()
-        scratch = np.empty(self.scratch_bytes(rows * count, size), dtype=np.uint8)
+        scratch = torch.empty(self.scratch_bytes(rows * count, size), dtype=torch.uint8)
         run_experts(
-            self.address, scratch.ctypes.data, x.data_ptr(), chosen.data_ptr(), weights.data_ptr(),
+            self.address, scratch.data_ptr(), x.data_ptr(), chosen.data_ptr(), weights.data_ptr(),
             out.data_ptr(), rows, count, form.experts, form.activation, np.float32(form.alpha),
             np.float32(form.limit), *self._forms, kind_of(x.dtype), size, use_team(),
         )  # fmt: skip

@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu import vectors
-from asyncengine.kernels.cpu.calls import call_rare, compile_named, name_of, parallel_for
+from asyncengine.kernels.cpu.calls import call, compile_named, name_of, parallel_for
 from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
@@ -97,21 +97,31 @@ def add_deltas(x: torch.Tensor, y: torch.Tensor, factors: Factors, rows: RowGrou
     )  # fmt: skip
 
 
+def add_table_deltas(x: torch.Tensor, y: torch.Tensor, index: int, records: tuple[int, int, int]) -> None:
+    """`add_deltas` for product `index` of a table of addresses of `Factors`, if it has any there.
+
+    `records`: the addresses of the table, of a step's `RowGroups` and of memory for the numbers between the factors.
+    """
+    add_adapters(
+        x.data_ptr(), y.data_ptr(), records[0], index, *records[1:], kind_of(x.dtype), use_team()
+    )  # fmt: skip
+
+
 def compile_for(dtype: torch.dtype) -> None:
     """Compile what rows with adapters need, which models without any never do."""
     kind, whole = numba.typeof(kind_of(dtype)), numba.types.int64
     compile_named(name_of(add_low_rank, (whole,) * 5 + (kind, kind, whole)))
+    compile_named(f"{__name__}:add_adapters:({'int64, ' * 6}{kind}, int64)")
 
 
 @serial_in_order
 def add_adapters(
     x: int, y: int, products: int, index: int, rows: int, memory: int, kind: np.generic, team: int
 ) -> None:
-    """`add_deltas` for product `index` of a table of addresses of `Factors`, if it has any; `products` 0: no table."""
-    if products != 0:
-        factors = array(pointer(products, np.int64(0)), (index + 1,))[index]
-        if factors != 0:
-            call_rare(add_low_rank, (x, y, factors, rows, memory, kind, kind, team))
+    """`add_table_deltas` by address."""
+    factors = array(pointer(products, np.int64(0)), (index + 1,))[index]
+    if factors != 0:
+        call(add_low_rank, (x, y, factors, rows, memory, kind, kind, team))
 
 
 @serial_in_order

@@ -50,6 +50,61 @@ def add_rms_norm(
     return total, out
 
 
+def norm_heads(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, first: int, groups: int, epsilon: float,
+    centred: bool,
+) -> None:  # fmt: skip
+    """Normalise `groups` neighbouring groups of columns of x [rows, all], in place, from column `first` on.
+
+    `weight` and `bias` float32 [width] of all groups, or [groups, width]. `centred`: a layer norm; else an RMS norm.
+    """
+    width, (rows, stride) = weight.shape[-1], x.shape
+    norm_columns(
+        x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), rows, stride, first, groups, width,
+        0 if weight.dim() == 1 else width, np.float32(epsilon), centred, kind_of(x.dtype), use_team(),
+    )  # fmt: skip
+
+
+@serial_in_order
+def norm_columns(
+    x: int, weight: int, bias: int, rows: int, stride: int, first: int, groups: int, width: int, step: int,
+    epsilon: np.float32, centred: bool, kind: np.generic, team: int,
+) -> None:  # fmt: skip
+    """`norm_heads` by address; `step`: numbers from one group's weight to the next."""
+    parallel_for(
+        _columns_part, team, pieces_of(rows * groups * width * _WORK, rows * groups, team),
+        (x, weight, bias, rows, stride, first, groups, width, step, epsilon, centred, kind),
+    )  # fmt: skip
+
+
+@serial_in_order
+def _columns_part(
+    piece: int, pieces: int, worker: int,
+    x: int, weight: int, bias: int, rows: int, stride: int, first: int, groups: int, width: int, step: int,
+    epsilon: np.float32, centred: bool, kind: np.generic,
+) -> None:  # fmt: skip
+    for unit in range(rows * groups * piece // pieces, rows * groups * (piece + 1) // pieces):
+        row, group = unit // groups, unit % groups
+        at = x + (row * stride + first + group * width) * size_of(kind)
+        values = array(pointer(at, kind), (width,))
+        weights = array(pointer(weight + group * step * 4, np.float32(0)), (width,))
+        shifts = array(pointer(bias + group * step * 4, np.float32(0)), (width,))
+        mean, total = np.float32(0), np.float32(0)
+        if centred:
+            for index in range(width):
+                mean += widen(values[index])
+            mean /= np.float32(width)
+            for index in range(width):
+                apart = widen(values[index]) - mean
+                total += apart * apart
+        else:
+            total = square_sum(at, width, kind)
+        scale = np.float32(1) / np.sqrt(total / np.float32(width) + epsilon)
+        for index in range(width):
+            number = (widen(values[index]) - mean) * scale * weights[index]
+            values[index] = narrow(number + shifts[index] if bias != 0 else number, kind)
+
+
 @serial_in_order
 def _norm_rows(
     x: int, weight: int, out: int, first: int, last: int, width: int, epsilon: np.float32, kind: np.generic

@@ -1,4 +1,4 @@
-"""One head of a query or key before attention: its norm, and its rotation.
+"""Heads of queries and keys before attention: their norms, and their rotation.
 
 The norm's weight is float32 and its result is rounded once; the rotation's roundings are where the modules of
 transformers have them, after each operation of theirs.
@@ -10,16 +10,69 @@ from typing import Any
 
 import numba
 import numpy as np
+import torch
 from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from asyncengine.kernels.cpu import vectors
-from asyncengine.kernels.cpu.jit import array, narrow, pointer, serial_in_order, widen
-from asyncengine.kernels.cpu.vectors import FLOATS, LANES, LONG, WORDS, load, square_sum, store
+from asyncengine.kernels.cpu.calls import parallel_for
+from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, serial_in_order, widen
+from asyncengine.kernels.cpu.team import use_team
+from asyncengine.kernels.cpu.team_loops import pieces_of
+from asyncengine.kernels.cpu.vectors import FLOATS, LANES, LONG, WORDS, load, size_of, square_sum, store
 
+_WORK = 8
+"""Bytes that could be read while a number is rotated."""
 _HALF = numba.types.uint16
 _HALVES = ir.VectorType(ir.IntType(16), LANES)
+
+
+def rotate_heads(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, dim: int, interleaved: bool
+) -> None:
+    """Rotate the first dimensions of `heads` neighbouring heads of x [rows, all], in place and rounded once.
+
+    cos and sin [rows, rotary dim] of x's type or float32, all contiguous. `interleaved`: a pair is (2 i, 2 i + 1), not
+    (i, i + dim / 2).
+    """
+    rows, stride = x.shape
+    rotate_columns(
+        x.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, stride, heads, dim, cos.shape[-1], interleaved,
+        kind_of(x.dtype), kind_of(cos.dtype), use_team(),
+    )  # fmt: skip
+
+
+@serial_in_order
+def rotate_columns(
+    x: int, cos: int, sin: int, rows: int, stride: int, heads: int, dim: int, rotary: int, interleaved: bool,
+    kind: np.generic, angle_kind: np.generic, team: int,
+) -> None:  # fmt: skip
+    """`rotate_heads` by address."""
+    parallel_for(
+        _rotate_part, team, pieces_of(rows * heads * rotary * _WORK, rows * heads, team),
+        (x, cos, sin, rows, stride, heads, dim, rotary, interleaved, kind, angle_kind),
+    )  # fmt: skip
+
+
+@serial_in_order
+def _rotate_part(
+    piece: int, pieces: int, worker: int,
+    x: int, cos: int, sin: int, rows: int, stride: int, heads: int, dim: int, rotary: int, interleaved: bool,
+    kind: np.generic, angle_kind: np.generic,
+) -> None:  # fmt: skip
+    half = rotary // 2
+    step, apart = (2, 1) if interleaved else (1, half)
+    cosines, sines = array(pointer(cos, angle_kind), (rows, rotary)), array(pointer(sin, angle_kind), (rows, rotary))
+    for unit in range(rows * heads * piece // pieces, rows * heads * (piece + 1) // pieces):
+        row, head = unit // heads, unit % heads
+        values = array(pointer(x + (row * stride + head * dim) * size_of(kind), kind), (rotary,))
+        for pair in range(half):
+            one, other = pair * step, pair * step + apart
+            first, second = widen(values[one]), widen(values[other])
+            left = first * widen(cosines[row, one]) - second * widen(sines[row, one])
+            right = second * widen(cosines[row, other]) + first * widen(sines[row, other])
+            values[one], values[other] = narrow(left, kind), narrow(right, kind)
 
 
 @serial_in_order

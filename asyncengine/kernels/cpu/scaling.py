@@ -29,6 +29,90 @@ def add_gated(y: torch.Tensor, shared: torch.Tensor, gates: torch.Tensor) -> tor
     return y
 
 
+def add(y: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """y + other, both [rows, width] and contiguous. y is overwritten and given back."""
+    rows, width = y.shape
+    add_shared(y.data_ptr(), other.data_ptr(), 0, 0, y.data_ptr(), rows, width, kind_of(y.dtype), use_team())
+    return y
+
+
+def add_both(residual: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """residual + first + second in float32, rounded once; all [rows, width] and contiguous."""
+    out, (rows, width) = torch.empty_like(residual), residual.shape
+    where = (residual.data_ptr(), first.data_ptr(), second.data_ptr(), out.data_ptr())
+    add_branches(*where, rows, width, kind_of(residual.dtype), use_team())
+    return out
+
+
+def add_scaled(left: torch.Tensor, factor: float, right: torch.Tensor) -> torch.Tensor:
+    """left * factor + right, both [rows, width] and contiguous; product and sum are rounded. left is overwritten."""
+    rows, width = left.shape
+    add_beside(
+        left.data_ptr(), np.float32(factor), right.data_ptr(), rows, width, kind_of(left.dtype), use_team()
+    )  # fmt: skip
+    return left
+
+
+def scale_first(x: torch.Tensor, factor: float, columns: int) -> torch.Tensor:
+    """x [rows, width], contiguous, with its first `columns` times `factor`. x is overwritten and given back."""
+    rows, width = x.shape
+    scale(x.data_ptr(), np.float32(factor), rows, width, columns, kind_of(x.dtype), use_team())
+    return x
+
+
+def scale_each(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """x [rows, width], contiguous, with its first columns times `factors`, float32. x is overwritten and given back."""
+    rows, width = x.shape
+    scale_columns(x.data_ptr(), factors.data_ptr(), rows, width, len(factors), kind_of(x.dtype), use_team())
+    return x
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """x in float32; contiguous."""
+    if x.dtype == torch.float32:
+        return x
+    out = torch.empty(x.shape, dtype=torch.float32)
+    widen_all(x.data_ptr(), out.data_ptr(), len(x), x.numel() // max(1, len(x)), kind_of(x.dtype), use_team())
+    return out
+
+
+@serial_in_order
+def widen_all(x: int, out: int, rows: int, width: int, kind: np.generic, team: int) -> None:
+    """`widened` by address."""
+    parallel_for(_widen_part, team, pieces_of(rows * width * _WORK, rows, team), (x, out, rows, width, kind))
+
+
+@serial_in_order
+def _widen_part(
+    piece: int, pieces: int, worker: int, x: int, out: int, rows: int, width: int, kind: np.generic
+) -> None:
+    first, last = rows * width * piece // pieces, rows * width * (piece + 1) // pieces
+    values, numbers = array(pointer(x, kind), (last,)), array(pointer(out, np.float32(0)), (last,))
+    for index in range(first, last):
+        numbers[index] = widen(values[index])
+
+
+@serial_in_order
+def add_branches(
+    residual: int, first: int, second: int, out: int, rows: int, width: int, kind: np.generic, team: int
+) -> None:
+    """`add_both` by address."""
+    pieces = pieces_of(rows * width * _WORK, rows, team)
+    parallel_for(_branches_part, team, pieces, (residual, first, second, out, rows, width, kind))
+
+
+@serial_in_order
+def _branches_part(
+    piece: int, pieces: int, worker: int,
+    residual: int, first: int, second: int, out: int, rows: int, width: int, kind: np.generic,
+) -> None:  # fmt: skip
+    begin, end = rows * width * piece // pieces, rows * width * (piece + 1) // pieces
+    stream, sums = array(pointer(residual, kind), (end,)), array(pointer(out, kind), (end,))
+    one, other = array(pointer(first, kind), (end,)), array(pointer(second, kind), (end,))
+    for index in range(begin, end):
+        sums[index] = narrow(widen(stream[index]) + widen(one[index]) + widen(other[index]), kind)
+
+
 @serial_in_order
 def add_shared(
     y: int, shared: int, gates: int, stride: int, out: int, rows: int, width: int, kind: np.generic, team: int

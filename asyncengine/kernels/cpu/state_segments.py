@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,20 @@ class Segments(Protocol):
     def targets(self) -> NDArray[np.int64]: ...
 
 
-def segment_places(segments: Segments) -> tuple[int, int, int, int, int, int]:
+class SegmentPlaces(NamedTuple):
+    """Segments by address, as kernels take them."""
+
+    rows: int
+    bounds: int
+    begins: int
+    ends: int
+    sources: int
+    targets: int
+
+
+def segment_places(segments: Segments | SegmentPlaces) -> SegmentPlaces:
     """(rows, addresses of the bounds of rows, of begins, ends, sources and targets). `segments` holds their memory."""
+    if isinstance(segments, SegmentPlaces):
+        return segments
     parts = (segments.rows, segments.begins, segments.ends, segments.sources, segments.targets)
-    bounds, begins, ends, sources, targets = (part.ctypes.data for part in parts)
-    return len(segments.rows) - 1, bounds, begins, ends, sources, targets
+    return SegmentPlaces(len(segments.rows) - 1, *(part.ctypes.data for part in parts))

@@ -131,7 +131,7 @@ APART = ("glm", "glm4", "hunyuan", "ernie4.5moe", "llama4")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [*MERGED, *APART])
 def test_what_compiled_kernels_take(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention with all before it in one call, but of layers without keys; and all layers of a short step in one."""
+    """Attention with all before it in one call, but of layers without keys; other rotations before it."""
     use_panels(True, monkeypatch)
     make = (FAMILIES | OPTIONS)[name]
     if name in (*ONE_CALL, *APART):
@@ -139,13 +139,14 @@ def test_what_compiled_kernels_take(name: str, dtype: torch.dtype, monkeypatch: 
     described = decoder_config_of(make(), 64)
     assert described is not None
     decoder = Decoder(described, LayerOptions(dtype, CPU, layer_kernels("auto", dtype, CPU)), 64)
-    rotates_exactly = name in ("olmo2", "olmo3") and dtype != torch.float32
-    expected = [name in MERGED and not rotates_exactly and layer.config.attention.keys_of is None
-                for layer in decoder.layers]  # fmt: skip
-    if name == "llama4":  # what rotates, rotates pairs
-        expected[1] = True
+    expected = [layer.config.attention.keys_of is None for layer in decoder.layers]
     assert [layer.merged is not None for layer in decoder.layers] == expected
-    assert (decoder.fused is not None) == (name in ONE_CALL)
+    rotates_exactly = name in ("olmo2", "olmo3") and dtype != torch.float32
+    apart = [layer.attention.rotated_apart is not None for layer in decoder.layers]
+    rotates = [name in APART or rotates_exactly] * len(apart)
+    if name == "llama4":
+        rotates[1] = False
+    assert apart == rotates
 
 
 @pytest.mark.parametrize(

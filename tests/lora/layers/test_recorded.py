@@ -12,7 +12,7 @@ from support.lora_driver import AdapterDriver, make_driver
 from support.lora_reference import Weights
 from support.tiny_models import VOCAB
 
-from asyncengine.layers.fused import MOST_TOKENS, FusedLayers
+from asyncengine.layers.recorded import MOST_TOKENS, RecordedLayers
 from asyncengine.lora.adapter import LoraWeights
 from asyncengine.sampling_params import SamplingParams
 
@@ -60,14 +60,15 @@ def run(driver: AdapterDriver, slots: list[int]) -> list[Any]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of every step with adapters that went through all layers in one call."""
     taken: list[int] = []
-    own = FusedLayers.__call__
+    own = RecordedLayers.__call__
 
-    def counted(self: FusedLayers, h: torch.Tensor, step: Any, angles: Any) -> torch.Tensor:
-        if step.adapters is not None:
+    def counted(self: RecordedLayers, h: torch.Tensor, step: Any, angles: Any) -> torch.Tensor | None:
+        found = own(self, h, step, angles)
+        if step.adapters is not None and found is not None:
             taken.append(len(h))
-        return own(self, h, step, angles)
+        return found
 
-    monkeypatch.setattr(FusedLayers, "__call__", counted)
+    monkeypatch.setattr(RecordedLayers, "__call__", counted)
     return taken
 
 
@@ -82,13 +83,13 @@ def test_the_bits_of_layer_by_layer(
     """Also on experts that all rows share, and on a state beside attention."""
     driver = make(checkpoint, name, **fields)
     slots = [4, 0, 1, 2, 0, 1]
-    fused = run(driver, slots)
+    recorded = run(driver, slots)
     assert len(calls) >= 7
     assert max(calls) <= MOST_TOKENS
-    assert run(driver, [0] * 6) != fused, "adapters change something"
-    monkeypatch.setattr(FusedLayers, "serves", lambda *_: False)
+    assert run(driver, [0] * 6) != recorded, "adapters change something"
+    monkeypatch.setattr(RecordedLayers, "__call__", lambda *_: None)
     calls.clear()
-    assert run(driver, slots) == fused
+    assert run(driver, slots) == recorded
     assert not calls
 
 

@@ -1,0 +1,309 @@
+"""Recording of the compiled kernels that a computation calls, and their replay in one call.
+
+CUDA records a step as a graph; this is the same for a CPU. While a `Recorder` is active, each kernel that Python calls
+is noted as an operation: the address of its code, and its arguments as words of 64 bits. Results that lie between
+kernels are put into an `Arena`, so that they have the same addresses in every replay. What changes from step to step is
+known by what it is, never by its value: memory of the step's inputs by the range of addresses that was declared for it,
+numbers by being a `Symbol`, the team by the name of its parameter.
+
+Whatever else computes between kernels would be missing from a replay: torch's operations and reads of tensors by Python
+are noticed, and the first one is named (`Recorder.obstacle`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import inspect
+import struct
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import llvmlite.binding
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba.core.registry import cpu_target
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from asyncengine.kernels.cpu.compiling import Kernel, noting
+
+_LINE = 64
+_LONG = ir.IntType(64)
+_NEW = {torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default}
+_READS = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__array__}
+TEAM = 0
+"""The place of the team among the values of a step."""
+
+
+class Symbol(int):
+    """A number that every step has anew, as it is in the step that is recorded."""
+
+    place: int
+    """Its place among the values that `Record.replay` is given."""
+
+    @classmethod
+    def at(cls, place: int, value: int) -> Symbol:
+        made = cls(value)
+        made.place = place
+        return made
+
+
+class Arena:
+    """Memory for results that lie between kernels. What nobody holds any more is given to the next result."""
+
+    def __init__(self, size: int) -> None:
+        """`size`: in bytes. What is never used takes no memory."""
+        memory = np.empty(size + _LINE, dtype=np.uint8)
+        first = -memory.ctypes.data % _LINE
+        self._memory = memory[first : first + size]
+        self.size = size
+        self._free = [(0, size)]
+        """Begin and end of each free part, ascending."""
+        self._held: dict[int, Any] = {}
+        """References to what was given out, by where it begins."""
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """A tensor with whatever was there before; None: there is no room."""
+        count = int(np.prod(shape, dtype=np.int64))
+        size = max(_LINE, -(-count * dtype.itemsize // _LINE) * _LINE)
+        for index, (begin, end) in enumerate(self._free):
+            if end - begin >= size:
+                self._free[index : index + 1] = [(begin + size, end)] if end - begin > size else []
+                block = self._memory[begin : begin + size]
+                self._held[begin] = weakref.ref(block, partial(self._give_back, begin, begin + size))
+                return torch.from_numpy(block).view(dtype)[:count].view(*shape)
+        return None
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory, which is free all the same as soon as nobody holds `tensor`."""
+        first = tensor.data_ptr() - self._memory.ctypes.data
+        return torch.from_numpy(self._memory[first : first + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
+
+    def _give_back(self, begin: int, end: int, _: Any) -> None:
+        del self._held[begin]
+        merged: list[tuple[int, int]] = []
+        for low, high in sorted([*self._free, (begin, end)]):
+            if merged and merged[-1][1] == low:
+                merged[-1] = merged[-1][0], high
+            else:
+                merged.append((low, high))
+        self._free = merged
+
+
+class Record:
+    """Operations as a table, to be run by one call."""
+
+    def __init__(
+        self, operations: Sequence[tuple[int, int, Sequence[int]]], changing: Sequence[tuple[int, ...]]
+    ) -> None:
+        """`operations`: (address of what spreads words into arguments, that of the code, words). `changing`: (the place
+        of a word, of its value among those of a step, what is added to that)."""
+        self._words = np.array([word for *_, words in operations for word in words], dtype=np.int64)
+        at = self._words.ctypes.data + 8 * np.cumsum([0, *(len(words) for *_, words in operations)])[:-1]
+        table = [(caller, code, int(where)) for (caller, code, _), where in zip(operations, at, strict=True)]
+        self._table = np.array(table, dtype=np.int64).reshape(-1, 3)
+        self._at = self._table.ctypes.data
+        places = np.array(changing, dtype=np.int64).reshape(-1, 3)
+        self._changing, self._which, self._added = (np.ascontiguousarray(column) for column in places.T)
+        self._values: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def replay(self, values: list[int]) -> None:
+        """Run the operations, with the step's values by place."""
+        if values != self._values:
+            self._words[self._changing] = np.array(values, dtype=np.int64)[self._which] + self._added
+            self._values = values
+        _replayer()(self._at, len(self._table))
+
+    @property
+    def table(self) -> tuple[list[list[int]], list[int]]:
+        """(code and number of each operation's first word; all words, with 0 for those that change)."""
+        words = self._words.copy()
+        words[self._changing] = 0
+        return [[code, (at - self._words.ctypes.data) // 8] for _, code, at in self._table.tolist()], words.tolist()
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is entered, kernels called on this thread are noted, and new tensors lie in `arena`.
+
+    `inputs`: tensors whose memory is another in every step, with the places of their addresses among a step's values.
+    """
+
+    def __init__(self, arena: Arena, inputs: Sequence[tuple[int, torch.Tensor]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._arena = arena
+        self._inputs = [(place, own.data_ptr(), own.data_ptr() + own.nbytes) for place, own in inputs if own.nbytes]
+        self._operations: list[tuple[tuple[Any, ...], int, list[int]]] = []
+        self._changing: list[tuple[int, int, int]] = []
+        self._words = 0
+        self._reads = _Reads(self)
+        self.obstacle: str | None = None
+        """The first thing that would be missing from a replay."""
+        self.full = False
+        """Whether the arena had no room."""
+
+    def __enter__(self) -> Recorder:
+        self._token = noting.set(self._note)
+        self._reads.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._reads.__exit__(*raised)  # type: ignore[no-untyped-call]
+        noting.reset(self._token)
+
+    def record(self) -> Record:
+        """All that was noted."""
+        signatures = [types for types, *_ in self._operations]
+        callers = _callers(tuple(dict.fromkeys(signatures)))
+        return Record([(callers[types], code, words) for types, code, words in self._operations], self._changing)
+
+    def refuse(self, what: str) -> None:
+        """Note something that would be missing from a replay."""
+        self.obstacle = self.obstacle or what
+
+    def _note(self, kernel: Kernel, arguments: tuple[Any, ...]) -> None:
+        types, code = kernel.code_for(arguments)
+        if kernel.overloads[types].signature.return_type != numba.types.none:
+            self.refuse(f"the result of {kernel.py_func.__name__}")
+            return
+        team = _team_at(kernel.py_func)
+        words: list[int] = []
+        for index, (argument, kind) in enumerate(zip(arguments, types, strict=True)):
+            change = None
+            if index == team:
+                change = TEAM, 0
+            elif isinstance(argument, Symbol):
+                change = argument.place, 0
+            elif isinstance(argument, int) and not isinstance(argument, bool):
+                found = [(place, argument - low) for place, low, high in self._inputs if low <= argument < high]
+                change = found[0] if found else None
+            if change is not None:
+                self._changing.append((self._words + len(words), *change))
+            words.append(_word(argument, kind))
+        self._operations.append((types, code, words))
+        self._words += len(words)
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        named = named or {}
+        if function in _NEW:
+            like = arguments[0] if isinstance(arguments[0], torch.Tensor) else None
+            shape = arguments[0].shape if function is torch.ops.aten.empty_like.default else arguments[-1]
+            dtype = named.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
+            if shape is arguments[-1] or arguments[0].is_contiguous():
+                made = self._arena.take(shape, dtype)
+                self.full = self.full or made is None
+                return function(*arguments, **named) if made is None else made
+        returned = [each.alias_info for each in function._schema.returns]
+        if any(alias is None or alias.is_write for alias in returned):
+            self.refuse(str(function))
+        return function(*arguments, **named)
+
+
+class _Reads(TorchFunctionMode):
+    """Notices Python's reads of tensors."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        if function in _READS:
+            self._recorder.refuse(f"a tensor's {function.__name__}()")
+        return function(*arguments, **(named or {}))
+
+
+@functools.cache
+def _team_at(function: Any) -> int:
+    """The place of the parameter that is the team; -1: there is none."""
+    names = list(inspect.signature(function).parameters)
+    return names.index("team") if "team" in names else -1
+
+
+def _word(argument: Any, kind: Any) -> int:
+    """64 bits that stand for an argument."""
+    if argument is None:
+        return 0
+    if kind in (numba.types.float32, numba.types.float64):
+        packed = struct.pack("<f4x" if kind == numba.types.float32 else "<d", argument)
+        return int(struct.unpack("<q", packed)[0])
+    return int(argument)
+
+
+_KEPT: list[Any] = []
+"""Compiled modules, which stay as long as the process."""
+
+
+def _compile(module: ir.Module, names: Sequence[str]) -> list[int]:
+    target = llvmlite.binding.Target.from_default_triple().create_target_machine(opt=1, jit=True)
+    engine = llvmlite.binding.create_mcjit_compiler(llvmlite.binding.parse_assembly(str(module)), target)
+    engine.finalize_object()
+    _KEPT.append(engine)
+    return [engine.get_function_address(name) for name in names]
+
+
+_known_callers: dict[tuple[Any, ...], int] = {}
+
+
+def _callers(signatures: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], int]:
+    """Addresses of functions (code, address of words) that call code of these types of arguments."""
+    missing = [types for types in signatures if types not in _known_callers]
+    if missing:
+        module, names = ir.Module(), [f"caller{index}" for index in range(len(missing))]
+        for name, types in zip(names, missing, strict=True):
+            _write_caller(module, name, [cpu_target.target_context.get_value_type(kind) for kind in types])
+        _known_callers.update(zip(missing, _compile(module, names), strict=True))
+    return _known_callers
+
+
+def _write_caller(module: ir.Module, name: str, kinds: Sequence[Any]) -> None:
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [_LONG, _LONG]), name)
+    builder = ir.IRBuilder(function.append_basic_block())
+    code, words = function.args
+    base, given = builder.inttoptr(words, _LONG.as_pointer()), []
+    for index, kind in enumerate(kinds):
+        word = builder.load(builder.gep(base, [_LONG(index)]))
+        if isinstance(kind, ir.PointerType):
+            given.append(builder.inttoptr(word, kind))
+        elif isinstance(kind, ir.FloatType):
+            given.append(builder.bitcast(builder.trunc(word, ir.IntType(32)), kind))
+        elif isinstance(kind, ir.DoubleType):
+            given.append(builder.bitcast(word, kind))
+        else:
+            given.append(word if kind.width == 64 else builder.trunc(word, kind))
+    called = ir.FunctionType(ir.VoidType(), kinds).as_pointer()
+    builder.call(builder.inttoptr(code, called), given)
+    builder.ret_void()
+
+
+@functools.cache
+def _replayer() -> Any:
+    """replay(address of a table, operations), without the interpreter's lock."""
+    module = ir.Module()
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [_LONG, _LONG]), "replay")
+    entry, head, body, end = (function.append_basic_block(name) for name in ("entry", "head", "body", "end"))
+    builder = ir.IRBuilder(entry)
+    table = builder.inttoptr(function.args[0], _LONG.as_pointer())
+    builder.branch(head)
+    builder.position_at_end(head)
+    index = builder.phi(_LONG)
+    index.add_incoming(_LONG(0), entry)
+    builder.cbranch(builder.icmp_signed("<", index, function.args[1]), body, end)
+    builder.position_at_end(body)
+    row = builder.mul(index, _LONG(3))
+    caller, code, words = (builder.load(builder.gep(table, [builder.add(row, _LONG(place))])) for place in range(3))
+    builder.call(builder.inttoptr(caller, ir.FunctionType(ir.VoidType(), [_LONG, _LONG]).as_pointer()), [code, words])
+    index.add_incoming(builder.add(index, _LONG(1)), body)
+    builder.branch(head)
+    builder.position_at_end(end)
+    builder.ret_void()
+    address = _compile(module, ["replay"])[0]
+    return ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(address)

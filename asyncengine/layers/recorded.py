@@ -1,0 +1,142 @@
+"""Short steps through all layers in one call: the kernels that the layers called, recorded once and replayed.
+
+Calling kernels one by one from Python is a tenth of a decoding step of one token. The layers are written once
+(`models.decoder`); the first step of so many tokens runs them under a `kernels.recording.Recorder`, and further ones
+replay what that noted: the same kernels on the same kind of memory, so the same bits. A model in whose layers torch
+computes between kernels goes on layer by layer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+
+from asyncengine.layers.rotary import Angles
+from asyncengine.layers.step import AdapterRecords, StepContext
+
+if TYPE_CHECKING:
+    from asyncengine.kernels.recording import Arena, Record
+
+logger = logging.getLogger("asyncengine")
+
+MOST_TOKENS = 64
+"""Tokens of a step up to which the time of calls shows."""
+_ARENA = 2**22
+"""Bytes of the first arena: results of short steps of small models."""
+_SEGMENTS, _ADAPTERS = 6, 3
+
+Run = Callable[[torch.Tensor, StepContext, Sequence[Angles]], torch.Tensor]
+"""(embedded tokens [T, width], step, angles of each rotary embedding) -> what the output layer reads [T, width]."""
+
+
+class RecordedLayers:
+    """The layers of one model. Used by one thread at a time."""
+
+    def __init__(self, run: Run, keeps_states: bool, paths: tuple[str, ...]) -> None:
+        """`run`: all layers. `paths`: of their products, as adapters name them."""
+        self._run, self._keeps_states, self._paths = run, keeps_states, paths
+        self._arena: Arena | None = None
+        self._records: dict[tuple[int, bool], tuple[Record, torch.Tensor]] = {}
+        """Records and their results, by the number of tokens and whether rows have adapters."""
+        self._owners: tuple[Callable[[], Any], ...] = ()
+        """References to what the records' addresses belong to."""
+        self.obstacle: str | None = None
+        """An operation that computes between kernels, for which nothing is recorded; None: none is known."""
+
+    def __call__(self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles]) -> torch.Tensor | None:
+        """What the output layer reads, of embedded tokens h, both [T, width]; None: no such step is recorded."""
+        tokens = h.shape[0]
+        if self.obstacle is not None or not 0 < tokens <= MOST_TOKENS or not getattr(step.backend, "steady", False):
+            return None
+        if (self._keeps_states and step.states is None) or any(own.query_scale is not None for own in angles):
+            return None
+        adapters = None if step.adapters is None else step.adapters.records(self._paths)
+        if step.adapters is not None and adapters is None:
+            return None
+        self._look_at(step)
+        values = _values(h, step, angles, adapters)
+        known = self._records.get((tokens, adapters is not None))
+        if known is None:
+            return self._record(h, step, angles, values, adapters)
+        record, out = known
+        record.replay(values)
+        return out.clone()
+
+    def _look_at(self, step: StepContext) -> None:
+        """Forget everything if it was recorded on other memory."""
+        owners = (step.backend, None if step.states is None else step.states.pools)
+        if len(self._owners) != len(owners) or any(
+            known() is not own for known, own in zip(self._owners, owners, strict=True)
+        ):
+            self._records.clear()
+            self._owners = tuple((lambda: None) if own is None else ref(own) for own in owners)
+
+    def _record(
+        self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles], values: list[int],
+        adapters: AdapterRecords | None,
+    ) -> torch.Tensor:  # fmt: skip
+        from asyncengine.kernels.recording import Arena, Recorder
+
+        if self._arena is None:
+            self._arena = Arena(_ARENA)
+        turned = [part for own in angles for part in (own.cos, own.sin)]
+        with Recorder(self._arena, list(enumerate((h, *turned), 1))) as recorder:
+            out = self._run(h, self._with_symbols(step, values, adapters), angles)
+        if recorder.obstacle is not None:
+            self.obstacle = recorder.obstacle
+            logger.info("layers are called one by one, as %s is computed between their kernels", self.obstacle)
+        elif recorder.full:
+            self._arena = Arena(4 * self._arena.size)
+            self._records.clear()
+        else:
+            self._records[len(h), adapters is not None] = recorder.record(), self._arena.alias(out)
+        return out.clone()
+
+    def _with_symbols(self, step: StepContext, values: list[int], adapters: AdapterRecords | None) -> StepContext:
+        """The step with symbols for what its states and adapters are."""
+        from asyncengine.kernels.cpu.state_segments import SegmentPlaces
+        from asyncengine.kernels.recording import Symbol
+
+        symbols = [Symbol.at(place, value) for place, value in enumerate(values)]
+        if step.states is not None:
+            made: Any = SegmentPlaces(*symbols[-_SEGMENTS - _ADAPTERS : -_ADAPTERS])
+            step = replace(step, states=replace(step.states, segments=made))
+        if adapters is None:
+            return step
+        return replace(step, adapters=_RecordedAdapters(self._paths, AdapterRecords(*symbols[-_ADAPTERS:])))
+
+
+class _RecordedAdapters:
+    """`RowAdapters` whose factors are found in a table when a step is replayed."""
+
+    def __init__(self, paths: tuple[str, ...], records: AdapterRecords) -> None:
+        self._places = {path: place for place, path in enumerate(paths)}
+        self._records = records
+
+    def changes(self, path: str) -> bool:
+        return True
+
+    def add(self, path: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        from asyncengine.kernels.cpu.lora import add_table_deltas
+
+        add_table_deltas(x, y, self._places[path], self._records)
+
+    def records(self, paths: tuple[str, ...]) -> AdapterRecords | None:
+        return None
+
+
+def _values(h: torch.Tensor, step: StepContext, angles: Sequence[Angles], adapters: AdapterRecords | None) -> list[int]:
+    """The step's values by place: the team, embedded tokens, cosines and sines, segments, adapters."""
+    from asyncengine.kernels.cpu.state_segments import segment_places
+    from asyncengine.kernels.cpu.team import use_team
+
+    values = [use_team(), h.data_ptr()]
+    for own in angles:
+        values += own.cos.data_ptr(), own.sin.data_ptr()
+    values += [0] * _SEGMENTS if step.states is None else segment_places(step.states.segments)
+    return [*values, *(adapters or (0,) * _ADAPTERS)]

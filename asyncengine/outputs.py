@@ -152,6 +152,11 @@ class Sample:
     """(version of the weights, number of tokens) of each run of tokens that the same weights gave, in order; one of no
     token where there is none. `update_weights` with mode "recompute" makes several."""
 
+    routed_experts: NDArray[np.integer] | None = field(default=None, compare=False)
+    """Experts that each token of prompt and output went to, best first, [positions, layers with experts, experts of a
+    token]: uint8, or int16 of more than 256 experts. Positions are those from `routed_experts_start` to the one before
+    the last token, which went through no layer yet. None: they were not asked for, or the prompt was not computed."""
+
     @property
     def weight_version(self) -> int:
         """Version of the weights that gave the last token: 0 until `update_weights` gives another."""
@@ -179,6 +184,7 @@ class Completion:
     broken_calls: list[ToolCall] = field(default_factory=list)
     stop: str | None = None
     weight_versions: tuple[tuple[int, int], ...] = ((0, 0),)
+    routed_experts: NDArray[np.integer] | None = field(default=None, compare=False)
 
     @property
     def weight_version(self) -> int:

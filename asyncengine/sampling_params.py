@@ -112,6 +112,12 @@ class SamplingParams(Settings):
     prompt_logprobs_start: Count = 0
     """Score only prompt tokens from this position on, so that what lies before may come from the prefix cache; implies
     `prompt_logprobs`. At most the number of prompt tokens."""
+    return_routed_experts: bool = False
+    """Return the experts that each token went to in each layer of a mixture, for routing replay in a trainer. The
+    prompt is computed without cache hits, as tokens that come from the cache went through no router."""
+    routed_experts_start: Count = 0
+    """Return them only from this position on, so that what lies before may come from the prefix cache; implies
+    `return_routed_experts`. At most the number of prompt tokens."""
     grammar: Any = None
     """A grammar from `asyncengine.grammar` that the output must match."""
     on_budget: OnBudget = "close"
@@ -128,6 +134,8 @@ class SamplingParams(Settings):
             object.__setattr__(self, "logprobs", True)
         if self.prompt_logprobs_start:
             object.__setattr__(self, "prompt_logprobs", True)
+        if self.routed_experts_start:
+            object.__setattr__(self, "return_routed_experts", True)
         if self.max_tokens == 0 and self.n != 1:
             raise InvalidParameter("n", "must be 1 where max_tokens is 0: there is nothing to sample", self.n)
         if self.max_tokens == 0 and self.grammar is not None:

@@ -6,11 +6,15 @@ import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.errors import RequestFailed
 from asyncengine.outputs import Chunk, Completion, LogprobEntry, Sample, Usage
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from asyncengine.chat import ChatReader
 
 
@@ -119,6 +123,7 @@ class Assembler:
             broken_calls=samples[0].broken_calls,
             stop=samples[0].stop,
             weight_versions=samples[0].weight_versions,
+            routed_experts=samples[0].routed_experts,
         )
 
     def _sample(self, index: int) -> Sample:
@@ -137,7 +142,28 @@ class Assembler:
             broken_calls=[] if self._reader is None else self._reader.broken_calls(index),
             stop=None if last is None else last.stop,
             weight_versions=self.prepared.mailbox.weight_versions.get(index, ((0, len(output.token_ids)),)),
+            routed_experts=self._routed_experts(index, len(output.token_ids)),
         )
+
+    def _routed_experts(self, index: int, generated: int) -> NDArray[np.integer] | None:
+        """`Sample.routed_experts`: the prompt's of sample 0, which alone computes them, and the sample's own.
+
+        Of a position that was computed twice, the first counts: it gave the token behind it.
+        """
+        spec, parts = self.prepared.spec, self.prepared.mailbox.routed_experts
+        first, end = spec.params.routed_experts_start, spec.prompt_len + generated - 1
+        if not parts or end <= first:
+            return None
+        result, known = np.empty((end - first, *parts[0][2].shape[1:]), parts[0][2].dtype), np.zeros(end - first, bool)
+        for sample, start, experts in reversed(parts):
+            if sample not in (0, index):
+                continue
+            last = min(end if sample == index else spec.prompt_len - 1, start + len(experts))
+            begin = max(start, first)
+            if begin < last:
+                result[begin - first : last - first] = experts[begin - start : last - start]
+                known[begin - first : last - first] = True
+        return result if known.all() else None
 
     def _schema_error(self, text: str) -> str | None:
         check = self.prepared.check_text

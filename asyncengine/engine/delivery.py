@@ -168,6 +168,9 @@ class Delivery:
             start, entries = output.prompt_logprobs
             stream.mailbox.prompt_logprobs.update(enumerate(entries, start))
             return None
+        if output.routed_experts is not None:
+            stream.mailbox.routed_experts.append((stream.spec.index, *output.routed_experts))
+            return None
         text = ""
         end: FinishReason | None = reason
         if token >= 0:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from asyncengine.engine.image_wiring import LoadedImages
 from asyncengine.info import ModelInfo
+from asyncengine.models.decoder import why_unrouted
 from asyncengine.text import TextTokenizer
 
 if TYPE_CHECKING:
@@ -49,4 +50,5 @@ def info_of(
         left_out=loaded.left_out,
         placeholders=loaded.placeholders,
         no_images=images.why_none,
+        no_routed_experts=why_unrouted(loaded.model),
     )

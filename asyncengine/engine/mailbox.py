@@ -13,11 +13,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextvars import Context
+from typing import TYPE_CHECKING
 
 from asyncengine.device.process import PROCESS
 from asyncengine.errors import EngineDead
 from asyncengine.outputs import Chunk, FinishReason, Timings
 from asyncengine.step import TokenLogprob
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Waiter = asyncio.Future[None] | threading.Event
 
@@ -36,7 +41,7 @@ class Mailbox:
     __slots__ = (
         "_born", "_chunks", "_many", "_waiter", "_woken", "cached_tokens", "cause", "context", "ended", "failure",
         "first_token_at", "generated", "is_chat", "predicted", "prepared_at", "prompt_logprobs",
-        "restored_tokens", "started_at", "weight_versions",
+        "restored_tokens", "routed_experts", "started_at", "weight_versions",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -63,6 +68,8 @@ class Mailbox:
         """The context of the caller, if an observer will want it."""
         self.prompt_logprobs: dict[int, TokenLogprob] = {}
         """Log-probabilities by prompt position; complete when sample 0 has its first token."""
+        self.routed_experts: list[tuple[int, int, NDArray[np.integer]]] = []
+        """(sample, position of the first entry, entries) in the order in which they were computed."""
         self.weight_versions: dict[int, tuple[tuple[int, int], ...]] = {}
         """`Sample.weight_versions` by sample, of those that have ended; of others, up to the last weight update."""
         self.cause: Exception | None = None

@@ -149,9 +149,11 @@ class RequestValidator:
         self.check_adapter(options.adapter)
         options = options.checked()
         max_total = self._check_length(len(tokens), params, options.clip_max_tokens)
-        if params.prompt_logprobs_start > len(tokens):
-            limit = f"must not exceed the {len(tokens)} tokens of the prompt"
-            raise InvalidParameter("prompt_logprobs_start", limit, params.prompt_logprobs_start)
+        for name in ("prompt_logprobs_start", "routed_experts_start"):
+            if getattr(params, name) > len(tokens):
+                raise InvalidParameter(
+                    name, f"must not exceed the {len(tokens)} tokens of the prompt", getattr(params, name)
+                )
         if params.grammar is not None:
             params = params.replace(grammar=self._check_grammar(params, max_total - len(tokens)))
         mailbox = Mailbox()
@@ -201,6 +203,8 @@ class RequestValidator:
         if params.n > 1 and params.prompt_logprobs:
             # the same for all samples: computed once
             params = params.replace(prompt_logprobs=False, prompt_logprobs_start=0)
+        if params.n > 1 and params.return_routed_experts:
+            params = params.replace(routed_experts_start=len(prompt) - 1)
         for index in range(1, params.n):
             seed = sample_seed(params.seed, index)
             yield replace(first, ticket=next(self._tickets), index=index, seed=seed, params=params)
@@ -332,6 +336,8 @@ class RequestValidator:
             if len(stop) > config.max_stop_string_length:
                 limit = config.max_stop_string_length
                 raise InvalidParameter("stop", f"{len(stop)} characters exceed max_stop_string_length={limit}")
+        if params.return_routed_experts and self.info.no_routed_experts is not None:
+            raise InvalidParameter("return_routed_experts", f"cannot be had: {self.info.no_routed_experts}")
         if params.stop and self.tokenizer is None:
             raise InvalidParameter("stop", "needs a tokenizer and this model has none; use stop_token_ids")
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", tuple(params.logit_bias))):

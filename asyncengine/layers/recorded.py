@@ -55,6 +55,8 @@ class RecordedLayers:
             return None
         if (self._keeps_states and step.states is None) or any(own.query_scale is not None for own in angles):
             return None
+        if step.routes is not None:  # what it takes is of this step alone
+            return None
         adapters = None if step.adapters is None else step.adapters.records(self._paths)
         if step.adapters is not None and adapters is None:
             return None

@@ -49,6 +49,10 @@ class SideExperts:
         chosen, weights, _ = self.router(self._scaled(residual))
         return self.after_mlp(branch) + self.after(self.experts(self.before(residual), chosen, weights))
 
+    def chosen(self, residual: torch.Tensor) -> torch.Tensor:
+        """The experts of each row of the stream, int64 [rows, experts of a row], best first."""
+        return self.router(self._scaled(residual))[0]
+
     @property
     def norms(self) -> list[Norm]:
         """Norms that have a weight of a norm's name."""

@@ -76,6 +76,9 @@ class StepContext:
     """None: the model keeps none."""
     images: StepImages | None = None
     """None: no row has any."""
+    routes: list[torch.Tensor] | None = None
+    """Takes the experts of the step's tokens, int64 [T, experts of a token], best first, of each mixture in the model's
+    order. None: nobody asks for them."""
 
 
 class CausalLM(Protocol):

@@ -24,7 +24,7 @@ from asyncengine.layers.recorded import MOST_TOKENS
 from asyncengine.layers.states import LoneTokens, StatePools, StateSegments, state_step
 from asyncengine.layers.step import CausalLM, RowAdapters, StepContext
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
-from asyncengine.models.decoder import Decoder
+from asyncengine.models.decoder import Decoder, expert_type
 from asyncengine.models.loading import LoadedModel
 from asyncengine.models.memory.caches import state_bytes
 from asyncengine.pooling.pool import Pooler
@@ -102,6 +102,7 @@ class ModelRunner:
         self._jump = jump_forward
         self.cores = Cores(device=model.device) if cores is None else cores
         self.memory = ModelMemory(model, self.page_memory, self.cores, reads_images=images is not None)
+        self._expert_type = expert_type(model.model)
         self._small = model.weights_bytes <= SMALL
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
@@ -209,7 +210,11 @@ class ModelRunner:
             step = self._buffers.build(batch, self._last_token)
             images = self._images.of_step(batch.rows) if self._images is not None and pictured else None
             pending.failed = {} if images is None else images.failed
-            logits = self._forward(batch, step, images)
+            routed = self._expert_type is not None and any(row.spec.params.return_routed_experts for row in batch.rows)
+            routes: list[torch.Tensor] | None = [] if routed else None
+            logits = self._forward(batch, step, images, routes)
+            if routes:
+                pending.routes = torch.stack(routes, dim=1).to(self._expert_type)
         if self.pooler is not None:
             pending.pooling = self.pooler, step.pool_spans, pending.readback.fetch(logits)
         sampled = None
@@ -304,13 +309,15 @@ class ModelRunner:
             self._lora.write(slot, self._unwritten[slot])
             del self._unwritten[slot]
 
-    def _forward(self, batch: Batch, step: Step, images: ImageRows | None) -> torch.Tensor:
-        """Logits [N, vocab] of the step's wanted rows."""
+    def _forward(
+        self, batch: Batch, step: Step, images: ImageRows | None, routes: list[torch.Tensor] | None
+    ) -> torch.Tensor:
+        """Logits [N, vocab] of the step's wanted rows. `routes`: see `StepContext`."""
         self._backend.plan(step.view if images is None else images.seen_in(step.view))
         own: StepAdapters = (None, None)
         if self._lora is not None:
             own = self._lora.begin([row.adapter_slot for row in batch.rows], step.view.counts, step.logit_rows)
-        return self._compute(step.input_ids, step.positions, step.logit_rows, own, step.segments, images)
+        return self._compute(step.input_ids, step.positions, step.logit_rows, own, step.segments, images, routes)
 
     def _run_pieces(self, batch: Batch, graphs: PromptGraphs) -> tuple[FlatStep, torch.Tensor]:
         """The step, and logits [N, vocab] of its wanted rows."""
@@ -330,11 +337,12 @@ class ModelRunner:
     def _compute(
         self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, adapters: StepAdapters,
         moves: StateSegments | LoneTokens | None = None, images: ImageRows | None = None,
+        routes: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:  # fmt: skip
         assert self.model is not None
         states = None if self._states is None or moves is None else state_step(self._states, moves, self._device)
         pictures = None if images is None else images.hidden
-        context = StepContext(positions, self._backend, *adapters, states, pictures)
+        context = StepContext(positions, self._backend, *adapters, states, pictures, routes)
         return self.model.forward(input_ids, context, logit_rows)
 
     def use_graphs(

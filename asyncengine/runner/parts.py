@@ -14,7 +14,10 @@ from asyncengine.step import Batch, FinishedStep, StepHandle, StepResult
 logger = logging.getLogger("asyncengine")
 
 OUT_OF_MEMORY = "the device has not enough memory for this request's step"
-_BY_ROW = ("further", "accepted", "drafted", "constrained", "logprobs", "prompt_logprobs", "vectors", "errors")
+_BY_ROW = (
+    "further", "accepted", "drafted", "constrained", "logprobs", "prompt_logprobs", "routed_experts", "vectors",
+    "errors",
+)  # fmt: skip
 """Fields of a result that are kept by row."""
 
 

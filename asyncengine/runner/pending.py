@@ -42,6 +42,8 @@ class PendingStep:
     """(batch index, whether all its logits are finite, log-probabilities) of scored prompt chunks."""
     pooling: tuple[Pooler, list[Span], torch.Tensor] | None = None
     """The pooler of requests for vectors, with the spans of hidden states that it pools."""
+    routes: torch.Tensor | None = None
+    """Experts of the step's tokens, [T, layers with experts, experts of a token]; None: no row asks."""
     failed: dict[int, str] = field(default_factory=dict)
     """Row -> why this one request failed before anything of it was computed."""
     awaited: dict[int, AwaitedToken] = field(default_factory=dict)
@@ -124,11 +126,22 @@ class PendingStep:
         if self.pooling is not None:
             pooler, spans, hidden = self.pooling
             pooler.read(self.batch.rows, spans, hidden, result)
+        if self.routes is not None:
+            self._read_routes(self.routes, result)
         for index, message in self.failed.items():
             result.tokens[index], result.errors[index] = -1, message
         self.readback.release()
         result.seconds = time.perf_counter() - self.began
         return result
+
+    def _read_routes(self, routes: torch.Tensor, result: StepResult) -> None:
+        """Give each row that asks its part of the experts."""
+        first = 0
+        for index, row in enumerate(self.batch.rows):
+            if row.spec.params.return_routed_experts:
+                sound = row.num_scheduled - len(row.drafts) + result.accepted.get(index, 0)
+                result.routed_experts[index] = routes[first : first + sound].numpy()
+            first += row.num_scheduled
 
     def _read_tokens(self, sampled: Sampled, result: StepResult) -> None:
         tokens = sampled.tokens.tolist()
@@ -208,8 +221,9 @@ class PendingStep:
         produced: list[int] = []
         used: list[tuple[int, int]] = []
         made = ConstrainedToken(False, False, False)
-        # the log-probability of a token that was not sampled would be missing: no jumps then
-        jump = self.jump and not row.spec.params.logprobs
+        # the log-probability of a token that was not sampled would be missing, and so would the experts of those that
+        # a grammar forces at the end of an output, which are never computed: no jumps then
+        jump = self.jump and not (row.spec.params.logprobs or row.spec.params.return_routed_experts)
         while len(produced) < len(sampled) and list(row.drafts[: len(produced)]) == produced:
             place = len(produced)
             try:

@@ -95,13 +95,13 @@ class DraftModel:
         when to stop."""
         spec, params, scored = row.spec, row.spec.params, self._least > 0
         wanted = (params.logprobs, params.logprobs_of, params.top_logprobs, params.prompt_logprobs)
-        if wanted == (scored, "model", 0, False):
+        if wanted == (scored, "model", 0, False) and not params.return_routed_experts:
             return spec
         kept = self._specs.get(row.slot)
         if kept is None or kept[0] is not spec:
             params = replace(
                 params, logprobs=scored, logprobs_of="model", top_logprobs=0, prompt_logprobs=False,
-                prompt_logprobs_start=0,
+                prompt_logprobs_start=0, return_routed_experts=False, routed_experts_start=0,
             )  # fmt: skip
             kept = spec, replace(spec, params=params)
             self._specs[row.slot] = kept

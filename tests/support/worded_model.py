@@ -15,15 +15,15 @@ VOCAB = 2048
 EOS = (2, 0)
 
 
-def make_worded_model(folder: Path, head_dim: int = 12) -> Path:
-    """Write the checkpoint and the tokenizer's files into `folder`."""
-    config = transformers.LlamaConfig(
+def make_worded_model(folder: Path, head_dim: int = 12, kind: Any = transformers.LlamaConfig, **more: Any) -> Path:
+    """Write the checkpoint and the tokenizer's files into `folder`. `kind`: its configuration, with `more` fields."""
+    config = kind(
         vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=head_dim, max_position_embeddings=512, eos_token_id=list(EOS), pad_token_id=0,
-        tie_word_embeddings=False,
+        tie_word_embeddings=False, **more,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(3)
-    model: Any = transformers.LlamaForCausalLM(config).float().eval()
+    model: Any = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -203,6 +203,7 @@ class Dispatcher:
             self.meter.first_token.append(now - request.spec.arrival)
         (right, wrong), (more_right, more_wrong) = mailbox.predicted, output.predicted
         mailbox.predicted = right + more_right, wrong + more_wrong
+        mailbox.routed_experts += output.routed_experts
         self._leave_queue(request)
         if output.cause is not None:
             if request.resumed:  # it would have gone on, and cannot

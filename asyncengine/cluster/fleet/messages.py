@@ -64,6 +64,8 @@ class RequestOutput(NamedTuple):
     restored_tokens: int = 0
     prompt_logprobs: Mapping[int, TokenLogprob] = {}
     """Log-probabilities by prompt position, given once as well."""
+    routed_experts: Sequence[tuple[int, int, NDArray[np.integer]]] = ()
+    """`Mailbox.routed_experts` since the last output."""
     predicted: tuple[int, int] = (0, 0)
     """Tokens of the caller's prediction that were right, and that were wrong, since the last output."""
     cause: Exception | None = None

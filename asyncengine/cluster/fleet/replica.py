@@ -62,7 +62,8 @@ class OutboxMailbox(Mailbox):
         """Everything new."""
         self._noted = False
         output = RequestOutput(self.key, merge(self.take()), predicted=self.predicted, cause=self.cause)
-        self.predicted = (0, 0)
+        output = output._replace(routed_experts=self.routed_experts)
+        self.predicted, self.routed_experts = (0, 0), []
         if self._begun or self.started_at is None:
             return output
         self._begun = True

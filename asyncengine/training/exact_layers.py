@@ -77,8 +77,12 @@ class ExactLayers:
         loader = PeftLoader(base, dtype=self.decoder.dtype, max_rank=rank)
         self._lora.write(_SLOT, loader.take("trainer", tensors, config))
 
-    def forward(self, sequences: Sequences, adapted: bool, kept: list[torch.Tensor] | None = None) -> torch.Tensor:
-        """[T, width] after the final norm; `kept` takes the stream [T, width] before each layer and behind the last.
+    def forward(
+        self, sequences: Sequences, adapted: bool, kept: list[torch.Tensor] | None = None,
+        routes: list[torch.Tensor] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """[T, width] after the final norm; `kept` takes the stream [T, width] before each layer and behind the last,
+        `routes` the experts of each token, int64 [T, experts of a token], of each layer that has any.
 
         `adapted`: with the adapter.
         """
@@ -86,8 +90,9 @@ class ExactLayers:
         with torch.no_grad(), self._step():
             adapters, _ = self._adapters(adapted, counts)
             context = StepContext(
-                sequences.positions, self._planned(counts), adapters, adapters, states=self._states(counts)
-            )
+                sequences.positions, self._planned(counts), adapters, adapters, states=self._states(counts),
+                routes=routes,
+            )  # fmt: skip
             return decoder.hidden_states(sequences.ids, context, kept=kept)
 
     def logits(self, hidden: torch.Tensor, adapted: bool) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -19,11 +19,12 @@ from asyncengine.async_engine import AsyncEngine
 from asyncengine.checks import as_number
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter, UnsupportedModel
+from asyncengine.models.decoder import DecoderLayer
 from asyncengine.models.loading import load_model
 from asyncengine.sampling.logprobs import token_logprobs
 from asyncengine.sync_engine import Engine
 from asyncengine.training.exact_layers import ExactLayers, why_not_exact
-from asyncengine.training.recompute import Outputs, recomputed, recomputed_module, replaced
+from asyncengine.training.recompute import Outputs, RoutingReplay, recomputed, recomputed_module, replaced
 from asyncengine.training.sequences import Sequences, read_sequences
 from asyncengine.training.trainer_weights import adapter_on, base_of, base_weights, take_adapter, versions_of
 
@@ -95,9 +96,14 @@ def _refuse(reason: str | None) -> None:
 class _Run:
     """One forward: what the engine computed, waiting for the trainer's modules to come by."""
 
-    def __init__(self, sequences: Sequences, kept: list[torch.Tensor], errors: list[float] | None = None) -> None:
-        """`errors`: takes each layer's relative error; None: nobody asks."""
+    def __init__(
+        self, sequences: Sequences, kept: list[torch.Tensor], errors: list[float] | None = None,
+        routes: Sequence[torch.Tensor] = (),
+    ) -> None:  # fmt: skip
+        """`errors`: takes each layer's relative error; None: nobody asks. `routes`: experts of the tokens, [T, experts
+        of a token], of each layer that has any."""
         self.sequences, self.errors = sequences, errors
+        self._routes = iter(routes)
         self.kept: list[torch.Tensor | None] = list(kept)
 
     def take(self, place: int, like: torch.Tensor) -> torch.Tensor:
@@ -106,6 +112,20 @@ class _Run:
         if kept is None or like.shape[:2] != (len(self.sequences.counts), self.sequences.counts.max()):
             raise UnsupportedModel("the model does not call its layers one after the other, each with all tokens")
         return self.sequences.aligned(kept, like.dtype)
+
+
+    def replaying(self, layer: DecoderLayer, forward: Any) -> Any:
+        """`forward` of a layer of transformers' with the experts that the engine's chose; asked once for each layer, in
+        order."""
+        if not layer.mixtures():
+            return forward
+        experts, chosen = layer.mixtures()[0].router.config.experts, self.sequences.aligned(next(self._routes))
+
+        def routed(*args: Any, **kwargs: Any) -> Any:
+            with RoutingReplay(experts, chosen):
+                return forward(*args, **kwargs)
+
+        return routed
 
 
 class ExactModel:
@@ -282,8 +302,9 @@ class ExactModel:
         if not torch.is_grad_enabled() or not any(each.requires_grad for each in self.base.parameters()):
             return sequences, self._layers.forward(sequences, self._adapted), None
         kept: list[torch.Tensor] = []
-        values = self._layers.forward(sequences, self._adapted, kept)
-        last = self._walk(_Run(sequences, kept))
+        routes: list[torch.Tensor] = []
+        values = self._layers.forward(sequences, self._adapted, kept, routes)
+        last = self._walk(_Run(sequences, kept, routes=routes))
         return sequences, values, replaced(sequences.flat(last), values.to(last.dtype))
 
     def _walk(self, run: _Run) -> torch.Tensor:
@@ -315,7 +336,8 @@ class ExactModel:
             share = (wide[0] - wide[1]).norm(dim=-1) / (wide[1] - wide[2]).norm(dim=-1).clamp(min=1e-6)
             run.errors.append(float(share.median()))  # a mixture's router may choose otherwise at a few tokens
         elif torch.is_grad_enabled():
-            value = recomputed_module(self._modules[place], original, value, (hidden_states, *args), kwargs)
+            again = run.replaying(self._layers.decoder.layers[place], original)
+            value = recomputed_module(self._modules[place], again, value, (hidden_states, *args), kwargs)
         return (value,) if self._tuples[place] else value
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -7,11 +7,13 @@ backward pass, at exactly these inputs, and its vector-Jacobian product is the g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 Outputs = tuple[torch.Tensor, ...]
@@ -96,6 +98,27 @@ def recomputed_module(module: Any, forward: Any, value: torch.Tensor, args: Any,
 
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return recomputed(call, (value,), inputs, parameters)[0]
+
+
+class RoutingReplay(TorchFunctionMode):
+    """While it is entered, routers choose these experts, whatever their scores are (R3, Ma et al. 2025).
+
+    A choice is known by its shape: `topk` of as many of as many. Weights are of the scores at the experts given.
+    """
+
+    def __init__(self, experts: int, chosen: torch.Tensor) -> None:
+        """`chosen`: int64 [R, longest, experts of a token]."""
+        super().__init__()
+        self._experts, self._chosen = experts, chosen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.topk, torch.Tensor.topk):
+            scores, count = args[0], args[1] if len(args) > 1 else kwargs["k"]
+            shape = (*scores.shape[:-1], count)
+            if scores.shape[-1] == self._experts and self._chosen.numel() == math.prod(shape):
+                ids = self._chosen.view(shape)
+                return torch.return_types.topk((scores.gather(-1, ids), ids))
+        return func(*args, **(kwargs or {}))
 
 
 def replaced(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from support.exact import KINDS, TEMPERATURE, engine_on, exact_folder, rollout, train, trainer_of, weights_of
 
+from asyncengine import SamplingParams
+from asyncengine.integrations.trl import named_weights
 from asyncengine.training import make_exact
 
 pytest.importorskip("numba")
@@ -82,4 +84,41 @@ def test_trainer_and_engine_agree_to_the_bit(kind: str, dtype: str, folders: Cal
         after = rollout(engine)
         assert not torch.equal(after.said, batch.said)
         assert torch.equal(exact.token_logprobs(after.ids, after.mask, after.labels).detach(), after.said)
+        exact.close()
+
+
+@pytest.mark.parametrize("kind", ["qwen3moe", "gpt-oss", "mixtral"])
+def test_gradients_go_through_the_experts_that_the_sampler_chose(kind: str, folders: Callable[..., Path]) -> None:
+    """In bfloat16, with routers so undecided that transformers' would choose others at some tokens: what the engine said
+    of its answer's routes, what the exact forward goes through and what the backward pass goes through are one."""
+    model = trainer_of(folders(kind, "bfloat16"), "bfloat16")
+    routers = [(name, each) for name, each in model.named_modules() if type(each).__name__.endswith("TopKRouter")]
+    with torch.no_grad():
+        for _, router in routers:
+            router.weight.copy_(router.weight[:1] + 0.05 * router.weight)  # the trainer's logits are rounded: ties
+    prompt = [(7 * place + 3) % 100 + 1 for place in range(40)]
+    with engine_on(folders(kind, "bfloat16"), "bfloat16", **BUSY) as engine:
+        engine.update_weights(named_weights(model))
+        params = SamplingParams(
+            max_tokens=30, temperature=TEMPERATURE, seed=1, return_routed_experts=True, ignore_eos=True
+        )
+        answer = engine.generate(prompt, params)
+        exact = make_exact(model, engine, temperature=TEMPERATURE)
+        short = torch.tensor([(prompt + answer.token_ids)[:-1], [0, 0, *range(5, 72)]])
+        mask = torch.ones_like(short)
+        mask[1, :2] = 0
+        found: dict[str, list[Any]] = {name: [] for name, _ in routers}
+        for name, router in routers:
+            router.register_forward_hook(lambda _, __, out, name=name: found[name].append(out))
+        scores = exact.token_logprobs(short, mask)
+        assert not any(found.values())
+        scores.sum().backward()
+        differ = 0
+        for place, (name, _) in enumerate(routers):
+            ((logits, _, chosen),) = found[name]
+            chosen = chosen.view(2, short.shape[1], -1)
+            assert torch.equal(chosen[0], torch.from_numpy(answer.routed_experts[:, place]).long())
+            own = logits.float().view(2, short.shape[1], -1).topk(chosen.shape[-1]).indices
+            differ += int((own[0] != chosen[0]).sum())
+        assert differ > 0
         exact.close()

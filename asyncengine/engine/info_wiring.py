@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from asyncengine.engine.image_wiring import LoadedImages
 from asyncengine.info import ModelInfo
-from asyncengine.models.decoder import why_unrouted
 from asyncengine.text import TextTokenizer
 
 if TYPE_CHECKING:
@@ -23,6 +22,8 @@ def info_of(
     images: LoadedImages,
 ) -> ModelInfo:
     """Describe a model by its parts; `wire` adds what its limits and its chats are."""
+    from asyncengine.models.routes import why_unrouted  # which imports torch
+
     return ModelInfo(
         name=name,
         vocab_size=loaded.vocab_size,
@@ -50,5 +51,5 @@ def info_of(
         left_out=loaded.left_out,
         placeholders=loaded.placeholders,
         no_images=images.why_none,
-        no_routed_experts=why_unrouted(loaded.model),
+        no_routed_experts=why_unrouted(getattr(loaded, "model", None)),
     )

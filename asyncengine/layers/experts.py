@@ -351,6 +351,10 @@ class SparseMLP:
             return added
         return torch.addcmul(y.float(), shared.float(), gate.sigmoid()[:, None]).to(x.dtype)
 
+    def chosen(self, _: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The experts of each row of x, int64 [rows, experts of a row], best first."""
+        return self.router(x)[0]
+
     def _scaled(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Each (row, expert) pair as a row of its own, which has one expert."""
         count = chosen.shape[1]

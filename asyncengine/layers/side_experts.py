@@ -49,7 +49,7 @@ class SideExperts:
         chosen, weights, _ = self.router(self._scaled(residual))
         return self.after_mlp(branch) + self.after(self.experts(self.before(residual), chosen, weights))
 
-    def chosen(self, residual: torch.Tensor) -> torch.Tensor:
+    def chosen(self, residual: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         """The experts of each row of the stream, int64 [rows, experts of a row], best first."""
         return self.router(self._scaled(residual))[0]
 

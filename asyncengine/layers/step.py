@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -11,6 +11,15 @@ import torch
 from asyncengine.attention.base import LayerSpec, StepAttention
 from asyncengine.layers.places import Place
 from asyncengine.layers.states import StateSpec, StateStep
+
+
+class Mixture(Protocol):
+    """A part of a layer that sends each token to a few of its experts."""
+
+    def chosen(self, residual: torch.Tensor, x: torch.Tensor, /) -> torch.Tensor:
+        """The experts of each row, int64 [rows, experts of a row], best first, of the stream [rows, width] or of its
+        norm x."""
+        ...
 
 
 class AdapterRecords(NamedTuple):
@@ -79,6 +88,15 @@ class StepContext:
     routes: list[torch.Tensor] | None = None
     """Takes the experts of the step's tokens, int64 [T, experts of a token], best first, of each mixture in the model's
     order. None: nobody asks for them."""
+
+    def note_routes(self, mixtures: Callable[[], Sequence[Mixture]], residual: torch.Tensor, x: torch.Tensor) -> None:
+        """Note the experts of all tokens in the `mixtures` of a layer, which reads the stream [T, width] or its norm x.
+
+        Routers are asked once more: the layer itself may compute a few of the tokens alone, and has to, as with all of
+        them adapters could add up in another order.
+        """
+        if self.routes is not None:
+            self.routes.extend(mixture.chosen(residual, x) for mixture in mixtures())
 
 
 class CausalLM(Protocol):

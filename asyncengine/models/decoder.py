@@ -162,7 +162,7 @@ class DecoderLayer:
         if not self.config.parallel:
             residual, x = self._add(residual, branch, self.before_mlp, not self.config.post_norm)
             residual = x if self.config.post_norm else residual
-        self._note_routes(residual, x, step)
+        step.note_routes(self.mixtures, residual, x)
         if rows is not None:
             residual, x = residual.index_select(0, rows), x.index_select(0, rows)
         adapters = step.adapters if rows is None else step.row_adapters
@@ -215,7 +215,7 @@ class DecoderLayer:
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same of a layer that has one branch only: it mixes, or it is a feed-forward part."""
-        self._note_routes(residual, x, step)
+        step.note_routes(self.mixtures, residual, x)
         if rows is not None:
             residual, x = residual.index_select(0, rows), x.index_select(0, rows)
             branch = None if branch is None else branch.index_select(0, rows)
@@ -223,18 +223,6 @@ class DecoderLayer:
             assert self.mlp is not None
             branch = self.mlp(x, step.adapters if rows is None else step.row_adapters)
         return self._add(residual, branch, following)
-
-    def _note_routes(self, residual: torch.Tensor, x: torch.Tensor, step: StepContext) -> None:
-        """Tell the step which experts all its tokens go to, of x [T, width] that the feed-forward part reads.
-
-        The router is asked once more: the part itself may be computed for a few of the tokens alone, and has to be, as
-        with all of them adapters could add up in another order.
-        """
-        if step.routes is not None:
-            step.routes.extend(
-                mixture.router(x)[0] if isinstance(mixture, SparseMLP) else mixture.chosen(residual)
-                for mixture in self.mixtures()
-            )
 
     def norms(self) -> list[Norm]:
         every = [self.before_attention, self.after_attention, self.before_mlp, self.after_mlp]
@@ -451,23 +439,6 @@ class Decoder:
 
     def unbind(self) -> None:
         """Nothing of a step is kept."""
-
-
-def why_unrouted(model: Any) -> str | None:
-    """Why a model cannot say which experts a token goes to; None: it can."""
-    if not isinstance(model, Decoder):
-        return "its layers are transformers' modules, which do not tell"
-    if not any(layer.mixtures() for layer in model.layers):
-        return "the model has no experts"
-    return None if model.device.type == "cpu" else "steps on a GPU are graphs, which do not tell"
-
-
-def expert_type(model: Any) -> torch.dtype | None:
-    """The smallest of uint8 and int16 that holds the numbers of its experts; None: it is `why_unrouted`."""
-    if why_unrouted(model) is not None:
-        return None
-    most = max(mixture.router.config.experts for layer in model.layers for mixture in layer.mixtures())
-    return torch.uint8 if most <= 256 else torch.int16
 
 
 def _keeps(layer: LayerConfig) -> bool:

@@ -26,7 +26,7 @@ from asyncengine.sync_engine import Engine
 from asyncengine.training.exact_layers import ExactLayers, why_not_exact
 from asyncengine.training.recompute import Outputs, RoutingReplay, recomputed, recomputed_module, replaced
 from asyncengine.training.sequences import Sequences, read_sequences
-from asyncengine.training.trainer_weights import adapter_on, base_of, base_weights, take_adapter, versions_of
+from asyncengine.training.trainer_weights import adapter_on, base_of, exact_weights, take_adapter, versions_of
 
 _BLOCK_ELEMENTS = 2**24
 """Most logits of scored tokens that are held at once."""
@@ -113,7 +113,6 @@ class _Run:
             raise UnsupportedModel("the model does not call its layers one after the other, each with all tokens")
         return self.sequences.aligned(kept, like.dtype)
 
-
     def replaying(self, layer: DecoderLayer, forward: Any) -> Any:
         """`forward` of a layer of transformers' with the experts that the engine's chose; asked once for each layer, in
         order."""
@@ -186,7 +185,7 @@ class ExactModel:
         """Take what has changed since the last forward."""
         weights = versions_of(self.base, adapters=False)
         if weights != self._weights:
-            self._layers.update(base_weights(self.base))
+            self._layers.update(exact_weights(self.base))
             self._weights = weights
         name = adapter_on(self.model)
         self._adapted = name is not None

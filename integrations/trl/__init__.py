@@ -5,6 +5,6 @@ Nothing here imports TRL: a trainer is whatever has the attributes of TRL's.
 
 from asyncengine.integrations.trl.generation import EngineGeneration, attach
 from asyncengine.integrations.trl.rollouts import rollout
-from asyncengine.integrations.trl.weights import checkpoint_name, named_weights
+from asyncengine.training import checkpoint_name, named_weights
 
 __all__ = ["EngineGeneration", "attach", "checkpoint_name", "named_weights", "rollout"]

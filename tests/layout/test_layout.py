@@ -249,7 +249,7 @@ def test_imports_point_one_way() -> None:
 def test_adapters_and_command_line_use_the_public_names() -> None:
     """Integrations import what every user can: `from asyncengine import ...`."""
     public = {"asyncengine", "asyncengine.errors", "asyncengine.grammar", "asyncengine.integrations"}
-    public |= {"asyncengine.events"}  # for `on_event`, which is public
+    public |= {"asyncengine.events", "asyncengine.training"}  # for `on_event`; for trainers
     public |= {"asyncengine.serve.dialects.openai_shape"}  # OpenAI's shapes, which the HTTP app writes as well
     wrong = []
     for module, path in sources():

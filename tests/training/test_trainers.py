@@ -126,6 +126,13 @@ def test_a_planted_error_is_noticed(folder: Path, engine: Engine) -> None:
     exact.close()
 
 
+def test_modules_that_peft_copies_are_refused(folder: Path, engine: Engine) -> None:
+    pytest.importorskip("peft")
+    model = make_peft(trainer_of(folder), target_modules=["q_proj"], r=4, modules_to_save=["up_proj"])
+    with pytest.raises(UnsupportedModel, match=r"takes no modules_to_save, and the model has .*up_proj"):
+        make_exact(model, engine)
+
+
 def dropping(model: Any) -> None:
     model.train()
     model.model.layers[1].self_attn.attention_dropout = 0.1

@@ -258,6 +258,9 @@ class ExactModel:
         num_items_in_batch: Any = None, return_dict: bool = True, **others: Any,
     ) -> ModelOutput:  # fmt: skip
         refused = next((name for name, value in others.items() if value is not None and value is not False), None)
+        if refused == "output_router_logits":
+            off = "router_aux_loss_coef=0.0 in TRL's arguments leaves out the loss that is made of them"
+            raise InvalidParameter(refused, f"are nothing that an exact forward makes: {off}")
         if refused is not None or not return_dict:
             raise InvalidParameter(refused or "return_dict", "is nothing that an exact forward knows")
         if fused_lm_head:

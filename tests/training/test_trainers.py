@@ -179,6 +179,7 @@ def test_other_models_and_calls_are_refused_by_name(folder: Path, engine: Engine
         (lambda: model(ids - 5), "input_ids: must be from 0"),
         (lambda: model(long), "sequences of 1 to"),
         (lambda: model(ids, output_hidden_states=True), "output_hidden_states"),
+        (lambda: model(ids, output_router_logits=True), "output_router_logits: .*router_aux_loss_coef=0.0"),
         (lambda: model(ids, fused_lm_head=True), "labels: are needed"),
     ):
         with pytest.raises(InvalidParameter, match=reason):

@@ -35,7 +35,7 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         "test_train_with_tools", "environment", "test_train_with_malformed_tool_calls", "continuous_batching",
     ),
     "names a sampling parameter of transformers": ("test_train_with_generation_kwargs",),
-    "fails, cause not established: weights do not change; the expression fixes seven of its eight tokens here": (
+    "a random model is 1e-23 as likely to write the form as the sampler, which is TRL's factor of the loss": (
         "test_train_vllm_structured_outputs",
     ),
     "loads code from a hub": ("test_trust_remote_code",),

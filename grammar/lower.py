@@ -45,7 +45,8 @@ def with_rules(grammar: Grammar) -> tuple[str, tuple[Rules, str] | None]:
     if grammar.kind == "json_schema":
         lenient = grammar.unsupported != "error"
         schema = _object(grammar.text, lenient, grammar.formats == "strict")
-        text, rules = _rules(grammar, schema, OPTIONS[grammar.whitespace], lenient)
+        options = {**OPTIONS[grammar.whitespace], "key_order": grammar.key_order}
+        text, rules = _rules(grammar, schema, options, lenient)
         return str(LLMatcher.grammar_from_lark(text)), rules
     if grammar.kind == "lark":
         return str(LLMatcher.grammar_from_lark(replace_json(grammar.text, partial(_embedded, grammar)))), None
@@ -93,9 +94,8 @@ def fragment(grammar: Grammar) -> str:
     '("a" | "ab")'
     """
     if grammar.kind == "json_schema":
-        return inline_json(
-            grammar.text, grammar.whitespace, grammar.unsupported != "error", grammar.formats == "strict"
-        )
+        lenient, strict = grammar.unsupported != "error", grammar.formats == "strict"
+        return inline_json(grammar.text, grammar.whitespace, lenient, strict, key_order=grammar.key_order)
     if grammar.kind == "regex":
         return regex(grammar.text)
     if grammar.kind == "choice":
@@ -108,8 +108,8 @@ def inline_json(
 ) -> str:
     """`%json {...}` for use inside Lark, with the options written into it. `schema`: a dict, or its JSON text.
 
-    `options` are further llguidance options (`whitespace_pattern`). References (`#/$defs/...`) are relative to this
-    schema. A schema's own "x-guidance" wins over `whitespace`, never over `lenient`.
+    `options` are further llguidance options (`whitespace_pattern`), or `key_order`. References (`#/$defs/...`) are
+    relative to this schema. A schema's own "x-guidance" wins over `whitespace`, never over `lenient`.
     """
     node = dict(_object(schema if isinstance(schema, str) else canonical_json(schema), lenient, strict_formats))
     own = node.pop("x-guidance", None)

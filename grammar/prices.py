@@ -27,6 +27,7 @@ from asyncengine.grammar.shapes import (
     Opaque,
     Shape,
     Times,
+    Unordered,
     parts,
     within,
 )
@@ -200,7 +201,9 @@ class Prices:
                 yield shape.data[begin:]
             elif isinstance(shape, Chain):
                 stack += [(item, 0) for item in reversed(shape.items[begin:])]
-            elif isinstance(shape, Either):
+            elif isinstance(shape, Unordered) and (begin or shape.needed):
+                stack += [(item, 0) for item in reversed(shape.left(begin))]
+            elif isinstance(shape, (Either, Unordered)):
                 stack.append((self._best[shape], 0))
             elif isinstance(shape, Named):
                 assert shape.target is not None
@@ -273,7 +276,9 @@ class Prices:
                 continue
             if isinstance(shape, Times):  # more alternatives of its body are settled than when it was pushed
                 cost = min(cost, self._value(shape))
-            if isinstance(shape, Either):  # before it is settled itself, so that the choice leads to an end
+            if isinstance(
+                shape, (Either, Unordered)
+            ):  # before it is settled itself, so that the choice leads to an end
                 self._best[shape] = min(shape.items, key=lambda item: self._costs.get(item, UNREACHABLE))
             self._costs[shape] = cost
             for user in users.get(shape, ()):
@@ -286,7 +291,9 @@ class Prices:
     def _value(self, shape: Shape) -> int:
         """The cost as far as those of its parts are settled."""
         known = self._costs
-        if isinstance(shape, (Either, Named)):
+        if isinstance(shape, Unordered) and shape.needed:
+            return min(UNREACHABLE, sum(known.get(item, UNREACHABLE) for item in shape.left(0)))
+        if isinstance(shape, (Either, Named, Unordered)):
             return min((known.get(part, UNREACHABLE) for part in parts(shape)), default=UNREACHABLE)
         if isinstance(shape, Chain):
             return sum(known[item] for item in shape.items)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import NamedTuple
 
 MAX_RULES = 20_000
@@ -19,8 +19,27 @@ class Repeat(NamedTuple):
     most: int | None
 
 
-Symbol = str | Repeat
-"""The name of a rule, Lark text that stands for itself, or a repetition."""
+class Members(NamedTuple):
+    """The members of an object in any order, at least one, each once: a bit of the rule's parameter for each."""
+
+    pairs: tuple[str, ...]
+    """Rules of declared members, those needed first."""
+    needed: int
+    free: str | None
+    """The rule of an undeclared member, which may come any number of times."""
+    strange: bool
+    """One of these is needed as well."""
+    comma: tuple[str, ...]
+    one: str
+    """A rule of any one of them."""
+
+
+MAX_KEYS = 58
+"""Bits of a parameter that are left beside those that count open brackets."""
+_DEPTH_BITS = 6
+
+Symbol = str | Repeat | Members
+"""The name of a rule, Lark text that stands for itself, or a repetition. `Members` are the whole of their rule."""
 
 
 class Rules:
@@ -66,7 +85,7 @@ class Rules:
         ends: dict[str, bool] = {}
         for name, alternatives in self.alternatives.items():
             for index, symbols in enumerate(alternatives):
-                needed = dict.fromkeys(rule for rule in map(_needed, symbols) if rule in self.alternatives)
+                needed = dict.fromkeys(rule for one in symbols for rule in _needed(one) if rule in self.alternatives)
                 missing[name, index] = len(needed)
                 for rule in needed:
                     users.setdefault(rule, []).append((name, index))
@@ -83,29 +102,36 @@ class Rules:
                     ready.append(user[0])
         for name, alternatives in self.alternatives.items():
             kept = [symbols for index, symbols in enumerate(alternatives) if not missing[name, index]]
-            self.alternatives[name] = [[s for s in symbols if self._possible(s, ends)] for symbols in kept]
-
-    def _possible(self, symbol: Symbol, ends: dict[str, bool]) -> bool:
-        """A repetition that may be left out may be impossible."""
-        return not isinstance(symbol, Repeat) or symbol.rule in ends
+            self.alternatives[name] = [[p for s in symbols if (p := _possible(s, ends))] for symbols in kept]
 
     def lark(self, start: str) -> str:
         """Lark text of what `start` can reach. After `prune`, and only if `start` has alternatives left."""
         seen = {start: True}
         for name in (order := [start]):  # grows while it is walked
-            for symbols in self.alternatives[name]:
-                for symbol in symbols:
-                    rule = symbol.rule if isinstance(symbol, Repeat) else symbol
-                    if rule in self.alternatives and rule not in seen:
-                        seen[rule] = True
-                        order.append(rule)
+            for rule in self._used(name):
+                if rule in self.alternatives and rule not in seen:
+                    seen[rule] = True
+                    order.append(rule)
         deep = self._endless(order)
+        passing = dict.fromkeys(deep, "_")
+        passing |= {name: "_" if name in deep else "0" for name in order if self._members(name)}
         lines = [f"start: {start}{'::0' if start in deep else ''}"]
         for name in order:
-            unique = dict.fromkeys(_alternative(symbols, deep) for symbols in self.alternatives[name])
+            if members := self._members(name):
+                lines += _in_any_order(name, members, deep)
+                continue
+            unique = dict.fromkeys(_alternative(symbols, passing) for symbols in self.alternatives[name])
             lines.append(f"{name}{'::_' if name in deep else ''}: {' | '.join(unique)}")
         lines += [f"{name}: {text}" for text, name in self.names()]
         return "\n".join(lines) + "\n"
+
+    def _members(self, name: str) -> Members | None:
+        first = self.alternatives[name][0][:1] if self.alternatives[name] else []
+        return first[0] if first and isinstance(first[0], Members) else None
+
+    def _used(self, name: str) -> dict[str, None]:
+        """Rules and texts that a rule mentions."""
+        return dict.fromkeys(rule for symbols in self.alternatives[name] for one in symbols for rule in _rules(one))
 
     def _endless(self, names: list[str]) -> dict[str, bool]:
         """The names whose texts may nest without end: what is left when rules are taken out one by one that lead to
@@ -113,8 +139,7 @@ class Rules:
         users: dict[str, list[str]] = {name: [] for name in names}
         waiting: dict[str, int] = {}
         for name in names:
-            used = dict.fromkeys(_rule(symbol) for symbols in self.alternatives[name] for symbol in symbols)
-            leads = [rule for rule in used if rule in users]
+            leads = [rule for rule in self._used(name) if rule in users]
             waiting[name] = len(leads)
             for rule in leads:
                 users[rule].append(name)
@@ -127,29 +152,61 @@ class Rules:
         return dict.fromkeys((name for name in names if waiting[name]), True)
 
 
-def _rule(symbol: Symbol) -> str:
-    return symbol.rule if isinstance(symbol, Repeat) else symbol
+def _rules(symbol: Symbol) -> tuple[str, ...]:
+    """Rules that it mentions."""
+    if isinstance(symbol, Members):
+        return (*symbol.pairs, *((symbol.free,) if symbol.free else ()))
+    return (symbol.rule if isinstance(symbol, Repeat) else symbol,)
 
 
-def _alternative(symbols: list[Symbol], deep: Container[str]) -> str:
-    """Rules in `deep` pass on how many brackets are open: their parameter, which an opening bracket raises."""
+def _needed(symbol: Symbol) -> tuple[str, ...]:
+    """Rules without which there is no text."""
+    if isinstance(symbol, Members):
+        return (*symbol.pairs[: symbol.needed], symbol.one, *((symbol.free or "",) if symbol.strange else ()))
+    return () if isinstance(symbol, Repeat) and not symbol.least else _rules(symbol)
+
+
+def _possible(symbol: Symbol, ends: Container[str]) -> Symbol | None:
+    """What is left of it when only rules in `ends` are possible; None for a repetition that comes no times."""
+    if isinstance(symbol, Members):
+        free = symbol.free if symbol.free in ends else None
+        return symbol._replace(pairs=tuple(pair for pair in symbol.pairs if pair in ends), free=free)
+    return None if isinstance(symbol, Repeat) and symbol.rule not in ends else symbol
+
+
+def _in_any_order(name: str, members: Members, deep: Container[str]) -> list[str]:
+    """Two Lark rules: one more member, and what may follow one. Their parameter has how many brackets are open in its
+    low bits, which the members get alone, then a bit for each member that was there."""
+    first, (pairs, needed, free, strange, comma, _) = _DEPTH_BITS, members
+    alone = f"::bit_and({(1 << first) - 1})"
+    found = [
+        f"{pair}{alone if pair in deep else ''} {name}more::set_bit({bit}) %if bit_clear({bit})"
+        for bit, pair in enumerate(pairs, first)
+    ]
+    done = [f"is_ones([{first}:{first + needed}])"] if needed else []
+    if free is not None:
+        bit = first + len(pairs)
+        found.append(f"{free}{alone if free in deep else ''} {name}more::{f'set_bit({bit})' if strange else '_'}")
+        done += [f"bit_set({bit})"] if strange else []
+    end = f'"" %if and({", ".join([*done, "true", "true"][:2])})'
+    more = "true" if free else f"not(is_ones([{first}:{first + len(pairs)}]))"  # llguidance does not look ahead
+    return [f"{name}::_: {' | '.join(found)}", f"{name}more::_: {end} | {' '.join(comma)} {name}::_ %if {more}"]
+
+
+def _alternative(symbols: list[Symbol], passing: Mapping[str, str]) -> str:
+    """Rules in `passing` get a parameter: "_" is how many brackets are open, which an opening bracket raises."""
     bracket = symbols[:1] in (['"["'], ['"{"'])
-    passed = "::incr(_)" if bracket else "::_"
-    text = " ".join(_written(symbol, passed if _rule(symbol) in deep else "") for symbol in symbols)
-    counts = bracket and any(_rule(symbol) in deep for symbol in symbols)
+    text = " ".join(_written(symbol, passing, bracket) for symbol in symbols)
+    counts = bracket and any(passing.get(_rules(symbol)[0]) == "_" for symbol in symbols)
     return f"{text} %if lt(_, {MAX_NESTING})" if counts else text or '""'
 
 
-def _needed(symbol: Symbol) -> str:
-    """The rule without which there is no text; "" for none."""
-    if isinstance(symbol, Repeat):
-        return symbol.rule if symbol.least else ""
-    return symbol
-
-
-def _written(symbol: Symbol, passed: str) -> str:
+def _written(symbol: Symbol, passing: Mapping[str, str], bracket: bool) -> str:
+    (rule,) = _rules(symbol)
+    passed = passing.get(rule, "")
+    rule += f"::{'incr(_)' if bracket and passed == '_' else passed}" if passed else ""
     if not isinstance(symbol, Repeat):
-        return symbol + passed
+        return rule
     if symbol.most is None:
-        return f"{symbol.rule}{passed}" + (f"{{{symbol.least},}}" if symbol.least else "*")
-    return f"{symbol.rule}{passed}{{{symbol.least},{symbol.most}}}"
+        return rule + (f"{{{symbol.least},}}" if symbol.least else "*")
+    return f"{rule}{{{symbol.least},{symbol.most}}}"

@@ -20,7 +20,7 @@ from asyncengine.grammar.canonical import canonical_json
 from asyncengine.grammar.lark import literal, regex
 from asyncengine.grammar.numbers import KEYWORDS
 from asyncengine.grammar.one_of import Branches
-from asyncengine.grammar.rules import MAX_RULES, Repeat, Rules, Symbol
+from asyncengine.grammar.rules import MAX_KEYS, MAX_RULES, Members, Repeat, Rules, Symbol
 from asyncengine.grammar.schema_members import (
     STRING,
     Texts,
@@ -74,6 +74,7 @@ class _Builder:
     def __init__(self, root: dict[str, Any], options: dict[str, Any]) -> None:
         self.root = root
         self._options = options
+        self._any_order = options.get("key_order") == "any"
         self.rules = Rules()
         branches = Branches(root)
         self._alternatives = Alternatives(root, branches.of, branches.is_empty)
@@ -279,7 +280,7 @@ class _Builder:
             f"{literal(value)} more::set_bit({bit}) %if and(bit_clear({bit}), bit_count_lt(_, {top}))"
             for bit, value in enumerate(values)
         )
-        more = f'"" %if bit_count_ge(_, {least}) | {comma}set::_'
+        more = f'"" %if bit_count_ge(_, {least}) | {comma}set::_ %if bit_count_lt(_, {top})'
         start = f'"[" {blank}set::0 {blank}"]"'
         self.rules.add(name, [self.rules.text(f"%lark {{\nstart: {start}\nset::_: {one}\nmore::_: {more}\n}}")])
 
@@ -332,6 +333,9 @@ class _Builder:
             return
         if most is None and least <= max(needed, 1):
             low = int(strange)
+            if self._any_order and len(members) + strange <= MAX_KEYS and len(members) + (free is not None) > 1:
+                self._in_any_order(name, members, free, strange, empty=least == 0)
+                return
         elif needed == len(members):
             low, most = max(int(strange), least - needed), None if most is None else most - needed
         else:
@@ -352,6 +356,20 @@ class _Builder:
             members = [*members, (self._tails[key], low > 0)]
         if members:
             self.rules.add(name, ['"{"', *self._blank, self._some(members), *self._blank, '"}"'])
+
+    def _in_any_order(self, name: str, members: list[Member], free: str | None, strange: bool, *, empty: bool) -> None:
+        pairs = [pair for pair, _ in sorted(members, key=lambda member: not member[1])]
+        needed = sum(needed for _, needed in members)
+        if strange and free is None:
+            return
+        if empty and not needed and not strange:
+            self.rules.add(name, ['"{"', *self._blank, '"}"'])
+        one = self.rules.new()
+        for pair in (*pairs, *([free] if free else [])):
+            self.rules.add(one, [pair])
+        comma = tuple(map(str, self._comma))
+        found = self.rules.new([Members(tuple(pairs), needed, free, strange, comma, one)])
+        self.rules.add(name, ['"{"', *self._blank, found, *self._blank, '"}"'])
 
     def _counted(self, members: list[Member], free: str | None, bounds: tuple[int, int | None], strange: bool) -> str:
         """At least one member, and so many in all: a rule for each place and count, up to where they matter."""

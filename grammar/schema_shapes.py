@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncengine.grammar.canonical import parse_json
 from asyncengine.grammar.regex_shapes import RAW, regex_shape, searched_shape
-from asyncengine.grammar.rules import Repeat, Rules, Symbol
+from asyncengine.grammar.rules import Members, Repeat, Rules, Symbol
 from asyncengine.grammar.samples import samples
 from asyncengine.grammar.schema_members import KEY, PLAIN_KEY
 from asyncengine.grammar.shapes import (
@@ -27,6 +27,7 @@ from asyncengine.grammar.shapes import (
     Shape,
     Times,
     Unmodelled,
+    Unordered,
     choice,
     complement,
     letters,
@@ -72,7 +73,7 @@ class _Reader:
         self._texts = {name: text for text, name in rules.names()}
         self._shapes: dict[str, Shape] = {}
         self._pending: list[tuple[Named, str]] = []
-        self._made: list[Chain | Either | Times] = []
+        self._made: list[Chain | Either | Times | Unordered] = []
         first = self._named(start)
         for named, name in self._pending:  # grows while it is walked
             found = [self._sequence(symbols) for symbols in rules.alternatives[name]]
@@ -84,15 +85,25 @@ class _Reader:
                 shape.items = tuple(map(_itself, shape.items))
         self.start = _itself(first)
 
-    def _keep(self, shape: Chain | Either | Times) -> Shape:
+    def _keep(self, shape: Chain | Either | Times | Unordered) -> Shape:
         self._made.append(shape)
         return shape
+
+    def _unordered(self, members: Members) -> Shape:
+        pairs = [*map(self._named, members.pairs), *([self._named(members.free)] if members.free else [])]
+        needed = [*range(members.needed), *([len(members.pairs)] if members.strange else [])]
+        comma = self._sequence([*members.comma])
+        shape = Unordered(pairs, comma, needed, len(members.pairs) if members.free else None)
+        self._made += [item for item in shape.items if isinstance(item, Chain)]
+        return self._keep(shape)
 
     def _sequence(self, symbols: list[Symbol]) -> Shape:
         found = [self._symbol(symbol) for symbol in symbols]
         return found[0] if len(found) == 1 else self._keep(Chain(found))
 
     def _symbol(self, symbol: Symbol) -> Shape:
+        if isinstance(symbol, Members):
+            return self._unordered(symbol)
         if isinstance(symbol, Repeat):
             return self._keep(Times(self._named(symbol.rule), symbol.least, symbol.most))
         return self._named(symbol)

@@ -7,7 +7,7 @@ texts can be is arithmetic (`prices`) and where an output stands in it is a coun
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 MAX_CODE = 0x10FFFF
 FEW = 16
@@ -68,6 +68,34 @@ class Times(Shape):
         self.body = body
         self.least = least
         self.most = most
+
+
+class Unordered(Shape):
+    """Members in any order, each but the undeclared ones once, with a comma between them.
+
+    A state is a set of bits: members that were there. `items`: the members, then the same behind a comma. `needed`:
+    those that must be there; `again`: the index of undeclared ones.
+    """
+
+    __slots__ = ("again", "items", "needed")
+
+    def __init__(self, members: Sequence[Shape], comma: Shape, needed: Sequence[int], again: int | None) -> None:
+        self.items = (*members, *(Chain([comma, member]) for member in members))
+        self.needed = needed
+        self.again = again
+
+    def following(self, said: int) -> Iterator[tuple[Shape, int]]:
+        """Members that may come next, and the state behind each."""
+        count = len(self.items) // 2
+        for index in range(count):
+            if not said >> index & 1 or index == self.again:
+                yield self.items[index + count if said else index], said | 1 << index
+
+    def left(self, said: int) -> list[Shape]:
+        """The members needed still, each with its comma."""
+        count = len(self.items) // 2
+        todo = [index for index in self.needed if not said >> index & 1]
+        return [self.items[index + count if said or place else index] for place, index in enumerate(todo)]
 
 
 class Named(Shape):
@@ -223,7 +251,7 @@ def _cut(first: int, last: int) -> int | None:
 
 def parts(shape: Shape) -> Sequence[Shape]:
     """The shapes that a shape is made of."""
-    if isinstance(shape, (Chain, Either)):
+    if isinstance(shape, (Chain, Either, Unordered)):
         return shape.items
     if isinstance(shape, Times):
         return (shape.body,)

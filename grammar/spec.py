@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from asyncengine.errors import GrammarError
@@ -14,6 +14,7 @@ Kind = Literal["json_schema", "regex", "choice", "lark"]
 Whitespace = Literal["flexible", "single_space", "compact"]
 Unsupported = Literal["error", "ignore", "validate"]
 Formats = Literal["known", "strict"]
+KeyOrder = Literal["schema", "any"]
 Backend = Literal["auto", "llguidance"]
 
 KEY_VERSION = 4
@@ -48,6 +49,9 @@ class Grammar:
     formats: Formats = "known"
     """The treatment of a `format` that cannot be enforced: it says nothing, or ("strict") is treated as `unsupported`
     says."""
+    key_order: KeyOrder = "schema"
+    """The order of an object's keys: the schema's, undeclared ones last; or any, each declared key once. Objects with
+    more than 58 declared keys keep the schema's, and so do those that `minProperties` or `maxProperties` bounds."""
 
     def __post_init__(self) -> None:
         _one_of("kind", self.kind, get_args(Kind))
@@ -55,12 +59,13 @@ class Grammar:
         _one_of("unsupported", self.unsupported, get_args(Unsupported))
         _one_of("backend", self.backend, get_args(Backend))
         _one_of("formats", self.formats, get_args(Formats))
+        _one_of("key_order", self.key_order, get_args(KeyOrder))
         check_text(self.text)
 
     @property
     def key(self) -> str:
         """SHA-256 (hex) of everything that decides the language. The order of JSON keys does: it is output order."""
-        parts = [KEY_VERSION, self.kind, self.text, self.whitespace, self.unsupported, self.backend, self.formats]
+        parts = [KEY_VERSION, *(getattr(self, field.name) for field in fields(self))]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @classmethod
@@ -72,20 +77,21 @@ class Grammar:
         unsupported: Unsupported = "error",
         backend: Backend = "auto",
         formats: Formats = "known",
+        key_order: KeyOrder = "schema",
     ) -> Grammar:
         """JSON that is valid under `schema`: a dict, JSON text, `True` (any JSON), or a class.
 
         A pydantic model (v1 or v2), dataclass or TypedDict is closed: keys it does not declare are not generated. A
         dict or text means what JSON Schema says, so an object without `"additionalProperties": false` may get more
-        keys. Properties are generated in the order the schema lists them. A `format` that JSON Schema does not define
-        says nothing, unless `formats` is "strict".
+        keys. Properties are generated in the order the schema lists them, unless `key_order` is "any". A `format` that
+        JSON Schema does not define says nothing, unless `formats` is "strict".
 
         >>> Grammar.json_schema('{"type": "array", "items": {"type": "integer"}}', whitespace="compact").text
         '{"type":"array","items":{"type":"integer"}}'
         """
         from asyncengine.grammar.schemas import schema_text
 
-        return cls("json_schema", schema_text(schema), whitespace, unsupported, backend, formats)
+        return cls("json_schema", schema_text(schema), whitespace, unsupported, backend, formats, key_order)
 
     @classmethod
     def json_object(cls, *, whitespace: Whitespace = "flexible", backend: Backend = "auto") -> Grammar:
@@ -181,6 +187,7 @@ class Grammar:
         whitespace: Whitespace = "flexible",
         unsupported: Unsupported = "error",
         formats: Formats = "known",
+        key_order: KeyOrder = "schema",
     ) -> Grammar:
         """The whole output is `{"name": ..., "arguments": {...}}`, or a non-empty list of them if `parallel`.
 
@@ -190,7 +197,9 @@ class Grammar:
         from asyncengine.grammar.structural import tool_call_schema
 
         schema = tool_call_schema(tools, tool_choice, parallel)
-        return cls.json_schema(schema, whitespace=whitespace, unsupported=unsupported, formats=formats)
+        return cls.json_schema(
+            schema, whitespace=whitespace, unsupported=unsupported, formats=formats, key_order=key_order
+        )
 
     @classmethod
     def of(cls, spec: Any) -> Grammar:

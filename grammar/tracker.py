@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from asyncengine.grammar.prices import Piece, Prices, Segment
 from asyncengine.grammar.search import Search
-from asyncengine.grammar.shapes import Chain, Either, Later, Letters, Literal, Named, Opaque, Shape, Times
+from asyncengine.grammar.shapes import Chain, Either, Later, Letters, Literal, Named, Opaque, Shape, Times, Unordered
 from asyncengine.grammar.walks import Effort, Tail, leads
 from asyncengine.grammar.ways import UNREACHABLE
 
@@ -36,8 +36,8 @@ class Lost(Exception):
 
 
 class Place:
-    """A place behind item `index` of a sequence, byte `index` of a text, or round `index` of a repetition (from the
-    least on all are one where there is no most)."""
+    """A place behind item `index` of a sequence, byte `index` of a text, round `index` of a repetition (from the least
+    on all are one where there is no most), or the members with the bits `index`."""
 
     __slots__ = ("index", "leaves", "moves", "next", "outer", "rest", "shape", "spelled")
 
@@ -159,7 +159,8 @@ class Tracker:
             if isinstance(here, Inside):
                 yield here.way or b""
             else:
-                yield from self._prices.pieces(here.shape, here.index + (not isinstance(here.shape, Times)))
+                begin = here.index + (not isinstance(here.shape, (Times, Unordered)))
+                yield from self._prices.pieces(here.shape, begin)
             here = here.outer if to_the_end else None
 
     def _spelled(self, place: Place | Inside) -> int:
@@ -251,6 +252,11 @@ class Tracker:
                 yield None, outer
         elif isinstance(shape, Literal):
             yield self._byte(shape, index + 1, outer)
+        elif isinstance(shape, Unordered):
+            if not shape.left(index):
+                yield None, outer
+            for item, said in shape.following(index):
+                yield item, self._place(shape, said, outer)
         elif isinstance(shape, Times):
             if index >= shape.least:
                 yield None, outer
@@ -267,6 +273,9 @@ class Tracker:
         elif isinstance(shape, Either):
             for item in shape.items:
                 yield item, outer
+        elif isinstance(shape, Unordered):
+            for item, said in shape.following(0):
+                yield item, self._place(shape, said, outer)
         elif isinstance(shape, (Named, Later)):
             if shape.target is not None:
                 yield shape.target, outer
@@ -294,6 +303,8 @@ class Tracker:
                 rest = self._prices.times(shape, shape.least - index)
             elif isinstance(shape, Chain):
                 rest = self._prices.suffix(shape, index + 1)
+            elif isinstance(shape, Unordered):
+                rest = sum(map(self._prices.cost, shape.left(index)))
             else:
                 assert isinstance(shape, Literal)
                 rest = self._prices.speller.cost(shape.data[index + 1 :])

@@ -185,7 +185,8 @@ class _Writer:
         lenient = final.unsupported != "error" or not all(tool.strict for tool in calls)
         schema = {"anyOf": options, "$defs": definitions}
         strict = final.formats == "strict"
-        self._lines.append(f"calls_or_final: {inline_json(schema, final.whitespace, lenient, strict)}")
+        either = inline_json(schema, final.whitespace, lenient, strict, key_order=final.key_order)
+        self._lines.append(f"calls_or_final: {either}")
         return "calls_or_final"
 
     def _calls(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from asyncengine.chat.schemas import TYPES, close_objects, plain_json, with_json_types
@@ -58,7 +59,13 @@ def _named_schema(given: object) -> Grammar:
     strict = given.get("strict")
     if strict not in (None, True, False):
         raise InvalidParameter(f"{at}.strict", "must be a bool", strict)
-    return _schema_grammar(f"{at}.schema", given["schema"], strict is not False)
+    grammar = _schema_grammar(f"{at}.schema", given["schema"], strict is not False)
+    if given.get("key_order") is None:
+        return grammar
+    try:
+        return replace(grammar, key_order=given["key_order"])
+    except GrammarError as error:
+        raise InvalidParameter(f"{at}.key_order", error.limit, error.value) from None
 
 
 def _schema_grammar(field: str, schema: Any, strict: bool) -> Grammar:

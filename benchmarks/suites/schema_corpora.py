@@ -1,12 +1,14 @@
 """Schemas people wrote, and JSON Schema's own tests: which are taken, which texts each takes, and what compiling costs.
 
     python -m benchmarks.suites.schema_corpora [--maskbench FOLDER] [--test-suite FOLDER] [--share 10 --size 32k]
+        [--key-order schema any] [--library]
 
 --maskbench: maskbench/data of guidance-ai/jsonschemabench. --test-suite: tests/draft2020-12 of
 json-schema-org/JSON-Schema-Test-Suite. --share: one schema of so many, in the order of their names, which begin with
 where they are from. A schema passes if it compiles, all its valid instances are taken as `json.dumps` writes them, and
 none of its invalid ones is. An invalid instance that is taken is checked by `jsonschema` as well; exits with 1 if that
-calls one invalid, too.
+calls one invalid, too. --key-order: of objects, one table for each; --library: llguidance's own compiler beside it, in
+the same process. Each instance is also followed token by token, with a mask before each: microseconds of both.
 """
 
 from __future__ import annotations
@@ -20,12 +22,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import llguidance
+import numpy as np
+
 from asyncengine.errors import EngineError, GrammarUnsupported
 from asyncengine.grammar import Grammar, check_limits
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
+from asyncengine.grammar.lower import FLEXIBLE
+from asyncengine.grammar.vocabulary import Vocabulary
 from benchmarks.grammar_setup import WIDTHS, spread, vocabulary
 
 PASSED, NOT_TAKEN, TOO_MUCH = "passed", "a valid instance is not taken", "an invalid instance is taken"
+
+
+_LIBRARY = Grammar.json_object()
 
 
 class Case(NamedTuple):
@@ -66,18 +76,21 @@ def is_valid(schema: Any, instance: Any) -> bool:
 class Runner:
     """Compiles cases with one backend and keeps the seconds that each took."""
 
-    def __init__(self, size: str) -> None:
-        self.backend = LlguidanceBackend(vocabulary(size))
+    def __init__(self, made: Vocabulary, key_order: str, follow: bool = True) -> None:
+        """`key_order`: as in `Grammar`, or "library" for llguidance's own compiler."""
+        self.backend = LlguidanceBackend(made)
+        self._key_order = key_order
+        self._follow = follow
         self.seconds: list[float] = []
+        self.masks: list[float] = []
+        self.steps: list[float] = []
         self.accepted: list[str] = []
         """Invalid instances that were taken and that `jsonschema` calls invalid."""
 
     def outcome(self, case: Case) -> str:
         began = time.process_time()
         try:
-            grammar = Grammar.json_schema(case.schema)
-            check_limits(grammar)
-            matcher = self.backend.compile(grammar, 60).own_bytes()
+            made, matcher = self._compiled(case.schema)
         except GrammarUnsupported as error:
             return "refused: " + ", ".join(sorted({keyword for keyword, _ in error.features}))
         except EngineError as error:
@@ -86,7 +99,8 @@ class Runner:
             self.seconds.append(time.process_time() - began)
         result = PASSED
         for instance, valid in case.instances:
-            data = list(json.dumps(instance, ensure_ascii=False).encode("utf-8", "replace"))
+            text = json.dumps(instance, ensure_ascii=False)
+            data = list(text.encode("utf-8", "replace"))
             matcher.reset()
             taken = matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
             if taken and not valid:
@@ -95,7 +109,42 @@ class Runner:
                     self.accepted.append(f"{case.name}: {json.dumps(instance)[:200]}")
             elif valid and not taken and result == PASSED:
                 result = NOT_TAKEN
+            if taken and self._follow:
+                self._walk(made, text)
         return result
+
+    def _compiled(self, schema: Any) -> tuple[Any, Any]:
+        """Makes something with `fill` and `consume`, and a matcher over bytes."""
+        if self._key_order == "library":
+            text = llguidance.LLMatcher.grammar_from_json_schema(
+                json.dumps(schema), overrides={"whitespace_pattern": FLEXIBLE}
+            )
+            made = self.backend.matcher(_LIBRARY, text, self.backend.vocabulary.ll_tokenizer)
+            return made, self.backend.matcher(_LIBRARY, text, self.backend.vocabulary.byte_tokenizer)
+        grammar = Grammar.json_schema(schema, key_order=self._key_order)  # type: ignore[arg-type]
+        check_limits(grammar)
+        template = self.backend.compile(grammar, 60)
+        return template, template.own_bytes()
+
+    def _walk(self, made: Any, text: str) -> None:
+        """Measure masks and steps along a text; a step of ours includes the way to the end."""
+        vocabulary = self.backend.vocabulary
+        tokens = vocabulary.tokenize(text)
+        mask = np.zeros(vocabulary.mask_words, dtype=np.int32)
+        library = self._key_order == "library"
+        matcher = made.deep_copy() if library else made.new_state().matcher
+        closing = None if library else made.new_closing()
+        for place, token in enumerate(tokens):
+            began = time.perf_counter()
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            masked = time.perf_counter()
+            taken = matcher.try_consume_tokens([token])
+            if closing is not None and taken:
+                closing.advance(token, 4096 - place)
+            self.masks.append(masked - began)
+            self.steps.append(time.perf_counter() - masked)
+            if not taken:
+                return
 
 
 def report(title: str, cases: list[Case], runner: Runner, names: bool) -> None:
@@ -106,6 +155,10 @@ def report(title: str, cases: list[Case], runner: Runner, names: bool) -> None:
         print(f"  {times:>6}  {outcome}")
     row = spread(runner.seconds, 1e3)
     print("  compile, ms of CPU: " + ", ".join(f"{key} {row[key]:.1f}" for key in ("p50", "mean", "p99", "max")))
+    for what, seconds in (("mask", runner.masks), ("accept", runner.steps)):
+        if seconds:
+            row = spread(seconds, 1e6)
+            print(f"  {what}, us: " + ", ".join(f"{key} {row[key]:.1f}" for key in ("mean", "p50", "p99", "max")))
     if names:
         print(*(f"  {name}\t{outcome}" for name, outcome in outcomes.items() if outcome != PASSED), sep="\n")
 
@@ -116,16 +169,19 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--test-suite", type=Path, metavar="FOLDER")
     parser.add_argument("--share", type=int, default=10)
     parser.add_argument("--size", choices=WIDTHS, default="32k")
+    parser.add_argument("--key-order", nargs="+", choices=("schema", "any"), default=["schema"])
+    parser.add_argument("--library", action="store_true")
     parser.add_argument("--names", action="store_true", help="of all that did not pass")
     options = parser.parse_args(None if arguments is None else list(arguments))
     accepted = []
+    made = vocabulary(options.size)
     for title, cases in (
         ("MaskBench", maskbench(options.maskbench, options.share) if options.maskbench else []),
         ("JSON-Schema-Test-Suite", test_suite(options.test_suite) if options.test_suite else []),
     ):
-        if cases:
-            runner = Runner(options.size)
-            report(title, cases, runner, options.names)
+        for order in (*options.key_order, *(["library"] if options.library else [])) if cases else ():
+            runner = Runner(made, order)
+            report(f"{title}, keys: {order}", cases, runner, options.names)
             runner.backend.close()
             accepted += runner.accepted
     print(f"{len(accepted)} invalid instances taken", *accepted, sep="\n  ")

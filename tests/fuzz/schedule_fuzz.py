@@ -84,11 +84,14 @@ class Life:
 
     def __init__(
         self, seed: int, depth: int | None = None, *, states: bool = False, windows: bool = False, vectors: float = 0.0,
-        mixed: bool = False,
+        mixed: bool = False, books_every: int = 1,
     ) -> None:  # fmt: skip
         """`states`: of a model that keeps recurrent states. `windows`: of one that sees no further than so far.
-        `mixed`: of one of which some layers do, in pages of their own. `vectors`: the share of requests for vectors."""
+        `mixed`: of one of which some layers do, in pages of their own. `vectors`: the share of requests for vectors.
+        `books_every`: the scheduler's books are checked at every n-th of the places where they can be (that is half of a
+        life's time); tokens always are, and the books at the end."""
         self.seed = seed
+        self._places, self._books_every = 0, books_every
         self.tenants = random.Random(seed)
         self.share_of_vectors = vectors
         self.rng = rng = random.Random(seed)
@@ -265,15 +268,20 @@ class Life:
                 self.in_flight.append(batch)
                 if self.early:
                     self.computed.append(self.executor.execute(batch))
-            self.scheduler.check()
+            self._check_books()
         if self.in_flight and (batch is None or len(self.in_flight) >= depth or self.rng.random() < 0.3):
             self.recording.record("commit", self.now)
             oldest = self.in_flight.popleft()
             result = self.computed.popleft() if self.early else self.executor.execute(oldest)
             self._before_commit(oldest, result)
             self.scheduler.commit(result, self.now)
-            self.scheduler.check()
+            self._check_books()
         self._read()
+
+    def _check_books(self) -> None:
+        self._places += 1
+        if self._places % self._books_every == 0:
+            self.scheduler.check()
 
     def _before_commit(self, batch: Batch, result: StepResult) -> None:
         """For books of one's own."""
@@ -309,6 +317,7 @@ class Life:
                 self.ended[output.ticket] = output.reason
 
     def _check_end(self) -> None:
+        self.scheduler.check()
         for ticket, expected in self.expected.items():
             reason, received = self.ended.get(ticket), self.received[ticket]
             assert reason is not None, f"ticket {ticket} was lost"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fuzz.image_fuzz import ImageLife
 from fuzz.schedule_fuzz import Life, Tally
-from support.long import TIMES
+from support.long import LONG, TIMES
 
 from asyncengine.errors import InvariantViolation
 from asyncengine.images import ImageSpan
@@ -17,10 +17,11 @@ from asyncengine.scheduler.encoding import EncodedImages
 from asyncengine.scheduler.request import Request
 from asyncengine.testing import FakeExecutor, FakeModel, Recording, replay
 
+BOOKS_EVERY = 8 if LONG else 1
 KINDS: Mapping[str, Callable[[int], ImageLife]] = {
-    "all layers alike": ImageLife,
-    "states": partial(ImageLife, states=True),
-    "windows in some layers": partial(ImageLife, mixed=True),
+    "all layers alike": partial(ImageLife, books_every=BOOKS_EVERY),
+    "states": partial(ImageLife, states=True, books_every=BOOKS_EVERY),
+    "windows in some layers": partial(ImageLife, mixed=True, books_every=BOOKS_EVERY),
 }
 
 
@@ -119,7 +120,7 @@ def test_the_fuzz_finds(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def live_on() -> None:
     for seed in range(60):
-        ImageLife(seed).run()
+        ImageLife(seed, books_every=8).run()  # as the long form does: it has to find them, too
 
 
 def test_a_picture_that_is_cut_stays(monkeypatch: pytest.MonkeyPatch) -> None:

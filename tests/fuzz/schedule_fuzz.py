@@ -88,8 +88,8 @@ class Life:
     ) -> None:  # fmt: skip
         """`states`: of a model that keeps recurrent states. `windows`: of one that sees no further than so far.
         `mixed`: of one of which some layers do, in pages of their own. `vectors`: the share of requests for vectors.
-        `books_every`: the scheduler's books are checked at every n-th of the places where they can be (that is half of a
-        life's time); tokens always are, and the books at the end."""
+        `books_every`: the scheduler's books are checked at every n-th of the places where they can be (that is half
+        of a life's time); tokens always are, and the books at the end."""
         self.seed = seed
         self._places, self._books_every = 0, books_every
         self.tenants = random.Random(seed)

@@ -128,6 +128,7 @@ def _store_bytes(name: str, value: Any) -> int:
 
 Threads = Annotated[int, integer_in(1, 1024)]
 Memory = Annotated[int | str, parse_bytes]
+Projector = Annotated[str, partial(_path, what="the path of a GGUF file")]
 StoreFolder = Annotated[str | bool, _store_folder]
 StoreBytes = Annotated[int | str, _store_bytes]
 CacheMemory = Annotated[int | str, lambda name, value: parse_bytes(name, value) or 0]
@@ -317,6 +318,8 @@ class ImageSettings(Settings):
     images: Literal["auto", "off"] = "auto"
     """"auto": the vision tower is loaded where the model has one that can be read here (`info.no_images` says why not),
     and chats may hold pictures; "off": it is left out, and takes no memory."""
+    mmproj: Projector | None = None
+    """The image part of a GGUF model: a GGUF file, too. None: the one beside it with "mmproj" in its name."""
     image_cache_memory: CacheMemory = "256MiB"
     """Bytes of encoded pictures kept for requests that name them again. None: only those that are being computed."""
     max_images: Count = 16

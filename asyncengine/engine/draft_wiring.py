@@ -42,7 +42,7 @@ def open_draft(config: EngineConfig, device: torch.device) -> CheckpointSource |
             "draft_model", 'nothing can be guessed with attention_backend="torch"', config.draft_model
         )
     try:
-        return open_checkpoint(resolve_draft(config.draft_model), config)
+        return open_checkpoint(resolve_draft(config.draft_model), config.replace(images="off", mmproj=None))
     except ModelNotFound as error:
         raise ModelNotFound(f"draft_model: {error}") from error
 

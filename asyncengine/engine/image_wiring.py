@@ -46,7 +46,8 @@ def load_images(
 
     family = getattr(loaded.hf_config, "model_type", "")
     if family not in MULTIMODAL:
-        return LoadedImages(why_none="the model reads text alone")
+        of_two_files = ": a GGUF file has pictures in another one (mmproj)" if checkpoint.metadata else ""
+        return LoadedImages(why_none=f"the model reads text alone{of_two_files}")
     if config.images == "off":
         return LoadedImages(why_none='images="off"')
     try:
@@ -71,8 +72,6 @@ def _load(
         raise UnsupportedModel("its language model runs through transformers' modules")
     if tokenizer is None or not tokenizer.has_chat_template:
         raise UnsupportedModel("it has no chat template, which says where a picture goes")
-    if checkpoint.metadata:
-        raise UnsupportedModel("a GGUF file holds the language model alone")
     if find_spec("PIL") is None:
         raise UnsupportedModel("Pillow is not installed: install asyncengine[vision]")
     axes = any(rotary.axes for rotary in model.config.rotary)
@@ -86,14 +85,18 @@ def _load(
     from asyncengine.runner.images import ImageStore
 
     progress.stage("loading the vision tower")
-    whole = AutoConfig.from_pretrained(str(loaded.folder), local_files_only=True)
+    settings = getattr(checkpoint, "image_processor", None)
+    if settings is not None:
+        whole = AutoConfig.for_model(**checkpoint.config)
+    else:
+        whole = AutoConfig.from_pretrained(str(loaded.folder), local_files_only=True)
     if model.inputs is not None and whole.get_text_config().pad_token_id != 0:
         raise UnsupportedModel("vectors of padding stand for its pictures, and padding is not token 0")
     deep = len(getattr(whole.vision_config, "deepstack_visual_indexes", None) or ())
     if deep >= len(model.layers):
         raise UnsupportedModel(f"its tower has features for {deep} layers, and there are {len(model.layers)}")
     token_bytes = model.config.width * loaded.dtype.itemsize * (1 + deep)
-    processor = ImageProcessor(whole, loaded.folder, tokenizer.get_vocab(), token_bytes)
+    processor = ImageProcessor(whole, settings or loaded.folder, tokenizer.get_vocab(), token_bytes)
     if processor.block:
         _check_two_way(model, processor.block, loaded, config)
     part = text_part(checkpoint, model.config)

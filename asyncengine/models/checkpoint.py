@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.config import EngineConfig
-from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
+from asyncengine.errors import InvalidParameter, ModelNotFound, UnsupportedModel, shorten
 from asyncengine.models.formats import (
     ITEM_BYTES,
     UNREAD,
@@ -96,8 +96,10 @@ def open_checkpoint(path_or_id: str, config: EngineConfig, writes: bool = True) 
     """
     if not os.path.exists(os.path.expanduser(path_or_id)) and (named := parse_name(path_or_id)) is not None:
         path_or_id = str(download(named, config))
-    if (gguf := _open_gguf(path_or_id)) is not None:
+    if (gguf := _open_gguf(path_or_id, config)) is not None:
         return gguf
+    if config.mmproj is not None:
+        raise InvalidParameter("mmproj", f"goes with a GGUF model, and {path_or_id} is none", config.mmproj)
     folder = _find_folder(path_or_id)
     check_files(folder, writes=writes)
     folder = folder if writes else _transformer_of(folder)
@@ -146,16 +148,18 @@ def _with_matrices(plain: Checkpoint) -> Checkpoint:
     return replace(plain, tensors=named, matrices=matrices, stored=plain.tensors)
 
 
-def _open_gguf(path_or_id: str) -> CheckpointSource | None:
+def _open_gguf(path_or_id: str, config: EngineConfig) -> CheckpointSource | None:
     """A GGUF model, where it may be one: what reads them is imported then only; None: it is something else."""
     path = Path(os.path.expanduser(path_or_id))
     is_file = os.path.isfile(path)  # not Path's own: it raises for a name that is too long
     folder = bool(path_or_id) and os.path.isdir(path) and any(path.glob("*.gguf"))
     if not (is_file or folder or path_or_id.startswith("ollama:") or path_or_id.endswith(".gguf")):
         return None
-    from asyncengine.models.formats.sources import find_gguf
+    from asyncengine.models.formats.sources import find_gguf, with_projector
 
-    return find_gguf(path_or_id)
+    model = find_gguf(path_or_id)
+    reads_images = config.images != "off" and config.task in ("auto", "generate")
+    return model if model is None or not reads_images else with_projector(model, config.mmproj)
 
 
 def _find_folder(path_or_id: str) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,11 +138,15 @@ def _config(name: str) -> Any:
     return config
 
 
-def save_picture_model(name: str, folder: Path, seed: int = 0) -> Any:
-    """Write such a checkpoint, and return transformers' model."""
+def save_picture_model(
+    name: str, folder: Path, seed: int = 0, edit: Callable[[Any], object] = lambda config: None
+) -> Any:
+    """Write such a checkpoint, and return transformers' model. `edit`: told of its configuration before it is made."""
+    config = _config(name)
+    edit(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = hf.AutoModelForImageTextToText.from_config(_config(name), dtype=torch.float32).eval()
+        model = hf.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     randomize(model, name, torch.Generator().manual_seed(seed))
     hf.utils.logging.disable_progress_bar()
     model.save_pretrained(folder)

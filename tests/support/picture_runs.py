@@ -10,6 +10,7 @@ from typing import Any
 from asyncengine.config import EngineConfig
 from asyncengine.engine.image_prompts import ImagePrompts
 from asyncengine.engine.image_wiring import load_images
+from asyncengine.engine.wiring import _load_tokenizer
 from asyncengine.images import with_identity
 from asyncengine.kvcache import KVCache
 from asyncengine.models.checkpoint import open_checkpoint
@@ -20,7 +21,6 @@ from asyncengine.runner.building import build_runner
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler import Scheduler
 from asyncengine.step import Batch
-from asyncengine.text import load_tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0, ignore_eos=True, logprobs=True)
 PAGE = 4
@@ -36,7 +36,7 @@ class Loaded:
         )  # fmt: skip
         checkpoint = open_checkpoint(str(folder), self.config)
         loaded = load_model(str(folder), self.config, checkpoint=checkpoint)
-        self.tokenizer = load_tokenizer(folder, self.config)
+        self.tokenizer = _load_tokenizer(str(folder), checkpoint, loaded, self.config)
         images = load_images(checkpoint, loaded, self.tokenizer, self.config, LoadProgress(False))
         assert images.prompts is not None, images.why_none
         self.prompts: ImagePrompts = images.prompts

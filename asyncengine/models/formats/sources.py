@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping
 from operator import itemgetter
 from pathlib import Path
 
-from asyncengine.errors import ModelNotFound, shorten
+from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.models.formats.gguf.container import SPLIT, is_gguf
 from asyncengine.models.formats.gguf.model import GgufModel, open_gguf
+from asyncengine.models.formats.gguf.projector import ProjectedModel
 from asyncengine.models.formats.ollama import PREFIX, find_ollama
+
+logger = logging.getLogger("asyncengine")
 
 _BESIDE = ("mmproj", "imatrix")
 """In the names of files that lie beside a model and are none."""
@@ -35,6 +39,27 @@ def find_gguf(path_or_id: str) -> GgufModel | None:
     if path_or_id.endswith(".gguf"):
         raise ModelNotFound(f"no file {shorten(repr(path_or_id), 500)}")
     return None
+
+
+def with_projector(model: GgufModel, given: str | None) -> GgufModel | ProjectedModel:
+    """The model with its image part: the file `given`, or else the one beside it that has "mmproj" in its name.
+
+    Raises `ModelNotFound` and `UnsupportedModel` as `ProjectedModel` does for one that was given; of one that was
+    found, this is logged, and the model reads text alone.
+    """
+    if given is not None:
+        path = Path(os.path.expanduser(given))
+        if not os.path.isfile(path):
+            raise ModelNotFound(f"mmproj: no file {shorten(repr(given), 500)}")
+        return ProjectedModel(model, path)
+    beside = sorted(file for file in model.path.parent.glob("*.gguf") if "mmproj" in file.name.lower())
+    try:
+        if len(beside) > 1:
+            raise ModelNotFound(f"{len(beside)} image parts lie beside it; pass one as mmproj: {beside[0].name}, ...")
+        return ProjectedModel(model, beside[0]) if beside else model
+    except (ModelNotFound, UnsupportedModel) as error:
+        logger.warning("%s reads text alone: %s", model.path.name, error)
+        return model
 
 
 def only_gguf(folder: Path) -> Path | None:

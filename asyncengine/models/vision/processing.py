@@ -6,9 +6,11 @@ The image processor is transformers', in the form that needs Pillow alone: the s
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncengine.images import DIGEST_BYTES, PromptImage
@@ -29,22 +31,22 @@ class _Sizes(NamedTuple):
 class ImageProcessor:
     """Makes `PromptImage`s for one model. All methods may be called from any thread."""
 
-    def __init__(self, config: Any, folder: Path, vocabulary: Mapping[str, int], token_bytes: int) -> None:
-        """`config`: transformers' of the whole model. `vocabulary`: its tokenizer's. `token_bytes`: of a picture's
-        hidden states at one token.
+    def __init__(
+        self, config: Any, source: Path | Mapping[str, Any], vocabulary: Mapping[str, int], token_bytes: int
+    ) -> None:
+        """`config`: transformers' of the whole model. `source`: the folder with preprocessor_config.json, or what that
+        holds. `vocabulary`: its tokenizer's. `token_bytes`: of a picture's hidden states at one token.
 
         Raises `OSError`, `ValueError` or `ImportError` where the folder has no image processor that can be used here.
         """
-        from transformers import AutoImageProcessor
-
         self.family = VISION[config.model_type]
         self._config = config
         self._token_bytes = token_bytes
         self._processor: Any
-        if self.family.processor is not None:
-            self._processor = self.family.processor(folder)
+        if self.family.processor is not None and isinstance(source, Path):
+            self._processor = self.family.processor(source)
         else:
-            self._processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil", local_files_only=True)
+            self._processor = _transformers_processor(source)
         self._options = self.family.processing(config)
         self.block = self.family.block(config, self._processor)
         """Most tokens of a picture that attend to each other both ways; 0: none do."""
@@ -89,6 +91,16 @@ class ImageProcessor:
 
     def _text_of(self, field: str) -> str:
         return self._texts[_id_of(self._config, field)]
+
+
+def _transformers_processor(source: Path | Mapping[str, Any]) -> Any:
+    from transformers import AutoImageProcessor
+
+    if isinstance(source, Path):
+        return AutoImageProcessor.from_pretrained(str(source), backend="pil", local_files_only=True)
+    with TemporaryDirectory() as folder:  # it finds the class of a name in folders alone
+        Path(folder, "preprocessor_config.json").write_text(json.dumps(dict(source)))
+        return _transformers_processor(Path(folder))
 
 
 def _id_of(config: Any, field: str) -> int:

@@ -415,8 +415,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 """Rows by `general.architecture`."""
 
 OTHER_KINDS: Mapping[str, str] = {
-    "clip": "is the image part of a model (mmproj); pass the file of its language model",
-    "mmproj": "is the image part of a model (mmproj); pass the file of its language model",
+    "clip": "is the image part of a model (mmproj); pass the file of its language model, and this one as mmproj",
+    "mmproj": "is the image part of a model (mmproj); pass the file of its language model, and this one as mmproj",
     "adapter": "is a LoRA adapter in GGUF; adapters are read in PEFT's format (adapters={'NAME': PATH})",
     "imatrix": "is an importance matrix, made while quantizing, and no model",
     "controlvector": "is a control vector and no model",

@@ -83,6 +83,12 @@ def test_a_digest_stands_for_everything_before_it() -> None:
         assert not set(digests(root, tokens)) & set(same)
 
 
+def test_tokens_are_packed_as_records_of_before_have_them() -> None:
+    """Token 0 is a token like any other, beside a picture, too."""
+    assert pack_tokens((0, 5)) == b"\0\0\0\0\5\0\0\0"
+    assert pack_tokens((0, -5, 7)) == b"\0\0\0\0" + b"\xff" * 4 + b"\xfb" + b"\xff" * 23 + b"\7\0\0\0"
+
+
 def test_pages_of_pictures_have_all_of_their_digests() -> None:
     """Ids of pictures are whole digests: two that differ in one bit, wherever it is, are two pages."""
     first = -1 - (int.from_bytes(bytes(range(200, 216))) << 32) - 7

@@ -79,6 +79,13 @@ class Tower(NamedTuple):
             raise self.wrong("lacks some of its layers")
         return len(numbers)
 
+    def deep(self) -> list[int]:
+        """Layers whose hidden states go into the language model's first layers as well."""
+        found = sorted(self.numbers("deepstack"))
+        if found and found[-1] >= self.layers:
+            raise self.wrong(f"has features of layer {found[-1]}, of {self.layers}")
+        return found
+
     def merged(self, name: str) -> int:
         """The side of the square of patches that `name` projects into one token."""
         inputs = self.shape(name)[1]
@@ -156,9 +163,7 @@ def _siglip(tower: Tower) -> dict[str, Any]:
 def _gemma3(tower: Tower) -> Described:
     scale = tower.header.whole("projector.scale_factor", 4)
     if not scale or tower.side() % scale:
-        raise tower.wrong(
-            f"has a clip.vision.projector.scale_factor of {scale} for {tower.side()} patches along a side"
-        )
+        raise tower.wrong(f"has a clip.vision.projector.scale_factor of {scale} for {tower.side()} patches a side")
     vision = _siglip(tower) | {"model_type": "siglip_vision_model", "vision_use_head": False}
     size = vision["image_size"]
     processor = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": size, "width": size}}
@@ -175,71 +180,52 @@ def _idefics3(tower: Tower) -> Described:
     return Described(vision, processor, {"scale_factor": tower.merged("mm.model.fc.weight")}, {})
 
 
-def _qwen(tower: Tower, merged: str, **vision: Any) -> Described:
-    merge = tower.merged(merged)
+def _qwen(tower: Tower, **vision: Any) -> Described:
+    merge = tower.merged("mm.0.weight")
     limits = [
-        tower.header.positive(f"image_{end}_pixels")
-        if tower.header.value(f"image_{end}_pixels") is not None
-        else tokens * (merge * tower.patch) ** 2
+        tower.header.whole(f"image_{end}_pixels", tokens * (merge * tower.patch) ** 2)
         for end, tokens in zip(("min", "max"), _TOKENS, strict=True)
     ]
-    if not limits[0] <= limits[1] <= _MAX_PIXELS:
+    if not 0 < limits[0] <= limits[1] <= _MAX_PIXELS:
         raise tower.wrong(f"has pictures of {limits[0]} to {limits[1]} pixels, at most {_MAX_PIXELS}")
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor", "patch_size": tower.patch, "merge_size": merge,
         "temporal_patch_size": 2, "size": dict(zip(("shortest_edge", "longest_edge"), limits, strict=True)),
     }  # fmt: skip
     rope = tower.model.config["rope_parameters"] | {"mrope_section": tower.sections()}
-    found = {"patch_size": tower.patch, "spatial_merge_size": merge, "temporal_patch_size": 2, **vision}
+    found = {"patch_size": tower.patch, "spatial_merge_size": merge, "temporal_patch_size": 2}
+    sizes = tower.sizes("hidden_size", "intermediate_size", "depth", "num_heads")
+    found |= {**sizes, "out_hidden_size": tower.model.config["hidden_size"], **vision}
     return Described(found, processor, {}, {"rope_parameters": rope})
 
 
 def _qwen2(tower: Tower) -> Described:
     sizes = tower.sizes("embed_dim", "inner", "depth", "num_heads")
-    ratio = sizes.pop("inner") // sizes["embed_dim"]
-    return _qwen(tower, "mm.0.weight", **sizes, mlp_ratio=ratio, hidden_size=tower.model.config["hidden_size"])
+    ratio = sizes["inner"] // sizes["embed_dim"]
+    return _qwen(tower, embed_dim=sizes["embed_dim"], mlp_ratio=ratio, hidden_size=tower.model.config["hidden_size"])
 
 
 def _qwen25(tower: Tower) -> Described:
-    sizes = tower.sizes("hidden_size", "intermediate_size", "depth", "num_heads")
     period = tower.header.positive("n_wa_pattern")
-    return _qwen(
-        tower, "mm.0.weight", **sizes, out_hidden_size=tower.model.config["hidden_size"],
-        window_size=tower.header.whole("window_size", 8 * tower.patch),
-        fullatt_block_indexes=list(range(period - 1, sizes["depth"], period)),
-    )  # fmt: skip
+    whole = list(range(period - 1, tower.layers, period))
+    return _qwen(tower, fullatt_block_indexes=whole, window_size=tower.header.whole("window_size", 8 * tower.patch))
 
 
 def _qwen3(tower: Tower) -> Described:
-    sizes = tower.sizes("hidden_size", "intermediate_size", "depth", "num_heads")
-    found = _qwen(
-        tower, "mm.0.weight", **sizes, out_hidden_size=tower.model.config["hidden_size"],
-        num_position_embeddings=tower.side() ** 2, deepstack_visual_indexes=_deep(tower),
-    )  # fmt: skip
+    found = _qwen(tower, num_position_embeddings=tower.side() ** 2, deepstack_visual_indexes=tower.deep())
     found.text["rope_parameters"]["mrope_interleaved"] = True
-    return found
-
-
-def _deep(tower: Tower) -> list[int]:
-    """Layers whose hidden states go into the language model's first layers as well."""
-    found = sorted(tower.numbers("deepstack"))
-    if found and found[-1] >= tower.layers:
-        raise tower.wrong(f"has features of layer {found[-1]}, of {tower.layers}")
     return found
 
 
 def _blocks(*names: str) -> dict[str, str]:
     """Names of Qwen's layers; `names`: of the norm behind them, the projector's layers, and the feed-forward's."""
-    norm, first, second, *inner = names
-    parts = dict(zip(("ffn_up", "ffn_down", "ffn_gate"), inner, strict=False))
-    of_layers = {"ln1": "norm1", "ln2": "norm2", "attn_qkv": "attn.qkv", "attn_out": "attn.proj", **parts}
+    found = {"v.patch_embd": "patch_embed.proj", "v.position_embd": "pos_embed"}
+    of_layers = {"ln1": "norm1", "ln2": "norm2", "attn_qkv": "attn.qkv", "attn_out": "attn.proj"}
     of_layers |= {f"attn_{name}": f"attn.qkv#{place}" for place, name in enumerate("qkv")}
-    outer = {"v.patch_embd": "patch_embed.proj", "v.position_embd": "pos_embed", "v.post_ln": norm}
-    outer |= {"mm.0": first, "mm.2": second}
-    return {
-        **{stem: f"model.visual.{name}" for stem, name in outer.items()},
-        **{f"v.blk.{{}}.{stem}": f"model.visual.blocks.{{}}.{name}" for stem, name in of_layers.items()},
-    }
+    of_layers |= dict(zip(("ffn_up", "ffn_down", "ffn_gate"), names[3:], strict=False))
+    found |= dict(zip(("v.post_ln", "mm.0", "mm.2"), names[:3], strict=True))
+    found |= {f"v.blk.{{}}.{stem}": f"blocks.{{}}.{name}" for stem, name in of_layers.items()}
+    return {stem: f"model.visual.{name}" for stem, name in found.items()}
 
 
 def _siglip_names(before: str) -> dict[str, str]:
@@ -371,7 +357,7 @@ def _token_ids(model: GgufModel, tokens: Mapping[str, str]) -> dict[str, int]:
 def _tensors(tower: Tower, kind: Projector, file: GgufFile) -> dict[str, list[TensorPart]]:
     """The tower's tensors by their names in transformers: the parts that each is joined of."""
     found: dict[str, dict[int, TensorPart]] = {}
-    deep, swapped = _deep(tower), tower.swapped()
+    deep, swapped = tower.deep(), tower.swapped()
     for whole, place in file.tensors.items():
         taken = re.fullmatch(r"(.+?)\.(weight|bias)(\.1)?", whole)
         stem, suffix, frame = taken.groups() if taken else (whole, "", None)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from PIL import Image
+from PIL import Image, ImageDraw
 from starlette.applications import Starlette
 from support.http_server import serving_thread
 from support.picture_models import chat, picture, png, save_picture_model
@@ -55,28 +56,28 @@ def data_url(image: Image.Image) -> str:
     return f"data:image/png;base64,{encoded(image)}"
 
 
-def ask_chat(url: str, image: str) -> httpx.Response:
-    content = [{"type": "image_url", "image_url": {"url": image, "detail": "low"}}, {"type": "text", "text": "what?"}]
+def ask_chat(url: str, image: str, question: str = "what?") -> httpx.Response:
+    content = [{"type": "image_url", "image_url": {"url": image, "detail": "low"}}, {"type": "text", "text": question}]
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0}
     return httpx.post(f"{url}/v1/chat/completions", json={"model": "m", **body})
 
 
-def ask_messages(url: str, image: str) -> httpx.Response:
+def ask_messages(url: str, image: str, question: str = "what?") -> httpx.Response:
     media, _, data = image.partition(";base64,")
     source = {"type": "base64", "media_type": media.removeprefix("data:"), "data": data}
     source = source if data else {"type": "url", "url": image}
-    content = [{"type": "image", "source": source}, {"type": "text", "text": "what?"}]
+    content = [{"type": "image", "source": source}, {"type": "text", "text": question}]
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0}
     return httpx.post(f"{url}/v1/messages", json={"model": "m", **body})
 
 
-def ask_responses(url: str, image: str) -> httpx.Response:
-    content = [{"type": "input_image", "image_url": image}, {"type": "input_text", "text": "what?"}]
+def ask_responses(url: str, image: str, question: str = "what?") -> httpx.Response:
+    content = [{"type": "input_image", "image_url": image}, {"type": "input_text", "text": question}]
     body = {"input": [{"role": "user", "content": content}], "max_output_tokens": 8, "temperature": 0}
     return httpx.post(f"{url}/v1/responses", json={"model": "m", **body})
 
 
-ASKED: list[tuple[Callable[[str, str], httpx.Response], Callable[[Any], str]]] = [
+ASKED: list[tuple[Callable[..., httpx.Response], Callable[[Any], str]]] = [
     (ask_chat, lambda body: body["choices"][0]["message"]["content"]),
     (ask_messages, lambda body: body["content"][0]["text"]),
     (ask_responses, lambda body: body["output"][0]["content"][0]["text"]),
@@ -89,6 +90,30 @@ def test_a_picture_is_read(
 ) -> None:
     assert len(set(answers)) == 2
     assert [text(ask(url, data_url(image)).json()) for image in SEEN] == answers
+
+
+def test_colors_that_are_asked_for_at_once_are_never_mixed() -> None:
+    """Ten times each color in each dialect, of the bundled model, from 18 clients."""
+
+    @asynccontextmanager
+    async def made() -> AsyncIterator[Starlette]:
+        async with await AsyncEngine.from_pretrained("demo-vision", show_progress=False, num_threads=1) as engine:
+            yield app(engine, aliases={"*": engine.info.name})
+
+    def shown(color: str) -> str:
+        image = Image.new("RGB", (200, 200), "white")
+        ImageDraw.Draw(image).ellipse((60, 60, 140, 140), fill=color)
+        return data_url(image)
+
+    colors = ("red", "green", "blue")
+    with serving_thread(made) as url, ThreadPoolExecutor(18) as clients:
+
+        def ask(number: int) -> tuple[str, str]:
+            color, (call, text) = colors[number % 3], ASKED[number // 3 % 3]
+            return color, text(call(url, shown(color), "What is this?").json())
+
+        found = set(clients.map(ask, range(90)))
+    assert found == {(color, f"A {color} circle.") for color in colors}
 
 
 @pytest.mark.parametrize("ask", [ask for ask, _ in ASKED])

@@ -6,7 +6,7 @@ A part is one of
     {"type": "image", "image": ...}       bytes, a PIL image, a `pathlib.Path`, or a str like the url above
 
 Text that came over a network can name no file of this machine: a path must be a `Path`, which JSON does not have. Nor
-can it make this machine ask another one: a URL is refused unless the host gives a fetcher.
+can it make this machine ask another one: a URL is refused.
 
 Nothing is decoded before its size is known: the number of bytes, then what the file's header says of its sides and
 frames.
@@ -18,7 +18,7 @@ import base64
 import binascii
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +33,6 @@ PARTS = ("image_url", "image")
 """Types of content parts that are pictures."""
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 """Pillow's names of the formats that are decoded; its decoders of all others are never run."""
-Fetch = Callable[[str], bytes]
-"""The bytes behind a URL; what it raises becomes an `InvalidParameter`. The host's, and called on a worker thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,7 @@ class ImageParts:
         self.parts.append(ImagePart(name, source))
 
 
-def read_image(part: ImagePart, limits: ImageLimits, fetch: Fetch | None = None) -> Image:
+def read_image(part: ImagePart, limits: ImageLimits) -> Image:
     """The picture as RGB, turned the way its EXIF orientation says, in memory of its own.
 
     Raises `InvalidParameter` naming the part, and the limit that it is over.
@@ -93,7 +91,7 @@ def read_image(part: ImagePart, limits: ImageLimits, fetch: Fetch | None = None)
         if isinstance(source, Image.Image):
             image = source
         else:
-            image = Image.open(io.BytesIO(_bytes_of(name, source, limits, fetch)), formats=FORMATS)
+            image = Image.open(io.BytesIO(_bytes_of(name, source, limits)), formats=FORMATS)
         _check_size(name, image, limits)
         # these two decode; a file that ends too early, or lies about itself, is found out here
         return ImageOps.exif_transpose(image).convert("RGB")
@@ -120,7 +118,7 @@ def _check_size(name: str, image: Image, limits: ImageLimits) -> None:
         raise InvalidParameter(name, "is an animation: pass one of its frames")
 
 
-def _bytes_of(name: str, source: object, limits: ImageLimits, fetch: Fetch | None) -> bytes:
+def _bytes_of(name: str, source: object, limits: ImageLimits) -> bytes:
     if isinstance(source, (bytes, bytearray, memoryview)):
         _check_bytes(name, len(source), limits)
         return bytes(source)
@@ -130,16 +128,8 @@ def _bytes_of(name: str, source: object, limits: ImageLimits, fetch: Fetch | Non
         raise InvalidParameter(name, "must be a data URL, bytes, a PIL image or a pathlib.Path", type(source).__name__)
     if source[:5].lower() == "data:":
         return _data_url(name, source, limits)
-    shown = shorten(source, 80)
-    if fetch is None:
-        limit = "must be a data URL: this engine fetches nothing over the network, and reads a file only of a Path"
-        raise InvalidParameter(name, limit, shown)
-    try:
-        found = fetch(source)
-    except Exception as error:
-        raise InvalidParameter(name, f"could not be fetched: {shorten(str(error), 200)}", shown) from error
-    _check_bytes(name, len(found), limits)
-    return found
+    limit = "must be a data URL: this engine fetches nothing over the network, and reads a file only of a Path"
+    raise InvalidParameter(name, limit, shorten(source, 80))
 
 
 def _check_bytes(name: str, count: int, limits: ImageLimits) -> None:

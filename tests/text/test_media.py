@@ -34,8 +34,8 @@ def data_url(content: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def read(source: Any, limits: ImageLimits = LIMITS, **options: Any) -> Image.Image:
-    return read_image(ImagePart("messages[0].content[0].image", source), limits, **options)
+def read(source: Any, limits: ImageLimits = LIMITS) -> Image.Image:
+    return read_image(ImagePart("messages[0].content[0].image", source), limits)
 
 
 def header_of(width: int, height: int) -> bytes:
@@ -54,8 +54,6 @@ def test_every_source_gives_the_same_pixels(tmp_path: Path) -> None:
     for source in (content, bytearray(content), data_url(content), percent, file, square()):
         image = read(source)
         assert (image.mode, image.size, image.getpixel((3, 3))) == ("RGB", (8, 6), (255, 0, 0))
-    fetched = read("https://example.org/red.png", fetch=lambda url: content if url.endswith("red.png") else b"")
-    assert fetched.tobytes() == read(content).tobytes()
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16", "F"])
@@ -122,16 +120,6 @@ def test_nothing_is_decoded_before_its_size_is_known() -> None:
             read(source)
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
-
-
-def test_errors_of_a_fetcher_name_the_part() -> None:
-    def fails(url: str) -> bytes:
-        raise TimeoutError("took too long")
-
-    with pytest.raises(InvalidParameter, match="could not be fetched: took too long"):
-        read("https://example.org/a.png", fetch=fails)
-    with pytest.raises(InvalidParameter, match="over max_image_bytes"):
-        read("https://example.org/a.png", fetch=lambda url: b"x" * 100_001)
 
 
 def chat(*content: Any) -> list[dict[str, Any]]:

@@ -20,9 +20,10 @@ from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.mlp import MLP, MLPConfig, clamped
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.routing import Router, RouterConfig
+from asyncengine.layers.sharded import Ranks
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.step import RowAdapters
-from asyncengine.layers.stored import RowRange, StoredMatrix
+from asyncengine.layers.stored import RowRange, StoredMatrix, dense
 from asyncengine.layers.weight_forms import DenseWeight, WeightForm
 
 _SCRATCH = 2**26
@@ -81,13 +82,18 @@ class Experts:
         self.config, self._prefix = config, prefix
         self._gated = options.kernels.gated(config.activation) if config.gated else None
         number = _activation_number(options, config)
-        up, down = _forms(options, config, prefix, width, compiled=number is not None)
-        bias = config.bias is not None
-        self.up = ExpertMatrices(options, up, config.experts, bias=bias)
-        self.down = ExpertMatrices(options, down, config.experts, bias=bias)
+        self.ranks = options.ranks if options.ranks is not None and config.experts >= options.ranks.size else None
+        """The processes that have some experts each; None: this one has all of them."""
+        self._held = _held(config.experts, self.ranks)
+        options = options.alone
+        up, down = _forms(options, config, prefix, width, self._held, compiled=number is not None)
+        count, bias = len(self._held), config.bias is not None
+        self.up = ExpertMatrices(options, up, count, bias=bias)
+        self.down = ExpertMatrices(options, down, count, bias=bias)
         self.kernel = None
         if number is not None:
-            self.kernel = _kernel(config, number, self.up.product(), self.down.product(), options.dtype)
+            form = replace(config, experts=count)
+            self.kernel = _kernel(form, number, self.up.product(), self.down.product(), options.dtype)
         self._grouped = _grouped(options, config, self.up, self.down, self._gate)
         self._most = 1 << 30
         if self.kernel is not None:
@@ -95,6 +101,8 @@ class Experts:
             self._most = max(1, _SCRATCH // self.kernel.scratch_bytes(1, size))
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if self.ranks is not None:
+            return self._gathered(self.ranks, x.contiguous(), chosen.contiguous(), weights)
         if self.kernel is None:
             made: torch.Tensor = (self._grouped or self._by_torch)(x, chosen, weights)
             return made
@@ -106,17 +114,52 @@ class Experts:
             self.kernel(x[part], chosen[part], weights[part], out[part])
         return out
 
-    def _by_torch(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _gathered(self, ranks: Ranks, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The same of experts that several processes have: what each makes of a row is exchanged, and then added up in
+        the order of the compiled kernel."""
+        count, width = chosen.shape[1], x.shape[1]
+        most = ranks.rows_at_once(count * width * x.itemsize)
+        out = torch.empty_like(x)
+        for first in range(0, len(x), most):
+            rows = slice(first, first + most)
+            pairs = chosen[rows].flatten()
+            made = ranks.place(len(pairs), width, x.dtype)
+            self._make(x[rows], pairs - self._held.start, made)
+            ranks.meet()
+            shares, values = weights[rows, :, None], made.view(-1, count, width)
+            total = values[:, 0].float() * shares[:, 0]
+            for place in range(1, count):
+                total += values[:, place].float() * shares[:, place]
+            out[rows] = total
+        return out
+
+    def _make(self, x: torch.Tensor, experts: torch.Tensor, made: torch.Tensor) -> None:
+        """made [pairs, width] = what an expert makes of a row, for pairs whose expert is here: those of the row
+        `pair // k` and the expert experts[pair]."""
+        count = len(experts) // len(x)
+        if self.kernel is None:
+            self._make_by_torch(x, experts, made)
+            return
+        (own,) = ((experts >= 0) & (experts < len(self._held))).nonzero(as_tuple=True)
+        for some in torch.split(own, self._most) if len(own) else ():
+            rows, results = x[some // count], x.new_empty(len(some), x.shape[1])
+            ones = torch.ones(len(some), 1)  # each result as it is
+            self.kernel(rows, experts[some, None].contiguous(), ones, results)
+            made[some] = results
+
+    def _make_by_torch(self, x: torch.Tensor, experts: torch.Tensor, made: torch.Tensor) -> None:
         """One product after the other for each expert that has rows, whose numbers the host reads."""
-        rows, count = chosen.shape
-        by_expert, order = chosen.flatten().sort(stable=True)
-        made = x.new_empty((rows * count, x.shape[1]))
-        begin = 0
-        for expert, size in enumerate(torch.bincount(by_expert, minlength=self.config.experts).tolist()):
-            if size:
-                pairs = order[begin : begin + size]
+        count = len(experts) // len(x)
+        by_expert, order = experts.sort(stable=True)
+        numbers, sizes = torch.unique_consecutive(by_expert, return_counts=True)
+        for expert, pairs in zip(numbers.tolist(), torch.split(order, sizes.tolist()), strict=True):
+            if 0 <= expert < len(self._held):
                 made[pairs] = self.down.multiply(expert, self._gate(self.up.multiply(expert, x[pairs // count])))
-                begin += size
+
+    def _by_torch(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        rows, count = chosen.shape
+        made = x.new_empty((rows * count, x.shape[1]))
+        self._make_by_torch(x, chosen.flatten(), made)
         return (made.view(rows, count, x.shape[1]).float() * weights[..., None]).sum(1).to(x.dtype)
 
     def _gate(self, both: torch.Tensor) -> torch.Tensor:
@@ -160,8 +203,13 @@ class Experts:
             return
         for expert in range(config.experts):
             for part, name in enumerate(config.up):
-                yield self._prefix + name.format(expert), self.up.slot(expert, part * config.width, config.width)
-            yield self._prefix + config.down.format(expert), self.down.slot(expert, 0, self.down.outputs)
+                yield self._prefix + name.format(expert), self._slot(self.up, expert, part * config.width, config.width)
+            yield self._prefix + config.down.format(expert), self._slot(self.down, expert, 0, self.down.outputs)
+
+    def _slot(self, matrices: ExpertMatrices, expert: int, first: int, outputs: int) -> TensorSlot:
+        if expert in self._held:
+            return matrices.slot(expert - self._held.start, first, outputs)
+        return replace(matrices.slot(0, first, outputs), load=_leave, waits_with=None)
 
     def stacked_slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """The same by other names: one tensor for the experts together."""
@@ -178,21 +226,29 @@ class Experts:
         if config.bias is not None:
             for name, matrices in zip(config.bias, (self.up, self.down), strict=True):
                 assert matrices.bias is not None
-                yield self._prefix + name, TensorSlot.into(matrices.bias, initial=0.0)
+                yield self._prefix + name, self._bias_slot(matrices.bias)
+
+    def _bias_slot(self, bias: torch.Tensor) -> TensorSlot:
+        """Slot of all experts' biases, of which this process may have some."""
+
+        def load(every: torch.Tensor | StoredMatrix) -> None:
+            bias.copy_((every if isinstance(every, torch.Tensor) else dense(every))[self._held.start : self._held.stop])
+
+        return TensorSlot((self.config.experts, bias.shape[1]), load, 0.0)
 
     def _stacked(self, matrices: ExpertMatrices, first: int, outputs: int, replaced: tuple[str, ...]) -> TensorSlot:
-        config, shape = self.config, (matrices.experts, outputs, matrices.inputs)
+        config, shape = self.config, (self.config.experts, outputs, matrices.inputs)
         turned_shape = (shape[0], shape[2], shape[1]) if config.either and shape[1] != shape[2] else None
 
         def load(stacked: torch.Tensor | StoredMatrix) -> None:
             """A tensor of that shape; of a quantized matrix, experts [outputs, inputs] lie one below the other."""
-            for expert in range(config.experts):
+            for place, expert in enumerate(self._held):
                 if isinstance(stacked, torch.Tensor):
                     own, turned = stacked[expert], config.transposed or tuple(stacked.shape) == turned_shape
-                    matrices.load(expert, first, own.T.contiguous() if turned else own)
+                    matrices.load(place, first, own.T.contiguous() if turned else own)
                 else:
                     begin = expert * outputs
-                    matrices.load(expert, first, RowRange(stacked, begin, begin + outputs))
+                    matrices.load(place, first, RowRange(stacked, begin, begin + outputs))
 
         names = tuple(self._prefix + name.format(expert) for expert in range(config.experts) for name in replaced)
         if config.transposed:
@@ -201,16 +257,28 @@ class Experts:
         return TensorSlot(shape, load, other_shape=turned_shape, replaces=names, takes=takes, waits_with=waiting)
 
 
+def _held(experts: int, ranks: Ranks | None) -> range:
+    """Numbers of the experts that are in this process."""
+    if ranks is None:
+        return range(experts)
+    return range(experts * ranks.rank // ranks.size, experts * (ranks.rank + 1) // ranks.size)
+
+
+def _leave(tensor: torch.Tensor | StoredMatrix) -> None:
+    """Load nothing: another process has that expert."""
+
+
 def _forms(
-    options: LayerOptions, config: ExpertsConfig, prefix: str, width: int, *, compiled: bool
+    options: LayerOptions, config: ExpertsConfig, prefix: str, width: int, held: range, *, compiled: bool
 ) -> tuple[Sequence[WeightForm], Sequence[WeightForm]]:
     """Weight forms of (gate and up, down). THE place where it is decided how experts are kept.
 
-    `compiled`: there is a kernel for parts of a packed or quantized weight. Parts of a plain one are views.
+    `held`: experts that are here. `compiled`: there is a kernel for parts of a packed or quantized weight. Parts of a
+    plain one are views.
     """
-    count, inner = config.experts, config.width
+    count, inner = len(held), config.width
     shapes = ((config.inner, width), (width, inner))
-    paths = _paths(options, config, prefix)
+    paths = _paths(options, config, prefix, held)
 
     def make(shape: tuple[int, int], names: Sequence[Sequence[str]]) -> WeightForm:
         """Make the weight of the experts whose matrices have these names."""
@@ -233,8 +301,8 @@ def _forms(
     return first, second
 
 
-def _paths(options: LayerOptions, config: ExpertsConfig, prefix: str) -> list[list[list[str]]]:
-    """Checkpoint names of the matrices of (gate and up, down), a list for each expert."""
+def _paths(options: LayerOptions, config: ExpertsConfig, prefix: str, held: range) -> list[list[list[str]]]:
+    """Checkpoint names of the matrices of (gate and up, down), a list for each of the experts that are here."""
 
     def named(names: Sequence[str], expert: int) -> list[str]:
         return [(prefix + name.format(expert)).removesuffix(".weight") for name in names]
@@ -242,7 +310,7 @@ def _paths(options: LayerOptions, config: ExpertsConfig, prefix: str) -> list[li
     found = []
     for stacked, own in ((config.stacked.up, config.up), ((config.stacked.down,), (config.down,))):
         known = config.only_stacked or any(path in options.forms for path in named(stacked, 0))
-        found.append([named(stacked if known else own, expert) for expert in range(config.experts)])
+        found.append([named(stacked if known else own, expert) for expert in held])
     return found
 
 

@@ -6,7 +6,7 @@ the others give is what tests are for."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -14,8 +14,9 @@ from asyncengine.kernels.arena import Arena, Empty, ordinary
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.layers.kernels import LayerKernels
 from asyncengine.layers.rounded_weight import RoundedWeight
+from asyncengine.layers.sharded import Ranks, ShardedWeight, cut_rows
 from asyncengine.layers.stored import StoredForm
-from asyncengine.layers.stored_weight import on_gpu, stored_weight
+from asyncengine.layers.stored_weight import on_gpu, panel_form, stored_missing, stored_weight
 from asyncengine.layers.weight_forms import (
     DenseWeight,
     OneDnnWeight,
@@ -61,6 +62,13 @@ class LayerOptions:
     forms: Mapping[str, StoredForm] = field(default_factory=dict)
     """Forms of matrices that stay as they are stored, by their names in the checkpoint without ".weight". The others,
     and all of them where there are no kernels (`stored_missing`), are kept as if they came in a float type."""
+    ranks: Ranks | None = None
+    """The processes that hold the model together, of which this is one; None: it is alone."""
+
+    @property
+    def alone(self) -> LayerOptions:
+        """The same for what every rank holds whole."""
+        return replace(self, ranks=None)
 
     @property
     def compiled(self) -> bool:
@@ -77,7 +85,45 @@ class LayerOptions:
 
         `bounds`: rows at which one checkpoint matrix ends and the next begins. `paths`: the names of all of them.
         """
+        cuts = self._cuts(outputs, inputs, bounds, paths)
+        if self.ranks is None or cuts is None:
+            return self._whole(outputs, inputs, bounds, paths)
+        return ShardedWeight(self.ranks, cuts, inputs, bounds, paths, self._kept(paths), self._whole)
+
+    def _whole(self, outputs: int, inputs: int, bounds: Sequence[int] = (), paths: Sequence[str] = ()) -> WeightForm:
         return self._stored(paths, outputs, inputs, bounds) or self._plain(outputs, inputs, bounds)
+
+    def _cuts(self, outputs: int, inputs: int, bounds: Sequence[int], paths: Sequence[str]) -> tuple[int, ...] | None:
+        """Where ranks cut a weight; None: each has all of it. The same in every rank: it follows from the whole."""
+        if self.ranks is None:
+            return None
+        sizes = [last - first for first, last in zip([0, *bounds], [*bounds, outputs], strict=True)]
+        if self._keeps(paths):
+            plain = [size for size, path in zip(sizes, paths, strict=True) if path not in self.forms]
+            if self.bits is None and not all(self._packs(size, inputs) for size in plain):
+                return None
+            return cut_rows(outputs, self.ranks.size, [0, *bounds])
+        if self.bits is None and not self._packs(outputs, inputs) and not self._reorders:
+            return None
+        return cut_rows(outputs, self.ranks.size, [0])
+
+    @property
+    def _reorders(self) -> bool:
+        """Whether oneDNN's products are preferred to panels: of some rows of a matrix as of all."""
+        if not self.compiled or not can_reorder(self.dtype, self.device):
+            return False
+        from asyncengine.kernels.cpu import packed as panels
+
+        return not panels.packing_pays(self.dtype)
+
+    def _kept(self, paths: Sequence[str]) -> Mapping[str, StoredForm]:
+        return self.forms if self._keeps(paths) else {}
+
+    def _keeps(self, paths: Sequence[str]) -> bool:
+        """Whether one of these matrices stays as it is stored, on a CPU."""
+        known = [self.forms[path].numbers for path in paths if path in self.forms]
+        missing = bool(known) and stored_missing(self.dtype, self.device) is not None
+        return bool(known) and not missing and all(panel_form(each) is not None for each in known)
 
     def _stored(self, paths: Sequence[str], outputs: int, inputs: int, bounds: Sequence[int] = ()) -> WeightForm | None:
         return stored_weight(
@@ -102,7 +148,13 @@ class LayerOptions:
 
     def head_weight(self, outputs: int, inputs: int, *, tied: bool, path: str = "") -> WeightForm:
         """The same for an output layer, whose logits are float32. `tied`: embeddings are looked up in it."""
-        stored = self.table(path, outputs, inputs)
+        cuts = self._cuts(outputs, inputs, (), [path])
+        if self.ranks is None or cuts is None:
+            return self._whole_head(outputs, inputs, (), [path])
+        return ShardedWeight(self.ranks, cuts, inputs, (), [path], self._kept([path]), self._whole_head)
+
+    def _whole_head(self, outputs: int, inputs: int, bounds: Sequence[int], paths: Sequence[str]) -> WeightForm:
+        stored = self._stored(paths, outputs, inputs)
         if stored is not None:
             return stored
         if self.bits is not None:
@@ -114,8 +166,16 @@ class LayerOptions:
         return DenseWeight(outputs, inputs, self.dtype, self.device, self.release, self.memory.empty)
 
     def table(self, path: str, outputs: int, inputs: int) -> WeightForm | None:
-        """The weight of one matrix that stays as it is stored; None: it does not."""
-        return self._stored([path], outputs, inputs)
+        """A table of embeddings that stays as it is stored, or of which each rank has some rows; None: any other."""
+        if self.ranks is None:
+            return self._stored([path], outputs, inputs)
+        if self._keeps([path]):
+            return self.weight(outputs, inputs, (), [path])
+        cuts = cut_rows(outputs, self.ranks.size, [0])
+        return None if cuts is None else ShardedWeight(self.ranks, cuts, inputs, (), (), {}, self._dense)
+
+    def _dense(self, outputs: int, inputs: int, bounds: Sequence[int] = (), paths: Sequence[str] = ()) -> WeightForm:
+        return DenseWeight(outputs, inputs, self.dtype, self.device, self.release, self.memory.empty)
 
     def room(self, outputs: int, inputs: int, paths: Sequence[str] = ()) -> int:
         """Further rows of zeros with which a weight that fills no panels would be packed; 0: it would not."""

@@ -67,7 +67,8 @@ class Router:
         self.config = config
         self._prefix, self._width, self._gate = prefix, width, gate
         dtype = torch.float32 if config.exact else options.dtype
-        self.weight = _unrounded(replace(options, bits=None, dtype=dtype), config.experts + (gate is not None), width)
+        plain = replace(options, bits=None, dtype=dtype, ranks=None)
+        self.weight = _unrounded(plain, config.experts + (gate is not None), width)
         self._exact, self._kernels = dtype != options.dtype, options.kernels
         self.bias: torch.Tensor | None = None
         if config.bias is not None:

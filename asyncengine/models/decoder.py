@@ -27,6 +27,7 @@ from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.places import Place
 from asyncengine.layers.recorded import RecordedLayers
 from asyncengine.layers.rotary import Angles, Rotary, RotaryConfig
+from asyncengine.layers.sharded import own_form
 from asyncengine.layers.side_experts import SideExperts, SideExpertsConfig
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.states import StateConfig, StateSpec
@@ -134,7 +135,7 @@ class DecoderLayer:
         rotary = None if own is None or own.rotary is None else model.rotary[own.rotary]
         self.merged = None if self.attention is None else self.attention.merged_heads(rotary)
         self.compiled = all(
-            [linear.weight.products(None) is not None for linear in self.linears()]
+            [own_form(linear.weight).products(None) is not None for linear in self.linears()]
             + [mixture.experts.compiled for mixture in self.mixtures()]
             + [self.state is None or getattr(self.state, "kernel", None) is not None]
         )
@@ -297,7 +298,7 @@ class Decoder:
         self.recorded: RecordedLayers | None = None
         """Short steps in one call, where compiled kernels make all products."""
         whole = self.inputs is None and all(layer.compiled for layer in self.layers)
-        if options.kernels.name == "compiled" and whole:
+        if options.kernels.name == "compiled" and whole and options.ranks is None:
             paths = tuple(linear.path for layer in self.layers for linear in layer.linears())
             self.recorded = RecordedLayers(self._through_layers, bool(self.states), paths)
         self._last_kept = max(place for place, layer in enumerate(config.layers) if _keeps(layer))
@@ -406,7 +407,7 @@ class Decoder:
         weights = [linear.weight for layer in self.layers for linear in layer.linears()]
         weights += [linear.weight for linear in self.projections]
         compiled = self.options.kernels.name == "compiled" and self.head.weight.name not in ("dense", "oneDNN")
-        if not compiled or any(weight.products(None) is None for weight in weights):
+        if not compiled or any(own_form(weight).products(None) is None for weight in weights):
             return self.options.why_torch()
         if not all(mixture.experts.compiled for layer in self.layers for mixture in layer.mixtures()):
             return "experts' products are torch's, whose sums depend on what is computed together"

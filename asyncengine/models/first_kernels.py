@@ -17,6 +17,7 @@ from asyncengine.kernels.compile_ahead import called, named
 from asyncengine.layers.experts import SparseMLP
 from asyncengine.layers.mlp import MLP
 from asyncengine.layers.norm import Norm
+from asyncengine.layers.sharded import own_form
 from asyncengine.layers.stored_weight import SideBySide
 from asyncengine.layers.weight_forms import PackedWeight, PanelWeight, RowMajorWeight, WeightForm
 from asyncengine.models.decoder import Decoder, DecoderLayer
@@ -45,7 +46,7 @@ def kernels_of(decoder: Decoder, page_size: int, defaults: Mapping[str, Any]) ->
     weights = [leaf for layer in decoder.layers for linear in layer.linears() for leaf in _leaves(linear.weight)]
     head = decoder.head.weight
     table = head if decoder.config.tied else decoder.embedding.stored
-    rows = [] if table is None else _rows(table, kind)
+    rows = [] if table is None else _rows(own_form(table), kind)
     logits = [name for leaf in _leaves(head) for name in _products(leaf, kind, "float32")]
     sampled, later = _sampling(defaults)
     needed = _mixtures(decoder, kind) + _states(decoder, kind) + _attention(decoder.layers, kind, tiles)
@@ -201,7 +202,8 @@ def _dense_part(mlp: MLP | SparseMLP | None) -> MLP | None:
 
 
 def _leaves(weight: WeightForm) -> Sequence[WeightForm]:
-    return weight.forms if isinstance(weight, SideBySide) else [weight]
+    own = own_form(weight)
+    return own.forms if isinstance(own, SideBySide) else [own]
 
 
 def _products(weight: WeightForm, kind: str, out: str) -> list[str]:

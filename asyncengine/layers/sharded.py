@@ -1,0 +1,157 @@
+"""Weights that are spread over several processes, the ranks of one model (tensor parallelism).
+
+A matrix [outputs, inputs] is split by outputs alone, and what the ranks make of a row is gathered: a number is one
+whole dot product, made by one rank by the kernel and in the order that one process would use. So its bits are the same
+at any number of ranks, for every form of weights whose rows do not depend on their company. Megatron-LM (Shoeybi et al.
+2019) splits every second matrix by inputs instead and adds up partial sums, which halves the exchanges and rounds
+otherwise; between processes of one machine an exchange costs a barrier and a copy in shared memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+
+from asyncengine.device.output_buffers import OutputBufferPool
+from asyncengine.layers.stored import RowRange, StoredForm, StoredMatrix
+from asyncengine.layers.weight_forms import QuantizedWeight, WeightForm
+
+UNIT = 32
+"""Rows between two places where a matrix may be cut: whole panels of every packed and quantized form."""
+_PANEL = 16
+"""Rows of a panel of a quantized form."""
+Make = Callable[[int, int, Sequence[int], Sequence[str]], WeightForm]
+"""(outputs, inputs, bounds, paths) -> memory for such a weight, as `LayerOptions.weight` has it."""
+
+
+class Ranks(Protocol):
+    """The processes that compute one model together, as one of them sees the exchange of results between them."""
+
+    rank: int
+    """This one's number, from 0; 0 is the engine's own process."""
+    size: int
+
+    def rows_at_once(self, row_bytes: int) -> int:
+        """Rows of so many bytes that can be exchanged at once."""
+        ...
+
+    def place(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix [rows, columns] into which all ranks write before the next `meet`, and from which they read behind
+        it until the one after."""
+        ...
+
+    def meet(self) -> None:
+        """Wait until all ranks have come here. Raises `RuntimeError` if one of them is gone."""
+        ...
+
+
+def cut_rows(outputs: int, size: int, firsts: Sequence[int]) -> tuple[int, ...] | None:
+    """Rows at which the ranks' parts of a matrix begin and the last one ends, as even as may be; None: there are too
+    few rows. `firsts`: rows from which cuts are counted in units, ascending from 0."""
+    cuts = [0]
+    for rank in range(1, size):
+        wanted = outputs * rank // size
+        place = bisect_right(firsts, wanted) - 1
+        end = firsts[place + 1] if place + 1 < len(firsts) else outputs
+        cuts.append(min(firsts[place] + -(-(wanted - firsts[place]) // UNIT) * UNIT, end))
+    cuts.append(outputs)
+    return tuple(cuts) if all(one < other for one, other in pairwise(cuts)) else None
+
+
+class ShardedWeight:
+    """A `WeightForm` of which this rank holds some rows; what others hold comes by `Ranks`."""
+
+    def __init__(
+        self, ranks: Ranks, cuts: Sequence[int], inputs: int, bounds: Sequence[int], paths: Sequence[str],
+        forms: Mapping[str, StoredForm], make: Make,
+    ) -> None:  # fmt: skip
+        """`cuts`: those of `cut_rows`. `bounds`, `paths` as in `LayerOptions.weight`; `forms`: stored forms of those
+        paths that stay as they are stored."""
+        self.outputs, self.inputs = cuts[-1], inputs
+        self.first, self.last = cuts[ranks.rank : ranks.rank + 2]
+        self._ranks, self._firsts = ranks, [0, *bounds]
+        ends = [*bounds, self.outputs]
+        here = [a < self.last and b > self.first for a, b in zip(self._firsts, ends, strict=True)]
+        within = [bound - self.first for bound in bounds if self.first < bound < self.last]
+        self.own = make(self.last - self.first, inputs, within, [p for p, own in zip(paths, here, strict=False) if own])
+        self.bias_dtype = self.own.bias_dtype
+        self._forms = [forms.get(path) for path in paths] or [None]
+        self._memory = OutputBufferPool()
+        # which rows wait for each other is the same in every rank: an update is refused by the first or by none
+        self.waiting: Any = self.own.waiting
+        if self.waiting is None and isinstance(self.own, QuantizedWeight) and any(bound % _PANEL for bound in bounds):
+            self.waiting = object()
+
+    @property
+    def name(self) -> str:
+        return self.own.name
+
+    @property
+    def nbytes(self) -> int:
+        return self.own.nbytes
+
+    def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
+        """Take what this rank holds of rows from `first` on: nothing else of them is read."""
+        begin, end = max(first, self.first), min(first + weight.shape[0], self.last)
+        if begin < end:
+            own = slice(begin - first, end - first)
+            part = weight[own] if isinstance(weight, torch.Tensor) else RowRange(weight, own.start, own.stop)
+            self.own.load(begin - self.first, part)
+
+    def takes(self, first: int) -> StoredForm | None:
+        return self._forms[min(bisect_right(self._firsts, first), len(self._forms)) - 1]
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        found = x.new_empty((*x.shape[:-1], self.outputs)) if out is None else out
+        rows, results = x.reshape(-1, self.inputs), found.view(-1, self.outputs)
+        added = None if bias is None else bias[self.first : self.last]
+        for some in self._some(len(rows), x.dtype):
+            part = rows[some]
+            place = self._ranks.place(len(part), self.outputs, x.dtype)
+            self.own.multiply(part, added, place[:, self.first : self.last])
+            self._ranks.meet()
+            results[some].copy_(place)
+        return found
+
+    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
+        """As `WeightForm.logits`, in rank 0; elsewhere nothing in particular is in the result, which nobody reads."""
+        found = memory.take((len(x), self.outputs))
+        added = None if bias is None else bias[self.first : self.last]
+        for some in self._some(len(x), found.dtype):
+            part = x[some]
+            place = self._ranks.place(len(part), self.outputs, found.dtype)
+            place[:, self.first : self.last] = self.own.logits(part, added, self._memory)
+            self._ranks.meet()
+            if self._ranks.rank == 0:
+                found[some].copy_(place)
+        return found
+
+    def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        for some in self._some(len(ids), out.dtype, self.inputs):
+            part = ids[some]
+            place = self._ranks.place(len(part), self.inputs, out.dtype)
+            (here,) = ((part >= self.first) & (part < self.last)).nonzero(as_tuple=True)
+            if len(here):
+                rows = out.new_empty(len(here), self.inputs)
+                self.own.read_rows((part[here] - self.first).contiguous(), rows)
+                place[here] = rows
+            self._ranks.meet()
+            out[some].copy_(place)
+
+    def _some(self, rows: int, dtype: torch.dtype, columns: int | None = None) -> list[slice]:
+        """Rows that are exchanged at once, one part after the other."""
+        most = self._ranks.rows_at_once((columns or self.outputs) * dtype.itemsize)
+        return [slice(first, first + most) for first in range(0, rows, most)]
+
+    def products(self, bias: torch.Tensor | None) -> None:
+        """No kernel of several layers waits for other processes."""
+        return
+
+
+def own_form(weight: WeightForm) -> WeightForm:
+    """The form that this process multiplies by."""
+    return weight.own if isinstance(weight, ShardedWeight) else weight

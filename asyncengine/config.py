@@ -154,6 +154,9 @@ class ModelSettings(Settings):
     num_threads: Threads | None = None
     """Threads that compute a step on a CPU, while nothing else wants the cores; None: as many as torch uses in this
     program. A model of less than 32 MiB is computed by one."""
+    tensor_parallel: Annotated[int, integer_in(1, 64)] = 1
+    """Processes among which the model's weights are divided, on a CPU (docs/howto/tensor_parallel.md). They share the
+    threads. Answers do not depend on it, to the bit."""
     quantization: Literal["int8", "int4"] | None = None
     """Keep weights in 8 or 4 bits: faster and smaller, less accurate. None: in the model's type."""
     task: Literal["auto", "generate", "embed", "rerank", "classify"] = "auto"
@@ -172,6 +175,11 @@ class ModelSettings(Settings):
     """Branch, tag or commit of a hub id."""
     show_progress: bool = True
     """Progress bar on stderr while loading (only when it is a terminal)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tensor_parallel > 1 and self.device.startswith("cuda"):
+            raise InvalidParameter("tensor_parallel", "on CUDA is not there yet", self.tensor_parallel)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,6 +74,8 @@ class ModelInfo:
     """Parts of the checkpoint that were not read, with the number of their tensors ("vision_tower x 437")."""
     placeholders: Mapping[int, str] = field(default_factory=dict)
     """Tokens in whose place the whole model would put an image or a sound, and which. Prompts with them are refused."""
+    tensor_parallel: int = 1
+    """Processes that compute the model together. `weight_bytes` and `kv_cache_bytes` are those of all of them."""
 
     @property
     def in_words(self) -> str:
@@ -86,4 +88,5 @@ class ModelInfo:
             same = self.no_speculation == self.batch_variance
             guesses = "nothing is guessed" + (", for the same reason" if same else f", as {self.no_speculation}")
         forms = f"{', '.join(self.fused)}; attention {self.attention}"
-        return f"{self.name} in {self.dtype} on {self.device} ({forms}): {steady}; {guesses}"
+        device = self.device if self.tensor_parallel == 1 else f"{self.device} in {self.tensor_parallel} processes"
+        return f"{self.name} in {self.dtype} on {device} ({forms}): {steady}; {guesses}"

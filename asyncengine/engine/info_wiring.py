@@ -20,6 +20,7 @@ def info_of(
     tokenizer: TextTokenizer | None,
     runner: ModelRunner | EncoderRunner,
     images: LoadedImages,
+    ranks: int = 1,
 ) -> ModelInfo:
     """Describe a model by its parts; `wire` adds what its limits and its chats are."""
     from asyncengine.models.routes import why_unrouted  # which imports torch
@@ -52,4 +53,5 @@ def info_of(
         placeholders=loaded.placeholders,
         no_images=images.why_none,
         no_routed_experts=why_unrouted(getattr(loaded, "model", None)),
+        tensor_parallel=ranks,
     )

@@ -34,6 +34,7 @@ from asyncengine.engine.info_wiring import info_of
 from asyncengine.engine.loop import EngineLoop, Recorder
 from asyncengine.engine.prefix_files import Prefixes
 from asyncengine.engine.prefix_store import PrefixStore
+from asyncengine.engine.rank_wiring import spread, start_ranks
 from asyncengine.engine.store_wiring import identity_of, open_prefix_store
 from asyncengine.engine.threads import on_own_thread
 from asyncengine.engine.turns import writing
@@ -218,6 +219,7 @@ def _load_frontend(
         undo.callback(ahead.close)
         ahead.limit(threads_for(config.num_threads, device))
         ahead.expect()
+        ranks, config = start_ranks(config, device, pooling, undo)
         cores = Cores(config.num_threads, device)
         undo.callback(cores.close)
         if pooling is not None and pooling.whole:
@@ -225,7 +227,7 @@ def _load_frontend(
             undo.pop_all()
             return frontend
         load = partial(load_model, path, config, progress, checkpoint, ahead, is_headless(pooling), cores.loading)
-        loaded = in_words(load, device, "the model", _SMALLER)
+        loaded = in_words(spread(load, ranks), device, "the model", _SMALLER)
         attempt.check()
         config = _resolve_overlap(config, loaded.device.type)
         tokenizer = _load_tokenizer(path, checkpoint, loaded, config)
@@ -247,7 +249,7 @@ def _load_frontend(
         _await_kernels(ahead, progress)
         runner = build_runner(
             loaded, config, lora=lora, cores=cores, progress=progress, pooler=pooler, draft=draft, two_pools=True,
-            kept=ahead.kept, left=ahead.left, images=images.store,
+            kept=ahead.kept, left=ahead.left, images=images.store, ranks=ranks,
         )  # fmt: skip
         progress.say_compiled()
         identify = identity_of(config, checkpoint, loaded, runner) if device.type == "cpu" else None
@@ -340,7 +342,7 @@ def _assemble(
     config: EngineConfig, vectors: VectorModel | None = None, images: LoadedImages = NO_IMAGES,
     prefixes: PrefixStore | None = None, identify: Callable[[], Identity] | None = None,
 ) -> Frontend:  # fmt: skip
-    info = info_of(bundled_name(path) or loaded.name, loaded, tokenizer, runner, images)
+    info = info_of(bundled_name(path) or loaded.name, loaded, tokenizer, runner, images, config.tensor_parallel)
     if vectors is not None:
         info = described(info, vectors, tokenizer)
     logger.info("%s", info.in_words)

@@ -23,6 +23,7 @@ from asyncengine.kernels.arena import find_memory
 from asyncengine.kernels.compile_ahead import CompileAhead
 from asyncengine.layers.kernels import layer_kernels
 from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.sharded import Ranks, ShardedWeight
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.states import StateSpec
 from asyncengine.layers.step import CausalLM
@@ -102,10 +103,12 @@ def load_model(
     ahead: CompileAhead | None = None,
     headless: bool = False,
     threads: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ranks: Ranks | None = None,
 ) -> LoadedModel:
     """Load a folder or hub id, of which `checkpoint` was opened already (None: not yet). `ahead` begins to compile the
     kernels that the model needs (None: they are compiled when they are called). `headless`: no logits are wanted.
-    `threads()`: weights are prepared within, once the names of kernels are known.
+    `threads()`: weights are prepared within, once the names of kernels are known. `ranks`: processes that have a part
+    of it each, of which this is one; then it raises `InvalidParameter` for a model that cannot be split.
 
     Raises `ModelNotFound` (no such model, or files missing or broken), `UnsupportedModel` (a family or option that
     cannot run here), `OutOfMemory` (weights larger than what is free), `InvalidParameter` (max_model_len, device).
@@ -120,8 +123,9 @@ def load_model(
         model: CausalLM
         if plan.described is not None:
             with typed(checkpoint.folder):
-                model, fused, nbytes = _load_decoder(plan, config, bar, ahead, defaults, threads)
+                model, fused, nbytes = _load_decoder(plan, config, bar, ahead, defaults, threads, ranks)
         else:
+            check_split(ranks, "it runs through transformers' modules")
             with threads():
                 model, fused, nbytes = _load_module(plan, config, bar)
     return LoadedModel(
@@ -171,12 +175,15 @@ def load_encoder(
 
 def _load_decoder(
     plan: ModelPlan, config: EngineConfig, bar: LoadProgress, ahead: CompileAhead | None, defaults: Mapping[str, Any],
-    threads: Callable[[], AbstractContextManager[object]],
+    threads: Callable[[], AbstractContextManager[object]], ranks: Ranks | None,
 ) -> tuple[Decoder, list[str], int]:  # fmt: skip
     """The decoder with its weights. Names, shapes and memory are looked at before any memory is taken."""
     outline, weights = outline_decoder(plan, config)
-    options = _layer_options(plan, weights, config)
+    options = _layer_options(plan, weights, config, ranks)
     decoder = Decoder(outline.config, options, plan.max_model_len)
+    weights_here = [linear.weight for layer in decoder.layers for linear in layer.linears()]
+    split = any(isinstance(weight, ShardedWeight) for weight in weights_here)
+    check_split(ranks, None if split else decoder.unsteady or "all of its matrices have too few outputs")
     if ahead is not None and config.attention_backend != "torch":
         ahead.start(*kernels_of(decoder, config.page_size, defaults))
     on_gpu = plan.device.type == "cuda" and options.kernels.name != "torch"
@@ -203,11 +210,19 @@ def _load_encoder(
     return model
 
 
-def _layer_options(plan: ModelPlan, weights: Weights, config: EngineConfig) -> LayerOptions:
+def check_split(ranks: Ranks | None, reason: str | None) -> None:
+    """Raises `InvalidParameter` for a model of several processes that has a reason to be computed by one."""
+    if ranks is not None and reason is not None:
+        raise InvalidParameter("tensor_parallel", f"this model cannot be split: {reason}", ranks.size)
+
+
+def _layer_options(plan: ModelPlan, weights: Weights, config: EngineConfig, ranks: Ranks | None = None) -> LayerOptions:
     """Options of the layers of a model whose weights fit. Raises `OutOfMemory` if they do not."""
-    check_memory(sum(weights.elements.values()), plan, weights.kept_bytes)
+    parts = 1 if ranks is None or ranks.rank == 0 else ranks.size  # the first looks before others have taken any
+    check_memory(sum(weights.elements.values()) // parts, plan, weights.kept_bytes // parts)
     kernels = layer_kernels(config.attention_backend, plan.dtype, plan.device)
-    return LayerOptions(plan.dtype, plan.device, kernels, plan.bits, plan.checkpoint.release, forms=weights.forms)
+    release, forms = plan.checkpoint.release, weights.forms
+    return LayerOptions(plan.dtype, plan.device, kernels, plan.bits, release, forms=forms, ranks=ranks)
 
 
 def _fill(

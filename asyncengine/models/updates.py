@@ -65,6 +65,11 @@ class GivenTensors:
         return {}
 
 
+def as_given(weights: WeightSource | None) -> WeightSource | None:
+    """The same, to be read more than once."""
+    return weights if weights is None or isinstance(weights, (str, os.PathLike)) else list(_pairs(weights))
+
+
 def _pairs(given: Any) -> Iterable[tuple[str, torch.Tensor]]:
     """Checked one by one, as the caller's generator makes them."""
     try:

@@ -31,6 +31,7 @@ from asyncengine.runner.graphs import CudaCapture, graph_sizes
 from asyncengine.runner.images import ImageStore
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.runner.prompt_graphs import prompt_graph_sizes
+from asyncengine.runner.ranks import Ranks
 from asyncengine.runner.step_times import measure_steps
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.speculation.costs import SIZES, least_chance
@@ -62,6 +63,7 @@ def build_runner(
     kept: Sequence[str] = (),
     left: Sequence[str] = (),
     images: ImageStore | None = None,
+    ranks: Ranks | None = None,
 ) -> ModelRunner:
     """Size the KV pool and make the runner. `progress` is told of what takes long.
 
@@ -73,31 +75,36 @@ def build_runner(
     a smaller model that guesses; it raises `InvalidParameter` where nothing can be guessed. `two_pools`: rows will name
     window pages, where there are any (`Row.window`). `kept`: the kernels that Python calls, if all that a first answer
     needs are in the cache; `left`: those that first steps do not call and nobody else compiles. `images`: of a model
-    that reads pictures.
+    that reads pictures. `ranks`: the other processes that have a part of the model each.
     """
     with on_device(model.device), progress or LoadProgress(config.show_progress) as bar:
         bar.stage("making room for keys and values")
         cores = cores or Cores(config.num_threads, model.device)
-        work = partial(_build, model, config, lora, cores, bar, pooler, draft, two_pools, kept, left, images)
+        work = partial(_build, model, config, lora, cores, bar, pooler, draft, two_pools, kept, left, images, ranks)
         return in_words(work, model.device, "what a step takes beside the weights", _HELPS)
 
 
 def _build(
     model: LoadedModel, config: EngineConfig, lora: LoraLayers | None, cores: Cores, progress: LoadProgress,
     pooler: Pooler | None, draft: LoadedModel | None, two_pools: bool, kept: Sequence[str], left: Sequence[str],
-    images: ImageStore | None,
+    images: ImageStore | None, ranks: Ranks | None,
 ) -> ModelRunner:  # fmt: skip
     device = model.device
     release_cached(device)  # what loading left in torch's cache counts as taken
-    num_states = num_states_for(model.states, config, model.dtype, device, free_bytes(device))
-    taken = num_states * state_bytes(model.states, model.dtype)
+    copies = 1 if ranks is None else ranks.size  # each process has caches of its own
+    elsewhere = 0 if ranks is None else sum(ranks.answers())  # until the others have their weights
+    states = list(model.states) * copies
+    num_states = num_states_for(states, config, model.dtype, device, free_bytes(device))
+    taken = num_states * state_bytes(states, model.dtype)
     if device.type == "cuda" and config.kv_cache_memory is None:
         taken += _working_bytes(model, config, num_states, pooler)
     free = free_bytes(device) - taken
     pages, window_pages, one_pool = pool_sizes(
-        model.layers, config, model.max_model_len, model.dtype, device, free,
+        list(model.layers) * copies, config, model.max_model_len, model.dtype, device, free,
         others=() if draft is None else draft.layers, states=bool(num_states), divide=two_pools,
     )  # fmt: skip
+    if ranks is not None:
+        ranks.send("build", pages, window_pages, num_states)
     backend = make_backend(
         config, model.layers, pages, model.dtype, device, model.max_model_len, num_window_pages=window_pages,
         all_kernels=not kept,
@@ -114,7 +121,9 @@ def _build(
         num_window_pages=window_pages,
         pooler=pooler,
         images=images,
+        ranks=ranks,
     )
+    runner.weights_bytes, runner.kv_bytes = runner.weights_bytes + elsewhere, runner.kv_bytes * copies
     runner.one_pool = one_pool
     runner.batch_variance = _batch_variance(model, backend.name)
     runner.no_speculation = (

@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +23,7 @@ from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
 from asyncengine.kernels.elsewhere import elsewhere
 from asyncengine.layers.recorded import MOST_TOKENS
 from asyncengine.layers.states import LoneTokens, StatePools, StateSegments, state_step
-from asyncengine.layers.step import CausalLM, RowAdapters, StepContext
+from asyncengine.layers.step import CausalLM, RowAdapters, StepContext, StepImages
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.loading import LoadedModel
@@ -36,7 +37,9 @@ from asyncengine.runner.page_memory import CpuPageMemory
 from asyncengine.runner.parts import launch_in_parts
 from asyncengine.runner.pending import PendingStep, every_place
 from asyncengine.runner.prompt_graphs import Pieces, PromptGraphs, may_be_cut
+from asyncengine.runner.ranks import Ranks
 from asyncengine.runner.step_buffers import NEXT, SLOT, FlatStep, Step, StepBuffers
+from asyncengine.runner.step_inputs import StepInputs
 from asyncengine.sampling.masks import AwaitedToken, FilledMasks, MaskFiller, StepMasks, UnreadStep
 from asyncengine.sampling.sampler import Sampled, Sampler
 from asyncengine.speculation.draft_model import DraftModel
@@ -72,10 +75,11 @@ class ModelRunner:
         self, model: LoadedModel, backend: AttentionBackend, page_size: int, max_num_seqs: int, *,
         jump_forward: bool = True, lora: LoraLayers | None = None, cores: Cores | None = None, num_states: int = 0,
         num_window_pages: int = 0, pooler: Pooler | None = None, images: ImageStore | None = None,
+        ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
         """`num_states`: slots for recurrent states, slot 0 included. `num_window_pages`: of layers with windows, page 0
         included; 0: all have the same pages. `pooler`: of a model that is asked for vectors, whose logits are hidden
-        states. `images`: of one that reads pictures."""
+        states. `images`: of one that reads pictures. `ranks`: other processes that compute its passes with this one."""
         self.num_pages, self.num_states = backend.num_pages, num_states
         self.num_window_pages = num_window_pages
         self.one_pool: str | None = None
@@ -94,22 +98,21 @@ class ModelRunner:
         self.pooler = pooler
         self.draft_costs: tuple[float, ...] | None = None
         """Measured costs of the draft model's passes."""
-        self.draft_model: DraftModel | None = None
-        """The model that makes guesses that are left open."""
+        self.draft_model: DraftModel | None = None  # it makes guesses that are left open
         self.model: CausalLM | None = model.model
         self._backend, self._device = backend, model.device
         self._copies, self._used = copy_stream(model.device), list[torch.Tensor]()
         self._buffers = StepBuffers(max_num_seqs, page_size, model.device)
         self._jump = jump_forward
         self.cores = Cores(device=model.device) if cores is None else cores
-        self.memory = ModelMemory(model, self.page_memory, self.cores, reads_images=images is not None)
+        self.memory = ModelMemory(model, self.page_memory, self.cores, reads_images=images is not None, ranks=ranks)
         self._expert_type = expert_type(model.model)
         self._small = model.weights_bytes <= SMALL
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
         self._unwritten: dict[int, Any] = {}
         """Adapter slots whose content has changed, and that no row has used since: there may be no memory for it."""
-        self._lora, self._images = lora, images
+        self._lora, self._images, self._ranks = lora, images, ranks
         self._masks = MaskFiller(model.vocab_size, model.device)
         self._unfinished: UnreadStep | None = None  # whose reader launches what is left of the step behind it
         self._awaited: dict[int, AwaitedToken] = {}  # by slot, of the last constrained row that was launched for it
@@ -143,7 +146,7 @@ class ModelRunner:
     def is_brief(self, batch: Batch) -> bool:
         """True: `launch` takes milliseconds of one thread, which waits for no other: that of the event loop may be the
         one. Where the device is the CPU that is a short step of a small model."""
-        if batch.swaps or batch.encode is not None or elsewhere:
+        if batch.swaps or batch.encode is not None or elsewhere or self._ranks is not None:
             return False  # while kernels are compiled by other processes, a step may wait for one
         if any(row.drafts and row.awaits_drafts for row in batch.rows):
             return False  # guesses take long
@@ -175,7 +178,8 @@ class ModelRunner:
 
     def page_memory(self) -> CpuPageMemory:
         """Pages and states as bytes, for a store of prefixes. On a CPU."""
-        return CpuPageMemory(self._backend.page_pools(), self._states, f"{self._backend.name} {self.page_size}")
+        pools, layout = self._backend.page_pools(), f"{self._backend.name} {self.page_size}"
+        return CpuPageMemory(pools, self._states, layout, None if self._ranks is None else self._ranks.send_page)
 
     def threads(self) -> ThreadStats:
         """The threads that compute steps. May be called from any thread."""
@@ -308,17 +312,27 @@ class ModelRunner:
             return
         for slot in [slot for slot in self._unwritten if slot in adapters]:
             self._lora.write(slot, self._unwritten[slot])
+            if self._ranks is not None:
+                self._ranks.send("adapter", slot, self._unwritten[slot])
             del self._unwritten[slot]
 
     def _forward(
         self, batch: Batch, step: Step, images: ImageRows | None, routes: list[torch.Tensor] | None
     ) -> torch.Tensor:
         """Logits [N, vocab] of the step's wanted rows. `routes`: see `StepContext`."""
-        self._backend.plan(step.view if images is None else images.seen_in(step.view))
-        own: StepAdapters = (None, None)
-        if self._lora is not None:
-            own = self._lora.begin([row.adapter_slot for row in batch.rows], step.view.counts, step.logit_rows)
-        return self._compute(step.input_ids, step.positions, step.logit_rows, own, step.segments, images, routes)
+        inputs = StepInputs(
+            step.view if images is None else images.seen_in(step.view), step.input_ids, step.positions, step.logit_rows,
+            [row.adapter_slot for row in batch.rows], step.segments, None if images is None else images.hidden,
+        )  # fmt: skip
+        with nullcontext() if self._ranks is None else self._ranks.computing(inputs):
+            return self.compute(inputs, routes)
+
+    def compute(self, inputs: StepInputs, routes: list[torch.Tensor] | None = None) -> torch.Tensor:
+        """Logits [N, vocab] of a pass. Within the runner's `cores`."""
+        view, ids, positions, rows, slots, segments, pictures = inputs
+        self._backend.plan(view)
+        own = (None, None) if self._lora is None else self._lora.begin(slots, view.counts, rows)
+        return self._compute(ids, positions, rows, own, segments, pictures, routes)
 
     def _run_pieces(self, batch: Batch, graphs: PromptGraphs) -> tuple[FlatStep, torch.Tensor]:
         """The step, and logits [N, vocab] of its wanted rows."""
@@ -337,12 +351,11 @@ class ModelRunner:
 
     def _compute(
         self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, adapters: StepAdapters,
-        moves: StateSegments | LoneTokens | None = None, images: ImageRows | None = None,
+        moves: StateSegments | LoneTokens | None = None, pictures: StepImages | None = None,
         routes: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:  # fmt: skip
         assert self.model is not None
         states = None if self._states is None or moves is None else state_step(self._states, moves, self._device)
-        pictures = None if images is None else images.hidden
         context = StepContext(positions, self._backend, *adapters, states, pictures, routes)
         return self.model.forward(input_ids, context, logit_rows)
 
@@ -394,6 +407,8 @@ class ModelRunner:
             self._let_go()
         finally:
             self.cores.close()
+            if self._ranks is not None:
+                self._ranks.close()
         if self._device.type != "cpu":  # Python does not know when memory is short there
             gc.collect()  # fused modules refer to themselves
             release_cached(self._device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -16,8 +16,13 @@ from asyncengine.step import RecordPart
 class CpuPageMemory:
     """`PageMemory` of pools on a CPU. It keeps them alive."""
 
-    def __init__(self, pools: Sequence[PagePool], states: StatePools | None, layout: str) -> None:
-        """`layout`: the backend and the size of its pages, in words."""
+    def __init__(
+        self, pools: Sequence[PagePool], states: StatePools | None, layout: str,
+        told: Callable[[RecordPart, int, Sequence[memoryview]], object] | None = None,
+    ) -> None:  # fmt: skip
+        """`layout`: the backend and the size of its pages, in words. `told` is told of what was filled, for other
+        processes that have the same pages."""
+        self._told = told
         sizes = [(pool.page_bytes, pool.pieces, pool.of_windows) for pool in pools]
         shapes = [] if states is None else [tuple(pool.shape[1:]) for pool in _state_pools(states)]
         self.layout = f"{layout} {sizes} {shapes}"
@@ -49,6 +54,8 @@ class CpuPageMemory:
 
     def filled(self, part: RecordPart, index: int, buffers: Sequence[memoryview]) -> None:
         """The memory itself was filled."""
+        if self._told is not None:
+            self._told(part, index, buffers)
 
 
 def _state_pools(states: StatePools) -> list[torch.Tensor]:

@@ -1,0 +1,59 @@
+"""Tensor parallelism as it is wired: the other ranks of a model, started before it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from asyncengine.config import EngineConfig
+from asyncengine.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncengine.models.loading import LoadedModel
+    from asyncengine.pooling.spec import PoolingSpec
+    from asyncengine.runner.ranks import Ranks
+
+
+def start_ranks(
+    config: EngineConfig, device: torch.device, pooling: PoolingSpec | None, undo: ExitStack
+) -> tuple[Ranks | None, EngineConfig]:
+    """The other ranks of a model, which `undo` ends, and the settings of each: its share of the threads. None where the
+    model is computed by one process.
+
+    Raises `InvalidParameter` where it cannot be computed by several.
+    """
+    size = config.tensor_parallel
+    if size == 1:
+        return None, config
+    if device.type != "cpu":
+        raise InvalidParameter("tensor_parallel", 'on CUDA is not there yet: it needs device="cpu"', size)
+    if pooling is not None and pooling.whole:
+        raise InvalidParameter("tensor_parallel", "is for decoders: an encoder is computed by one process", size)
+    from asyncengine.device.cores import threads_for
+    from asyncengine.runner.ranks import Ranks
+
+    ranks = Ranks(size)
+    undo.callback(ranks.close)
+    return ranks, config.replace(num_threads=max(1, threads_for(config.num_threads, device) // size))
+
+
+def spread(load: partial[LoadedModel], ranks: Ranks | None) -> partial[LoadedModel]:
+    """`load`, a call of `load_model` with all its positional arguments, such that the other ranks load their parts as
+    well: from when rank 0 has found nothing to refuse, and has seen how much memory is free."""
+    if ranks is None:
+        return load
+    path, config, *_, headless, threads = load.args
+
+    @contextmanager
+    def loading() -> Iterator[None]:
+        from asyncengine.runner.rank_worker import Order
+
+        ranks.send("load", Order(path, config.replace(policy="fcfs", show_progress=False), headless))
+        with threads():
+            yield
+
+    return partial(load.func, *load.args[:-1], loading, ranks.gather)

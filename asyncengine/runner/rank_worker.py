@@ -1,0 +1,118 @@
+"""The program of ranks 1 .. size - 1 (`ranks`): loads its part of a model, and computes the passes that it is told."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import select
+import socket
+import threading
+import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+
+from asyncengine.attention.factory import make_backend
+from asyncengine.config import EngineConfig
+from asyncengine.device.cores import Cores
+from asyncengine.device.shared_gather import SharedGather
+from asyncengine.lora.layers.slots import install_lora
+from asyncengine.models.loading import load_model
+from asyncengine.models.progress import LoadProgress
+from asyncengine.runner.model_runner import ModelRunner
+from asyncengine.runner.step_inputs import StepInputs
+
+_LAST_WORDS = 4000
+"""Characters of an error that the engine is told."""
+
+
+class Order(NamedTuple):
+    """The model to be loaded."""
+
+    path: str
+    config: EngineConfig
+    """With the threads of one rank."""
+    headless: bool
+    """No logits are wanted."""
+
+
+def main(rank: int, size: int, engine: int, orders: int, life: int, memory: int) -> None:
+    """Serve the process `engine` by sockets and shared memory of these descriptors until it closes `life`, or is gone.
+
+    Never returns: nothing of this process is worth being tidied up.
+    """
+    logging.getLogger("asyncengine").setLevel(logging.CRITICAL)  # rank 0 has the same to say
+    alive = socket.socket(fileno=life)
+    threading.Thread(target=_end_with, args=(alive, engine), daemon=True).start()
+    try:
+        with torch.inference_mode():
+            _serve(Connection(orders), SharedGather(memory, rank, size))
+    except (EOFError, ConnectionError):  # the engine is gone, and so are we
+        os._exit(0)
+    except BaseException as error:
+        text = f"{error!r}\n{traceback.format_exc()}"
+        alive.sendall(text[:_LAST_WORDS].encode())
+        os._exit(1)
+
+
+def _end_with(alive: socket.socket, engine: int) -> None:
+    """Wait until the engine ends us, or until it is gone: a fork of it may hold its end of the socket."""
+    poll = select.poll()
+    poll.register(alive, select.POLLIN)
+    with suppress(OSError):  # an old kernel
+        poll.register(os.pidfd_open(engine), select.POLLIN)
+    poll.poll()
+    os._exit(0)
+
+
+def _serve(orders: Connection, gather: SharedGather) -> None:
+    _, (order,) = _next(orders)
+    torch.set_num_threads(order.config.num_threads)
+    cores = Cores(order.config.num_threads)
+    try:
+        loaded = load_model(
+            order.path, order.config, LoadProgress(False), None, None, order.headless, cores.loading, ranks=gather
+        )
+    except Exception as error:
+        orders.send(error)
+        raise
+    config = order.config
+    lora = install_lora(loaded.model, config.max_loras, config.max_lora_rank)
+    orders.send(loaded.weights_bytes)
+    _, (pages, window_pages, states) = _next(orders)
+    backend = make_backend(
+        config, loaded.layers, pages, loaded.dtype, loaded.device, loaded.max_model_len,
+        num_window_pages=window_pages, all_kernels=False,
+    )  # fmt: skip
+    runner = ModelRunner(
+        loaded, backend, config.page_size, config.max_num_seqs, lora=lora, cores=cores, num_states=states,
+        num_window_pages=window_pages,
+    )  # fmt: skip
+    compiled = loaded.model.compiled
+    del loaded
+    while True:
+        kind, content = _next(orders)
+        match kind:
+            case "forward":
+                with cores.step(torch_alone=compiled):
+                    runner.compute(StepInputs.unpacked(*content))
+            case "adapter":
+                lora.write(*content)
+            case "page":
+                part, index, given = content
+                for own, one in zip(runner.page_memory().buffers(part, index), given, strict=True):
+                    own[:] = one
+            case "update":
+                runner.prepare_update(content[0], config, content[1])()
+                orders.send(None)
+            case "release":
+                runner.prepare_release(*content)()
+                orders.send(None)
+
+
+def _next(orders: Connection) -> Any:
+    """(kind, content) of the next message."""
+    return pickle.loads(orders.recv_bytes())

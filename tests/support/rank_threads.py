@@ -23,9 +23,9 @@ def gathers(size: int) -> list[SharedGather]:
         os.close(memory)
 
 
-def in_ranks(size: int, work: Callable[[Any], Made]) -> list[Made]:
-    """`work(ranks)` of every rank. One that fails leaves nobody waiting."""
-    ranks = gathers(size)
+def in_ranks(size: int, work: Callable[[Any], Made], ranks: list[SharedGather] | None = None) -> list[Made]:
+    """`work(ranks)` of every rank, of those given or of new ones. One that fails leaves nobody waiting."""
+    ranks = ranks or gathers(size)
 
     def run(one: SharedGather) -> Made:
         try:

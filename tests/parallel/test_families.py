@@ -1,0 +1,67 @@
+"""Families over several ranks, which are threads here: the logits of one process, to the bit, in any form of weights.
+
+`ASYNCENGINE_FAMILIES=1` tries every family in every form (minutes).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from support.drive import prompts
+from support.forwards import Forwards
+from support.panels import use_panels
+from support.rank_threads import gathers, in_ranks
+from support.tiny_models import FAMILIES, VOCAB
+
+pytest.importorskip("numba")
+
+from asyncengine.config import EngineConfig
+from asyncengine.device import shared_gather
+from asyncengine.layers.sharded import ShardedWeight
+from asyncengine.models.loading import load_model
+from asyncengine.models.progress import LoadProgress
+
+pytestmark = pytest.mark.skipif(shared_gather.missing() is not None, reason=str(shared_gather.missing()))
+FORMS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "float32", "quantization": "int8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
+}
+SOME = [
+    ("qwen3", "bfloat16", 2), ("gemma3", "float32", 3), ("mixtral", "int8", 2), ("qwen3.5moe", "int4", 2),
+    ("gpt-oss", "int8", 2), ("kimi-linear", "float32", 2), ("nemotron-h", "int8", 2), ("gemma4", "int4", 2),
+]  # fmt: skip
+EVERY = [(family, form, 2) for family in FAMILIES for form in FORMS]
+(TOKENS,) = prompts([24], VOCAB)
+
+
+@pytest.mark.parametrize(("family", "form", "size"), EVERY if os.environ.get("ASYNCENGINE_FAMILIES") else SOME)
+def test_logits_are_those_of_one_process(
+    family: str, form: str, size: int, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt in two chunks, then tokens one by one."""
+    use_panels(True, monkeypatch)
+    path, config = str(checkpoint(family)), EngineConfig(num_threads=1, show_progress=False, **FORMS[form])
+
+    def load(ranks: Any = None) -> Any:
+        return load_model(path, config, LoadProgress(False), ranks=ranks)
+
+    def logits(loaded: Any) -> torch.Tensor:
+        forwards = Forwards(loaded.model)
+        chunks = [TOKENS[:9], TOKENS[9:20], *([token] for token in TOKENS[20:])]
+        return torch.cat([forwards.step(chunk) for chunk in chunks])
+
+    alone, shares = load(), gathers(size)
+    parts = [load(ranks) for ranks in shares]
+    found = in_ranks(size, lambda ranks: logits(parts[ranks.rank]), shares)
+    weights = [linear.weight for layer in parts[0].model.layers for linear in layer.linears()]
+    assert any(isinstance(weight, ShardedWeight) for weight in weights)
+    assert max(part.weights_bytes for part in parts) < alone.weights_bytes
+    if alone.unsteady is None:  # else the bits follow the shapes of torch's products
+        assert torch.equal(found[0], logits(alone))
+    else:
+        assert torch.allclose(found[0], logits(alone), atol=1e-3, rtol=1e-3)

@@ -155,8 +155,8 @@ class ModelSettings(Settings):
     """Threads that compute a step on a CPU, while nothing else wants the cores; None: as many as torch uses in this
     program. A model of less than 32 MiB is computed by one."""
     tensor_parallel: Annotated[int, integer_in(1, 64)] = 1
-    """Processes among which the model's weights are divided, on a CPU (docs/howto/tensor_parallel.md). They share the
-    threads. Answers do not depend on it, to the bit."""
+    """Processes among which the model's weights are divided, on a CPU (docs/howto/tensor_parallel.md). They share
+    `num_threads`, `kv_cache_memory` and `state_memory`. Answers do not depend on it, to the bit."""
     quantization: Literal["int8", "int4"] | None = None
     """Keep weights in 8 or 4 bits: faster and smaller, less accurate. None: in the model's type."""
     task: Literal["auto", "generate", "embed", "rerank", "classify"] = "auto"

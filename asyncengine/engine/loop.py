@@ -100,6 +100,7 @@ class EngineLoop:
         self.record = recorder
         self.failure: BaseException | None = None
         """The error that killed the engine, if one did."""
+        self._lost: Exception | None = None
         self.depth = config.max_steps_in_flight or 1
         self.in_flight: deque[Launched] = deque()
         self.updates: dict[int, WeightUpdate | Sleep] = {}
@@ -150,9 +151,16 @@ class EngineLoop:
         finally:
             await self._shut_down()
 
+    def fail(self, error: Exception) -> None:
+        """Die of an error that happened elsewhere, before the next step at the latest. From any thread."""
+        self._lost = error
+        self.inbox.post()  # nothing: it wakes whoever waits for something
+
     # ---------------------------------------------------------------- the steps of a turn
 
     def _apply_inbox(self) -> None:
+        if self._lost is not None:
+            raise self._lost
         for message in self.inbox.take():
             self._apply(message)
         if self.scheduler.grammar_queue or self.scheduler.adapter_queue:  # what is there was answered at once

@@ -357,6 +357,8 @@ def _assemble(
     frontend.prefixes = Prefixes(frontend.loop, identify, getattr(runner, "page_memory", None))
     if config.load_format != "dummy" and frontend.loop.write_again is not None:
         frontend.loop.write_again = writing(runner.prepare_update, path, config)  # type: ignore[union-attr]
+    if (ranks := getattr(runner, "ranks", None)) is not None:
+        ranks.tell(frontend.loop.fail)
     if config.draft_model is not None and (draft := runner.memory.draft) is not None:  # type: ignore[union-attr]
         draft.write_again = writing(draft.prepare_update, resolve_draft(config.draft_model), config)
     return frontend

@@ -96,8 +96,7 @@ class ModelRunner:
         self.step_costs: tuple[float, ...] | None = None
         """Seconds of steps of some sizes, measured when the runner was built (`speculation.costs`)."""
         self.pooler = pooler
-        self.draft_costs: tuple[float, ...] | None = None
-        """Measured costs of the draft model's passes."""
+        self.draft_costs: tuple[float, ...] | None = None  # measured, of the draft model's passes
         self.draft_model: DraftModel | None = None  # it makes guesses that are left open
         self.model: CausalLM | None = model.model
         self._backend, self._device = backend, model.device
@@ -112,7 +111,7 @@ class ModelRunner:
         self._prompt_graphs: PromptGraphs | None = None
         self._unwritten: dict[int, Any] = {}
         """Adapter slots whose content has changed, and that no row has used since: there may be no memory for it."""
-        self._lora, self._images, self._ranks = lora, images, ranks
+        self._lora, self._images, self.ranks = lora, images, ranks
         self._masks = MaskFiller(model.vocab_size, model.device)
         self._unfinished: UnreadStep | None = None  # whose reader launches what is left of the step behind it
         self._awaited: dict[int, AwaitedToken] = {}  # by slot, of the last constrained row that was launched for it
@@ -146,7 +145,7 @@ class ModelRunner:
     def is_brief(self, batch: Batch) -> bool:
         """True: `launch` takes milliseconds of one thread, which waits for no other: that of the event loop may be the
         one. Where the device is the CPU that is a short step of a small model."""
-        if batch.swaps or batch.encode is not None or elsewhere or self._ranks is not None:
+        if batch.swaps or batch.encode is not None or elsewhere or self.ranks is not None:
             return False  # while kernels are compiled by other processes, a step may wait for one
         if any(row.drafts and row.awaits_drafts for row in batch.rows):
             return False  # guesses take long
@@ -179,7 +178,7 @@ class ModelRunner:
     def page_memory(self) -> CpuPageMemory:
         """Pages and states as bytes, for a store of prefixes. On a CPU."""
         pools, layout = self._backend.page_pools(), f"{self._backend.name} {self.page_size}"
-        return CpuPageMemory(pools, self._states, layout, None if self._ranks is None else self._ranks.send_page)
+        return CpuPageMemory(pools, self._states, layout, None if self.ranks is None else self.ranks.send_page)
 
     def threads(self) -> ThreadStats:
         """The threads that compute steps. May be called from any thread."""
@@ -312,19 +311,18 @@ class ModelRunner:
             return
         for slot in [slot for slot in self._unwritten if slot in adapters]:
             self._lora.write(slot, self._unwritten[slot])
-            if self._ranks is not None:
-                self._ranks.send("adapter", slot, self._unwritten[slot])
+            if self.ranks is not None:
+                self.ranks.send("adapter", slot, self._unwritten[slot])
             del self._unwritten[slot]
 
     def _forward(
         self, batch: Batch, step: Step, images: ImageRows | None, routes: list[torch.Tensor] | None
     ) -> torch.Tensor:
         """Logits [N, vocab] of the step's wanted rows. `routes`: see `StepContext`."""
-        inputs = StepInputs(
-            step.view if images is None else images.seen_in(step.view), step.input_ids, step.positions, step.logit_rows,
-            [row.adapter_slot for row in batch.rows], step.segments, None if images is None else images.hidden,
-        )  # fmt: skip
-        with nullcontext() if self._ranks is None else self._ranks.computing(inputs):
+        view, pictures = (step.view, None) if images is None else (images.seen_in(step.view), images.hidden)
+        own = [row.adapter_slot for row in batch.rows]
+        inputs = StepInputs(view, step.input_ids, step.positions, step.logit_rows, own, step.segments, pictures)
+        with nullcontext() if self.ranks is None else self.ranks.computing(inputs):
             return self.compute(inputs, routes)
 
     def compute(self, inputs: StepInputs, routes: list[torch.Tensor] | None = None) -> torch.Tensor:
@@ -407,8 +405,8 @@ class ModelRunner:
             self._let_go()
         finally:
             self.cores.close()
-            if self._ranks is not None:
-                self._ranks.close()
+            if self.ranks is not None:
+                self.ranks.close()
         if self._device.type != "cpu":  # Python does not know when memory is short there
             gc.collect()  # fused modules refer to themselves
             release_cached(self._device)

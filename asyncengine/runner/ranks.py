@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from asyncengine.device.shared_gather import SharedGather, make_memory, missing
@@ -73,7 +74,8 @@ class Ranks:
         self._others, self._sending = others, threading.Lock()
         self._closing = threading.Event()
         self._end = weakref.finalize(self, _end, others, self._closing)
-        arguments = others, self.gather, self._closing
+        self._lost: SimpleQueue[weakref.WeakMethod[Callable[[Exception], None]]] = SimpleQueue()
+        arguments = others, self.gather, self._closing, self._lost
         self._watcher = threading.Thread(target=_watch, args=arguments, name="asyncengine-ranks", daemon=True)
         self._watcher.start()
 
@@ -129,6 +131,11 @@ class Ranks:
 
         return run
 
+    def tell(self, failed: Callable[[Exception], None]) -> None:
+        """Have a method `failed` called with an error, on another thread, once one of them is gone, while its object
+        lives."""
+        self._lost.put(weakref.WeakMethod(failed))
+
     def close(self) -> None:
         """End them, and wait until they are gone. Not while a pass is computed. Idempotent."""
         self._end()
@@ -154,8 +161,11 @@ def _start(memory: int, rank: int, size: int) -> _Rank:
     return _Rank(rank, program, Connection(orders.detach()), life)
 
 
-def _watch(others: Sequence[_Rank], gather: SharedGather, closing: threading.Event) -> None:
-    """Until the first of them is gone: then nobody waits for it."""
+def _watch(
+    others: Sequence[_Rank], gather: SharedGather, closing: threading.Event,
+    told: SimpleQueue[weakref.WeakMethod[Callable[[Exception], None]]],
+) -> None:  # fmt: skip
+    """Until the first of them is gone: then nobody waits for it, and those in `told` hear of it."""
     poll = select.poll()
     for other in others:
         poll.register(other.life, select.POLLIN)
@@ -167,6 +177,9 @@ def _watch(others: Sequence[_Rank], gather: SharedGather, closing: threading.Eve
             last = other.life.recv(2**16).decode(errors="replace")
             process = f"rank {other.rank} of the model (process {other.program.pid})"
             gather.break_off(f"{process} failed: {last}" if last else f"{process} was killed or has ended")
+    while not told.empty():
+        if (failed := told.get()()) is not None:
+            failed(RuntimeError(gather.lost))
 
 
 def _end(others: Sequence[_Rank], closing: threading.Event | None = None) -> None:

@@ -267,7 +267,9 @@ def _sizes(
     vocabulary = sum(weights.elements.get(path, 0) for path in {decoder.config.embedding, decoder.config.head})
     others = sum(weights.elements.values()) - vocabulary
     plain = _plain(others, plan, plan.bits) + _plain(vocabulary, plan, plan.bits and 8)
-    return weights.kept_bytes + plain, page_bytes(decoder.specs, 1, kind), decoder.specs, decoder.states
+    # with tensor parallelism each process has some of the weights, and caches of its own
+    specs, states = list(decoder.specs) * config.tensor_parallel, list(decoder.states) * config.tensor_parallel
+    return weights.kept_bytes + plain, page_bytes(specs, 1, kind), specs, states
 
 
 def _plain(elements: int, plan: ModelPlan, bits: int | None) -> int:

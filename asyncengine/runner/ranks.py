@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -117,6 +118,7 @@ class Ranks:
             yield
         except BaseException as error:
             self.gather.break_off(f"rank 0 failed in a step: {error!r}")
+            traceback.clear_frames(error.__traceback__)  # whoever keeps the error would keep shared memory
             if isinstance(error, Exception):
                 raise RuntimeError(self.gather.lost) from error
             raise

@@ -1,0 +1,201 @@
+"""An engine over two processes: what it answers, what it refuses, and what is left when one of them is gone.
+
+`ASYNCENGINE_KILLS=50` kills a rank at so many moments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncengine import AsyncEngine, EngineDead, InvalidParameter, SamplingParams
+from asyncengine.config import EngineConfig
+from asyncengine.demo import MODEL_PATH
+from asyncengine.device import shared_gather
+from asyncengine.events import EngineDied
+from asyncengine.grammar import Grammar
+
+pytestmark = pytest.mark.skipif(shared_gather.missing() is not None, reason=str(shared_gather.missing()))
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32", "num_threads": 2, "show_progress": False, "max_num_batched_tokens": 48, "max_num_seqs": 4,
+    "speculation_costs": (0.001, 0.001, 0.001), "adapters": {"pirate": "demo/pirate"}, "preempt_every": 9,
+}  # fmt: skip
+KILLS = int(os.environ.get("ASYNCENGINE_KILLS", "1"))
+
+
+async def load(size: int = 2, **settings: Any) -> AsyncEngine:
+    memory = size * 2**23  # for as many tokens in each process
+    given = {**SETTINGS, "kv_cache_memory": memory, "tensor_parallel": size, **settings}
+    return await AsyncEngine.from_pretrained("demo", **given)
+
+
+def ranks() -> list[psutil.Process]:
+    """Other ranks of engines of this process."""
+    return [each for each in psutil.Process().children() if "rank_worker" in " ".join(each.cmdline())]
+
+
+def mapped() -> list[str]:
+    """Shared memory of ranks that this process holds."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    links = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+    return [line for line in [*maps.splitlines(), *links] if "asyncengine-ranks" in line]
+
+
+async def scores(engine: AsyncEngine) -> list[Any]:
+    """Tokens and log-probabilities of requests of many kinds at once."""
+    greedy = SamplingParams(max_tokens=24, temperature=0, top_logprobs=3, ignore_eos=True)
+    drawn = SamplingParams(max_tokens=24, n=2, temperature=0.9, top_p=0.9, seed=7, logprobs=True, prompt_logprobs=True)
+    date = SamplingParams(max_tokens=40, temperature=0, logprobs=True, grammar=Grammar.regex("[0-9]{4}-[0-9]{2}"))
+    again = list(range(40, 70)) * 3  # which is guessed on
+    made = await asyncio.gather(
+        engine.generate(again, greedy),
+        engine.generate("Once upon a time", drawn),
+        engine.generate("The date is ", date),
+        engine.generate("Tell me a story", greedy, adapter="pirate"),
+        engine.generate([*again[:50], 5], greedy),
+    )
+    return [[(sample.token_ids, sample.logprobs) for sample in each.samples] for each in made]
+
+
+async def test_an_engine_over_two_processes_answers_as_one(tmp_path: Path) -> None:
+    """Guesses, grammars, adapters, preemption, samples; then other weights, sleep, and a prefix from a file."""
+    file, prompt = tmp_path / "prefix", list(range(50, 120))
+    greedy = SamplingParams(max_tokens=8, temperature=0, top_logprobs=3)
+    async with await load(1) as engine:
+        expected = await scores(engine)
+        last = await engine.generate([*prompt, 7], greedy)
+        weights = engine.info.weight_bytes
+    async with await load() as engine:
+        assert engine.info.tensor_parallel == 2
+        assert "2 processes" in engine.info.in_words
+        assert weights <= engine.info.weight_bytes < 1.1 * weights
+        assert await scores(engine) == expected
+        assert engine.stats().preemptions > 0
+        assert engine.stats().speculation.drafted > 0
+        await engine.export_prefix(prompt, file)
+        await engine.sleep()
+        await engine.wake()
+        assert await engine.import_prefix(file) > 0
+        again = await engine.generate([*prompt, 7], greedy)
+        assert again.usage.cached_tokens > 0
+        assert (again.token_ids, again.logprobs) == (last.token_ids, last.logprobs)
+        name = "model.layers.0.mlp.down_proj.weight"
+        from safetensors.torch import load_file
+
+        whole = load_file(str(MODEL_PATH / "model.safetensors"))
+        await engine.update_weights(iter([(name, whole[name] * 0)]), partial=True)
+        assert await scores(engine) != expected
+        await engine.update_weights(str(MODEL_PATH))
+        assert await scores(engine) == expected
+    assert not ranks()
+    assert not mapped()
+
+
+@pytest.mark.parametrize("number", range(KILLS))
+async def test_a_rank_that_is_killed_ends_the_engine(number: int) -> None:
+    """At some moment of a step or between two: every stream is told within a second, and nothing is left."""
+    rng = random.Random(number)
+    params = SamplingParams(max_tokens=1200, temperature=0, ignore_eos=True)
+    engine = await load(quantization="int8", preempt_every=None, adapters=())
+    async with engine:
+        streams = [engine.stream([5 + each, 6, 7] * 5, params) for each in range(3)]
+        began = [await anext(stream) for stream in streams]
+        assert began
+        for _ in range(rng.randrange(20)):
+            await anext(streams[0])
+        (other,) = ranks()
+        other.send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        for stream in streams:
+            with pytest.raises(EngineDead, match=r"rank 1 of the model \(process \d+\) was killed"):
+                async for _ in stream:
+                    pass
+        assert time.monotonic() - killed < 5, "a loaded machine takes longer than the second that is promised"
+        with pytest.raises(EngineDead):
+            await engine.generate("Hello", params)
+    assert not ranks()
+    del streams, engine, stream
+    gc.collect()  # the error holds frames that held some of it
+    assert not mapped()
+
+
+PROGRAM = """
+import os, psutil, signal
+from asyncengine import Engine, SamplingParams
+engine = Engine.from_pretrained("demo", tensor_parallel=2, num_threads=2, show_progress=False, quantization="int8")
+(rank,) = [each for each in psutil.Process().children() if "rank_worker" in " ".join(each.cmdline())]
+os.kill(rank.pid, signal.SIGINT)
+assert engine.generate([5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True)).token_ids
+print(rank.pid, flush=True)
+for chunk in engine.stream([5, 6, 7], SamplingParams(max_tokens=4000, ignore_eos=True)):
+    print("went on", flush=True)
+"""
+
+
+def test_a_killed_engine_leaves_no_rank() -> None:
+    """Nobody is there to end them: they see it themselves. A rank does not mind Ctrl-C, which the engine has too."""
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        rank = psutil.Process(int(program.stdout.readline()))
+        assert program.stdout.readline() == "went on\n"
+        program.kill()
+        gone, alive = psutil.wait_procs([rank], timeout=5)
+    assert not alive
+    assert gone
+
+
+@pytest.mark.parametrize("value", [0, 65, -1, True, 2.0, "2"])
+def test_values_that_are_none(value: Any) -> None:
+    with pytest.raises(InvalidParameter, match=r"tensor_parallel.* 1 .* 64|tensor_parallel: must be an int"):
+        EngineConfig(tensor_parallel=value)
+
+
+def test_a_gpu_is_refused() -> None:
+    with pytest.raises(InvalidParameter, match="tensor_parallel: on CUDA is not there yet"):
+        EngineConfig(tensor_parallel=2, device="cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "reason"),
+    [
+        ("demo-embed", {}, "an encoder is computed by one process"),
+        ("demo", {"fuse": False}, "runs through transformers' modules"),
+        ("demo", {"dtype": "float16"}, "cannot be split: .*float16"),
+        ("demo", {"tensor_parallel": 64}, "too few outputs"),
+    ],
+)
+async def test_what_cannot_be_split_is_refused(
+    model: str, settings: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the constructor, and no process is left. None is started here: they would be ended before they load."""
+    from asyncengine.runner import ranks as processes
+
+    monkeypatch.setattr(processes, "_START", "import sys; sys.stdin.read()")
+    given = {"tensor_parallel": 2, "show_progress": False, **settings}
+    with pytest.raises(InvalidParameter, match=f"tensor_parallel: .*{reason}"):
+        await AsyncEngine.from_pretrained(model, **given)
+    assert not [each for each in psutil.Process().children() if "sys.stdin.read" in " ".join(each.cmdline())]
+
+
+async def test_an_idle_engine_ends_with_its_rank() -> None:
+    """Nobody has to send a request to find out."""
+    heard = asyncio.Event()
+    engine = await load(quantization="int8", preempt_every=None, adapters=())
+    async with engine:
+        engine.on_event(lambda event: heard.set() if isinstance(event, EngineDied) else None)
+        await engine.generate([5, 6, 7], SamplingParams(max_tokens=2))
+        ranks()[0].kill()
+        await asyncio.wait_for(heard.wait(), 20)
+        with pytest.raises(EngineDead, match="rank 1 of the model"):
+            await engine.generate([5, 6, 7])

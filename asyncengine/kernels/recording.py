@@ -160,6 +160,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._reads.__exit__(*raised)  # type: ignore[no-untyped-call]
         noting.reset(self._token)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, which takes a second
+
     def record(self) -> Record:
         """All that was noted."""
         signatures = [types for types, *_ in self._operations]

@@ -49,7 +49,7 @@ class RecordedLayers:
         """An operation that computes between kernels, for which nothing is recorded; None: none is known."""
 
     def __call__(self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles]) -> torch.Tensor | None:
-        """What the output layer reads, of embedded tokens h, both [T, width]; None: no such step is recorded."""
+        """Run the layers of embedded tokens h [T, width]: what the output layer reads; None: no record can."""
         tokens = h.shape[0]
         if self.obstacle is not None or not 0 < tokens <= MOST_TOKENS or not getattr(step.backend, "steady", False):
             return None

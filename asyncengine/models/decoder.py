@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -126,7 +127,8 @@ class DecoderLayer:
         own = config.attention
         self.attention = None if own is None else _attention(options, own, prefix, width, pool)
         self.state = None if config.state is None else config.state.build(options, norm, prefix, width, state)
-        self.mlp = None if config.mlp is None else _feed_forward(options, config.mlp, prefix, width)
+        form: Any = SparseMLP if isinstance(config.mlp, MoEConfig) else MLP
+        self.mlp: MLP | SparseMLP | None = None if config.mlp is None else form(options, config.mlp, prefix, width)
         self.side = None if config.side is None else SideExperts(options, config.side, norm, prefix, width)
         inputs = model.layer_inputs
         self.inputs = None if inputs is None else LayerInput(options, inputs, norm, prefix, width)
@@ -134,23 +136,15 @@ class DecoderLayer:
         self.scalar = None if config.scalar is None else options.zeros(1).fill_(1.0)
         rotary = None if own is None or own.rotary is None else model.rotary[own.rotary]
         self.merged = None if self.attention is None else self.attention.merged_heads(rotary)
-        self.compiled = all(
-            [own_form(linear.weight).products(None) is not None for linear in self.linears()]
-            + [mixture.experts.compiled for mixture in self.mixtures()]
-            + [self.state is None or getattr(self.state, "kernel", None) is not None]
-        )
+        moved = self.state is None or getattr(self.state, "kernel", None) is not None
+        made = all(own_form(linear.weight).products(None) is not None for linear in self.linears())
+        self.compiled = moved and made and all(mixture.experts.compiled for mixture in self.mixtures())
         """Whether its products are all made, and its states moved, by compiled kernels."""
 
     def __call__(
-        self,
-        residual: torch.Tensor,
-        x: torch.Tensor,
-        step: StepContext,
-        angles: Angles,
-        following: Norm | None,
-        rows: torch.Tensor | None = None,
-        vectors: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, residual: torch.Tensor, x: torch.Tensor, step: StepContext, angles: Angles, following: Norm | None,
+        rows: torch.Tensor | None = None, vectors: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """(residual stream after this layer, its norm by `following`), of the stream [T, width] and its norm x.
 
         `rows`: those of the result that are wanted, int64; None: all. The feed-forward part computes no others.
@@ -207,14 +201,9 @@ class DecoderLayer:
         return total, total
 
     def _single(
-        self,
-        residual: torch.Tensor,
-        x: torch.Tensor,
-        branch: torch.Tensor | None,
-        step: StepContext,
-        following: Norm | None,
-        rows: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, residual: torch.Tensor, x: torch.Tensor, branch: torch.Tensor | None, step: StepContext,
+        following: Norm | None, rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """The same of a layer that has one branch only: it mixes, or it is a feed-forward part."""
         step.note_routes(self.mixtures, residual, x)
         if rows is not None:
@@ -281,7 +270,10 @@ class Decoder:
         if config.positions is not None:
             rows = config.max_positions + config.position_offset
             self.positions = Embedding(options, config.positions, rows, config.width)
-        pools, states = _pools(config.layers), _state_places(config.layers)
+        pools, states = (
+            _pools(config.layers),
+            list(accumulate((layer.state is not None for layer in config.layers), initial=0)),
+        )
         self.layers = [
             DecoderLayer(options, config, layer, index, pools[index], states[index])
             for index, layer in enumerate(config.layers)
@@ -301,7 +293,8 @@ class Decoder:
         if options.kernels.name == "compiled" and whole and options.ranks is None:
             paths = tuple(linear.path for layer in self.layers for linear in layer.linears())
             self.recorded = RecordedLayers(self._through_layers, bool(self.states), paths)
-        self._last_kept = max(place for place, layer in enumerate(config.layers) if _keeps(layer))
+        keeps = [each.state is not None or getattr(each.attention, "keys_of", 0) is None for each in config.layers]
+        self._last_kept = max(place for place, kept in enumerate(keeps) if kept)
         """The last layer whose keys, values or states later steps read."""
 
     def forward(self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor) -> torch.Tensor:
@@ -417,7 +410,7 @@ class Decoder:
     def compiled(self) -> bool:
         """Whether short steps run in compiled kernels throughout."""
         return self.recorded is not None and (
-            self.recorded.obstacle is None or all(layer.mixtures() for layer in self.layers)
+            not self.recorded.obstacle or all(each.mixtures() for each in self.layers)
         )
 
     def describe(self) -> list[str]:
@@ -442,11 +435,6 @@ class Decoder:
         """Nothing of a step is kept."""
 
 
-def _keeps(layer: LayerConfig) -> bool:
-    """Whether it has keys and values of its own, or a state."""
-    return layer.state is not None or (layer.attention is not None and layer.attention.keys_of is None)
-
-
 def _pools(layers: Sequence[LayerConfig]) -> list[int]:
     """For each layer, the place of the keys and values that it attends to in the attention backend."""
     places: list[int] = []
@@ -458,19 +446,9 @@ def _pools(layers: Sequence[LayerConfig]) -> list[int]:
     return places
 
 
-def _state_places(layers: Sequence[LayerConfig]) -> list[int]:
-    """For each layer, the place of its states among the pools."""
-    keeps = [layer.state is not None for layer in layers]
-    return [sum(keeps[:index]) for index in range(len(keeps))]
-
-
 def _attention(
     options: LayerOptions, config: AttentionConfig | LatentAttentionConfig, prefix: str, width: int, pool: int
 ) -> Attention | LatentAttention:
     if isinstance(config, LatentAttentionConfig):
         return LatentAttention(options, config, prefix, width, pool)
     return Attention(options, config, prefix, width, pool)
-
-
-def _feed_forward(options: LayerOptions, config: MLPConfig | MoEConfig, prefix: str, width: int) -> MLP | SparseMLP:
-    return (SparseMLP if isinstance(config, MoEConfig) else MLP)(options, config, prefix, width)  # type: ignore[arg-type]

@@ -49,6 +49,7 @@ def kernels_of(decoder: Decoder, page_size: int, defaults: Mapping[str, Any]) ->
     rows = [] if table is None else _rows(own_form(table), kind)
     logits = [name for leaf in _leaves(head) for name in _products(leaf, kind, "float32")]
     sampled, later = _sampling(defaults)
+    later.append(called("attention:join", 3, kind, 2))
     needed = _mixtures(decoder, kind) + _states(decoder, kind) + _attention(decoder.layers, kind, tiles)
     needed += [name for weight in weights for name in _products(weight, kind, kind)] + logits + rows
     needed += _norms([norm for layer in decoder.layers for norm in layer.norms()], kind)
@@ -131,7 +132,7 @@ def _attention(layers: Sequence[DecoderLayer], kind: str, tiles: list[str]) -> l
     merged = [layer.merged is not None and not layer.attention.makes_values for layer in attentions]  # type: ignore[union-attr]
     if not merged:
         return []
-    names = [named("attention:attend", 6, kind, *tiles, 1), called("attention:join", 3, kind, 2)]
+    names = [named("attention:attend", 6, kind, *tiles, 1)]
     if any(merged):
         names.append(named("attention_write:prepare_and_write", 4, "float64", 5, kind, 1))
     if not all(merged):
@@ -171,7 +172,7 @@ def _scalings(layers: Sequence[DecoderLayer], kind: str) -> list[str]:
 
 
 def _mixtures(decoder: Decoder, kind: str) -> list[str]:
-    """Kernels of routers and experts, which are called one by one where layers are not fused, and in long steps."""
+    """Kernels of routers and experts."""
     from asyncengine.kernels.cpu.linears import forms_of
 
     names = []

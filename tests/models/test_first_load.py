@@ -127,7 +127,7 @@ def test_a_first_answer_needs_no_more_than_a_load_waits_for(dtype: str) -> None:
     before = [name for name in first_time_names(float32=dtype == "float32") if not name.startswith(_TEAM)]
     assert set(before) <= {*called, *needed}  # what is compiled before the model is known is what it calls
     _, everything, _ = load(str(MODEL_PATH), dtype=dtype)
-    assert len(everything) >= len(needed) + 10
+    assert len(everything) >= len(needed) + 4
     assert not any("top_p" in name or "activate" in name for name in needed)  # it takes the largest, and is gated
 
 

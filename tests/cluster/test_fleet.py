@@ -8,11 +8,14 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.fake_engine import until
 from support.local_fleet import ENGINE, LocalProcess, local_fleet, replaced, start_local_fleet
+from support.tiny_models import make_checkpoint
 
 from asyncengine import (
     AdapterNotFound,
@@ -471,3 +474,27 @@ async def test_unknown_settings_are_refused_before_anything_starts() -> None:
         await Fleet.from_pretrained("demo", replica=3)
     with pytest.raises(InvalidParameter, match="hosted"):
         await Fleet.from_pretrained("demo", hosted=False)
+
+
+async def test_experts_come_from_whichever_replicas_computed_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also of a request whose replica was lost in the middle."""
+    folder = str(make_checkpoint("qwen3moe", tmp_path / "model"))
+    params, prompt = SAMPLED.replace(return_routed_experts=True, n=2), list(range(5, 40))
+    with Engine.from_pretrained(folder, **ENGINE) as engine:
+        expected = engine.generate(prompt, params)
+    async with local_fleet(monkeypatch, replicas=2, model=folder, on_loss="resume") as (fleet, cluster):
+        for lost in (False, True):
+            cluster.hold(after=3)
+            stream = fleet.stream(prompt, params)
+            await anext(stream)
+            if lost:
+                cluster.busiest(fleet).lose()
+            cluster.release()
+            found = await stream.result()
+            for one, other in zip(found.samples, expected.samples, strict=True):
+                assert one.token_ids == other.token_ids
+                assert np.array_equal(one.routed_experts, other.routed_experts)
+            await replaced(fleet, 2)
+        assert fleet.stats().resumed

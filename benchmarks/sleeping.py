@@ -4,9 +4,12 @@
 
 A random checkpoint of Qwen3-0.6B's shape with fewer layers and words (0.34 GB), each kind in a process of its own.
 "in use": resident memory after requests that fill the KV cache to a large part; "given back": how much of what weights
-and the written part of the cache take is gone while it sleeps; "answers": whether those after waking equal those
-before to the bit. `--cycles`: further ones, of a request, sleep and wake; "growth" is of resident memory asleep, from
-the tenth to the last. `--folder`: a checkpoint that is there already.
+and the written part of the cache take is gone while it sleeps; "bare": resident memory of the same process with a model
+of one narrow layer, asleep after the same requests, which never held weights to speak of: the program, its compiled
+kernels and what requests leave behind; "left": what an engine asleep holds beyond that, as a share of weights and
+cache; "answers": whether those after waking equal those before to the bit. `--cycles`: further ones, of a request,
+sleep and wake; "growth" is of resident memory asleep, from the tenth to the last. `--folder`: a checkpoint that is
+there already.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from benchmarks.loading import write
 KINDS: dict[str, dict[str, Any]] = {
     "bf16": {}, "float32": {"dtype": "float32"}, "int8": {"quantization": "int8"}, "int4": {"quantization": "int4"},
 }  # fmt: skip
+BARE = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 16384}
+"""Changes of the shape that leave next to nothing of it: 2 MB in bfloat16."""
 _PROMPTS, _LENGTH = 6, 300
 
 
@@ -44,15 +49,25 @@ def main() -> None:
     if options.one is not None:
         print(json.dumps(asyncio.run(measure(options.folder, options.one, options.cycles))))
         return
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as bare:
         folder = Path(options.folder or scratch)
         if options.folder is None:
             changed = {"num_hidden_layers": options.layers, "vocab_size": 16384, "tie_word_embeddings": options.tied}
             write(folder, SHAPES["qwen3-0.6b"] | changed)
+        write(Path(bare), SHAPES["qwen3-0.6b"] | BARE | {"tie_word_embeddings": options.tied})
         for kind in options.kinds:
-            command = [sys.executable, "-m", "benchmarks.sleeping", "--folder", str(folder), "--one", kind]
-            ran = subprocess.run([*command, "--cycles", str(options.cycles)], check=True, stdout=subprocess.PIPE)
-            print(kind, ran.stdout.decode().strip(), flush=True)
+            none = alone(bare, kind, 0)
+            found = alone(str(folder), kind, options.cycles)
+            found["bare"] = none["asleep"]
+            found["left"] = round((found["asleep"] - none["asleep"]) / (found["weights"] + found["cache"]), 3)
+            print(kind, json.dumps(found), flush=True)
+
+
+def alone(folder: str, kind: str, cycles: int) -> dict[str, Any]:
+    """`measure` in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.sleeping", "--folder", folder, "--one", kind, "--cycles", str(cycles)]
+    found: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    return found
 
 
 def resident() -> int:
@@ -70,7 +85,9 @@ async def measure(folder: str, kind: str, cycles: int) -> dict[str, Any]:
     async with await AsyncEngine.from_pretrained(folder, **settings) as engine:
 
         async def answers(count: int) -> list[Any]:
-            prompts = [[1 + (i * 7919 + j * 31) % 16000 for j in range(_LENGTH)] for i in range(count)]
+            prompts = [
+                [1 + (i * 7919 + j * 31) % (engine.info.vocab_size - 1) for j in range(_LENGTH)] for i in range(count)
+            ]
             done = await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
             return [(each.token_ids, each.logprobs) for each in done]
 

@@ -1,12 +1,14 @@
 """First tokens of questions about one picture: of the first question, of more of them, of a conversation's next turn.
 
     python -m benchmarks.pictures [--model demo-vision] [--side 512] [--questions 16] [--rounds 5] [--threads 1]
+    python -m benchmarks.pictures --shape qwen3-vl --layers 4
+    python -m benchmarks.pictures --text            text alone, with the tower loaded and without, in turns
 
 Without `--model`: random weights in the shape of SmolVLM-256M (Allal et al. 2025), whose processor is given pictures
-of one tile (`--longest-edge 512`, 64 tokens) to seventeen (2048, as published, 1088 tokens). Each round has a picture
-of its own, so that nothing of it is cached: a first question, a second turn behind its answer, then `--questions`
-others at once. Times are from the call to the first token, in the caller's own loop: decoding and resizing the picture
-is in them.
+of one tile (`--longest-edge 512`, 64 tokens) to seventeen (2048, as published, 1088 tokens), or of Qwen3-VL-2B, with
+so many `--layers` of its language model (0: all 28; the tower has all of its own). Each round has a picture of its own,
+so that nothing of it is cached: a first question, a second turn behind its answer, then `--questions` others at once.
+Times are from the call to the first token, in the caller's own loop: decoding and resizing the picture is in them.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ PARAMS = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 ROWS = COLUMNS = 4
 TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>"]
 TOKENS += [f"<row_{row}_col_{column}>" for row in range(1, ROWS + 1) for column in range(1, COLUMNS + 1)]
+QWEN_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-    "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{{ 'PLACEHOLDER' if part.type == 'image' else part.text }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -64,10 +67,45 @@ def write_smolvlm(folder: Path, longest_edge: int) -> None:
         "image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": longest_edge},
         "max_image_size": {"longest_edge": 512}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
     }  # fmt: skip
+    _write(folder, config, processor, "<image>")
+
+
+def write_qwen3_vl(folder: Path, layers: int) -> None:
+    """The same in Qwen3-VL-2B's shape, with so many layers of its language model."""
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in QWEN_TOKENS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    text = {
+        "model_type": "qwen3_vl_text", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": layers or 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "bos_token_id": 1, "eos_token_id": 2,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True,
+        },
+    }  # fmt: skip
+    vision = {
+        "model_type": "qwen3_vl", "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16,
+        "patch_size": 16, "out_hidden_size": 2048, "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [5, 11, 17][: (layers or 28) - 1],
+    }  # fmt: skip
+    start, end, image, video = map(tokenizer.token_to_id, QWEN_TOKENS)
+    config = {
+        "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "text_config": text,
+        "vision_config": vision, "image_token_id": image, "video_token_id": video, "vision_start_token_id": start,
+        "vision_end_token_id": end, "tie_word_embeddings": True, "dtype": "bfloat16",
+    }  # fmt: skip
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16, "merge_size": 2, "temporal_patch_size": 2,
+        "size": {"shortest_edge": 65536, "longest_edge": 16777216}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    }  # fmt: skip
+    _write(folder, config, processor, "<|vision_start|><|image_pad|><|vision_end|>")
+
+
+def _write(folder: Path, config: dict[str, Any], processor: dict[str, Any], placeholder: str) -> None:
     for name, fields in (("config.json", config), ("preprocessor_config.json", processor)):
         (folder / name).write_text(json.dumps(fields))
     (folder / "tokenizer_config.json").write_text((DEMO_MODEL / "tokenizer_config.json").read_text())
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("PLACEHOLDER", placeholder))
 
 
 class Count:
@@ -126,9 +164,32 @@ async def measure(engine: AsyncEngine, options: argparse.Namespace) -> None:
     print(f"pictures encoded in a round of {2 + options.questions} requests: {sorted(set(encoded))}")
 
 
+async def compare_text(path: str, settings: dict[str, Any], rounds: int) -> None:
+    """Text alone, with the tower and without, in turns: the ratio of both times of each round."""
+    options = PARAMS.replace(max_tokens=64)
+    async with (
+        await AsyncEngine.from_pretrained(path, **settings) as seeing,
+        await AsyncEngine.from_pretrained(path, **settings, images="off") as blind,
+    ):
+        ratios = []
+        for each in range(-1, rounds):
+            prompt = [2 + (7 * place + each) % 1000 for place in range(256)]
+            seconds = {}
+            for engine in (seeing, blind) if each % 2 else (blind, seeing):
+                began = time.process_time()
+                await engine.generate(prompt, options)
+                seconds[engine] = time.process_time() - began
+            ratios.append(seconds[blind] / seconds[seeing])
+    found = statistics.median(ratios[1:])
+    print(f"text alone, with a tower: {found:.3f} of the speed without ({rounds} pairs, by processor time)")
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="")
+    parser.add_argument("--shape", choices=("smolvlm", "qwen3-vl"), default="smolvlm")
+    parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--text", action="store_true")
     parser.add_argument("--longest-edge", type=int, default=512)
     parser.add_argument("--side", type=int, default=512)
     parser.add_argument("--questions", type=int, default=16)
@@ -138,8 +199,14 @@ async def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         settings: dict[str, Any] = {"num_threads": options.threads, "show_progress": False, "speculation": "off"}
         if not options.model:
-            write_smolvlm(Path(made), options.longest_edge)
+            if options.shape == "smolvlm":
+                write_smolvlm(Path(made), options.longest_edge)
+            else:
+                write_qwen3_vl(Path(made), options.layers)
             settings |= {"load_format": "dummy", "kv_cache_memory": "1GiB"}
+        if options.text:
+            await compare_text(options.model or made, settings, options.rounds)
+            return
         async with await AsyncEngine.from_pretrained(options.model or made, **settings) as engine:
             print(f"{engine.info.name}, {engine.info.weight_bytes / 1e6:.0f} MB of {engine.info.dtype}")
             await measure(engine, options)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import TYPE_CHECKING
 
 from asyncengine.errors import GrammarError
-from asyncengine.grammar.backend import Template
+
+if TYPE_CHECKING:
+    from asyncengine.grammar.llguidance_backend import LlgTemplate
 
 MAX_ERRORS = 256
 
@@ -19,14 +22,14 @@ class TemplateCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._templates: OrderedDict[str, tuple[Template, int]] = OrderedDict()
+        self._templates: OrderedDict[str, tuple[LlgTemplate, int]] = OrderedDict()
         self._errors: OrderedDict[str, GrammarError] = OrderedDict()
         self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self._templates)
 
-    def get(self, key: str) -> Template | GrammarError | None:
+    def get(self, key: str) -> LlgTemplate | GrammarError | None:
         """The template, or the error that compiling it gives each time."""
         found = self._templates.get(key)
         if found is not None:
@@ -34,7 +37,7 @@ class TemplateCache:
             return found[0]
         return self._errors.get(key)
 
-    def put(self, key: str, template: Template) -> None:
+    def put(self, key: str, template: LlgTemplate) -> None:
         """Keep `template`, unless it alone is larger than the cache."""
         self.drop(key)
         size = template.nbytes

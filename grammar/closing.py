@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from asyncengine.errors import GrammarError
 from asyncengine.grammar.search import Search
 from asyncengine.grammar.vocabulary import Vocabulary
 from asyncengine.grammar.walks import Effort, Tail, leads
 from asyncengine.grammar.ways import UNREACHABLE, Way, common, fits
+
+if TYPE_CHECKING:
+    from asyncengine.grammar.llguidance_backend import LlgTemplate
 
 CHECKED = 48
 """Symbols of a long way that are checked where there is budget to spare."""
@@ -46,26 +49,10 @@ HEALS = 2
 _DELIMITERS = frozenset(b',}]"')
 
 
-class Source(Protocol):
-    """The compiled grammar that a closing belongs to."""
-
-    def own_bytes(self) -> Any:
-        """A matcher over bytes, at the beginning, that shares nothing with any other."""
-        ...
-
-    def spoil(self) -> None:
-        """A limit of the library was hit: what shares its lexer is of no more use to new outputs."""
-        ...
-
-    def broken(self, matcher: Any) -> GrammarError:
-        """The error for a matcher that hit a limit."""
-        ...
-
-
 class ByteClosing:
-    """A `Closing` over the byte vocabulary. Belongs to one request."""
+    """The same as a `CountedClosing`, by a search over bytes. Belongs to one request."""
 
-    def __init__(self, source: Source, search: Search, vocabulary: Vocabulary, matcher: Any, way: Way) -> None:
+    def __init__(self, source: LlgTemplate, search: Search, vocabulary: Vocabulary, matcher: Any, way: Way) -> None:
         """`matcher` (owned from here on, though others may share its lexer) stands where `way` begins."""
         self._source = source
         self._search = search
@@ -213,7 +200,7 @@ class ByteClosing:
         """
         left = len(way.symbols) - start
         sure = left <= CHECKED or at_most <= SPARE * left
-        if leads(self._matcher, self._tail(way, start) if sure else Tail(way.symbols[start : start + CHECKED])):
+        if leads(self._matcher, self._tail(way, start) if sure else way.symbols[start : start + CHECKED]):
             self._sure = sure
             return True
         return False
@@ -229,7 +216,7 @@ class ByteClosing:
             self._seek(way, 0, at_most)
 
     def _tail(self, way: Way, start: int) -> Tail:
-        return Tail([*way.symbols[start:], self._search.end])
+        return [*way.symbols[start:], self._search.end]
 
     def _joints(self, way: Way, begin: int) -> list[int]:
         """Places soon after `begin` where the known way may be met again: at its next delimiters."""

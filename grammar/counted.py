@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from asyncengine.grammar.closing import FAR, ByteClosing
 from asyncengine.grammar.prices import Prices, Segment
@@ -19,6 +19,9 @@ from asyncengine.grammar.tracker import MAX_STEPS, Leaf, Lost, Standing, Tracker
 from asyncengine.grammar.vocabulary import Vocabulary
 from asyncengine.grammar.walks import Effort
 from asyncengine.grammar.ways import UNREACHABLE
+
+if TYPE_CHECKING:
+    from asyncengine.grammar.llguidance_backend import LlgTemplate
 
 AHEAD = 64
 """Tokens of a way that are checked by the library."""
@@ -56,19 +59,16 @@ def unrolled(way: Iterable[Segment]) -> Iterator[int]:
     return (token for tokens, times in way for _ in range(times) for token in tokens)
 
 
-class Source(Protocol):
-    def new_matcher(self) -> Any:
-        """A matcher over the vocabulary, at the beginning; others may share its lexer."""
-        ...
-
-    def spoil(self) -> None: ...
-
-
 class CountedClosing:
-    """A `Closing`. Belongs to one request."""
+    """The nearest complete output known from where one output stands. Moves along with it; belongs to one request.
+
+    Invariant, here and of a `ByteClosing`: `cost` tokens, beginning with `first()`, lead to a complete output. It may
+    exceed the true minimum only where the grammar is too rich to search; where that hid any way at all from it, `cost`
+    is beyond all budgets and `first()` raises `GrammarError`.
+    """
 
     def __init__(
-        self, source: Source, counted: Counted, vocabulary: Vocabulary, searching: Callable[[], ByteClosing]
+        self, source: LlgTemplate, counted: Counted, vocabulary: Vocabulary, searching: Callable[[], ByteClosing]
     ) -> None:
         """`searching` makes what takes over, at the beginning of the output."""
         self._source = source
@@ -92,6 +92,7 @@ class CountedClosing:
 
     @property
     def cost(self) -> int:
+        """Tokens to a complete output, end-of-sequence not counted; 0 where the output may end here."""
         if self._other is not None:
             return self._other.cost
         if self._plan is not None:
@@ -99,6 +100,7 @@ class CountedClosing:
         return self._tracker.nearest(self._standing)[0]
 
     def first(self) -> int:
+        """The next token on the way; an end-of-sequence id where `cost` is 0."""
         if self._other is None and not self._planned():
             self._search(self._left)
         if self._other is not None:
@@ -106,6 +108,8 @@ class CountedClosing:
         return self._vocabulary.eos_ids[0] if self._next is None else self._next
 
     def advance(self, token: int, at_most: int) -> bool:
+        """Move past `token` if a completion of at most `at_most` tokens is known from there, or if there may be one and
+        `at_most` is far from 0. Else False, unmoved."""
         if self._other is not None:
             return self._other.advance(token, at_most)
         if token in self._vocabulary.eos_ids:

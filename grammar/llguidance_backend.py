@@ -26,7 +26,7 @@ from typing import Any
 import llguidance
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge
-from asyncengine.grammar.backend import Closing, JointFill, Mask
+from asyncengine.grammar.backend import JointFill, Mask
 from asyncengine.grammar.closing import ByteClosing
 from asyncengine.grammar.counted import AHEAD, Counted, CountedClosing, unrolled
 from asyncengine.grammar.keywords import explain, summary
@@ -235,6 +235,8 @@ class LlgTemplate:
         return search, way
 
     def refine(self) -> None:
+        """Look for a shorter output: for a budget below `min_tokens`. Takes up to a tenth of a second. One thread at a
+        time; requests may be served meanwhile."""
         if self.refined:
             return
         if self._counted is not None:
@@ -266,7 +268,7 @@ class LlgTemplate:
         self.lanes.append(self.fresh_matcher())
         self.widening = False
 
-    def new_closing(self) -> Closing:
+    def new_closing(self) -> CountedClosing | ByteClosing:
         if self._counted is None:
             return self._searching()
         return CountedClosing(self, self._counted, self.backend.vocabulary, self._searching)
@@ -302,7 +304,7 @@ class LlgTemplate:
 
 
 class LlgState:
-    """A `State` over one `LLMatcher`."""
+    """The state of one output in its grammar, over one `LLMatcher`. One thread at a time."""
 
     def __init__(self, template: LlgTemplate, matcher: Any, lane: int = 0) -> None:
         self.template = template
@@ -318,6 +320,10 @@ class LlgState:
         return None if self._ends else self.template.backend.fill_all
 
     def fill(self, mask: Mask) -> None:
+        """Write every word of `mask`: the tokens that may come next, end-of-sequence ids where the output may end.
+
+        Raises `GrammarError` if the library gave up (a limit was hit).
+        """
         if self._ends:
             mask[:] = 0
             self._allow_ends(mask)
@@ -329,6 +335,7 @@ class LlgState:
             self._raise_if_broken()
 
     def consume(self, token: int) -> bool:
+        """Move past `token`. False, and nothing changed, if it is not allowed here. Raises as `fill`."""
         if token in self._vocabulary.eos_ids:
             if not (self._ends or self.matcher.is_accepting()):
                 return False
@@ -346,6 +353,7 @@ class LlgState:
         return bool(taken)
 
     def rollback(self, num_tokens: int) -> None:
+        """Undo the last `num_tokens` consumed, end-of-sequence included."""
         ends = min(num_tokens, self._ends)
         self._ends -= ends
         count = num_tokens - ends
@@ -356,6 +364,7 @@ class LlgState:
             del self._tokens[-count:]
 
     def forced(self) -> list[int]:
+        """Tokens that must come next, as the tokenizer itself would choose them; [] where there is a choice."""
         if self._ends or self.matcher.is_stopped():
             return []
         tokens = [int(token) for token in self.matcher.compute_ff_tokens()]

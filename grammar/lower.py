@@ -113,12 +113,7 @@ def inline_json(
     """
     node = dict(_object(schema if isinstance(schema, str) else canonical_json(schema), lenient, strict_formats))
     own = node.pop("x-guidance", None)
-    merged = {
-        **OPTIONS[whitespace],
-        **options,
-        **(own if isinstance(own, dict) else {}),
-        "lenient": lenient,
-    }
+    merged = {**OPTIONS[whitespace], **options, **(own if isinstance(own, dict) else {}), "lenient": lenient}
     return "%json " + canonical_json({"x-guidance": merged, **node})
 
 

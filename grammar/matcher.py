@@ -1,7 +1,7 @@
 """One request's grammar, as the engine sees it: masks, what a sampled token becomes, and whether the output is over.
 
 Contract line 15: a constrained output that ends for lack of budget is complete. Beside the grammar's state walks a
-`Closing`, a known way to a complete output. A sampled token from which that way would no longer fit into what is left
+closing, a known way to a complete output. A sampled token from which that way would no longer fit into what is left
 of the budget is not taken; the first token of the way is, in its place. So the way always fits, and the output is
 complete when the budget is spent. Where no way is known (a grammar too rich to search in time) nothing is steered: the
 output goes on as long as the budget is far from spent, and one that is not complete in the end is an error.
@@ -10,16 +10,20 @@ output goes on as long as the budget is far from spent, and one that is not comp
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from asyncengine.errors import GrammarError
-from asyncengine.grammar.backend import JointFill, Mask, State, Template
+from asyncengine.grammar.backend import JointFill, Mask
 from asyncengine.sampling_params import OnBudget
+
+if TYPE_CHECKING:
+    from asyncengine.grammar.llguidance_backend import LlgState, LlgTemplate
 
 
 class Matcher:
     """A `step.GrammarMatcher`. Used by one thread at a time: the one that runs the step its row is in."""
 
-    def __init__(self, template: Template, budget: int, on_budget: OnBudget) -> None:
+    def __init__(self, template: LlgTemplate, budget: int, on_budget: OnBudget) -> None:
         """`budget`: output tokens at most; for `on_budget="close"` no less than the template's `min_tokens`.
 
         Raises `GrammarError` if the template is broken.
@@ -42,7 +46,7 @@ class Matcher:
     def fill_all(masks: Mask, matchers: Mapping[int, Matcher]) -> dict[int, Exception]:
         """`fill_mask` of each matcher into masks[place], on all cores if its library can. Returns errors by place."""
         errors: dict[int, Exception] = {}
-        joint: dict[JointFill, dict[int, State]] = {}
+        joint: dict[JointFill, dict[int, LlgState]] = {}
         for place, matcher in matchers.items():
             if (fill := matcher._state.joint_fill) is not None:
                 joint.setdefault(fill, {})[place] = matcher._state

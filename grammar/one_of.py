@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncengine.errors import GrammarError, GrammarUnsupported
 from asyncengine.grammar.numbers import Numbers
-from asyncengine.grammar.schema_members import at, count_of, items_of, property_of
+from asyncengine.grammar.schema_members import at, bounds_of, items_of, property_of
 from asyncengine.grammar.schema_terms import MADE, Alternatives, Conjunction, Entry, Term
 
 MAX_DEPTH = 16
@@ -75,7 +75,7 @@ class Branches:
             case "integer" | "fraction":
                 return _no_number(term.numbers())
             case "array":
-                least = max((count_of(entry, "minItems") or 0 for entry in term.entries), default=0)
+                least, _ = bounds_of(term.entries, "minItems", "maxItems")
                 shapes = [items_of(entry) for entry in term.entries]
                 width = min(least, 1 + max((len(prefix) for prefix, _ in shapes), default=0))
                 items = [tuple(e for prefix, rest in shapes if (e := at(prefix, rest, i))) for i in range(width)]
@@ -91,9 +91,8 @@ class Branches:
 
 def _crossed(term: Term, low: str, high: str, applies: bool = True) -> bool:
     """The bounds of a count leave none."""
-    least = max((count_of(entry, low) or 0 for entry in term.entries), default=0)
-    tops = [top for entry in term.entries if (top := count_of(entry, high)) is not None]
-    return applies and any(top < least for top in tops)
+    least, most = bounds_of(term.entries, low, high)
+    return applies and most is not None and most < least
 
 
 def _no_number(numbers: Numbers) -> bool:

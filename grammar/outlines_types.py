@@ -9,7 +9,7 @@ something that cannot be part of it (a newline, a bracket).
 from __future__ import annotations
 
 import datetime
-from typing import Any
+from typing import Any, get_args
 
 from outlines.types import dsl
 
@@ -18,7 +18,7 @@ from asyncengine.grammar.formats import CLOCK, DATE
 from asyncengine.grammar.lark import ebnf_to_lark, literal, regex
 from asyncengine.grammar.lower import inline_json
 from asyncengine.grammar.numbers import WRITTEN_DIGITS
-from asyncengine.grammar.python_types import is_json, json_of, union_members
+from asyncengine.grammar.python_types import is_json, is_union, json_of
 from asyncengine.grammar.regexes import escaped, portable
 from asyncengine.grammar.schemas import schema_text
 from asyncengine.grammar.spec import Grammar
@@ -33,10 +33,9 @@ _TEXTS: dict[type, str] = {
     datetime.datetime: f"{DATE} {CLOCK}",
 }
 """Types whose terms in outlines match what Python does not read: 30 February, 24 o'clock, 10,000 digits. Read only."""
-_REPEATS = (
-    dsl.KleeneStar, dsl.KleenePlus, dsl.Optional, dsl.QuantifyExact, dsl.QuantifyMinimum, dsl.QuantifyMaximum,
-    dsl.QuantifyBetween,
-)  # fmt: skip
+_FIXED: dict[Any, Any] = {dsl.KleeneStar: (0, None), dsl.KleenePlus: (1, None), dsl.Optional: (0, 1)}
+"""Repetitions whose bounds their class says. Read only."""
+_REPEATS = (*_FIXED, dsl.QuantifyExact, dsl.QuantifyMinimum, dsl.QuantifyMaximum, dsl.QuantifyBetween)
 
 
 def term_grammar(term: Any) -> Grammar:
@@ -62,9 +61,8 @@ def term_grammar(term: Any) -> Grammar:
 
 def type_term(spec: Any) -> Any:
     """The term of a Python type: as outlines has it, but containers and models are JSON, alone and in unions."""
-    members = union_members(spec)
-    if members is not None:
-        return dsl.Alternatives([type_term(member) for member in members])
+    if is_union(spec):
+        return dsl.Alternatives([type_term(member) for member in get_args(spec)])
     if spec is None or spec is type(None):
         return dsl.Regex("None")
     if isinstance(spec, dsl.Term):
@@ -111,19 +109,10 @@ def _plain(term: Any, depth: int) -> Any:
 
 def _bounds(term: Any) -> tuple[int, int | None]:
     """The bounds of the number of times that a repeated term may occur."""
-    if isinstance(term, dsl.KleeneStar):
-        return 0, None
-    if isinstance(term, dsl.KleenePlus):
-        return 1, None
-    if isinstance(term, dsl.Optional):
-        return 0, 1
-    if isinstance(term, dsl.QuantifyExact):
-        return term.count, term.count
-    if isinstance(term, dsl.QuantifyMinimum):
-        return term.min_count, None
-    if isinstance(term, dsl.QuantifyMaximum):
-        return 0, term.max_count
-    return term.min_count, term.max_count
+    if (fixed := _FIXED.get(type(term))) is not None:
+        return fixed[0], fixed[1]
+    count = getattr(term, "count", None)
+    return getattr(term, "min_count", count or 0), getattr(term, "max_count", count)
 
 
 def _strings(term: Any) -> list[str] | None:

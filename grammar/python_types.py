@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Mapping
-from typing import Any, get_args, get_origin
+from typing import Any, get_origin
 
 from asyncengine.errors import GrammarError
 from asyncengine.grammar.schemas import annotation_schema, class_schema, is_typed_dict
@@ -46,12 +46,11 @@ def _mapping(spec: Mapping[Any, Any]) -> Grammar:
         return Grammar.json_object()
     if kind == "json_schema":
         inner = spec.get("json_schema")
-        schema = inner.get("schema") if isinstance(inner, Mapping) else None
-        if schema is None:
+        if not isinstance(inner, Mapping) or (schema := inner.get("schema")) is None:
             raise GrammarError(
                 "grammar", 'a response_format of type "json_schema" needs {"json_schema": {"schema": ...}}'
             )
-        return Grammar.json_schema(schema)
+        return Grammar.json_schema(schema, key_order=inner.get("key_order") or "schema")
     if kind == "text":
         raise GrammarError("grammar", 'response_format {"type": "text"} asks for no grammar: pass None')
     if kind == "structural_tag":
@@ -83,10 +82,10 @@ def is_json(spec: Any) -> bool:
     if isinstance(spec, type) and get_origin(spec) is None:
         model = hasattr(spec, "model_json_schema") or (hasattr(spec, "__fields__") and hasattr(spec, "schema"))
         return model or dataclasses.is_dataclass(spec) or spec in (list, tuple, dict, set, frozenset)
-    return isinstance(get_origin(spec), type) and not _is_union(spec)
+    return isinstance(get_origin(spec), type) and not is_union(spec)
 
 
-def _is_union(spec: Any) -> bool:
+def is_union(spec: Any) -> bool:
     import typing
 
     return get_origin(spec) is typing.Union or isinstance(spec, types.UnionType)
@@ -121,8 +120,3 @@ def arguments_schema(function: Any) -> dict[str, Any]:
         return closed(pydantic.create_model(name, **fields).model_json_schema())
     except Exception as error:
         raise GrammarError("grammar", f"no schema for the arguments of {name}: {str(error)[:120]}") from error
-
-
-def union_members(spec: Any) -> tuple[Any, ...] | None:
-    """The members of a `Union`; None if it is none."""
-    return get_args(spec) if _is_union(spec) else None

@@ -88,11 +88,7 @@ def searched(pattern: str, anything: str) -> str:
 
 def unsupported_feature(pattern: str) -> str | None:
     """The first construct in `pattern` that no automaton has, by name; None if there is none."""
-    for match in _TOKEN.finditer(pattern):
-        name = _refused(match.lastgroup or "", match.group())
-        if name is not None:
-            return name
-    return None
+    return next(filter(None, (_refused(part.lastgroup or "", part.group()) for part in _TOKEN.finditer(pattern))), None)
 
 
 def escaped(text: str) -> str:

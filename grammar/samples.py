@@ -10,7 +10,7 @@ import string
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from asyncengine.grammar.schemas import schemas_of
+from asyncengine.grammar.schemas import schemas_of, subschemas
 from asyncengine.grammar.spec import Grammar
 
 sre: Any = importlib.import_module("re._parser")
@@ -85,20 +85,13 @@ def suffixes(text: str) -> list[str]:
 
 def pattern_samples(schema: Any) -> Iterator[str]:
     """Samples of every pattern in a schema, in its order."""
-    pending = [schema]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, list):
-            pending += reversed(node)
-        elif isinstance(node, dict):
-            pending += reversed(node.values())
-            patterns = [node.get("pattern"), *(node.get("patternProperties") or ())]
-            for pattern in patterns:
-                if isinstance(pattern, str):
-                    yield from samples(pattern)
-            if isinstance(node.get("allOf"), list):  # one after the other they may match all at once
-                parts = [part.get("pattern") for part in node["allOf"] if isinstance(part, dict)]
-                yield "".join(text for part in parts if isinstance(part, str) for text in samples(part)[:1])
+    for _, node in subschemas(schema):
+        for pattern in (node.get("pattern"), *(node.get("patternProperties") or ())):
+            if isinstance(pattern, str):
+                yield from samples(pattern)
+        if isinstance(node.get("allOf"), list):  # one after the other they may match all at once
+            parts = [part.get("pattern") for part in node["allOf"] if isinstance(part, dict)]
+            yield "".join(text for part in parts if isinstance(part, str) for text in samples(part)[:1])
 
 
 def _variants(parsed: Any) -> Iterator[str]:

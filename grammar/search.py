@@ -44,13 +44,7 @@ class Found(NamedTuple):
 class Search:
     """Finds completions of one grammar's states. Several threads may share it."""
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        exits: Sequence[bytes] = (),
-        *,
-        prose: bool = False,
-    ) -> None:
+    def __init__(self, vocabulary: Vocabulary, exits: Sequence[bytes] = (), *, prose: bool = False) -> None:
         """`exits`: texts that may end a free text (`samples.ways_out`). `prose`: as for `preferred`."""
         self.end = 256 + len(vocabulary.marks)
         """The symbol that ends an output."""
@@ -104,7 +98,7 @@ class Search:
         walk = self.find(matcher, limit, effort).walk
         best = None if walk is None else walk.symbols
         for way in self._ways_out:
-            if (best is None or len(way) < len(best)) and leads(matcher, Tail([*way, self.end])):
+            if (best is None or len(way) < len(best)) and leads(matcher, [*way, self.end]):
                 best = list(way)
         done = 0
         while best is not None and done < len(best) and effort.left > 0:

@@ -14,11 +14,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from asyncengine.config import GrammarSettings
 from asyncengine.errors import BudgetTooSmall, EngineClosed, GrammarError, GrammarTimeout, QueueFull
-from asyncengine.grammar.backend import Template
 from asyncengine.grammar.cache import TemplateCache
 from asyncengine.grammar.interface import GrammarDone, GrammarOrder
 from asyncengine.grammar.limits import check_limits
@@ -29,15 +28,8 @@ from asyncengine.grammar.validation import text_check
 from asyncengine.sampling_params import OnBudget
 from asyncengine.step import GrammarMatcher
 
-
-class Backend(Protocol):
-    """Compiles grammars for one vocabulary, on any thread."""
-
-    def compile(self, grammar: Grammar, timeout: float) -> Template:
-        """Blocking. Raises subclasses of `GrammarError`."""
-        ...
-
-    def close(self) -> None: ...
+if TYPE_CHECKING:
+    from asyncengine.grammar.llguidance_backend import LlgTemplate, LlguidanceBackend
 
 
 @dataclass(slots=True)
@@ -62,11 +54,11 @@ class _Job:
 class GrammarService:
     """A `GrammarCompiler`. `start` and `cancel` are called on the engine's loop, `check` from any thread."""
 
-    def __init__(self, make: Callable[[], Backend], config: GrammarSettings) -> None:
+    def __init__(self, make: Callable[[], LlguidanceBackend], config: GrammarSettings) -> None:
         """`make` returns the grammar library; it is called at first use."""
         self._make = make
         self._config = config
-        self._backend: Backend | None = None
+        self._backend: LlguidanceBackend | None = None
         self._cache = TemplateCache(int(config.grammar_cache_memory))
         self._jobs: dict[str, _Job] = {}
         self._job_of: dict[int, _Job] = {}
@@ -144,7 +136,7 @@ class GrammarService:
         if job.begun:
             waiter.alarm = waiter.loop.call_later(self._config.grammar_timeout, self._time_out, ticket)
 
-    def _begin(self, job: _Job) -> Template | GrammarError | None:
+    def _begin(self, job: _Job) -> LlgTemplate | GrammarError | None:
         """From now on its waiters' clocks run. What the cache has meanwhile."""
         with self._lock:
             job.begun = True
@@ -185,7 +177,7 @@ class GrammarService:
 
     def _run(self, job: _Job, spec: Grammar) -> None:
         known = self._begin(job)
-        outcome: Template | Exception
+        outcome: LlgTemplate | Exception
         try:
             if known is None or isinstance(known, GrammarError):
                 known = self._library().compile(spec, self._config.grammar_timeout)
@@ -212,7 +204,7 @@ class GrammarService:
                     waiter.loop.call_soon_threadsafe(waiter.alarm.cancel)
             waiter.done(ticket, _outcome(outcome, waiter.order))
 
-    def _library(self) -> Backend:
+    def _library(self) -> LlguidanceBackend:
         with self._lock:
             if self._backend is None:
                 self._backend = self._make()
@@ -236,7 +228,7 @@ class GrammarService:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _outcome(compiled: Template | Exception, order: GrammarOrder) -> GrammarMatcher | Exception:
+def _outcome(compiled: LlgTemplate | Exception, order: GrammarOrder) -> GrammarMatcher | Exception:
     """The result of a compilation for one of its waiters."""
     if isinstance(compiled, Exception):
         return _again(compiled)
@@ -247,12 +239,12 @@ def _outcome(compiled: Template | Exception, order: GrammarOrder) -> GrammarMatc
         return error
 
 
-def _wants_shorter(template: Template, order: GrammarOrder) -> bool:
+def _wants_shorter(template: LlgTemplate, order: GrammarOrder) -> bool:
     """The budget is below the shortest output known so far, and nobody has looked for a shorter one yet."""
     return not template.refined and order.on_budget != "truncate" and order.budget < template.min_tokens
 
 
-def _check_budget(template: Template, budget: int, on_budget: OnBudget) -> None:
+def _check_budget(template: LlgTemplate, budget: int, on_budget: OnBudget) -> None:
     needed = template.min_tokens
     if on_budget != "truncate" and budget < needed:
         raise BudgetTooSmall(

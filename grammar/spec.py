@@ -16,6 +16,8 @@ Unsupported = Literal["error", "ignore", "validate"]
 Formats = Literal["known", "strict"]
 KeyOrder = Literal["schema", "any"]
 Backend = Literal["auto", "llguidance"]
+_OPTIONS = ("kind", "whitespace", "unsupported", "backend", "formats", "key_order")
+_KNOWN = dict(zip(_OPTIONS, map(get_args, (Kind, Whitespace, Unsupported, Backend, Formats, KeyOrder)), strict=True))
 
 KEY_VERSION = 4
 """Goes into `Grammar.key`; raise it when the same text comes to mean something else."""
@@ -54,12 +56,9 @@ class Grammar:
     more than 58 declared keys keep the schema's, and so do those that `minProperties` or `maxProperties` bounds."""
 
     def __post_init__(self) -> None:
-        _one_of("kind", self.kind, get_args(Kind))
-        _one_of("whitespace", self.whitespace, get_args(Whitespace))
-        _one_of("unsupported", self.unsupported, get_args(Unsupported))
-        _one_of("backend", self.backend, get_args(Backend))
-        _one_of("formats", self.formats, get_args(Formats))
-        _one_of("key_order", self.key_order, get_args(KeyOrder))
+        for name, known in _KNOWN.items():
+            if (value := getattr(self, name)) not in known:
+                raise GrammarError(name, f"must be one of {', '.join(map(repr, known))}", value)
         check_text(self.text)
 
     @property
@@ -219,11 +218,6 @@ class Grammar:
         from asyncengine.grammar.python_types import grammar_of
 
         return grammar_of(spec)
-
-
-def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise GrammarError(name, f"must be one of {', '.join(map(repr, known))}", value)
 
 
 def check_text(text: object) -> None:

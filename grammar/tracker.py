@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from asyncengine.grammar.prices import Piece, Prices, Segment
 from asyncengine.grammar.search import Search
 from asyncengine.grammar.shapes import Chain, Either, Later, Letters, Literal, Named, Opaque, Shape, Times, Unordered
-from asyncengine.grammar.walks import Effort, Tail, leads
+from asyncengine.grammar.walks import Effort, leads
 from asyncengine.grammar.ways import UNREACHABLE
 
 MAX_STEPS = 20_000
@@ -91,7 +91,7 @@ class Inside:
     def _found(self) -> bytes | None:
         copy = self._matcher.deep_copy()
         for guess in self._guesses:
-            if leads(copy, Tail([*guess, self._leaf.search.end])):
+            if leads(copy, [*guess, self._leaf.search.end]):
                 return guess
         walk = self._leaf.search.find(copy, LEAF_EFFORT, Effort(LEAF_EFFORT)).walk
         return None if walk is None else bytes(walk.symbols)

@@ -46,10 +46,8 @@ class Effort:
         self.left += part.left
 
 
-class Tail(NamedTuple):
-    """A known way, or its beginning. Where it is whole it ends in the end of sequence."""
-
-    symbols: list[int]
+Tail = list[int]
+"""A known way, or its beginning. Where it is whole it ends in the end of sequence."""
 
 
 class Walk(NamedTuple):
@@ -236,8 +234,7 @@ class Walker:
 
 def leads(matcher: Any, tail: Tail) -> bool:
     """`tail` can be followed from where `matcher` stands."""
-    symbols = tail.symbols
-    return bool(symbols) and bool(matcher.validate_tokens(symbols) == len(symbols))
+    return bool(tail) and bool(matcher.validate_tokens(tail) == len(tail))
 
 
 class _Place:

@@ -25,6 +25,8 @@ MAX_LISTED = 1000
 """Multiples within bounds that are listed one by one."""
 MAX_ENDINGS = 1000
 """Last digits that make a number a multiple."""
+FRACTION = r"-?(?:0|[1-9][0-9]{0,7})\.[0-9]{0,6}[1-9]"
+"""Numbers that are not whole, nor are they as doubles."""
 SAFE = 2**53
 """Integers up to here reach the grammar library as they are."""
 LIBRARY_END = 10**18

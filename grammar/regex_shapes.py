@@ -26,10 +26,7 @@ from asyncengine.grammar.shapes import (
 
 _PLAIN_FLAGS = re.UNICODE.value | re.DOTALL.value
 _NEWLINE = [(10, 10)]
-_CATEGORIES: dict[str, Ranges] = {
-    "WORD": [(48, 57), (65, 90), (95, 95), (97, 122)],
-    "SPACE": [(9, 13), (32, 32)],
-}
+_CATEGORIES: dict[str, Ranges] = {"WORD": [(48, 57), (65, 90), (95, 95), (97, 122)], "SPACE": [(9, 13), (32, 32)]}
 """ASCII only, and what is not in them likewise: an output with others of their kind is not followed. Read only."""
 _ASCII = [(0, 127)]
 RAW: Ranges = [(32, 33), (35, 91), (93, 126), (128, MAX_CODE)]

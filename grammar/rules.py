@@ -152,6 +152,12 @@ class Rules:
         return dict.fromkeys((name for name in names if waiting[name]), True)
 
 
+def repeat(rule: str, least: int, most: int | None, taken: int) -> list[Symbol]:
+    """`rule` from `least` times on, `most` being the limit of a list that has `taken` already."""
+    top = None if most is None else most - taken
+    return [] if top is not None and top <= 0 else [Repeat(rule, least, top)]
+
+
 def _rules(symbol: Symbol) -> tuple[str, ...]:
     """Rules that it mentions."""
     if isinstance(symbol, Members):
@@ -167,7 +173,7 @@ def _needed(symbol: Symbol) -> tuple[str, ...]:
 
 
 def _possible(symbol: Symbol, ends: Container[str]) -> Symbol | None:
-    """What is left of it when only rules in `ends` are possible; None for a repetition that comes no times."""
+    """The part of it that is left when only rules in `ends` are possible; None for a repetition that comes no times."""
     if isinstance(symbol, Members):
         free = symbol.free if symbol.free in ends else None
         return symbol._replace(pairs=tuple(pair for pair in symbol.pairs if pair in ends), free=free)

@@ -18,12 +18,26 @@ from asyncengine.grammar.schema_terms import Entry, Term
 from asyncengine.grammar.schemas import escape
 
 LENGTHS = ("minLength", "maxLength")
+ARRAY = (
+    "items", "prefixItems", "additionalItems", "minItems", "maxItems", "contains", "minContains", "maxContains",
+    "uniqueItems",
+)  # fmt: skip
+OBJECT = (
+    "properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties",
+    "propertyNames", "unlisted",
+)  # fmt: skip
+LEAF_OPTIONS = ("json_allowed_escapes", "json_allow_general_unicode_escapes", "lenient")
+"""Options of llguidance that say something about a string."""
 STRING = (*LENGTHS, "pattern", "format", "enum", "const")
 
 KEY = r'"(?:[^"\\\x00-\x1f\x7f]|\\["\\bfnrt])*"'
 """An undeclared key: one spelling for each, so that no declared key passes for one."""
 PLAIN_KEY = r'"[^"\\\x00-\x1f\x7f]*"'
 """A key that a pattern is matched against: no escapes."""
+
+
+def key_text(key: str) -> str:
+    return literal(json.dumps(key, ensure_ascii=False))
 
 
 def count_of(entry: Entry, key: str) -> int | None:

@@ -18,10 +18,13 @@ from typing import Any
 from asyncengine.errors import GrammarImpossible, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar.canonical import canonical_json
 from asyncengine.grammar.lark import literal, regex
-from asyncengine.grammar.numbers import KEYWORDS
+from asyncengine.grammar.numbers import FRACTION, KEYWORDS
 from asyncengine.grammar.one_of import Branches
-from asyncengine.grammar.rules import MAX_KEYS, MAX_RULES, Members, Repeat, Rules, Symbol
+from asyncengine.grammar.rules import MAX_KEYS, MAX_RULES, Members, Rules, Symbol, repeat
 from asyncengine.grammar.schema_members import (
+    ARRAY,
+    LEAF_OPTIONS,
+    OBJECT,
     STRING,
     Texts,
     at,
@@ -29,6 +32,7 @@ from asyncengine.grammar.schema_members import (
     contradictory,
     count_of,
     items_of,
+    key_text,
     of_patterns,
     property_of,
     written,
@@ -36,16 +40,6 @@ from asyncengine.grammar.schema_members import (
 from asyncengine.grammar.schema_terms import MADE, Alternatives, Conjunction, Entry, Term
 from asyncengine.grammar.schemas import escape
 
-ARRAY = (
-    "items", "prefixItems", "additionalItems", "minItems", "maxItems", "contains", "minContains", "maxContains",
-    "uniqueItems",
-)  # fmt: skip
-OBJECT = (
-    "properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties",
-    "propertyNames", "unlisted",
-)  # fmt: skip
-LEAF_OPTIONS = ("json_allowed_escapes", "json_allow_general_unicode_escapes", "lenient")
-"""Options of llguidance that say something about a string."""
 MAX_PREFIX = 500
 """Items with a schema of their own."""
 MAX_STATES = 4096
@@ -54,8 +48,6 @@ MAX_SET = 64
 """Values of a list whose items differ: so many are told apart by llguidance's parameters."""
 MAX_TOGETHER = 3
 """Patterns of names that may hold together."""
-FRACTION = r"-?(?:0|[1-9][0-9]{0,7})\.[0-9]{0,6}[1-9]"
-"""Numbers that are not whole, nor are they as doubles."""
 Member = tuple[str, bool]
 """(rule of one member, or of all undeclared ones; needed)"""
 
@@ -215,9 +207,9 @@ class _Builder:
             return
         if width == 0:
             more = self.rules.new([*self._comma, rest])
-            self.rules.add(name, [*open_, rest, *_repeat(more, max(0, least - 1), most, 1), *close])
+            self.rules.add(name, [*open_, rest, *repeat(more, max(0, least - 1), most, 1), *close])
             return
-        tail: list[Symbol] = _repeat(self.rules.new([*self._comma, rest]), max(0, least - width), most, width)
+        tail: list[Symbol] = repeat(self.rules.new([*self._comma, rest]), max(0, least - width), most, width)
         for index in range(width - 1, 0, -1):
             here = self.rules.new()
             if index >= least:
@@ -314,7 +306,7 @@ class _Builder:
         for key in dict.fromkeys(keys):
             value = tuple(child for entry in entries for child in property_of(entry, key))
             if named is None or any(texts.hold(key) for _, texts in named):
-                pairs[key] = self.rules.shared([_text(key), *self._colon, self.node(value)])
+                pairs[key] = self.rules.shared([key_text(key), *self._colon, self.node(value)])
             elif key in required:
                 return
         least, most = bounds_of(entries, "minProperties", "maxProperties")
@@ -352,7 +344,7 @@ class _Builder:
         if free is not None and most != 0:
             if (key := (free, low, most)) not in self._tails:
                 more = self.rules.new([*self._comma, free])
-                self._tails[key] = self.rules.new([free, *_repeat(more, max(0, low - 1), most, 1)])
+                self._tails[key] = self.rules.new([free, *repeat(more, max(0, low - 1), most, 1)])
             members = [*members, (self._tails[key], low > 0)]
         if members:
             self.rules.add(name, ['"{"', *self._blank, self._some(members), *self._blank, '"}"'])
@@ -398,7 +390,7 @@ class _Builder:
                 if free is not None and not full:
                     more = self.rules.new([*self._comma, free])
                     left = None if most is None else most - count
-                    self.rules.add(rule, [*comma, free, *_repeat(more, max(0, low - 1), left, 1)])
+                    self.rules.add(rule, [*comma, free, *repeat(more, max(0, low - 1), left, 1)])
             following = here
         return following[0]
 
@@ -455,14 +447,4 @@ class _Builder:
         return found if self.rules.alternatives[found] else None
 
 
-def _text(key: str) -> str:
-    return literal(json.dumps(key, ensure_ascii=False))
-
-
 _SAYING = (*KEYWORDS, *STRING, *ARRAY, *OBJECT, "type")
-
-
-def _repeat(rule: str, least: int, most: int | None, taken: int) -> list[Symbol]:
-    """`rule` from `least` times on, `most` being the limit of a list that has `taken` already."""
-    top = None if most is None else most - taken
-    return [] if top is not None and top <= 0 else [Repeat(rule, least, top)]

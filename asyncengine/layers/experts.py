@@ -8,7 +8,7 @@ order in which it chose them, in float32, whatever rows are beside it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,13 +16,10 @@ import torch
 
 from asyncengine.layers.expert_matrices import ExpertMatrices, grouped_weight, product_of
 from asyncengine.layers.kernels import ACTIVATIONS
-from asyncengine.layers.linear import Linear, Part
-from asyncengine.layers.mlp import MLP, MLPConfig, clamped
+from asyncengine.layers.mlp import clamped
 from asyncengine.layers.options import LayerOptions
-from asyncengine.layers.routing import Router, RouterConfig
 from asyncengine.layers.sharded import Ranks
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.step import RowAdapters
 from asyncengine.layers.stored import RowRange, StoredMatrix, dense
 from asyncengine.layers.weight_forms import DenseWeight, WeightForm
 
@@ -345,119 +342,3 @@ def _grouped(options: LayerOptions, config: ExpertsConfig, up: ExpertMatrices, d
     within = config.gated and config.activation == "silu" and config.bias is None
     first, second = ExpertWeights(found[0], up.bias), ExpertWeights(found[1], down.bias)
     return partial(mix, up=first, down=second, activation=None if within else gate, experts=config.experts)
-
-
-def _adding(options: LayerOptions) -> Any:
-    """`kernels.cpu.scaling.add_gated`, where there are such kernels."""
-    if options.kernels.name != "compiled":
-        return None
-    from asyncengine.kernels.cpu.scaling import add_gated
-
-    return add_gated
-
-
-@dataclass(frozen=True, slots=True)
-class LatentExpertsConfig:
-    """Two products around the routed experts, of a checkpoint's names (Nemotron 3 Super)."""
-
-    width: int
-    """Numbers of a row that experts read and give."""
-    before: str
-    behind: str
-    bias: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class MoEConfig:
-    """A layer's mixture: a router, its experts, and what all rows go through beside them."""
-
-    router: RouterConfig
-    experts: ExpertsConfig
-    shared: MLPConfig | None = None
-    """Experts that every row goes to, as one feed-forward part."""
-    shared_gate: str | None = None
-    """The checkpoint's name of a row: shared experts' output is multiplied by the sigmoid of its product (Qwen 2)."""
-    scales_inputs: bool = False
-    """A weight multiplies what its expert reads, not what it gives (Llama 4)."""
-    aliases: tuple[tuple[str, str], ...] = field(default=())
-    """(checkpoint's name, another one) of further tensors (`save_original_format=False`)."""
-    latent: LatentExpertsConfig | None = None
-    """Experts read and give vectors of another width."""
-
-
-class SparseMLP:
-    """x [rows, width] -> [rows, width]: the experts of each row, and those that all rows share."""
-
-    def __init__(self, options: LayerOptions, config: MoEConfig, prefix: str, width: int) -> None:
-        self.config, self._prefix = config, prefix
-        self.router = Router(options, config.router, prefix, width, config.shared_gate)
-        self.latent: list[Linear] = []
-        """Projections before the experts and behind them."""
-        if (latent := config.latent) is not None:
-            before, behind = Part(prefix + latent.before, latent.width), Part(prefix + latent.behind, width)
-            self.latent = [
-                Linear(options, [before], width, bias=latent.bias),
-                Linear(options, [behind], latent.width, bias=latent.bias),
-            ]
-        self.experts = Experts(options, config.experts, prefix, width if latent is None else latent.width)
-        self.shared = None if config.shared is None else MLP(options, config.shared, prefix, width)
-        self._kernels, self._add_gated = options.kernels, _adding(options)
-
-    def __call__(self, x: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
-        chosen, weights, gate = self.router(x)
-        y = x if not self.latent else self.latent[0](x, adapters)
-        y = self._scaled(y, chosen, weights) if self.config.scales_inputs else self.experts(y, chosen, weights)
-        if self.latent:
-            y = self.latent[1](y, adapters)
-        if self.shared is None:
-            return y
-        shared = self.shared(x, adapters)
-        if gate is None:
-            return self._kernels.add(y, shared)
-        if self._add_gated is not None:
-            added: torch.Tensor = self._add_gated(y, shared, gate)
-            return added
-        return torch.addcmul(y.float(), shared.float(), gate.sigmoid()[:, None]).to(x.dtype)
-
-    def chosen(self, _: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """The experts of each row of x, int64 [rows, experts of a row], best first."""
-        return self.router(x)[0]
-
-    def _scaled(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Each (row, expert) pair as a row of its own, which has one expert."""
-        count = chosen.shape[1]
-        pairs = (x[:, None] * weights[..., None]).to(x.dtype).flatten(0, 1)
-        y = self.experts(pairs, chosen.view(-1, 1), torch.ones_like(weights).view(-1, 1))
-        return y if count == 1 else y.view(len(x), count, x.shape[1]).float().sum(1).to(x.dtype)
-
-    @property
-    def adds_gated(self) -> bool:
-        """Whether a compiled kernel adds what all rows share, times their gates."""
-        return self._add_gated is not None and self.config.shared_gate is not None
-
-    def linears(self) -> list[Linear]:
-        """Linears that adapters may change: none of the experts' own."""
-        return self.latent if self.shared is None else [*self.latent, *self.shared.linears()]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of everything outside its linears."""
-        return self.router.nbytes + self.experts.nbytes
-
-    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """Tensors of the checkpoint that it takes, by name."""
-        yield from self.router.slots()
-        yield from self.experts.slots()
-        for product in self.latent:
-            yield from product.slots()
-        if self.shared is not None:
-            yield from self.shared.slots()
-
-    def other_slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """Other names of the same; each slot says which it stands for."""
-        if not self.config.experts.only_stacked:
-            yield from self.experts.stacked_slots()
-        own = dict(self.slots()) if self.config.aliases else {}
-        for name, other in self.config.aliases:
-            slot = own[self._prefix + name]
-            yield self._prefix + other, replace(slot, replaces=(self._prefix + name,))

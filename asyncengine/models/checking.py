@@ -9,7 +9,7 @@ import torch
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound, UnsupportedModel
-from asyncengine.models.decoder import DecoderConfig, has_chunks
+from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families import MULTIMODAL, NATIVE
 from asyncengine.models.formats import CheckpointSource, first_line
 from asyncengine.models.kinds import not_causal
@@ -57,7 +57,7 @@ def check_config(hf_config: Any, checkpoint: CheckpointSource, described: Decode
     family = hf_config.model_type
     native = described is not None
     keeps_states = described is not None and any(layer.state is not None for layer in described.layers)
-    chunks = has_chunks(described)
+    chunks = _has_chunks(described)
     if not native:
         _check_family(hf_config, checkpoint)
     kinds = sorted({stored.kind for stored in checkpoint.tensors.values() if stored.quantized})
@@ -139,3 +139,9 @@ def _only_attends(text_config: Any) -> bool:
 
 def _keeps_state(family: str) -> UnsupportedModel:
     return UnsupportedModel(f"family {family!r} keeps recurrent state (Mamba or linear attention)")
+
+
+def _has_chunks(described: DecoderConfig | None) -> bool:
+    """Whether layers of it see their own chunk of positions and none before it."""
+    layers = () if described is None else described.layers
+    return any(getattr(layer.attention, "chunk", None) is not None for layer in layers)

@@ -18,7 +18,6 @@ import torch
 from asyncengine.attention.base import LayerSpec
 from asyncengine.layers.attention import Attention, AttentionConfig
 from asyncengine.layers.embedding import Embedding, LMHead
-from asyncengine.layers.experts import MoEConfig, SparseMLP
 from asyncengine.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from asyncengine.layers.layer_inputs import LayerInput, LayerInputConfig, LayerInputs
 from asyncengine.layers.linear import Linear, Part
@@ -31,6 +30,7 @@ from asyncengine.layers.rotary import Angles, Rotary, RotaryConfig
 from asyncengine.layers.sharded import own_form
 from asyncengine.layers.side_experts import SideExperts, SideExpertsConfig
 from asyncengine.layers.slots import TensorSlot
+from asyncengine.layers.sparse_mlp import MoEConfig, SparseMLP
 from asyncengine.layers.states import StateConfig, StateSpec
 from asyncengine.layers.step import NO_IMAGES, StepContext
 
@@ -98,12 +98,6 @@ class DecoderConfig:
     """Logits become cap * tanh(logits / cap) (Gemma 2)."""
     ignored: tuple[str, ...] = field(default=())
     """Regular expressions of tensors that checkpoints of this family have and nobody needs."""
-
-
-def has_chunks(described: DecoderConfig | None) -> bool:
-    """Whether layers of it see their own chunk of positions and none before it."""
-    layers = () if described is None else described.layers
-    return any(getattr(layer.attention, "chunk", None) is not None for layer in layers)
 
 
 class DecoderLayer:

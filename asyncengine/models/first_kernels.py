@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from asyncengine.kernels.compile_ahead import called, named
-from asyncengine.layers.experts import SparseMLP
 from asyncengine.layers.mlp import MLP
 from asyncengine.layers.norm import Norm
 from asyncengine.layers.sharded import own_form
+from asyncengine.layers.sparse_mlp import SparseMLP
 from asyncengine.layers.stored_weight import SideBySide
 from asyncengine.layers.weight_forms import PackedWeight, PanelWeight, RowMajorWeight, WeightForm
 from asyncengine.models.decoder import Decoder, DecoderLayer

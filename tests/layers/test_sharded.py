@@ -16,10 +16,10 @@ pytest.importorskip("numba")
 from asyncengine.device import shared_gather
 from asyncengine.layers.embedding import Embedding, LMHead
 from asyncengine.layers.experts import ExpertsConfig as Config
-from asyncengine.layers.experts import MoEConfig, SparseMLP
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.routing import RouterConfig
 from asyncengine.layers.sharded import ShardedWeight, cut_rows
+from asyncengine.layers.sparse_mlp import MoEConfig, SparseMLP
 from asyncengine.layers.stored import StoredForm
 
 pytestmark = pytest.mark.skipif(shared_gather.missing() is not None, reason=str(shared_gather.missing()))

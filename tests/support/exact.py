@@ -19,10 +19,11 @@ TEMPERATURE = 0.7
 KINDS: dict[str, Callable[[], Any]] = {
     "qwen3": FAMILIES["qwen3"], "llama": FAMILIES["llama3.1-rope"],
     "gemma2": changed("gemma2", hidden_size=WHOLE, intermediate_size=96), "qwen3moe": FAMILIES["qwen3moe"],
-    "gemma3": changed("gemma3", hidden_size=WHOLE, intermediate_size=96), "qwen3.5": FAMILIES["qwen3.5"], "mixtral": changed("mixtral", hidden_size=WHOLE),
-    "gpt-oss": changed("gpt-oss", hidden_size=WHOLE),
+    "gemma3": changed("gemma3", hidden_size=WHOLE, intermediate_size=96), "qwen3.5": FAMILIES["qwen3.5"],
+    "mixtral": changed("mixtral", hidden_size=WHOLE), "gpt-oss": changed("gpt-oss", hidden_size=WHOLE),
 }  # fmt: skip
-"""qwen3 is tied, gemma2 has a bound of logits, both gemmas windows, qwen3moe, mixtral and gpt-oss experts, qwen3.5 states."""
+"""qwen3 is tied, gemma2 has a bound of logits, both gemmas windows, qwen3moe, mixtral and gpt-oss experts, qwen3.5
+states."""
 
 
 def exact_folder(kind: str, dtype: str, folder: Path) -> Path:

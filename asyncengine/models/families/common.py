@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.layers.attention import AttentionConfig
-from asyncengine.layers.experts import MoEConfig
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.rotary import RotaryConfig
+from asyncengine.layers.sparse_mlp import MoEConfig
 from asyncengine.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.models.families.frequencies import SCALED, plain
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from asyncengine.layers.experts import ExpertsConfig, MoEConfig
+from asyncengine.layers.experts import ExpertsConfig
 from asyncengine.layers.routing import RouterConfig
+from asyncengine.layers.sparse_mlp import MoEConfig
 from asyncengine.models.config import Defaults, ModelConfig
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import alternate, llama_like, windows_of

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from asyncengine.layers.experts import ExpertsConfig, MoEConfig, Stacked
+from asyncengine.layers.experts import ExpertsConfig, Stacked
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.routing import RouterConfig
+from asyncengine.layers.sparse_mlp import MoEConfig
 from asyncengine.models.config import Defaults, ModelConfig
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import activation, layer_types_of, llama_like, rotary_of

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.errors import UnsupportedModel
-from asyncengine.layers.experts import ExpertsConfig, MoEConfig, Stacked
+from asyncengine.layers.experts import ExpertsConfig, Stacked
 from asyncengine.layers.kimi_delta import KimiDeltaConfig
 from asyncengine.layers.latent_attention import LatentAttentionConfig
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.routing import RouterConfig
+from asyncengine.layers.sparse_mlp import MoEConfig
 from asyncengine.models.config import ModelConfig
 from asyncengine.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.models.families.common import activation, layer_types_of

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from asyncengine.layers.experts import ExpertsConfig, MoEConfig, Stacked
+from asyncengine.layers.experts import ExpertsConfig, Stacked
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.routing import RouterConfig
 from asyncengine.layers.short_conv import ShortConvConfig
+from asyncengine.layers.sparse_mlp import MoEConfig
 from asyncengine.models.config import Defaults, ModelConfig
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import layer_types_of, llama_like

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from asyncengine.errors import UnsupportedModel
-from asyncengine.layers.experts import ExpertsConfig, MoEConfig
+from asyncengine.layers.experts import ExpertsConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.rotary import RotaryConfig
 from asyncengine.layers.routing import RouterConfig
+from asyncengine.layers.sparse_mlp import MoEConfig
 from asyncengine.models.config import Defaults, ModelConfig
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import activation, llama_like, rotary_of

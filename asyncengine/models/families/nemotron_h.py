@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from asyncengine.layers.attention import AttentionConfig
-from asyncengine.layers.experts import ExpertsConfig, LatentExpertsConfig, MoEConfig, Stacked
+from asyncengine.layers.experts import ExpertsConfig, Stacked
 from asyncengine.layers.mamba2 import Mamba2Config
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.routing import RouterConfig
+from asyncengine.layers.sparse_mlp import LatentExpertsConfig, MoEConfig
 from asyncengine.models.config import Defaults, ModelConfig
 from asyncengine.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.models.families.common import activation, head_dim_of, unknown_layers

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.errors import UnsupportedModel
-from asyncengine.layers.experts import ExpertsConfig, MoEConfig
+from asyncengine.layers.experts import ExpertsConfig
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.routing import RouterConfig
+from asyncengine.layers.sparse_mlp import MoEConfig
 from asyncengine.models.config import Defaults, ModelConfig
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import KINDS, activation, llama_like, windows_of

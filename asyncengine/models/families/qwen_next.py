@@ -6,11 +6,12 @@ from typing import Any
 
 from asyncengine.errors import UnsupportedModel
 from asyncengine.layers.attention import AttentionConfig
-from asyncengine.layers.experts import ExpertsConfig, MoEConfig
+from asyncengine.layers.experts import ExpertsConfig
 from asyncengine.layers.gated_delta import GatedDeltaConfig
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.routing import RouterConfig
+from asyncengine.layers.sparse_mlp import MoEConfig
 from asyncengine.models.config import Defaults, ModelConfig
 from asyncengine.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.models.families.common import activation, alternate, head_dim_of, layer_types_of, rotary_of

@@ -20,9 +20,10 @@ from support.layer_options import options
 from asyncengine.kernels.cuda import grouped_experts as kernels
 from asyncengine.layers import expert_matrices as layers
 from asyncengine.layers import routing
-from asyncengine.layers.experts import Experts, ExpertsConfig, MoEConfig, SparseMLP
+from asyncengine.layers.experts import Experts, ExpertsConfig
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.routing import RouterConfig
+from asyncengine.layers.sparse_mlp import MoEConfig, SparseMLP
 
 FLOAT, BRAIN, HALF = torch.float32, torch.bfloat16, torch.float16
 

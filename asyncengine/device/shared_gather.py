@@ -98,5 +98,5 @@ class SharedGather:
 
 
 def _gone(*arguments: int) -> int:
-    """What `meet` says where another rank is gone."""
+    """The answer of `meet` where another rank is gone."""
     return 0

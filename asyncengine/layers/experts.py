@@ -18,7 +18,7 @@ from asyncengine.layers.expert_matrices import ExpertMatrices, grouped_weight, p
 from asyncengine.layers.kernels import ACTIVATIONS
 from asyncengine.layers.mlp import clamped
 from asyncengine.layers.options import LayerOptions
-from asyncengine.layers.sharded import Ranks
+from asyncengine.layers.sharded import gather_experts, held_by, leave
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.stored import RowRange, StoredMatrix, dense
 from asyncengine.layers.weight_forms import DenseWeight, WeightForm
@@ -81,7 +81,7 @@ class Experts:
         number = _activation_number(options, config)
         self.ranks = options.ranks if options.ranks is not None and config.experts >= options.ranks.size else None
         """The processes that have some experts each; None: this one has all of them."""
-        self._held = _held(config.experts, self.ranks)
+        self._held = held_by(self.ranks, config.experts)
         options = options.alone
         up, down = _forms(options, config, prefix, width, self._held, compiled=number is not None)
         count, bias = len(self._held), config.bias is not None
@@ -99,7 +99,7 @@ class Experts:
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if self.ranks is not None:
-            return self._gathered(self.ranks, x.contiguous(), chosen.contiguous(), weights)
+            return gather_experts(self.ranks, self._make, x.contiguous(), chosen - self._held.start, weights)
         if self.kernel is None:
             made: torch.Tensor = (self._grouped or self._by_torch)(x, chosen, weights)
             return made
@@ -109,25 +109,6 @@ class Experts:
         for first in range(0, len(x), rows):
             part = slice(first, first + rows)
             self.kernel(x[part], chosen[part], weights[part], out[part])
-        return out
-
-    def _gathered(self, ranks: Ranks, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The same of experts that several processes have: what each makes of a row is exchanged, and then added up in
-        the order of the compiled kernel."""
-        count, width = chosen.shape[1], x.shape[1]
-        most = ranks.rows_at_once(count * width * x.itemsize)
-        out = torch.empty_like(x)
-        for first in range(0, len(x), most):
-            rows = slice(first, first + most)
-            pairs = chosen[rows].flatten()
-            made = ranks.place(len(pairs), width, x.dtype)
-            self._make(x[rows], pairs - self._held.start, made)
-            ranks.meet()
-            shares, values = weights[rows, :, None], made.view(-1, count, width)
-            total = values[:, 0].float() * shares[:, 0]
-            for place in range(1, count):
-                total += values[:, place].float() * shares[:, place]
-            out[rows] = total
         return out
 
     def _make(self, x: torch.Tensor, experts: torch.Tensor, made: torch.Tensor) -> None:
@@ -206,7 +187,7 @@ class Experts:
     def _slot(self, matrices: ExpertMatrices, expert: int, first: int, outputs: int) -> TensorSlot:
         if expert in self._held:
             return matrices.slot(expert - self._held.start, first, outputs)
-        return replace(matrices.slot(0, first, outputs), load=_leave, waits_with=None)
+        return replace(matrices.slot(0, first, outputs), load=leave, waits_with=None)
 
     def stacked_slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """The same by other names: one tensor for the experts together."""
@@ -252,17 +233,6 @@ class Experts:
             shape = (shape[0], shape[2], shape[1])
         takes, waiting = matrices.takes(first), matrices.forms[0].waiting
         return TensorSlot(shape, load, other_shape=turned_shape, replaces=names, takes=takes, waits_with=waiting)
-
-
-def _held(experts: int, ranks: Ranks | None) -> range:
-    """Numbers of the experts that are in this process."""
-    if ranks is None:
-        return range(experts)
-    return range(experts * ranks.rank // ranks.size, experts * (ranks.rank + 1) // ranks.size)
-
-
-def _leave(tensor: torch.Tensor | StoredMatrix) -> None:
-    """Load nothing: another process has that expert."""
 
 
 def _forms(

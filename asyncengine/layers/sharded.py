@@ -155,3 +155,36 @@ class ShardedWeight:
 def own_form(weight: WeightForm) -> WeightForm:
     """The form that this process multiplies by."""
     return weight.own if isinstance(weight, ShardedWeight) else weight
+
+
+def held_by(ranks: Ranks | None, experts: int) -> range:
+    """Numbers of the experts of a mixture that are in this process."""
+    if ranks is None:
+        return range(experts)
+    return range(experts * ranks.rank // ranks.size, experts * (ranks.rank + 1) // ranks.size)
+
+
+def leave(tensor: torch.Tensor | StoredMatrix) -> None:
+    """Load nothing: another process has it."""
+
+
+def gather_experts(
+    ranks: Ranks, make: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None], x: torch.Tensor,
+    chosen: torch.Tensor, weights: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """The sum [rows, width] of what the experts `chosen` [rows, k] make of x, times `weights` alike, in the order in
+    which the compiled kernel adds. `make(x, experts [pairs], made [pairs, width])` fills in what experts here make."""
+    count, width = chosen.shape[1], x.shape[1]
+    most, out = ranks.rows_at_once(count * width * x.itemsize), torch.empty_like(x)
+    for first in range(0, len(x), most):
+        rows = slice(first, first + most)
+        pairs = chosen[rows].flatten()
+        made = ranks.place(len(pairs), width, x.dtype)
+        make(x[rows], pairs, made)
+        ranks.meet()
+        shares, values = weights[rows, :, None], made.view(-1, count, width)
+        total = values[:, 0].float() * shares[:, 0]
+        for place in range(1, count):
+            total += values[:, place].float() * shares[:, place]
+        out[rows] = total
+    return out

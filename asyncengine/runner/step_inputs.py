@@ -14,7 +14,7 @@ from asyncengine.layers.step import StepImages
 
 
 class StepInputs(NamedTuple):
-    """What a forward pass is told beside the weights. T tokens, R rows, N rows of logits."""
+    """Everything that a forward pass is told beside the weights. T tokens, R rows, N rows of logits."""
 
     view: StepView
     """For the attention backend."""

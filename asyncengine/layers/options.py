@@ -94,7 +94,7 @@ class LayerOptions:
         return self._stored(paths, outputs, inputs, bounds) or self._plain(outputs, inputs, bounds)
 
     def _cuts(self, outputs: int, inputs: int, bounds: Sequence[int], paths: Sequence[str]) -> tuple[int, ...] | None:
-        """Where ranks cut a weight; None: each has all of it. The same in every rank: it follows from the whole."""
+        """Rows at which ranks cut a weight; None: each has all of it. It follows from the whole: all ranks agree."""
         if self.ranks is None:
             return None
         sizes = [last - first for first, last in zip([0, *bounds], [*bounds, outputs], strict=True)]

@@ -118,7 +118,7 @@ class ShardedWeight:
         return found
 
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
-        """As `WeightForm.logits`, in rank 0; elsewhere nothing in particular is in the result, which nobody reads."""
+        """Logits in rank 0; elsewhere nothing in particular is in the result, which nobody reads."""
         found = memory.take((len(x), self.outputs))
         added = None if bias is None else bias[self.first : self.last]
         for some in self._some(len(x), found.dtype):

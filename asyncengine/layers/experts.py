@@ -114,7 +114,7 @@ class Experts:
     def _make(self, x: torch.Tensor, experts: torch.Tensor, made: torch.Tensor) -> None:
         """made [pairs, width] = what an expert makes of a row, for pairs whose expert is here: those of the row
         `pair // k` and the expert experts[pair]."""
-        count = len(experts) // len(x)
+        count = len(experts) // max(len(x), 1)
         if self.kernel is None:
             self._make_by_torch(x, experts, made)
             return
@@ -127,7 +127,7 @@ class Experts:
 
     def _make_by_torch(self, x: torch.Tensor, experts: torch.Tensor, made: torch.Tensor) -> None:
         """One product after the other for each expert that has rows, whose numbers the host reads."""
-        count = len(experts) // len(x)
+        count = len(experts) // max(len(x), 1)
         by_expert, order = experts.sort(stable=True)
         numbers, sizes = torch.unique_consecutive(by_expert, return_counts=True)
         for expert, pairs in zip(numbers.tolist(), torch.split(order, sizes.tolist()), strict=True):

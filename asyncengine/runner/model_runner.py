@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -23,7 +22,7 @@ from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
 from asyncengine.kernels.elsewhere import elsewhere
 from asyncengine.layers.recorded import MOST_TOKENS
 from asyncengine.layers.states import LoneTokens, StatePools, StateSegments, state_step
-from asyncengine.layers.step import CausalLM, RowAdapters, StepContext, StepImages
+from asyncengine.layers.step import CausalLM, StepContext, StepImages
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.loading import LoadedModel
@@ -49,8 +48,6 @@ from asyncengine.step import Batch, Row, StepHandle, StepResult
 if TYPE_CHECKING:
     from asyncengine.config import EngineConfig
     from asyncengine.options import WeightSource
-
-logger = logging.getLogger("asyncengine")
 
 SMALL = 2**25
 """Bytes of weights up to which the loops of a step are too short to be shared among threads."""
@@ -105,8 +102,7 @@ class ModelRunner:
         self._jump = jump_forward
         self.cores = Cores(device=model.device) if cores is None else cores
         self.memory = ModelMemory(model, self.page_memory, self.cores, reads_images=images is not None, ranks=ranks)
-        self._expert_type = expert_type(model.model)
-        self._small = model.weights_bytes <= SMALL
+        self._expert_type, self._small = expert_type(model.model), model.weights_bytes <= SMALL
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
         self._unwritten: dict[int, Any] = {}
@@ -381,15 +377,9 @@ class ModelRunner:
     ) -> PromptGraphs:
         """Run steps with prompts of up to the largest of `sizes` tokens as graphs in pieces, captured now; `report`
         after each. Graphs of decode steps are there already, and it `may_cut`."""
-        model = self.model
-        assert isinstance(model, Decoder)
-
-        def hidden(input_ids: torch.Tensor, positions: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
-            return model.hidden_states(input_ids, StepContext(positions, self._backend, adapters))
-
+        assert isinstance(self.model, Decoder)
         backend = cast(FlashInferBackend, self._backend)
-        widest = max(spec.num_heads * spec.key_dim for spec in model.specs)
-        graphs = PromptGraphs(hidden, backend, self._last_token, sizes, capture, widest, model.dtype, self._lora)
+        graphs = PromptGraphs(self.model, backend, self._last_token, sizes, capture, self._lora)
         with torch.inference_mode(), on_device(self._device):
             graphs.capture_all(report)
         self._prompt_graphs = graphs

@@ -22,16 +22,13 @@ import torch
 from asyncengine.attention.base import AttentionBackend
 from asyncengine.attention.flashinfer import FlashInferBackend
 from asyncengine.device.pinned import FixedInputs, Int64Array
-from asyncengine.layers.step import RowAdapters
+from asyncengine.layers.step import StepContext
 from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.models.decoder import Decoder
 from asyncengine.runner.adapted_graphs import AdaptedGraphs
 from asyncengine.runner.step_buffers import FlatStep
 from asyncengine.step import Batch
 
-Hidden = Callable[[torch.Tensor, torch.Tensor, RowAdapters | None], torch.Tensor]
-"""(input_ids [T], positions [T], their adapters) -> hidden states after the final norm [T, width]; the backend is
-planned."""
 LARGEST = 2048
 """Tokens of the largest graphs. Beyond, a GPU is busy for longer than the host needs to launch what it does."""
 
@@ -104,19 +101,19 @@ class PromptGraphs:
     """The graphs of one runner. `run` is one step up to its hidden states."""
 
     def __init__(
-        self, hidden: Hidden, backend: FlashInferBackend, last_token: torch.Tensor, sizes: Sequence[int],
-        capture: Pieces, widest: int, dtype: torch.dtype, lora: LoraLayers | None,
+        self, model: Decoder, backend: FlashInferBackend, last_token: torch.Tensor, sizes: Sequence[int],
+        capture: Pieces, lora: LoraLayers | None,
     ) -> None:  # fmt: skip
-        """`last_token`: int64 [slots], the tokens in flight, always at the same address. `widest`: numbers of a token's
-        queries in any layer, of type `dtype`."""
-        self._hidden, self._backend, self._capture = hidden, backend, capture
+        """`last_token`: int64 [slots], the tokens in flight, always at the same address."""
+        self._model, self._backend, self._capture = model, backend, capture
         self._last_token = last_token
         self.sizes = sorted(sizes)
         self._inputs = FixedInputs(backend.memory, 2 * _NUMBERS * self.sizes[-1])
         self._graphs: dict[int, _Size] = {}
         self._adapted: AdaptedGraphs[_Size] = AdaptedGraphs(lora, "steps with prompts")
         with torch.inference_mode(False):
-            memory = torch.zeros(2, self.sizes[-1] * widest, dtype=dtype, device=last_token.device)
+            widest = max(spec.num_heads * spec.key_dim for spec in model.specs)
+            memory = torch.zeros(2, self.sizes[-1] * widest, dtype=model.dtype, device=last_token.device)
         self._query, self._attended = memory
         """Memory of one layer after the other, for no two attend at once."""
         self._out = torch.empty(0)
@@ -210,7 +207,8 @@ class PromptGraphs:
             flying = self._last_token.index_select(0, slots.clamp(min=0))
             ids = torch.where(slots >= 0, flying, given)
             with self._backend.cut_at(cut, kv_slots):
-                made = self._hidden(ids, self._number(size, _POSITION), own)
+                step = StepContext(self._number(size, _POSITION), self._backend, own)
+                made = self._model.hidden_states(ids, step)
             if not self._out.numel():
                 self._out = torch.zeros_like(made)
             self._out[:size].copy_(made)

@@ -52,7 +52,7 @@ def spread(load: partial[LoadedModel], ranks: Ranks | None) -> partial[LoadedMod
     def loading() -> Iterator[None]:
         from asyncengine.runner.rank_worker import Order
 
-        ranks.send("load", Order(path, config.replace(policy="fcfs", show_progress=False), headless))
+        ranks.send("load", Order(path, config.replace(policy=EngineConfig().policy, show_progress=False), headless))
         with threads():
             yield
 

@@ -121,8 +121,8 @@ def _build(
         num_window_pages=window_pages,
         pooler=pooler,
         images=images,
-        ranks=ranks,
     )
+    runner.ranks = runner.memory.ranks = ranks
     runner.weights_bytes, runner.kv_bytes = runner.weights_bytes + elsewhere, runner.kv_bytes * copies
     runner.one_pool = one_pool
     runner.batch_variance = _batch_variance(model, backend.name)

@@ -24,11 +24,11 @@ class ModelMemory:
     """Weights and caches of one runner's model. Whatever it returns is called while no step runs."""
 
     def __init__(
-        self, model: LoadedModel, pages: Callable[[], CpuPageMemory], cores: Cores, *, reads_images: bool,
-        ranks: Ranks | None = None,
-    ) -> None:  # fmt: skip
-        """`pages`: memory of its caches, where that is the host's. `ranks`: other processes that do the same."""
-        self._ranks = ranks
+        self, model: LoadedModel, pages: Callable[[], CpuPageMemory], cores: Cores, *, reads_images: bool
+    ) -> None:
+        """`pages`: memory of its caches, where that is the host's."""
+        self.ranks: Ranks | None = None
+        """Other processes that do the same."""
         self._model, self._device, self._pages, self._cores = model.model, model.device, pages, cores
         self._reads_images, self._has_other_parts = reads_images, bool(model.left_out)
         self.draft: ModelMemory | None = None
@@ -55,7 +55,7 @@ class ModelMemory:
         from asyncengine.models.updates import as_given, prepare_update
 
         model = self._decoder()
-        weights = weights if self._ranks is None else as_given(weights)
+        weights = weights if self.ranks is None else as_given(weights)
         write = prepare_update(model, weights, config, partial=partial, has_other_parts=self._has_other_parts)
 
         def run() -> None:
@@ -65,7 +65,7 @@ class ModelMemory:
                 self.draft.write_again()  # which takes the same cores for itself
             self._without_weights = False
 
-        return run if self._ranks is None else self._ranks.along(run, "update", weights, partial)
+        return run if self.ranks is None else self.ranks.along(run, "update", weights, partial)
 
     def prepare_release(self, weights: bool, cache: bool) -> Callable[[], None]:
         """Return the call that gives the memory of weights, of caches, or of both back to the system. Weights must be
@@ -93,4 +93,4 @@ class ModelMemory:
                 self.forget()
             release_cached(self._device)
 
-        return run if self._ranks is None else self._ranks.along(run, "release", weights, cache)
+        return run if self.ranks is None else self.ranks.along(run, "release", weights, cache)

@@ -72,11 +72,10 @@ class ModelRunner:
         self, model: LoadedModel, backend: AttentionBackend, page_size: int, max_num_seqs: int, *,
         jump_forward: bool = True, lora: LoraLayers | None = None, cores: Cores | None = None, num_states: int = 0,
         num_window_pages: int = 0, pooler: Pooler | None = None, images: ImageStore | None = None,
-        ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
         """`num_states`: slots for recurrent states, slot 0 included. `num_window_pages`: of layers with windows, page 0
         included; 0: all have the same pages. `pooler`: of a model that is asked for vectors, whose logits are hidden
-        states. `images`: of one that reads pictures. `ranks`: other processes that compute its passes with this one."""
+        states. `images`: of one that reads pictures."""
         self.num_pages, self.num_states = backend.num_pages, num_states
         self.num_window_pages = num_window_pages
         self.one_pool: str | None = None
@@ -101,13 +100,14 @@ class ModelRunner:
         self._buffers = StepBuffers(max_num_seqs, page_size, model.device)
         self._jump = jump_forward
         self.cores = Cores(device=model.device) if cores is None else cores
-        self.memory = ModelMemory(model, self.page_memory, self.cores, reads_images=images is not None, ranks=ranks)
+        self.memory = ModelMemory(model, self.page_memory, self.cores, reads_images=images is not None)
         self._expert_type, self._small = expert_type(model.model), model.weights_bytes <= SMALL
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
         self._unwritten: dict[int, Any] = {}
         """Adapter slots whose content has changed, and that no row has used since: there may be no memory for it."""
-        self._lora, self._images, self.ranks = lora, images, ranks
+        self._lora, self._images = lora, images
+        self.ranks: Ranks | None = None  # other processes that compute its passes with this one
         self._masks = MaskFiller(model.vocab_size, model.device)
         self._unfinished: UnreadStep | None = None  # whose reader launches what is left of the step behind it
         self._awaited: dict[int, AwaitedToken] = {}  # by slot, of the last constrained row that was launched for it

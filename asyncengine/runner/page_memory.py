@@ -18,11 +18,11 @@ class CpuPageMemory:
 
     def __init__(
         self, pools: Sequence[PagePool], states: StatePools | None, layout: str,
-        told: Callable[[RecordPart, int, Sequence[memoryview]], object] | None = None,
+        mirror: Callable[[RecordPart, int, Sequence[memoryview]], object] | None = None,
     ) -> None:  # fmt: skip
-        """`layout`: the backend and the size of its pages, in words. `told` is told of what was filled, for other
+        """`layout`: the backend and the size of its pages, in words. `mirror` takes what was filled, for other
         processes that have the same pages."""
-        self._told = told
+        self._mirror = mirror
         sizes = [(pool.page_bytes, pool.pieces, pool.of_windows) for pool in pools]
         shapes = [] if states is None else [tuple(pool.shape[1:]) for pool in _state_pools(states)]
         self.layout = f"{layout} {sizes} {shapes}"
@@ -54,8 +54,8 @@ class CpuPageMemory:
 
     def filled(self, part: RecordPart, index: int, buffers: Sequence[memoryview]) -> None:
         """The memory itself was filled."""
-        if self._told is not None:
-            self._told(part, index, buffers)
+        if self._mirror is not None:
+            self._mirror(part, index, buffers)
 
 
 def _state_pools(states: StatePools) -> list[torch.Tensor]:

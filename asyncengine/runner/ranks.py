@@ -165,9 +165,9 @@ def _start(memory: int, rank: int, size: int) -> _Rank:
 
 def _watch(
     others: Sequence[_Rank], gather: SharedGather, closing: threading.Event,
-    told: SimpleQueue[weakref.WeakMethod[Callable[[Exception], None]]],
+    listeners: SimpleQueue[weakref.WeakMethod[Callable[[Exception], None]]],
 ) -> None:  # fmt: skip
-    """Until the first of them is gone: then nobody waits for it, and those in `told` hear of it."""
+    """Until the first of them is gone: then nobody waits for it, and `listeners` hear of it."""
     poll = select.poll()
     for other in others:
         poll.register(other.life, select.POLLIN)
@@ -179,8 +179,8 @@ def _watch(
             last = other.life.recv(2**16).decode(errors="replace")
             process = f"rank {other.rank} of the model (process {other.program.pid})"
             gather.break_off(f"{process} failed: {last}" if last else f"{process} was killed or has ended")
-    while not told.empty():
-        if (failed := told.get()()) is not None:
+    while not listeners.empty():
+        if (failed := listeners.get()()) is not None:
             failed(RuntimeError(gather.lost))
 
 

@@ -28,7 +28,7 @@ class StepInputs(NamedTuple):
     """[R] adapter slot or 0."""
     segments: StateSegments | None = None
     """The rows' recurrent states; None: they have none."""
-    images: StepImages | None = None
+    pictures: StepImages | None = None
     """Hidden states of pictures; None: no row has any."""
 
     def packed(self) -> tuple[Any, ...]:

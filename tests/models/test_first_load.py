@@ -132,7 +132,7 @@ def test_a_first_answer_needs_no_more_than_a_load_waits_for(dtype: str) -> None:
 
 
 def test_what_is_rarely_called_is_known() -> None:
-    assert {"join", "activate", "gate_by_gelu", "scale_columns", "top_p_threshold"} <= set(_RARE)
+    assert {"join", "gate_by_gelu", "top_p_threshold"} <= set(_RARE)
 
 
 def test_kernels_of_recurrent_layers(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_kernels_of_recurrent_layers(tmp_path: Path) -> None:
     assert unexpected(called, expected) == []
     assert any(":run_mamba2:" in name for name in called)
     called, needed, _ = load(str(tmp_path), "only what is needed", **settings)
-    assert {"scale", "scale_columns", "add_beside"} <= {name.split(":")[1] for name in called}
+    assert {"_scale_part", "_columns_part", "_beside_part"} <= {name.split(":")[1] for name in called}
     assert unexpected(called, needed) == []
 
 
@@ -181,11 +181,10 @@ _MIXTURES = {
     [("shared", {}), ("exact", {"quantization": "int4"})],
 )
 def test_kernels_of_mixtures(name: str, settings: dict[str, object], tmp_path: Path) -> None:
-    """Routers and experts are called by themselves in a long step, and in one call with all else."""
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(_SHAPE | sizes | _MIXTURES[name]))
     called, expected, _ = load(str(tmp_path), load_format="dummy", max_model_len=256, **settings)
-    assert {"run_experts", "_run_layers"} <= {kernel.split(":")[1] for kernel in called}
+    assert {"run_experts", "_route_few"} <= {kernel.split(":")[1] for kernel in called}
     assert unexpected(called, expected) == []
 
 

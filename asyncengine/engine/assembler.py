@@ -6,13 +6,12 @@ import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.errors import RequestFailed
 from asyncengine.outputs import Chunk, Completion, LogprobEntry, Sample, Usage
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
     from asyncengine.chat import ChatReader
@@ -154,6 +153,8 @@ class Assembler:
         first, end = spec.params.routed_experts_start, spec.prompt_len + generated - 1
         if not parts or end <= first:
             return None
+        import numpy as np  # what is imported for a command line's help does not need it
+
         result, known = np.empty((end - first, *parts[0][2].shape[1:]), parts[0][2].dtype), np.zeros(end - first, bool)
         for sample, start, experts in reversed(parts):
             if sample not in (0, index):

@@ -106,7 +106,8 @@ class WeightForm(Protocol):
         ...
 
     def products(self, bias: torch.Tensor | None) -> list[Any] | None:
-        """Records that fused layers take (`kernels.cpu.linears.LinearWeights`); None: they do not take this form."""
+        """Records by which kernels multiply (`kernels.cpu.linears.LinearWeights`); None: no compiled kernel takes the
+        form."""
         ...
 
 

@@ -50,7 +50,7 @@ def experts_of(name: str, ids: list[int]) -> NDArray[Any]:
 
 @pytest.mark.parametrize("name", ["qwen3moe", "mixtral", "gpt-oss", "gemma4moe"])
 def test_experts_are_those_of_transformers(name: str, checkpoint: Checkpoint) -> None:
-    """In short steps, which fused layers compute, and in long ones; of prompt and answer alike."""
+    """In short steps and in long ones; of prompt and answer alike."""
     with Engine.from_pretrained(checkpoint(name), **SETTINGS) as engine:
         for prompt in (PROMPT, PROMPT[:9], PROMPT[:1]):
             done = engine.generate(prompt, ROUTED)

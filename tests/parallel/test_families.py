@@ -1,17 +1,17 @@
 """Families over several ranks, which are threads here: the logits of one process, to the bit, in any form of weights.
 
-`ASYNCENGINE_FAMILIES=1` tries every family in every form (minutes).
+`ASYNCENGINE_LONG=2` tries every family in every form (minutes).
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 from support.drive import prompts
 from support.forwards import Forwards
+from support.long import LONG
 from support.panels import use_panels
 from support.rank_threads import gathers, in_ranks
 from support.tiny_models import FAMILIES, VOCAB
@@ -39,7 +39,7 @@ EVERY = [(family, form, 2) for family in FAMILIES for form in FORMS]
 (TOKENS,) = prompts([24], VOCAB)
 
 
-@pytest.mark.parametrize(("family", "form", "size"), EVERY if os.environ.get("ASYNCENGINE_FAMILIES") else SOME)
+@pytest.mark.parametrize(("family", "form", "size"), EVERY if LONG else SOME)
 def test_logits_are_those_of_one_process(
     family: str, form: str, size: int, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,6 @@
 """An engine over two processes: what it answers, what it refuses, and what is left when one of them is gone.
 
-`ASYNCENGINE_KILLS=50` kills a rank at so many moments.
+`ASYNCENGINE_LONG=50` kills a rank at so many moments.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.long import TIMES
 
 from asyncengine import AsyncEngine, EngineDead, InvalidParameter, SamplingParams
 from asyncengine.config import EngineConfig
@@ -31,7 +32,7 @@ SETTINGS: dict[str, Any] = {
     "dtype": "float32", "num_threads": 2, "show_progress": False, "max_num_batched_tokens": 48, "max_num_seqs": 4,
     "speculation_costs": (0.001, 0.001, 0.001), "adapters": {"pirate": "demo/pirate"}, "preempt_every": 9,
 }  # fmt: skip
-KILLS = int(os.environ.get("ASYNCENGINE_KILLS", "1"))
+KILLS = TIMES
 
 
 async def load(size: int = 2, **settings: Any) -> AsyncEngine:

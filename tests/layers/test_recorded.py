@@ -284,3 +284,15 @@ def test_an_arena_that_is_full_grows(checkpoint: Checkpoint, monkeypatch: pytest
     recorded: Any = model.recorded
     assert recorded._arena.size > 4096
     assert recorded._records
+
+
+def test_a_team_that_ends_meanwhile_is_no_part_of_a_record() -> None:
+    """Replayed, its end would be another team's, or nobody's."""
+    from asyncengine.kernels.cpu.team import Team
+    from asyncengine.kernels.recording import Arena, Recorder
+
+    team = Team(2)
+    with Recorder(Arena(4096), []) as recorder:
+        del team  # its finalizer stops it by a kernel, as the collector of garbage may at any moment
+    assert recorder.obstacle is None
+    assert len(recorder.record()) == 0

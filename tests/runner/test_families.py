@@ -11,7 +11,6 @@ from packaging.version import Version
 from support.checkpoints import Checkpoint, MakeRunner
 from support.drive import Driver, Job, from_another_request, prompts
 from support.forwards import Recording, transformers_logits
-from support.long import LONG
 from support.tiny_models import FAMILIES, OPTIONS, VOCAB, WINDOW, make_model
 
 from asyncengine.config import EngineConfig
@@ -89,7 +88,7 @@ def test_equals_transformers(name: str, checkpoint: Checkpoint) -> None:
 def test_bfloat16_is_as_near_to_float32_as_transformers(name: str, checkpoint: Checkpoint) -> None:
     """Greedy tokens cannot say, near ties go either way: the error of a token's logits, its median over tokens."""
     ours, theirs = [], []
-    for seed in (0, 1, 2) if LONG else (0,):
+    for seed in (0, 1, 2):
         runner, recording = open_runner(name, checkpoint, seed, "bfloat16")
         driver, model = Driver(runner), make_model(name, seed, torch.bfloat16, heavy=name not in NOT_HEAVY)
         texts = prompts([90, 70], VOCAB, seed + 5)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import queue
 import select
 import socket
 import subprocess
@@ -23,7 +24,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from asyncengine.device.shared_gather import SharedGather, make_memory, missing
@@ -75,7 +75,7 @@ class Ranks:
         self._others, self._sending = others, threading.Lock()
         self._closing = threading.Event()
         self._end = weakref.finalize(self, _end, others, self._closing)
-        self._lost: SimpleQueue[weakref.WeakMethod[Callable[[Exception], None]]] = SimpleQueue()
+        self._lost: queue.SimpleQueue[weakref.WeakMethod[Callable[[Exception], None]]] = queue.SimpleQueue()
         arguments = others, self.gather, self._closing, self._lost
         self._watcher = threading.Thread(target=_watch, args=arguments, name="asyncengine-ranks", daemon=True)
         self._watcher.start()
@@ -165,7 +165,7 @@ def _start(memory: int, rank: int, size: int) -> _Rank:
 
 def _watch(
     others: Sequence[_Rank], gather: SharedGather, closing: threading.Event,
-    listeners: SimpleQueue[weakref.WeakMethod[Callable[[Exception], None]]],
+    listeners: queue.SimpleQueue[weakref.WeakMethod[Callable[[Exception], None]]],
 ) -> None:  # fmt: skip
     """Until the first of them is gone: then nobody waits for it, and `listeners` hear of it."""
     poll = select.poll()

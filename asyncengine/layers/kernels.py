@@ -77,6 +77,11 @@ class LayerKernels(Protocol):
         """y + other, both [rows, width]. y is overwritten and given back."""
         ...
 
+    def add_gated(self, y: torch.Tensor, shared: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """y + shared * sigmoid(gate of the row), both [rows, width], gates float32 [rows], in float32 and rounded once.
+        y may be overwritten."""
+        ...
+
     def add_both(self, residual: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         """residual + first + second, all [rows, width], in float32 and rounded once."""
         ...
@@ -144,6 +149,9 @@ class TorchKernels:
     def add(self, y: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return y.add_(other)
 
+    def add_gated(self, y: torch.Tensor, shared: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        return torch.addcmul(y.float(), shared.float(), gates.sigmoid()[:, None]).to(y.dtype)
+
     def add_both(self, residual: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         return (residual.float() + first + second).to(residual.dtype)
 
@@ -179,7 +187,8 @@ class CompiledKernels(TorchKernels):
         from asyncengine.kernels.cpu import activation, layer_norm, norm, qk_norm_rope, scaling
 
         own: Any = self  # no call of a method lies between a layer and its kernel
-        own.add, own.add_both, own.add_scaled = scaling.add, scaling.add_both, scaling.add_scaled
+        own.add, own.add_gated = scaling.add, scaling.add_gated
+        own.add_both, own.add_scaled = scaling.add_both, scaling.add_scaled
         own.scale_first, own.scale_each, own.widened = scaling.scale_first, scaling.scale_each, scaling.widened
         self.rotate_heads, self.norm_heads = qk_norm_rope.rotate_heads, norm.norm_heads
         self._norm, self._layer_norm = norm, layer_norm

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -15,15 +14,6 @@ from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.routing import Router, RouterConfig
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.step import RowAdapters
-
-
-def _adding(options: LayerOptions) -> Any:
-    """`kernels.cpu.scaling.add_gated`, where there are such kernels."""
-    if options.kernels.name != "compiled":
-        return None
-    from asyncengine.kernels.cpu.scaling import add_gated
-
-    return add_gated
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +61,7 @@ class SparseMLP:
             ]
         self.experts = Experts(options, config.experts, prefix, width if latent is None else latent.width)
         self.shared = None if config.shared is None else MLP(options, config.shared, prefix, width)
-        self._kernels, self._add_gated = options.kernels, _adding(options)
+        self._kernels = options.kernels
 
     def __call__(self, x: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
         chosen, weights, gate = self.router(x)
@@ -82,12 +72,7 @@ class SparseMLP:
         if self.shared is None:
             return y
         shared = self.shared(x, adapters)
-        if gate is None:
-            return self._kernels.add(y, shared)
-        if self._add_gated is not None:
-            added: torch.Tensor = self._add_gated(y, shared, gate)
-            return added
-        return torch.addcmul(y.float(), shared.float(), gate.sigmoid()[:, None]).to(x.dtype)
+        return self._kernels.add(y, shared) if gate is None else self._kernels.add_gated(y, shared, gate)
 
     def chosen(self, _: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """The experts of each row of x, int64 [rows, experts of a row], best first."""
@@ -99,11 +84,6 @@ class SparseMLP:
         pairs = (x[:, None] * weights[..., None]).to(x.dtype).flatten(0, 1)
         y = self.experts(pairs, chosen.view(-1, 1), torch.ones_like(weights).view(-1, 1))
         return y if count == 1 else y.view(len(x), count, x.shape[1]).float().sum(1).to(x.dtype)
-
-    @property
-    def adds_gated(self) -> bool:
-        """Whether a compiled kernel adds what all rows share, times their gates."""
-        return self._add_gated is not None and self.config.shared_gate is not None
 
     def linears(self) -> list[Linear]:
         """Linears that adapters may change: none of the experts' own."""

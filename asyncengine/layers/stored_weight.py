@@ -348,5 +348,5 @@ class SideBySide:
             own = form.products(None if bias is None else bias[begin : begin + form.outputs])
             if own is None:
                 return None
-            found += [each._replace(first=begin + each.first) for each in own]
+            found += own
         return found

@@ -12,8 +12,8 @@ from asyncengine.kernels.cpu import gemm_quantized
 from asyncengine.kernels.cpu.gemm_quantized import MATRIX_FIELDS, PANELS_AT, QuantizedMatrix, code_for
 
 # What is known of a product: int64 by place. The address of its code (0: a packed weight, which is not rounded), that
-# of its bias (0: none), the column of the result where its outputs begin; then the fields of its matrix.
-CODE, BIAS, FIRST, MATRIX = range(4)
+# of its bias (0: none); then the fields of its matrix.
+CODE, BIAS, MATRIX = range(3)
 PRODUCT_FIELDS = MATRIX + MATRIX_FIELDS
 
 
@@ -24,18 +24,16 @@ class LinearWeights(NamedTuple):
     bias: torch.Tensor | None
     inputs: int
     outputs: int
-    first: int = 0
-    """The column of the result where these outputs begin."""
 
     def fields(self, dtype: torch.dtype) -> list[int]:
         """CODE .. and those of the matrix, for results of that type."""
         bias = 0 if self.bias is None else self.bias.data_ptr()
         if isinstance(self.weights, QuantizedMatrix):
-            return [code_for(self.weights.form, dtype), bias, self.first, *self.weights.fields().tolist()]
+            return [code_for(self.weights.form, dtype), bias, *self.weights.fields().tolist()]
         matrix = [0] * MATRIX_FIELDS
         matrix[PANELS_AT], matrix[gemm_quantized.INPUTS] = self.weights.data_ptr(), self.inputs
         matrix[gemm_quantized.OUTPUTS] = self.outputs
-        return [0, bias, self.first, *matrix]
+        return [0, bias, *matrix]
 
 
 def forms_of(parts: Iterable[LinearWeights]) -> tuple[np.generic | None, np.generic | None]:

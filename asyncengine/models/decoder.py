@@ -264,10 +264,8 @@ class Decoder:
         if config.positions is not None:
             rows = config.max_positions + config.position_offset
             self.positions = Embedding(options, config.positions, rows, config.width)
-        pools, states = (
-            _pools(config.layers),
-            list(accumulate((layer.state is not None for layer in config.layers), initial=0)),
-        )
+        pools = _pools(config.layers)
+        states = list(accumulate((layer.state is not None for layer in config.layers), initial=0))
         self.layers = [
             DecoderLayer(options, config, layer, index, pools[index], states[index])
             for index, layer in enumerate(config.layers)
@@ -408,7 +406,7 @@ class Decoder:
         )
 
     def describe(self) -> list[str]:
-        """Parts of the model by the way in which they run, e.g. ["decoder x 1", "packed x 113", "recorded x 28"]."""
+        """Parts of the model by the way in which they run, e.g. ["decoder x 1", "packed x 9", "recorded_layers x 2"]."""
         counts = Counter(linear.weight.name for layer in self.layers for linear in layer.linears())
         counts[self.head.weight.name] += 1
         counts.update(mixture.experts.name for layer in self.layers for mixture in layer.mixtures())

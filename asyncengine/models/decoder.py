@@ -406,7 +406,7 @@ class Decoder:
         )
 
     def describe(self) -> list[str]:
-        """Parts of the model by the way in which they run, e.g. ["decoder x 1", "packed x 9", "recorded_layers x 2"]."""
+        """Parts of the model by the way in which they run, e.g. ["decoder x 1", "packed x 9", ...]."""
         counts = Counter(linear.weight.name for layer in self.layers for linear in layer.linears())
         counts[self.head.weight.name] += 1
         counts.update(mixture.experts.name for layer in self.layers for mixture in layer.mixtures())

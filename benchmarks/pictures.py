@@ -3,28 +3,38 @@
     python -m benchmarks.pictures [--model demo-vision] [--side 512] [--questions 16] [--rounds 5] [--threads 1]
     python -m benchmarks.pictures --shape qwen3-vl --layers 4
     python -m benchmarks.pictures --text            text alone, with the tower loaded and without, in turns
+    python -m benchmarks.pictures --write FOLDER    a checkpoint with random weights, for other programs
+    python -m benchmarks.pictures --url http://127.0.0.1:8080/v1          any server of chats, with that checkpoint
 
 Without `--model`: random weights in the shape of SmolVLM-256M (Allal et al. 2025), whose processor is given pictures
 of one tile (`--longest-edge 512`, 64 tokens) to seventeen (2048, as published, 1088 tokens), or of Qwen3-VL-2B, with
 so many `--layers` of its language model (0: all 28; the tower has all of its own). Each round has a picture of its own,
 so that nothing of it is cached: a first question, a second turn behind its answer, then `--questions` others at once.
 Times are from the call to the first token, in the caller's own loop: decoding and resizing the picture is in them.
+
+llama.cpp's converter takes what `--write` has written (`convert_hf_to_gguf.py FOLDER`, and again with `--mmproj`) once
+it is told that the demo model's pieces are those of GPT-2, which it knows by a digest alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
+import io
 import json
 import statistics
 import tempfile
 import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from asyncengine import DEMO_MODEL, AsyncEngine, SamplingParams
 from asyncengine.models.vision.tower import TransformersTower
@@ -49,7 +59,7 @@ def write_smolvlm(folder: Path, longest_edge: int) -> None:
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in TOKENS])
     tokenizer.save(str(folder / "tokenizer.json"))
     text = {
-        "model_type": "llama", "vocab_size": 49280, "hidden_size": 576, "intermediate_size": 1536,
+        "architectures": ["VLlama3ForCausalLM"], "model_type": "llama", "vocab_size": 49280, "hidden_size": 576, "intermediate_size": 1536,
         "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
         "max_position_embeddings": 8192, "rope_theta": 100000, "rms_norm_eps": 1e-5, "pad_token_id": 2,
         "bos_token_id": 1, "eos_token_id": 2,
@@ -108,6 +118,17 @@ def _write(folder: Path, config: dict[str, Any], processor: dict[str, Any], plac
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace("PLACEHOLDER", placeholder))
 
 
+def write_shape(folder: Path, options: argparse.Namespace, *, weights: bool = False) -> None:
+    """The checkpoint that the options name, with random weights where they are asked for."""
+    if options.shape == "smolvlm":
+        write_smolvlm(folder, options.longest_edge)
+    else:
+        write_qwen3_vl(folder, options.layers)
+    if weights:
+        config = AutoConfig.from_pretrained(folder)
+        AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+
+
 class Count:
     """A count of the pictures that the tower has encoded."""
 
@@ -119,49 +140,79 @@ class Count:
             self.encoded += 1
             return inner(tower, pixels)
 
-        TransformersTower.encode = encode  # type: ignore[method-assign]
+        TransformersTower.encode = encode  # type: ignore[method-assign, assignment]
 
 
-def picture(side: int, seed: int) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8))
+def about(side: int, seed: int, text: str) -> dict[str, Any]:
+    """A question about a picture of random pixels, as any server takes it."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file := io.BytesIO(), "png", compress_level=1)
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
+    return {"role": "user", "content": parts}
 
 
-async def ask(engine: AsyncEngine, messages: list[dict[str, Any]]) -> tuple[float, str]:
+Messages = list[dict[str, Any]]
+Chat = Callable[[Messages], AsyncIterator[str]]
+"""The pieces of an answer to a chat."""
+
+
+def in_process(engine: AsyncEngine) -> Chat:
+    async def chat(messages: Messages) -> AsyncIterator[str]:
+        async with engine.stream_chat(messages, PARAMS) as stream:
+            async for chunk in stream:
+                yield chunk.text
+
+    return chat
+
+
+def over_http(url: str) -> Chat:
+    from openai import AsyncOpenAI
+
+    client: Any = AsyncOpenAI(base_url=url, api_key="none", timeout=3600)
+
+    async def chat(messages: Messages) -> AsyncIterator[str]:
+        stream = await client.chat.completions.create(
+            model="any", messages=messages, stream=True, temperature=0, max_tokens=PARAMS.max_tokens,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        async for chunk in stream:
+            if chunk.choices and chunk.choices[0].delta.content is not None:
+                yield chunk.choices[0].delta.content
+
+    return chat
+
+
+async def ask(chat: Chat, messages: Messages) -> tuple[float, str]:
     """Seconds until the first token, and the answer."""
     began = time.perf_counter()
     seconds, text = 0.0, ""
-    async with engine.stream_chat(messages, PARAMS) as stream:
-        async for chunk in stream:
-            seconds = seconds or time.perf_counter() - began
-            text += chunk.text
-    return seconds, text
+    async for piece in chat(messages):
+        seconds = seconds or (time.perf_counter() - began if piece else 0.0)
+        text += piece
+    return seconds or time.perf_counter() - began, text
 
 
-async def measure(engine: AsyncEngine, options: argparse.Namespace) -> None:
+async def measure(chat: Chat, options: argparse.Namespace) -> None:
     """All rounds, and a line for each kind of question."""
-    counted = Count()
-    about = lambda shown, text: {"role": "user", "content": [{"type": "image", "image": shown}, text]}  # noqa: E731
-    said = lambda text: {"type": "text", "text": text}  # noqa: E731
-    await ask(engine, [about(picture(options.side, 10**6), said("Once, to warm up."))])
-    times: dict[str, list[float]] = {"first question": [], "second turn": [], "another question": []}
-    encoded = []
+    await ask(chat, [about(options.side, 10**6, "Once, to warm up.")])
+    times: dict[str, list[float]] = {"first question": [], "second turn": [], "another question": [], "all others": []}
     for each in range(options.rounds):
-        shown, before = picture(options.side, each), counted.encoded
-        first = [about(shown, said("What is in the picture?"))]
-        seconds, text = await ask(engine, first)
+        first = [about(options.side, each, "What is in the picture?")]
+        seconds, text = await ask(chat, first)
         times["first question"].append(seconds)
         turns = [*first, {"role": "assistant", "content": text}, {"role": "user", "content": "And what color has it?"}]
-        times["second turn"].append((await ask(engine, turns))[0])
-        others = [
-            [about(shown, said(f"Question {number}: what else is there?"))] for number in range(options.questions)
-        ]
-        times["another question"] += [found for found, _ in await asyncio.gather(*(ask(engine, o) for o in others))]
-        encoded.append(counted.encoded - before)
+        times["second turn"].append((await ask(chat, turns))[0])
+        texts = [f"Question {number}: what else is there?" for number in range(options.questions)]
+        others = [[about(options.side, each, text)] for text in texts]
+        began = time.perf_counter()
+        times["another question"] += [found for found, _ in await asyncio.gather(*(ask(chat, o) for o in others))]
+        times["all others"].append(time.perf_counter() - began)
     first_token = statistics.median(times["first question"])
     for name, found in times.items():
         middle = statistics.median(found)
-        print(f"{name:>18}: first token after {middle * 1e3:8.1f} ms, {middle / first_token:.3f} of the first's")
-    print(f"pictures encoded in a round of {2 + options.questions} requests: {sorted(set(encoded))}")
+        what = "answers after" if name == "all others" else "first token after"
+        print(f"{name:>18}: {what} {middle * 1e3:8.1f} ms, {middle / first_token:.3f} of the first's")
 
 
 async def compare_text(path: str, settings: dict[str, Any], rounds: int) -> None:
@@ -190,26 +241,34 @@ async def main() -> None:
     parser.add_argument("--shape", choices=("smolvlm", "qwen3-vl"), default="smolvlm")
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--text", action="store_true")
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--url")
     parser.add_argument("--longest-edge", type=int, default=512)
     parser.add_argument("--side", type=int, default=512)
     parser.add_argument("--questions", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
+    if options.url:
+        await measure(over_http(options.url), options)
+        return
+    if options.write:
+        options.write.mkdir()
+        write_shape(options.write, options, weights=True)
+        return
     with tempfile.TemporaryDirectory() as made:
         settings: dict[str, Any] = {"num_threads": options.threads, "show_progress": False, "speculation": "off"}
         if not options.model:
-            if options.shape == "smolvlm":
-                write_smolvlm(Path(made), options.longest_edge)
-            else:
-                write_qwen3_vl(Path(made), options.layers)
+            write_shape(Path(made), options)
             settings |= {"load_format": "dummy", "kv_cache_memory": "1GiB"}
         if options.text:
             await compare_text(options.model or made, settings, options.rounds)
             return
         async with await AsyncEngine.from_pretrained(options.model or made, **settings) as engine:
             print(f"{engine.info.name}, {engine.info.weight_bytes / 1e6:.0f} MB of {engine.info.dtype}")
-            await measure(engine, options)
+            counted = Count()
+            await measure(in_process(engine), options)
+            print(f"pictures encoded for {options.rounds} rounds and one before: {counted.encoded}")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,8 @@ def write_smolvlm(folder: Path, longest_edge: int) -> None:
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in TOKENS])
     tokenizer.save(str(folder / "tokenizer.json"))
     text = {
-        "architectures": ["VLlama3ForCausalLM"], "model_type": "llama", "vocab_size": 49280, "hidden_size": 576, "intermediate_size": 1536,
+        "architectures": ["VLlama3ForCausalLM"], "model_type": "llama", "vocab_size": 49280,
+        "hidden_size": 576, "intermediate_size": 1536,
         "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
         "max_position_embeddings": 8192, "rope_theta": 100000, "rms_norm_eps": 1e-5, "pad_token_id": 2,
         "bos_token_id": 1, "eos_token_id": 2,

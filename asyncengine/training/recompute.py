@@ -101,9 +101,10 @@ def recomputed_module(module: Any, forward: Any, value: torch.Tensor, args: Any,
 
 
 class RoutingReplay(TorchFunctionMode):
-    """While it is entered, routers choose these experts, whatever their scores are (R3: Ma et al. 2025, arXiv 2510.11370).
+    """While it is entered, routers choose these experts, whatever their scores are.
 
-    A choice is known by its shape: `topk` of as many of as many. Weights are of the scores at the experts given.
+    It is R3 of Ma et al. 2025, arXiv 2510.11370. A choice is known by its shape: `topk` of as many of as many. Weights
+    are of the scores at the experts given.
     """
 
     def __init__(self, experts: int, chosen: torch.Tensor) -> None:

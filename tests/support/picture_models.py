@@ -97,6 +97,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "lfm2_vl": {
         "image_processor_type": "Lfm2VlImageProcessor", "encoder_patch_size": 4, "tile_size": 16, "max_tiles": 4,
         "min_image_tokens": 4, "max_image_tokens": 8, "max_pixels_tolerance": 1.5,
+        "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
     },
     "internvl": {
         "image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 16, "width": 16}, "max_patches": 3,

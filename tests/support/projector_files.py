@@ -4,6 +4,7 @@ converter writes them, in names of the public `gguf` package's own table."""
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,15 @@ from transformers import AutoTokenizer
 LANGUAGES = {
     "gemma3": ("gemma3_text", ""), "smolvlm": ("llama", ""), "idefics3": ("llama", ""),
     "qwen2_vl": ("qwen2", "qwen2vl"), "qwen2_5_vl": ("qwen2", "qwen2vl"), "qwen3_vl": ("qwen3", "qwen3vl"),
-    "qwen3_5": ("qwen3_5_text", ""),
+    "qwen3_5": ("qwen3_5_text", ""), "internvl": ("qwen3", ""), "lfm2_vl": ("lfm2", ""), "mistral3": ("llama", ""),
 }  # fmt: skip
 """Family -> (model_type of a text model that is written alike, llama.cpp's name where it is another than its)."""
 _TOKENS = {
     "gemma3": {
         "<|image|>": "<image_soft_token>", "<|begin|>": "<start_of_image>", "<|end|>": "<end_of_image>",
     },
-    "smolvlm": {"<|image|>": "<image>"}, "idefics3": {"<|image|>": "<image>"},
+    "smolvlm": {"<|image|>": "<image>"}, "idefics3": {"<|image|>": "<image>"}, "lfm2_vl": {"<|image|>": "<image>"},
+    "internvl": {"<|image|>": "<IMG_CONTEXT>"}, "mistral3": {"<|image|>": "[IMG]"},
 }  # fmt: skip
 _OF_QWEN = {"<|image|>": "<|image_pad|>", "<|video|>": "<|video_pad|>"}
 _BEFORE = (
@@ -52,6 +54,9 @@ def write_pair(
     model = save_picture_model(
         family, folder / "hf", edit=lambda config: (_as_converters_take_it(config), edit(config))
     )
+    if family == "lfm2_vl":  # headers leave all else to the reader
+        settings = {"image_processor_type": "Lfm2VlImageProcessor", "encoder_patch_size": 4}
+        (folder / "hf" / "preprocessor_config.json").write_text(json.dumps(settings))
     weights = load_file(folder / "hf" / "model.safetensors")
     language = {name: each for name, each in weights.items() if not _of_tower(name)}
     _write_language(family, folder, model.config, language, renamed=renamed, sections=sections)
@@ -81,6 +86,8 @@ def _as_converters_take_it(config: Any) -> None:
         config.text_config.query_pre_attn_scalar = config.text_config.head_dim
     if config.model_type == "qwen3_5":
         config.text_config.rope_parameters |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    if config.model_type == "mistral3":
+        config.text_config.sliding_window, config.vision_config.image_size = None, 32
     if config.model_type == "qwen2_5_vl":  # every other layer sees the whole picture
         config.vision_config.depth, config.vision_config.fullatt_block_indexes = 4, [1, 3]
 
@@ -119,7 +126,8 @@ def _header(writer: Any, family: str, config: Any) -> None:
     get = lambda *names: next(getattr(vision, name) for name in names if hasattr(vision, name))  # noqa: E731
     writer.add_clip_has_vision_encoder(True)
     writer.add_vision_projection_dim(config.get_text_config().hidden_size)
-    writer.add_vision_patch_size(vision.patch_size)
+    patch = vision.patch_size
+    writer.add_vision_patch_size(patch if isinstance(patch, int) else patch[0])
     writer.add_vision_embedding_length(get("embed_dim", "hidden_size"))
     writer.add_vision_block_count(get("depth", "num_hidden_layers"))
     writer.add_vision_head_count(get("num_heads", "num_attention_heads"))
@@ -135,6 +143,9 @@ def _header(writer: Any, family: str, config: Any) -> None:
             writer.add_vision_n_wa_pattern(vision.fullatt_block_indexes[0] + 1)
             writer.add_uint32("clip.vision.window_size", vision.window_size)
         return
+    if family in ("internvl", "lfm2_vl", "mistral3"):
+        _header_of_tiles(writer, family, config)
+        return
     writer.add_vision_image_size(vision.image_size)
     if family == "gemma3":
         writer.add_clip_projector_type(gguf.VisionProjectorType.GEMMA3)
@@ -145,15 +156,52 @@ def _header(writer: Any, family: str, config: Any) -> None:
         writer.add_vision_preproc_image_size(processor["size"]["longest_edge"])
 
 
+def _header_of_tiles(writer: Any, family: str, config: Any) -> None:
+    kinds = {"internvl": "INTERNVL", "lfm2_vl": "LFM2", "mistral3": "PIXTRAL"}
+    writer.add_clip_projector_type(getattr(gguf.VisionProjectorType, kinds[family]))
+    writer.add_vision_use_gelu(True)
+    if family == "internvl":
+        writer.add_vision_image_size(config.vision_config.image_size[0])
+        writer.add_vision_projector_scale_factor(int(1 / config.downsample_ratio))
+        writer.add_uint32("clip.vision.preproc_max_tiles", PROCESSORS[family]["max_patches"])
+    elif family == "lfm2_vl":
+        writer.add_vision_projector_scale_factor(config.downsample_factor)
+    else:
+        writer.add_vision_image_size(config.vision_config.image_size)
+        writer.add_vision_spatial_merge_size(config.spatial_merge_size)
+
+
+def _as_converted(family: str, name: str, tensor: torch.Tensor, config: Any) -> tuple[str, torch.Tensor]:
+    """A tensor's name in the package's table, and its numbers, after what the converter does for the family alone."""
+    if family == "internvl":
+        places = {"layer_norm": 0, "linear_1": 1, "linear_2": 3}
+        for own, place in places.items():
+            name = name.replace(f"multi_modal_projector.{own}", f"mlp1.{place}")
+        name = name.replace("vision_tower.vision_model.", "model.vision_tower.")
+        name = f"{name}.weight" if name.endswith(("lambda_1", "lambda_2", "position_embeddings")) else name
+    elif family == "lfm2_vl":
+        name = name.removeprefix("model.")
+    if family == "lfm2_vl" and tensor.shape[-1] == 3 * config.vision_config.patch_size**2:
+        side = config.vision_config.patch_size
+        tensor = tensor.view(-1, side, side, 3).permute(0, 3, 1, 2)
+    elif family == "mistral3":
+        name = name.replace("vision_model.", "")
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config.vision_config.num_attention_heads
+            tensor = tensor.view(heads, 2, -1, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
+    return name, tensor
+
+
 def _tensors(family: str, config: Any, tower: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tower's tensors as the converter writes them."""
     layers = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
     found: dict[str, torch.Tensor] = {}
-    for stored, tensor in tower.items():
+    for stored, own in tower.items():
         if ".head." in stored:
             continue
         name = stored.removeprefix("model.") if "visual." in stored else stored
         name = name.replace("vision_tower.", "vision_tower.vision_model.").replace("_weight", ".weight")
+        name, tensor = _as_converted(family, name, own, config)
         deep = family == "qwen3_vl" and "deepstack_merger_list." in name
         if name == "visual.patch_embed.proj.weight":
             found["v.patch_embd.weight"], found["v.patch_embd.weight.1"] = tensor.unbind(2)
@@ -162,8 +210,8 @@ def _tensors(family: str, config: Any, tower: Mapping[str, torch.Tensor]) -> dic
                 found[_name(layers, name.replace("qkv", part))] = rows
         elif deep:
             _, _, index, inner = name.split(".", 3)
-            own = inner.replace("linear_", "")
-            found[f"v.deepstack.{config.vision_config.deepstack_visual_indexes[int(index)]}.{own}"] = tensor
+            inner = inner.replace("linear_", "")
+            found[f"v.deepstack.{config.vision_config.deepstack_visual_indexes[int(index)]}.{inner}"] = tensor
         elif name.startswith("visual.merger.linear_fc"):
             found[f"mm.{0 if 'fc1' in name else 2}.{name.rpartition('.')[2]}"] = tensor
         elif name.startswith("visual.merger.norm"):

@@ -39,8 +39,8 @@ class VisionFamily:
     """They do so in layers with windows alone."""
     processing: Callable[[Any], dict[str, Any]] = lambda config: {}
     """Arguments of the image processor besides those of its own file."""
-    processor: Callable[[Path], Any] | None = None
-    """Its image processor, of a folder; None: transformers' own."""
+    processor: Callable[[Path | Mapping[str, Any]], Any] | None = None
+    """Its image processor, of a folder or of settings; None: transformers' own."""
 
 
 def _grid(made: Made, config: Any) -> tuple[int, int]:

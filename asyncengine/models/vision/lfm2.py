@@ -24,11 +24,15 @@ _DEFAULTS: Mapping[str, Any] = {
 class Lfm2ImageProcessor:
     """Makes patches of one picture: of the whole, or of its tiles and then of the whole."""
 
-    def __init__(self, folder: Path) -> None:
-        """Reads the settings of the model in `folder`. Raises `OSError` where it has none."""
+    def __init__(self, source: Path | Mapping[str, Any]) -> None:
+        """`source`: the model's folder, or the settings themselves. Raises `OSError` where the folder has none."""
         from transformers import ImageProcessingMixin
 
-        found, _ = ImageProcessingMixin.get_image_processor_dict(str(folder), local_files_only=True)
+        found: Mapping[str, Any]
+        if isinstance(source, Path):
+            found, _ = ImageProcessingMixin.get_image_processor_dict(str(source), local_files_only=True)
+        else:
+            found = source
         self._settings = {name: found.get(name, default) for name, default in _DEFAULTS.items()}
 
     def to_json_string(self) -> str:

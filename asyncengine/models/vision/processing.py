@@ -43,7 +43,7 @@ class ImageProcessor:
         self._config = config
         self._token_bytes = token_bytes
         self._processor: Any
-        if self.family.processor is not None and isinstance(source, Path):
+        if self.family.processor is not None:
             self._processor = self.family.processor(source)
         else:
             self._processor = _transformers_processor(source)

@@ -157,7 +157,9 @@ def add(key: str, value: Any) -> Any:
 
 
 LIES = {
-    "another kind": (add("clip.projector_type", "internvl"), "image part 'internvl' is not read. Read are gemma3"),
+    "another kind": (add("clip.projector_type", "minicpmv"), "image part 'minicpmv' is not read. Read are gemma3"),
+    "InternVL's": (add("clip.projector_type", "internvl"), "has 16 positions for squares of 2 x 2 patches"),
+    "Pixtral's first": (add("clip.projector_type", "pixtral"), "Pixtral without a patch merger is not read"),
     "another width": (add("clip.vision.projection_dim", 49), "makes tokens of 49 numbers, and model.gguf has 48"),
     "heads": (add("clip.vision.attention.head_count", 7), "32 numbers of hidden states for 7 heads"),
     "colors": (add("clip.vision.image_mean", [0.5, 0.5]), "three finite numbers as clip.vision.image_mean"),

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
-import select
-import socket
-import threading
-import traceback
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -17,6 +11,7 @@ import torch
 
 from asyncengine.attention.factory import make_backend
 from asyncengine.config import EngineConfig
+from asyncengine.device.child import run
 from asyncengine.device.cores import Cores
 from asyncengine.device.shared_gather import SharedGather
 from asyncengine.lora.layers.slots import install_lora
@@ -24,9 +19,6 @@ from asyncengine.models.loading import load_model
 from asyncengine.models.progress import LoadProgress
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.runner.step_inputs import StepInputs
-
-_LAST_WORDS = 4000
-"""Characters of an error that the engine is told."""
 
 
 class Order(NamedTuple):
@@ -39,33 +31,15 @@ class Order(NamedTuple):
     """No logits are wanted."""
 
 
-def main(rank: int, size: int, engine: int, orders: int, life: int, memory: int) -> None:
-    """Serve the process `engine` by sockets and shared memory of these descriptors until it closes `life`, or is gone.
-
-    Never returns: nothing of this process is worth being tidied up.
-    """
+def main(engine: int, life: int, rank: int, size: int, orders: int, memory: int) -> None:
+    """Serve the process `engine` by sockets and shared memory of these descriptors (`device.child.run`)."""
     logging.getLogger("asyncengine").setLevel(logging.CRITICAL)  # rank 0 has the same to say
-    alive = socket.socket(fileno=life)
-    threading.Thread(target=_end_with, args=(alive, engine), daemon=True).start()
-    try:
+
+    def work() -> None:
         with torch.inference_mode():
             _serve(Connection(orders), SharedGather(memory, rank, size))
-    except (EOFError, ConnectionError):  # the engine is gone, and so are we
-        os._exit(0)
-    except BaseException as error:
-        text = f"{error!r}\n{traceback.format_exc()}"
-        alive.sendall(text[:_LAST_WORDS].encode())
-        os._exit(1)
 
-
-def _end_with(alive: socket.socket, engine: int) -> None:
-    """Wait until the engine ends us, or until it is gone: a fork of it may hold its end of the socket."""
-    poll = select.poll()
-    poll.register(alive, select.POLLIN)
-    with suppress(OSError):  # an old kernel
-        poll.register(os.pidfd_open(engine), select.POLLIN)
-    poll.poll()
-    os._exit(0)
+    run(work, engine, life)
 
 
 def _serve(orders: Connection, gather: SharedGather) -> None:

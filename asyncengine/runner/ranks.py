@@ -2,52 +2,39 @@
 started, spoken to, watched, ended.
 
 The engine's process is rank 0. It alone schedules and samples; before each forward pass it tells the others the pass's
-inputs, and all compute it (`rank_worker`), exchanging results through shared memory (`device.shared_gather`). Each
-other rank has two sockets: by one it is told what to do, in order; nothing is said on the other, whose end tells either
-side that the other is gone, however it died. They are programs of their own, not forks and not `multiprocessing`'s,
-which would run the caller's main module again.
+inputs, and all compute it (`rank_worker`), exchanging results through shared memory (`device.shared_gather`). By a
+socket each other rank is told what to do, in order; that it lives is known as of any child (`device.child`).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import queue
 import select
 import socket
-import subprocess
-import sys
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from asyncengine.device.child import Child, end_children, start_child
 from asyncengine.device.shared_gather import SharedGather, make_memory, missing
 from asyncengine.errors import InvalidParameter
 from asyncengine.kernels.compile_process import can_start
 from asyncengine.runner.step_inputs import StepInputs
 from asyncengine.step import RecordPart
 
-_START = (
-    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "  # Ctrl-C is for the engine, which ends us
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from asyncengine.runner.rank_worker import main; main(*map(int, sys.argv[2:]))"
-)
-_MOMENT = 5.0
-"""Seconds in which a process that was told to end should be gone."""
-
 
 class _Rank(NamedTuple):
     """One other process."""
 
     rank: int
-    program: subprocess.Popen[bytes]
+    child: Child
     orders: Connection
-    life: socket.socket
 
 
 class Ranks:
@@ -147,20 +134,14 @@ class Ranks:
 
 def _start(memory: int, rank: int, size: int) -> _Rank:
     """Start one process. Raises `OSError`."""
-    (orders, its_orders), (life, its_life) = socket.socketpair(), socket.socketpair()
-    with its_orders, its_life:
-        given = its_orders.fileno(), its_life.fileno(), memory
-        paths = json.dumps([os.path.abspath(path) for path in sys.path])
+    orders, its_orders = socket.socketpair()
+    with its_orders:
         try:
-            program = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START, paths, *map(str, (rank, size, os.getpid(), *given))],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=given,
-            )  # fmt: skip
+            child = start_child("asyncengine.runner.rank_worker", (rank, size), (its_orders.fileno(), memory))
         except BaseException:
             orders.close()
-            life.close()
             raise
-    return _Rank(rank, program, Connection(orders.detach()), life)
+    return _Rank(rank, child, Connection(orders.detach()))
 
 
 def _watch(
@@ -170,14 +151,14 @@ def _watch(
     """Until the first of them is gone: then nobody waits for it, and `listeners` hear of it."""
     poll = select.poll()
     for other in others:
-        poll.register(other.life, select.POLLIN)
+        poll.register(other.child.life, select.POLLIN)
     ended = {number for number, _ in poll.poll()}
     if closing.is_set():
         return
     for other in others:
-        if other.life.fileno() in ended:
-            last = other.life.recv(2**16).decode(errors="replace")
-            process = f"rank {other.rank} of the model (process {other.program.pid})"
+        if other.child.life.fileno() in ended:
+            last = other.child.last_words()
+            process = f"rank {other.rank} of the model (process {other.child.program.pid})"
             gather.break_off(f"{process} failed: {last}" if last else f"{process} was killed or has ended")
     while not listeners.empty():
         if (failed := listeners.get()()) is not None:
@@ -185,17 +166,9 @@ def _watch(
 
 
 def _end(others: Sequence[_Rank], closing: threading.Event | None = None) -> None:
-    """The end of a life socket ends its process at once, whatever it is doing."""
+    """End them, and wait until they are gone."""
     if closing is not None:
         closing.set()
+    end_children([other.child for other in others])
     for other in others:
-        with suppress(OSError):
-            other.life.shutdown(socket.SHUT_RDWR)
         other.orders.close()
-    for other in others:
-        try:
-            other.program.wait(_MOMENT)
-        except subprocess.TimeoutExpired:
-            other.program.kill()
-            other.program.wait()
-        other.life.close()

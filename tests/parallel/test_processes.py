@@ -180,9 +180,9 @@ async def test_what_cannot_be_split_is_refused(
     model: str, settings: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the constructor, and no process is left. None is started here: they would be ended before they load."""
-    from asyncengine.runner import ranks as processes
+    from asyncengine.device import child
 
-    monkeypatch.setattr(processes, "_START", "import sys; sys.stdin.read()")
+    monkeypatch.setattr(child, "_START", "import sys; sys.stdin.read()")
     given = {"tensor_parallel": 2, "show_progress": False, **settings}
     with pytest.raises(InvalidParameter, match=f"tensor_parallel: .*{reason}"):
         await AsyncEngine.from_pretrained(model, **given)

@@ -1,0 +1,102 @@
+"""Processes of ours that run a module of this package: started, told to end, and gone when this process is.
+
+They are programs of their own, not forks and not `multiprocessing`'s, which would run the caller's main module again. A
+socket joins each to its parent, on which nothing is said but a child's last words: its end tells either side that the
+other is gone, however it died. A child inherits the cores and the memory policy of the thread that starts it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple, NoReturn
+
+_START = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "  # Ctrl-C is for the parent, which ends us
+    "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "importlib.import_module(sys.argv[2]).main(*map(int, sys.argv[3:]))"
+)
+_MOMENT = 5.0
+"""Seconds in which a process that was told to end should be gone."""
+_LAST_WORDS = 4000
+"""Characters of an error that the parent is told."""
+
+
+class Child(NamedTuple):
+    """One process, as its parent knows it."""
+
+    program: subprocess.Popen[bytes]
+    life: socket.socket
+
+    def last_words(self) -> str:
+        """The error that it ended with, if it could say so; "" otherwise, and while it lives."""
+        with suppress(OSError):
+            return self.life.recv(2**16, socket.MSG_DONTWAIT).decode(errors="replace")
+        return ""
+
+
+def start_child(module: str, numbers: Sequence[int], descriptors: Sequence[int]) -> Child:
+    """Start `main(parent, life, *numbers, *descriptors)` of a module, whose work `run` does. It inherits the
+    descriptors. Raises `OSError`."""
+    life, its_life = socket.socketpair()
+    with its_life:
+        given = its_life.fileno(), *descriptors
+        arguments = os.getpid(), its_life.fileno(), *numbers, *descriptors
+        paths = json.dumps([os.path.abspath(path) for path in sys.path])
+        try:
+            program = subprocess.Popen(
+                [sys.executable, "-P", "-c", _START, paths, module, *map(str, arguments)],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=given,
+            )  # fmt: skip
+        except BaseException:
+            life.close()
+            raise
+    return Child(program, life)
+
+
+def end_children(children: Sequence[Child]) -> None:
+    """End them at once, whatever they are doing, and wait until they are gone. Idempotent."""
+    for child in children:
+        with suppress(OSError):
+            child.life.shutdown(socket.SHUT_RDWR)
+    for child in children:
+        try:
+            child.program.wait(_MOMENT)
+        except subprocess.TimeoutExpired:
+            child.program.kill()
+            child.program.wait()
+        child.life.close()
+
+
+def run(work: Callable[[], object], parent: int, life: int) -> NoReturn:
+    """In the child: do `work` until the parent closes `life`, or is gone. Nothing of this process is worth being
+    tidied up."""
+    alive = socket.socket(fileno=life)
+    threading.Thread(target=_end_with, args=(alive, parent), daemon=True).start()
+    try:
+        work()
+    except (EOFError, ConnectionError):  # the parent is gone, and so are we
+        os._exit(0)
+    except BaseException as error:
+        text = f"{error!r}\n{traceback.format_exc()}"
+        alive.sendall(text[:_LAST_WORDS].encode())
+        os._exit(1)
+    os._exit(0)
+
+
+def _end_with(alive: socket.socket, parent: int) -> None:
+    """Wait until the parent ends us, or until it is gone: a fork of it may hold its end of the socket."""
+    poll = select.poll()
+    poll.register(alive, select.POLLIN)
+    with suppress(OSError, AttributeError):  # an old kernel, another system than Linux
+        poll.register(os.pidfd_open(parent), select.POLLIN)
+    poll.poll()
+    os._exit(0)

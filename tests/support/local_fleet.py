@@ -28,6 +28,8 @@ ENGINE: dict[str, Any] = {
 class LocalProcess:
     """A `ReplicaProcess` on a thread. `lose` kills it; while `speaks` is not set its network is down."""
 
+    threads = None
+
     def __init__(self, name: str, node: str, silence_limit: float, context: Any) -> None:
         self.name, self.node = name, node
         self.loop = asyncio.new_event_loop()
@@ -110,7 +112,7 @@ class LocalCluster:
     """A `RayCluster` of `LocalProcess`es. `room`: replicas that fit at once."""
 
     def __init__(self, config: FleetConfig, name: str, *, connected: bool) -> None:
-        self.name = name
+        self.name, self.replicas = name, config.replicas
         self._config = config
         self._context = new_context() if connected else None
         self.room = 100
@@ -200,7 +202,7 @@ async def start_local_fleet(
         made.append(LocalCluster(config, name, connected=connected))
         return made[0]
 
-    monkeypatch.setattr(frontend, "RayCluster", cluster)
+    monkeypatch.setattr(frontend, "open_cluster", cluster)
     ours = {name: value for name, value in settings.items() if name in FleetConfig.names()}
     theirs = {name: value for name, value in settings.items() if name not in ours}
     attempt, config = LoadAttempt(), EngineConfig(**{**ENGINE, **theirs})

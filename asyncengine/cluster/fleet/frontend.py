@@ -14,6 +14,7 @@ from asyncengine.cluster.fleet.adapters import FleetAdapters
 from asyncengine.cluster.fleet.dispatcher import Dispatcher
 from asyncengine.cluster.fleet.loop import FleetLoop
 from asyncengine.cluster.fleet.messages import Loaded
+from asyncengine.cluster.fleet.one_machine import OneMachine, runs_here
 from asyncengine.cluster.fleet.ray_cluster import RayCluster
 from asyncengine.cluster.fleet.replicas import ReplicaManager, start_replicas
 from asyncengine.cluster.fleet.settings import FleetConfig
@@ -98,16 +99,22 @@ class FleetFrontend(Frontend):
         self.fleet.manager.cluster.close()
 
 
+def open_cluster(settings: FleetConfig, name: str) -> RayCluster | OneMachine:
+    """The machines on which a fleet has its processes. Raises `FleetError`, `InvalidParameter`."""
+    return OneMachine(settings, name) if runs_here(settings) else RayCluster(settings, name)
+
+
 def open_fleet(
     model: str | os.PathLike[str], config: EngineConfig, settings: FleetConfig, attempt: LoadAttempt
 ) -> FleetFrontend:
-    """Connect to Ray, start all replicas, and make what stands before them. Blocks until the last has loaded.
+    """Start all replicas, where `open_cluster` has them, and make what stands before them. Blocks until the last has
+    loaded.
 
     Raises `FleetError`, `InvalidParameter`, and what loading a model raises.
     """
     path = resolve_model(model)
     shipped = bundled_name(path) or path  # the bundled ones lie where each replica is installed
-    cluster = RayCluster(settings, settings.name or f"fleet-{secrets.token_hex(4)}")
+    cluster = open_cluster(settings, settings.name or f"fleet-{secrets.token_hex(4)}")
     try:
         attempt.check()
         theirs = config.replace(  # replicas are sent text alone: towers would take memory in vain

@@ -62,8 +62,14 @@ class RayCluster:
 
     def __init__(self, config: FleetConfig, name: str) -> None:
         """Connect, or start a Ray on this machine. Raises `FleetError` for a head that does not answer, and
-        `InvalidParameter` for a name that another fleet has."""
+        `InvalidParameter` for a name that another fleet has, and where replicas are wanted for memory nodes."""
+        if not isinstance(config.replicas, int):
+            raise InvalidParameter(
+                "replicas", "must be a number with Ray, which knows no memory nodes", config.replicas
+            )
         self._ray = load_ray()
+        self.replicas = config.replicas
+        """Replicas that the fleet begins with."""
         self._config, self.name = config, name
         self._owns_ray = not self._ray.is_initialized()
         self._serial = itertools.count()
@@ -90,13 +96,13 @@ class RayCluster:
     def _connect(self) -> None:
         address = self._config.address or os.environ.get("RAY_ADDRESS")
         quiet: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
-        if address is None:
-            config = self._config
+        here = address in (None, "local")
+        if here:
             quiet |= {"address": "local", "include_dashboard": False}
-            quiet["num_cpus"] = max(os.cpu_count() or 1, math.ceil((config.replicas + 1) * config.num_cpus))
+            quiet["num_cpus"] = max(os.cpu_count() or 1, math.ceil((self.replicas + 1) * self._config.num_cpus))
         else:
             quiet["address"] = address
-            bare = address.removeprefix("ray://")
+            bare = str(address).removeprefix("ray://")
             try:
                 if bare.rpartition(":")[2].isdigit():  # neither "auto" nor "local"
                     _reach(bare)  # Ray itself tries for minutes
@@ -105,7 +111,7 @@ class RayCluster:
         try:
             self._init_on_lasting_thread(quiet)
         except Exception as error:
-            where = "on this machine" if address is None else f"at {address}"
+            where = "on this machine" if here else f"at {address}"
             raise FleetError(f"no Ray {where}: {error}") from error
 
     def _init_on_lasting_thread(self, options: dict[str, Any]) -> None:
@@ -273,6 +279,9 @@ class RayCluster:
 
 class ReplicaProcess:
     """A Ray actor that hosts a `Replica`."""
+
+    threads = None
+    """Threads of its engine where the settings leave them open: Ray says how many by the environment."""
 
     def __init__(
         self, ray: Any, config: FleetConfig, node: RayNode, group: Any, placed: Instance, context: Any

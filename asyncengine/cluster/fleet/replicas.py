@@ -7,20 +7,26 @@ import contextlib
 import logging
 import pickle
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio.to_thread
 
 from asyncengine import __version__
 from asyncengine.cluster.fleet.dispatcher import Dispatcher
 from asyncengine.cluster.fleet.messages import VERSION, Loaded, Update
-from asyncengine.cluster.fleet.ray_cluster import RayCluster, ReplicaProcess
 from asyncengine.cluster.fleet.requests import ReplicaHandle
 from asyncengine.cluster.fleet.settings import FleetConfig
 from asyncengine.config import EngineConfig
 from asyncengine.errors import EngineError, FleetError
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.request_spec import Peer
+
+if TYPE_CHECKING:
+    from asyncengine.cluster.fleet.one_machine import LocalReplica, OneMachine
+    from asyncengine.cluster.fleet.ray_cluster import RayCluster, ReplicaProcess
+
+    Cluster: TypeAlias = RayCluster | OneMachine
+    Process: TypeAlias = ReplicaProcess | LocalReplica
 
 logger = logging.getLogger("asyncengine")
 
@@ -40,16 +46,16 @@ MAX_ATTEMPTS = 5
 
 
 async def start_replicas(
-    cluster: RayCluster, model: str, config: EngineConfig, settings: FleetConfig
-) -> list[tuple[ReplicaProcess, Loaded]]:
+    cluster: Cluster, model: str, config: EngineConfig, settings: FleetConfig
+) -> list[tuple[Process, Loaded]]:
     """Start as many replicas as a fleet is to begin with, side by side. Raises what loading raises."""
     await anyio.to_thread.run_sync(cluster.prepare, model, config)
-    processes = [await anyio.to_thread.run_sync(cluster.spawn) for _ in range(settings.replicas)]
+    processes = [await anyio.to_thread.run_sync(cluster.spawn) for _ in range(cluster.replicas)]
     loading = (load_replica(process, model, config, settings.start_timeout) for process in processes)
     return list(zip(processes, await asyncio.gather(*loading), strict=True))
 
 
-async def load_replica(process: ReplicaProcess, model: str, config: EngineConfig, timeout: float) -> Loaded:
+async def load_replica(process: Process, model: str, config: EngineConfig, timeout: float) -> Loaded:
     """Load the model in a new process. Raises `FleetError` for one with another release, and what loading raises."""
     release, version = await process.call("hello", timeout=HELLO_SECONDS)
     if (release, version) != (__version__, VERSION):
@@ -57,6 +63,8 @@ async def load_replica(process: ReplicaProcess, model: str, config: EngineConfig
             f"version skew: this program has asyncengine {__version__} (wire {VERSION}), node {process.node[:8]} "
             f"has {release} (wire {version}): install the same one everywhere"
         )
+    if config.num_threads is None and process.threads is not None:
+        config = config.replace(num_threads=process.threads)
     loaded: Loaded = await process.call("start", model, config, timeout=timeout)
     return loaded
 
@@ -65,12 +73,12 @@ class ReplicaManager:
     """Starts, replaces and ends the replicas of one fleet."""
 
     def __init__(
-        self, cluster: RayCluster, model: str, config: EngineConfig, settings: FleetConfig, dispatcher: Dispatcher,
-        first: Sequence[tuple[ReplicaProcess, Loaded]],
+        self, cluster: Cluster, model: str, config: EngineConfig, settings: FleetConfig, dispatcher: Dispatcher,
+        first: Sequence[tuple[Process, Loaded]],
     ) -> None:  # fmt: skip
         """`config`: of each replica's engine. `first`: replicas that `start_replicas` has started."""
         self.cluster = cluster
-        self.target = settings.replicas
+        self.target = cluster.replicas
         self._model, self._config, self._settings = model, config, settings
         self._dispatcher = dispatcher
         self._first = first
@@ -120,7 +128,7 @@ class ReplicaManager:
         unchanged = any((info.name, info.digest) == (first.name, first.digest) for first in self._first[0][1].adapters)
         return given if given is not None and unchanged else info.path
 
-    def _join(self, process: ReplicaProcess) -> None:
+    def _join(self, process: Process) -> None:
         replica = ReplicaHandle(process)
         replica.reader = self._spawn_task(self._read(replica))
         self._dispatcher.add(replica)
@@ -193,12 +201,14 @@ class ReplicaManager:
         replica.gone = True
         self._dispatcher.lose(replica, reason)
         replica.notify()
-        self._spawn_task(self._end_process(replica.process, lost=True))
-        if not replica.closing and not self._ending:
-            self._spawn_task(self._replace())
+        self._spawn_task(self._replace(replica))
 
-    async def _replace(self) -> None:
-        """Start a replica in the place of a lost one, however long it takes."""
+    async def _replace(self, lost: ReplicaHandle) -> None:
+        """End what is left of a lost replica's process, so that its place is free, and start one in its stead unless it
+        was to go, however long it takes."""
+        await self._end_process(lost.process, lost=True)
+        if lost.closing:
+            return
         attempts = 0
         while not self._ending and len(self._replicas) < self.target:
             try:
@@ -213,7 +223,7 @@ class ReplicaManager:
                     return
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _end_process(self, process: ReplicaProcess, *, lost: bool = False) -> None:
+    async def _end_process(self, process: Process, *, lost: bool = False) -> None:
         await anyio.to_thread.run_sync(lambda: self.cluster.end(process, lost=lost))
 
     # ---------------------------------------------------------------- changing

@@ -17,6 +17,7 @@ from asyncengine.request_spec import Peer, RequestSpec
 from asyncengine.stats import EngineStats
 
 if TYPE_CHECKING:
+    from asyncengine.cluster.fleet.one_machine import LocalReplica
     from asyncengine.cluster.fleet.ray_cluster import ReplicaProcess
 
 
@@ -84,7 +85,7 @@ class FleetRequest:
 class ReplicaHandle:
     """A replica that serves: its process, its requests, and the commands that are about to be sent to it."""
 
-    def __init__(self, process: ReplicaProcess) -> None:
+    def __init__(self, process: ReplicaProcess | LocalReplica) -> None:
         self.process = process
         self.name = process.name
         self.requests: dict[int, FleetRequest] = {}

@@ -6,13 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from asyncengine.checks import Seconds, Settings, integer_in, number_in
+from asyncengine.checks import Seconds, Settings, as_integer, number_in
 from asyncengine.cluster.nodes import MAX_CPUS
 from asyncengine.cluster.routing import RoutingWeights
 from asyncengine.config import Memory
 from asyncengine.errors import InvalidParameter
 
 MAX_REPLICAS = 4096
+
+
+def _replicas(name: str, value: Any) -> int | str:
+    if isinstance(value, str) and value != "numa":
+        raise InvalidParameter(name, 'must be an integer or "numa"', value)
+    return value if isinstance(value, str) else as_integer(name, value, 1, MAX_REPLICAS)
 
 
 def _printable(name: str, value: Any) -> str:
@@ -38,17 +44,19 @@ def _weights(name: str, value: Any) -> RoutingWeights:
 class FleetConfig(Settings):
     """Settings of a fleet. Raises `InvalidParameter` naming the field for a value outside its range."""
 
-    replicas: Annotated[int, integer_in(1, MAX_REPLICAS)] = 1
-    """Number of engines, each in a process of its own."""
+    replicas: Annotated[int | Literal["numa"], _replicas] = 1
+    """Number of engines, each in a process of its own. "numa": one for each memory node of this machine."""
     name: Annotated[str, _printable] | None = None
     """Unique among the fleets of a Ray cluster, and what its processes are called there. None: a fresh one."""
     address: Annotated[str, _printable] | None = None
-    """"HOST:PORT" of a Ray head, or "auto" for the one this machine belongs to. None: the Ray this program is connected
-    to, else one that is started here and ends with the fleet."""
+    """"HOST:PORT" of a Ray head, "auto" for the one this machine belongs to, "local" for one that is started here and
+    ends with the fleet. None: the Ray this program is connected to; without one, processes of this machine, which need
+    no Ray and divide the cores among them."""
     num_cpus: Annotated[float, number_in(0.0, MAX_CPUS)] = 1.0
-    """CPUs that a replica takes on its node."""
+    """CPUs that a replica takes on its node of a Ray cluster."""
     num_gpus: Annotated[float, number_in(0.0, 1.0)] = 0.0
-    """GPUs that a replica takes, up to 1: an engine computes on one. A part of one is that part of its memory, too."""
+    """GPUs that a replica takes, up to 1: an engine computes on one. A part of one is that part of its memory, too.
+    With any, Ray is used."""
     replica_memory: Memory | None = None
     """Bytes that a replica takes of its node (or "20GiB"): of the GPU, or without one of the host. None: read from the
     model's files (weights, a KV cache of `kv_cache_memory` or of one long request, recurrent states, a step)."""

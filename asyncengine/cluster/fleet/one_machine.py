@@ -1,0 +1,231 @@
+"""A fleet's processes on this machine alone, each bound to cores and memory of its own. In the place of a Ray cluster:
+it needs neither Ray nor pyzmq."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import pickle
+import socket
+import sys
+import threading
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
+from typing import Any
+
+import anyio.to_thread
+
+from asyncengine.cluster.fleet import replica_program
+from asyncengine.cluster.fleet.placing import read_claim
+from asyncengine.cluster.fleet.replica import unpack
+from asyncengine.cluster.fleet.replica_program import LENGTH, framed, received
+from asyncengine.cluster.fleet.settings import FleetConfig
+from asyncengine.config import EngineConfig
+from asyncengine.device.child import Child, end_children, start_child
+from asyncengine.device.topology import Share, bind, divide, memory_nodes
+from asyncengine.engine.threads import on_own_thread
+from asyncengine.errors import FleetError, InvalidParameter
+from asyncengine.kernels.compile_process import can_start
+
+
+def runs_here(config: FleetConfig) -> bool:
+    """Whether a fleet of these settings has its processes on this machine, without Ray: where no cluster is named, this
+    program is connected to none, and no GPUs are to be divided."""
+    ray = sys.modules.get("ray")
+    clusters = config.address or os.environ.get("RAY_ADDRESS") or (ray is not None and ray.is_initialized())
+    return not (clusters or config.num_gpus) and os.name == "posix" and can_start()
+
+
+class OneMachine:
+    """The processes of one fleet on this machine. Blocking calls; any thread."""
+
+    def __init__(self, config: FleetConfig, name: str) -> None:
+        """Divide the machine. Raises `InvalidParameter` for what only nodes of a Ray cluster have."""
+        if config.labels:
+            raise InvalidParameter("labels", "are those of a Ray cluster's nodes: give its address", config.labels)
+        self._config, self.name = config, name
+        self._shares = divide(memory_nodes(), config.replicas if isinstance(config.replicas, int) else None)
+        self.replicas = len(self._shares)
+        """Replicas that the fleet begins with."""
+        self._serial = itertools.count()
+        self._latest = [-1] * self.replicas
+        """Serial number of the last replica that got each share."""
+        self._processes: dict[str, LocalReplica] = {}
+        self._lock = threading.Lock()
+
+    def prepare(self, model: str, config: EngineConfig) -> None:
+        """Look whether each share's memory nodes are large enough. Raises `FleetError`, and what loading raises of the
+        model's files."""
+        smallest = min(self._shares, key=lambda share: share.memory)
+        if smallest.nodes and os.path.exists(model):
+            needed = read_claim(model, config, self._config).cpu_bytes or 0
+            if needed > smallest.memory:
+                raise FleetError(
+                    f"no room for a replica ({needed / 2**30:.2f} GiB): memory nodes {list(smallest.nodes)} have "
+                    f"{smallest.memory / 2**30:.2f} GiB; fewer replicas have more"
+                )
+
+    def spawn(self) -> LocalReplica:
+        """Start a process for a replica on the share with fewest of them; of equals, on that whose last one is oldest:
+        a round of restarts starts each successor beside its predecessor. Nothing is loaded there yet.
+
+        Raises `FleetError`.
+        """
+        with self._lock:
+            used = Counter(process.place for process in self._processes.values())
+            place = min(range(self.replicas), key=lambda place: (used[place], self._latest[place]))
+            self._latest[place] = number = next(self._serial)
+            try:
+                process = LocalReplica(f"{self.name}/{number}", place, self._shares[place])
+            except OSError as error:
+                raise FleetError(f"no process can be started for a replica: {error}") from error
+            self._processes[process.name] = process
+            return process
+
+    def removal_scores(self) -> dict[str, float]:
+        """Score of keeping each replica where it is, by name: those that share their cores are wanted least."""
+        with self._lock:
+            used = Counter(process.place for process in self._processes.values())
+            return {name: 1 / used[process.place] for name, process in self._processes.items()}
+
+    def head_answers(self) -> bool:
+        """True: there is no head that could be gone."""
+        return True
+
+    def end(self, process: LocalReplica, *, lost: bool = False) -> None:
+        """End a replica's process. Idempotent."""
+        with self._lock:
+            self._processes.pop(process.name, None)
+        process.kill()
+
+    def close(self) -> None:
+        """End all processes. Idempotent."""
+        with self._lock:
+            processes, self._processes = list(self._processes.values()), {}
+        for process in processes:
+            process.kill()
+
+
+class LocalReplica:
+    """A process of this machine that hosts a `Replica`."""
+
+    node = "this machine"
+
+    def __init__(self, name: str, place: int, share: Share) -> None:
+        """Start it, bound to `share`, the machine's share of number `place`. Raises `OSError`."""
+        self.name, self.place, self.threads = name, place, len(share.cores)
+        self._numbers = itertools.count()
+        self._asked: dict[int, Future[bytes]] = {}
+        """Answers that are waited for, by the call's number."""
+        self._lost = ""
+        """The reason for which there are no more answers."""
+        self._lock, self._sending = threading.Lock(), threading.Lock()
+        (self._calls, calls), (updates, its_updates) = socket.socketpair(), socket.socketpair()
+        self.connection = LocalConnection(self, updates)
+
+        def start() -> Child:
+            bind(share)  # this thread, which ends, and the process that it starts
+            return start_child(replica_program.__name__, (), (calls.fileno(), its_updates.fileno()))
+
+        try:
+            with calls, its_updates:
+                self._child = on_own_thread(start, "asyncengine-start")
+        except BaseException:
+            self._calls.close()
+            self.connection.close()
+            raise
+        self._reader = threading.Thread(target=self._take_answers, name="asyncengine-calls", daemon=True)
+        self._reader.start()
+
+    async def call(self, method: str, *arguments: Any, timeout: float) -> Any:
+        """Call a method of the replica. Raises what that raises, and `FleetError` if it does not answer."""
+        answer: Future[bytes] = Future()
+        answer.set_running_or_notify_cancel()  # who gives up waiting does not cancel it
+        number = next(self._numbers)
+        with self._lock:
+            if self._lost:
+                raise self.loss()
+            self._asked[number] = answer
+        message = framed(pickle.dumps((number, method, pickle.dumps(arguments))))
+        try:
+            async with asyncio.timeout(timeout):
+                # on a thread: a process that stands still takes no more than the socket holds
+                await anyio.to_thread.run_sync(self._send, message, abandon_on_cancel=True)
+                found = await asyncio.wrap_future(answer)
+        except TimeoutError as error:
+            raise FleetError(f"replica {self.name} did not answer {method} within {timeout:g} s") from error
+        except OSError as error:
+            raise self.loss() from error
+        return unpack(found)
+
+    def _send(self, message: bytes) -> None:
+        with self._sending:
+            self._calls.sendall(message)
+
+    def _take_answers(self) -> None:
+        """Take answers until the process is gone."""
+        with contextlib.suppress(OSError), self._calls.makefile("rb") as answers:
+            while len(head := answers.read(LENGTH)) == LENGTH:
+                length = int.from_bytes(head)
+                if len(message := answers.read(length)) < length:
+                    break
+                number, answer = pickle.loads(message)
+                self._asked.pop(number).set_result(answer)
+        words = next(iter(self._child.last_words().splitlines()), "")
+        process = f"its process ({self._child.program.pid})"
+        with self._lock:
+            self._lost = f"{process} failed: {words}" if words else f"{process} was killed or has ended"
+        for answer in self._asked.values():
+            answer.set_exception(self.loss())
+
+    def loss(self) -> FleetError:
+        """The error of what waits for the process, which is gone."""
+        return FleetError(f"replica {self.name} was lost: {self._lost}")
+
+    def kill(self) -> None:
+        """End the process. Idempotent."""
+        end_children([self._child])
+        self._reader.join()
+        self._calls.close()
+        self.connection.close()
+
+
+class LocalConnection:
+    """A `Connection` to a process of this machine, by a socket: commands go there and updates come back. Lives on the
+    fleet's loop, but for its making."""
+
+    address = "127.0.0.1"
+
+    def __init__(self, process: LocalReplica, its: socket.socket) -> None:
+        self._process = process
+        self._socket: socket.socket | None = its
+        self._kept = [b""]  # the replica speaks from the first message on
+        self.post: Callable[[bytes], object] = self._kept.append
+        """Send commands without waiting; in order."""
+
+    async def updates(self) -> AsyncGenerator[bytes, None]:
+        """Open the connection and read all updates. Raises `FleetError` when the replica's process is gone."""
+        mine, self._socket = self._socket, None
+        if mine is None:
+            raise self._process.loss()
+        reader, writer = await asyncio.open_unix_connection(sock=mine)
+        try:
+            self.post = lambda commands: writer.write(framed(commands))
+            for commands in self._kept:
+                self.post(commands)
+            while True:
+                yield await received(reader)
+        except (EOFError, OSError) as error:
+            raise self._process.loss() from error
+        finally:
+            self.post = lambda commands: None
+            writer.close()
+
+    def close(self) -> None:
+        """Close what was not opened: the socket is its reader's otherwise."""
+        mine, self._socket = self._socket, None
+        if mine is not None:
+            mine.close()

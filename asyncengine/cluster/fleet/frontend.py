@@ -15,6 +15,7 @@ from asyncengine.cluster.fleet.dispatcher import Dispatcher
 from asyncengine.cluster.fleet.loop import FleetLoop
 from asyncengine.cluster.fleet.messages import Loaded
 from asyncengine.cluster.fleet.one_machine import OneMachine, runs_here
+from asyncengine.cluster.fleet.processes import Cluster
 from asyncengine.cluster.fleet.ray_cluster import RayCluster
 from asyncengine.cluster.fleet.replicas import ReplicaManager, start_replicas
 from asyncengine.cluster.fleet.settings import FleetConfig
@@ -99,7 +100,7 @@ class FleetFrontend(Frontend):
         self.fleet.manager.cluster.close()
 
 
-def open_cluster(settings: FleetConfig, name: str) -> RayCluster | OneMachine:
+def open_cluster(settings: FleetConfig, name: str) -> Cluster:
     """The machines on which a fleet has its processes. Raises `FleetError`, `InvalidParameter`."""
     return OneMachine(settings, name) if runs_here(settings) else RayCluster(settings, name)
 

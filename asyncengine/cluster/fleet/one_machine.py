@@ -116,7 +116,8 @@ class LocalReplica:
 
     def __init__(self, name: str, place: int, share: Share) -> None:
         """Start it, bound to `share`, the machine's share of number `place`. Raises `OSError`."""
-        self.name, self.place, self.threads = name, place, len(share.cores)
+        self.name, self.place = name, place
+        self.threads: int | None = len(share.cores)
         self._numbers = itertools.count()
         self._asked: dict[int, Future[bytes]] = {}
         """Answers that are waited for, by the call's number."""

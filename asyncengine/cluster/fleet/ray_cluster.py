@@ -280,8 +280,7 @@ class RayCluster:
 class ReplicaProcess:
     """A Ray actor that hosts a `Replica`."""
 
-    threads = None
-    """Threads of its engine where the settings leave them open: Ray says how many by the environment."""
+    threads: int | None = None  # Ray says how many by the environment
 
     def __init__(
         self, ray: Any, config: FleetConfig, node: RayNode, group: Any, placed: Instance, context: Any

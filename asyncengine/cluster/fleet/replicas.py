@@ -7,26 +7,20 @@ import contextlib
 import logging
 import pickle
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import anyio.to_thread
 
 from asyncengine import __version__
 from asyncengine.cluster.fleet.dispatcher import Dispatcher
 from asyncengine.cluster.fleet.messages import VERSION, Loaded, Update
+from asyncengine.cluster.fleet.processes import Cluster, Process
 from asyncengine.cluster.fleet.requests import ReplicaHandle
 from asyncengine.cluster.fleet.settings import FleetConfig
 from asyncengine.config import EngineConfig
 from asyncengine.errors import EngineError, FleetError
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.request_spec import Peer
-
-if TYPE_CHECKING:
-    from asyncengine.cluster.fleet.one_machine import LocalReplica, OneMachine
-    from asyncengine.cluster.fleet.ray_cluster import RayCluster, ReplicaProcess
-
-    Cluster: TypeAlias = RayCluster | OneMachine
-    Process: TypeAlias = ReplicaProcess | LocalReplica
 
 logger = logging.getLogger("asyncengine")
 

@@ -6,19 +6,15 @@ import asyncio
 import pickle
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from asyncengine.cluster.fleet.messages import Command, Submit
+from asyncengine.cluster.fleet.processes import Process
 from asyncengine.cluster.routing import Route, RouteRequest
 from asyncengine.engine.delivery import OutputStream
 from asyncengine.engine.vectors.batch import TextBatch
 from asyncengine.kvcache.cache_log import page_hashes
 from asyncengine.request_spec import Peer, RequestSpec
 from asyncengine.stats import EngineStats
-
-if TYPE_CHECKING:
-    from asyncengine.cluster.fleet.one_machine import LocalReplica
-    from asyncengine.cluster.fleet.ray_cluster import ReplicaProcess
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +81,7 @@ class FleetRequest:
 class ReplicaHandle:
     """A replica that serves: its process, its requests, and the commands that are about to be sent to it."""
 
-    def __init__(self, process: ReplicaProcess | LocalReplica) -> None:
+    def __init__(self, process: Process) -> None:
         self.process = process
         self.name = process.name
         self.requests: dict[int, FleetRequest] = {}

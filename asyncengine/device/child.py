@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
@@ -37,15 +37,18 @@ class Child(NamedTuple):
     life: socket.socket
 
     def last_words(self) -> str:
-        """The error that it ended with, if it could say so; "" otherwise, and while it lives."""
+        """The error with which it ends, if it can say so; "" otherwise, and after a second if it lives."""
         with suppress(OSError):
-            return self.life.recv(2**16, socket.MSG_DONTWAIT).decode(errors="replace")
+            self.life.settimeout(1.0)
+            return self.life.recv(2**16).decode(errors="replace")
         return ""
 
 
-def start_child(module: str, numbers: Sequence[int], descriptors: Sequence[int]) -> Child:
+def start_child(
+    module: str, numbers: Sequence[int], descriptors: Sequence[int], env: Mapping[str, str] | None = None
+) -> Child:
     """Start `main(parent, life, *numbers, *descriptors)` of a module, whose work `run` does. It inherits the
-    descriptors. Raises `OSError`."""
+    descriptors, and `env` instead of this process's environment. Raises `OSError`."""
     life, its_life = socket.socketpair()
     with its_life:
         given = its_life.fileno(), *descriptors
@@ -54,7 +57,7 @@ def start_child(module: str, numbers: Sequence[int], descriptors: Sequence[int])
         try:
             program = subprocess.Popen(
                 [sys.executable, "-P", "-c", _START, paths, module, *map(str, arguments)],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=given,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=given, env=env,
             )  # fmt: skip
         except BaseException:
             life.close()

@@ -215,7 +215,7 @@ async def test_a_head_that_does_not_answer_is_named() -> None:
 async def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(FleetError, match=r'pip install "asyncengine\[cluster\]"'):
-        await Fleet.from_pretrained("demo", address="local", **ENGINE)
+        await Fleet.from_pretrained("demo", address="auto", **ENGINE)
 
 
 def test_only_one_file_imports_ray() -> None:

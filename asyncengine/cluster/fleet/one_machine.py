@@ -19,7 +19,7 @@ from typing import Any
 import anyio.to_thread
 
 from asyncengine.cluster.fleet import replica_program
-from asyncengine.cluster.fleet.placing import read_claim
+from asyncengine.cluster.fleet.placing import read_claim, read_devices
 from asyncengine.cluster.fleet.replica import unpack
 from asyncengine.cluster.fleet.replica_program import LENGTH, framed, received
 from asyncengine.cluster.fleet.settings import FleetConfig
@@ -27,41 +27,52 @@ from asyncengine.config import EngineConfig
 from asyncengine.device.child import Child, end_children, start_child
 from asyncengine.device.topology import Share, bind, divide, memory_nodes
 from asyncengine.engine.threads import on_own_thread
+from asyncengine.engine.wiring import resolve_model
 from asyncengine.errors import FleetError, InvalidParameter
 from asyncengine.kernels.compile_process import can_start
 
 
 def runs_here(config: FleetConfig) -> bool:
-    """Whether a fleet of these settings has its processes on this machine, without Ray: where no cluster is named, this
-    program is connected to none, and no GPUs are to be divided."""
+    """Whether a fleet of these settings has its processes on this machine, without Ray."""
+    if config.address is not None:
+        return config.address == "local"
     ray = sys.modules.get("ray")
-    clusters = config.address or os.environ.get("RAY_ADDRESS") or (ray is not None and ray.is_initialized())
-    return not (clusters or config.num_gpus) and os.name == "posix" and can_start()
+    return not (os.environ.get("RAY_ADDRESS") or (ray is not None and ray.is_initialized()))
 
 
 class OneMachine:
     """The processes of one fleet on this machine. Blocking calls; any thread."""
 
     def __init__(self, config: FleetConfig, name: str) -> None:
-        """Divide the machine. Raises `InvalidParameter` for what only nodes of a Ray cluster have."""
+        """Divide the machine. Raises `InvalidParameter` for what only nodes of a Ray cluster have, and `FleetError`."""
         if config.labels:
             raise InvalidParameter("labels", "are those of a Ray cluster's nodes: give its address", config.labels)
+        if os.name != "posix" or not can_start():
+            raise FleetError("a fleet on one machine needs Linux or macOS and a program that is Python as such")
         self._config, self.name = config, name
         self._shares = divide(memory_nodes(), config.replicas if isinstance(config.replicas, int) else None)
         self.replicas = len(self._shares)
-        """Replicas that the fleet begins with."""
+        self._gpus = self._divide_gpus() if config.num_gpus else [""] * self.replicas
+        """Visible GPU of each share, as CUDA names it."""
         self._serial = itertools.count()
         self._latest = [-1] * self.replicas
         """Serial number of the last replica that got each share."""
         self._processes: dict[str, LocalReplica] = {}
         self._lock = threading.Lock()
 
+    def _divide_gpus(self) -> list[str]:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        found = [str(index) for index in range(len(read_devices()))] if visible is None else visible.split(",")
+        each = [gpu for gpu in found if gpu for _ in range(int(1 / self._config.num_gpus))]
+        if len(each) < self.replicas:
+            raise FleetError(f"no room for {self.replicas} replicas: {len(each)} fit on the GPUs of this machine")
+        return each
+
     def prepare(self, model: str, config: EngineConfig) -> None:
-        """Look whether each share's memory nodes are large enough. Raises `FleetError`, and what loading raises of the
-        model's files."""
+        """Look whether the memory nodes are large enough. Raises `FleetError`, and what loading raises of the files."""
         smallest = min(self._shares, key=lambda share: share.memory)
-        if smallest.nodes and os.path.exists(model):
-            needed = read_claim(model, config, self._config).cpu_bytes or 0
+        if smallest.nodes and not self._config.num_gpus and os.path.exists(path := resolve_model(model)):
+            needed = read_claim(path, config, self._config).cpu_bytes or 0
             if needed > smallest.memory:
                 raise FleetError(
                     f"no room for a replica ({needed / 2**30:.2f} GiB): memory nodes {list(smallest.nodes)} have "
@@ -77,9 +88,11 @@ class OneMachine:
         with self._lock:
             used = Counter(process.place for process in self._processes.values())
             place = min(range(self.replicas), key=lambda place: (used[place], self._latest[place]))
+            if self._config.num_gpus and used[place]:
+                raise FleetError("no room for a replica: every GPU has its own")
             self._latest[place] = number = next(self._serial)
             try:
-                process = LocalReplica(f"{self.name}/{number}", place, self._shares[place])
+                process = LocalReplica(f"{self.name}/{number}", place, self._shares[place], self._gpus[place])
             except OSError as error:
                 raise FleetError(f"no process can be started for a replica: {error}") from error
             self._processes[process.name] = process
@@ -114,8 +127,8 @@ class LocalReplica:
 
     node = "this machine"
 
-    def __init__(self, name: str, place: int, share: Share) -> None:
-        """Start it, bound to `share`, the machine's share of number `place`. Raises `OSError`."""
+    def __init__(self, name: str, place: int, share: Share, gpu: str) -> None:
+        """Start it, bound to `share`, the machine's share of number `place`. It sees `gpu` alone. Raises `OSError`."""
         self.name, self.place = name, place
         self.threads: int | None = len(share.cores)
         self._numbers = itertools.count()
@@ -129,7 +142,8 @@ class LocalReplica:
 
         def start() -> Child:
             bind(share)  # this thread, which ends, and the process that it starts
-            return start_child(replica_program.__name__, (), (calls.fileno(), its_updates.fileno()))
+            given, env = (calls.fileno(), its_updates.fileno()), {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+            return start_child(replica_program.__name__, (), given, env)
 
         try:
             with calls, its_updates:
@@ -183,7 +197,9 @@ class LocalReplica:
             answer.set_exception(self.loss())
 
     def loss(self) -> FleetError:
-        """The error of what waits for the process, which is gone."""
+        """The error of what waits for the process, which is gone. Blocks until the reason is known."""
+        if threading.current_thread() is not self._reader:
+            self._reader.join()
         return FleetError(f"replica {self.name} was lost: {self._lost}")
 
     def kill(self) -> None:
@@ -210,7 +226,7 @@ class LocalConnection:
     async def updates(self) -> AsyncGenerator[bytes, None]:
         """Open the connection and read all updates. Raises `FleetError` when the replica's process is gone."""
         mine, self._socket = self._socket, None
-        if mine is None:
+        if mine is None:  # it was killed before
             raise self._process.loss()
         reader, writer = await asyncio.open_unix_connection(sock=mine)
         try:
@@ -220,7 +236,7 @@ class LocalConnection:
             while True:
                 yield await received(reader)
         except (EOFError, OSError) as error:
-            raise self._process.loss() from error
+            raise await anyio.to_thread.run_sync(self._process.loss) from error
         finally:
             self.post = lambda commands: None
             writer.close()

@@ -6,13 +6,11 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import math
 import os
 import pickle
 import socket
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 from asyncengine.cluster import Claim, Instance, Refusal, Share
@@ -61,8 +59,8 @@ class RayCluster:
     """A Ray cluster, and the processes that one fleet has there. Blocking calls; any thread."""
 
     def __init__(self, config: FleetConfig, name: str) -> None:
-        """Connect, or start a Ray on this machine. Raises `FleetError` for a head that does not answer, and
-        `InvalidParameter` for a name that another fleet has, and where replicas are wanted for memory nodes."""
+        """Connect. Raises `FleetError` for a head that does not answer, and `InvalidParameter` for a name that another
+        fleet has, and where a replica is wanted for each memory node."""
         if not isinstance(config.replicas, int):
             raise InvalidParameter(
                 "replicas", "must be a number with Ray, which knows no memory nodes", config.replicas
@@ -80,7 +78,6 @@ class RayCluster:
         self._devices: dict[str, Sequence[int]] = {}
         """Memory in bytes of each GPU of the nodes that were asked, by node id."""
         self._lock = threading.Lock()
-        self._closed = threading.Event()
         if self._owns_ray:
             self._connect()
         self._context = new_context()
@@ -94,46 +91,17 @@ class RayCluster:
             raise
 
     def _connect(self) -> None:
-        address = self._config.address or os.environ.get("RAY_ADDRESS")
-        quiet: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
-        here = address in (None, "local")
-        if here:
-            quiet |= {"address": "local", "include_dashboard": False}
-            quiet["num_cpus"] = max(os.cpu_count() or 1, math.ceil((self.replicas + 1) * self._config.num_cpus))
-        else:
-            quiet["address"] = address
-            bare = str(address).removeprefix("ray://")
-            try:
-                if bare.rpartition(":")[2].isdigit():  # neither "auto" nor "local"
-                    _reach(bare)  # Ray itself tries for minutes
-            except OSError as error:
-                raise FleetError(f"no Ray head answers at {address}: {error}") from error
+        address = str(self._config.address or os.environ.get("RAY_ADDRESS"))
+        bare = address.removeprefix("ray://")
         try:
-            self._init_on_lasting_thread(quiet)
+            if bare.rpartition(":")[2].isdigit():  # not "auto"
+                _reach(bare)  # Ray itself tries for minutes
+        except OSError as error:
+            raise FleetError(f"no Ray head answers at {address}: {error}") from error
+        try:
+            self._ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:
-            where = "on this machine" if here else f"at {address}"
-            raise FleetError(f"no Ray {where}: {error}") from error
-
-    def _init_on_lasting_thread(self, options: dict[str, Any]) -> None:
-        """Start Ray on a thread that lives until `close`.
-
-        Linux ends the processes of a Ray that was started here when the *thread* that started them ends
-        (PR_SET_PDEATHSIG), and a fleet is loaded on a thread that ends with that.
-        """
-        done: Future[None] = Future()
-
-        def main() -> None:
-            try:
-                self._ray.init(**options)
-            except BaseException as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-                self._closed.wait()
-
-        # A daemon: the end of a program must not wait for it, nor end it before the fleet that needs it.
-        threading.Thread(target=main, name="asyncengine-ray", daemon=True).start()
-        done.result()
+            raise FleetError(f"no Ray at {address}: {error}") from error
 
     def _check_name(self) -> None:
         taken = self._ray.util.list_named_actors(all_namespaces=True)
@@ -264,7 +232,7 @@ class RayCluster:
         process.kill()
 
     def close(self) -> None:
-        """End all processes, and Ray where it was started here. Idempotent."""
+        """End all processes, and this program's connection where the fleet has made it. Idempotent."""
         with self._lock:
             processes, self._processes = list(self._processes.values()), {}
             owned, self._owns_ray = self._owns_ray, False
@@ -272,7 +240,6 @@ class RayCluster:
             process.kill()
         if owned:
             _try_for(CLOSE_SECONDS, self._ray.shutdown)
-        self._closed.set()
         if self._context is not None:
             self._context.destroy(linger=0)
 

@@ -49,14 +49,12 @@ class FleetConfig(Settings):
     name: Annotated[str, _printable] | None = None
     """Unique among the fleets of a Ray cluster, and what its processes are called there. None: a fresh one."""
     address: Annotated[str, _printable] | None = None
-    """"HOST:PORT" of a Ray head, "auto" for the one this machine belongs to, "local" for one that is started here and
-    ends with the fleet. None: the Ray this program is connected to; without one, processes of this machine, which need
-    no Ray and divide the cores among them."""
+    """"HOST:PORT" of a Ray head, or "auto" for the one this machine belongs to; "local": this machine alone, whose
+    cores the replicas divide, without Ray. None: the Ray this program is connected to, else "local"."""
     num_cpus: Annotated[float, number_in(0.0, MAX_CPUS)] = 1.0
     """CPUs that a replica takes on its node of a Ray cluster."""
     num_gpus: Annotated[float, number_in(0.0, 1.0)] = 0.0
-    """GPUs that a replica takes, up to 1: an engine computes on one. A part of one is that part of its memory, too.
-    With any, Ray is used."""
+    """GPUs that a replica takes, up to 1: an engine computes on one. A part of one is that part of its memory, too."""
     replica_memory: Memory | None = None
     """Bytes that a replica takes of its node (or "20GiB"): of the GPU, or without one of the host. None: read from the
     model's files (weights, a KV cache of `kv_cache_memory` or of one long request, recurrent states, a step)."""

@@ -1,8 +1,11 @@
-"""What a fleet costs and gains, on three Ray nodes of this machine: `python -m benchmarks.fleet cost|prefixes|loss`.
+"""What a fleet costs and gains, on this machine: `python -m benchmarks.fleet cost|prefixes|loss|divide`.
+
+The first three run on Ray nodes of this machine, the last without Ray.
 
 cost      one engine beside a fleet of one replica: CPU time of this program per token and stream, time to first token
 prefixes  conversations of many turns on three replicas: cached tokens beside those of one engine
 loss      a node is killed in the middle: how long until its streams end (or go on), and until it is replaced
+divide    one engine on all cores beside a fleet whose replicas divide them, in turns: tokens a second of the same streams
 """
 
 from __future__ import annotations
@@ -200,19 +203,44 @@ async def _lose_one(fleet: Fleet, cluster: Any, tokens: int) -> Kill:
     )  # fmt: skip
 
 
+async def divide(args: argparse.Namespace) -> None:
+    settings = {**ENGINE, "num_threads": None, "kv_cache_memory": args.kv_cache_memory}
+    replicas: Any = args.replicas if args.replicas == "numa" else int(args.replicas)
+    made, ratios = args.streams * args.tokens, list[float]()
+    async with (
+        await AsyncEngine.from_pretrained(args.model, hosted=True, **settings) as engine,
+        await Fleet.from_pretrained(args.model, replicas=replicas, address="local", **settings) as fleet,
+    ):
+        threads = [stats.threads.most for stats in (await fleet.replica_stats()).values()]
+        print(f"one engine of {engine.stats().threads.most} threads, replicas of {threads}")
+        for each in (engine, fleet):
+            await _streams(each, args.streams, 16)
+        for number in range(args.rounds):
+            both = (engine, fleet) if number % 2 else (fleet, engine)
+            seconds = {each: (await _streams(each, args.streams, args.tokens))[0] for each in both}
+            ratios.append(seconds[engine] / seconds[fleet])
+            print(f"engine {made / seconds[engine]:.1f} tokens/s, fleet {made / seconds[fleet]:.1f}", flush=True)
+    print(f"fleet over engine: {statistics.median(ratios):.3f} (median), {min(ratios):.3f} to {max(ratios):.3f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("cost", "prefixes", "loss"))
-    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("what", choices=("cost", "prefixes", "loss", "divide"))
+    parser.add_argument("--streams", type=int, help="64, with divide 16")
     parser.add_argument("--tokens", type=int, help="of each stream; 200, with loss 1000")
     parser.add_argument("--conversations", type=int, default=30)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--at-once", type=int, default=6, help="turns under way at once")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--kills", type=int, default=1, help="nodes, one after the other")
+    parser.add_argument("--model", default="demo", help="with divide")
+    parser.add_argument("--replicas", default="2", help='with divide: a number, or "numa"')
+    parser.add_argument("--rounds", type=int, default=8, help="with divide: of each of the two")
+    parser.add_argument("--kv-cache-memory", default="64MiB", help="with divide: of each engine")
     args = parser.parse_args()
     args.tokens = args.tokens or (1000 if args.what == "loss" else 200)
-    asyncio.run({"cost": cost, "prefixes": prefixes, "loss": loss}[args.what](args))
+    args.streams = args.streams or (16 if args.what == "divide" else 64)
+    asyncio.run({"cost": cost, "prefixes": prefixes, "loss": loss, "divide": divide}[args.what](args))
 
 
 if __name__ == "__main__":

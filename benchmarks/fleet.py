@@ -5,7 +5,7 @@ The first three run on Ray nodes of this machine, the last without Ray.
 cost      one engine beside a fleet of one replica: CPU time of this program per token and stream, time to first token
 prefixes  conversations of many turns on three replicas: cached tokens beside those of one engine
 loss      a node is killed in the middle: how long until its streams end (or go on), and until it is replaced
-divide    one engine on all cores beside a fleet whose replicas divide them, in turns: tokens a second of the same streams
+divide    one engine on all cores beside a fleet whose replicas divide them, in turns: tokens a second of equal streams
 """
 
 from __future__ import annotations

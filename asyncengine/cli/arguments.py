@@ -29,7 +29,7 @@ def add_demo(commands: Commands) -> None:
         "--fleet",
         type=literal,
         metavar="N",
-        help="another story: N processes behind one engine (needs the extra: cluster)",
+        help="another story: N processes behind one engine",
     )
     _add_engine_flags(parser)
 

@@ -15,13 +15,13 @@ STORIES = 12
 
 
 async def story(show: Show, config: EngineConfig, model: str, replicas: int, streams: int) -> dict[str, Any]:
-    """Play it. Raises `FleetError` where Ray is missing or cannot be started."""
+    """Play it. Raises `FleetError` where no process can be started."""
     from asyncengine.cluster.fleet import Fleet
 
-    with show.busy(f"starting Ray on this machine and {replicas} processes with the model"):
-        fleet = await Fleet.from_pretrained(model, config=config, replicas=replicas, on_loss="resume")
+    with show.busy(f"starting {replicas} processes with the model"):
+        fleet = await Fleet.from_pretrained(model, config=config, replicas=replicas, address="local", on_loss="resume")
     async with fleet:
-        show.print(f"[bold]asyncengine[/bold] has loaded its bundled model into {replicas} processes carried by Ray.")
+        show.print(f"[bold]asyncengine[/bold] has loaded its bundled model into {replicas} processes of this machine.")
         lines = [Line(SMALL_JOBS[index % len(SMALL_JOBS)]) for index in range(streams)]
         title = f"1  {streams} streams over {replicas} replicas"
         caption = "Each goes where there is least to do."

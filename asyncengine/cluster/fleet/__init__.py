@@ -1,7 +1,8 @@
-"""Replicas of an engine on many machines of a Ray cluster, behind the methods of one engine.
+"""Replicas of an engine, on this machine or on many of a Ray cluster, behind the methods of one engine.
 
-Needs `pip install "asyncengine[cluster]"`. Read `fleet` for its methods, `loop`, `dispatcher` and `replicas` for how
-they work, `replica` for what runs on the other machines; `ray_cluster` is the only file that imports Ray.
+Read `fleet` for its methods, `loop`, `dispatcher` and `replicas` for how they work, `replica` for what runs in the
+other processes. Those are this machine's (`one_machine`) or a cluster's: `ray_cluster` is the only file that imports
+Ray, and needs `pip install "asyncengine[cluster]"`.
 """
 
 from asyncengine.cluster.fleet.fleet import Fleet

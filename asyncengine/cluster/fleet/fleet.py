@@ -1,4 +1,4 @@
-"""`Fleet`: many engines on many machines, with the methods of one."""
+"""`Fleet`: many engines, on one machine or many, with the methods of one."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Fleet(AsyncEngine):
         hosted: bool = True,
         **settings: Any,
     ) -> Self:
-        """Start `replicas` engines on a Ray cluster and load the model in each. `settings` are fields of `FleetConfig`
-        and of `EngineConfig`; the limits of the queue are the fleet's as a whole.
+        """Start `replicas` engines, on this machine or on a Ray cluster, and load the model in each. `settings` are
+        fields of `FleetConfig` and of `EngineConfig`; the limits of the queue are the fleet's as a whole.
 
         Raises `FleetError` (Ray is missing, the head does not answer, no node has room, versions differ),
         `InvalidParameter`, and what loading raises on a replica.

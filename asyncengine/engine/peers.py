@@ -17,11 +17,11 @@ import io
 import json
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from asyncengine.engine.clock import Clock
 from asyncengine.engine.prefix_store import Loaded, Rates
+from asyncengine.engine.tasks import Tasks
 from asyncengine.kvcache import KVCache
 from asyncengine.kvcache.radix_tree import Namespace
 from asyncengine.kvcache.saving import Unsaved
@@ -67,7 +67,7 @@ class PeerPrefixes:
         self._read: dict[str, tuple[float, float]] = {}
         """Bytes a second of each peer, by name, and the clock reading until which that counts; 0.0: it failed."""
         self._pulls, self._answers = asyncio.Semaphore(MOST_PULLS), asyncio.Semaphore(MOST_PULLS)
-        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._tasks = Tasks()
 
     def saw(self, batch: Batch, seconds: float) -> None:
         """A step took so long."""
@@ -82,8 +82,7 @@ class PeerPrefixes:
         """Ask and answer no more. Idempotent."""
         self._identity = None
         with contextlib.suppress(RuntimeError):  # their loop is closed
-            for task in self._tasks:
-                task.cancel()
+            self._tasks.cancel()
 
     # ---------------------------------------------------------------- asking
 
@@ -105,7 +104,7 @@ class PeerPrefixes:
         if self._identity is None or min(tokens, default=-1) < 0:  # a picture's id, which nobody has
             post(otherwise)
         else:
-            self._spawn(answer())
+            self._tasks.start(answer())
 
     async def _ask(
         self, peer: Peer, namespace: Namespace, tokens: Sequence[int], cached: int, otherwise: PrefixFound
@@ -137,7 +136,7 @@ class PeerPrefixes:
 
     def load(self, order: RestoreOrder, loaded: Loaded) -> None:
         """Have the order's peer fill its pages; `loaded` is called in any case but this engine's end."""
-        self._spawn(self._load(order, loaded))
+        self._tasks.start(self._load(order, loaded))
 
     async def _load(self, order: RestoreOrder, loaded: Loaded) -> None:
         parts, filled = order.places, list[Part]()
@@ -201,11 +200,6 @@ class PeerPrefixes:
     def _fail(self, peer: Peer, error: Exception) -> None:
         logger.info("no prefix from %s, it is computed: %r", peer.name, error)
         self._read[peer.name] = 0.0, self._clock.now() + FORGET_SECONDS
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks[task] = None
-        task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
     # ---------------------------------------------------------------- answering
 

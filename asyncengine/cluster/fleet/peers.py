@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from asyncengine.cluster.fleet.connection import MAX_MESSAGE_BYTES, UNSENT, Door, new_socket, zmq
+from asyncengine.engine.tasks import Tasks
 from asyncengine.request_spec import Peer
 
 logger = logging.getLogger("asyncengine")
@@ -38,7 +39,7 @@ class PeerConnections(Door):
         """Answers that are waited for, by the question's number."""
         self._numbers = itertools.count()
         self._room = asyncio.Semaphore(MOST_QUESTIONS)
-        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._tasks = Tasks()
 
     @property
     def url(self) -> str:
@@ -68,13 +69,11 @@ class PeerConnections(Door):
             while True:
                 await self._room.acquire()
                 sender, number, question = await self._socket.recv_multipart()
-                self._spawn(self._answer(answer, sender, number, question)).add_done_callback(
+                self._tasks.start(self._answer(answer, sender, number, question)).add_done_callback(
                     lambda done: self._room.release()
                 )
         finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._tasks.end()
             self.close()
 
     async def _answer(
@@ -96,7 +95,7 @@ class PeerConnections(Door):
             )  # fmt: skip
             socket.connect(peer.url)
             self._sockets[peer.key] = socket
-            self._spawn(self._read(socket))
+            self._tasks.start(self._read(socket))
         return socket
 
     async def _read(self, socket: Any) -> None:
@@ -107,12 +106,6 @@ class PeerConnections(Door):
                 answer = self._waiting.get(number)
                 if answer is not None and not answer.done():
                     answer.set_result(said)
-
-    def _spawn(self, work: Any) -> asyncio.Task[Any]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks[task] = None
-        task.add_done_callback(lambda done: self._tasks.pop(done, None))
-        return task
 
     def close(self) -> None:
         """Close the port and all connections. Idempotent."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import pickle
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import anyio.to_thread
@@ -18,6 +18,7 @@ from asyncengine.cluster.fleet.processes import Cluster, Process
 from asyncengine.cluster.fleet.requests import ReplicaHandle
 from asyncengine.cluster.fleet.settings import FleetConfig
 from asyncengine.config import EngineConfig
+from asyncengine.engine.tasks import Tasks
 from asyncengine.errors import EngineError, FleetError
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.request_spec import Peer
@@ -76,7 +77,7 @@ class ReplicaManager:
         self._model, self._config, self._settings = model, config, settings
         self._dispatcher = dispatcher
         self._first = first
-        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._tasks = Tasks()
         self._keys: dict[str, bytes] = {}
         """Public keys of the replicas that share prefixes, by name."""
         self._ending = False
@@ -91,7 +92,7 @@ class ReplicaManager:
         self._on_death = on_death
         for process, _ in self._first:
             self._join(process)
-        self._spawn_task(self._watch_head())
+        self._tasks.start(self._watch_head())
 
     async def _start(self) -> None:
         """Start one more replica. Raises `FleetError`, or what loading raises."""
@@ -124,10 +125,10 @@ class ReplicaManager:
 
     def _join(self, process: Process) -> None:
         replica = ReplicaHandle(process)
-        replica.reader = self._spawn_task(self._read(replica))
+        replica.reader = self._tasks.start(self._read(replica))
         self._dispatcher.add(replica)
         if self._settings.share_prefixes:
-            self._spawn_task(self._introduce(replica))
+            self._tasks.start(self._introduce(replica))
 
     async def _introduce(self, replica: ReplicaHandle) -> None:
         """Let a replica and the others ask each other for prefixes. Where that cannot be, each computes its own."""
@@ -141,13 +142,6 @@ class ReplicaManager:
             replica.peer = peer
         except Exception as error:
             logger.info("replica %s shares no prefixes: %s", replica.name, error)
-
-    def _spawn_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task that is cancelled at the fleet's end."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks[task] = None
-        task.add_done_callback(lambda done: self._tasks.pop(done, None))
-        return task
 
     # ---------------------------------------------------------------- reading and losing
 
@@ -195,7 +189,7 @@ class ReplicaManager:
         replica.gone = True
         self._dispatcher.lose(replica, reason)
         replica.notify()
-        self._spawn_task(self._replace(replica))
+        self._tasks.start(self._replace(replica))
 
     async def _replace(self, lost: ReplicaHandle) -> None:
         """End what is left of a lost replica's process, so that its place is free, and start one in its stead unless it
@@ -319,8 +313,5 @@ class ReplicaManager:
             replica.gone = True
             replica.notify()
         await asyncio.gather(*(self._stop(replica) for replica in replicas))
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.end()
         await anyio.to_thread.run_sync(self.cluster.close)

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from support.trees import nodes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -76,12 +78,12 @@ def test_top_level_is_as_agreed() -> None:
         assert link.resolve() == ROOT / name
 
 
-@pytest.mark.parametrize("name", GUARDED)
-def test_guarded_packages_have_one_name(name: str) -> None:
+def test_guarded_packages_have_one_name() -> None:
     """`import grammar` from a checkout would make second copies of everything; it must say what to do instead."""
-    probe = f"import asyncengine.{name}\ntry:\n import {name}\nexcept ImportError as error:\n print(error)"
-    run = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == f"import asyncengine.{name}, not {name}"
+    probe = "import asyncengine.{0}\ntry:\n import {0}\nexcept ImportError as error:\n print(error)"
+    code = "\n".join(probe.format(name) for name in GUARDED)
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines() == [f"import asyncengine.{name}, not {name}" for name in GUARDED]
 
 
 def shipped_files() -> list[Path]:
@@ -205,13 +207,13 @@ NUMBERS = {"speculation": {"numpy"}, "cluster": {"numpy"}}
 
 
 def imported(path: Path) -> list[str]:
-    return names_in(ast.parse(path.read_text(encoding="utf-8")))
+    return names_in(nodes_of(path))
 
 
-def names_in(tree: ast.AST) -> list[str]:
-    """Every module that it imports, and every name it imports from one."""
+def names_in(nodes: Iterable[ast.AST]) -> list[str]:
+    """Every module that they import, and every name they import from one."""
     names = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -255,7 +257,7 @@ def test_adapters_and_command_line_use_the_public_names() -> None:
     for module, path in sources():
         if not module.startswith("asyncengine.integrations"):
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("asyncengine"):
                 name = node.module or ""
                 if name not in public and not name.startswith("asyncengine.integrations."):
@@ -268,16 +270,12 @@ def test_the_root_holds_public_names_and_plain_data() -> None:
     assert files == {"__init__", "__main__", *ROOT_ONLY, *(name for name in BASE if "." not in name)}
 
 
-def runtime(tree: ast.AST) -> ast.AST:
-    """Without what only type checkers see."""
-
-    class Dropped(ast.NodeTransformer):
-        def visit_If(self, node: ast.If) -> ast.AST | None:
-            if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-                return None
-            return self.generic_visit(node)
-
-    return Dropped().visit(tree)
+def runtime(path: Path) -> list[ast.AST]:
+    """Nodes of a file without what only type checkers see."""
+    nodes = nodes_of(path)
+    guards = (node for node in nodes if isinstance(node, ast.If) and isinstance(node.test, ast.Name))
+    unseen = {id(inner) for guard in guards if guard.test.id == "TYPE_CHECKING" for inner in ast.walk(guard)}
+    return [node for node in nodes if id(node) not in unseen]
 
 
 def test_pure_parts_stay_pure() -> None:
@@ -285,11 +283,11 @@ def test_pure_parts_stay_pure() -> None:
     for module, path in sources():
         if room(module) not in PURE:
             continue
-        tree = runtime(ast.parse(path.read_text(encoding="utf-8")))
+        nodes = runtime(path)
         refused = {"torch", "numpy", "transformers", "asyncio", "anyio"} - NUMBERS.get(room(module), set())
-        if any(name.split(".")[0] in refused for name in names_in(tree)):
+        if any(name.split(".")[0] in refused for name in names_in(nodes)):
             wrong.append(f"{module} imports more than data")
-        if any(isinstance(node, ast.Await) for node in ast.walk(tree)):
+        if any(isinstance(node, ast.Await) for node in nodes):
             wrong.append(f"{module} awaits")
     assert not wrong
 
@@ -299,7 +297,7 @@ def test_nothing_imports_in_a_circle() -> None:
     arrows: dict[str, dict[str, str]] = {}
     for module, path in sources():
         here = room(module)
-        for name in names_in(runtime(ast.parse(path.read_text(encoding="utf-8")))):
+        for name in names_in(runtime(path)):
             there = room(name)
             if here in {*ALLOWED, *BASE} and there in {*ALLOWED, *BASE} and there != here:
                 arrows.setdefault(here, {})[there] = f"{module} imports {name}"
@@ -331,7 +329,7 @@ def test_a_policy_is_one_file_and_one_line(monkeypatch: pytest.MonkeyPatch, caps
         f"{module}: {node.value}"
         for module, path in sources()
         if room(module) != "policies"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes_of(path)
         if isinstance(node, ast.Constant) and node.value in {*POLICIES} - {"priority"}  # a field's name as well
     ]
     assert elsewhere == ["asyncengine.config: fcfs"], "the default"
@@ -372,28 +370,21 @@ def test_only_wiring_wires() -> None:
     assert not wrong
 
 
-def test_importing_asyncengine_is_light() -> None:
-    """No torch, no transformers, no framework before somebody loads a model."""
+def test_importing_and_loading_import_only_what_they_need() -> None:
+    """No torch, no transformers, no framework before somebody loads a model; a path is looked at before torch is
+    imported, and the demo model never has transformers imported."""
     probe = (
         "import sys, asyncengine, asyncengine.cli.main;"
         "heavy = ('torch','transformers','langchain_core','llama_index.core','flashinfer');"
-        "print([m for m in heavy if m in sys.modules])"
-    )
-    run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"
-
-
-def test_loading_imports_only_what_it_needs() -> None:
-    """A path is looked at before torch is imported, and the demo model never has transformers imported."""
-    probe = (
-        "import sys; from asyncengine import Engine, EngineConfig; from asyncengine.cli.loading import check_paths;"
+        "print([m for m in heavy if m in sys.modules]);"
+        "from asyncengine import Engine, EngineConfig; from asyncengine.cli.loading import check_paths;"
         "check_paths('demo', EngineConfig()); print('torch' in sys.modules);"
         "engine = Engine.from_pretrained('demo', show_progress=False);"
         "engine.chat([{'role': 'user', 'content': 'hi'}]); engine.close();"
         "print([m for m in ('transformers', 'huggingface_hub', 'torch._dynamo') if m in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-    assert run.stdout.split("\n")[:2] == ["False", "[]"], run.stderr
+    assert run.stdout.split("\n")[:3] == ["[]", "False", "[]"], run.stderr
 
 
 # ---------------------------------------------------------------- lengths
@@ -412,7 +403,7 @@ def test_files_are_short() -> None:
 def test_functions_fit_a_screen() -> None:
     long = []
     for module, path in [*sources(), *tools()]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 if lines > MAX_FUNCTION_LINES:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+from support.trees import nodes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("asyncengine", "grammar", "lora", "integrations")
@@ -30,30 +31,25 @@ GENERIC = ("Part", "Settings", "Shape", "Step", "Tally")
 MOST_PARAMETERS = 12
 
 
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:
+def docstrings(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """(line, text) of the docstrings of modules, classes, functions, fields and constants."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant) and isinstance(child.value.value, str):
-            yield child.lineno, child.value.value
-        yield from docstrings(child)
+    for node in nodes:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
 
 
-def fragments(tree: ast.AST) -> list[str]:
+def fragments(nodes: Iterable[ast.AST]) -> list[str]:
     found = []
-    for line, text in docstrings(tree):
+    for line, text in docstrings(nodes):
         words = text.split(None, 1)
         if words and words[0].strip('`",.:;') in OPENERS:
             found.append(f"line {line}: {text.strip().splitlines()[0]}")
     return found
 
 
-def names(tree: ast.AST) -> Iterator[str]:
+def names(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Names that a file gives: of classes, functions, parameters, variables and attributes."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name
         elif isinstance(node, ast.arg):
@@ -69,21 +65,21 @@ def test_docstrings_begin_with_a_sentence_or_a_noun(folder: str) -> None:
     wrong = {
         str(path.relative_to(ROOT)): found
         for path in FILES
-        if path.is_relative_to(ROOT / folder) and (found := fragments(tree_of(path)))
+        if path.is_relative_to(ROOT / folder) and (found := fragments(nodes_of(path)))
     }
     assert not wrong
 
 
 def test_fragments_are_found() -> None:
     source = '"""A page table."""\nclass Table:\n    """Where pages lie."""\n    size: int\n    """Of a page."""\n'
-    assert fragments(ast.parse(source)) == ["line 3: Where pages lie.", "line 5: Of a page."]
+    assert fragments(ast.walk(ast.parse(source))) == ["line 3: Where pages lie.", "line 5: Of a page."]
 
 
 def test_names_are_the_fields_words() -> None:
     wrong = {
         f"{path.relative_to(ROOT)}: {name}"
         for path in FILES
-        for name in names(tree_of(path))
+        for name in names(nodes_of(path))
         if METAPHORS & set(re.findall(r"[a-z]+", re.sub(r"([A-Z])", r"_\1", name).lower()))
     }
     assert not wrong
@@ -94,7 +90,7 @@ def files_of_classes() -> dict[str, list[str]]:
     """Files in which a class of that name, or of that name behind an underscore, is defined."""
     found = defaultdict(list)
     for path in FILES:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 found[node.name.lstrip("_")].append(str(path.relative_to(ROOT)))
     return found
@@ -110,7 +106,7 @@ def test_functions_outside_kernels_have_few_parameters() -> None:
         f"{path.relative_to(ROOT)}: {node.name}"
         for path in FILES
         if "kernels" not in path.parts
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs) > MOST_PARAMETERS
     ]

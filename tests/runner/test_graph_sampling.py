@@ -58,6 +58,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> list[Answer]:
+    """The answers of steps without graphs, one at a time."""
+    return asyncio.run(answers(folder, max_steps_in_flight=1))
+
+
 class LateReadback(Readback):
     """Results that arrive when the steps after theirs have been launched, as on a device."""
 
@@ -88,9 +94,8 @@ async def answers(folder: Path, **settings: Any) -> list[Answer]:
 
 @pytest.mark.parametrize("settings", [{"max_steps_in_flight": 2}, {"max_steps_in_flight": 3, "preempt_every": 7}])
 async def test_answers_are_those_without_graphs(
-    settings: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], folder: Path, wanted: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = await answers(folder, max_steps_in_flight=1)
     monkeypatch.setattr(fakes, "why_not", lambda *_: None)  # float32 on fake kernels
     monkeypatch.setattr(model_runner, "Readback", LateReadback)
     samplers = sample_in_graphs(monkeypatch)

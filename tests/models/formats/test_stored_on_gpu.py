@@ -1,4 +1,5 @@
-"""Whole small models whose matrices stay as they are stored on a GPU, by Triton's interpreter on the CPU."""
+"""Whole small models whose matrices stay as they are stored on a GPU, by Triton's interpreter on the CPU: which takes a
+second for a layer, so that they have one."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def load(folder: Path) -> Any:
 )
 def test_logits_are_those_of_the_dequantized_model(kind: str, pair: Pair, packed: None) -> None:
     """No matrix is dequantized while loading."""
-    folder, dense = pair("llama", kind)
+    folder, dense = pair("llama", kind, layers=1)
     loaded, plain = load(folder), load(dense)
     assert relative_error(logits_of(plain.model, IDS), logits_of(loaded.model, IDS)) < 1e-5
     weights = [linear.weight for layer in loaded.model.layers for linear in layer.linears()]
@@ -63,7 +64,7 @@ def test_a_plain_checkpoint_is_rounded_while_it_is_read(
     quantization: Any, bound: float, pair: Pair, packed: None
 ) -> None:
     """Every linear; the output layer in 8 bits."""
-    folder = pair("llama", "awq")[1]
+    folder = pair("llama", "awq", layers=1)[1]
     plain = load(folder)
     loaded = load_model(str(folder), QUIET.replace(quantization=quantization))
     assert relative_error(logits_of(plain.model, IDS), logits_of(loaded.model, IDS)) < bound
@@ -78,7 +79,7 @@ def test_a_plain_checkpoint_is_rounded_while_it_is_read(
 @pytest.mark.parametrize("kind", ["gptq asymmetric", "w8a8"])
 def test_experts_stay_as_they_are_stored(kind: str, pair: Pair, packed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """All experts' matrices of one kind are one weight, which the grouped kernel reads."""
-    folder, dense = pair("qwen3moe", kind)
+    folder, dense = pair("qwen3moe", kind, layers=1)
     plain = load(dense)
     monkeypatch.setattr(expert_matrices, "triton_missing", lambda device: None)
     monkeypatch.setattr(experts.Experts, "_by_torch", None)
@@ -93,9 +94,9 @@ def test_experts_stay_as_they_are_stored(kind: str, pair: Pair, packed: None, mo
 
 
 def test_another_checkpoint_of_the_same_form_into_a_live_model(pair: Pair, packed: None) -> None:
-    live, fresh = load(pair("llama", "awq")[0]).model, load(pair("llama", "awq", 1)[0]).model
+    live, fresh = load(pair("llama", "awq", layers=1)[0]).model, load(pair("llama", "awq", 1, layers=1)[0]).model
     before = logits_of(live, IDS)
-    prepare_update(live, pair("llama", "awq", 1)[0], QUIET)()
+    prepare_update(live, pair("llama", "awq", 1, layers=1)[0], QUIET)()
     assert torch.equal(logits_of(live, IDS), logits_of(fresh, IDS))
     assert not torch.equal(logits_of(live, IDS), before)
 

@@ -6,10 +6,10 @@ import copy
 import itertools
 import json
 import random
+from functools import cache
 from typing import Any
 
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from asyncengine.errors import InvalidParameter
@@ -33,6 +33,14 @@ def turn(*messages: Any, **fields: Any) -> Turn:
     return read(Fields({"model": "m", "max_tokens": 9, "messages": list(messages), **fields}))
 
 
+@cache
+def stream_event() -> TypeAdapter[Any]:
+    """The shape of a frame's data. Importing the library takes seconds, not to be spent where tests are only found."""
+    from anthropic.types import RawMessageStreamEvent
+
+    return TypeAdapter(RawMessageStreamEvent)
+
+
 def frames(writer: Writer, events: list[Event]) -> list[dict[str, Any]]:
     text = writer.begin(USAGE, 1) + "".join(writer.write(event) for event in events) + writer.end(USAGE)
     found = []
@@ -40,7 +48,7 @@ def frames(writer: Writer, events: list[Event]) -> list[dict[str, Any]]:
         kind, _, data = frame.partition("\ndata: ")
         found.append(json.loads(data))
         assert kind == f"event: {found[-1]['type']}"
-        TypeAdapter(RawMessageStreamEvent).validate_python(found[-1], strict=True)
+        stream_event().validate_python(found[-1], strict=True)
     return found
 
 
@@ -91,6 +99,8 @@ def test_a_whole_answer_goes_back_as_it_came() -> None:
         "I look.", [1], "tool_calls", USAGE, Timings(0, 0, 0), "r", tool_calls=calls, reasoning="Let me see."
     )
     whole = Writer(turn(user(text("hi"))), ANSWERED).whole(completion)
+    from anthropic.types import Message
+
     message = Message.model_validate(whole, strict=True)
     result = {"type": "tool_result", "tool_use_id": "call_1", "content": "2", "is_error": True}
     redacted = {"type": "redacted_thinking", "data": "x"}

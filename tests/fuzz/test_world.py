@@ -115,7 +115,7 @@ PLANTS: dict[Plant, str] = {
 """Bugs, and what is said of each."""
 
 
-@pytest.mark.skipif(not LONG, reason="of the pages the next test but one says it; a lost wakeup takes hundreds of lives")
+@pytest.mark.skipif(not LONG, reason="a wakeup takes hundreds; pages are in the last of these tests")
 @pytest.mark.parametrize("plant", PLANTS)
 def test_lives_find(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each within a minute; a wakeup is lost in one of some hundred lives."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -27,6 +26,5 @@ def test_a_test_holds_it(row: str) -> None:
     named = HELD.findall(held)
     assert named, "a row without a test belongs under Not yet"
     for path, name in named:
-        tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-        defined = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
-        assert name in defined, f"{path} has no {name}"
+        source = (ROOT / path).read_text(encoding="utf-8")
+        assert re.search(rf"^ *(async )?def {name}\(", source, re.MULTILINE), f"{path} has no {name}"

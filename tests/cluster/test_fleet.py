@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from support.fake_engine import until
 from support.local_fleet import ENGINE, LocalProcess, local_fleet, replaced, start_local_fleet
+from support.long import LONG
 from support.tiny_models import make_checkpoint
 
 from asyncengine import (
@@ -36,6 +37,7 @@ from asyncengine.cluster.fleet.replica import Replica
 from asyncengine.demo import resolve_adapter
 from asyncengine.grammar import Grammar
 
+LEAVERS = 100 if LONG else 40
 TEXTS = [f"Question {number}: what is the capital of the country numbered {number * 7}?" for number in range(12)]
 NEEDS_ZMQ = 'needs pyzmq: pip install "asyncengine[cluster]"'
 SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=7, ignore_eos=True)
@@ -45,6 +47,12 @@ SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=7, ignore_eos=True
 def alone() -> Iterator[AsyncEngine]:
     with Engine.from_pretrained("demo", **ENGINE) as engine:
         yield engine.aengine
+
+
+@pytest.fixture(scope="module")
+def right(alone: AsyncEngine) -> dict[str, list[int]]:
+    """What one engine answers to each text."""
+    return {text: Engine(alone).generate(text, SAMPLED).token_ids for text in TEXTS}
 
 
 def same(one: Completion, other: Completion) -> None:
@@ -102,9 +110,10 @@ def seed_free() -> SamplingParams:
 
 
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "by Ray"])
-async def test_leavers_leave_nothing(monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine, connected: bool) -> None:
+async def test_leavers_leave_nothing(
+    monkeypatch: pytest.MonkeyPatch, right: dict[str, list[int]], connected: bool
+) -> None:
     rng = random.Random(3)
-    right = {text: (await alone.generate(text, SAMPLED)).token_ids for text in TEXTS}
     fleet, cluster = await start_local_fleet(monkeypatch, replicas=3, connected=connected)
 
     async def visit(number: int) -> None:
@@ -119,7 +128,7 @@ async def test_leavers_leave_nothing(monkeypatch: pytest.MonkeyPatch, alone: Asy
         assert len(tokens) == 40 or 0 < stays <= len(tokens)
 
     async with fleet:
-        await asyncio.gather(*(visit(number) for number in range(100)))
+        await asyncio.gather(*(visit(number) for number in range(LEAVERS)))
         cluster.hold(after=2)
         stream = fleet.stream(TEXTS[0], SAMPLED, request_id="mine")
         await anext(stream)
@@ -130,10 +139,9 @@ async def test_leavers_leave_nothing(monkeypatch: pytest.MonkeyPatch, alone: Asy
 
 
 async def test_a_lost_replica_ends_its_own_streams_and_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine
+    monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine, right: dict[str, list[int]]
 ) -> None:
     fleet, cluster = await start_local_fleet(monkeypatch, replicas=3)
-    right = {text: (await alone.generate(text, SAMPLED)).token_ids for text in TEXTS}
     async with fleet:
         cluster.hold(after=3)
         streams = {text: fleet.stream(text, SAMPLED) for text in TEXTS}
@@ -188,9 +196,11 @@ async def test_a_lost_replicas_requests_go_on_elsewhere_exactly(
         await cluster.settle(fleet)
 
 
-async def test_scaling_and_restarting_drop_no_stream(monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine) -> None:
+async def test_scaling_and_restarting_drop_no_stream(
+    monkeypatch: pytest.MonkeyPatch, right: dict[str, list[int]]
+) -> None:
+    """Four ask all the time: each replica has some, and the machine has time to load others."""
     fleet, cluster = await start_local_fleet(monkeypatch, replicas=1)
-    right = {text: (await alone.generate(text, SAMPLED)).token_ids for text in TEXTS}
     done = asyncio.Event()
 
     async def keep_asking(text: str) -> int:
@@ -201,7 +211,7 @@ async def test_scaling_and_restarting_drop_no_stream(monkeypatch: pytest.MonkeyP
         return count
 
     async with fleet:
-        asking = [asyncio.create_task(keep_asking(text)) for text in TEXTS]
+        asking = [asyncio.create_task(keep_asking(text)) for text in TEXTS[:4]]
         await fleet.scale(3)
         assert len(cluster.processes) == 3
         before = set(cluster.processes)

@@ -13,12 +13,16 @@ from typing import Any
 import pytest
 from end_to_end.test_restored import FAMILIES, OTHER, PARAMS, PROMPT, SETTINGS, made_once, scores
 from support.fake_engine import until
+from support.long import LONG
 from support.tiny_models import VOCAB, make_checkpoint
 
 import asyncengine
 from asyncengine import AsyncEngine, Engine, EngineClosed, InvalidParameter, SamplingParams
 from asyncengine.engine import prefix_files, prefix_store
 
+MEMORIES = FAMILIES if LONG else ("qwen3", "gemma3", "qwen3.5", "falcon-h1", "gguf", "starcoder2")
+"""Each kind of memory: pages, of windows, states of two kinds, of a file's types, of another backend. What lies in them
+is copied as it is for a disk, for all families in `test_restored`."""
 LONGER = [*PROMPT, *OTHER[50:]]
 
 
@@ -29,7 +33,7 @@ async def load(path: Path, **settings: Any) -> AsyncEngine:
     return await AsyncEngine.from_pretrained(path, **{**SETTINGS, "check_every": 1, **settings})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MEMORIES)
 async def test_an_imported_prefix_equals_a_computed_one_to_the_bit(
     family: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:

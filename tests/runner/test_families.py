@@ -10,7 +10,7 @@ import transformers
 from packaging.version import Version
 from support.checkpoints import Checkpoint, MakeRunner
 from support.drive import Driver, Job, from_another_request, prompts
-from support.forwards import Recording, transformers_logits
+from support.forwards import Recording, logits_of, transformers_logits
 from support.tiny_models import FAMILIES, OPTIONS, VOCAB, WINDOW, make_model
 
 from asyncengine.config import EngineConfig
@@ -36,8 +36,8 @@ NOT_HEAVY = ("gemma4", "opt-350m")
 """Families whose few large weights drown all others."""
 
 
-def open_runner(name: str, checkpoint: Checkpoint, seed: int = 0, dtype: str = "float32") -> tuple[Any, Recording]:
-    """A runner of the tiny model, from a file of that type, and the model's recorder of logits."""
+def load(name: str, checkpoint: Checkpoint, seed: int = 0, dtype: str = "float32") -> tuple[Any, EngineConfig]:
+    """The tiny model, from a file of that type, and its settings."""
     config = EngineConfig(
         page_size=PAGE, max_num_seqs=64, kv_cache_memory="4MiB", dtype=dtype, show_progress=False,
         max_model_len=LIMITED.get(name), num_threads=1,
@@ -45,8 +45,14 @@ def open_runner(name: str, checkpoint: Checkpoint, seed: int = 0, dtype: str = "
     heavy = name not in NOT_HEAVY
     loaded = load_model(str(checkpoint(name, seed=seed, heavy=heavy, dtype=getattr(torch, dtype))), config)
     assert isinstance(loaded.model, Decoder) == (name in WRITTEN or name in OPTIONS)
+    return loaded, config
+
+
+def open_runner(name: str, checkpoint: Checkpoint) -> tuple[Any, Recording]:
+    """A runner of the tiny model, and the model's recorder of logits."""
+    loaded, config = load(name, checkpoint)
     recording = Recording(loaded.model)
-    loaded.model = recording  # type: ignore[assignment]
+    loaded.model = recording
     return build_runner(loaded, config), recording
 
 
@@ -89,17 +95,14 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(name: str, checkpoint: C
     """Greedy tokens cannot say, near ties go either way: the error of a token's logits, its median over tokens."""
     ours, theirs = [], []
     for seed in (0, 1, 2):
-        runner, recording = open_runner(name, checkpoint, seed, "bfloat16")
-        driver, model = Driver(runner), make_model(name, seed, torch.bfloat16, heavy=name not in NOT_HEAVY)
+        loaded, _ = load(name, checkpoint, seed, "bfloat16")
+        model = make_model(name, seed, torch.bfloat16, heavy=name not in NOT_HEAVY)
         texts = prompts([90, 70], VOCAB, seed + 5)
-        recording.logits.clear()
-        for text in texts:
-            driver.run([driver.job(text, 1, SCORED)])
-        runner.close()
+        found = torch.cat([logits_of(loaded.model, text) for text in texts]).float()
         rounded = torch.cat([transformers_logits(model, text) for text in texts])
         model.float()
         exact = torch.cat([transformers_logits(model, text) for text in texts])
-        ours.append((torch.cat(recording.logits) - exact).norm(dim=-1))
+        ours.append((found - exact).norm(dim=-1))
         theirs.append((rounded - exact).norm(dim=-1))
     ratio = float(torch.cat(ours).median() / torch.cat(theirs).median())
     assert 0 < ratio <= 1.0, f"{ratio:.2f} times the error of transformers"

@@ -15,7 +15,7 @@ from support.long import TIMES
 
 from asyncengine.cluster import Cluster, Placement, Refusal, place, rank_for_removal
 
-CASES = 2400 * TIMES
+CASES = 1200 * TIMES
 """Number of random clusters, of which about two thirds are compared."""
 
 

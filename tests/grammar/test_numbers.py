@@ -17,7 +17,7 @@ from support.long import TIMES
 from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar.numbers import Numbers, exact, of_schema
 
-RANGES = 2000 * TIMES
+RANGES = 1000 * TIMES
 CANONICAL = re.compile(r"(?:0|-?[1-9][0-9]*|-?(?:0|[1-9][0-9]*)\.[0-9]+)")
 WIDE = Context(prec=2000)
 HUGE = [2**53, 2**53 + 1, 10**18 + 1, 2**63 - 1, -(2**63), 10**30, 10**30 + 5, -(10**25)]

@@ -13,13 +13,17 @@ from support.sentence_folders import TEXTS, scorer_folder, sentence_folder
 
 from asyncengine import Engine
 
-if os.environ.get("CI"):
-    import sentence_transformers
-else:
-    sentence_transformers = pytest.importorskip("sentence_transformers")
-
 CLOSE = 1e-5
 DOCUMENTS = [text for text in TEXTS if text.strip()]
+
+
+def library() -> Any:
+    """The reference, imported where it is called: that takes seconds, not to be spent where tests are collected."""
+    if os.environ.get("CI"):
+        import sentence_transformers
+
+        return sentence_transformers
+    return pytest.importorskip("sentence_transformers")
 
 
 def load(folder: Path, **settings: Any) -> Engine:
@@ -28,12 +32,12 @@ def load(folder: Path, **settings: Any) -> Engine:
 
 def wanted(folder: Path, texts: list[str], **options: Any) -> np.ndarray:
     """What sentence-transformers makes of each text, alone: its own batches change its bits."""
-    model = sentence_transformers.SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+    model = library().SentenceTransformer(str(folder), device="cpu", local_files_only=True)
     return np.stack([model.encode(text, **options) for text in texts])
 
 
 def scores_wanted(folder: Path, pairs: list[tuple[str, str]], **options: Any) -> np.ndarray:
-    model = sentence_transformers.CrossEncoder(str(folder), device="cpu", local_files_only=True)
+    model = library().CrossEncoder(str(folder), device="cpu", local_files_only=True)
     return np.stack([model.predict([pair], **options)[0] for pair in pairs])
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pydantic
 import pytest
@@ -16,6 +15,9 @@ from support.http_server import serving_thread
 
 from asyncengine import AsyncEngine
 from asyncengine.serve import app
+
+if TYPE_CHECKING:  # importing it takes seconds, not to be spent where tests are collected
+    import anthropic
 
 QUESTION: list[Any] = [{"role": "user", "content": "hello"}]
 SUM: list[Any] = [{"role": "user", "content": "What is 17 plus 25?"}]
@@ -33,6 +35,8 @@ ADD: Any = {
 
 @pytest.fixture
 def client(demo_url: str) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=demo_url, api_key="none", max_retries=0) as made:
         yield made
 
@@ -57,6 +61,8 @@ def test_a_message_and_a_stream_say_the_same(client: anthropic.Anthropic) -> Non
 
 
 async def test_the_async_client_streams_text(demo_url: str) -> None:
+    import anthropic
+
     async with anthropic.AsyncAnthropic(base_url=demo_url, api_key="none", max_retries=0) as client:
         async with client.messages.stream(messages=QUESTION, max_tokens=12, **GREEDY) as stream:
             text = "".join([piece async for piece in stream.text_stream])
@@ -126,6 +132,8 @@ def test_the_choice_of_tools_holds(client: anthropic.Anthropic, choice: Any, cal
 
 
 def test_the_client_runs_tools_by_itself(client: anthropic.Anthropic) -> None:
+    import anthropic
+
     asked = []
 
     @anthropic.beta_tool
@@ -268,6 +276,8 @@ def test_an_error_has_anthropics_shape_and_names_the_field(
 
 
 def test_what_is_not_there_is_said_in_the_same_shape(demo_url: str, client: anthropic.Anthropic) -> None:
+    import anthropic
+
     for answer in (httpx.get(f"{demo_url}/v1/messages"), httpx.post(f"{demo_url}/v1/messages/batches", json={})):
         assert answer.json()["type"] == "error"
         assert answer.status_code in (404, 405)
@@ -290,6 +300,8 @@ async def guarded_app() -> AsyncIterator[Starlette]:
 
 
 def test_a_key_and_strictness() -> None:
+    import anthropic
+
     with serving_thread(guarded_app) as url:
         asked: Any = {"model": "demo", "messages": QUESTION, "max_tokens": 2}
         wrong = anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0)

@@ -10,6 +10,7 @@ import torch
 
 from asyncengine.attention.base import LayerSpec, MergedHeads
 from asyncengine.layers.head_gate import HeadGate
+from asyncengine.layers.kernels import Activation
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
@@ -107,6 +108,10 @@ class Attention:
         self.gate = HeadGate(options, config.num_heads, dim) if config.output_gate else None
         self._dtype = options.dtype
         self._kernels: Any = options.kernels
+        self.clip: Activation | None = None
+        if config.clip is not None:
+            limit = options.zeros(1, dtype=torch.float32).fill_(config.clip)
+            self.clip = options.kernels.activation("clip", limit)
 
     def _norm(self, options: LayerOptions, path: str, heads: int) -> Norm:
         config = self.config
@@ -149,8 +154,8 @@ class Attention:
         self, qkv: torch.Tensor, step: StepContext, angles: Angles, merged: MergedHeads | None
     ) -> torch.Tensor:
         """[T, heads * dim] of the merged projection."""
-        if self.config.clip is not None:
-            qkv.clamp_(-self.config.clip, self.config.clip)
+        if self.clip is not None:
+            qkv = self.clip(qkv)
         if angles.query_scale is not None:
             qkv[:, : self.query_size] *= angles.query_scale[:, None]  # rotation is linear
         if self.config.keys_of is not None:

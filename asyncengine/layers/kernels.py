@@ -33,6 +33,21 @@ ACTIVATIONS: Mapping[str, Activation] = {
 """Activations, by the names that `DecoderConfig` knows."""
 
 
+def _xielu(parameters: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    up, down, beta, epsilon = parameters
+    wide = x.float()
+    below = (torch.expm1(torch.minimum(wide, epsilon)) - wide) * (down + beta)
+    out: torch.Tensor = torch.where(wide > 0, up * wide * wide, below) + beta * wide
+    return out.to(x.dtype)
+
+
+PARAMETRIC: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "clip": lambda limit, x: torch.clamp(x, -limit.to(x.dtype), limit.to(x.dtype)),
+    "xielu": _xielu,
+}
+"""Those with parameters, float32: numbers within [-limit, limit]; slopes above and below 0, beta and eps of `xielu`."""
+
+
 class LayerKernels(Protocol):
     """The operations that a device offers. Rows are independent: no result depends on the rows beside it."""
 
@@ -102,8 +117,8 @@ class LayerKernels(Protocol):
         """x in float32."""
         ...
 
-    def activation(self, name: str) -> Activation:
-        """One of `ACTIVATIONS`, which may overwrite what it is given."""
+    def activation(self, name: str, parameters: torch.Tensor | None = None) -> Activation:
+        """One of `ACTIVATIONS`, or of `PARAMETRIC` with these, which may overwrite what it is given."""
         ...
 
     def gated(self, activation: str) -> Activation | None:
@@ -170,8 +185,8 @@ class TorchKernels:
     def widened(self, x: torch.Tensor) -> torch.Tensor:
         return x.float()
 
-    def activation(self, name: str) -> Activation:
-        return ACTIVATIONS[name]
+    def activation(self, name: str, parameters: torch.Tensor | None = None) -> Activation:
+        return ACTIVATIONS[name] if parameters is None else partial(PARAMETRIC[name], parameters)
 
     def gated(self, activation: str) -> Activation | None:
         return None
@@ -226,8 +241,8 @@ class CompiledKernels(TorchKernels):
             return super().add_layer_norm(residual, branch, scale, weight, bias, epsilon, kept)
         return self._layer_norm.add_layer_norm(residual, branch, scale, weight, bias, epsilon, kept)
 
-    def activation(self, name: str) -> Activation:
-        return self._in_place(name) or ACTIVATIONS[name]
+    def activation(self, name: str, parameters: torch.Tensor | None = None) -> Activation:
+        return self._in_place(name, parameters) or super().activation(name, parameters)
 
     def gated(self, activation: str) -> Activation | None:
         return self._gated.get(activation)

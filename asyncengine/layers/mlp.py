@@ -50,8 +50,9 @@ class MLP:
             bias=config.bias if config.down_bias is None else config.down_bias,
         )  # fmt: skip
         self.xielu = XIELU(options, prefix + "mlp.act_fn") if config.activation == "xielu" else None
-        self._activation: Activation = self.xielu or options.kernels.activation(config.activation)
-        self.in_place = options.kernels.name == "compiled" and not config.gated and self.xielu is None
+        parameters = None if self.xielu is None else self.xielu.parameters
+        self._activation: Activation = options.kernels.activation(config.activation, parameters)
+        self.in_place = options.kernels.name == "compiled" and not config.gated
         """Whether a compiled kernel makes the activation of every number where it stands."""
         self.gated = options.kernels.gated(config.activation) if config.gated else None
         silu = config.gated and config.activation == "silu" and config.scales[0] == 1.0 and not config.bias

@@ -115,7 +115,7 @@ def _activations(layers: Sequence[DecoderLayer], kind: str) -> list[str]:
     parts = [part for layer in layers if (part := _dense_part(layer.mlp)) is not None]
     names = [named("activation:gate", 5, kind, 1)] if any(part.gated is not None for part in parts) else []
     if any(part.in_place for part in parts):
-        names.append(named("activation:activate", 4, kind, 1))
+        names.append(named("activation:activate", 5, kind, 1))
     return names + _gates(parts, kind)
 
 
@@ -138,6 +138,8 @@ def _attention(layers: Sequence[DecoderLayer], kind: str, tiles: list[str]) -> l
     if not all(merged):
         names.append(named("attention_write:write", 8, kind, 1))
     for own in (layer.attention for layer in attentions):
+        if getattr(own, "clip", None) is not None:
+            names.append(named("activation:activate", 5, kind, 1))
         angles = getattr(own, "rotated_apart", None)
         if angles is not None:
             angle_kind = "float32" if angles == torch.float32 else kind

@@ -27,7 +27,7 @@ FORMS = [
     ("qwen3.5", "bfloat16", "int4"), ("qwen3.5", "float32", None), ("gemma2", "bfloat16", "int8"),
     ("olmo2", "bfloat16", "int8"), ("cohere", "bfloat16", "int8"), ("glm4", "float32", "int4"),
     ("stablelm", "bfloat16", "int4"), ("gpt2", "bfloat16", "int8"), ("opt-350m", "float32", "int8"),
-    ("hunyuan", "bfloat16", "int8"),
+    ("hunyuan", "bfloat16", "int8"), ("olmo", "bfloat16", None), ("apertus", "float32", "int8"),
 ]  # fmt: skip
 """Models, types and forms of weights."""
 
@@ -80,12 +80,11 @@ def test_who_gets_it(checkpoint: Checkpoint) -> None:
 
 
 NOT_RECORDED = {
-    "llama4": "aten.mul", "olmo": "aten.clamp_", "apertus": "aten.softplus", "gemma4moe": "aten.cat",
+    "llama4": "aten.mul", "gemma4moe": "aten.cat",
     **dict.fromkeys(("gemma4", "bamba")),
     **dict.fromkeys(("qwen2moe", "qwen3next", "mixtral", "phimoe", "nemotron-3", "lfm2moe", "kimi-linear")),
 }  # fmt: skip
-"""Tiny models in whose layers torch computes, and by what: scaled inputs of experts, clamped projections, an activation
-of its own, values that are keys. None: no step is tried, for further inputs of layers, a state that no kernel takes, or
+"""Tiny models in whose layers torch computes, and by what: scaled inputs of experts, values that are keys. None: no step is tried, for further inputs of layers, a state that no kernel takes, or
 experts whose widths fill no panels."""
 
 

@@ -29,8 +29,8 @@ from asyncengine.kernels.cpu.vectors import LANES, number_of, size_of
 
 _WORK = 16
 """Bytes that could be read while an element is computed."""
-_SILU, _GELU_TANH, _GELU, _RELU, _RELU2 = range(5)
-_NUMBERS = {"silu": _SILU, "gelu_tanh": _GELU_TANH, "gelu": _GELU, "relu": _RELU, "relu2": _RELU2}
+_SILU, _GELU_TANH, _GELU, _RELU, _RELU2, _CLIP, _XIELU = range(7)
+_NAMES = ("silu", "gelu_tanh", "gelu", "relu", "relu2", "clip", "xielu")
 UNGATED = 16
 """An offset of the number of an activation that applies to every number and not to one half."""
 
@@ -53,15 +53,18 @@ gelu_and_mul = partial(_gated, _GELU)
 """The same with GELU by the error function."""
 
 
-def in_place(name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """One of `_NUMBERS` of every number of a contiguous tensor, which is overwritten and given back; None: another."""
-    return partial(_activated, _NUMBERS[name]) if name in _NUMBERS else None
+def in_place(name: str, parameters: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """One of `_NAMES` of every number of a contiguous tensor, which is overwritten and given back; None: another.
+
+    `parameters`: what `layers.kernels.PARAMETRIC` says of that name, float32.
+    """
+    return partial(_activated, _NAMES.index(name), parameters) if name in _NAMES else None
 
 
-def _activated(activation: int, x: torch.Tensor) -> torch.Tensor:
+def _activated(activation: int, parameters: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
-    width = x.shape[-1]
-    activate(x.data_ptr(), x.numel() // width, width, activation, kind_of(x.dtype), use_team())
+    width, own = x.shape[-1], 0 if parameters is None else parameters.data_ptr()
+    activate(x.data_ptr(), x.numel() // width, width, activation, own, kind_of(x.dtype), use_team())
     return x
 
 
@@ -87,15 +90,30 @@ def exponential(x: np.float32) -> np.float32:
     whole = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
     # ln 2 in two parts, the first of few bits: their products with a whole number lose nothing
     rest = (x - whole * np.float32(0.693359375)) + whole * np.float32(2.12194440e-4)
-    power = np.float32(1.9875691500e-4)
-    power = power * rest + np.float32(1.3981999507e-3)
-    power = power * rest + np.float32(8.3334519073e-3)
-    power = power * rest + np.float32(4.1665795894e-2)
-    power = power * rest + np.float32(1.6666665459e-1)
-    power = power * rest + np.float32(5.0000001201e-1)
-    power = power * rest * rest + rest + np.float32(1)
+    power = _series(rest) * rest * rest + rest + np.float32(1)
     found: np.float32 = power * number_of((np.int32(whole) + np.int32(127)) << np.int32(23))
     return found
+
+
+@inline
+def _series(x: np.float32) -> np.float32:
+    """(e^x - 1 - x) / x^2, for x from -0.35 to 0.35."""
+    power = np.float32(1.9875691500e-4)
+    power = power * x + np.float32(1.3981999507e-3)
+    power = power * x + np.float32(8.3334519073e-3)
+    power = power * x + np.float32(4.1665795894e-2)
+    power = power * x + np.float32(1.6666665459e-1)
+    return power * x + np.float32(5.0000001201e-1)
+
+
+@inline
+def _xielu(x: np.float32, up: np.float32, down: np.float32, beta: np.float32, epsilon: np.float32) -> np.float32:
+    """`layers.xielu`. Near 0, e^x - 1 - x is a product: the difference would have no digits left."""
+    least = epsilon if x > epsilon else x
+    apart = exponential(least) - np.float32(1) - least
+    apart = _series(least) * least * least if least > np.float32(-0.34) else apart
+    below = (apart + (least - x)) * (down + beta)
+    return (up * x * x if x > np.float32(0) else below) + beta * x
 
 
 @inline
@@ -175,10 +193,10 @@ def gate(both: int, out: int, rows: int, width: int, activation: int, kind: np.g
 @serial_in_order
 def _activate_part(
     piece: int, pieces: int, worker: int,
-    x: int, rows: int, width: int, activation: int, kind: np.generic,
+    x: int, rows: int, width: int, activation: int, parameters: int, kind: np.generic,
 ) -> None:  # fmt: skip
     first, last = rows * piece // pieces, rows * (piece + 1) // pieces
-    numbers = array(pointer(x, kind), (last, width))
+    numbers, known = array(pointer(x, kind), (last, width)), array(pointer(parameters, np.float32(0)), (4,))
     for row in range(first, last):
         if activation == _SILU:
             for index in range(width):
@@ -191,6 +209,15 @@ def _activate_part(
         elif activation == _GELU:
             for index in range(width):
                 numbers[row, index] = narrow(_gelu(widen(numbers[row, index])), kind)
+        elif activation == _CLIP:
+            for index in range(width):
+                number, limit = widen(numbers[row, index]), known[0]
+                number = limit if number > limit else -limit if number < -limit else number
+                numbers[row, index] = narrow(number, kind)
+        elif activation == _XIELU:
+            for index in range(width):
+                number = _xielu(widen(numbers[row, index]), known[0], known[1], known[2], known[3])
+                numbers[row, index] = narrow(number, kind)
         else:
             for index in range(width):
                 number = widen(numbers[row, index])
@@ -199,9 +226,10 @@ def _activate_part(
 
 
 @serial_in_order
-def activate(x: int, rows: int, width: int, activation: int, kind: np.generic, team: int) -> None:
+def activate(x: int, rows: int, width: int, activation: int, parameters: int, kind: np.generic, team: int) -> None:
     """One of the activations above of every number, in place, by address."""
-    parallel_for(_activate_part, team, pieces_of(rows * width * _WORK, rows, team), (x, rows, width, activation, kind))
+    pieces = pieces_of(rows * width * _WORK, rows, team)
+    parallel_for(_activate_part, team, pieces, (x, rows, width, activation, parameters, kind))
 
 
 def clamped_gate(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:

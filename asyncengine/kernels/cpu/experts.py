@@ -128,7 +128,7 @@ def run_experts(
     if activation == CLAMPED:
         gate_clamped(memory[_BOTH], memory[_INNER], pairs, inner, alpha, limit, kind, team)
     elif activation >= UNGATED:
-        activate(memory[_BOTH], pairs, inner, activation - UNGATED, kind, team)
+        activate(memory[_BOTH], pairs, inner, activation - UNGATED, 0, kind, team)
         memory[_INNER] = memory[_BOTH]
     else:
         gate(memory[_BOTH], memory[_INNER], pairs, inner, activation, kind, team)

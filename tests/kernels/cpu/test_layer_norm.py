@@ -16,7 +16,7 @@ if compiler_missing(torch.float32, torch.device("cpu")) is not None:
 from asyncengine.kernels.cpu.activation import in_place
 from asyncengine.kernels.cpu.layer_norm import add_layer_norm, layer_norm
 from asyncengine.kernels.cpu.team import Team
-from asyncengine.layers.kernels import ACTIVATIONS, CompiledKernels, TorchKernels
+from asyncengine.layers.kernels import ACTIVATIONS, PARAMETRIC, CompiledKernels, TorchKernels
 
 TYPES = [torch.float32, torch.bfloat16]
 
@@ -85,4 +85,17 @@ def test_activations_in_place(name: str, width: int, dtype: torch.dtype) -> None
     assert found[3, 1] == math.inf
     plain = torch.arange(50) != 3
     near(found[plain], exact[plain])
-    assert in_place("xielu") is None
+    assert in_place("tanh") is None
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("name", "parameters"), [("clip", [3.7]), ("xielu", [0.8, 0.3, 0.5, -1e-6])])
+def test_activations_with_parameters(name: str, parameters: list[float], dtype: torch.dtype) -> None:
+    """NaN stays, and small numbers have digits of their own."""
+    own, x = torch.tensor(parameters), torch.linspace(-9, 9, 1000).view(20, 50).to(dtype)
+    activate = in_place(name, own)
+    assert activate is not None
+    for part in (x, x * 2.0**-12):
+        near(activate(part.clone()), PARAMETRIC[name](own, part).double())
+    near(activate(x.clone())[10:11], PARAMETRIC[name](own, x[10:11]).double())
+    assert activate(torch.full((1, 4), math.nan, dtype=dtype)).isnan().all()

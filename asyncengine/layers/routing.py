@@ -82,15 +82,16 @@ class Router:
         self._route: Any = None
         self.settings: Any = None
         """Settings of the compiled choice, if there is one."""
-        if options.compiled and config.scores != "sparsemixer":
+        sparse = config.scores == "sparsemixer"
+        if options.compiled:
             from asyncengine.kernels.cpu.routing import RouteSettings, route
 
             self._route = route
             self.settings = RouteSettings(
                 config.experts, config.chosen, config.scores == "sigmoid", config.groups, config.groups_kept,
-                config.normalised, config.least_sum, config.scale,
+                config.normalised, config.least_sum, config.scale, config.spread if sparse else -1.0,
             )  # fmt: skip
-        elif triton_missing(options.device) is None and config.scores != "sparsemixer" and config.groups == 1:
+        elif triton_missing(options.device) is None and not sparse and config.groups == 1:
             from asyncengine.kernels.cuda import routing
 
             self._route, self.settings = routing.route, config

@@ -194,7 +194,7 @@ def _mixtures(decoder: Decoder, kind: str) -> list[str]:
         if getattr(mixture, "shared", None) is not None:
             names.append(named("scaling:add_shared", 7, kind, 1))
         if router.settings is not None:
-            signature = (9, "bool", 2, "bool", "float32", "float32")
+            signature = (9, "bool", 2, "bool", "float32", "float32", "float32")
             names += [named(f"routing:{name}", *signature) for name in ("_route_few", "route_rows")]
     return list(dict.fromkeys(names))
 

@@ -35,6 +35,8 @@ class RouteSettings(NamedTuple):
     least: float
     scale: float
     """A factor of the weights."""
+    spread: float = -1.0
+    """That of sparsemixer (`layers.routing.RouterConfig`); below 0: scores are of all logits."""
 
 
 def route(
@@ -53,7 +55,7 @@ def route(
         logits.data_ptr(), 0 if correction is None else correction.data_ptr(),
         0 if by_expert is None else by_expert.data_ptr(), ids.data_ptr(), weights.data_ptr(), rows, columns,
         settings.experts, settings.chosen, settings.sigmoid, settings.groups, settings.kept, settings.normalised,
-        np.float32(settings.least), np.float32(settings.scale),
+        np.float32(settings.least), np.float32(settings.scale), np.float32(settings.spread),
     )  # fmt: skip
     return ids, weights
 
@@ -63,6 +65,7 @@ def route(
 def route_rows(
     logits: int, correction: int, by_expert: int, ids: int, weights: int, rows: int, columns: int, experts: int,
     chosen: int, sigmoid: bool, groups: int, kept: int, normalised: bool, least: np.float32, scale: np.float32,
+    spread: np.float32,
 ) -> None:  # fmt: skip
     """`route` by address."""
     single = np.float32(0)
@@ -74,6 +77,9 @@ def route_rows(
     scores, choice = np.empty(experts, np.float32), np.empty(experts, np.float32)
     by_group = np.empty(groups, np.float32)
     for row in range(rows):
+        if spread >= 0:
+            _mix_sparsely(given[row, :experts], found[row], shares[row], spread)
+            continue
         _score(given[row], scores, experts, sigmoid)
         for expert in range(experts):
             choice[expert] = scores[expert] + corrections[expert] if correction != 0 else scores[expert]
@@ -93,6 +99,22 @@ def route_rows(
 
 
 _route_few = with_gil(route_rows)
+
+
+@inline
+def _mix_sparsely(
+    logits: NDArray[np.float32], taken: NDArray[np.int64], shares: NDArray[np.float32], spread: np.float32
+) -> None:
+    """One expert after the other, each with its share among those that are left and near it (`layers.routing`)."""
+    for place in range(len(taken)):
+        largest, total = logits[_take_best(logits, taken, place)], np.float32(0)
+        for expert in range(len(logits)):
+            near = not (largest - logits[expert]) / max(abs(logits[expert]), largest) > np.float32(2) * spread
+            for earlier in range(place):
+                near = near and taken[earlier] != expert
+            if near:
+                total += exponential(logits[expert] - largest)
+        shares[place] = np.float32(1) / total
 
 
 @inline

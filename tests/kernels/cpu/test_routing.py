@@ -19,6 +19,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "sigmoid": {"scores": "sigmoid", "scale": 2.5, "correction": "c"},
     "groups": {"scores": "sigmoid", "groups": 4, "groups_kept": 2, "correction": "c", "normalised": False},
     "factors": {"by_expert": "f"},
+    "sparsemixer": {"scores": "sparsemixer", "spread": 0.4},
 }
 EXPERTS = 16
 
@@ -31,9 +32,10 @@ def both(form: str, logits: torch.Tensor, chosen: int = 3) -> list[tuple[torch.T
     factors = torch.rand(EXPERTS, generator=generator) if config.by_expert else None
     settings = routing.RouteSettings(
         EXPERTS, chosen, config.scores == "sigmoid", config.groups, config.groups_kept, config.normalised,
-        config.least_sum, config.scale,
+        config.least_sum, config.scale, config.spread if config.scores == "sparsemixer" else -1.0,
     )  # fmt: skip
-    return [route(logits, correction, factors, config), routing.route(logits, correction, factors, settings)]
+    wider = torch.nn.functional.pad(logits, (0, 3), value=99.0)  # the last columns are no experts'
+    return [route(logits, correction, factors, config), routing.route(wider, correction, factors, settings)]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -79,7 +81,9 @@ def test_what_is_no_number_chooses_experts_there_are(form: str) -> None:
 def test_sparsemixer() -> None:
     """The share of the best among those near it; then of the next without it."""
     config = RouterConfig(4, 2, "sparsemixer", spread=0.1)
-    ids, weights = route(torch.tensor([[1.0, 0.9, 0.2, -3.0]]), None, None, config)
-    assert ids.tolist() == [[0, 1]]
+    logits = torch.tensor([[1.0, 0.9, 0.2, -3.0]])
+    settings = routing.RouteSettings(4, 2, False, 1, 1, True, 0.0, 1.0, spread=0.1)
     share = float(torch.tensor([1.0, 0.9]).softmax(0)[0])
-    assert weights[0].tolist() == pytest.approx([share, 1.0])
+    for ids, weights in (route(logits, None, None, config), routing.route(logits, None, None, settings)):
+        assert ids.tolist() == [[0, 1]]
+        assert weights[0].tolist() == pytest.approx([share, 1.0])

@@ -128,10 +128,11 @@ class Attention:
         """
         config, device = self.config, self._kernels.name
         counts = (config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim)
-        if config.keys_of is not None:
-            return None
         interleaved = rotary is not None and rotary.style == "interleaved"
         exact = rotary is not None and rotary.exact and self._dtype != torch.float32
+        if config.keys_of is not None:
+            self.rotated_apart = None if rotary is None else torch.float32 if exact else self._dtype
+            return None
         other = config.norm_after_rotation or ((interleaved or exact) and device != "cuda")
         if other and device != "compiled":
             return None
@@ -156,8 +157,8 @@ class Attention:
         """[T, heads * dim] of the merged projection."""
         if self.clip is not None:
             qkv = self.clip(qkv)
-        if angles.query_scale is not None:
-            qkv[:, : self.query_size] *= angles.query_scale[:, None]  # rotation is linear
+        if angles.query_scale is not None:  # rotation is linear
+            qkv = self._kernels.scale_rows(qkv, angles.query_scale, self.query_size)
         if self.config.keys_of is not None:
             return step.backend.attend(self.index, self._query(qkv, angles)).flatten(1)
         if self.makes_values:
@@ -210,29 +211,39 @@ class Attention:
         return angles.cos[:, :0], angles.sin[:, :0]
 
     def _norm_in_place(self, qkv: torch.Tensor) -> None:
-        query, key, _ = torch.split(qkv, self._sizes, dim=-1)
-        if self._kernels.name != "compiled":
-            for part, normed in zip((query, key), self._normed(query, key), strict=True):
-                part.copy_(normed)
-            return
         for norm, first, size in zip(self.norms or (), (0, self.query_size), self._sizes, strict=False):
-            groups = size // norm.weight.shape[-1]
+            self._norm_columns(qkv, norm, first, size)
+
+    def _norm_columns(self, qkv: torch.Tensor, norm: Norm, first: int, size: int) -> None:
+        groups = size // norm.weight.shape[-1]
+        if self._kernels.name == "compiled":
             centred = norm.config.kind == "layer"
             self._kernels.norm_heads(qkv, norm.weight, norm.bias, first, groups, norm.config.epsilon, centred)
+        else:
+            part = qkv[:, first : first + size]
+            part.copy_(norm(part.reshape(len(part), groups, -1)).flatten(1))
 
     def _query(self, projected: torch.Tensor, angles: Angles) -> torch.Tensor:
         """[T, heads, dim] of a layer that has nothing else."""
-        query = projected.view(len(projected), -1, self.config.head_dim)
+        config = self.config
+        query = projected.view(len(projected), -1, config.head_dim)
         if self.norms is not None:
             query = self.norms[0](query)
-        return query if self.config.rotary is None else rotate(query, angles)
+        if config.rotary is None or self._kernels.name != "compiled":
+            return query if config.rotary is None else rotate(query, angles)
+        interleaved = angles.style == "interleaved"
+        self._kernels.rotate_heads(
+            query.flatten(1), angles.cos, angles.sin, config.num_heads, config.head_dim, interleaved
+        )  # fmt: skip
+        return query
 
     def _with_values(self, qkv: torch.Tensor) -> torch.Tensor:
-        """The projection followed by values as they are written: normed, and those of the keys where it has none."""
-        value = qkv[:, -self.kv_size :]
+        """The projection with values as they are written: normed, and those of the keys where it has none."""
+        if len(self.config.qkv) == 2:
+            qkv = self._kernels.joined(qkv, qkv[:, self.query_size :])
         if self.value_norm is not None:
-            value = self.value_norm(value.view(len(value), -1, self.config.head_dim)).flatten(1)
-        return torch.cat((qkv[:, : self.query_size + self.kv_size], value), dim=-1)
+            self._norm_columns(qkv, self.value_norm, self.query_size + self.kv_size, self.kv_size)
+        return qkv
 
     def linears(self) -> list[Linear]:
         return [self.qkv, self.out]

@@ -73,7 +73,7 @@ class ExpertsConfig:
 
 
 class Experts:
-    """x [rows, width], experts int64 [rows, k] and weights float32 [rows, k] -> [rows, width]."""
+    """x [rows, width], experts int64 [rows, k] and weights float32 [rows, k] (None: 1) -> [rows, width]."""
 
     def __init__(self, options: LayerOptions, config: ExpertsConfig, prefix: str, width: int) -> None:
         self.config, self._prefix = config, prefix
@@ -97,18 +97,20 @@ class Experts:
             size = options.dtype.itemsize
             self._most = max(1, _SCRATCH // self.kernel.scratch_bytes(1, size))
 
-    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        if self.ranks is not None:
-            return gather_experts(self.ranks, self._make, x.contiguous(), chosen - self._held.start, weights)
-        if self.kernel is None:
-            made: torch.Tensor = (self._grouped or self._by_torch)(x, chosen, weights)
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        if self.ranks is not None or self.kernel is None:
+            shares = torch.ones(chosen.shape, device=x.device, dtype=torch.float32) if weights is None else weights
+            if self.ranks is not None:
+                return gather_experts(self.ranks, self._make, x.contiguous(), chosen - self._held.start, shares)
+            made: torch.Tensor = (self._grouped or self._by_torch)(x, chosen, shares)
             return made
-        x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()
+        x, chosen = x.contiguous(), chosen.contiguous()
+        weights = None if weights is None else weights.contiguous()
         out = torch.empty_like(x)
         rows = max(1, self._most // chosen.shape[1])
         for first in range(0, len(x), rows):
             part = slice(first, first + rows)
-            self.kernel(x[part], chosen[part], weights[part], out[part])
+            self.kernel(x[part], chosen[part], None if weights is None else weights[part], out[part])
         return out
 
     def _make(self, x: torch.Tensor, experts: torch.Tensor, made: torch.Tensor) -> None:
@@ -121,8 +123,7 @@ class Experts:
         (own,) = ((experts >= 0) & (experts < len(self._held))).nonzero(as_tuple=True)
         for some in torch.split(own, self._most) if len(own) else ():
             rows, results = x[some // count], x.new_empty(len(some), x.shape[1])
-            ones = torch.ones(len(some), 1)  # each result as it is
-            self.kernel(rows, experts[some, None].contiguous(), ones, results)
+            self.kernel(rows, experts[some, None].contiguous(), None, results)
             made[some] = results
 
     def _make_by_torch(self, x: torch.Tensor, experts: torch.Tensor, made: torch.Tensor) -> None:

@@ -113,6 +113,18 @@ class LayerKernels(Protocol):
         """x [rows, width] with its first columns times `factors`, float32 [columns], in place."""
         ...
 
+    def scale_rows(self, x: torch.Tensor, factors: torch.Tensor, columns: int) -> torch.Tensor:
+        """x [rows, width] with the first `columns` of each row times its factor, float32 [rows], in place."""
+        ...
+
+    def scaled_rows(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """[rows * count, width]: each row of x [rows, width] times each of its factors, float32 [rows, count]."""
+        ...
+
+    def joined(self, *parts: torch.Tensor) -> torch.Tensor:
+        """Parts [rows, (heads,) columns of each] side by side."""
+        ...
+
     def widened(self, x: torch.Tensor) -> torch.Tensor:
         """x in float32."""
         ...
@@ -178,9 +190,18 @@ class TorchKernels:
         return x
 
     def scale_each(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        scaled = x[:, : len(factors)]
-        scaled.copy_(scaled.float() * factors)
+        x[:, : len(factors)] *= factors
         return x
+
+    def scale_rows(self, x: torch.Tensor, factors: torch.Tensor, columns: int) -> torch.Tensor:
+        x[:, :columns] *= factors[:, None]
+        return x
+
+    def scaled_rows(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        return (x[:, None] * factors[..., None]).to(x.dtype).flatten(0, 1)
+
+    def joined(self, *parts: torch.Tensor) -> torch.Tensor:
+        return torch.cat(parts, dim=-1)
 
     def widened(self, x: torch.Tensor) -> torch.Tensor:
         return x.float()
@@ -199,12 +220,13 @@ class CompiledKernels(TorchKernels):
     norm_dtype: torch.dtype | None = torch.float32
 
     def __init__(self) -> None:
-        from asyncengine.kernels.cpu import activation, layer_norm, norm, qk_norm_rope, scaling
+        from asyncengine.kernels.cpu import activation, gather, layer_norm, norm, qk_norm_rope, scaling
 
         own: Any = self  # no call of a method lies between a layer and its kernel
         own.add, own.add_gated = scaling.add, scaling.add_gated
         own.add_both, own.add_scaled = scaling.add_both, scaling.add_scaled
         own.scale_first, own.scale_each, own.widened = scaling.scale_first, scaling.scale_each, scaling.widened
+        own.scale_rows, own.scaled_rows, own.joined = scaling.scale_rows, scaling.scaled_rows, gather.joined
         self.rotate_heads, self.norm_heads = qk_norm_rope.rotate_heads, norm.norm_heads
         self._norm, self._layer_norm = norm, layer_norm
         self._in_place = activation.in_place

@@ -66,7 +66,7 @@ class KimiDelta:
     """x [T, width] -> [T, width]; a `StateLayer`."""
 
     def __init__(self, options: LayerOptions, config: KimiDeltaConfig, prefix: str, width: int, index: int) -> None:
-        self.config, self.index, self._prefix = config, index, prefix
+        self.config, self.index, self._prefix, self._kernels = config, index, prefix, options.kernels
         parts = [Part(f"{prefix}{name}_proj", size) for name, size in config.projections.items()]
         self.inputs = Linear(options, parts, width)
         self.gate, self.forget = (
@@ -99,9 +99,10 @@ class KimiDelta:
         """All projections of x side by side, [T, all]."""
         first = self.inputs(x, step.adapters)
         dim, end = self.config.head_dim, sum(self.config.projections.values())
-        forget = self.forget(first[:, end - 2 * dim : end - dim].contiguous(), step.adapters)
-        gate = self.gate(first[:, end - dim : end].contiguous(), step.adapters)
-        return torch.cat((first[:, :end], gate, forget), dim=1)
+        joined = self._kernels.joined
+        forget = self.forget(joined(first[:, end - 2 * dim : end - dim]), step.adapters)
+        gate = self.gate(joined(first[:, end - dim : end]), step.adapters)
+        return joined(first[:, :end], gate, forget)
 
     def mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
         """[T, heads * head dim] of `projected`."""

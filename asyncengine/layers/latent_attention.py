@@ -49,12 +49,11 @@ class LatentAttention:
     """x [T, width] -> [T, width]. `index` is the place of its keys and values in the attention backend."""
 
     gate = None
-    makes_values = True
 
     def __init__(
         self, options: LayerOptions, config: LatentAttentionConfig, prefix: str, width: int, index: int
     ) -> None:
-        self.config, self.index = config, index
+        self.config, self.index, self._kernels = config, index, options.kernels
         heads, path = config.num_heads, prefix + config.prefix
         key_dim = config.own_dim + config.shared_dim
         self._sizes = [heads * key_dim, config.rank, config.shared_dim]
@@ -78,11 +77,13 @@ class LatentAttention:
         config, tokens = self.config, len(x)
         projected = self.qkv(x, step.adapters)[:, : sum(self._sizes)]
         query, latent, shared = torch.split(projected, self._sizes, dim=-1)
-        expanded = self.expand(self.norm(latent.contiguous()), step.adapters)[:, : self.expand.parts[0].outputs]
+        expanded = self.expand(self.norm(self._kernels.joined(latent)), step.adapters)[
+            :, : self.expand.parts[0].outputs
+        ]
         own, value = torch.split(
             expanded.view(tokens, config.num_heads, -1), [config.own_dim, config.value_dim], dim=-1
         )
-        key = torch.cat((own, shared[:, None].expand(-1, config.num_heads, -1)), dim=-1)
+        key = self._kernels.joined(own, shared[:, None].expand(-1, config.num_heads, -1))
         step.backend.write(self.index, key, value)
         query = query.reshape(tokens, config.num_heads, -1)
         return self.out(step.backend.attend(self.index, query).flatten(1), step.adapters)

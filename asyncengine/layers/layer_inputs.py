@@ -69,15 +69,18 @@ class LayerInput:
     def __init__(
         self, options: LayerOptions, config: LayerInputConfig, norm: NormConfig, prefix: str, width: int
     ) -> None:
-        self._activation = ACTIVATIONS[config.activation]
+        self._activation, self._kernels = ACTIVATIONS[config.activation], options.kernels
+        self.gated = options.kernels.gated(config.activation)
         self.gate = Linear(options, [Part(prefix + config.gate, config.width)], width)
         self.out = Linear(options, [Part(prefix + config.out, width)], config.width)
         self.norm = Norm(options, norm, prefix + config.out_norm, width)
 
     def __call__(self, h: torch.Tensor, vectors: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
         """h [rows, width], vectors [rows, width of a vector] -> [rows, width]."""
-        gated = self._activation(self.gate(h, adapters)) * vectors
-        return self.norm(self.out(gated, adapters))
+        gate = self.gate(h, adapters)
+        if self.gated is None:
+            return self.norm(self.out(self._activation(gate) * vectors, adapters))
+        return self.norm(self.out(self.gated(self._kernels.joined(gate, vectors)), adapters))
 
     def linears(self) -> list[Linear]:
         return [self.gate, self.out]

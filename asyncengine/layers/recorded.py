@@ -20,7 +20,7 @@ from asyncengine.layers.rotary import Angles
 from asyncengine.layers.step import AdapterRecords, StepContext
 
 if TYPE_CHECKING:
-    from asyncengine.kernels.recording import Arena, Record
+    from asyncengine.kernels.recording import Arena, Record, Recorder
 
 logger = logging.getLogger("asyncengine")
 
@@ -30,8 +30,9 @@ _ARENA = 2**22
 """Bytes of the first arena: results of short steps of small models."""
 _SEGMENTS, _ADAPTERS = 6, 3
 
-Run = Callable[[torch.Tensor, StepContext, Sequence[Angles]], torch.Tensor]
-"""(embedded tokens [T, width], step, angles of each rotary embedding) -> what the output layer reads [T, width]."""
+Run = Callable[[torch.Tensor, StepContext, Sequence[Angles], torch.Tensor | None], torch.Tensor]
+"""(embedded tokens [T, width], step, angles of each rotary embedding, vectors of `LayerInputs`) -> what the output
+layer reads [T, width]."""
 
 
 class RecordedLayers:
@@ -41,19 +42,22 @@ class RecordedLayers:
         """`run`: all layers. `paths`: of their products, as adapters name them."""
         self._run, self._keeps_states, self._paths = run, keeps_states, paths
         self._arena: Arena | None = None
-        self._records: dict[tuple[int, bool], tuple[Record, torch.Tensor]] = {}
-        """Records and their results, by the number of tokens and whether rows have adapters."""
+        self._records: dict[tuple[Any, ...], tuple[Record, torch.Tensor]] = {}
+        """Records and their results, by the number of tokens, whether rows have adapters, and which angles scale
+        queries."""
         self._owners: tuple[Callable[[], Any], ...] = ()
         """References to what the records' addresses belong to."""
         self.obstacle: str | None = None
         """An operation that computes between kernels, for which nothing is recorded; None: none is known."""
 
-    def __call__(self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles]) -> torch.Tensor | None:
+    def __call__(
+        self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles], vectors: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """Run the layers of embedded tokens h [T, width]: what the output layer reads; None: no record can."""
         tokens = h.shape[0]
         if self.obstacle is not None or not 0 < tokens <= MOST_TOKENS or not getattr(step.backend, "steady", False):
             return None
-        if (self._keeps_states and step.states is None) or any(own.query_scale is not None for own in angles):
+        if self._keeps_states and step.states is None:
             return None
         if step.routes is not None:  # what it takes is of this step alone
             return None
@@ -61,10 +65,15 @@ class RecordedLayers:
         if step.adapters is not None and adapters is None:
             return None
         self._look_at(step)
-        values = _values(h, step, angles, adapters)
-        known = self._records.get((tokens, adapters is not None))
+        inputs = [h, *(part for own in angles for part in (own.cos, own.sin))]
+        inputs += [part for part in (vectors, *(own.query_scale for own in angles)) if part is not None]
+        values = _values(inputs, step, adapters)
+        key = tokens, adapters is not None, tuple(own.query_scale is not None for own in angles)
+        known = self._records.get(key)
         if known is None:
-            return self._record(h, step, angles, values, adapters)
+            with self._recorder(inputs) as recorder:
+                out = self._run(h, self._with_symbols(step, values, adapters), angles, vectors)
+            return self._keep(key, recorder, out)
         record, out = known
         record.replay(values)
         return out.clone()
@@ -78,17 +87,18 @@ class RecordedLayers:
             self._records.clear()
             self._owners = tuple((lambda: None) if own is None else ref(own) for own in owners)
 
-    def _record(
-        self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles], values: list[int],
-        adapters: AdapterRecords | None,
-    ) -> torch.Tensor:  # fmt: skip
+    def _recorder(self, inputs: Sequence[torch.Tensor]) -> Recorder:
         from asyncengine.kernels.recording import Arena, Recorder
 
         if self._arena is None:
             self._arena = Arena(_ARENA)
-        turned = [part for own in angles for part in (own.cos, own.sin)]
-        with Recorder(self._arena, list(enumerate((h, *turned), 1))) as recorder:
-            out = self._run(h, self._with_symbols(step, values, adapters), angles)
+        return Recorder(self._arena, list(enumerate(inputs, 1)))
+
+    def _keep(self, key: tuple[Any, ...], recorder: Recorder, out: torch.Tensor) -> torch.Tensor:
+        """Keep what was recorded, if a replay would compute all of it, and give the result outside of the arena."""
+        from asyncengine.kernels.recording import Arena
+
+        assert self._arena is not None
         if recorder.obstacle is not None:
             self.obstacle = recorder.obstacle
             logger.info("layers are called one by one, as %s is computed between their kernels", self.obstacle)
@@ -96,7 +106,7 @@ class RecordedLayers:
             self._arena = Arena(4 * self._arena.size)
             self._records.clear()
         else:
-            self._records[len(h), adapters is not None] = recorder.record(), self._arena.alias(out)
+            self._records[key] = recorder.record(), self._arena.alias(out)
         return out.clone()
 
     def _with_symbols(self, step: StepContext, values: list[int], adapters: AdapterRecords | None) -> StepContext:
@@ -132,13 +142,11 @@ class _RecordedAdapters:
         return None
 
 
-def _values(h: torch.Tensor, step: StepContext, angles: Sequence[Angles], adapters: AdapterRecords | None) -> list[int]:
-    """The step's values by place: the team, embedded tokens, cosines and sines, segments, adapters."""
+def _values(inputs: Sequence[torch.Tensor], step: StepContext, adapters: AdapterRecords | None) -> list[int]:
+    """The step's values by place: the team, addresses of its inputs, segments, adapters."""
     from asyncengine.kernels.cpu.state_segments import segment_places
     from asyncengine.kernels.cpu.team import use_team
 
-    values = [use_team(), h.data_ptr()]
-    for own in angles:
-        values += own.cos.data_ptr(), own.sin.data_ptr()
+    values = [use_team(), *(own.data_ptr() for own in inputs)]
     values += [0] * _SEGMENTS if step.states is None else segment_places(step.states.segments)
     return [*values, *(adapters or (0,) * _ADAPTERS)]

@@ -62,7 +62,7 @@ class Angles(NamedTuple):
     style: str
     """The pairs of dimensions that are rotated together, as in `RotaryConfig`."""
     query_scale: torch.Tensor | None = None
-    """[T], what queries are multiplied by; None: nothing."""
+    """Float32 [T], what queries are multiplied by; None: nothing."""
 
 
 class Rotary:
@@ -102,7 +102,7 @@ class Rotary:
         if growth is None or (self._tables is not None and positions.numpy().max(initial=0) + first < growth[1]):
             return angles
         scale = 1 + growth[0] * torch.log(1 + ((positions + first) // growth[1]).float())
-        return angles._replace(query_scale=scale.to(self._dtype))
+        return angles._replace(query_scale=scale.to(self._dtype).float())
 
     def _angles(self, positions: torch.Tensor) -> Angles:
         tables, few, style = self._tables, self._few, self.config.style

@@ -43,11 +43,12 @@ class SideExperts:
             Norm(options, norm, prefix + name, width) for name in (config.before, config.after, config.after_mlp)
         )
         self._scaled = Norm(options, replace(norm, weight=False), prefix + config.scale, width)
-        self._factor = width**-0.5
+        self._factor, self._kernels = width**-0.5, options.kernels
 
     def __call__(self, residual: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
         chosen, weights, _ = self.router(self._scaled(residual))
-        return self.after_mlp(branch) + self.after(self.experts(self.before(residual), chosen, weights))
+        made = self.experts(self.before(residual), chosen, weights)
+        return self._kernels.add(self.after_mlp(branch), self.after(made))
 
     def chosen(self, residual: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         """The experts of each row of the stream, int64 [rows, experts of a row], best first."""

@@ -81,8 +81,7 @@ class SparseMLP:
     def _scaled(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Each (row, expert) pair as a row of its own, which has one expert."""
         count = chosen.shape[1]
-        pairs = (x[:, None] * weights[..., None]).to(x.dtype).flatten(0, 1)
-        y = self.experts(pairs, chosen.view(-1, 1), torch.ones_like(weights).view(-1, 1))
+        y = self.experts(self._kernels.scaled_rows(x, weights), chosen.view(-1, 1), None)
         return y if count == 1 else y.view(len(x), count, x.shape[1]).float().sum(1).to(x.dtype)
 
     def linears(self) -> list[Linear]:

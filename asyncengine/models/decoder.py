@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -127,7 +127,7 @@ class DecoderLayer:
         inputs = model.layer_inputs
         self.inputs = None if inputs is None else LayerInput(options, inputs, norm, prefix, width)
         self.scalar_path = f"{prefix}{config.scalar}"
-        self.scalar = None if config.scalar is None else options.zeros(1).fill_(1.0)
+        self.scalar = None if config.scalar is None else options.zeros(width, dtype=torch.float32).fill_(1.0)
         rotary = None if own is None or own.rotary is None else model.rotary[own.rotary]
         self.merged = None if self.attention is None else self.attention.merged_heads(rotary)
         moved = self.state is None or getattr(self.state, "kernel", None) is not None
@@ -171,7 +171,7 @@ class DecoderLayer:
             branch = self.inputs(residual, vectors if rows is None else vectors.index_select(0, rows), adapters)
         if self.scalar is None:
             return self._add(residual, branch, following)
-        residual = self._add(residual, branch, None)[0] * self.scalar
+        residual = self._kernels.scale_each(self._add(residual, branch, None)[0], self.scalar)
         return residual, residual if following is None else following(residual)
 
     def mix(self, x: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor | None:
@@ -226,7 +226,7 @@ class DecoderLayer:
         for part in parts:
             yield from () if part is None else part.slots()
         if self.scalar is not None:
-            yield self.scalar_path, TensorSlot.into(self.scalar, initial=1.0)
+            yield self.scalar_path, replace(TensorSlot.into(self.scalar, initial=1.0), shape=(1,))
 
     def mixtures(self) -> list[SparseMLP | SideExperts]:
         """Its mixtures of experts, whose weights are no linears."""
@@ -281,7 +281,7 @@ class Decoder:
         self.states: Sequence[StateSpec] = [layer.state.spec for layer in self.layers if layer.state is not None]
         self.recorded: RecordedLayers | None = None
         """Short steps in one call, where compiled kernels make all products."""
-        whole = self.inputs is None and all(layer.compiled for layer in self.layers)
+        whole = all(layer.compiled for layer in self.layers)
         if options.kernels.name == "compiled" and whole and options.ranks is None:
             paths = tuple(linear.path for layer in self.layers for linear in layer.linears())
             self.recorded = RecordedLayers(self._through_layers, bool(self.states), paths)
@@ -317,18 +317,18 @@ class Decoder:
         plain = not deep and kept is None
         # with adapters, the last feed-forward part has its rows' own
         if self.recorded is not None and plain and (rows is None or step.adapters is None):
-            x = self.recorded(h, step, angles)
+            x = self.recorded(h, step, angles, vectors)
             if x is not None:
                 x = x if rows is None else x.index_select(0, rows)
                 return self.projections[1](x, step.row_adapters) if self.projections else x
-        x = self._through_layers(h, step, angles, rows, vectors, kept)
+        x = self._through_layers(h, step, angles, vectors, rows, kept)
         if self.projections and len(x):
             x = self.projections[1](x, step.adapters if rows is None else step.row_adapters)
         return x
 
     def _through_layers(
-        self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles], rows: torch.Tensor | None = None,
-        vectors: torch.Tensor | None = None, kept: list[torch.Tensor] | None = None,
+        self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles], vectors: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None, kept: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """[T, width] after the final norm, of what the first layer reads; the rest as `hidden_states` has it."""
         images = step.images or NO_IMAGES

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from asyncengine.kernels.compile_ahead import called, named
+from asyncengine.layers.attention import Attention
+from asyncengine.layers.kimi_delta import KimiDelta
 from asyncengine.layers.mlp import MLP
 from asyncengine.layers.norm import Norm
 from asyncengine.layers.sharded import own_form
@@ -50,6 +52,8 @@ def kernels_of(decoder: Decoder, page_size: int, defaults: Mapping[str, Any]) ->
     logits = [name for leaf in _leaves(head) for name in _products(leaf, kind, "float32")]
     sampled, later = _sampling(defaults)
     later.append(called("attention:join", 3, kind, 2))
+    if any(own.config.query_growth is not None for own in decoder.rotary):
+        later.append(named("scaling:multiply_rows", 7, kind, 1))
     needed = _mixtures(decoder, kind) + _states(decoder, kind) + _attention(decoder.layers, kind, tiles)
     needed += [name for weight in weights for name in _products(weight, kind, kind)] + logits + rows
     needed += _norms([norm for layer in decoder.layers for norm in layer.norms()], kind)
@@ -129,7 +133,7 @@ def _gates(parts: Sequence[MLP], kind: str) -> list[str]:
 
 def _attention(layers: Sequence[DecoderLayer], kind: str, tiles: list[str]) -> list[str]:
     attentions = [layer for layer in layers if layer.attention is not None]
-    merged = [layer.merged is not None and not layer.attention.makes_values for layer in attentions]  # type: ignore[union-attr]
+    merged = [layer.merged is not None for layer in attentions]
     if not merged:
         return []
     names = [named("attention:attend", 6, kind, *tiles, 1)]
@@ -137,14 +141,16 @@ def _attention(layers: Sequence[DecoderLayer], kind: str, tiles: list[str]) -> l
         names.append(named("attention_write:prepare_and_write", 4, "float64", 5, kind, 1))
     if not all(merged):
         names.append(named("attention_write:write", 8, kind, 1))
-    for own in (layer.attention for layer in attentions):
+    for own in (layer.attention for layer in layers if layer.attention is not None):
+        if not isinstance(own, Attention) or len(own.config.qkv) == 2:
+            names.append(named("gather:copy_columns", 9))
         if getattr(own, "clip", None) is not None:
             names.append(named("activation:activate", 5, kind, 1))
         angles = getattr(own, "rotated_apart", None)
         if angles is not None:
             angle_kind = "float32" if angles == torch.float32 else kind
             names.append(named("qk_norm_rope:rotate_columns", 8, "bool", kind, angle_kind, 1))
-        if getattr(own, "norms_apart", False):
+        if getattr(own, "norms_apart", False) or getattr(own, "value_norm", None) is not None:
             names.append(named("norm:norm_columns", 9, "float32", "bool", kind, 1))
     return [*names, named("attention_fields:scratch_places", 3), named("attention_fields:partial_floats", 2)]
 
@@ -164,12 +170,15 @@ def _scalings(layers: Sequence[DecoderLayer], kind: str) -> list[str]:
     parts = [part for layer in layers if (part := _dense_part(layer.mlp)) is not None]
     if any(part.config.scales != (1.0, 1.0) for part in parts):
         names.append(named("scaling:scale", 1, "float32", 3, kind, 1))
-    if any(getattr(layer.state, "scales", None) is not None for layer in layers):
+    scaled = any(layer.scalar is not None for layer in layers)
+    if scaled or any(getattr(layer.state, "scales", None) is not None for layer in layers):
         names.append(named("scaling:scale_columns", 5, kind, 1))
-    if any(layer.attention is not None and layer.state is not None for layer in layers):
+    if scaled or any(layer.attention is not None and layer.state is not None for layer in layers):
         names.append(named("scaling:add_beside", 1, "float32", 3, kind, 1))
     if any(layer.config.parallel for layer in layers):
         names.append(named("scaling:add_branches", 6, kind, 1))
+    if any(layer.inputs is not None or isinstance(layer.state, KimiDelta) for layer in layers):
+        names.append(named("gather:copy_columns", 9))
     return names
 
 
@@ -191,7 +200,9 @@ def _mixtures(decoder: Decoder, kind: str) -> list[str]:
         names += _products(router.weight, "float32" if router.config.exact else kind, "float32")
         if router.config.exact and kind != "float32":
             names.append(named("scaling:widen_all", 4, kind, 1))
-        if getattr(mixture, "shared", None) is not None:
+        if isinstance(mixture, SparseMLP) and mixture.config.scales_inputs:
+            names.append(named("scaling:multiply_rows", 7, kind, 1))
+        if not isinstance(mixture, SparseMLP) or mixture.shared is not None:
             names.append(named("scaling:add_shared", 7, kind, 1))
         if router.settings is not None:
             signature = (9, "bool", 2, "bool", "float32", "float32", "float32")

@@ -28,12 +28,22 @@ FORMS = [
     ("olmo2", "bfloat16", "int8"), ("cohere", "bfloat16", "int8"), ("glm4", "float32", "int4"),
     ("stablelm", "bfloat16", "int4"), ("gpt2", "bfloat16", "int8"), ("opt-350m", "float32", "int8"),
     ("hunyuan", "bfloat16", "int8"), ("olmo", "bfloat16", None), ("apertus", "float32", "int8"),
+    ("gemma4", "bfloat16", "int8"), ("gemma4-keys-are-values", "float32", "int8"),
 ]  # fmt: skip
 """Models, types and forms of weights."""
 
 
-# Their own widths fill no panels.
 VARIANTS = {
+    "bamba, whole": changed("bamba", hidden_size=64, mamba_d_head=32),
+    "kimi-linear, whole": changed("kimi-linear", hidden_size=64, linear_num_heads=4, v_head_dim=16),
+    "lfm2moe, whole": changed("lfm2moe", hidden_size=64),
+    "mixtral, whole": changed("mixtral", hidden_size=64, intermediate_size=64),
+    "phimoe, whole": changed("phimoe", hidden_size=64, intermediate_size=64),
+    "qwen2moe, whole": changed("qwen2moe", hidden_size=64, shared_expert_intermediate_size=32),
+    "qwen3next, whole": changed(
+        "qwen3next", hidden_size=64, linear_num_key_heads=4, linear_num_value_heads=16, linear_key_head_dim=16,
+        linear_value_head_dim=16,
+    ),
     "qwen3.5moe, whole": changed(
         "qwen3.5moe", linear_num_key_heads=4, linear_num_value_heads=16, linear_key_head_dim=16
     ),
@@ -42,12 +52,15 @@ VARIANTS = {
         mamba_num_heads=6, moe_intermediate_size=64, moe_shared_expert_intermediate_size=96, intermediate_size=128,
     ),
 }  # fmt: skip
+"""Tiny models in widths that fill panels, and of states those that kernels take, as those of real models do."""
 BESIDE = [
     ("qwen3.5moe, whole", "bfloat16", None), ("qwen3.5moe, whole", "bfloat16", "int4"), ("glm4moe", "float32", None),
     ("glm4moe", "bfloat16", "int4"), ("dots1", "bfloat16", None), ("granite4", "float32", None),
     ("granite4", "bfloat16", "int4"), ("falcon-h1", "bfloat16", None), ("falcon-h1", "bfloat16", "int4"),
     ("mamba2", "float32", None), ("mamba2", "bfloat16", "int4"), ("nemotron-3, whole", "bfloat16", None),
-    ("nemotron-3, whole", "bfloat16", "int4"),
+    ("nemotron-3, whole", "bfloat16", "int4"), ("gemma4moe", "bfloat16", None), ("llama4", "bfloat16", "int8"),
+    ("llama4", "float32", None), ("phimoe, whole", "bfloat16", None), ("kimi-linear, whole", "bfloat16", "int8"),
+    ("kimi-linear, whole", "float32", "int8"),
 ]  # fmt: skip
 """Experts beside what all rows share (gated; with a router in float32; behind a dense layer; in a hybrid), a state
 beside attention, mixers alone, and layers of one branch."""
@@ -79,21 +92,19 @@ def test_who_gets_it(checkpoint: Checkpoint) -> None:
     assert load(checkpoint("llama"), quantization="int8").compiled
 
 
-NOT_RECORDED = {
-    "llama4": "aten.mul", "gemma4moe": "aten.cat",
-    **dict.fromkeys(("gemma4", "bamba")),
-    **dict.fromkeys(("qwen2moe", "qwen3next", "mixtral", "phimoe", "nemotron-3", "lfm2moe", "kimi-linear")),
-}  # fmt: skip
-"""Tiny models in whose layers torch computes, and by what: scaled inputs of experts, values that are keys. None: no step is tried, for further inputs of layers, a state that no kernel takes, or
-experts whose widths fill no panels."""
+NARROW = ("qwen2moe", "qwen3next", "mixtral", "phimoe", "bamba", "nemotron-3", "lfm2moe", "kimi-linear")
+"""Tiny models whose experts' widths fill no panels, or whose states no kernel takes: no step is tried."""
 
 
 def test_which_families_are_recorded() -> None:
-    """All others: two steps of each, of which the second is replayed."""
+    """All that are written down, in 8 bits and widths of kernels: two steps of each, of which the second is replayed.
+    Where torch computes between kernels, `found` says what."""
     found: dict[str, str | None] = {}
+    others = []
     for name in FAMILIES:
         described = decoder_config_of(FAMILIES[name](), 64)
         if described is None:
+            others.append(name)
             continue
         decoder = Decoder(described, options(torch.bfloat16, bits=8), 64)
         for slot in decoder.slots().values():
@@ -104,9 +115,11 @@ def test_which_families_are_recorded() -> None:
         forwards = Forwards(decoder)
         forwards.step([1, 2])
         forwards.step([3, 4])
-        if decoder.recorded.obstacle is not None:
-            found[name] = decoder.recorded.obstacle.rpartition(".")[0]
-    assert found == NOT_RECORDED
+        if decoder.recorded.obstacle is not None or not decoder.recorded._records:
+            found[name] = decoder.recorded.obstacle
+    assert found == dict.fromkeys(NARROW)
+    assert {f"{name}, whole" for name in NARROW} <= set(VARIANTS)
+    assert others == ["hunyuanmoe"]  # which transformers runs
 
 
 @pytest.mark.parametrize(("name", "dtype", "quantization"), FORMS)
@@ -238,7 +251,8 @@ def test_a_record_holds_nothing_of_its_step(checkpoint: Checkpoint) -> None:
         step, tokens, rows = kept[-1]
         with torch.inference_mode():
             kept.append(model.forward(tokens, step, rows))
-        tables.append(recorded._records[2, False][0].table)
+        ((record, _),) = recorded._records.values()
+        tables.append(record.table)
         kept.append([torch.empty(2, model.config.width) for _ in range(20)])
     assert tables[0] == tables[1] == tables[2]
     assert len(tables[0][0]) > 20
@@ -250,7 +264,7 @@ def test_an_operation_that_is_missing_is_noticed(checkpoint: Checkpoint) -> None
     forwards = Forwards(model)
     forwards.step([5])
     recorded: Any = model.recorded
-    record, _ = recorded._records[1, False]
+    ((record, _),) = recorded._records.values()
     record._table = record._table[:-2]  # the last sum and norm, and the product before it
     broken = forwards.step([6])
     model.recorded = None

@@ -146,6 +146,18 @@ def test_kernels_of_recurrent_layers(tmp_path: Path) -> None:
     assert unexpected(called, needed) == []
 
 
+@pytest.mark.parametrize(
+    ("family", "kernels"), [("gemma4", {"copy_columns", "scale_columns", "add_beside"}), ("llama4", {"multiply_rows"})]
+)
+def test_kernels_between_products(family: str, kernels: set[str], tmp_path: Path) -> None:
+    """Inputs of layers, values that are normed, scaled layers and scaled inputs of experts."""
+    FAMILIES[family]().save_pretrained(tmp_path)
+    settings: dict[str, Any] = {"load_format": "dummy", "max_model_len": 128, "quantization": "int8"}
+    called, needed, _ = load(str(tmp_path), "only what is needed", dtype="bfloat16", **settings)
+    assert kernels <= {name.split(":")[1] for name in needed}
+    assert unexpected(called, needed) == []
+
+
 def test_kernels_of_an_activation_that_few_models_have(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(_SHAPE | {"hidden_act": "gelu_pytorch_tanh"}))
     called, needed, _ = load(

@@ -92,16 +92,16 @@ class ExpertsKernel:
             rounded = 0
         return numbers + rounded + self.form.experts * 16 + (_PARTS + 2) * _LINE
 
-    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor) -> None:
         """out [rows, width] = the sum of what the experts `chosen` (int64 [rows, k]) make of x, times `weights`
-        (float32 alike). All contiguous, x and out of one type; the k experts of a row differ."""
+        (float32 alike; None: 1). All contiguous, x and out of one type; the k experts of a row differ."""
         rows, count = chosen.shape
         form, size = self.form, x.element_size()
         scratch = torch.empty(self.scratch_bytes(rows * count, size), dtype=torch.uint8)
         run_experts(
-            self.address, scratch.data_ptr(), x.data_ptr(), chosen.data_ptr(), weights.data_ptr(),
-            out.data_ptr(), rows, count, form.experts, form.activation, np.float32(form.alpha),
-            np.float32(form.limit), *self._forms, kind_of(x.dtype), size, use_team(),
+            self.address, scratch.data_ptr(), x.data_ptr(), chosen.data_ptr(),
+            0 if weights is None else weights.data_ptr(), out.data_ptr(), rows, count, form.experts, form.activation,
+            np.float32(form.alpha), np.float32(form.limit), *self._forms, kind_of(x.dtype), size, use_team(),
         )  # fmt: skip
 
 
@@ -360,7 +360,7 @@ def _sum_part(
         columns = min(_COLUMNS, width - begin)
         sums[:] = 0
         for pair in range(row * count, (row + 1) * count):
-            share = shares[pair]
+            share = shares[pair] if weights != 0 else np.float32(1)
             values = array(pointer(made + (places[pair] * width + begin) * size, kind), (columns,))
             for column in range(columns):
                 sums[column] += share * widen(values[column])

@@ -1,11 +1,14 @@
-"""Rows of a table, by their numbers: what a step of a few tokens looks up."""
+"""Copies: rows of a table by their numbers, which a step of a few tokens looks up, and columns side by side."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
+from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.jit import array, pointer, serial, with_gil
+from asyncengine.kernels.cpu.team import use_team
+from asyncengine.kernels.cpu.team_loops import pieces_of
 
 
 @serial
@@ -40,3 +43,40 @@ class RowCopies:
         if found is None:
             found = self._parts[count] = self._memory[:count]
         return found
+
+
+def joined(*parts: torch.Tensor) -> torch.Tensor:
+    """[rows, all] or [rows, heads, all]: parts of 16 or 32 bits [rows, (heads,) columns of each] side by side.
+
+    Columns lie one behind the other; rows and heads may be any distance apart.
+    """
+    first, *others = parts
+    out = first.new_empty((*first.shape[:-1], first.shape[-1] + sum(part.shape[-1] for part in others)))
+    at, size, heads = out.data_ptr(), out.element_size(), first.shape[1] if first.dim() == 3 else 1
+    for part in parts:
+        steps = part.stride(0) * size, part.stride(1) * size, out.shape[-1] * size
+        bytes_of_row = part.shape[-1] * size
+        copy_columns(part.data_ptr(), at, *steps, len(part), heads, bytes_of_row // 2, use_team())
+        at += bytes_of_row
+    return out
+
+
+@serial
+def copy_columns(
+    source: int, out: int, row_size: int, head_size: int, out_size: int, rows: int, heads: int, width: int, team: int
+) -> None:
+    """One part of `joined` by address; `width` is halves of its columns, sizes are bytes to the next."""
+    pieces = pieces_of(rows * heads * width * 4, rows, team)
+    parallel_for(_columns_part, team, pieces, (source, out, row_size, head_size, out_size, rows, heads, width))
+
+
+@serial
+def _columns_part(
+    piece: int, pieces: int, worker: int,
+    source: int, out: int, row_size: int, head_size: int, out_size: int, rows: int, heads: int, width: int,
+) -> None:  # fmt: skip
+    for row in range(rows * heads * piece // pieces, rows * heads * (piece + 1) // pieces):
+        numbers = array(pointer(source + row // heads * row_size + row % heads * head_size, np.uint16(0)), (width,))
+        results = array(pointer(out + row * out_size, np.uint16(0)), (width,))
+        for index in range(width):
+            results[index] = numbers[index]

@@ -67,6 +67,49 @@ def scale_each(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def scale_rows(x: torch.Tensor, factors: torch.Tensor, columns: int) -> torch.Tensor:
+    """x [rows, width], contiguous, with the first `columns` of each row times its factor, float32 [rows], contiguous.
+    x is overwritten and given back."""
+    rows, width = x.shape
+    multiply_rows(
+        x.data_ptr(), factors.data_ptr(), x.data_ptr(), rows, 1, width, columns, kind_of(x.dtype), use_team()
+    )  # fmt: skip
+    return x
+
+
+def scaled_rows(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """[rows * count, width]: each row of x [rows, width] times each of its factors, float32 [rows, count]; both
+    contiguous."""
+    (rows, width), count = x.shape, factors.shape[1]
+    out = torch.empty((rows * count, width), dtype=x.dtype)
+    where = x.data_ptr(), factors.data_ptr(), out.data_ptr()
+    multiply_rows(*where, rows * count, count, width, width, kind_of(x.dtype), use_team())
+    return out
+
+
+@serial_in_order
+def multiply_rows(
+    x: int, factors: int, out: int, rows: int, count: int, stride: int, columns: int, kind: np.generic, team: int
+) -> None:
+    """`scaled_rows` by address, of the first `columns` of rows that are `stride` numbers apart: `rows` are those of the
+    result, `count` have one of x."""
+    pieces = pieces_of(rows * columns * _WORK, rows, team)
+    parallel_for(_rows_part, team, pieces, (x, factors, out, rows, count, stride, columns, kind))
+
+
+@serial_in_order
+def _rows_part(
+    piece: int, pieces: int, worker: int,
+    x: int, factors: int, out: int, rows: int, count: int, stride: int, columns: int, kind: np.generic,
+) -> None:  # fmt: skip
+    factor = array(pointer(factors, np.float32(0)), (rows,))
+    for row in range(rows * piece // pieces, rows * (piece + 1) // pieces):
+        numbers = array(pointer(x + row // count * stride * size_of(kind), kind), (columns,))
+        results = array(pointer(out + row * stride * size_of(kind), kind), (columns,))
+        for index in range(columns):
+            results[index] = narrow(widen(numbers[index]) * factor[row], kind)
+
+
 def widened(x: torch.Tensor) -> torch.Tensor:
     """x in float32; contiguous."""
     if x.dtype == torch.float32:

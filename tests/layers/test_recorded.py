@@ -156,6 +156,18 @@ def same_bits(model: Decoder, steps: list[list[int]]) -> None:
         assert bool(left.isfinite().all())
 
 
+def test_queries_that_grow_with_their_position(checkpoint: Checkpoint) -> None:
+    """From some position on, they are multiplied by a number of the step."""
+    model = load(checkpoint("ministral3"))
+    recorded: Any = model.recorded
+    seen = []
+    for form in (recorded, None):
+        model.recorded, forwards = form, Forwards(model)
+        seen.append([forwards.step([token], shift=shift) for token, shift in enumerate((0, 1, 40, 60, 400, 2))])
+    assert all(torch.equal(left, right) for left, right in zip(*seen, strict=True))
+    assert len(recorded._records) == 2
+
+
 @pytest.mark.parametrize(("name", "quantization"), [("qwen2", None), ("qwen3", None), ("llama", "int8")])
 def test_the_same_tokens_and_logprobs(
     name: str, quantization: str | None, make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch

@@ -45,7 +45,7 @@ PARAMETRIC: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
     "clip": lambda limit, x: torch.clamp(x, -limit.to(x.dtype), limit.to(x.dtype)),
     "xielu": _xielu,
 }
-"""Those with parameters, float32: numbers within [-limit, limit]; slopes above and below 0, beta and eps of `xielu`."""
+"""Activations with parameters, float32: a limit of numbers' sizes; slopes above and below 0, beta and eps (`xielu`)."""
 
 
 class LayerKernels(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from asyncengine.attention.base import LayerSpec, MergedHeads, StepView
+from asyncengine.attention.base import LayerSpec, StepView
 from asyncengine.attention.cpu import CompiledBackend
 
 PAGE = 64
@@ -17,14 +17,11 @@ PAGE = 64
 class CompiledSequences:
     """`SequenceAttention` in compiled kernels, for what `CompiledBackend` takes."""
 
-    name = "compiled"
-
     def __init__(self, layers: Sequence[LayerSpec], dtype: torch.dtype) -> None:
         self._layers, self._dtype = tuple(layers), dtype
         self._paged = CompiledBackend(self._layers, 1, PAGE, dtype, one_pool=True)
-        self.tile_types = self._paged.tile_types
 
-    def plan(self, counts: Sequence[int]) -> None:
+    def plan(self, counts: Sequence[int]) -> CompiledBackend:
         """The pool grows to the longest step there was: one layer's keys and values of its tokens."""
         lengths = np.array(counts, dtype=np.int64)
         pages = -(-lengths // PAGE)
@@ -38,15 +35,4 @@ class CompiledSequences:
         self._paged.plan(
             StepView(np.zeros_like(lengths), lengths, bounds, table.astype(np.int32), torch.from_numpy(places))
         )
-
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        self._paged.write(layer, key, value)
-
-    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        return self._paged.attend(layer, query)
-
-    def attend_merged(
-        self, layer: int, qkv: torch.Tensor, heads: MergedHeads, cos: torch.Tensor, sin: torch.Tensor
-    ) -> torch.Tensor:
-        """Attend to whole texts, with the arguments of `CompiledBackend.attend_merged`."""
-        return self._paged.attend_merged(layer, qkv, heads, cos, sin)
+        return self._paged

@@ -12,13 +12,11 @@ from asyncengine.attention.base import LayerSpec, StepAttention
 from asyncengine.errors import UnsupportedModel
 
 
-class SequenceAttention(StepAttention, Protocol):
+class SequenceAttention(Protocol):
     """The attention of an encoder. Not thread-safe: one step at a time."""
 
-    name: str
-
-    def plan(self, counts: Sequence[int]) -> None:
-        """A step of sequences of so many tokens each, >= 1, one behind the other."""
+    def plan(self, counts: Sequence[int]) -> StepAttention:
+        """The attention of a step of sequences of so many tokens each, >= 1, one behind the other."""
         ...
 
 
@@ -28,8 +26,6 @@ class TorchSequences:
     `bias`: of a sequence of so many tokens, what is added to its scores in every layer, [heads, tokens, tokens]. Raises
     `UnsupportedModel` for what `scaled_dot_product_attention` cannot be told: soft caps and sinks.
     """
-
-    name = "torch"
 
     def __init__(self, layers: Sequence[LayerSpec], bias: Callable[[int], torch.Tensor] | None = None) -> None:
         if any(spec.softcap is not None or spec.sinks is not None or spec.chunk is not None for spec in layers):
@@ -42,8 +38,9 @@ class TorchSequences:
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
 
-    def plan(self, counts: Sequence[int]) -> None:
+    def plan(self, counts: Sequence[int]) -> TorchSequences:
         self._counts, self._masks = list(counts), {}
+        return self
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self._kept = key, value

@@ -20,6 +20,7 @@ from asyncengine.layers.distance_bias import DistanceBias
 from asyncengine.layers.embedding import Embedding
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.recorded import RecordedLayers
 from asyncengine.layers.rotary import Angles, Rotary
 from asyncengine.layers.sequence_head import SequenceHead, SequenceHeadConfig
 from asyncengine.layers.slots import TensorSlot
@@ -80,6 +81,10 @@ class Encoder:
             self.num_labels = config.head.num_labels
             self.head = SequenceHead(replace(options, bits=None), config.head, stack.norm, stack.width)
         self._attention = self._make_attention()
+        self.recorded: RecordedLayers | None = None
+        """Steps of a few tokens in one call, where compiled kernels make all products."""
+        if not isinstance(self._attention, TorchSequences) and all(layer.compiled for layer in self.layers):
+            self.recorded = RecordedLayers(self._through_layers, keeps_states=False, paths=())
 
     def forward(self, ids: torch.Tensor, counts: Sequence[int], segments: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states [T, width] of ids int64 [T]: sequences of `counts` tokens each, >= 1, one behind the other.
@@ -90,17 +95,19 @@ class Encoder:
         if len(places) != len(ids):
             raise ValueError(f"counts add up to {len(places)}, but there are {len(ids)} ids")
         positions = torch.from_numpy(places).to(self.device)
-        self._attention.plan(counts)
-        step = StepContext(positions, self._attention)
-        h = x = self._embed(ids, positions, counts, segments)
-        angles = [rotary(positions) for rotary in self.rotary]
+        step = StepContext(positions, self._attention.plan(counts))
+        h = self._embed(ids, positions, counts, segments)
+        angles = [*(rotary(positions) for rotary in self.rotary), self._unrotated]
+        x = None if self.recorded is None else self.recorded(h, step, angles)
+        return self._through_layers(h, step, angles) if x is None else x
+
+    def _through_layers(self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles]) -> torch.Tensor:
         first = self.layers[0].before_attention
         x = h if first is None else first(h)
         for place, layer in enumerate(self.layers):
             following = self.norm if place + 1 == len(self.layers) else self.layers[place + 1].before_attention
             rotary = None if layer.config.attention is None else layer.config.attention.rotary
-            own = self._unrotated if rotary is None else angles[rotary]
-            h, x = layer(h, x, step, own, following)
+            h, x = layer(h, x, step, angles[-1 if rotary is None else rotary], following)
         return x
 
     def classify(self, hidden: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
@@ -164,6 +171,8 @@ class Encoder:
     def describe(self) -> list[str]:
         """Parts of the model by the way in which they run, e.g. ["encoder x 1", "packed x 24"]."""
         counts = Counter(linear.weight.name for layer in self.layers for linear in layer.linears())
+        if self.recorded is not None and self.recorded.obstacle is None:
+            counts["recorded_layers"] = len(self.layers)
         return ["encoder x 1", *(f"{name} x {count}" for name, count in sorted(counts.items()))]
 
 

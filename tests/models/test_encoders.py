@@ -97,6 +97,23 @@ def test_same_bits_alone_and_among_others(name: str, dtype: str, tmp_path: Path)
     assert all(torch.equal(left, right) for left, right in zip(together, backwards, strict=True))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "mpnet"])
+def test_few_tokens_are_replayed(name: str, dtype: str, tmp_path: Path) -> None:
+    """Whatever texts they are of, and once more where more pages were needed meanwhile; to the bits of the layers."""
+    make_encoder(name, tmp_path)
+    model = (loaded := load_encoder(str(tmp_path), EngineConfig(**CONFIG, dtype=dtype))).model
+    recorded = model.recorded
+    assert recorded is not None
+    cases = [texts(16), texts(5, 11), texts(1, 2, 13), texts(90, 3), texts(16), texts(7, 9)]
+    found = [torch.cat(forward(loaded, some)) for some in cases]
+    assert recorded.obstacle is None
+    assert "recorded_layers" in " ".join(model.describe())
+    model.recorded = None
+    for some, own in zip(cases, found, strict=True):
+        assert torch.equal(torch.cat(forward(loaded, some)), own)
+
+
 @pytest.mark.parametrize("name", ["bert", "nomic_bert", "gte"])
 def test_token_types(name: str, tmp_path: Path) -> None:
     """Of pairs of texts."""
@@ -176,7 +193,7 @@ def test_quantized(quantization: str, least: float, tmp_path: Path) -> None:
     make_encoder("bert", tmp_path, classifies=True)
     exact = load_encoder(str(tmp_path), EngineConfig(**CONFIG))
     loaded = load_encoder(str(tmp_path), EngineConfig(**CONFIG, quantization=quantization))
-    assert loaded.fused == ["encoder x 1", f"{quantization} x 12"]
+    assert loaded.fused == ["encoder x 1", f"{quantization} x 12", "recorded_layers x 3"]
     some = texts(*LENGTHS)
     found = forward(loaded, some)
     cosines = torch.nn.functional.cosine_similarity(torch.cat(found), torch.cat(forward(exact, some)))

@@ -180,10 +180,12 @@ def multiply_add(builder: Any, left: Any, right: Any, total: Any) -> Any:
     return call(builder, f"llvm.fma.v{total.type.count}f32", total.type, [left, right, total])
 
 
-def scale_by_power(builder: Any, number: Any, power: Any) -> Any:
-    """number * 2 ** power on sixteen float32, for whole powers, down to 0. Only where there is `WIDE`."""
-    everywhere, as_set = ir.Constant(ir.IntType(16), -1), WORD(4)
-    return call(builder, "llvm.x86.avx512.mask.scalef.ps.512", FLOATS, [number, power, number, everywhere, as_set])
+def scale_by_power(builder: Any, number: Any, power: Any, where: Any) -> Any:
+    """number * 2 ** power on sixteen float32, for whole powers; 0 in lanes that are not `where`. Only where there is
+    `WIDE`."""
+    lanes, as_set = builder.bitcast(where, ir.IntType(LANES)), WORD(4)
+    zero = constant(FLOATS, 0.0)
+    return call(builder, "llvm.x86.avx512.mask.scalef.ps.512", FLOATS, [number, power, zero, lanes, as_set])
 
 
 def sum_lanes(builder: Any, four: list[Any]) -> Any:

@@ -46,6 +46,15 @@ def test_powers_are_exact_to_the_last_bits() -> None:
         assert state[0] == 0
 
 
+def test_powers_that_are_no_normal_numbers_are_none() -> None:
+    """They would take the CPU some hundred cycles each."""
+    scores = np.linspace(0, -300, BLOCK, dtype=np.float32)
+    scores[60] = -126
+    found, _ = weights(scores)
+    assert ((found > 0) == (scores >= -126)).all()
+    assert found[60] == np.float32(2.0**-126)
+
+
 def test_bounds_and_the_sum_so_far() -> None:
     scores = np.arange(BLOCK, dtype=np.float32)
     found, state = weights(scores, 3, 10, np.array([7, 2, 0], dtype=np.float32))

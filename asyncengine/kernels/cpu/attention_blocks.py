@@ -84,6 +84,7 @@ def attend_block(
     numbers = array(pointer(spec[NUMBERS], _SINGLE), (2,))
     width = BLOCK * 2 if size_of(operand) == 2 else SCORES * 4
     to = weights if size_of(operand) == 2 else scores
+    there = min(last, block + BLOCK) - block
     for row in range(rows):
         place = scores + row * (SCORES * 4)
         scale = numbers[SCALE] * np.float32(LOG2E)
@@ -96,9 +97,9 @@ def attend_block(
             low = max(low, position - spec[WINDOW] + 1)
         high = min(position + spec[LATER] + own[BEYOND], min(own[END] - block, BLOCK) - 1) + 1
         at = state + row * 4
-        softmax(place, to + row * width, low, high, scale, at, at + rows * 4, at + rows * 8, operand)
+        softmax(there, place, to + row * width, low, high, scale, at, at + rows * 4, at + rows * 8, operand)
     to += begin * wide * size_of(operand)
-    rest = min(last, block + BLOCK) - block - (end - 1) * wide
+    rest = there - (end - 1) * wide
     _sum_values(
         rows, to, width, values, end - begin, rest, wide, spec[VALUE_DIM], sums, state + rows * 8, kind, lanes, operand
     )

@@ -21,6 +21,8 @@ LOG2E = 1.4426950408889634
 _POWERS = (1.0, 0.6931471825, 0.2402264625, 0.05550328642, 0.009618489072, 0.001339993207, 0.0001534580952)
 """2 ** x on [-1/2, 1/2], relative error 2e-9: least squares reweighted until the errors were level."""
 _HALF = numba.types.uint16
+FEW = 32
+"""Keys of a block of a short text: further ones are not looked at where there are no more."""
 
 
 def _softcap(_: Any, scores: Any, scale: Any, cap: Any) -> Any:
@@ -37,27 +39,33 @@ def _softcap(_: Any, scores: Any, scale: Any, cap: Any) -> Any:
 
 
 def _softmax(
-    _: Any, scores: Any, out: Any, low: Any, high: Any, scale: Any, maximum: Any, total: Any, decay: Any, operand: Any
-) -> Any:
+    _: Any, there: Any, scores: Any, out: Any, low: Any, high: Any, scale: Any, maximum: Any, total: Any, decay: Any,
+    operand: Any,
+) -> Any:  # fmt: skip
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _write_weights(builder, operand, *arguments[:8])
+        there, *given = arguments[:9]
+        with builder.if_else(builder.icmp_signed("<=", there, LONG(FEW))) as (few, more):
+            for count, part in ((FEW, few), (BLOCK, more)):
+                with part:
+                    _write_weights(builder, operand, count, *given)
         return context.get_dummy_value()
 
     whole, single = numba.types.int64, numba.types.float32
-    return numba.types.void(whole, whole, whole, whole, single, whole, whole, whole, operand), generate
+    return numba.types.void(whole, whole, whole, whole, whole, single, whole, whole, whole, operand), generate
 
 
 def _write_weights(
-    builder: Any, operand: Any, scores: Any, out: Any, low: Any, high: Any, scale: Any, maximum: Any, total: Any,
-    decay: Any,
+    builder: Any, operand: Any, count: int, scores: Any, out: Any, low: Any, high: Any, scale: Any, maximum: Any,
+    total: Any, decay: Any,
 ) -> None:  # fmt: skip
+    """Of the first `count` keys. Sums of fewer are those of more, as `_reduce` adds halves: the others are zeros."""
     factor = vectors.splat(builder, scale)
     scaled = []
-    for first in range(0, BLOCK, LANES):
+    for first in range(0, count, LANES):
         block = load(builder, builder.add(scores, LONG(4 * first)), FLOATS)
         scaled.append(cgutils.alloca_once_value(builder, builder.fmul(block, factor)))
     all_seen = builder.and_(
-        builder.icmp_signed("<=", low, LONG(0)), builder.icmp_signed(">=", high, LONG(BLOCK))
+        builder.icmp_signed("<=", low, LONG(0)), builder.icmp_signed(">=", high, LONG(count))
     )  # most blocks, but for a query's last
     with builder.if_then(builder.not_(all_seen)):
         _hide(builder, scaled, low, high)
@@ -169,12 +177,13 @@ softcap: Any = intrinsic(_softcap)
 `scale` and `cap` are float32.
 """
 softmax: Any = intrinsic(_softmax)
-"""softmax(scores, out, low, high, scale, maximum, total, decay, operand), inside kernels:
+"""softmax(there, scores, out, low, high, scale, maximum, total, decay, operand), inside kernels:
 
 One block of an online softmax: turn scores into weights 2 ** (score * scale - maximum), 0 outside keys [low, high).
 
 `maximum`, `total` and `decay` are addresses of one float each: the maximum so far and the sum of weights, brought up
-to date, and the factor by which everything summed before this block must shrink. Weights go to `out`, in `operand`.
+to date, and the factor by which everything summed before this block must shrink. Weights go to `out`, in `operand`:
+of all keys of a block, or of `FEW` where no more than so many are `there`.
 """
 store_scaled: Any = intrinsic(_store_scaled)
 """store_scaled(values, factor, out, count, kind), inside kernels: out = values * factor.

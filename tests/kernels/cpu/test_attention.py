@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("numba")
 
-from asyncengine.kernels.cpu.attention_softmax import softcap, softmax
+from asyncengine.kernels.cpu.attention_softmax import FEW, softcap, softmax
 from asyncengine.kernels.cpu.attention_tiles import BLOCK, FLOOR
 from asyncengine.kernels.cpu.jit import serial_in_order
 
@@ -18,8 +18,8 @@ Floats = npt.NDArray[np.float32]
 
 
 @serial_in_order
-def softmax_block(scores: int, out: int, low: int, high: int, scale: Any, state: int, operand: Any) -> None:
-    softmax(scores, out, low, high, scale, state, state + 4, state + 8, operand)
+def softmax_block(there: int, scores: int, out: int, low: int, high: int, scale: Any, state: int, operand: Any) -> None:
+    softmax(there, scores, out, low, high, scale, state, state + 4, state + 8, operand)
 
 
 @serial_in_order
@@ -27,11 +27,14 @@ def softcap_block(scores: int, scale: Any, cap: Any) -> None:
     softcap(scores, scale, cap)
 
 
-def weights(scores: Floats, low: int = 0, high: int = BLOCK, state: Floats | None = None) -> tuple[Floats, Floats]:
+def weights(
+    scores: Floats, low: int = 0, high: int = BLOCK, state: Floats | None = None, there: int = BLOCK
+) -> tuple[Floats, Floats]:
     """The weights of a block, and maximum, sum and factor after it."""
     state = np.array([FLOOR, 0, 0], dtype=np.float32) if state is None else state
     out = np.empty(BLOCK, dtype=np.float32)
-    softmax_block(scores.ctypes.data, out.ctypes.data, low, high, np.float32(1), state.ctypes.data, np.float32(0))
+    one, zero = np.float32(1), np.float32(0)
+    softmax_block(there, scores.ctypes.data, out.ctypes.data, low, high, one, state.ctypes.data, zero)
     return out, state
 
 
@@ -53,6 +56,16 @@ def test_powers_that_are_no_normal_numbers_are_none() -> None:
     found, _ = weights(scores)
     assert ((found > 0) == (scores >= -126)).all()
     assert found[60] == np.float32(2.0**-126)
+
+
+@pytest.mark.parametrize("bounds", [(0, 1), (0, FEW), (3, 20), (16, FEW), (7, 7)])
+def test_a_block_of_few_keys_has_the_bits_of_a_whole_one(bounds: tuple[int, int]) -> None:
+    scores = np.random.default_rng(1).normal(size=BLOCK).astype(np.float32) * 5
+    before = np.array([0.5, 2, 0], dtype=np.float32)
+    found, state = weights(scores, *bounds, before.copy(), there=FEW)
+    expected, after = weights(scores, *bounds, before.copy())
+    assert np.array_equal(found[:FEW], expected[:FEW])
+    assert np.array_equal(state, after)
 
 
 def test_bounds_and_the_sum_so_far() -> None:

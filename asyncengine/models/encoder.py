@@ -124,7 +124,7 @@ class Encoder:
     ) -> torch.Tensor:
         h = self.embedding(ids)
         if self.segments is not None:
-            h = h + self.segments(torch.zeros_like(ids) if segments is None else segments)
+            h = h + self.segments(ids.new_zeros(1) if segments is None else segments)
         if self.positions is not None:
             padding = self.config.padding
             learned = positions if padding is None else padded_positions(ids, counts, padding)

@@ -58,7 +58,8 @@ def _write_weights(
     builder: Any, operand: Any, count: int, scores: Any, out: Any, low: Any, high: Any, scale: Any, maximum: Any,
     total: Any, decay: Any,
 ) -> None:  # fmt: skip
-    """Of the first `count` keys. Sums of fewer are those of more, as `_reduce` adds halves: the others are zeros."""
+    """Write the weights of the first `count` keys. Sums of fewer are those of more, as `_reduce` adds halves: the
+    others are zeros."""
     factor = vectors.splat(builder, scale)
     scaled = []
     for first in range(0, count, LANES):

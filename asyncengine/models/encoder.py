@@ -101,7 +101,10 @@ class Encoder:
         x = None if self.recorded is None else self.recorded(h, step, angles)
         return self._through_layers(h, step, angles) if x is None else x
 
-    def _through_layers(self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles]) -> torch.Tensor:
+    def _through_layers(
+        self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles], vectors: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`vectors`: none, as an encoder has no `LayerInputs`."""
         first = self.layers[0].before_attention
         x = h if first is None else first(h)
         for place, layer in enumerate(self.layers):

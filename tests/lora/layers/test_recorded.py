@@ -62,8 +62,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     taken: list[int] = []
     own = RecordedLayers.__call__
 
-    def counted(self: RecordedLayers, h: torch.Tensor, step: Any, angles: Any) -> torch.Tensor | None:
-        found = own(self, h, step, angles)
+    def counted(self: RecordedLayers, h: torch.Tensor, step: Any, *more: Any) -> torch.Tensor | None:
+        found = own(self, h, step, *more)
         if step.adapters is not None and found is not None:
             taken.append(len(h))
         return found

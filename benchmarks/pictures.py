@@ -173,8 +173,9 @@ def over_http(url: str) -> Chat:
     client: Any = AsyncOpenAI(base_url=url, api_key="none", timeout=3600)
 
     async def chat(messages: Messages) -> AsyncIterator[str]:
+        served = (await client.models.list()).data[0].id
         stream = await client.chat.completions.create(
-            model="any", messages=messages, stream=True, temperature=0, max_tokens=PARAMS.max_tokens,
+            model=served, messages=messages, stream=True, temperature=0, max_tokens=PARAMS.max_tokens,
             extra_body={"ignore_eos": True},
         )  # fmt: skip
         async for chunk in stream:

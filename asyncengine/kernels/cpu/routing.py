@@ -36,7 +36,7 @@ class RouteSettings(NamedTuple):
     scale: float
     """A factor of the weights."""
     spread: float = -1.0
-    """That of sparsemixer (`layers.routing.RouterConfig`); below 0: scores are of all logits."""
+    """The spread of sparsemixer (`layers.routing.RouterConfig`); below 0: scores are of all logits."""
 
 
 def route(

@@ -19,6 +19,8 @@ from asyncengine.models.formats.gguf.projector_header import Tower
 
 _TOKENS = (8, 4096)
 """Fewest and most tokens of a picture of Qwen's where the header has no limits in pixels: clip.cpp's own."""
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+"""Names of a tower's sizes in transformers' configurations, but of Qwen's."""
 _MAX_PIXELS = 2**26
 """Pixels to which a picture may be enlarged; Qwen's own limit is a quarter of it."""
 
@@ -52,7 +54,7 @@ class Projector:
 
 
 def _siglip(tower: Tower) -> dict[str, Any]:
-    sizes = tower.sizes("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = tower.sizes(*_SIZES)
     return {
         **sizes, "image_size": tower.side() * tower.patch, "patch_size": tower.patch,
         "layer_norm_eps": tower.header.real("attention.layer_norm_epsilon"), "hidden_act": "gelu_pytorch_tanh",
@@ -126,7 +128,7 @@ def _internvl(tower: Tower) -> Described:
     if side**2 + 1 != positions or side % scale:
         raise tower.wrong(f"has {positions} positions for squares of {scale} x {scale} patches")
     pixels = side * tower.patch
-    sizes = tower.sizes("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = tower.sizes(*_SIZES)
     vision = {
         **sizes, "model_type": "internvl_vision", "image_size": [pixels] * 2, "patch_size": [tower.patch] * 2,
         "hidden_act": _activation(tower), "layer_norm_eps": tower.header.real("attention.layer_norm_epsilon"),
@@ -148,7 +150,7 @@ def _restore_internvl(tower: Tower, name: str, tensor: torch.Tensor) -> torch.Te
 
 def _lfm2(tower: Tower) -> Described:
     scale, tensors = tower.header.positive("projector.scale_factor"), tower.header.tensors
-    sizes = tower.sizes("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = tower.sizes(*_SIZES)
     vision = {
         **sizes, "model_type": "siglip2_vision_model", "num_patches": tower.rows("v.position_embd.weight"),
         "patch_size": tower.patch, "layer_norm_eps": tower.header.real("attention.layer_norm_epsilon"),
@@ -173,7 +175,7 @@ def _pixtral(tower: Tower) -> Described:
     if "mm.patch_merger.weight" not in tower.header.tensors:
         raise UnsupportedModel(f"{tower.header.path}: Pixtral without a patch merger is not read; Mistral 3 is")
     longest = tower.header.positive("image_size")
-    sizes = tower.sizes("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = tower.sizes(*_SIZES)
     vision = {
         **sizes, "model_type": "pixtral", "head_dim": sizes["hidden_size"] // sizes["num_attention_heads"],
         "image_size": longest, "patch_size": tower.patch, "hidden_act": _activation(tower),

@@ -3,9 +3,9 @@
     <cache folder>/kernels/<key>/<module>.<function>-<digest>.kernel
 
 The cache folder is `ASYNCENGINE_CACHE`, else the platform's folder for caches. The key is a digest of everything that
-machine code depends on beside the function itself: the source of all kernels, the CPU and its features, the versions
-of numba, llvmlite and Python. numba's own cache lies beside the source, where each virtual environment has one and a
-read-only installation none; its settings are the program's and stay untouched.
+machine code depends on beside the function itself: the source of all kernels, the CPU and its features, whether its
+matrix unit is used, the versions of numba, llvmlite and Python. numba's own cache lies beside the source, where each
+virtual environment has one and a read-only installation none; its settings are the program's and stay untouched.
 
 A file is the digest of its content, then the content, and appears under its name complete: whoever finds half a file,
 or another one, compiles. Machine code is run, so a folder that somebody else could write to is not read. Nothing that
@@ -40,6 +40,7 @@ from numba.core.serialize import dumps
 
 from asyncengine.kernels.cache_folder import VARIABLE, kernels_root
 from asyncengine.kernels.cpu.compile_watcher import watcher
+from asyncengine.kernels.cpu.vectors import UNIT
 from asyncengine.kernels.elsewhere import elsewhere
 
 logger = logging.getLogger("asyncengine")
@@ -174,7 +175,7 @@ def folder_here() -> KernelFolder:
 def kernel_folder(machine: tuple[str, ...]) -> KernelFolder:
     """The folder for kernels compiled here, for `machine`: what numba compiles for (triple, CPU, features)."""
     python = (platform.python_implementation(), *sys.version_info[:2], getattr(sys, "abiflags", ""))
-    parts = (stamp_of(Path(__file__).parent), machine, numba.__version__, llvmlite.__version__, python)
+    parts = (stamp_of(Path(__file__).parent), machine, UNIT, numba.__version__, llvmlite.__version__, python)
     try:
         root = kernels_root(os.environ, sys.platform)
     except RuntimeError as error:

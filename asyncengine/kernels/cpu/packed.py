@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -27,15 +26,8 @@ from numba.extending import intrinsic
 from asyncengine.kernels.arena import Empty, ordinary
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.calls import parallel_for
-from asyncengine.kernels.cpu.jit import (
-    array,
-    inline,
-    kind_of,
-    pointer,
-    serial,
-    serial_in_order,
-    with_gil,
-)
+from asyncengine.kernels.cpu.jit import array, inline, kind_of, pointer, serial, serial_in_order, with_gil
+from asyncengine.kernels.cpu.matrix_unit import STEP, multiply_by_unit
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
 from asyncengine.kernels.cpu.vectors import FLOATS, LANES, LINE, LONG, WIDE, WORD, WORDS, at, cpu_has, load
@@ -71,15 +63,12 @@ def why_not_packed(dtype: torch.dtype) -> str | None:
     """The reason why products of this type are left to oneDNN or torch, with the settings that avoid it; None: weights
     are packed here.
 
-    Those of a matrix unit (AMX) are oneDNN's, unless its own setting keeps it from that unit. Where no instruction
-    takes pairs of bfloat16 they are widened as they are read; torch computes them number by number without AVX-512, and
-    with it oneDNN imitates the instruction.
+    bfloat16 goes through the matrix unit where there is one (`matrix_unit`). Where no instruction takes pairs of
+    bfloat16 they are widened as they are read; torch computes them number by number without AVX-512, and with it oneDNN
+    imitates the instruction.
     """
     if not cpu_has("avx2", "fma"):
         return 'this CPU has no AVX2 (quantization="int8" does without)'
-    if dtype == torch.bfloat16 and cpu_has("amx-bf16") and vectors.may_use_matrix_unit(os.environ):
-        remedies = 'dtype="float32", quantization="int8" and ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 do without'
-        return f"this CPU multiplies bfloat16 by its matrix unit, AMX ({remedies})"
     return None if dtype in _STEPS else f"none are packed in {str(dtype).removeprefix('torch.')}"
 
 
@@ -207,6 +196,9 @@ def _multiply_part(
 ) -> None:  # fmt: skip
     """The panels of one of `pieces`, for all rows. `size` is the bytes of a row of x. The last tile is moved back."""
     first, last = count * piece // pieces, count * (piece + 1) // pieces
+    if vectors.UNIT and vectors.size_of(kind) == 2 and size % STEP == 0:
+        multiply_by_unit(x, panels, bias, out, across, rows, size, first, last, block, out_size)
+        return
     lines = size * WIDTH // (_VECTORS * LINE)
     if _PAIRED and tile == 1:  # there is one row
         for place in range(first, last - 1, 2):

@@ -7,7 +7,11 @@ all but `bits_of` and `number_of` run while one is compiled, with the `builder` 
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
+import platform
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +36,9 @@ class _BFloat(ir.types.Type):  # type: ignore[misc]
 
 
 BFLOAT = _BFloat()
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+"""Linux's system call, its request for the use of a part of the CPU's state, and the part of the matrix unit's tiles.
+"""
 LINE = 64
 """Bytes of a vector, and of a line of cache on the CPUs that have such vectors."""
 
@@ -119,14 +126,20 @@ def _features_here() -> Any:
 
 
 def may_use_matrix_unit(environment: Mapping[str, str]) -> bool:
-    """False if oneDNN's `ONEDNN_MAX_CPU_ISA` names an instruction set below AMX.
-
-    Then bfloat16 products are this package's own, whose sums do not depend on what is computed together.
-    """
+    """False if oneDNN's `ONEDNN_MAX_CPU_ISA` names an instruction set below AMX: it holds for these kernels too."""
     limit = environment.get("ONEDNN_MAX_CPU_ISA") or environment.get("DNNL_MAX_CPU_ISA") or "ALL"
     return "AMX" in limit.upper() or limit.upper() in ("ALL", "DEFAULT", "AVX10_2_512")
 
 
+def _tiles_permitted() -> bool:
+    """Ask the system whether this process may use tiles. Of systems only Linux is asked."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
+
+
+UNIT = cpu_has("amx-bf16") and may_use_matrix_unit(os.environ) and _tiles_permitted()
+"""Products of bfloat16 go through the CPU's matrix unit, AMX (`matrix_unit`), in this process."""
 WIDE = cpu_has("avx512f")
 """The CPU has vectors of sixteen, and what there is for them only."""
 PAIRS = cpu_has("avx512bf16")

@@ -1,0 +1,169 @@
+"""Products of bfloat16 by the CPU's matrix unit (Intel's AMX), with the panels of `packed`.
+
+The unit has eight tiles of up to sixteen rows of 64 bytes. One instruction adds to a tile of sums [16 rows, 16 outputs]
+the products of a tile of x [16 rows, 32 inputs] and a tile of weights [16 pairs of inputs, 16 outputs]: sixteen lines
+of one of a panel's two vectors, as they lie there. Sums of up to 32 rows by one panel take four tiles (Intel, "64 and
+IA-32 Architectures Optimization Reference Manual", chapter 20).
+
+A row of a tile is computed by itself, and inputs are added in one order whatever the number of rows: so a row's result
+depends neither on the rows beside it nor on the number of threads. It is another one than that of `packed`'s tiles,
+as pairs are added in another order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from asyncengine.kernels.cpu import vectors
+from asyncengine.kernels.cpu.jit import inline
+from asyncengine.kernels.cpu.vectors import BYTE, FLOATS, LINE, LONG, at, call, load
+
+ROWS = 16
+"""Rows of a tile."""
+MOST = 2 * ROWS
+"""Rows of x that are multiplied by a panel at once."""
+STEP = 64
+"""Bytes of a row of x in a tile: rows of x are whole steps."""
+_SUMS, _X, _WEIGHTS = (0, 2), (4, 5), (6, 7)
+"""Numbers of tiles: sums of the first rows and of those behind them, by vector from there on; rows of x; weights."""
+_NOTHING = ir.VoidType()
+_NOTHING = ir.VoidType()
+
+
+def _tile(number: int) -> Any:
+    return ir.Constant(BYTE, number)
+
+
+def _configure(_: Any, rows: Any) -> Any:
+    """configure_unit(rows): tiles for up to `MOST` rows of x, on this thread."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (count,) = arguments
+        most = LONG(ROWS)
+        first = builder.select(builder.icmp_signed("<", count, most), count, most)
+        table = cgutils.alloca_once(builder, ir.ArrayType(BYTE, STEP))
+        base = builder.ptrtoint(table, LONG)
+        vectors.store(builder, ir.Constant(ir.VectorType(BYTE, STEP), [1] + [0] * (STEP - 1)), base)  # the one palette
+        behind = builder.sub(count, first)
+        behind = builder.select(builder.icmp_signed("==", behind, LONG(0)), LONG(1), behind)  # none may be empty
+        for number in range(8):
+            height = LONG(ROWS) if number in _WEIGHTS else behind if number in (2, 3, _X[1]) else first
+            vectors.store(builder, ir.Constant(ir.IntType(16), STEP), builder.add(base, LONG(16 + 2 * number)))
+            vectors.store(builder, builder.trunc(height, BYTE), builder.add(base, LONG(48 + number)))
+        call(builder, "llvm.x86.ldtilecfg", _NOTHING, [builder.inttoptr(base, BYTE.as_pointer())])
+        return context.get_dummy_value()
+
+    return numba.types.void(numba.types.int64), generate
+
+
+def _release(_: Any) -> Any:
+    """release_unit(): tiles of this thread are empty, so that the system need not keep them."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        call(builder, "llvm.x86.tilerelease", _NOTHING, [])
+        return context.get_dummy_value()
+
+    return numba.types.void(), generate
+
+
+def _load_tile(builder: Any, tile: int, address: Any, stride: Any) -> None:
+    where = builder.inttoptr(address, BYTE.as_pointer())
+    call(builder, "llvm.x86.tileloadd64", _NOTHING, [_tile(tile), where, stride])
+
+
+def _make_tiles(halves: int) -> Any:
+    """tiles(x, x_size, panel, steps, bias, out, across, out_size, rows): out [rows, 32] = x W^T + bias.
+
+    Of up to 16 rows (`halves` 1) or 17 to 32, after `configure_unit`. Addresses, bytes of a row of x and of `out`
+    (`across`) and of a number there. No bias: address 0.
+    """
+
+    def typed(_: Any, x: Any, x_size: Any, panel: Any, steps: Any, bias: Any, out: Any, across: Any, out_size: Any,
+              rows: Any) -> Any:  # fmt: skip
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            x, x_size, panel, steps, bias, out, across, out_size, rows = arguments
+            sums = _add_up(builder, halves, x, x_size, panel, steps)
+            _store_rows(builder, sums, bias, out, across, out_size, rows)
+            return context.get_dummy_value()
+
+        return numba.types.void(*[numba.types.int64] * 9), generate
+
+    return intrinsic(typed)
+
+
+def _add_up(builder: Any, halves: int, x: Any, x_size: Any, panel: Any, steps: Any) -> Any:
+    """The address of sums [rows, 32], float32. Each tile is loaded just before it is first needed: loading what is
+    multiplied next and multiplying go on side by side."""
+    for half in range(halves):
+        for vector in range(2):
+            call(builder, "llvm.x86.tilezero", _NOTHING, [_tile(_SUMS[half] + vector)])
+    with cgutils.for_range(builder, steps) as loop:
+        place = builder.add(panel, builder.mul(loop.index, LONG(2 * LINE * ROWS)))
+        for half in range(halves):
+            own = builder.add(at(builder, x, x_size, half * ROWS, LONG(0)), builder.mul(loop.index, LONG(STEP)))
+            for vector in range(2):
+                if half == 0:
+                    _load_tile(builder, _WEIGHTS[vector], builder.add(place, LONG(vector * LINE)), LONG(2 * LINE))
+                if vector == 0:
+                    _load_tile(builder, _X[half], own, x_size)
+                numbers = [_tile(_SUMS[half] + vector), _tile(_X[half]), _tile(_WEIGHTS[vector])]
+                call(builder, "llvm.x86.tdpbf16ps", _NOTHING, numbers)
+    sums = builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(FLOATS, 2 * ROWS * halves)), LONG)
+    for half in range(halves):
+        for vector in range(2):
+            place = builder.add(sums, LONG((half * ROWS * 2 + vector) * LINE))
+            where = builder.inttoptr(place, BYTE.as_pointer())
+            call(builder, "llvm.x86.tilestored64", _NOTHING, [_tile(_SUMS[half] + vector), where, LONG(2 * LINE)])
+    return sums
+
+
+def _store_rows(builder: Any, sums: Any, bias: Any, out: Any, across: Any, out_size: Any, rows: Any) -> None:
+    cells = [cgutils.alloca_once_value(builder, vectors.constant(FLOATS, 0.0)) for _ in range(2)]
+    with builder.if_then(builder.icmp_signed("!=", bias, LONG(0))):
+        for vector, cell in enumerate(cells):
+            builder.store(load(builder, builder.add(bias, LONG(vector * LINE)), FLOATS), cell)
+    is_narrow = builder.icmp_signed("==", out_size, LONG(2))
+    with cgutils.for_range(builder, rows) as loop:
+        source = builder.add(sums, builder.mul(loop.index, LONG(2 * LINE)))
+        target = builder.add(out, builder.mul(loop.index, across))
+        for vector, cell in enumerate(cells):
+            total = load(builder, builder.add(source, LONG(vector * LINE)), FLOATS)
+            found = builder.fadd(total, builder.load(cell))
+            with builder.if_else(is_narrow) as (narrow, wide):
+                with narrow:
+                    place = builder.add(target, LONG(vector * LINE // 2))
+                    vectors.store(builder, vectors.narrow(builder, found), place)
+                with wide:
+                    vectors.store(builder, found, builder.add(target, LONG(vector * LINE)))
+
+
+_configure_unit: Any = intrinsic(_configure)
+_release_unit: Any = intrinsic(_release)
+_few_rows, _many_rows = _make_tiles(1), _make_tiles(2)
+
+
+@inline
+def multiply_by_unit(
+    x: int, panels: int, bias: int, out: int, across: int, rows: int, size: int, first: int, last: int, block: int,
+    out_size: int,
+) -> None:  # fmt: skip
+    """Panels `first` to `last` of bfloat16 for `rows` rows of x, of `size` bytes each, as `packed.multiply` has the
+    rest. The last tile of rows is moved back."""
+    tile, steps = min(rows, MOST), size // STEP
+    _configure_unit(tile)
+    for begin in range(first, last, block):
+        for turn in range((rows + MOST - 1) // MOST):
+            row = min(turn * MOST, rows - tile)
+            for place in range(begin, min(begin + block, last)):
+                source, target = x + row * size, out + row * across + place * 2 * ROWS * out_size
+                panel, added = panels + place * size * 2 * ROWS, bias + place * 2 * ROWS * 4 if bias != 0 else 0
+                if tile <= ROWS:
+                    _few_rows(source, size, panel, steps, added, target, across, out_size, tile)
+                else:
+                    _many_rows(source, size, panel, steps, added, target, across, out_size, tile)
+    _release_unit()

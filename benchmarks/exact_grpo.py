@@ -1,6 +1,6 @@
 """Whether trainer and engine agree to the bit over a whole GRPO training, for several kinds of models and types:
 
-    ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 nice -n 10 python -m benchmarks.exact_grpo [--kinds moe] [--dtypes float32]
+    nice -n 10 python -m benchmarks.exact_grpo [--kinds moe] [--dtypes float32]
 
 TRL's GRPOTrainer, unchanged, trains a random model of a few layers with an engine in vLLM's place and `make_exact`. The
 engine is kept busy: prompts in chunks, requests that are preempted, a prefix cache, guesses wherever there are any

@@ -6,8 +6,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; subprocesses inherit it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# the promises that hold for bfloat16 on most CPUs are tested on those with a matrix unit (AMX), too
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 if not os.path.exists("/dev/nvidiactl"):  # kernels for GPUs run by Triton's interpreter, on host tensors
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -207,7 +207,7 @@ def can_reorder(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class OneDnnWeight:
-    """In oneDNN's blocked layout: what is fastest with a matrix unit (AMX), and for widths that fill no panels.
+    """In oneDNN's blocked layout: for widths that fill no panels.
 
     The layout is oneDNN's secret, so that rows wait in ordinary memory until all of them are there.
     """

@@ -33,6 +33,7 @@ from asyncengine.kernels.cpu.jit import (
     serial_in_order,
     widen,
 )
+from asyncengine.kernels.cpu.matrix_unit import ROWS, configure_unit, release_unit
 from asyncengine.kernels.cpu.panel_form import GROUP, PANEL, PanelForm
 from asyncengine.kernels.cpu.quantized_narrow import NARROW, NarrowWriter, narrow_fits
 from asyncengine.kernels.cpu.quantized_tiles import (
@@ -44,10 +45,11 @@ from asyncengine.kernels.cpu.quantized_tiles import (
     make_spreader,
     streamed_rows,
 )
+from asyncengine.kernels.cpu.quantized_unit import UnitWriter
 from asyncengine.kernels.cpu.quantized_writer import make_tile
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
-from asyncengine.kernels.cpu.vectors import LINE, bits_of, number_of, size_of
+from asyncengine.kernels.cpu.vectors import LINE, UNIT, bits_of, number_of, size_of
 
 _EVEN = 6
 """Rows whose arithmetic takes as long as reading a panel."""
@@ -55,7 +57,9 @@ _ROUNDING = 16
 """Bytes that could be read while a number of x is rounded."""
 _ROUNDER, _ROUNDER_BITS = np.float32(1.5 * 2**23), np.int32(0x4B400000)
 """Adding it leaves a float32 without fraction, rounded to nearest even: a small number plus these bits."""
-_WIDTH, _TILE = PANELS * PANEL, MOST * PANELS * PANEL
+_UNIT_ROWS = ROWS if UNIT else 2**62
+"""Rows from which on all are multiplied by the matrix unit, sixteen at a time."""
+_WIDTH, _TILE = PANELS * PANEL, (ROWS if UNIT else MOST) * PANELS * PANEL
 """Outputs of the widest tile, and numbers of the largest."""
 _SMALLEST = 16
 """Numbers of x whose sum may be wanted."""
@@ -242,7 +246,9 @@ def _make_part(form: PanelForm) -> Any:
     spreads, spread = form.bits == 6 and SPREAD > 0, make_spreader(form, writer.panels_of(MOST))
     tiles = [(writer, rows, False) for rows in range(2 if streamed else 1, MOST + 1)]
     tiles += [(StreamWriter, rows, False) for rows in range(1, streamed + 1)]
+    tiles += [(UnitWriter, ROWS, form.bits < 8)] if UNIT else []
     tile = make_tile(form, tiles + [(writer, rows, True) for rows in (3, 4) if spreads])
+    bits, summed = form.bits, form.summed
     parts, chunk_bytes, sums_of_chunk = form.chunk // GROUP, form.chunk_bytes, form.chunk // form.summed
 
     def multiply_part(
@@ -253,13 +259,18 @@ def _make_part(form: PanelForm) -> Any:
         pairs = -(-outputs // (PANELS * PANEL))
         first, last = pairs * piece // pieces, pairs * (piece + 1) // pieces
         groups, panel, last_panel = chunks * parts, chunks * chunk_bytes, -(-outputs // PANEL) - 1
-        size, turns = size_of(kind), -(-rows // MOST)
+        most = _UNIT_ROWS if rows >= _UNIT_ROWS else MOST
+        size, turns = size_of(kind), -(-rows // most)
         own_scales, own_bias = room(_WIDTH, np.float32(0)), room(_WIDTH, np.float32(0))
         found = room(_TILE, kind)
-        often = spreads and turns >= SPREAD  # of so many turns none has less than three rows
+        often = (
+            spreads and turns >= SPREAD if most == MOST else bits < 8
+        )  # of so many turns none has less than three rows
         held = np.empty(PANELS * PANEL * groups * GROUP + LINE if often else 1, np.uint8)
         numbers_at = -(-held.ctypes.data // LINE) * LINE if often else 0
         at_once = 1 if rows <= streamed or 0 < smallest <= rows else PANELS
+        if most != MOST:
+            configure_unit(most, summed)
         for one in range(PANELS * first, min(PANELS * last, last_panel + 1), at_once):
             begin, own = one * PANEL, panels + one * panel
             step = (min(one + 1, last_panel) - one) * panel if at_once > 1 else panel
@@ -271,10 +282,7 @@ def _make_part(form: PanelForm) -> Any:
             if often:
                 spread(own, step, chunks, numbers_at)
             for turn in range(turns):
-                row, end = rows * turn // turns, rows * (turn + 1) // turns
-                if at_once == 1 and end - row < smallest:  # some rows once more
-                    end = max(end, smallest)
-                    row = end - smallest
+                row, end = _rows_of(turn, turns, rows, most, smallest if at_once == 1 else 1)
                 numbers = scratch + row * groups * GROUP
                 scales = scratch + rows * groups * GROUP + row * groups * 4
                 sums = scratch + rows * groups * (GROUP + 4) + row * chunks * sums_of_chunk * 4
@@ -289,10 +297,24 @@ def _make_part(form: PanelForm) -> Any:
                     results = array(pointer(out + ((row + place) * stride + begin) * size, kind), (width,))
                     for lane in range(width):
                         results[lane] = found[place * at_once * PANEL + lane]
+        if most != MOST:
+            release_unit()
         keep(held)
 
     multiply_part.made_for = f"{form} {writer.__name__}"  # type: ignore[attr-defined]
     return serial_in_order(allocates(multiply_part))
+
+
+@inline
+def _rows_of(turn: int, turns: int, rows: int, most: int, smallest: int) -> tuple[int, int]:
+    """The rows of one of `turns`, at least `smallest`: some of them once more if need be."""
+    row, end = rows * turn // turns, rows * (turn + 1) // turns
+    if most == _UNIT_ROWS:
+        smallest = most
+    if end - row < smallest:
+        end = max(end, smallest)
+        row = end - smallest
+    return row, end
 
 
 @inline

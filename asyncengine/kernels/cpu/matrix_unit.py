@@ -39,11 +39,31 @@ def _tile(number: int) -> Any:
     return ir.Constant(BYTE, number)
 
 
-def _configure(_: Any, rows: Any) -> Any:
-    """configure_unit(rows): tiles for up to `MOST` rows of x, on this thread."""
+def load_tile(builder: Any, tile: int, address: Any, stride: Any) -> None:
+    """Fill a tile with rows that are `stride` bytes apart, as many and as long as it is configured for."""
+    where = builder.inttoptr(address, BYTE.as_pointer())
+    call(builder, "llvm.x86.tileloadd64", _NOTHING, [_tile(tile), where, stride])
+
+
+def store_tile(builder: Any, tile: int, address: Any, stride: Any) -> None:
+    where = builder.inttoptr(address, BYTE.as_pointer())
+    call(builder, "llvm.x86.tilestored64", _NOTHING, [_tile(tile), where, stride])
+
+
+def zero_tile(builder: Any, tile: int) -> None:
+    call(builder, "llvm.x86.tilezero", _NOTHING, [_tile(tile)])
+
+
+def multiply_tiles(builder: Any, kind: str, sums: int, x: int, weights: int) -> None:
+    """Add products to the tile `sums`: "bf16ps" of pairs of bfloat16, "bsud" of bytes, those of x with sign."""
+    call(builder, f"llvm.x86.tdp{kind}", _NOTHING, [_tile(sums), _tile(x), _tile(weights)])
+
+
+def _configure(_: Any, rows: Any, width: Any) -> Any:
+    """configure_unit(rows, width): tiles for up to `MOST` rows of x of `width` bytes, up to 64, on this thread."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        (count,) = arguments
+        count, size = arguments
         most = LONG(ROWS)
         first = builder.select(builder.icmp_signed("<", count, most), count, most)
         table = cgutils.alloca_once(builder, ir.ArrayType(BYTE, STEP))
@@ -52,13 +72,16 @@ def _configure(_: Any, rows: Any) -> Any:
         behind = builder.sub(count, first)
         behind = builder.select(builder.icmp_signed("==", behind, LONG(0)), LONG(1), behind)  # none may be empty
         for number in range(8):
-            height = LONG(ROWS) if number in _WEIGHTS else behind if number in (2, 3, _X[1]) else first
-            vectors.store(builder, ir.Constant(ir.IntType(16), STEP), builder.add(base, LONG(16 + 2 * number)))
+            height = behind if number in (2, 3, _X[1]) else first
+            if number in _WEIGHTS:
+                height = builder.lshr(size, LONG(2))
+            across = builder.trunc(size if number in _X else LONG(STEP), ir.IntType(16))
+            vectors.store(builder, across, builder.add(base, LONG(16 + 2 * number)))
             vectors.store(builder, builder.trunc(height, BYTE), builder.add(base, LONG(48 + number)))
         call(builder, "llvm.x86.ldtilecfg", _NOTHING, [builder.inttoptr(base, BYTE.as_pointer())])
         return context.get_dummy_value()
 
-    return numba.types.void(numba.types.int64), generate
+    return numba.types.void(numba.types.int64, numba.types.int64), generate
 
 
 def _release(_: Any) -> Any:
@@ -69,11 +92,6 @@ def _release(_: Any) -> Any:
         return context.get_dummy_value()
 
     return numba.types.void(), generate
-
-
-def _load_tile(builder: Any, tile: int, address: Any, stride: Any) -> None:
-    where = builder.inttoptr(address, BYTE.as_pointer())
-    call(builder, "llvm.x86.tileloadd64", _NOTHING, [_tile(tile), where, stride])
 
 
 def _make_tiles(halves: int) -> Any:
@@ -101,24 +119,22 @@ def _add_up(builder: Any, halves: int, x: Any, x_size: Any, panel: Any, steps: A
     multiplied next and multiplying go on side by side."""
     for half in range(halves):
         for vector in range(2):
-            call(builder, "llvm.x86.tilezero", _NOTHING, [_tile(_SUMS[half] + vector)])
+            zero_tile(builder, _SUMS[half] + vector)
     with cgutils.for_range(builder, steps) as loop:
         place = builder.add(panel, builder.mul(loop.index, LONG(2 * LINE * ROWS)))
         for half in range(halves):
             own = builder.add(at(builder, x, x_size, half * ROWS, LONG(0)), builder.mul(loop.index, LONG(STEP)))
             for vector in range(2):
                 if half == 0:
-                    _load_tile(builder, _WEIGHTS[vector], builder.add(place, LONG(vector * LINE)), LONG(2 * LINE))
+                    load_tile(builder, _WEIGHTS[vector], builder.add(place, LONG(vector * LINE)), LONG(2 * LINE))
                 if vector == 0:
-                    _load_tile(builder, _X[half], own, x_size)
-                numbers = [_tile(_SUMS[half] + vector), _tile(_X[half]), _tile(_WEIGHTS[vector])]
-                call(builder, "llvm.x86.tdpbf16ps", _NOTHING, numbers)
+                    load_tile(builder, _X[half], own, x_size)
+                multiply_tiles(builder, "bf16ps", _SUMS[half] + vector, _X[half], _WEIGHTS[vector])
     sums = builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(FLOATS, 2 * ROWS * halves)), LONG)
     for half in range(halves):
         for vector in range(2):
             place = builder.add(sums, LONG((half * ROWS * 2 + vector) * LINE))
-            where = builder.inttoptr(place, BYTE.as_pointer())
-            call(builder, "llvm.x86.tilestored64", _NOTHING, [_tile(_SUMS[half] + vector), where, LONG(2 * LINE)])
+            store_tile(builder, _SUMS[half] + vector, place, LONG(2 * LINE))
     return sums
 
 
@@ -142,8 +158,8 @@ def _store_rows(builder: Any, sums: Any, bias: Any, out: Any, across: Any, out_s
                     vectors.store(builder, found, builder.add(target, LONG(vector * LINE)))
 
 
-_configure_unit: Any = intrinsic(_configure)
-_release_unit: Any = intrinsic(_release)
+configure_unit: Any = intrinsic(_configure)
+release_unit: Any = intrinsic(_release)
 _few_rows, _many_rows = _make_tiles(1), _make_tiles(2)
 
 
@@ -155,7 +171,7 @@ def multiply_by_unit(
     """Panels `first` to `last` of bfloat16 for `rows` rows of x, of `size` bytes each, as `packed.multiply` has the
     rest. The last tile of rows is moved back."""
     tile, steps = min(rows, MOST), size // STEP
-    _configure_unit(tile)
+    configure_unit(tile, STEP)
     for begin in range(first, last, block):
         for turn in range((rows + MOST - 1) // MOST):
             row = min(turn * MOST, rows - tile)
@@ -166,4 +182,4 @@ def multiply_by_unit(
                     _few_rows(source, size, panel, steps, added, target, across, out_size, tile)
                 else:
                     _many_rows(source, size, panel, steps, added, target, across, out_size, tile)
-    _release_unit()
+    release_unit()

@@ -138,8 +138,8 @@ def _tiles_permitted() -> bool:
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
 
 
-UNIT = cpu_has("amx-bf16") and may_use_matrix_unit(os.environ) and _tiles_permitted()
-"""Products of bfloat16 go through the CPU's matrix unit, AMX (`matrix_unit`), in this process."""
+UNIT = cpu_has("amx-bf16", "amx-int8") and may_use_matrix_unit(os.environ) and _tiles_permitted()
+"""Products of bfloat16 and of bytes go through the CPU's matrix unit, AMX (`matrix_unit`), in this process."""
 WIDE = cpu_has("avx512f")
 """The CPU has vectors of sixteen, and what there is for them only."""
 PAIRS = cpu_has("avx512bf16")

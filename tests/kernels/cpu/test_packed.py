@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from support.teams import team_of
@@ -13,8 +17,9 @@ from asyncengine.kernels.cpu import packed, vectors
 FLOAT, HALF = torch.float32, torch.bfloat16
 FORMS = [(FLOAT, FLOAT), (HALF, FLOAT), (HALF, HALF)]
 """Types of x and of the result."""
-SHAPES = [(32, 64), (32, 2), (96, 34), (160, 130), (64, 98)]
-"""Outputs and inputs: one panel, even and odd numbers of them, inputs that are no multiples of anything but two."""
+SHAPES = [(32, 64), (32, 2), (96, 34), (160, 130), (64, 98), (64, 96)]
+"""Outputs and inputs: one panel, even and odd numbers of them, inputs that are no multiples of anything but two, and
+some of the matrix unit's steps."""
 MANY = (100, 101, 133, 255)
 SPARE = 4099
 """Elements before and after what a kernel may touch; odd, so that what lies between is aligned to nothing."""
@@ -262,13 +267,12 @@ def test_what_fits(dtype: torch.dtype, outputs: int, inputs: int, fits: bool) ->
         ("+avx", False, False),
         ("+avx2,+fma,+avx512f", True, True),
         ("+avx2,+fma,+avx512f,+avx512bf16", True, True),
-        ("+avx2,+fma,+avx512f,+avx512bf16,+amx-bf16", True, False),
+        ("+avx2,+fma,+avx512f,+avx512bf16,+amx-bf16", True, True),
     ],
 )
 def test_where_panels_pay(features: str, floats: bool, halves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     import numba
 
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     monkeypatch.setattr(numba.config, "CPU_NAME", "generic")
     monkeypatch.setattr(numba.config, "CPU_FEATURES", features)
     assert packed.packing_pays(FLOAT) == floats
@@ -287,7 +291,7 @@ def test_where_panels_pay(features: str, floats: bool, halves: bool, monkeypatch
         ({"ONEDNN_MAX_CPU_ISA": ""}, True),
     ],
 )
-def test_onednns_own_limit_leaves_bfloat16_to_panels(variables: dict[str, str], may: bool) -> None:
+def test_onednns_own_limit_holds_for_these_kernels(variables: dict[str, str], may: bool) -> None:
     assert vectors.may_use_matrix_unit(variables) is may
 
 
@@ -301,3 +305,12 @@ def test_tiles_cover_every_row() -> None:
         covered = {min(turn * tile, rows - tile) + row for turn in range(tiles) for row in range(tile)}
         assert covered == set(range(rows))
         assert (tiles, tile) == min((-(-rows // size), size) for size in packed.SIZES if size <= rows)
+
+
+@pytest.mark.skipif(not vectors.UNIT, reason="no matrix unit here: the other tests run without it")
+def test_without_the_matrix_unit() -> None:
+    """The tests of numbers in a process whose oneDNN may not use it."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "test_product or neighbours"]
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -310,7 +310,7 @@ def test_tiles_cover_every_row() -> None:
 @pytest.mark.skipif(not vectors.UNIT, reason="no matrix unit here: the other tests run without it")
 def test_without_the_matrix_unit() -> None:
     """The tests of numbers in a process whose oneDNN may not use it."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "test_product or neighbours"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "product or neighbours"]
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -38,8 +38,9 @@ from asyncengine.kernels.cpu.attention_fields import (
 )  # fmt: skip
 from asyncengine.kernels.cpu.attention_softmax import LOG2E, softcap, softmax
 from asyncengine.kernels.cpu.attention_tiles import BLOCK, SCORES
+from asyncengine.kernels.cpu.attention_unit import score_block_by_unit, sum_values_by_unit, takes_unit
 from asyncengine.kernels.cpu.jit import array, narrow, pointer, serial_in_order, widen
-from asyncengine.kernels.cpu.vectors import size_of
+from asyncengine.kernels.cpu.vectors import UNIT, size_of
 
 _WHOLE, _SINGLE, _PAGE = np.int64(0), np.float32(0), np.int32(0)
 
@@ -80,7 +81,11 @@ def attend_block(
     steps = (spec[KEY_DIM] * size_of(kind) + 3) // 4
     query_size = (spec[KEY_DIM] + spec[KEY_DIM] % 2) * size_of(operand)
     to = scores + begin * wide * 4
-    _score_block(rows, scratch, query_size, keys, end - begin, steps, to, wide, kind, lanes, operand)
+    by_unit = UNIT and size_of(operand) == 2 and takes_unit(spec[KEY_DIM], spec[VALUE_DIM])
+    if by_unit:
+        score_block_by_unit(rows, scratch, query_size, keys, end - begin, spec[KEY_DIM], to)
+    else:
+        _score_block(rows, scratch, query_size, keys, end - begin, steps, to, wide, kind, lanes, operand)
     numbers = array(pointer(spec[NUMBERS], _SINGLE), (2,))
     width = BLOCK * 2 if size_of(operand) == 2 else SCORES * 4
     to = weights if size_of(operand) == 2 else scores
@@ -99,10 +104,11 @@ def attend_block(
         at = state + row * 4
         softmax(there, place, to + row * width, low, high, scale, at, at + rows * 4, at + rows * 8, operand)
     to += begin * wide * size_of(operand)
-    rest = there - (end - 1) * wide
-    _sum_values(
-        rows, to, width, values, end - begin, rest, wide, spec[VALUE_DIM], sums, state + rows * 8, kind, lanes, operand
-    )
+    rest, count, dim, decay = there - (end - 1) * wide, end - begin, spec[VALUE_DIM], state + rows * 8
+    if by_unit:
+        sum_values_by_unit(rows, to, width, values, count, rest, dim, sums, decay)
+    else:
+        _sum_values(rows, to, width, values, count, rest, wide, dim, sums, decay, kind, lanes, operand)
 
 
 @serial_in_order

@@ -270,7 +270,7 @@ def _make_part(form: PanelForm) -> Any:
         numbers_at = -(-held.ctypes.data // LINE) * LINE if often else 0
         at_once = 1 if rows <= streamed or 0 < smallest <= rows else PANELS
         if most != MOST:
-            configure_unit(most, summed)
+            configure_unit(most, most, summed)
         for one in range(PANELS * first, min(PANELS * last, last_panel + 1), at_once):
             begin, own = one * PANEL, panels + one * panel
             step = (min(one + 1, last_panel) - one) * panel if at_once > 1 else panel

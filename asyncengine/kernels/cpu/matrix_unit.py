@@ -59,20 +59,16 @@ def multiply_tiles(builder: Any, kind: str, sums: int, x: int, weights: int) -> 
     call(builder, f"llvm.x86.tdp{kind}", _NOTHING, [_tile(sums), _tile(x), _tile(weights)])
 
 
-def _configure(_: Any, rows: Any, width: Any) -> Any:
-    """configure_unit(rows, width): tiles for up to `MOST` rows of x of `width` bytes, up to 64, on this thread."""
+def _configure(_: Any, first: Any, second: Any, width: Any) -> Any:
+    """configure_unit(first, second, width): make tiles 0, 1 and 4 of `first` rows, 2, 3 and 5 of `second`, 4 and 5, of
+    x, of `width` bytes, and 6 and 7 such as are multiplied with those, on this thread. 1 to 16 rows, 4 to 64 bytes."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        count, size = arguments
-        most = LONG(ROWS)
-        first = builder.select(builder.icmp_signed("<", count, most), count, most)
-        table = cgutils.alloca_once(builder, ir.ArrayType(BYTE, STEP))
-        base = builder.ptrtoint(table, LONG)
+        first, second, size = arguments
+        base = builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(BYTE, STEP)), LONG)
         vectors.store(builder, ir.Constant(ir.VectorType(BYTE, STEP), [1] + [0] * (STEP - 1)), base)  # the one palette
-        behind = builder.sub(count, first)
-        behind = builder.select(builder.icmp_signed("==", behind, LONG(0)), LONG(1), behind)  # none may be empty
         for number in range(8):
-            height = behind if number in (2, 3, _X[1]) else first
+            height = second if number in (2, 3, 5) else first
             if number in _WEIGHTS:
                 height = builder.lshr(size, LONG(2))
             across = builder.trunc(size if number in _X else LONG(STEP), ir.IntType(16))
@@ -81,7 +77,7 @@ def _configure(_: Any, rows: Any, width: Any) -> Any:
         call(builder, "llvm.x86.ldtilecfg", _NOTHING, [builder.inttoptr(base, BYTE.as_pointer())])
         return context.get_dummy_value()
 
-    return numba.types.void(numba.types.int64, numba.types.int64), generate
+    return numba.types.void(*[numba.types.int64] * 3), generate
 
 
 def _release(_: Any) -> Any:
@@ -171,7 +167,7 @@ def multiply_by_unit(
     """Panels `first` to `last` of bfloat16 for `rows` rows of x, of `size` bytes each, as `packed.multiply` has the
     rest. The last tile of rows is moved back."""
     tile, steps = min(rows, MOST), size // STEP
-    configure_unit(tile, STEP)
+    configure_unit(min(tile, ROWS), max(tile - ROWS, 1), STEP)
     for begin in range(first, last, block):
         for turn in range((rows + MOST - 1) // MOST):
             row = min(turn * MOST, rows - tile)

@@ -12,15 +12,20 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args
 
-from asyncengine.checks import as_number
+from asyncengine.checks import as_choice, as_number
 from asyncengine.errors import InvalidParameter
 from asyncengine.kvcache.cache_log import CacheNews
 
 T = TypeVar("T")
+
+Role = Literal["both", "prefill", "decode"]
+"""Work of a replica: "decode" takes requests, whose long prompts are computed by others; "prefill" computes those, and
+takes requests only where nobody else is there; "both" does either, and computes the prompts of its own requests."""
+ROLES: tuple[Role, ...] = get_args(Role)
 
 MANY_SESSIONS = 65536
 """Sessions and adapters remembered; the one longest unused is forgotten first."""
@@ -191,6 +196,7 @@ class Route:
 class _Replica:
     name: str
     bit: int
+    role: Role = "both"
     load: float = 0.0
     adapters: dict[str, None] = field(default_factory=dict)
     closing: bool = False
@@ -210,14 +216,14 @@ class Router:
 
     # ---------------------------------------------------------------- replicas
 
-    def add(self, name: str) -> None:
+    def add(self, name: str, role: Role = "both") -> None:
         """Add a replica, whose cache is empty. Raises `InvalidParameter` for a known name."""
         if name in self._replicas:
             raise InvalidParameter("replica", "has this name already", name)
         bit = self._free_bits.pop() if self._free_bits else self._next_bit
         self._next_bit = max(self._next_bit, bit << 1)
         self.index.add(bit)
-        self._replicas[name] = _Replica(name, bit)
+        self._replicas[name] = _Replica(name, bit, role)
 
     def close(self, name: str) -> None:
         """Give a replica no more requests; those it has go on."""
@@ -238,6 +244,20 @@ class Router:
         """Apply what the replica's prefix cache says has changed."""
         self.index.update(self._replicas[name].bit, news)
 
+    def set_role(self, name: str, role: Role) -> None:
+        """Give a replica another role; requests under way stay where they are. Raises `InvalidParameter` for an unknown
+        name or role, and where no replica would be left that takes requests."""
+        as_choice("replica", name, self._replicas)
+        as_choice("role", role, ROLES)
+        others = (each for each in self._open_ones() if each.name != name)
+        if role == "prefill" and all(each.role == "prefill" for each in others):
+            raise InvalidParameter("role", 'must be "decode" or "both": no other replica takes requests', role)
+        self._replicas[name].role = role
+
+    def roles(self) -> dict[str, Role]:
+        """Role of every replica. From any thread."""
+        return {replica.name: replica.role for replica in list(self._replicas.values())}
+
     def loads(self) -> dict[str, float]:
         """Load of every replica, closing ones too. From any thread."""
         return {replica.name: replica.load for replica in list(self._replicas.values())}
@@ -245,12 +265,33 @@ class Router:
     # ---------------------------------------------------------------- requests
 
     def assign(self, request: RouteRequest) -> Route | None:
-        """Choose the replica that takes `request`, whose load grows by it. None if there is none."""
-        open_ones = [replica for replica in self._replicas.values() if not replica.closing]
-        if not open_ones:
+        """Choose the replica that takes `request`, whose load grows by it. None if there is none. Those that only
+        compute prompts are chosen where nobody else is there."""
+        open_ones = self._open_ones()
+        return self._assign([each for each in open_ones if each.role != "prefill"] or open_ones, request)
+
+    def assign_prefill(self, route: Route, least: int, among: Collection[str]) -> Route | None:
+        """Choose the replica that computes a prompt for the one that has its request, of those named `among`: its load
+        grows by one. None where the latter is to compute it itself: its role is not "decode", it lacks fewer than
+        `least` of the pages, or there is no other."""
+        request, taker = route.request, self._replicas[route.replica]
+        if taker.role != "decode" or len(request.pages) < least:
+            return None
+        # what other requests will leave there is on its way like this one's
+        there = self.index.match(request.pages, expecting=False).get(taker.bit, 0)
+        others = [e for e in self._open_ones() if e.role != "decode" and e is not taker and e.name in among]
+        if len(request.pages) - there < least:
+            return None
+        return self._assign(others, RouteRequest(request.pages, request.adapter))
+
+    def _open_ones(self) -> list[_Replica]:
+        return [replica for replica in self._replicas.values() if not replica.closing]
+
+    def _assign(self, replicas: list[_Replica], request: RouteRequest) -> Route | None:
+        if not replicas:
             return None
         depths = self.index.match(request.pages)
-        chosen = self._choose(open_ones, request, depths)
+        chosen = self._choose(replicas, request, depths)
         chosen.load += request.load
         if request.adapter:
             _remember(chosen.adapters, request.adapter, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from typing import Any
 
 import pytest
 
@@ -182,3 +183,74 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[2].startswith("| least loaded | 0.")
     assert simulated.run(parser.parse_args([*small, "--json"])) == 0
     assert '"rule": "least loaded"' in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- roles
+
+
+def roles(**given: Any) -> Router:
+    router = Router()
+    for name, role in given.items():
+        router.add(name, role)
+    return router
+
+
+def prefill(router: Router, route: Route, least: int = 3, *names: str) -> str | None:
+    found = router.assign_prefill(route, least, names or [*router.roles()])
+    return None if found is None else found.replica
+
+
+def test_requests_go_to_decoders_and_long_prompts_elsewhere() -> None:
+    router = roles(p="prefill", d="decode")
+    routes = [assign(router, 1, 2, 3, number) for number in range(4, 7)]
+    assert {route.replica for route in routes} == {"d"}
+    assert [prefill(router, route) for route in routes] == ["p"] * 3, "what is only on its way is not there"
+    assert router.loads() == {"p": 3, "d": 3}
+    router.update("d", CacheNews((1, 2)))
+    assert prefill(router, routes[0]) is None, "two of four pages are there"
+    assert prefill(router, routes[0], 2) == "p"
+    assert prefill(router, assign(router, 7, 8)) is None, "a short one"
+    assert prefill(router, assign(router, 7, 8, 9, session="talk"), 3, "d") is None, "it cannot be pulled from there"
+    assert prefill(router, assign(router, 7, 8, 9, session="talk"), 3) == "p"
+    assert router._sessions == {"talk": "d"}
+
+
+def test_a_prompt_goes_to_the_less_loaded_or_where_its_beginning_is() -> None:
+    router = roles(p="prefill", q="both", d="decode")
+    router.update("p", CacheNews((1, 2, 3)))
+    router.close("q")
+    route = assign(router, 1, 2, 3, 4, 5)
+    assert route.replica == "d"
+    assert prefill(router, route) == "p"
+    router = roles(p="prefill", q="prefill", d="decode")
+    assert {prefill(router, assign(router, number, number + 1, number + 2)) for number in (10, 20)} == {"p", "q"}
+
+
+def test_without_a_decoder_or_a_prefill_replica_requests_go_on() -> None:
+    router = roles(p="prefill", d="decode")
+    router.close("d")
+    route = assign(router, 1, 2, 3)
+    assert route.replica == "p"
+    assert prefill(router, route) is None
+    router = roles(p="prefill", d="decode", e="decode")
+    router.remove("p")
+    assert prefill(router, assign(router, 1, 2, 3)) is None
+
+
+def test_roles_change_but_somebody_takes_requests() -> None:
+    router = roles(a="both", b="both")
+    assert prefill(router, assign(router, 1, 2, 3)) is None
+    router.set_role("a", "prefill")
+    route = assign(router, 1, 2, 3)
+    assert (route.replica, prefill(router, route)) == ("b", None), "it is there for prompts, too"
+    with pytest.raises(InvalidParameter, match='role: must be "decode" or "both": no other'):
+        router.set_role("b", "prefill")
+    router.set_role("b", "decode")
+    assert prefill(router, route) == "a"
+    router.set_role("a", "decode")
+    assert prefill(router, route) is None
+    assert router.roles() == {"a": "decode", "b": "decode"}
+    with pytest.raises(InvalidParameter, match="replica: must be one of 'a', 'b'"):
+        router.set_role("c", "decode")
+    with pytest.raises(InvalidParameter, match="role: must be one of 'both', 'prefill', 'decode'"):
+        router.set_role("a", "encode")  # type: ignore[arg-type]

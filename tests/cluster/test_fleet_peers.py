@@ -91,12 +91,18 @@ async def test_whoever_is_not_admitted_is_not_answered() -> None:
         answered.append(question)
         if question == b"?":
             raise ValueError(question)
+        if question == b"...":
+            await asyncio.Event().wait()
         return question[::-1]
 
     here, friend, stranger = (PeerConnections(HERE) for _ in range(3))
     serving = [asyncio.create_task(each.serve(answer)) for each in (here, friend, stranger)]
     try:
         here.admit([friend.public_key])
+        with pytest.raises(ConnectionError, match="not admitted"):
+            await friend.call(Peer("here", here.url, here.public_key), b"")
+        for each in (friend, stranger):
+            each.admit([here.public_key])
         peer = Peer("here", here.url, here.public_key)
         refused = asyncio.create_task(stranger.call(peer, b"from a stranger"))
         for number in range(50):
@@ -105,7 +111,11 @@ async def test_whoever_is_not_admitted_is_not_answered() -> None:
         assert not refused.done()
         assert len(answered) == 51
         refused.cancel()
+        waiting = asyncio.create_task(friend.call(peer, b"..."))
+        await until(lambda: len(answered) == 52, "a question")
         friend.admit([])
+        with pytest.raises(ConnectionError, match="gone"):
+            await waiting
         assert not friend._sockets
         assert not friend._waiting
     finally:

@@ -35,8 +35,8 @@ class PeerConnections(Door):
         self._address = address
         self._sockets: dict[bytes, Any] = {}
         """Sockets to peers, by the peer's key."""
-        self._waiting: dict[bytes, asyncio.Future[bytes]] = {}
-        """Answers that are waited for, by the question's number."""
+        self._waiting: dict[bytes, tuple[bytes, asyncio.Future[bytes]]] = {}
+        """Answers that are waited for, each with the peer's key, by the question's number."""
         self._numbers = itertools.count()
         self._room = asyncio.Semaphore(MOST_QUESTIONS)
         self._tasks = Tasks()
@@ -47,20 +47,28 @@ class PeerConnections(Door):
         return str(self._socket.last_endpoint.rstrip(b"\0").decode())
 
     def admit(self, keys: Iterable[bytes]) -> None:
-        """Admit the owners of these public keys from now on, and forget connections to others."""
+        """Admit the owners of these public keys from now on, and forget connections to others: who waits for their
+        answers waits no longer."""
         self.keys = tuple(keys)
         for key in [key for key in self._sockets if key not in self.keys]:
             self._sockets.pop(key).close()
+            for asked, answer in self._waiting.values():
+                if asked == key and not answer.done():
+                    answer.set_exception(ConnectionError("it is gone"))
 
     async def call(self, peer: Peer, question: bytes) -> bytes:
-        """The answer of a peer; waits as long as it is waited for."""
+        """The answer of a peer; waits as long as it is waited for. Raises `ConnectionError` for one that is not, or no
+        more, admitted."""
+        if peer.key not in self.keys:
+            raise ConnectionError("it is not admitted")
         number = b"%d" % next(self._numbers)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer
+        self._waiting[number] = peer.key, answer
+        sent = self._socket_to(peer).send_multipart([number, question])
         try:
-            await self._socket_to(peer).send_multipart([number, question])
-            return await answer
+            return await answer  # not `sent`, which a socket that is closed cancels: that would look like a leaver
         finally:
+            sent.cancel()
             del self._waiting[number]
 
     async def serve(self, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
@@ -103,7 +111,7 @@ class PeerConnections(Door):
         with contextlib.suppress(zmq.ZMQError):
             while True:
                 number, said = await socket.recv_multipart()
-                answer = self._waiting.get(number)
+                _, answer = self._waiting.get(number, (b"", None))
                 if answer is not None and not answer.done():
                     answer.set_result(said)
 

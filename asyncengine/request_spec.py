@@ -35,6 +35,8 @@ class Peer(NamedTuple):
     """Its public key."""
     pages: int = 0
     """The number of full pages of the prompt, from the first on, that it had a moment ago."""
+    planned: bool = False
+    """They were computed there for this request: they are pulled whatever that seems to cost."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)

@@ -40,6 +40,11 @@ BATCH_BYTES = 4 * 2**20
 """Bytes of the records of one answer, if one record alone is not more. A pull has two answers under way."""
 MOST_PULLS = 2
 """Pulls that run at a time, and answers that are copied at a time; others wait for their turn."""
+PLANNED_SECONDS = 1.0
+"""Seconds that a request waits for such an answer, and beyond the time that its pages take, where a peer has computed
+them for it: both are busy."""
+PLANNED_RATE = 50e6
+"""Bytes a second that such a peer is granted at least."""
 FORGET_SECONDS = 30.0
 """Seconds after which a peer's rate counts as unknown again: it may have been slow, or away, for a while."""
 _LEAST_TOKENS = 64
@@ -111,7 +116,9 @@ class PeerPrefixes:
     ) -> PrefixFound:  # fmt: skip
         size, memory = self._kv.page_size, self._memory
         read, until = self._read.get(peer.name, (None, 0.0))
-        rates = Rates(read if until > self._clock.now() else None, self._compute)
+        rates, seconds = Rates(read if until > self._clock.now() else None, self._compute), 0.0
+        if peer.planned:
+            rates, seconds = Rates(PLANNED_RATE), PLANNED_SECONDS
         most = min(peer.pages, len(tokens) // size)
         per_page = memory.nbytes(RecordPart.PAGE) + (memory.nbytes(RecordPart.WINDOW) if self._kv.windows else 0)
 
@@ -121,11 +128,12 @@ class PeerPrefixes:
 
         if rates.read == 0.0 or not patience(most):  # not even if it has what it had
             return otherwise
-        async with asyncio.timeout(ASK_SECONDS):
+        async with asyncio.timeout(seconds or ASK_SECONDS):
             answer = await self._call(peer, self._question(namespace, tokens[: most * size]))
         pages = min(most, int(answer))  # b"" is no number: it refuses
         wait = patience(pages)
-        return PrefixFound(otherwise.ticket, pages, self._clock.now() + wait, peer) if wait else otherwise
+        until = self._clock.now() + wait + seconds
+        return PrefixFound(otherwise.ticket, pages, until, peer) if wait else otherwise
 
     def _question(self, namespace: Namespace, tokens: Sequence[int], parts: Sequence[Part] | None = None) -> bytes:
         """JSON: how much of `tokens` is there, or records of `parts`."""

@@ -7,9 +7,10 @@ from typing import Any
 
 from asyncengine.cluster.fleet.adapters import FleetAdapters
 from asyncengine.cluster.fleet.messages import Command, RequestOutput, Update
+from asyncengine.cluster.fleet.prefill import Prefills
 from asyncengine.cluster.fleet.requests import FleetRequest, ReplicaHandle
 from asyncengine.cluster.fleet.settings import FleetConfig
-from asyncengine.cluster.routing import Route, Router
+from asyncengine.cluster.routing import Role, Route, Router
 from asyncengine.config import EngineConfig
 from asyncengine.engine.backpressure import QueueLimit
 from asyncengine.engine.clock import Clock
@@ -43,6 +44,7 @@ class Dispatcher:
         self.router = Router(settings.weights)
         self.replicas: dict[str, ReplicaHandle] = {}
         """Replicas that serve, by name."""
+        self.prefills = Prefills(clock, self.router, self.replicas, page_size, settings.min_prefill_tokens)
         self.requests: dict[int, FleetRequest] = {}
         self.lost = self.resumed = self.matched_pages = 0
         self._resumes = settings.on_loss == "resume"
@@ -88,13 +90,23 @@ class Dispatcher:
             self._waiting[request.key] = request
             return
         self.matched_pages += request.route.matched
-        replica = self.replicas[request.route.replica]
-        replica.requests[request.key] = request
-        peer = None if replica.peer is None else self._peer_for(request.route)
-        self._command(request, request.to_submit(self.clock.now(), peer))
+        self.replicas[request.route.replica].requests[request.key] = request
+        prefill = self.prefills.assign(request)
+        if prefill is None:
+            self._submit(request)
+            return
+        submit = request.to_prefill(prefill.key, self.clock.now(), self._peer_for(prefill.route))
+        self._post(prefill.route.replica, submit)
+
+    def _submit(self, request: FleetRequest, peer: Peer | None = None) -> None:
+        """Send it to its replica. `peer`: the one that has computed its prompt."""
+        assert request.route is not None
+        self._command(request, request.to_submit(self.clock.now(), peer or self._peer_for(request.route)))
 
     def _peer_for(self, route: Route) -> Peer | None:
         """The replica that has most of a request's prefix, if the one that computes it has less."""
+        if self.replicas[route.replica].peer is None:
+            return None
         for name, pages in self.router.holders(route).items():
             if (peer := self.replicas[name].peer) is not None:
                 return peer._replace(pages=pages)
@@ -102,7 +114,10 @@ class Dispatcher:
 
     def _command(self, request: FleetRequest, command: Command) -> None:
         assert request.route is not None
-        self.replicas[request.route.replica].commands.append(command)
+        self._post(request.route.replica, command)
+
+    def _post(self, replica: str, command: Command) -> None:
+        self.replicas[replica].commands.append(command)
         self.inbox.post()
 
     def _abort(self, ticket: int) -> None:
@@ -111,7 +126,7 @@ class Dispatcher:
         if request is None:
             return
         request.left.add(ticket)
-        if request.route is None:
+        if request.route is None or request.prefill is not None:  # no replica knows of it
             self.end(request, "abort", tickets={ticket})
         else:
             self._command(request, Abort(ticket))
@@ -135,10 +150,10 @@ class Dispatcher:
 
     # ---------------------------------------------------------------- replicas
 
-    def add(self, replica: ReplicaHandle) -> None:
+    def add(self, replica: ReplicaHandle, role: Role = "both") -> None:
         """Let a replica take requests from now on, those that wait first."""
         self.replicas[replica.name] = replica
-        self.router.add(replica.name)
+        self.router.add(replica.name, role)
         waiting, self._waiting = self._waiting, {}
         for request in waiting.values():
             self._send(request)
@@ -150,18 +165,23 @@ class Dispatcher:
 
     def lose(self, replica: ReplicaHandle, reason: str) -> None:
         """Forget a replica that is gone: its requests go on elsewhere, or end."""
-        requests = list(replica.requests.values())
-        for request in requests:
+        requests = [(request, request.prefill is None) for request in replica.requests.values()]
+        for request, _ in requests:
             self._release(request)
+        prefilled = self.prefills.lose(replica)
         self.remove(replica)
         self.lost += 1
-        for request in requests:
+        for request in prefilled:
+            self._submit(request)
+        for request, sent in requests:
             left = request.left.intersection(spec.ticket for spec in request.specs)
             if left:
                 self.end(request, "abort", tickets=left)
             if request.key not in self.requests:
                 continue
-            if self._resumes:
+            if not sent:  # its prompt was computed elsewhere: nothing is lost
+                self._send(request)
+            elif self._resumes:
                 request.resumed += 1
                 self.resumed += 1
                 self._send(request)
@@ -179,8 +199,12 @@ class Dispatcher:
         for output in update.outputs:
             request = replica.requests.get(output.key)
             # requests of an engine that died are not over: they may go on elsewhere
-            if request is not None and not (update.dead and _reason(output) == "engine_dead"):
+            if update.dead and _reason(output) == "engine_dead":
+                continue
+            if request is not None:
                 self._receive(request, output, waiters)
+            elif (prefilled := self.prefills.receive(replica, output)) is not None:
+                self._submit(*prefilled)
         wake_all(waiters)
         if update.dead:
             raise FleetError(f"the engine of replica {replica.name} died: {update.dead}")
@@ -196,6 +220,8 @@ class Dispatcher:
             waiters += [] if waiter is None else [waiter]
             return
         mailbox = next(iter(request.streams.values())).mailbox
+        if output.computing is not None and request.route is not None:
+            self.prefills.settle(request, request.route, output.cached_tokens)
         if output.computing is not None and mailbox.started_at is None:
             mailbox.cached_tokens, mailbox.restored_tokens = output.cached_tokens, output.restored_tokens
             mailbox.started_at, mailbox.first_token_at = now - output.computing, now
@@ -283,7 +309,8 @@ class Dispatcher:
             self.queue_limit.leave(request.samples, request.num_tokens)
 
     def _release(self, request: FleetRequest) -> None:
-        """Take a request from its replica."""
+        """Take a request from its replica, and its prompt from another one."""
+        self.prefills.cancel(request)
         route, request.route = request.route, None
         if route is not None:
             self.router.release(route)

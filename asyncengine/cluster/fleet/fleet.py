@@ -13,6 +13,7 @@ from asyncengine.checks import as_integer, check_known
 from asyncengine.cluster.fleet.frontend import FleetFrontend, open_fleet
 from asyncengine.cluster.fleet.settings import MAX_REPLICAS, FleetConfig
 from asyncengine.cluster.fleet.stats import FleetStats
+from asyncengine.cluster.routing import Role
 from asyncengine.config import EngineConfig
 from asyncengine.device.process import LoadAttempt
 from asyncengine.engine.threads import finished, finished_blocking
@@ -94,7 +95,7 @@ class Fleet(AsyncEngine):
 
         async def kill() -> str:
             replicas = self._frontend.fleet.dispatcher.replicas.values()
-            busiest = max(replicas, key=lambda replica: len(replica.requests))
+            busiest = max(replicas, key=lambda replica: len(replica.requests) + len(replica.prefills))
             await anyio.to_thread.run_sync(busiest.process.kill)
             return busiest.name
 
@@ -107,6 +108,18 @@ class Fleet(AsyncEngine):
         """
         target = as_integer("replicas", replicas, 1, MAX_REPLICAS)
         await self._on_fleet(self._frontend.fleet.manager.scale(target))
+
+    async def set_role(self, replica: str, role: Role) -> None:
+        """Give the replica of this name (`stats().roles` has all) the role "prefill", "decode" or "both" from now on.
+        Requests under way end where they are.
+
+        Raises `InvalidParameter` for an unknown replica or role, and for "prefill" where no other one takes requests.
+        """
+
+        async def change() -> None:
+            self._frontend.fleet.dispatcher.router.set_role(replica, role)
+
+        await self._on_fleet(change())
 
     async def restart(self) -> None:
         """Start every replica anew, one after the other (after new files of model or program). No stream is dropped.

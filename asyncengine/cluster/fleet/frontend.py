@@ -118,6 +118,7 @@ def open_fleet(
     cluster = open_cluster(settings, settings.name or f"fleet-{secrets.token_hex(4)}")
     try:
         attempt.check()
+        settings.roles_of(cluster.replicas)  # refused before anything is loaded
         theirs = config.replace(  # replicas are sent text alone: towers would take memory in vain
             max_queued_requests=None, max_queued_tokens=None, when_full="error", show_progress=False, uvloop=False,
             images="off",

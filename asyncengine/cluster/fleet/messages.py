@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-VERSION = 7
+VERSION = 8
 """Number of this protocol. Raise it with every change."""
 
 

@@ -17,6 +17,7 @@ from asyncengine.cluster.fleet.messages import VERSION, Loaded, Update
 from asyncengine.cluster.fleet.processes import Cluster, Process
 from asyncengine.cluster.fleet.requests import ReplicaHandle
 from asyncengine.cluster.fleet.settings import FleetConfig
+from asyncengine.cluster.routing import Role
 from asyncengine.config import EngineConfig
 from asyncengine.engine.tasks import Tasks
 from asyncengine.errors import EngineError, FleetError
@@ -80,6 +81,7 @@ class ReplicaManager:
         self._tasks = Tasks()
         self._keys: dict[str, bytes] = {}
         """Public keys of the replicas that share prefixes, by name."""
+        self._admitting = asyncio.Lock()
         self._ending = False
         self._checked_at = 0.0
         self._changing = asyncio.Lock()
@@ -90,11 +92,11 @@ class ReplicaManager:
     def begin(self, on_death: Callable[[BaseException], None]) -> None:
         """Let the first replicas take requests. `on_death` is called when nothing can be served any more."""
         self._on_death = on_death
-        for process, _ in self._first:
-            self._join(process)
+        for (process, _), role in zip(self._first, self._settings.roles_of(len(self._first)), strict=True):
+            self._join(process, role)
         self._tasks.start(self._watch_head())
 
-    async def _start(self) -> None:
+    async def _start(self, role: Role = "both") -> None:
         """Start one more replica. Raises `FleetError`, or what loading raises."""
         process = await anyio.to_thread.run_sync(self.cluster.spawn)
         try:
@@ -114,7 +116,7 @@ class ReplicaManager:
         if self._ending:
             await self._end_process(process)
         else:
-            self._join(process)
+            self._join(process, role)
 
     def _path_of(self, info: AdapterInfo) -> str:
         """Folder of an adapter on a replica's node: as the configuration gives it, if it is still that adapter, since
@@ -123,10 +125,10 @@ class ReplicaManager:
         unchanged = any((info.name, info.digest) == (first.name, first.digest) for first in self._first[0][1].adapters)
         return given if given is not None and unchanged else info.path
 
-    def _join(self, process: Process) -> None:
+    def _join(self, process: Process, role: Role) -> None:
         replica = ReplicaHandle(process)
         replica.reader = self._tasks.start(self._read(replica))
-        self._dispatcher.add(replica)
+        self._dispatcher.add(replica, role)
         if self._settings.share_prefixes:
             self._tasks.start(self._introduce(replica))
 
@@ -137,11 +139,21 @@ class ReplicaManager:
             address = replica.process.connection.address
             peer = Peer(replica.name, *await replica.process.call("share", address, timeout=limit))
             self._keys[replica.name] = peer.key
-            self._keys = {each.name: self._keys[each.name] for each in self._replicas if each.name in self._keys}
-            await self.call_all("admit", list(self._keys.values()))  # before anybody is told of it, or it of others
+            await self._admit()  # before anybody is told of it, or it of others
             replica.peer = peer
         except Exception as error:
             logger.info("replica %s shares no prefixes: %s", replica.name, error)
+
+    async def _admit(self) -> None:
+        """Tell every replica which ones may ask it. Who waits for one that is not among them waits no longer."""
+        async with self._admitting:
+            self._keys = {each.name: self._keys[each.name] for each in self._replicas if each.name in self._keys}
+            await self.call_all("admit", list(self._keys.values()))
+
+    async def _exclude(self) -> None:
+        """Let nobody wait any longer for the prefixes of a replica that is gone."""
+        with contextlib.suppress(EngineError):  # the next one that joins does it
+            await self._admit()
 
     # ---------------------------------------------------------------- reading and losing
 
@@ -187,11 +199,14 @@ class ReplicaManager:
     def _lose(self, replica: ReplicaHandle, reason: str) -> None:
         logger.warning("%s", reason)
         replica.gone = True
+        role = self._dispatcher.router.roles()[replica.name]
         self._dispatcher.lose(replica, reason)
         replica.notify()
-        self._tasks.start(self._replace(replica))
+        if replica.name in self._keys:
+            self._tasks.start(self._exclude())
+        self._tasks.start(self._replace(replica, role))
 
-    async def _replace(self, lost: ReplicaHandle) -> None:
+    async def _replace(self, lost: ReplicaHandle, role: Role) -> None:
         """End what is left of a lost replica's process, so that its place is free, and start one in its stead unless it
         was to go, however long it takes."""
         await self._end_process(lost.process, lost=True)
@@ -200,7 +215,7 @@ class ReplicaManager:
         attempts = 0
         while not self._ending and len(self._replicas) < self.target:
             try:
-                await self._start()
+                await self._start(role)
                 await self._remove_surplus()  # the fleet may have been made smaller, or larger by others, meanwhile
                 return
             except (EngineError, OSError) as error:
@@ -229,13 +244,16 @@ class ReplicaManager:
             await self._remove_surplus()
 
     async def _remove_surplus(self) -> None:
-        """Retire replicas beyond the target: where fewest are wanted first, and of equals the least busy."""
+        """Retire replicas beyond the target: where fewest are wanted first, and of equals the least busy. One that
+        takes requests stays."""
         if sum(not replica.closing for replica in self._replicas) <= self.target:
             return
         scores = await anyio.to_thread.run_sync(self.cluster.removal_scores)
-        loads = self._dispatcher.router.loads()
+        loads, roles = self._dispatcher.router.loads(), self._dispatcher.router.roles()
         staying = [replica for replica in self._replicas if not replica.closing]
         staying.sort(key=lambda replica: (scores.get(replica.name, 0.0), loads[replica.name]))
+        last = next((each for each in reversed(staying) if roles[each.name] != "prefill"), staying[-1])
+        staying.sort(key=lambda replica: replica is last)
         surplus = staying[: max(0, len(staying) - self.target)]
         await asyncio.gather(*(self._retire(replica) for replica in surplus))
 
@@ -245,13 +263,14 @@ class ReplicaManager:
             for replica in list(self._replicas):
                 if replica.gone:
                     continue  # lost meanwhile, and replaced
+                role = self._dispatcher.router.roles()[replica.name]
                 try:
-                    await self._start()
+                    await self._start(role)
                 except FleetError as error:
                     if len(self._replicas) == 1:
                         raise FleetError(f"the only replica is not ended before there is another: {error}") from error
                     await self._retire(replica)
-                    await self._start()
+                    await self._start(role)
                 else:
                     await self._retire(replica)
             while len(self._replicas) < self.target:  # one was lost and replaced meanwhile, then removed as surplus

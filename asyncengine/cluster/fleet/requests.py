@@ -14,7 +14,20 @@ from asyncengine.engine.delivery import OutputStream
 from asyncengine.engine.vectors.batch import TextBatch
 from asyncengine.kvcache.cache_log import page_hashes
 from asyncengine.request_spec import Peer, RequestSpec
+from asyncengine.sampling_params import SamplingParams
 from asyncengine.stats import EngineStats
+
+_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A prompt under way at the replica that computes it for another one."""
+
+    key: int
+    """Ticket there: negative, as no request's is."""
+    route: Route
+    request: FleetRequest
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +48,10 @@ class FleetRequest:
     """Prompt tokens of all samples: with `samples`, its places in the queue."""
     route: Route | None = None
     """Replica that computes it; None while it waits for one."""
+    prefill: Prefill | None = None
+    """Its prompt is computed elsewhere first: its own replica does not know of it yet."""
+    prefilled_by: str = ""
+    """Replica that has computed its prompt, until it is known how much of it was pulled from there."""
     begun: bool = False
     """True when it has left the queue: with its first token, or its end."""
     resumed: int = 0
@@ -75,7 +92,21 @@ class FleetRequest:
         specs = [replace(s, resumed=tuple(have[s.index])) if s.index in have else s for s in self.specs]
         if peer is not None:
             specs = [replace(spec, peer=peer) for spec in specs]
+            if peer.planned:  # it has started
+                specs = [replace(spec, waiting_deadline=None) for spec in specs]
         return Submit(self.key, tuple(specs), self.digest, now)
+
+    def to_prefill(self, key: int, now: float, peer: Peer | None) -> Submit:
+        """The message to a replica that computes its prompt and the output so far, for another one: a request of one
+        token, which nobody reads."""
+        spec = self.spec
+        prompt = (*spec.prompt, *self.tokens.get(spec.index, ()))
+        spec = RequestSpec(
+            key, prompt, _ONE_TOKEN, len(prompt) + 1, replace(spec.options, prediction=None, speculation=False),
+            request_id=spec.request_id, arrival=spec.arrival, deadline=spec.deadline,
+            waiting_deadline=spec.waiting_deadline, peer=peer, images=spec.images,
+        )  # fmt: skip
+        return Submit(key, (spec,), self.digest, now)
 
 
 class ReplicaHandle:
@@ -85,6 +116,12 @@ class ReplicaHandle:
         self.process = process
         self.name = process.name
         self.requests: dict[int, FleetRequest] = {}
+        self.prefills: dict[int, Prefill] = {}
+        """Prompts that it computes for other replicas, by key."""
+        self.missed = 0
+        """Prompts that it has computed since one of them was pulled."""
+        self.rests_until = 0.0
+        """Clock reading until which it computes no more of them."""
         self.commands: list[Command] = []
         self.peer: Peer | None = None
         """The address at which other replicas ask it for prefixes; None: it is not known to all of them yet."""
@@ -107,8 +144,8 @@ class ReplicaHandle:
         self._changed.set()
 
     async def finish(self) -> bool:
-        """Wait until it has no requests. False if it was lost before."""
-        while self.requests and not self.gone:
+        """Wait until it has no requests and no prompts. False if it was lost before."""
+        while (self.requests or self.prefills) and not self.gone:
             self._changed.clear()
             await self._changed.wait()
         return not self.gone

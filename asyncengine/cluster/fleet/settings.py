@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from asyncengine.checks import Seconds, Settings, as_integer, number_in
+from asyncengine.checks import Positive, Seconds, Settings, as_choice, as_integer, as_items, number_in
 from asyncengine.cluster.nodes import MAX_CPUS
-from asyncengine.cluster.routing import RoutingWeights
+from asyncengine.cluster.routing import ROLES, Role, RoutingWeights
 from asyncengine.config import Memory
 from asyncengine.errors import InvalidParameter
 
@@ -32,6 +32,10 @@ def _labels(name: str, value: Any) -> dict[str, str]:
     if not all(isinstance(label, str) and isinstance(wanted, str) for label, wanted in pairs):
         raise InvalidParameter(name, "must map names of labels to values", value)
     return dict(value)
+
+
+def _roles(name: str, value: Any) -> tuple[str, ...]:
+    return tuple(as_choice(name, role, ROLES) for role in as_items(name, value))
 
 
 def _weights(name: str, value: Any) -> RoutingWeights:
@@ -70,9 +74,25 @@ class FleetConfig(Settings):
     """Seconds of silence after which a replica is lost. (One whose process or node ends is lost at once.)"""
     share_prefixes: bool = True
     """Whether a replica asks another one for a prefix which that has, before it computes it. On a CPU."""
+    roles: Annotated[Sequence[Role], _roles] = ()
+    """Roles of the first replicas, in order; others have "both". A long prompt of a request to a "decode" replica is
+    computed by a "prefill" or "both" one, and pulled from there."""
+    min_prefill_tokens: Positive = 256
+    """Tokens that a prompt must have beyond what is cached at its "decode" replica to be computed by another one."""
     weights: Annotated[RoutingWeights, _weights] = field(default_factory=RoutingWeights)
     """Weights by which the router chooses a replica for a request."""
 
     @classmethod
     def names(cls) -> list[str]:
         return [*cls.__dataclass_fields__]
+
+    def roles_of(self, replicas: int) -> list[Role]:
+        """Role of each of the first `replicas`. Raises `InvalidParameter` where they cannot serve with these."""
+        if len(self.roles) > replicas:
+            raise InvalidParameter("roles", f"must be at most {replicas}, one for each replica", self.roles)
+        if self.roles.count("prefill") == replicas:
+            raise InvalidParameter("roles", 'must leave one "decode" or "both": it takes the requests', self.roles)
+        if set(self.roles) - {"both"} and not self.share_prefixes:
+            raise InvalidParameter("share_prefixes", "must be True where replicas have roles", self.share_prefixes)
+        others: list[Role] = ["both"] * (replicas - len(self.roles))
+        return [*self.roles, *others]

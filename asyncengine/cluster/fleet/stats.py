@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from asyncengine.cluster.fleet.dispatcher import Dispatcher
+from asyncengine.cluster.routing import Role
 from asyncengine.kvcache import PageCounts, StateCounts
 from asyncengine.kvcache.store import StoreCounts
 from asyncengine.stats import EngineStats, ImageStats, Summary, ThreadStats
@@ -29,6 +30,13 @@ class FleetStats(EngineStats):
     """Requests that went on elsewhere."""
     matched_pages: int = 0
     """Pages of prompts that were expected to be cached where their requests were sent."""
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    """Role of each replica, by name."""
+    prefilled: int = 0
+    """Prompts that one replica computed and another one pulled."""
+    prefills_failed: Mapping[str, int] = field(default_factory=dict)
+    """Prompts that were to be, and were computed by their requests' own replicas, by reason: the other replica was
+    "lost" or has "refused" the prompt, or not all of its pages came from there ("missing")."""
 
 
 def fleet_stats(dispatcher: Dispatcher, started_at: float) -> FleetStats:
@@ -60,6 +68,9 @@ def fleet_stats(dispatcher: Dispatcher, started_at: float) -> FleetStats:
         lost=dispatcher.lost,
         resumed=dispatcher.resumed,
         matched_pages=dispatcher.matched_pages,
+        roles=dispatcher.router.roles(),
+        prefilled=dispatcher.prefills.pulled,
+        prefills_failed=dict(dispatcher.prefills.failed),
     )
 
 

@@ -192,14 +192,15 @@ async def replaced(fleet: Fleet, replicas: int) -> None:
 
 
 async def start_local_fleet(
-    monkeypatch: Any, replicas: int = 3, model: str = "demo", *, connected: bool = True, **settings: Any
-) -> tuple[Fleet, LocalCluster]:
+    monkeypatch: Any, replicas: int = 3, model: str = "demo", *, connected: bool = True,
+    kind: type[LocalCluster] = LocalCluster, **settings: Any,
+) -> tuple[Fleet, LocalCluster]:  # fmt: skip
     """A started fleet of a bundled model. `connected`: over connections to its replicas, else by calls as Ray's.
     `settings` of the fleet and of its engines."""
     made: list[LocalCluster] = []
 
     def cluster(config: FleetConfig, name: str) -> LocalCluster:
-        made.append(LocalCluster(config, name, connected=connected))
+        made.append(kind(config, name, connected=connected))
         return made[0]
 
     monkeypatch.setattr(frontend, "open_cluster", cluster)

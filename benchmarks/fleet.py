@@ -1,11 +1,13 @@
-"""What a fleet costs and gains, on this machine: `python -m benchmarks.fleet cost|prefixes|loss|divide`.
+"""What a fleet costs and gains, on this machine: `python -m benchmarks.fleet cost|prefixes|loss|divide|apart`.
 
-The first three run on Ray nodes of this machine, the last without Ray.
+The first three run on Ray nodes of this machine, the others without Ray.
 
 cost      one engine beside a fleet of one replica: CPU time of this program per token and stream, time to first token
 prefixes  conversations of many turns on three replicas: cached tokens beside those of one engine
 loss      a node is killed in the middle: how long until its streams end (or go on), and until it is replaced
 divide    one engine on all cores beside a fleet whose replicas divide them, in turns: tokens a second of equal streams
+apart     two replicas of half the machine, without roles and as "prefill" and "decode", in turns: time between tokens
+          of running streams while long prompts arrive, and these prompts' time to the first token
 """
 
 from __future__ import annotations
@@ -13,15 +15,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import random
 import resource
 import statistics
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from asyncengine import AsyncEngine, EngineDead, SamplingParams
 from asyncengine.cluster.fleet import Fleet
+from asyncengine.cluster.routing import Role
+from benchmarks.peers.shapes import SHAPES, write_checkpoint
 
 ENGINE: dict[str, Any] = {"num_threads": 1, "kv_cache_memory": "64MiB", "show_progress": False}
 
@@ -223,24 +230,103 @@ async def divide(args: argparse.Namespace) -> None:
     print(f"fleet over engine: {statistics.median(ratios):.3f} (median), {min(ratios):.3f} to {max(ratios):.3f}")
 
 
+APART: dict[str, tuple[Role, Role]] = {"both": ("both", "both"), "apart": ("prefill", "decode")}
+
+
+async def apart(args: argparse.Namespace) -> None:
+    settings = {**ENGINE, "num_threads": None, "kv_cache_memory": args.kv_cache_memory}
+    model = args.model
+    if model in SHAPES:
+        model = write_checkpoint(SHAPES[model], "bfloat16", Path(tempfile.gettempdir()) / f"asyncengine-{model}")
+    random_ids, figures = random.Random(1), {name: list[list[float]]() for name in APART}
+    async with await Fleet.from_pretrained(model, replicas=2, address="local", **settings) as fleet:
+        replicas = fleet.core.fleet.dispatcher.replicas
+        while not all(replica.peer for replica in replicas.values()):  # noqa: ASYNC110  # nobody tells
+            await asyncio.sleep(0.05)
+        for number in range(-1, args.rounds):
+            for name in list(APART)[:: 1 if number % 2 else -1]:
+                for replica, role in zip(replicas, APART[name], strict=True):
+                    await fleet.set_role(replica, role)
+                found = await _disturb(fleet, args, random_ids)
+                if number >= 0:  # after a round to warm up
+                    figures[name].append(found)
+                    print(name, " ".join(f"{value:.1f}" for value in found), flush=True)
+        stats = fleet.stats()
+    print(f"{stats.prefilled} prompts pulled, others: {dict(stats.prefills_failed)}; medians of {args.rounds} rounds:")
+    print("          ms between two tokens: p50, p99, most; tokens/s; ms to a prompt's first token: p50, most")
+    for name, rounds in figures.items():
+        print(f"{name:9}", " ".join(f"{statistics.median(values):9.1f}" for values in zip(*rounds, strict=True)))
+    ratios = [one[1] / other[1] for one, other in zip(figures["apart"], figures["both"], strict=True)]
+    print(f"p99, apart over both: {statistics.median(ratios):.3f} (median), {min(ratios):.3f} to {max(ratios):.3f}")
+
+
+async def _disturb(fleet: Fleet, args: argparse.Namespace, random_ids: random.Random) -> list[float]:
+    """Milliseconds between two tokens of running streams (p50, p99, most) while long prompts arrive, one every
+    `args.gap` seconds; the streams' tokens a second; milliseconds to the prompts' first tokens (p50, most)."""
+    forever = SamplingParams(max_tokens=args.context, temperature=0, ignore_eos=True)
+    gaps, firsts, over = list[float](), list[float](), asyncio.Event()
+    vocab = fleet.info.vocab_size
+
+    def ids(count: int) -> list[int]:
+        return [random_ids.randrange(3, vocab - 1) for _ in range(count)]
+
+    async def stream(running: asyncio.Event) -> None:
+        async with fleet.stream(ids(32), forever) as chunks:
+            last = 0.0
+            async for _ in chunks:
+                now = time.perf_counter()
+                if running.is_set() and begun.is_set():
+                    gaps.append(now - last)
+                last = now
+                running.set()
+                if over.is_set():
+                    return
+
+    async def prompt(after: float) -> None:
+        await asyncio.sleep(after)
+        at = time.perf_counter()
+        await fleet.generate(ids(args.prompt), forever.replace(max_tokens=1))
+        firsts.append(time.perf_counter() - at)
+
+    begun, all_running = asyncio.Event(), [asyncio.Event() for _ in range(args.streams)]
+    streams = asyncio.gather(*(stream(running) for running in all_running))
+    for running in all_running:
+        await running.wait()
+    begun.set()
+    at = time.perf_counter()
+    await asyncio.gather(*(prompt(number * args.gap) for number in range(args.prompts)))
+    seconds = time.perf_counter() - at
+    over.set()
+    await streams
+    gaps.sort()
+    latency = [gaps[len(gaps) // 2], gaps[len(gaps) * 99 // 100], gaps[-1]]
+    first = [statistics.median(firsts), max(firsts)]
+    return [*(1e3 * each for each in latency), len(gaps) / seconds, *(1e3 * each for each in first)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("cost", "prefixes", "loss", "divide"))
-    parser.add_argument("--streams", type=int, help="64, with divide 16")
+    parser.add_argument("what", choices=("cost", "prefixes", "loss", "divide", "apart"))
+    parser.add_argument("--streams", type=int, help="64, with divide 16, with apart 4")
     parser.add_argument("--tokens", type=int, help="of each stream; 200, with loss 1000")
     parser.add_argument("--conversations", type=int, default=30)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--at-once", type=int, default=6, help="turns under way at once")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--kills", type=int, default=1, help="nodes, one after the other")
-    parser.add_argument("--model", default="demo", help="with divide")
+    parser.add_argument("--model", default="demo", help="with divide and apart; with apart also a shape of peers")
     parser.add_argument("--replicas", default="2", help='with divide: a number, or "numa"')
-    parser.add_argument("--rounds", type=int, default=8, help="with divide: of each of the two")
-    parser.add_argument("--kv-cache-memory", default="64MiB", help="with divide: of each engine")
+    parser.add_argument("--rounds", type=int, default=8, help="with divide and apart: of each of the two")
+    parser.add_argument("--kv-cache-memory", default="64MiB", help="with divide and apart: of each engine")
+    parser.add_argument("--prompts", type=int, default=6, help="with apart: in a round")
+    parser.add_argument("--prompt", type=int, default=1024, help="with apart: tokens of each")
+    parser.add_argument("--gap", type=float, default=2.0, help="with apart: seconds between two of them")
+    parser.add_argument("--context", type=int, default=3000, help="with apart: most tokens of a stream")
     args = parser.parse_args()
     args.tokens = args.tokens or (1000 if args.what == "loss" else 200)
-    args.streams = args.streams or (16 if args.what == "divide" else 64)
-    asyncio.run({"cost": cost, "prefixes": prefixes, "loss": loss, "divide": divide}[args.what](args))
+    args.streams = args.streams or {"divide": 16, "apart": 4}.get(args.what, 64)
+    works = {"cost": cost, "prefixes": prefixes, "loss": loss, "divide": divide, "apart": apart}
+    asyncio.run(works[args.what](args))
 
 
 if __name__ == "__main__":

@@ -151,9 +151,10 @@ class ReplicaManager:
             await self.call_all("admit", list(self._keys.values()))
 
     async def _exclude(self) -> None:
-        """Let nobody wait any longer for the prefixes of a replica that is gone."""
-        with contextlib.suppress(EngineError):  # the next one that joins does it
-            await self._admit()
+        """Let nobody wait any longer for the prefixes of replicas that are gone."""
+        if self._settings.share_prefixes:
+            with contextlib.suppress(EngineError):  # the next one that joins does it
+                await self._admit()
 
     # ---------------------------------------------------------------- reading and losing
 
@@ -202,8 +203,7 @@ class ReplicaManager:
         role = self._dispatcher.router.roles()[replica.name]
         self._dispatcher.lose(replica, reason)
         replica.notify()
-        if replica.name in self._keys:
-            self._tasks.start(self._exclude())
+        self._tasks.start(self._exclude())
         self._tasks.start(self._replace(replica, role))
 
     async def _replace(self, lost: ReplicaHandle, role: Role) -> None:
@@ -286,6 +286,7 @@ class ReplicaManager:
             return
         replica.gone = True
         self._dispatcher.remove(replica)
+        self._tasks.start(self._exclude())
         await self._stop(replica)
         await self._end_process(replica.process)
         if replica.reader is not None:

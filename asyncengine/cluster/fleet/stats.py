@@ -23,7 +23,7 @@ class FleetStats(EngineStats):
     replicas: Mapping[str, EngineStats] = field(default_factory=dict)
     """Statistics of each replica, by name."""
     loads: Mapping[str, float] = field(default_factory=dict)
-    """Samples that each replica has now, by name."""
+    """Samples, and prompts for other replicas, that each replica has now, by name."""
     lost: int = 0
     """Replicas that were lost."""
     resumed: int = 0

@@ -148,13 +148,15 @@ async def test_simultaneous_requests_share_one_pull() -> None:
         assert len(asked) == -(-FULL // 2)
 
 
-async def test_a_peer_is_asked_only_where_that_is_worth_it() -> None:
+@pytest.mark.parametrize("planned", [False, True])
+async def test_a_peer_is_asked_only_where_that_is_worth_it_or_planned(planned: bool) -> None:
     async with pair_of() as pair:
         prefixes = pair.here.core.loop.sources.peers
         assert prefixes is not None
         prefixes._compute, prefixes._read["there"] = 1e15, (1.0, float("inf"))
-        assert (await pair.ask()).usage.restored_tokens == 0
-        assert pair.wire.questions == []
+        pair.peer = pair.peer._replace(planned=planned)
+        assert (await pair.ask()).usage.restored_tokens == planned * FULL * SIZE
+        assert bool(pair.wire.questions) is planned
 
 
 # ---------------------------------------------------------------- what may be wrong with a peer

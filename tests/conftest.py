@@ -2,6 +2,10 @@
 
 import gc
 import os
+import sys
+from collections.abc import Iterator
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; subprocesses inherit it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -10,9 +14,35 @@ if not os.path.exists("/dev/nvidiactl"):  # kernels for GPUs run by Triton's int
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the collector of garbage from going through what stays: ten thousand tests and the modules they import. A
+    full collection, of which tests of leaks ask for hundreds, takes a second else."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        _freeze()
+
+
 def pytest_collection_finish() -> None:
-    """Keep the collector from going through what stays: ten thousand tests and the modules they import. A full
-    collection, of which tests of leaks ask for hundreds, takes a second else."""
+    """Kernels that Triton's interpreter runs take half the time."""
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        from support.triton_interpreter import patch_once_a_launch
+
+        patch_once_a_launch()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Freeze again after each file: some unfreeze all, and what a file imported stays, too."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        _freeze()
+
+
+def _freeze() -> None:
     gc.collect()
     gc.freeze()
 

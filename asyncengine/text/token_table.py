@@ -203,9 +203,10 @@ class TokenTable:
 
     def _agrees(self, plan: Callable[[bool], Stream]) -> bool:
         """Whether the plan reproduces `tokenizer.decode` on samples and on random sequences, token by token."""
+        trials = list(self._trials())
         for skip in (False, True):
             decode = self._decoder(skip)
-            for ids in self._trials():
+            for ids in trials:
                 stream = plan(skip)
                 text = "".join([stream.push([token]) for token in ids]) + stream.finish()
                 if text != decode(ids):
@@ -226,7 +227,7 @@ class TokenTable:
             yield [token_id, token_id, *rng.choices(known, k=2)] if known else []
         for trial in range(TRIALS):
             length = rng.randrange(1, 24) if trial else 300  # one long sequence moves the window several times
-            yield [rng.choice(rng.choice(pools)) for _ in range(length)] if pools else []
+            yield [rng.choice(pool) for pool in rng.choices(pools, k=length)] if pools else []
 
 
 def byte_alphabet() -> dict[str, int]:

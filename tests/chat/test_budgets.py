@@ -86,14 +86,14 @@ def test_whatever_the_budget_the_chat_is_complete(family: str) -> None:
     planner, vocabulary, rng = ChatPlanner(text), vocabulary_of(text), random.Random(family)
     structure = {i for i, data in enumerate(vocabulary.token_bytes) if data in STRUCTURE} | {*text.table.special_ids}
     structure -= {*vocabulary.eos_ids}
-    called = 0
+    backend, called = LlguidanceBackend(vocabulary), 0
     for wish in WISHES if family in EVERY_WISH or LONG else ("required", "auto"):
         for tail in ("<|im_start|>assistant\n", "<think>\n") if family.startswith("thinking") else ("",):
             plan = planner.plan(tail, **WISHES[wish])
             if plan.grammar is None:
                 assert wish == "none"
                 continue
-            template = LlguidanceBackend(vocabulary).compile(plan.grammar, 10)
+            template = backend.compile(plan.grammar, 10)
             least = max(template.min_tokens, 1)
             for budget in (least, *(least + rng.randrange(160) for _ in range(CASES_EACH))):
                 prefer = structure if rng.random() < 0.5 else ()

@@ -188,7 +188,7 @@ def test_a_small_world_finds(plant: Plant, work: Callable[[World], None], monkey
             return True
         return False
 
-    assert not any(map(stuck, range(300)))
+    assert not any(map(stuck, range(100)))
     plant(monkeypatch)
     assert any(map(stuck, range(300))), "nobody noticed"
 
@@ -199,7 +199,7 @@ def test_a_finding_is_made_small_and_lives_again(
     give_pages_back_early(monkeypatch)
     finding = next(filter(None, map(live, map(make_plan, range(40)))))
     assert PLANTS[give_pages_back_early] in finding.problem
-    small = shrink(finding, most=60)
+    small = shrink(finding, most=20)
     assert len(small.plan.calls) < len(finding.plan.calls)
     assert len(small.plan.faults) <= len(finding.plan.faults)
     arguments = small.replay.split("fuzz.world ", 1)[1].split()

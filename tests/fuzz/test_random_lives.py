@@ -36,9 +36,9 @@ class Kind(NamedTuple):
 
 ENDS = ("stop", "length", "abort", "timeout")
 KINDS = {
-    "requests": Kind(Life, 20, {"requests": 55, "preemptions": 27, "cached_tokens": 110, "depth2": 1 / 6}, ENDS),
+    "requests": Kind(Life, 12, {"requests": 55, "preemptions": 27, "cached_tokens": 110, "depth2": 1 / 6}, ENDS),
     "states": Kind(
-        partial(Life, states=True), 8,
+        partial(Life, states=True), 6,
         {"requests": 60, "preemptions": 20, "state_hits": 15, "state_evictions": 15, "depth2": 1 / 6}, ENDS,
     ),
     "windows in all layers": Kind(
@@ -49,11 +49,11 @@ KINDS = {
         partial(Life, mixed=True), 6, {"requests": 50, "preemptions": 15, "cached_tokens": 150, "depth2": 1 / 6}
     ),
     "vectors": Kind(
-        lambda seed: Life(seed, vectors=1.0 if seed % 3 == 0 else 0.6), 12,
+        lambda seed: Life(seed, vectors=1.0 if seed % 3 == 0 else 0.6), 9,
         {"vectors": 20, "preemptions": 1, "cached_tokens": 30}, ENDS,
     ),
     "grammars": Kind(
-        GrammarLife, 16,
+        GrammarLife, 10,
         {"requests": 65, "constrained": 46, "valid": 13, "forced": 39, "preemptions": 28, "cached_tokens": 130,
          "depth2": 1 / 6}, (*ENDS, "error"),
     ),

@@ -105,7 +105,7 @@ def test_in_chunks_of_every_size_that_cuts_a_picture(model: Any) -> None:
     longest = max(span.length for spec in specs(model) for span in spec.images)
     whole = model.loaded.prompts._processor.block > 0
     least = longest if whole else 1
-    step = 1 if LONG else max(5, longest // (3 if model.name in SPARED else 6))
+    step = 1 if LONG else max(5, longest // (2 if model.name in SPARED else 4))
     for chunk in range(least, longest + 3, step):
         run = Run(model.loaded, max_num_batched_tokens=chunk, prefix_caching=False)
         begun = [each[:6] for each in answers(model)]

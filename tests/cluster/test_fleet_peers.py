@@ -26,6 +26,7 @@ pytest.importorskip("zmq", reason='needs pyzmq: pip install "asyncengine[cluster
 
 HERE = "127.0.0.1"
 PROMPT = [100 + (7 * place) % 300 for place in range(200)]
+SECOND = [101 + (11 * place) % 300 for place in range(200)]
 FULL = (len(PROMPT) - 1) // 16
 PARAMS = SamplingParams(max_tokens=4, temperature=0, logprobs=True, ignore_eos=True)
 
@@ -137,7 +138,8 @@ peers.BATCH_BYTES = 1
 async def main():
     replica = Replica()
     await replica.start("demo", EngineConfig(**eval(sys.argv[1])))
-    await replica.engine.generate(eval(sys.argv[2]))
+    for prompt in eval(sys.argv[2]):
+        await replica.engine.generate(prompt)
     url, key = await replica.share("127.0.0.1")
     await replica.admit([sys.argv[3].encode()])
     print(url, key.decode(), flush=True)
@@ -149,11 +151,11 @@ asyncio.run(main())
 
 @contextlib.asynccontextmanager
 async def replica_and_other() -> AsyncIterator[tuple[Replica, Peer, Any]]:
-    """A replica here whose requests are told of one in another process, which has computed `PROMPT`."""
+    """A replica here whose requests are told of one in another process, which has computed `PROMPT` and `SECOND`."""
     replica = Replica()
     await replica.start("demo", EngineConfig(**ENGINE))
     _, mine = await replica.share(HERE)
-    arguments = [sys.executable, "-c", OTHER, repr(ENGINE), repr(PROMPT), mine.decode()]
+    arguments = [sys.executable, "-c", OTHER, repr(ENGINE), repr([PROMPT, SECOND]), mine.decode()]
     other = await asyncio.create_subprocess_exec(*arguments, stdout=subprocess.PIPE)
     try:
         assert other.stdout is not None
@@ -178,18 +180,13 @@ async def replica_and_other() -> AsyncIterator[tuple[Replica, Peer, Any]]:
         await replica.stop()
 
 
-async def test_a_prefix_is_pulled_from_another_process() -> None:
-    async with replica_and_other() as (replica, _, _):
-        answer = await replica.engine.generate(PROMPT, PARAMS)
-        assert answer.usage.restored_tokens == FULL * 16
-        async with await AsyncEngine.from_pretrained("demo", **ENGINE) as alone:
-            assert scores(answer) == scores(await alone.generate(PROMPT, PARAMS))
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 async def test_a_peer_that_stands_still_in_mid_transfer() -> None:
-    """One that is killed: tests/cluster/test_roles.py."""
+    """One prefix has come whole before, from its process to this one. A peer that is killed:
+    tests/cluster/test_roles.py."""
     async with replica_and_other() as (replica, _, other):
+        whole = await replica.engine.generate(PROMPT, PARAMS)
+        assert whole.usage.restored_tokens == FULL * 16
         prefixes = replica.engine.core.loop.sources.peers
         assert prefixes is not None
         call, asked, over = prefixes._call, list[bytes](), asyncio.Event()
@@ -210,11 +207,12 @@ async def test_a_peer_that_stands_still_in_mid_transfer() -> None:
                     each.cancel()
 
         prefixes._call = call_and_stop
-        answer = await asyncio.wait_for(replica.engine.generate(PROMPT, PARAMS), PATIENCE)
+        answer = await asyncio.wait_for(replica.engine.generate(SECOND, PARAMS), PATIENCE)
         assert len(asked) >= FULL // 2
         assert answer.usage.restored_tokens < FULL * 16
         async with await AsyncEngine.from_pretrained("demo", **ENGINE) as alone:
-            assert scores(answer) == scores(await alone.generate(PROMPT, PARAMS))
+            assert scores(whole) == scores(await alone.generate(PROMPT, PARAMS))
+            assert scores(answer) == scores(await alone.generate(SECOND, PARAMS))
         scheduler = replica.engine.core.loop.scheduler
         await until(lambda: not scheduler.restores, "the end of the pull")
         scheduler.check()

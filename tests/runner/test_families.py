@@ -20,7 +20,7 @@ from asyncengine.models.loading import load_model
 from asyncengine.runner.building import build_runner
 from asyncengine.sampling_params import SamplingParams
 
-WANT = 36
+WANT = 28
 LENGTHS = [70, 9, 23]
 PAGE = 4
 SCORED = SamplingParams(temperature=0.0, ignore_eos=True, prompt_logprobs=True)

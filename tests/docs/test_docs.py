@@ -18,11 +18,9 @@ PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 OUTPUT = re.compile(r"\s*^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 """What a block prints, where the page shows it right after the block."""
-LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
 OPTIONAL = {"dspy": "dspy", "instructor": "instructor", "pydantic_ai": "pydantic-ai-slim"}
 """Modules that how-tos are about and no extra of this package installs, with what to install. Where one is missing the
 blocks that import it are skipped; no other import may be missing."""
-FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
 def blocks() -> list[object]:
@@ -112,11 +110,11 @@ def test_only_programs_of_other_libraries_do_not_run() -> None:
     assert seen == others
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_block_says_what_it_is(page: Path) -> None:
-    fences = re.findall(r"^```(.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    assert set(fences[1::2]) <= {""}
-    assert set(fences[::2]) <= LANGUAGES
+def test_every_block_says_what_it_is() -> None:
+    for page in PAGES:
+        fences = re.findall(r"^```(.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert set(fences[1::2]) <= {""}, page
+        assert set(fences[::2]) <= LANGUAGES, page
 
 
 def test_howtos_are_spelled_alike_and_linked() -> None:
@@ -131,13 +129,6 @@ def test_howtos_are_spelled_alike_and_linked() -> None:
 def test_there_are_blocks_to_run() -> None:
     assert BLOCK.findall("text\n```python\nx = 1\n```\n") == ["x = 1\n"]
     assert len(blocks()) >= 12
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(page: Path) -> None:
-    text = FENCED.sub("", page.read_text(encoding="utf-8"))
-    broken = [target for target in LINK.findall(text) if not (page.parent / target).exists()]
-    assert not broken
 
 
 def test_cited_files_and_tests_exist() -> None:

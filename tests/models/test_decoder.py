@@ -10,6 +10,7 @@ import torch
 from support.checkpoints import Checkpoint, MakeRunner
 from support.drive import Driver, greedy_reference, prompts
 from support.forwards import Forwards, logits_of
+from support.long import LONG
 from support.panels import use_panels
 from support.tiny_models import FAMILIES, VOCAB, make_model
 
@@ -21,6 +22,8 @@ from asyncengine.models.families import NATIVE
 from asyncengine.models.loading import load_model
 
 WRITTEN = [name for name, make in FAMILIES.items() if make().model_type in NATIVE]
+IN_PANELS = ("llama3.1-rope", "qwen3", "gemma2", "phi3", "ministral3", "gpt-oss", "glm4moe", "qwen3.5", "kimi-linear")
+"""One family of each kind of rotation, and of what stands beside attention."""
 IDS = list(range(3, 14))
 compiled = pytest.mark.skipif(compiler_missing(torch.float32, torch.device("cpu")) is not None, reason="no compiler")
 
@@ -31,14 +34,20 @@ def load(path: Any, **fields: Any) -> Decoder:
     return model
 
 
-@pytest.mark.parametrize("name", [*WRITTEN, "phi3, partial", "stablelm, norms of heads"])
+@pytest.mark.parametrize(
+    ("name", "panels"),
+    [*((name, False) for name in (*WRITTEN, "phi3, partial", "stablelm, norms of heads")),
+     *((name, True) for name in (WRITTEN if LONG else IN_PANELS))],
+    indirect=["panels"],
+)  # fmt: skip
 def test_logits_are_transformers(
     name: str, panels: bool, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In panels, at positions far from the first; and without, each part of attention by itself, as on GPUs and without
-    a compiler. For all rows and for some."""
+    """At positions far from the first: each part of attention by itself, as on GPUs and without a compiler, and in
+    panels, in which `tests/runner/test_families.py` compares all families from the first on. For all rows and for
+    some."""
     # transformers scales the queries of Llama 4 by their place in the cache, whatever position_ids says
-    first = 300 if panels and name != "llama4" else 0
+    first = 300 if name != "llama4" else 0
     if not panels:
         monkeypatch.setattr("asyncengine.layers.options.compiler_missing", lambda *_: "none here")
     reference = make_model(name)

@@ -7,6 +7,7 @@ taken from it for a way to the end is checked by the library. What is not read h
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -192,9 +193,8 @@ def _node(tree: dict[str, Any], escapes: bool) -> Shape:
 
 def _filler(tree: dict[str, Any]) -> bytes:
     """A letter that leads out of the tree, and the end of the key."""
-    return (
-        next(chr(code) for code in (*range(97, 123), *range(0x3B1, 0x110000)) if chr(code) not in tree).encode() + b'"'
-    )
+    codes = itertools.chain(range(97, 123), range(0x3B1, 0x110000))
+    return next(chr(code) for code in codes if chr(code) not in tree).encode() + b'"'
 
 
 def _branches(tree: dict[str, Any], escapes: bool) -> Iterator[Shape]:

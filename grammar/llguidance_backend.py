@@ -176,7 +176,7 @@ class LlgTemplate:
         if shape is None:
             return None
         try:
-            counted = Counted(shape, Prices(self.backend.speller, self.backend.sample), self.backend.leaf)
+            counted = Counted(shape, Prices(shape, self.backend.speller, self.backend.sample), self.backend.leaf)
         except Unmodelled:
             return None
         if counted.cost >= UNREACHABLE:

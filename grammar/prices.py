@@ -11,16 +11,16 @@ piece of `SHORT` bytes, which mostly takes fewer tokens (`segments`).
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from asyncengine.grammar.automata import Words
 from asyncengine.grammar.shapes import (
     Chain,
     Either,
-    Later,
     Letters,
     Literal,
     Named,
@@ -51,6 +51,7 @@ Segment = tuple[list[int], int]
 Piece = bytes | Segment
 
 
+_VISIBLE = (1 << 127) - (1 << 33)
 BLANK = b"\xff"
 """A blank that may be left out, in a text to be spelled."""
 
@@ -68,29 +69,40 @@ class Speller:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self._tokens: dict[bytes, list[int] | None] = {}
+        self._ways: dict[bytes, Way] = {}
         self._units: dict[tuple[tuple[bytes, ...], tuple[int, ...]], Unit | None] = {}
 
     def tokens(self, text: bytes) -> list[int] | None:
         """The fewest tokens for `text` (at most some `SHORT` bytes); None if there are none. Not to be changed."""
-        if text not in self._tokens:
-            if len(self._tokens) >= MAX_KEPT:
-                self._tokens.clear()
-            ways = [Way(list(said), self.vocabulary) for said in _with_blanks(text)]
-            way = min(ways, key=lambda way: way.cost(0))
-            self._tokens[text] = way.tokens() if way.cost(0) < UNREACHABLE else None
-        return self._tokens.get(text)
+        way = self._way(text)
+        return way.tokens() if way.cost(0) < UNREACHABLE else None
 
-    def cost(self, text: bytes) -> int:
-        tokens = self.tokens(text)
-        return UNREACHABLE if tokens is None else len(tokens)
+    def cost(self, text: bytes, begin: int = 0) -> int:
+        """The fewest tokens for `text` from byte `begin` on."""
+        return min(UNREACHABLE, self._way(text).cost(begin))
+
+    def _way(self, text: bytes) -> Way:
+        way = self._ways.get(text)
+        if way is None:
+            if len(self._ways) >= MAX_KEPT:
+                self._ways.clear()
+            ways = [Way(list(said), self.vocabulary) for said in _with_blanks(text)]
+            way = self._ways[text] = min(ways, key=lambda way: way.cost(0))
+        return way
+
+    @functools.cached_property
+    def _letters(self) -> int:
+        """The bytes that are tokens by themselves (bit b: byte b)."""
+        return sum(1 << byte for byte in range(256) if bytes([byte]) in self.vocabulary.by_bytes)
 
     def letter(self, mask: int) -> bytes | None:
         """A letter of a set (bit b: byte b) that some token spells."""
-        for byte in (self.vocabulary.filler, *b"a0AxZ", *range(33, 127), *range(256)):
-            if mask >> byte & 1 and bytes([byte]) in self.vocabulary.by_bytes:
+        mask &= self._letters
+        for byte in (self.vocabulary.filler, *b"a0AxZ"):
+            if mask >> byte & 1:
                 return bytes([byte])
-        return None
+        least = mask & _VISIBLE or mask
+        return bytes([(least & -least).bit_length() - 1]) if least else None
 
     def unit(self, texts: Sequence[bytes], sets: Sequence[int]) -> Unit | None:
         """The best unit for a repetition whose rounds are any of `texts` or one letter of any of `sets`."""
@@ -142,11 +154,11 @@ class Speller:
 class Prices:
     """The prices of all shapes in one grammar, for one vocabulary. Any number of threads may share them."""
 
-    def __init__(self, speller: Speller, sample: Callable[[Opaque], bytes | None]) -> None:
-        """`sample`: a short text of what only the library knows; None: there is none, or none was found."""
+    def __init__(self, root: Shape, speller: Speller, sample: Callable[[Opaque], bytes | None]) -> None:
+        """`sample`: a short text of what only the library knows; None: there is none, or none was found. Raises
+        `Unmodelled` for a shape that is too large."""
         self.speller = speller
         self._sample = sample
-        self._lock = threading.Lock()
         self._costs: dict[Shape, int] = {}
         self._best: dict[Shape, Shape] = {}
         """The cheapest of alternatives."""
@@ -155,13 +167,24 @@ class Prices:
         self._suffixes: dict[Chain, list[int]] = {}
         self._units: dict[Shape, Unit | None] = {}
         """The units of repetitions by their bodies."""
+        self._settle(root)
 
     def cost(self, shape: Shape) -> int:
-        """Tokens of the cheapest text known; `UNREACHABLE` if there is none. Raises `Unmodelled` if it is too large."""
-        if shape not in self._costs:
-            with self._lock:
-                self._settle(shape)
+        """Tokens of the cheapest text known; `UNREACHABLE` if there is none."""
         return self._costs[shape]
+
+    def rest(self, shape: Shape, index: Any) -> int:
+        """Tokens of the cheapest text behind a place in a shape (`tracker.Place`)."""
+        if isinstance(shape, Literal):
+            return self.speller.cost(shape.data, index + 1)
+        if isinstance(shape, Chain):
+            return self.suffix(shape, index + 1)
+        if isinstance(shape, Times):
+            return self.times(shape, shape.least - index)
+        if isinstance(shape, Unordered):
+            return sum(map(self.cost, shape.left(index)))
+        assert isinstance(shape, Words)
+        return min(map(self.speller.cost, shape.endings(index)), default=UNREACHABLE)
 
     @property
     def nbytes(self) -> int:
@@ -191,9 +214,9 @@ class Prices:
 
     # ---------------------------------------------------------------- the texts
 
-    def pieces(self, shape: Shape, begin: int = 0) -> Iterator[Piece]:
+    def pieces(self, shape: Shape, begin: Any = 0) -> Iterator[Piece]:
         """The cheapest text. `begin`: items of a sequence, rounds of a repetition or bytes of a text that are left
-        out."""
+        out, or the state of words."""
         stack = [(shape, begin)]
         while stack:
             shape, begin = stack.pop()
@@ -208,6 +231,8 @@ class Prices:
             elif isinstance(shape, Named):
                 assert shape.target is not None
                 stack.append((shape.target, 0))
+            elif isinstance(shape, Words):
+                yield min(shape.endings(begin or b""), key=self.speller.cost)
             elif not isinstance(shape, Times):
                 yield self._samples[shape]
             elif shape.least == begin == 0 and shape.most != 0 and self._text(shape.body) == b" ":
@@ -301,15 +326,15 @@ class Prices:
             return self.times(shape, shape.least)
         if isinstance(shape, Literal):
             return self.speller.cost(shape.data)
+        if isinstance(shape, Words):
+            return self.rest(shape, b"")
         text = self._one(shape)
         return UNREACHABLE if text is None else self.speller.cost(text)
 
     def _one(self, shape: Shape) -> bytes | None:
         """A text of letters, or of what is not read here."""
         text: bytes | None = None
-        if isinstance(shape, Later):
-            text = min(shape.samples, key=self.speller.cost)
-        elif isinstance(shape, Letters):
+        if isinstance(shape, Letters):
             text = self.speller.letter(shape.mask)
             for low, _, tail in shape.tails if text is None else ():
                 if (rest := self._text(tail)) is not None:

@@ -7,12 +7,12 @@ taken from it for a way to the end is checked by the library. What is not read h
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from asyncengine.grammar.automata import OtherKey, Words
 from asyncengine.grammar.canonical import parse_json
 from asyncengine.grammar.regex_shapes import RAW, regex_shape, searched_shape
 from asyncengine.grammar.rules import Members, Repeat, Rules, Symbol
@@ -21,7 +21,6 @@ from asyncengine.grammar.schema_members import KEY, PLAIN_KEY
 from asyncengine.grammar.shapes import (
     Chain,
     Either,
-    Later,
     Named,
     Opaque,
     Ranges,
@@ -29,11 +28,8 @@ from asyncengine.grammar.shapes import (
     Times,
     Unmodelled,
     Unordered,
-    choice,
-    complement,
     letters,
     literal,
-    meet,
 )
 from asyncengine.grammar.spec import Grammar
 
@@ -50,7 +46,6 @@ _TERMINAL = re.compile(
     r'(?P<but>~?)(?:/(?P<regex>(?:[^/\\]|\\.)*)/|\((?P<texts>(?:"(?:[^"\\]|\\.)*"|[ |])*)\))(?: & |\Z)', re.DOTALL
 )
 _HEX: Ranges = [(48, 57), (65, 70), (97, 102)]
-_ESCAPED = '"\\bfnrt'
 _STRING = ("x-guidance", "type", "minLength", "maxLength", "pattern", "enum")
 
 
@@ -60,7 +55,7 @@ def shape_of(grammar: Grammar, rules: tuple[Rules, str] | None) -> Shape | None:
         if grammar.kind == "regex":
             return regex_shape(grammar.text)
         if grammar.kind == "choice":
-            return choice([text.encode("utf-8", "replace") for text in parse_json(grammar.text)])
+            return Words([text.encode("utf-8", "replace") for text in parse_json(grammar.text)])
         return None if rules is None else _Reader(*rules).start
     except Unmodelled:
         return None
@@ -153,7 +148,7 @@ def _terminal(text: str) -> Shape:
     matched = [part["regex"].replace("\\/", "/") for part in found if part["regex"] is not None and not part["but"]]
     if matched in ([KEY], [PLAIN_KEY]) and all(part["texts"] is not None for part in found[1:]):
         names = [name for part in found[1:] for name in _TEXT.findall(part["texts"])]
-        return _other_key([json.loads(name)[1:-1] for name in names], escapes=matched == [KEY])
+        return OtherKey([json.loads(name)[1:-1] for name in names], escapes=matched == [KEY])
     wrong = [part["regex"].replace("\\/", "/") for part in found if part["regex"] is not None and part["but"]]
     names = [json.loads(name) for part in found if part["texts"] for name in _TEXT.findall(part["texts"])]
     for sample in (sample for pattern in matched for sample in samples(pattern)):
@@ -174,51 +169,6 @@ def _any(match: Callable[[str, str], Any], patterns: Sequence[str], text: str) -
     return any(not _all(lambda one, two: not match(one, two), [pattern], text) for pattern in patterns)
 
 
-def _other_key(names: list[str], *, escapes: bool) -> Shape:
-    """A JSON key that is none of `names` (as they stand between the quotes): a tree of their letters, made as far as
-    outputs go into it."""
-    tree: dict[str, Any] = {}
-    for name in names:
-        here = tree
-        for letter in re.findall(r"\\.|.", name, re.DOTALL):
-            here = here.setdefault(letter, {})
-        here["end"] = True
-    return Chain([literal(b'"'), _node(tree, escapes)])
-
-
-def _node(tree: dict[str, Any], escapes: bool) -> Shape:
-    sample = b'"' if "end" not in tree else _filler(tree)
-    return Later([sample], lambda: Either(list(_branches(tree, escapes))))
-
-
-def _filler(tree: dict[str, Any]) -> bytes:
-    """A letter that leads out of the tree, and the end of the key."""
-    codes = itertools.chain(range(97, 123), range(0x3B1, 0x110000))
-    return next(chr(code) for code in codes if chr(code) not in tree).encode() + b'"'
-
-
-def _branches(tree: dict[str, Any], escapes: bool) -> Iterator[Shape]:
-    if "end" not in tree:
-        yield literal(b'"')
-    inside = [letter for letter in tree if letter != "end"]
-    for letter in inside:
-        yield Chain([literal(letter.encode("utf-8", "replace")), _node(tree[letter], escapes)])
-    plain = [(ord(letter), ord(letter)) for letter in inside if len(letter) == 1]
-    yield Chain([letters(meet(_PLAIN, complement(plain))), _key_rest(escapes)])
-    others = [(ord(code), ord(code)) for code in _ESCAPED if f"\\{code}" not in tree]
-    if escapes and others:
-        yield Chain([literal(b"\\"), letters(others), _key_rest(escapes)])
-
-
-_PLAIN: Ranges = meet(RAW, complement([(0x7F, 0x7F)]))
-
-
-@functools.cache
-def _key_rest(escapes: bool) -> Shape:
-    escape = Chain([literal(b"\\"), letters([(ord(code), ord(code)) for code in _ESCAPED])])
-    return Chain([Times(Either([letters(_PLAIN), *([escape] if escapes else [])]), 0, None), literal(b'"')])
-
-
 def _json(text: str, schema: dict[str, Any]) -> Shape:
     said = schema.get("allOf", [schema])
     if any(part.get("type") != "string" for part in said):
@@ -228,7 +178,7 @@ def _json(text: str, schema: dict[str, Any]) -> Shape:
         counted = least or most is not None
         if "enum" in schema and pattern is None:
             fitting = [one for one in schema["enum"] if least <= len(one) and (most is None or len(one) <= most)]
-            return choice([json.dumps(one, ensure_ascii=False).encode("utf-8", "replace") for one in fitting])
+            return Words([json.dumps(one, ensure_ascii=False).encode("utf-8", "replace") for one in fitting])
         if pattern is None:
             return Chain([literal(b'"'), Times(_char(), least, most), literal(b'"')])
         if not counted and "enum" not in schema:

@@ -6,12 +6,9 @@ texts can be is arithmetic (`prices`) and where an output stands in it is a coun
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 MAX_CODE = 0x10FFFF
-FEW = 16
-"""Texts to choose from that are looked at one by one."""
 _SURROGATES = (0xD800, 0xDFFF)
 Ranges = list[tuple[int, int]]
 """Code points from one to another, ends included; ascending and apart."""
@@ -107,23 +104,6 @@ class Named(Shape):
         self.target = target
 
 
-class Later(Shape):
-    """Stands for another shape that is made when an output comes to it; `samples` are short texts of it."""
-
-    __slots__ = ("_made", "_make", "samples")
-
-    def __init__(self, samples: Sequence[bytes], make: Callable[[], Shape]) -> None:
-        self.samples = samples
-        self._make = make
-        self._made: Shape | None = None
-
-    @property
-    def target(self) -> Shape:
-        if self._made is None:
-            self._made = self._make()
-        return self._made
-
-
 class Opaque(Shape):
     """Texts that the library alone knows: `text` is Lark for them. `sample`: one that is probably among them."""
 
@@ -153,22 +133,6 @@ def chain(items: Iterable[Shape]) -> Shape:
         else:
             found.append(part)
     return found[0] if len(found) == 1 else Chain(found)
-
-
-def choice(texts: Sequence[bytes], at: int = 0) -> Shape:
-    """One of `texts` from byte `at` on; of many, by their first bytes, made as far as outputs go into them."""
-    if len(texts) <= FEW:
-        return Either([literal(text[at:]) for text in texts])
-
-    def by_first_byte() -> Shape:
-        begun: dict[bytes, list[bytes]] = {}
-        for text in texts:
-            begun.setdefault(text[at : at + 1], []).append(text)
-        return Either(
-            [chain([literal(byte), choice(same, at + 1)]) if byte else NOTHING for byte, same in begun.items()]
-        )
-
-    return Later([text[at:] for text in heapq.nsmallest(FEW, texts, key=len)], by_first_byte)
 
 
 def letters(ranges: Ranges) -> Shape:

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from asyncengine.grammar.automata import Words
 from asyncengine.grammar.prices import Piece, Prices, Segment
 from asyncengine.grammar.search import Search
-from asyncengine.grammar.shapes import Chain, Either, Later, Letters, Literal, Named, Opaque, Shape, Times, Unordered
+from asyncengine.grammar.shapes import Chain, Either, Letters, Literal, Named, Opaque, Shape, Times, Unordered
 from asyncengine.grammar.walks import Effort, leads
 from asyncengine.grammar.ways import UNREACHABLE
 
@@ -37,23 +38,40 @@ class Lost(Exception):
 
 class Place:
     """A place behind item `index` of a sequence, byte `index` of a text, round `index` of a repetition (from the least
-    on all are one where there is no most), or the members with the bits `index`."""
+    on all are one where there is no most), the members with the bits `index`, or the state `index` of words."""
 
-    __slots__ = ("index", "leaves", "moves", "next", "outer", "rest", "shape", "spelled")
+    __slots__ = ("_prices", "_rest", "index", "moves", "next", "outer", "shape", "spelled")
 
-    def __init__(self, shape: Shape, index: int, outer: Place | None, rest: int) -> None:
+    def __init__(self, shape: Shape, index: Any, outer: Place | None, prices: Prices) -> None:
         self.shape = shape
         self.index = index
         self.outer = outer
-        self.rest = rest
-        """Tokens of the cheapest text from here to the end of the output, as the sum of its parts."""
+        self._prices = prices
+        self._rest: int | None = None if outer else 0
         self.spelled: int | None = None
-        """The same with neighbours spelled together; None: not counted so far."""
-        self.moves: list[tuple[Letters, Place]] | None = None
-        """Letters that may come next, with the place behind each; None: not asked so far."""
-        self.leaves: list[Inside] = []
-        """Beginnings of what only the library knows."""
+        """`rest` with neighbours spelled together; None: not counted so far."""
+        self.moves: Moves | None = None
+        """None: not asked so far."""
         self.next: dict[int, tuple[Place | Inside, ...]] = {}
+
+    @property
+    def rest(self) -> int:
+        """Tokens of the cheapest text from here to the end of the output, as the sum of its parts."""
+        if self._rest is None:
+            todo: list[Place] = []
+            here: Place | None = self
+            while here is not None and here._rest is None:
+                todo.append(here)
+                here = here.outer
+            total = (here and here._rest) or 0
+            for place in reversed(todo):
+                total = place._rest = total + self._prices.rest(place.shape, place.index)
+        return self._rest or 0
+
+
+Moves = dict[int, list[tuple[Shape, Place]]]
+"""The shapes that may come next, with the place behind each: texts by their first byte, all others by `ANY`."""
+ANY = -1
 
 
 class Leaf(NamedTuple):
@@ -127,12 +145,11 @@ class Tracker:
     """Follows outputs through one shape. Any number of threads may share it."""
 
     def __init__(self, root: Shape, prices: Prices, leaf: Callable[[Opaque], Leaf]) -> None:
-        """`leaf`: how to follow what only the library knows. Raises `Unmodelled` for a shape that is too large."""
+        """`leaf`: how to follow what only the library knows."""
         self._prices = prices
         self._leaf = leaf
-        self._known: dict[tuple[int, int, int], Place] = {}
-        prices.cost(root)
-        self._end = Place(Chain(()), 0, None, 0)
+        self._known: dict[tuple[int, Any, int], Place] = {}
+        self._end = Place(Chain(()), 0, None, prices)
         self.begin: Standing = (self._place(Chain([root]), -1, self._end),)
 
     def cost(self, standing: Standing) -> int:
@@ -159,8 +176,8 @@ class Tracker:
             if isinstance(here, Inside):
                 yield here.way or b""
             else:
-                begin = here.index + (not isinstance(here.shape, (Times, Unordered)))
-                yield from self._prices.pieces(here.shape, begin)
+                own = isinstance(here.shape, (Times, Unordered, Words))
+                yield from self._prices.pieces(here.shape, here.index if own else here.index + 1)
             here = here.outer if to_the_end else None
 
     def _spelled(self, place: Place | Inside) -> int:
@@ -206,29 +223,49 @@ class Tracker:
         return standing
 
     def _on(self, place: Place, byte: int, effort: Effort) -> Iterator[Place | Inside]:
+        if place.outer is not None and isinstance(place.shape, (Literal, Words)):
+            yield from self._within(place.shape, place.index, place.outer, byte)
+            return
         if place.moves is None:
             place.moves = self._look(place, effort)
-        for letters, outer in place.moves:
-            if letters.mask >> byte & 1:
-                yield outer
-            elif byte >= 0x80:
-                for low, high, tail in letters.tails:
+        for shape, outer in place.moves.get(byte, ()):
+            yield from self._within(shape, -1, outer, byte)
+        for shape, outer in place.moves.get(ANY, ()):
+            if isinstance(shape, Letters):
+                if shape.mask >> byte & 1:
+                    yield outer
+                for low, high, tail in shape.tails if byte >= 0x80 else ():
                     if low <= byte <= high:
                         yield self._place(tail, -1, outer)
-        for leaf in place.leaves:
-            yield from leaf.on(byte)
-
-    def _look(self, place: Place, effort: Effort) -> list[tuple[Letters, Place]]:
-        """Letters that may come next, with the place behind each; and where what only the library knows begins."""
-        seen: dict[tuple[Shape | None, Place], None] = {(None, place): None}
-        found: list[tuple[Letters, Place]] = []
-        leaves: list[Inside] = []
-        for shape, outer in (todo := list(seen)):  # grows while it is walked
-            if isinstance(shape, Letters):
-                found.append((shape, outer))
             elif isinstance(shape, Opaque):
                 leaf = self._leaf(shape)
-                leaves.append(Inside(leaf, self._prices, leaf.matcher, outer, self._prices.samples(shape), 0))
+                yield from Inside(leaf, self._prices, leaf.matcher, outer, self._prices.samples(shape), 0).on(byte)
+            else:
+                yield from self._within(shape, b"", outer, byte)
+
+    def _within(self, shape: Shape, index: Any, outer: Place, byte: int) -> Iterator[Place]:
+        """Places behind `byte` in a text or in words."""
+        if isinstance(shape, Literal):
+            if shape.data[index + 1] == byte:
+                last = index + 2 == len(shape.data)
+                yield outer if last else self._place(shape, index + 1, outer)
+        elif isinstance(shape, Words):
+            state, ended = shape.on(index, byte)
+            if ended:
+                yield outer
+            if state is not None:
+                yield self._place(shape, state, outer)
+
+    def _look(self, place: Place, effort: Effort) -> Moves:
+        seen: dict[tuple[Shape | None, Place], None] = {(None, place): None}
+        found: Moves = {}
+        for shape, outer in (todo := list(seen)):  # grows while it is walked
+            if isinstance(shape, Literal):
+                found.setdefault(shape.data[0], []).append((shape, outer))
+            elif isinstance(shape, (Letters, Opaque, Words)):
+                found.setdefault(ANY, []).append((shape, outer))
+                if isinstance(shape, Words) and b"" in shape.words[:1]:
+                    todo.append((None, outer))
             else:
                 for step in self._beyond(outer) if shape is None else self._into(shape, outer):
                     if step not in seen:
@@ -237,7 +274,6 @@ class Tracker:
             if len(todo) > MAX_STEPS:
                 raise Lost
         effort.left -= len(todo)
-        place.leaves = leaves
         return found
 
     def _beyond(self, place: Place) -> Iterator[tuple[Shape | None, Place]]:
@@ -250,8 +286,6 @@ class Tracker:
                 yield self._item(shape, index + 1, outer)
             else:
                 yield None, outer
-        elif isinstance(shape, Literal):
-            yield self._byte(shape, index + 1, outer)
         elif isinstance(shape, Unordered):
             if not shape.left(index):
                 yield None, outer
@@ -268,15 +302,13 @@ class Tracker:
         """Shapes that a shape begins with."""
         if isinstance(shape, Chain):
             yield self._item(shape, 0, outer) if shape.items else (None, outer)
-        elif isinstance(shape, Literal):
-            yield self._byte(shape, 0, outer)
         elif isinstance(shape, Either):
             for item in shape.items:
                 yield item, outer
         elif isinstance(shape, Unordered):
             for item, said in shape.following(0):
                 yield item, self._place(shape, said, outer)
-        elif isinstance(shape, (Named, Later)):
+        elif isinstance(shape, Named):
             if shape.target is not None:
                 yield shape.target, outer
         elif isinstance(shape, Times):
@@ -290,28 +322,11 @@ class Tracker:
         last = index + 1 == len(shape.items)
         return shape.items[index], outer if last else self._place(shape, index, outer)
 
-    def _byte(self, shape: Literal, index: int, outer: Place) -> tuple[Shape, Place]:
-        last = index + 1 == len(shape.data)
-        return _BYTES[shape.data[index]], outer if last else self._place(shape, index, outer)
-
-    def _place(self, shape: Shape, index: int, outer: Place) -> Place:
+    def _place(self, shape: Shape, index: Any, outer: Place) -> Place:
         key = id(shape), index, id(outer)
         place = self._known.get(key)
         if place is None:
-            self._prices.cost(shape)  # where it was made later, that of its body is not known yet
-            if isinstance(shape, Times):
-                rest = self._prices.times(shape, shape.least - index)
-            elif isinstance(shape, Chain):
-                rest = self._prices.suffix(shape, index + 1)
-            elif isinstance(shape, Unordered):
-                rest = sum(map(self._prices.cost, shape.left(index)))
-            else:
-                assert isinstance(shape, Literal)
-                rest = self._prices.speller.cost(shape.data[index + 1 :])
             if len(self._known) >= MAX_PLACES:
                 self._known.clear()
-            place = self._known[key] = Place(shape, index, outer, rest + outer.rest)
+            place = self._known[key] = Place(shape, index, outer, self._prices)
         return place
-
-
-_BYTES = [Letters(1 << byte) for byte in range(256)]

@@ -312,6 +312,9 @@ class Prices:
                     push(user)
         for shape in order:
             self._costs.setdefault(shape, UNREACHABLE)
+        for shape in order:
+            if isinstance(shape, Times) and shape.least > 1:
+                self._unit_of(shape)
 
     def _value(self, shape: Shape) -> int:
         """The cost as far as those of its parts are settled."""

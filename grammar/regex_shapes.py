@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import unicodedata
 from collections.abc import Callable
 from typing import Any
 
@@ -120,8 +121,9 @@ class _Reader:
 
 @functools.cache
 def digits() -> Ranges:
-    """Decimal digits of all scripts."""
-    return union((code, code) for code in range(MAX_CODE + 1) if chr(code).isdecimal())
+    """Decimal digits of all scripts. Unicode has them from 0 to 9 in a row, one of which is a multiple of ten."""
+    found = ((code, unicodedata.decimal(chr(code), None)) for code in range(0, MAX_CODE + 1, 10))
+    return union((code - value, code - value + 9) for code, value in found if value is not None)
 
 
 def _anchor(item: Any, *names: str) -> bool:

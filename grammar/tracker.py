@@ -28,6 +28,8 @@ TRIED = 4
 """Readings whose way to the end is spelled."""
 LEAF_EFFORT = 20_000
 """Effort of one search in what only the library knows, some ten milliseconds."""
+GUESSES = 4
+"""Known texts that are tried before it is searched for one."""
 MAX_WAIT = 64
 """Bytes between two searches that find nothing."""
 
@@ -132,9 +134,10 @@ class Inside:
         if matcher.is_accepting():
             yield self.outer
         if not matcher.is_stopped():
-            way, wait = self._way, max(0, self._wait - 1)
-            guesses = self._guesses if way is None else [way[1:], *(() if way[:1] == bytes([byte]) else (way,))]
-            yield Inside(self._leaf, self._prices, matcher, self.outer, guesses, wait)
+            known = self._guesses if self._way is None else [self._way]
+            guesses = dict.fromkeys([*(guess[1:] for guess in known if guess[:1] == bytes([byte])), *known])
+            wait = max(0, self._wait - 1)
+            yield Inside(self._leaf, self._prices, matcher, self.outer, list(guesses)[:GUESSES], wait)
 
 
 Standing = tuple[Place | Inside, ...]

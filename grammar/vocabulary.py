@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakMethod
 
 import llguidance
+import numpy as np
 
 MAX_TOKEN_BYTES = 32
 """Longer tokens (runs of blanks and dashes, mostly) are not looked for when a text is cut into few tokens."""
@@ -102,27 +103,28 @@ class Vocabulary:
         return {begin: tuple(sorted(found)) for begin, found in table.items()}
 
     @cached_property
-    def _ascii_sets(self) -> dict[int, dict[int, int]]:
-        """Ordinary tokens of several ASCII bytes by their length, longest first, and by the set of these bytes (bit b:
-        byte b is in it); the lowest id where several have the same."""
-        found: dict[int, dict[int, int]] = {}
-        for token, data in enumerate(self.token_bytes):
-            if len(data) > 1 and data.isascii() and token not in self.special_ids:
-                letters = 0
-                for byte in data:
-                    letters |= 1 << byte
-                found.setdefault(len(data), {}).setdefault(letters, token)
-        return {length: found[length] for length in sorted(found, reverse=True)}
+    def _ascii_tokens(self) -> tuple[Any, Any, Any]:
+        """Ordinary tokens of several ASCII bytes, ascending, their lengths, and the sets of their bytes as two words of
+        64 bits each (bit b: byte b is in it)."""
+        tokens = [
+            token
+            for token, data in enumerate(self.token_bytes)
+            if len(data) > 1 and data.isascii() and token not in self.special_ids
+        ]
+        lengths = np.array([len(self.token_bytes[token]) for token in tokens], np.int64)
+        letters = np.frombuffer(b"".join(self.token_bytes[token] for token in tokens), np.uint8)
+        bits = np.zeros((len(letters), 2), np.uint64)
+        bits[np.arange(len(letters)), letters // 64] = np.uint64(1) << (letters % 64).astype(np.uint64)
+        return np.array(tokens, np.int64), lengths, np.bitwise_or.reduceat(bits, np.cumsum(lengths) - lengths, axis=0)
 
     def within(self, letters: int) -> dict[int, int]:
         """{bytes of it: the lowest token} of those made of several of these ASCII letters alone (bit b: byte b),
-        longest first. A set is one number, so that a look at it takes nanoseconds: every set of a schema's asks."""
-        others = ~letters
-        return {
-            length: min(tokens)
-            for length, sets in self._ascii_sets.items()
-            if (tokens := [token for made_of, token in sets.items() if not made_of & others])
-        }
+        longest first."""
+        tokens, lengths, sets = self._ascii_tokens
+        others = np.array([~letters >> shift & (1 << 64) - 1 for shift in (0, 64)], np.uint64)
+        fitting = ~(sets & others).any(axis=1)
+        sizes, first = np.unique(lengths[fitting], return_index=True)
+        return dict(zip(sizes[::-1].tolist(), tokens[fitting][first[::-1]].tolist(), strict=True))
 
     @cached_property
     def filler(self) -> int:
@@ -181,6 +183,7 @@ class Vocabulary:
         self.filler  # noqa: B018
         self.longest  # noqa: B018
         self.lengths  # noqa: B018
+        self._ascii_tokens  # noqa: B018
 
 
 class _Source:

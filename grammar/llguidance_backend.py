@@ -188,7 +188,8 @@ class LlgTemplate:
         agreed = probe.validate_tokens(ahead) == len(ahead)
         text = b"".join(map(bytes, map(vocabulary.symbols, ahead[:MASKED])))[:MASKED]
         for token in map(vocabulary.by_bytes.get, (text[at : at + 1] for at in range(len(text)))):
-            probe.compute_bitmask()
+            if not probe.compute_ff_bytes():  # where there is a choice
+                probe.compute_bitmask()
             if probe.is_error() or not agreed or token is None:
                 break
             probe.consume_token(token)

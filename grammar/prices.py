@@ -274,57 +274,52 @@ class Prices:
     # ---------------------------------------------------------------- the fixpoint
 
     def _settle(self, root: Shape) -> None:
-        """Settle the cost of every shape in `root`, cheapest first."""
-        order = within(root, self._costs, MAX_SHAPES)
+        """Settle the cost of every shape in `root`, cheapest first: so the first of alternatives is the cheapest."""
+        order = within(root, MAX_SHAPES)
         users: dict[Shape, list[Shape]] = {}
         missing: dict[Shape, int] = {}
         heap: list[tuple[int, int, Shape]] = []
-        count = itertools.count()
+        costs, count = self._costs, itertools.count()
 
-        def push(shape: Shape) -> None:
-            if missing[shape] and isinstance(shape, Chain):
-                return
-            cost = self._value(shape)
+        def push(shape: Shape, cost: int) -> None:
             if cost < UNREACHABLE:
                 heapq.heappush(heap, (cost, next(count), shape))
 
         for shape in order:
-            todo = [part for part in dict.fromkeys(parts(shape)) if part not in self._costs]
+            todo = dict.fromkeys(parts(shape))
             missing[shape] = len(todo)
             for part in todo:
                 users.setdefault(part, []).append(shape)
-        for shape in order:
-            push(shape)
+            if not todo or isinstance(shape, (Letters, Times)):
+                push(shape, self._value(shape))
         while heap:
             cost, _, shape = heapq.heappop(heap)
-            if shape in self._costs:
+            if shape in costs:
                 continue
-            if isinstance(shape, Times):  # more alternatives of its body are settled than when it was pushed
+            if isinstance(shape, Times) and shape.least > 1:  # more alternatives of its body are settled by now
                 cost = min(cost, self._value(shape))
-            if isinstance(
-                shape, (Either, Unordered)
-            ):  # before it is settled itself, so that the choice leads to an end
-                self._best[shape] = min(shape.items, key=lambda item: self._costs.get(item, UNREACHABLE))
-            self._costs[shape] = cost
+            costs[shape] = cost
             for user in users.get(shape, ()):
                 missing[user] -= 1
-                if user not in self._costs:
-                    push(user)
+                if user in costs or (missing[user] and isinstance(user, Chain)):
+                    continue
+                if not isinstance(user, (Either, Named, Unordered)) or (isinstance(user, Unordered) and user.needed):
+                    push(user, self._value(user))
+                elif user not in self._best:
+                    self._best[user] = shape
+                    push(user, cost)
         for shape in order:
-            self._costs.setdefault(shape, UNREACHABLE)
-        for shape in order:
+            costs.setdefault(shape, UNREACHABLE)
             if isinstance(shape, Times) and shape.least > 1:
                 self._unit_of(shape)
 
     def _value(self, shape: Shape) -> int:
         """The cost as far as those of its parts are settled."""
         known = self._costs
-        if isinstance(shape, Unordered) and shape.needed:
+        if isinstance(shape, Unordered):
             return min(UNREACHABLE, sum(known.get(item, UNREACHABLE) for item in shape.left(0)))
-        if isinstance(shape, (Either, Named, Unordered)):
-            return min((known.get(part, UNREACHABLE) for part in parts(shape)), default=UNREACHABLE)
         if isinstance(shape, Chain):
-            return sum(known[item] for item in shape.items)
+            return sum(map(known.__getitem__, shape.items))
         if isinstance(shape, Times):
             return self.times(shape, shape.least)
         if isinstance(shape, Literal):

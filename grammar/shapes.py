@@ -6,7 +6,7 @@ texts can be is arithmetic (`prices`) and where an output stands in it is a coun
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 MAX_CODE = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
@@ -226,12 +226,12 @@ def parts(shape: Shape) -> Sequence[Shape]:
     return ()
 
 
-def within(root: Shape, known: Container[Shape], most: int) -> list[Shape]:
-    """`root` and every shape in it that is not in `known`, once each. Raises `Unmodelled` for more than `most`."""
+def within(root: Shape, most: int) -> list[Shape]:
+    """`root` and every shape in it, once each. Raises `Unmodelled` for more than `most`."""
     seen: dict[Shape, bool] = {root: True}
     for shape in (order := [root]):  # grows while it is walked
         for part in parts(shape):
-            if part not in seen and part not in known:
+            if part not in seen:
                 seen[part] = True
                 order.append(part)
         if len(order) > most:

@@ -84,11 +84,11 @@ class _Builder:
         usual = None if options.get("whitespace_flexible") is False else r"[ \t\n\r]+"
         blank = usual if (given := options.get("whitespace_pattern")) is None else given
         self._blank: list[Symbol] = [self.rules.text(f"{regex(blank)}?")] if blank else []
-        self._comma = self._separator(options.get("item_separator", ","))
-        self._colon = self._separator(options.get("key_separator", ":"))
-
-    def _separator(self, text: str) -> list[Symbol]:
-        return [*self._blank, self.rules.terminal(regex(text)), *self._blank]
+        around = f"(?:{blank})?" if blank else ""
+        self._comma, self._colon = (
+            [self.rules.terminal(regex(around + options.get(key, usually) + around))]
+            for key, usually in (("item_separator", ","), ("key_separator", ":"))
+        )
 
     def build(self) -> tuple[Rules, str]:
         start = self.node((Entry("", self.root),))
@@ -266,8 +266,8 @@ class _Builder:
         top = min(len(values), len(values) if most is None else most)
         if not values or least > top:
             return
-        blank = "".join(f"{text} " for text, known in self.rules.names() if known in self._blank)
-        comma = f"{blank}{regex(self._options.get('item_separator', ','))} {blank}"
+        named = {name: text for text, name in self.rules.names()}
+        blank, comma = ("".join(f"{named[str(one)]} " for one in each) for each in (self._blank, self._comma))
         one = " | ".join(
             f"{literal(value)} more::set_bit({bit}) %if and(bit_clear({bit}), bit_count_lt(_, {top}))"
             for bit, value in enumerate(values)

@@ -20,7 +20,7 @@ from asyncengine.grammar.schemas import escape, resolve
 MAX_TERMS = 4096
 """Alternatives of one place: a conjunction of choices multiplies them."""
 MAX_WORK = 200_000
-"""Schemas looked at in one document, counted again in every alternative that they are part of; under a second."""
+"""Schemas looked at in one document, counted again in every alternative that they are part of; some three seconds at worst."""
 MADE = "\0"
 """Behind it in a pointer stands what was made of the schema that it leads to. No name in a schema has it."""
 _MAPS = ("properties", "patternProperties", "dependentSchemas", "dependentRequired", "dependencies")
@@ -54,22 +54,20 @@ class Term(NamedTuple):
     entries: Conjunction
     loops: bool = False
     """They lead to one of themselves."""
+    types: tuple[str, ...] = ALL_TYPES
+    """Those that are left: "fraction" are numbers that are not whole."""
 
-    @property
-    def types(self) -> list[str]:
-        """Types that are left of `ALL_TYPES`: "fraction" are numbers that are not whole."""
-        found = list(ALL_TYPES)
-        for entry in self.entries:
-            if "type" in entry.schema:
-                names = _types(entry)
-                found = [name for name in found if name in names]
-        return found
+    def also(self, entry: Entry) -> Term:
+        names = _types(entry) if "type" in entry.schema else self.types
+        types = self.types if names is self.types else tuple(name for name in self.types if name in names)
+        return Term((*self.entries, entry), self.loops, types)
 
     def numbers(self) -> Numbers:
         """Numbers that all of them allow."""
         found = Numbers(integer="fraction" not in self.types)
         for entry in self.entries:
-            found = found.meet(entry.numbers or of_schema(entry.schema, entry.place))
+            if entry.numbers is not None or any(key in entry.schema for key in KEYWORDS):
+                found = found.meet(entry.numbers or of_schema(entry.schema, entry.place))
         if found.listed is not None and "integer" not in self.types:
             found = replace(found, listed=tuple(item for item in found.listed if item[0].denominator != 1))
         return found
@@ -125,6 +123,8 @@ class Alternatives:
         self._root = root
         self._branches = branches
         self._is_empty = is_empty
+        self._own: dict[str, Entry] = {}
+        """The parts of schemas that no applicator adds, by their pointers."""
         self._work = 0
 
     def of(self, conjunction: Sequence[Entry]) -> list[Term]:
@@ -134,32 +134,32 @@ class Alternatives:
         of the document and what has no opposite, `GrammarError` for a malformed schema.
         """
         found: list[Term] = []
-        stack: list[tuple[Todo, Conjunction]] = [(list(conjunction), ())]
+        stack: list[tuple[Todo, Term]] = [(list(conjunction), Term(()))]
         while stack:
-            todo, done = stack.pop()
+            todo, term = stack.pop()
             dead = loops = False
             while todo and not dead:
-                item = todo.pop(0)
+                item, done = todo.pop(0), term.entries
                 self._count(item, done)
                 if isinstance(item, Rest):
                     todo[:0] = item.made(done)
                 elif isinstance(item, list):
-                    stack.extend(([option, *todo], done) for option in reversed(item))
+                    stack.extend(([option, *todo], term) for option in reversed(item))
                     dead = True
                 elif item.schema is False:
                     dead = True
                 elif item.pointer in [entry.pointer for entry in done]:
                     loops = True
                 elif item.schema is not True:
-                    done = (*done, item)
-                    dead = self._contradicts(done)
+                    term = term.also(item)
+                    dead = self._contradicts(term)
                     if not item.plain and not dead:
-                        if "not" in item.schema and self._apart(done, item):
+                        if "not" in item.schema and self._apart(term.entries, item):
                             item = Entry(item.pointer, {key: said for key, said in item.schema.items() if key != "not"})
-                        rest = [Rest(item, len(done) - 1)] if any(key in item.schema for key in UNEVALUATED) else []
+                        rest = [Rest(item, len(done))] if any(key in item.schema for key in UNEVALUATED) else []
                         todo[:0] = [*self._applied(item), *rest]
             if not dead:
-                found.append(Term(done, loops))
+                found.append(term._replace(loops=loops))
         if len(found) > MAX_TERMS:
             raise GrammarTooLarge("grammar", f"a conjunction of choices must not exceed {MAX_TERMS} alternatives")
         return found
@@ -182,15 +182,14 @@ class Alternatives:
         if isinstance(item, Entry) and not isinstance(item.schema, bool):
             _check(item)
 
-    def _contradicts(self, done: Conjunction) -> bool:
+    def _contradicts(self, term: Term) -> bool:
         """No value is valid under the last entry and those before, as far as can be told at once."""
-        last, term = done[-1], Term(done)
+        done, last = term.entries, term.entries[-1]
         if MADE in last.pointer and not {*term.types} - {"integer", "fraction"}:
             numbers = term.numbers()
             return numbers.low is not None and numbers.high is not None and numbers.empty
-        kinds = term.types if "type" in last.schema else ["object"]
-        if kinds != ["object"] or len(done) == 1 or self._is_empty is None or term.types != ["object"]:
-            return not kinds
+        if term.types != ("object",) or len(done) == 1 or self._is_empty is None:
+            return "type" in last.schema and not term.types
         needed = {name for entry in done for name in entry.schema.get("required", ())}
         for name in needed & {*last.schema.get("required", ()), *last.schema.get("properties", ())}:
             said = [
@@ -210,7 +209,11 @@ class Alternatives:
         """Whether what `entry` excludes is proved to be excluded by the others."""
         if self._is_empty is None:
             return False
-        own = [one if one.plain else Entry(f"{one.pointer}{MADE}own", _own(one.schema), plain=True) for one in done]
+        for one in done:
+            if one.pointer not in self._own:
+                said = {key: said for key, said in one.schema.items() if key in KEYWORDS or key in _OWN}
+                self._own[one.pointer] = one if one.plain else Entry(f"{one.pointer}{MADE}own", said, plain=True)
+        own = [self._own[one.pointer] for one in done]
         return self._is_empty((*own, self.followed(Entry(f"{entry.pointer}/not", entry.schema["not"]))))
 
     def _applied(self, entry: Entry) -> Iterator[Entry | list[Entry]]:
@@ -284,11 +287,6 @@ _OWN = (
 _NAMED = ("properties", "patternProperties")
 UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
 _NEGATING = ("not", "oneOf", "if", "contains", "dependentSchemas", "dependencies")
-
-
-def _own(schema: dict[str, Any]) -> dict[str, Any]:
-    """The part of a schema that no applicator adds."""
-    return {key: said for key, said in schema.items() if key in KEYWORDS or key in _OWN}
 
 
 def _members(pointer: str, key: str, value: Any) -> list[Entry]:

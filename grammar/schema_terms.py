@@ -20,7 +20,8 @@ from asyncengine.grammar.schemas import escape, resolve
 MAX_TERMS = 4096
 """Alternatives of one place: a conjunction of choices multiplies them."""
 MAX_WORK = 200_000
-"""Schemas looked at in one document, counted again in every alternative that they are part of; some three seconds at worst."""
+"""Schemas looked at in one document, counted again in every alternative that they are part of; three
+seconds at worst."""
 MADE = "\0"
 """Behind it in a pointer stands what was made of the schema that it leads to. No name in a schema has it."""
 _MAPS = ("properties", "patternProperties", "dependentSchemas", "dependentRequired", "dependencies")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import itertools
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple
 
 MAX_RULES = 20_000
@@ -85,7 +86,7 @@ class Rules:
         ends: dict[str, bool] = {}
         for name, alternatives in self.alternatives.items():
             for index, symbols in enumerate(alternatives):
-                needed = dict.fromkeys(rule for one in symbols for rule in _needed(one) if rule in self.alternatives)
+                needed = _named(_needed, symbols, self.alternatives)
                 missing[name, index] = len(needed)
                 for rule in needed:
                     users.setdefault(rule, []).append((name, index))
@@ -106,13 +107,15 @@ class Rules:
 
     def lark(self, start: str) -> str:
         """Lark text of what `start` can reach. After `prune`, and only if `start` has alternatives left."""
-        seen = {start: True}
+        used: dict[str, list[str]] = {start: []}
         for name in (order := [start]):  # grows while it is walked
-            for rule in self._used(name):
-                if rule in self.alternatives and rule not in seen:
-                    seen[rule] = True
+            found = [_named(_rules, symbols, self.alternatives) for symbols in self.alternatives[name]]
+            used[name] = list(dict.fromkeys(itertools.chain.from_iterable(found)))
+            for rule in used[name]:
+                if rule not in used:
+                    used[rule] = []
                     order.append(rule)
-        deep = self._endless(order)
+        deep = _endless(used)
         passing = dict.fromkeys(deep, "_")
         passing |= {name: "_" if name in deep else "0" for name in order if self._members(name)}
         lines = [f"start: {start}{'::0' if start in deep else ''}"]
@@ -129,27 +132,32 @@ class Rules:
         first = self.alternatives[name][0][:1] if self.alternatives[name] else []
         return first[0] if first and isinstance(first[0], Members) else None
 
-    def _used(self, name: str) -> dict[str, None]:
-        """Rules and texts that a rule mentions."""
-        return dict.fromkeys(rule for symbols in self.alternatives[name] for one in symbols for rule in _rules(one))
 
-    def _endless(self, names: list[str]) -> dict[str, bool]:
-        """The names whose texts may nest without end: what is left when rules are taken out one by one that lead to
-        none but rules taken out before."""
-        users: dict[str, list[str]] = {name: [] for name in names}
-        waiting: dict[str, int] = {}
-        for name in names:
-            leads = [rule for rule in self._used(name) if rule in users]
-            waiting[name] = len(leads)
-            for rule in leads:
-                users[rule].append(name)
-        ready = [name for name in names if not waiting[name]]
-        for name in ready:  # grows while it is walked
-            for user in users[name]:
-                waiting[user] -= 1
-                if not waiting[user]:
-                    ready.append(user)
-        return dict.fromkeys((name for name in names if waiting[name]), True)
+def _endless(leads: Mapping[str, Sequence[str]]) -> dict[str, bool]:
+    """The names whose texts may nest without end, given those that each leads to: what is left when rules are taken out
+    one by one that lead to none but rules taken out before."""
+    users: dict[str, list[str]] = {name: [] for name in leads}
+    for name, rules in leads.items():
+        for rule in rules:
+            users[rule].append(name)
+    waiting = {name: len(rules) for name, rules in leads.items()}
+    ready = [name for name in leads if not waiting[name]]
+    for name in ready:  # grows while it is walked
+        for user in users[name]:
+            waiting[user] -= 1
+            if not waiting[user]:
+                ready.append(user)
+    return dict.fromkeys((name for name in leads if waiting[name]), True)
+
+
+def _named(mentioned: Callable[[Symbol], tuple[str, ...]], symbols: list[Symbol], known: Container[str]) -> list[str]:
+    """Names in `known` that symbols mention, once each."""
+    found: list[str] = []
+    for one in symbols:
+        for name in (one,) if isinstance(one, str) else mentioned(one):
+            if name in known and name not in found:
+                found.append(name)
+    return found
 
 
 def repeat(rule: str, least: int, most: int | None, taken: int) -> list[Symbol]:

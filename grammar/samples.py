@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import json
@@ -61,14 +62,15 @@ def _unescaped(match: re.Match[str]) -> str:
     return match[0].encode("ascii", "replace").decode("unicode_escape", "replace")
 
 
-def samples(pattern: str) -> list[str]:
+@functools.lru_cache(4096)
+def samples(pattern: str) -> Sequence[str]:
     """Short texts that `pattern` matches, up to what look-around and the like would add: a shortest one for each of its
     alternatives. None where it is not readable."""
     try:
         found = itertools.islice(_variants(sre.parse(pattern)), MAX_SAMPLES)
-        return list(dict.fromkeys(text for text in found if text))
+        return tuple(dict.fromkeys(text for text in found if text))
     except Exception:  # another dialect, too deep, too large: a hint less
-        return []
+        return ()
 
 
 def _endings(texts: Sequence[str]) -> list[str]:
@@ -147,12 +149,10 @@ def _one(operator: str, argument: Any) -> str:
 
 def _from_set(items: Sequence[tuple[Any, Any]]) -> str:
     negated = str(items[0][0]) == "NEGATE"
-    inside = [char for char in _PRINTABLE if any(_holds(item, char) for item in items[negated:])]
-    if negated:
-        return next(char for char in _PRINTABLE if char not in inside)
-    if inside:
-        return inside[0]
-    operator, argument = items[0]
+    for char in _PRINTABLE:
+        if any(_holds(item, char) for item in items[negated:]) != negated:
+            return char
+    operator, argument = items[negated]
     return chr(argument[0] if str(operator) == "RANGE" else argument)
 
 

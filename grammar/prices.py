@@ -23,12 +23,10 @@ from asyncengine.grammar.shapes import (
     Either,
     Letters,
     Literal,
-    Named,
     Opaque,
     Shape,
     Times,
     Unordered,
-    parts,
     within,
 )
 from asyncengine.grammar.vocabulary import Vocabulary
@@ -228,9 +226,6 @@ class Prices:
                 stack += [(item, 0) for item in reversed(shape.left(begin))]
             elif isinstance(shape, (Either, Unordered)):
                 stack.append((self._best[shape], 0))
-            elif isinstance(shape, Named):
-                assert shape.target is not None
-                stack.append((shape.target, 0))
             elif isinstance(shape, Words):
                 yield min(shape.endings(begin or b""), key=self.speller.cost)
             elif not isinstance(shape, Times):
@@ -275,7 +270,7 @@ class Prices:
 
     def _settle(self, root: Shape) -> None:
         """Settle the cost of every shape in `root`, cheapest first: so the first of alternatives is the cheapest."""
-        order = within(root, MAX_SHAPES)
+        found = within(root, MAX_SHAPES)
         users: dict[Shape, list[Shape]] = {}
         missing: dict[Shape, int] = {}
         heap: list[tuple[int, int, Shape]] = []
@@ -285,12 +280,12 @@ class Prices:
             if cost < UNREACHABLE:
                 heapq.heappush(heap, (cost, next(count), shape))
 
-        for shape in order:
-            todo = dict.fromkeys(parts(shape))
+        for shape, inner in found.items():
+            todo = dict.fromkeys(inner) if len(inner) > 1 else inner
             missing[shape] = len(todo)
             for part in todo:
                 users.setdefault(part, []).append(shape)
-            if not todo or isinstance(shape, (Letters, Times)):
+            if not inner or isinstance(shape, (Letters, Times)):
                 push(shape, self._value(shape))
         while heap:
             cost, _, shape = heapq.heappop(heap)
@@ -303,12 +298,12 @@ class Prices:
                 missing[user] -= 1
                 if user in costs or (missing[user] and isinstance(user, Chain)):
                     continue
-                if not isinstance(user, (Either, Named, Unordered)) or (isinstance(user, Unordered) and user.needed):
+                if not isinstance(user, (Either, Unordered)) or (isinstance(user, Unordered) and user.needed):
                     push(user, self._value(user))
                 elif user not in self._best:
                     self._best[user] = shape
                     push(user, cost)
-        for shape in order:
+        for shape in found:
             costs.setdefault(shape, UNREACHABLE)
             if isinstance(shape, Times) and shape.least > 1:
                 self._unit_of(shape)
@@ -348,10 +343,7 @@ class Prices:
         body = shape.body
         if body in self._units:
             return self._units[body]
-        inner = body
-        while isinstance(inner, Named) and inner.target is not None:
-            inner = inner.target
-        items = inner.items if isinstance(inner, Either) else (inner,)
+        items = body.items if isinstance(body, Either) else (body,)
         texts = [text for item in items if (text := self._text(item))][:MAX_UNITS]
         found = self.speller.unit(texts, [item.mask for item in items if isinstance(item, Letters)])
         if all(item in self._costs for item in items):

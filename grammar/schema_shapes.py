@@ -21,7 +21,6 @@ from asyncengine.grammar.schema_members import KEY, PLAIN_KEY
 from asyncengine.grammar.shapes import (
     Chain,
     Either,
-    Named,
     Opaque,
     Ranges,
     Shape,
@@ -61,6 +60,12 @@ def shape_of(grammar: Grammar, rules: tuple[Rules, str] | None) -> Shape | None:
         return None
 
 
+class _Name(Shape):
+    """Stands for the shape of a rule while others are read."""
+
+    target: Shape
+
+
 class _Reader:
     """Shapes of rules, each once."""
 
@@ -68,7 +73,7 @@ class _Reader:
         self._rules = rules
         self._texts = {name: text for text, name in rules.names()}
         self._shapes: dict[str, Shape] = {}
-        self._pending: list[tuple[Named, str]] = []
+        self._pending: list[tuple[_Name, str]] = []
         self._made: list[Chain | Either | Times | Unordered] = []
         first = self._named(start)
         for named, name in self._pending:  # grows while it is walked
@@ -108,7 +113,7 @@ class _Reader:
         shape = self._shapes.get(name)
         if shape is None:
             if name in self._rules.alternatives:
-                shape = named = Named()
+                shape = named = _Name()
                 self._pending.append((named, name))
             else:
                 shape = leaf_shape(self._texts.get(name, name))
@@ -118,7 +123,7 @@ class _Reader:
 
 def _itself(shape: Shape) -> Shape:
     """The shape that a name stands for in the end: with names, half of all shapes would be one."""
-    while isinstance(shape, Named) and shape.target is not None:
+    while isinstance(shape, _Name):
         shape = shape.target
     return shape
 

@@ -95,15 +95,6 @@ class Unordered(Shape):
         return [self.items[index + count if said or place else index] for place, index in enumerate(todo)]
 
 
-class Named(Shape):
-    """Stands for another shape, which may be given later and contain this one."""
-
-    __slots__ = ("target",)
-
-    def __init__(self, target: Shape | None = None) -> None:
-        self.target = target
-
-
 class Opaque(Shape):
     """Texts that the library alone knows: `text` is Lark for them. `sample`: one that is probably among them."""
 
@@ -219,21 +210,19 @@ def parts(shape: Shape) -> Sequence[Shape]:
         return shape.items
     if isinstance(shape, Times):
         return (shape.body,)
-    if isinstance(shape, Named):
-        return () if shape.target is None else (shape.target,)
     if isinstance(shape, Letters):
         return [tail for _, _, tail in shape.tails]
     return ()
 
 
-def within(root: Shape, most: int) -> list[Shape]:
-    """`root` and every shape in it, once each. Raises `Unmodelled` for more than `most`."""
-    seen: dict[Shape, bool] = {root: True}
+def within(root: Shape, most: int) -> dict[Shape, Sequence[Shape]]:
+    """The parts of `root` and of every shape in it. Raises `Unmodelled` for more than `most`."""
+    found: dict[Shape, Sequence[Shape]] = {root: parts(root)}
     for shape in (order := [root]):  # grows while it is walked
-        for part in parts(shape):
-            if part not in seen:
-                seen[part] = True
+        for part in found[shape]:
+            if part not in found:
+                found[part] = parts(part)
                 order.append(part)
         if len(order) > most:
             raise Unmodelled
-    return order
+    return found

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from asyncengine.grammar.automata import Words
 from asyncengine.grammar.prices import Piece, Prices, Segment
 from asyncengine.grammar.search import Search
-from asyncengine.grammar.shapes import Chain, Either, Letters, Literal, Named, Opaque, Shape, Times, Unordered
+from asyncengine.grammar.shapes import Chain, Either, Letters, Literal, Opaque, Shape, Times, Unordered
 from asyncengine.grammar.walks import Effort, leads
 from asyncengine.grammar.ways import UNREACHABLE
 
@@ -311,9 +311,6 @@ class Tracker:
         elif isinstance(shape, Unordered):
             for item, said in shape.following(0):
                 yield item, self._place(shape, said, outer)
-        elif isinstance(shape, Named):
-            if shape.target is not None:
-                yield shape.target, outer
         elif isinstance(shape, Times):
             if shape.least == 0:
                 yield None, outer

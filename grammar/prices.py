@@ -73,7 +73,7 @@ class Speller:
     def tokens(self, text: bytes) -> list[int] | None:
         """The fewest tokens for `text` (at most some `SHORT` bytes); None if there are none. Not to be changed."""
         way = self._way(text)
-        return way.tokens() if way.cost(0) < UNREACHABLE else None
+        return way.tokens if way.cost(0) < UNREACHABLE else None
 
     def cost(self, text: bytes, begin: int = 0) -> int:
         """The fewest tokens for `text` from byte `begin` on."""

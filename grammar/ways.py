@@ -58,8 +58,9 @@ class Way:
         self._cut()
         return self._firsts[start]
 
+    @cached_property
     def tokens(self) -> list[int]:
-        """All of them, from the beginning."""
+        """All of them, from the beginning. Not to be changed."""
         found, at = [], 0
         while at < len(self.symbols):
             found.append(self.first(at))
@@ -82,8 +83,9 @@ class Way:
             if symbols[at] >= 256:
                 costs[at], firsts[at], stop = costs[at + 1] + 1, marks[symbols[at] - 256], at
                 continue
-            best, first = UNREACHABLE, -1
-            for length in (1, *lengths.get(data[at : at + 2], ())):
+            first = table.get(data[at : at + 1], -1)
+            best = UNREACHABLE if first < 0 else min(costs[at + 1] + 1, UNREACHABLE)
+            for length in lengths.get(data[at : at + 2], ()):
                 end = at + length
                 if end > stop:
                     break

@@ -14,6 +14,7 @@ the same process. Each instance is also followed token by token, with a mask bef
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -175,6 +176,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
     options = parser.parse_args(None if arguments is None else list(arguments))
     accepted = []
     made = vocabulary(options.size)
+    made.warm_up()
+    gc.freeze()  # as engines do once they have loaded
     for title, cases in (
         ("MaskBench", maskbench(options.maskbench, options.share) if options.maskbench else []),
         ("JSON-Schema-Test-Suite", test_suite(options.test_suite) if options.test_suite else []),

@@ -101,7 +101,7 @@ class Rules:
                 missing[user] -= 1
                 if not missing[user]:
                     ready.append(user[0])
-        for name, alternatives in self.alternatives.items():
+        for name, alternatives in self.alternatives.items() if len(ends) < len(self.alternatives) else ():
             kept = [symbols for index, symbols in enumerate(alternatives) if not missing[name, index]]
             self.alternatives[name] = [[p for s in symbols if (p := _possible(s, ends))] for symbols in kept]
 
@@ -216,6 +216,8 @@ def _alternative(symbols: list[Symbol], passing: Mapping[str, str]) -> str:
 
 
 def _written(symbol: Symbol, passing: Mapping[str, str], bracket: bool) -> str:
+    if isinstance(symbol, str) and symbol not in passing:
+        return symbol
     (rule,) = _rules(symbol)
     passed = passing.get(rule, "")
     rule += f"::{'incr(_)' if bracket and passed == '_' else passed}" if passed else ""

@@ -14,7 +14,7 @@ from asyncengine.grammar.shapes import Shape
 FEW = 16
 """Texts to the end that are compared."""
 State = bytes | int
-"""What was said of a word so far, or a number beyond all words."""
+"""The beginning of a word that was said so far, or a number beyond all words."""
 _FREE, _ESCAPE = 1, 5
 """States of a key that is none of the words: behind whole letters (and 1 to 3 more where so many bytes of a letter are
 missing), behind a backslash; the first byte of a letter whose second may not be any stands for itself."""

@@ -56,7 +56,7 @@ class Term(NamedTuple):
     loops: bool = False
     """They lead to one of themselves."""
     types: tuple[str, ...] = ALL_TYPES
-    """Those that are left: "fraction" are numbers that are not whole."""
+    """Types that are left: "fraction" are numbers that are not whole."""
 
     def also(self, entry: Entry) -> Term:
         names = _types(entry) if "type" in entry.schema else self.types

@@ -260,67 +260,49 @@ class Tracker:
                 yield self._place(shape, state, outer)
 
     def _look(self, place: Place, effort: Effort) -> Moves:
-        seen: dict[tuple[Shape | None, Place], None] = {(None, place): None}
+        seen: set[tuple[Shape | None, Place]] = {(None, place)}
         found: Moves = {}
         for shape, outer in (todo := list(seen)):  # grows while it is walked
             if isinstance(shape, Literal):
                 found.setdefault(shape.data[0], []).append((shape, outer))
-            elif isinstance(shape, (Letters, Opaque, Words)):
+                continue
+            if isinstance(shape, (Letters, Opaque, Words)):
                 found.setdefault(ANY, []).append((shape, outer))
-                if isinstance(shape, Words) and b"" in shape.words[:1]:
-                    todo.append((None, outer))
+                empty = isinstance(shape, Words) and b"" in shape.words[:1]
+                steps: list[tuple[Shape | None, Place]] = [(None, outer)] if empty else []
+            elif shape is not None:
+                steps = self._following(shape, -1 if isinstance(shape, Chain) else 0, outer)
+            elif outer.outer is not None:
+                steps = self._following(outer.shape, outer.index, outer.outer)
             else:
-                for step in self._beyond(outer) if shape is None else self._into(shape, outer):
-                    if step not in seen:
-                        seen[step] = None
-                        todo.append(step)
+                continue
+            for step in steps:
+                if step not in seen:
+                    seen.add(step)
+                    todo.append(step)
             if len(todo) > MAX_STEPS:
                 raise Lost
         effort.left -= len(todo)
         return found
 
-    def _beyond(self, place: Place) -> Iterator[tuple[Shape | None, Place]]:
-        """Shapes that follow a place."""
-        shape, index, outer = place.shape, place.index, place.outer
-        if outer is None:
-            return
+    def _following(self, shape: Shape, index: int, outer: Place) -> list[tuple[Shape | None, Place]]:
+        """Shapes that follow a place; those that a shape begins with follow its first one."""
         if isinstance(shape, Chain):
-            if index + 1 < len(shape.items):
-                yield self._item(shape, index + 1, outer)
-            else:
-                yield None, outer
-        elif isinstance(shape, Unordered):
-            if not shape.left(index):
-                yield None, outer
-            for item, said in shape.following(index):
-                yield item, self._place(shape, said, outer)
-        elif isinstance(shape, Times):
-            if index >= shape.least:
-                yield None, outer
-            if shape.most is None or index < shape.most:
-                counted = index + 1 if shape.most is not None else min(index + 1, shape.least)
-                yield shape.body, self._place(shape, counted, outer)
-
-    def _into(self, shape: Shape, outer: Place) -> Iterator[tuple[Shape | None, Place]]:
-        """Shapes that a shape begins with."""
-        if isinstance(shape, Chain):
-            yield self._item(shape, 0, outer) if shape.items else (None, outer)
-        elif isinstance(shape, Either):
-            for item in shape.items:
-                yield item, outer
-        elif isinstance(shape, Unordered):
-            for item, said in shape.following(0):
-                yield item, self._place(shape, said, outer)
-        elif isinstance(shape, Times):
-            if shape.least == 0:
-                yield None, outer
-            if shape.most != 0:
-                one = 1 if shape.most is not None or shape.least else 0
-                yield shape.body, self._place(shape, one, outer)
-
-    def _item(self, shape: Chain, index: int, outer: Place) -> tuple[Shape, Place]:
-        last = index + 1 == len(shape.items)
-        return shape.items[index], outer if last else self._place(shape, index, outer)
+            at, size = index + 1, len(shape.items)
+            if at >= size:
+                return [(None, outer)]
+            return [(shape.items[at], outer if at + 1 == size else self._place(shape, at, outer))]
+        if isinstance(shape, Either):
+            return [(item, outer) for item in shape.items]
+        if isinstance(shape, Unordered):
+            members = [(item, self._place(shape, said, outer)) for item, said in shape.following(index)]
+            return [*members, (None, outer)] if index and not shape.left(index) else [*members]
+        assert isinstance(shape, Times)
+        found: list[tuple[Shape | None, Place]] = [(None, outer)] if index >= shape.least else []
+        if shape.most is None or index < shape.most:
+            counted = index + 1 if shape.most is not None else min(index + 1, shape.least)
+            found.append((shape.body, self._place(shape, counted, outer)))
+        return found
 
     def _place(self, shape: Shape, index: Any, outer: Place) -> Place:
         key = id(shape), index, id(outer)

@@ -191,7 +191,7 @@ class CompiledBackend:
         """Memory for so many partial results of one kv head each."""
         if count:
             group = spec.num_heads // spec.num_kv_heads
-            need = count * spec.num_kv_heads * fields.partial_floats(group, self._widest)
+            need = count * spec.num_kv_heads * fields.partial_size(group, self._widest)
             if self._partials.numel() < need:
                 self._partials = torch.empty(need, dtype=torch.float32)  # the default type is the whole process's
 
@@ -332,7 +332,7 @@ def _short_rows(step: StepView) -> ShortRows | None:
 
 def _scratch_bytes(spec: LayerSpec) -> int:
     rows = max(ROWS, spec.num_heads // spec.num_kv_heads)
-    return -(-int(fields.scratch_places(rows, spec.key_dim, spec.value_dim)[-1]) // 4096) * 4096
+    return -(-int(fields.scratch_sizes(rows, spec.key_dim, spec.value_dim)[-1]) // 4096) * 4096
 
 
 def _group_of(spec: LayerSpec) -> _LayerGroup:

@@ -17,10 +17,12 @@ import hashlib
 import json
 import logging
 import os
+import re
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from asyncengine.kernels.cache_folder import is_first_time
@@ -35,32 +37,33 @@ _PATIENCE = 120.0
 """Seconds in which one kernel should be compiled, or a process begin."""
 
 
-def named(function: str, *types: str | int) -> str:
-    """The name of "module:function" in `kernels.cpu`, as Python calls it. A number stands for so many int64."""
-    written = [name for each in types for name in (["int64"] * each if isinstance(each, int) else [each])]
-    return f"asyncengine.kernels.cpu.{function}:({', '.join(written)})"
-
-
-def called(function: str, *types: str | int) -> str:
-    """The same of what kernels call by address."""
-    return named(function, *types).replace(":(", ":void(")
+def written(function: str, kind: str = "uint16", *, by_address: bool = False) -> str:
+    """The name of "module:function" in `kernels.cpu`, as Python calls it, or kernels do `by_address`, with the types that
+    it is written with. Its source is read: nothing is imported. `kind`: that of the numbers."""
+    module, name = function.split(":")
+    source = (Path(__file__).parent / "cpu" / f"{module}.py").read_text(encoding="utf-8")
+    original = re.search(rf"^{name} = with_gil\((\w+)\)$", source, re.MULTILINE)
+    found = re.search(rf"^def {original[1] if original else name}\((.*?)\) ->", source, re.MULTILINE | re.DOTALL)
+    assert found is not None, f"there is no {function}"
+    known = {"int": "int64", "np.float32": "float32", "np.generic": kind, "Any": kind}
+    types = ", ".join(known[each] for each in re.findall(r": ([\w.]+)", found[1]))
+    return f"asyncengine.kernels.cpu.{function}:{'void' if by_address else ''}({types})"
 
 
 _BY_ALL = (
-    called("calls:_run", 4),
-    named("team_loops:help_along", 2),
-    named("team_loops:change", 4),
-    named("team_loops:make", 2),
+    ("calls:_run", True),
+    ("team_loops:help_along", False),
+    ("team_loops:change", False),
+    ("team_loops:make", False),
 )
-"""Kernels that every model calls, whatever its layers, and those of a team of threads."""
+"""Kernels that every model calls, whatever its layers, and those of a team of threads; whether by address."""
 _BY_MOST = (
-    called("attention_write:_prepare_units", 7, "float32", 5, "uint16"),
-    named("sampling:_choose_at_once", 10),
-    called("activation:_gate_part", 8, "uint16"),
-    named("attention_fields:scratch_places", 3),
-    named("gather:_copy_few_rows", 5),
+    ("attention_write:_prepare_units", True),
+    ("sampling:_choose_at_once", False),
+    ("activation:_gate_part", True),
+    ("gather:_copy_few_rows", False),
 )
-"""Kernels that most models call, in bfloat16: compiled until the model is known, which is after torch is imported."""
+"""Kernels that most models call: compiled until the model is known, which is after torch is imported."""
 
 Progress = Callable[[str, int], None]
 """Called with the name of a kernel that has been compiled, and with how many are known to be needed."""
@@ -110,10 +113,10 @@ class CompileAhead:
         else:
             begin = self._can_start() and self._folder.is_new and self._folder.writable
         if begin:
-            names = first_time_names(float32=float32) if first_time else _BY_ALL
+            names, by_all = first_names(float32=float32, most=first_time), first_names(most=False)
             for name in reversed(names):
                 self._add(name)
-            self._guesses += [name for name in names if name not in _BY_ALL]
+            self._guesses += [name for name in names if name not in by_all]
             # while torch is imported the program itself is at work
             self._open(max(1, self._most - 1) if first_time else self._most)
 
@@ -338,11 +341,15 @@ class CompileAhead:
                 return
 
 
-def first_time_names(*, float32: bool) -> list[str]:
-    """Names of kernels that are compiled before the model is known: the longest first, as the others can be shared
-    out."""
-    most = [name.replace("uint16", "float32") if float32 else name for name in _BY_MOST]
-    return [_BY_ALL[0], most[0], *_BY_ALL[1:], *most[1:]]
+def first_names(*, float32: bool = False, most: bool = True) -> list[str]:
+    """Names of kernels that are compiled before the model is known: what every model calls, and `most` do, the longest
+    first, as the others can be shared out."""
+    first, *rest = _BY_ALL
+    others = _BY_MOST if most else ()
+    kind = "float32" if float32 else "uint16"
+    return [
+        written(name, kind, by_address=by_address) for name, by_address in (first, *others[:1], *rest, *others[1:])
+    ]
 
 
 def _listed(kept: bytes | None) -> list[str] | None:

@@ -175,13 +175,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note something that would be missing from a replay."""
         self.obstacle = self.obstacle or what
 
-    def _note(self, kernel: Kernel, arguments: tuple[Any, ...]) -> None:
+    def _note(self, kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
+        found = kernel.run(arguments)
         if kernel.py_func.__module__ == team_loops.__name__:
-            return  # a team that is collected meanwhile is stopped by a kernel: no part of what is recorded
+            return found  # a team that is collected meanwhile is stopped by a kernel: no part of what is recorded
         types, code = kernel.code_for(arguments)
         if kernel.overloads[types].signature.return_type != numba.types.none:
             self.refuse(f"the result of {kernel.py_func.__name__}")
-            return
+            return found
         team = _team_at(kernel.py_func)
         words: list[int] = []
         for index, (argument, kind) in enumerate(zip(arguments, types, strict=True)):
@@ -198,6 +199,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             words.append(_word(argument, kind))
         self._operations.append((types, code, words))
         self._words += len(words)
+        return found
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         named = named or {}

@@ -217,7 +217,7 @@ class OneDnnWeight:
     def __init__(self, outputs: int, inputs: int, dtype: torch.dtype) -> None:
         self.outputs, self.inputs, self.bias_dtype = outputs, inputs, dtype
         self._dtype = dtype
-        self._packed: torch.Tensor | None = None
+        self.free()
         self.waiting = WaitingRows(outputs, inputs, dtype)
 
     @property
@@ -232,7 +232,7 @@ class OneDnnWeight:
 
     def free(self) -> None:
         """Let go of the matrix, which has to be loaded again before anything is multiplied."""
-        self._packed = None
+        self._packed = torch.empty((self.outputs, self.inputs), dtype=self._dtype, device="meta")
 
     def takes(self, first: int) -> StoredForm | None:
         return None

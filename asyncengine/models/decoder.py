@@ -297,10 +297,10 @@ class Decoder:
 
     def hidden_states(
         self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor | None = None,
-        kept: list[torch.Tensor] | None = None,
+        kept: list[torch.Tensor] | None = None, recorded: bool = True,
     ) -> torch.Tensor:  # fmt: skip
         """[T, width] after the final norm, of int64 ids [T]; of `rows` only, if given (int64, ascending). `kept` takes
-        the stream before each layer, and behind the last."""
+        the stream before each layer, and behind the last. Not `recorded`: layers are called one by one."""
         if step.routes is not None and rows is not None and not len(rows):
             return self.hidden_states(ids, step, kept=kept)[:0]  # routers of the last layer are wanted all the same
         h = self.embedding(ids, step.adapters)
@@ -314,7 +314,7 @@ class Decoder:
         if self.positions is not None:
             h = h + self.positions(step.positions + self.config.position_offset)
         angles = [*(rotary(step.positions, images.axes) for rotary in self.rotary), self._unrotated]
-        plain = not deep and kept is None
+        plain = recorded and not deep and kept is None
         # with adapters, the last feed-forward part has its rows' own
         if self.recorded is not None and plain and (rows is None or step.adapters is None):
             x = self.recorded(h, step, angles, vectors)

@@ -86,10 +86,13 @@ class Encoder:
         if not isinstance(self._attention, TorchSequences) and all(layer.compiled for layer in self.layers):
             self.recorded = RecordedLayers(self._through_layers, keeps_states=False, paths=())
 
-    def forward(self, ids: torch.Tensor, counts: Sequence[int], segments: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, ids: torch.Tensor, counts: Sequence[int], segments: torch.Tensor | None = None, *, recorded: bool = True
+    ) -> torch.Tensor:
         """Hidden states [T, width] of ids int64 [T]: sequences of `counts` tokens each, >= 1, one behind the other.
 
-        `segments` int64 [T]: token types; None: all 0. Raises `IndexError` for an id out of range, on a CPU.
+        `segments` int64 [T]: token types; None: all 0. Not `recorded`: layers are called one by one. Raises
+        `IndexError` for an id out of range, on a CPU.
         """
         places = np.concatenate([np.arange(count) for count in counts])
         if len(places) != len(ids):
@@ -98,7 +101,7 @@ class Encoder:
         step = StepContext(positions, self._attention.plan(counts))
         h = self._embed(ids, positions, counts, segments)
         angles = [*(rotary(positions) for rotary in self.rotary), self._unrotated]
-        x = None if self.recorded is None else self.recorded(h, step, angles)
+        x = self.recorded(h, step, angles) if recorded and self.recorded is not None else None
         return self._through_layers(h, step, angles) if x is None else x
 
     def _through_layers(

@@ -1,81 +1,97 @@
 """Which compiled kernels a decoder or an encoder calls, by name, known before its weights are read.
 
-For `kernels.compile_ahead`: what Python calls while a model is loaded and run. Of the kernels that these call by
-address, those need mention that most models never call (`calls.call_rare`). A kernel that is missing here is compiled
-when it is first called, which `tests/models` would find.
+For `kernels.compile_ahead`: what Python calls while a model is loaded and run. Its layers run once over weights that
+hold nothing yet, under a `kernels.listing.KernelList`. Only the sampler is named here: it is made later than the model,
+and what it calls by address depends on what requests ask for. A kernel that is missing is compiled when it is first
+called, which `tests/models` would find.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from asyncengine.kernels.compile_ahead import called, named
-from asyncengine.layers.attention import Attention
-from asyncengine.layers.kimi_delta import KimiDelta
-from asyncengine.layers.mlp import MLP
-from asyncengine.layers.norm import Norm
-from asyncengine.layers.sharded import own_form
-from asyncengine.layers.sparse_mlp import SparseMLP
-from asyncengine.layers.stored_weight import SideBySide
-from asyncengine.layers.weight_forms import PackedWeight, PanelWeight, RowMajorWeight, WeightForm
-from asyncengine.models.decoder import Decoder, DecoderLayer
+from asyncengine.attention.base import StepView
+from asyncengine.kernels.arena import Arena
+from asyncengine.kernels.compile_ahead import written
+from asyncengine.layers.states import StatePools, StateSegments, StateStep
+from asyncengine.layers.step import StepContext
+from asyncengine.models.decoder import Decoder
 from asyncengine.models.encoder import Encoder
+
+_LONG = 513
+"""Tokens of a prompt that takes the kernels of many rows, whatever a model's sizes."""
+_BY_TORCH = 2
+"""Tokens of it where torch moves the states, which takes as many operations as there are tokens."""
 
 
 class FirstKernels(NamedTuple):
     """Names as `calls.compile_named` takes them, those that take longest first. None where nothing is compiled."""
 
     needed: Sequence[str] = ()
-    """Kernels of a first answer to a short prompt."""
+    """Kernels of a first answer to a prompt."""
     later: Sequence[str] = ()
-    """Kernels of long prompts and contexts, and of requests that sample in another way than the model's own
-    defaults."""
+    """Kernels of long contexts, and of requests that sample in another way than the model's own defaults."""
 
 
 def kernels_of(decoder: Decoder, page_size: int, defaults: Mapping[str, Any]) -> FirstKernels:
     """`defaults`: the model's own sampling parameters, by name."""
-    if decoder.options.kernels.name != "compiled":
+    options = decoder.options
+    if options.kernels.name != "compiled":
         return FirstKernels()
-    from asyncengine.attention.cpu import tile_types
-    from asyncengine.kernels.cpu.jit import kind_of
+    from asyncengine.kernels.listing import KernelList
 
-    kind = _type(kind_of(decoder.dtype))
-    tiles = [_type(each) for each in tile_types(page_size, decoder.dtype)]
-    weights = [leaf for layer in decoder.layers for linear in layer.linears() for leaf in _leaves(linear.weight)]
-    head = decoder.head.weight
-    table = head if decoder.config.tied else decoder.embedding.stored
-    rows = [] if table is None else _rows(own_form(table), kind)
-    logits = [name for leaf in _leaves(head) for name in _products(leaf, kind, "float32")]
-    sampled, later = _sampling(defaults)
-    later.append(called("attention:join", 3, kind, 2))
-    if any(own.config.query_growth is not None for own in decoder.rotary):
-        later.append(named("scaling:multiply_rows", 7, kind, 1))
-    needed = _mixtures(decoder, kind) + _states(decoder, kind) + _attention(decoder.layers, kind, tiles)
-    needed += [name for weight in weights for name in _products(weight, kind, kind)] + logits + rows
-    needed += _norms([norm for layer in decoder.layers for norm in layer.norms()], kind)
-    needed += _activations(decoder.layers, kind) + _scalings(decoder.layers, kind)
-    needed += [named("gather:_copy_few_rows", 5), named("attention_fields:scratch_places", 3), *sampled]
-    known = dict.fromkeys(needed)
-    return FirstKernels(list(known), [name for name in dict.fromkeys(later) if name not in known])
+    if options.ranks is not None:  # other processes do not run along
+        alone = replace(options, ranks=None, memory=Arena())
+        decoder = Decoder(decoder.config, alone, decoder.max_model_len)
+    moved = all(layer.state is None or getattr(layer.state, "kernel", None) for layer in decoder.layers)
+    needed, later = KernelList(), KernelList()
+    with needed:
+        for count in (1, min(_LONG if moved else _BY_TORCH, decoder.max_model_len)):
+            _run(decoder, page_size, 0, count)
+    with later:
+        _run(decoder, page_size, decoder.max_model_len - 1, 1)
+    sampled, others = _sampling(defaults)
+    first = dict.fromkeys((*needed.names, *sampled))
+    return FirstKernels(list(first), [name for name in (*others, *later.names) if name not in first])
+
+
+@torch.inference_mode()
+def _run(decoder: Decoder, page_size: int, start: int, count: int) -> None:
+    """Run a step of one row, of `count` tokens from position `start` on, and what else long contexts need."""
+    from asyncengine.attention.cpu import CompiledBackend
+
+    backend = CompiledBackend(decoder.specs, 1, page_size, decoder.dtype, one_pool=True)
+    starts, counts, bounds = (np.array(each, dtype=np.int64) for each in ([start], [count], [0, count]))
+    tables = np.zeros((1, -(-(start + count) // page_size)), dtype=np.int32)
+    positions, ids = torch.arange(start, start + count), torch.zeros(count, dtype=torch.int64)
+    backend.plan(StepView(starts, counts, bounds, tables, ids))
+    states = None
+    if decoder.states:
+        first, last, slot = np.zeros(1, dtype=np.int64), counts, np.ones(1, dtype=np.int64)
+        segments = StateSegments(np.arange(2), first, last, first, slot)
+        states = StateStep(StatePools(decoder.states, 2, decoder.dtype, decoder.device), segments)
+    step = StepContext(positions, backend, states=states)
+    h = decoder.hidden_states(ids, step, torch.tensor([count - 1]), recorded=False)
+    decoder.logits(h, step)
+    if start:
+        backend.warm_up()
 
 
 def _sampling(defaults: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """(what requests need that say nothing, what others do)"""
-    needed: list[str] = [named("sampling:_choose_at_once", 10), named("sampling:_choose", 10)]
-    others: list[str] = []
+    needed, others = [written("sampling:_choose_at_once"), written("sampling:_choose")], list[str]()
     draws = defaults.get("do_sample", True) and defaults.get("temperature", 1.0) > 0
     top_k = draws and defaults.get("top_k", 0) > 0
     top_p = draws and not top_k and defaults.get("top_p", 1.0) < 1
     for wanted, name in (
-        (top_p, called("truncation:top_p_threshold", 5, "float32", "float32")),
-        (draws, called("sampling:_draw", 4, "float32", "float32", 3)),
-        (top_k, called("truncation:top_k_threshold", 5, "float32", 1, "float32")),
-    ):
-        (needed if wanted else others).append(name)
+        (top_p, "truncation:top_p_threshold"), (draws, "sampling:_draw"), (top_k, "truncation:top_k_threshold")
+    ):  # fmt: skip
+        (needed if wanted else others).append(written(name, by_address=True))
     return needed, others
 
 
@@ -89,154 +105,11 @@ def encoder_kernels_of(encoder: Encoder) -> list[str]:
     """The same of an encoder."""
     if encoder.options.kernels.name != "compiled":
         return []
-    from asyncengine.attention.cpu import tile_types
-    from asyncengine.attention.cpu_whole import PAGE
-    from asyncengine.kernels.cpu.jit import kind_of
+    from asyncengine.kernels.listing import KernelList
 
-    kind, layers = _type(kind_of(encoder.dtype)), encoder.layers
-    names = _attention(layers, kind, [_type(each) for each in tile_types(PAGE, encoder.dtype)])
-    linears = [linear for layer in layers for linear in layer.linears()]
-    linears += [] if encoder.head is None else encoder.head.linears()
-    names += [name for linear in linears for leaf in _leaves(linear.weight) for name in _products(leaf, kind, kind)]
-    outer = [norm for norm in (encoder.embedding_norm, encoder.norm) if norm is not None]
-    names += _norms([*outer, *(norm for layer in layers for norm in layer.norms())], kind)
-    return list(dict.fromkeys(names + _activations(layers, kind)))
-
-
-def _norms(norms: Iterable[Norm], kind: str) -> list[str]:
-    names = []
-    for norm in norms:
-        if norm.fusable:
-            names += [
-                named("norm:norm", 5, "float32", kind, 1), named("norm:add_norm", 7, "float32", "float32", kind, 1)
-            ]  # fmt: skip
-        elif norm.by_rows:
-            names.append(named("layer_norm:normalise", 8, "float32", "float32", kind, 1))
-    return names
-
-
-def _activations(layers: Sequence[DecoderLayer], kind: str) -> list[str]:
-    parts = [part for layer in layers if (part := _dense_part(layer.mlp)) is not None]
-    names = [named("activation:gate", 5, kind, 1)] if any(part.gated is not None for part in parts) else []
-    if any(part.in_place for part in parts):
-        names.append(named("activation:activate", 5, kind, 1))
-    return names + _gates(parts, kind)
-
-
-def _gates(parts: Sequence[MLP], kind: str) -> list[str]:
-    """Kernels of gated parts' activations."""
-    from asyncengine.kernels.cpu.activation import gated_by
-
-    names = dict.fromkeys(gated_by(part.gated) for part in parts)
-    return [called(f"activation:{name}", 5, kind) for name in names if name is not None]
-
-
-def _attention(layers: Sequence[DecoderLayer], kind: str, tiles: list[str]) -> list[str]:
-    attentions = [layer for layer in layers if layer.attention is not None]
-    merged = [layer.merged is not None for layer in attentions]
-    if not merged:
-        return []
-    names = [named("attention:attend", 6, kind, *tiles, 1)]
-    if any(merged):
-        names.append(named("attention_write:prepare_and_write", 4, "float64", 5, kind, 1))
-    if not all(merged):
-        names.append(named("attention_write:write", 8, kind, 1))
-    for own in (layer.attention for layer in layers if layer.attention is not None):
-        if not isinstance(own, Attention) or len(own.config.qkv) == 2:
-            names.append(named("gather:copy_columns", 9))
-        if getattr(own, "clip", None) is not None:
-            names.append(named("activation:activate", 5, kind, 1))
-        angles = getattr(own, "rotated_apart", None)
-        if angles is not None:
-            angle_kind = "float32" if angles == torch.float32 else kind
-            names.append(named("qk_norm_rope:rotate_columns", 8, "bool", kind, angle_kind, 1))
-        if getattr(own, "norms_apart", False) or getattr(own, "value_norm", None) is not None:
-            names.append(named("norm:norm_columns", 9, "float32", "bool", kind, 1))
-    return [*names, named("attention_fields:scratch_places", 3), named("attention_fields:partial_floats", 2)]
-
-
-def _states(decoder: Decoder, kind: str) -> list[str]:
-    """Kernels of layers that keep states, and of gates of heads."""
-    kernels = [getattr(layer.state, "kernel", None) for layer in decoder.layers]
-    names = [kernel.code(decoder.dtype) for kernel in kernels if kernel is not None]
-    if any(layer.attention is not None and layer.attention.gate is not None for layer in decoder.layers):
-        names += [named("head_gate:split", 6, kind, 1), named("head_gate:multiply_gates", 7, kind, 1)]
-    return names
-
-
-def _scalings(layers: Sequence[DecoderLayer], kind: str) -> list[str]:
-    """Kernels that multiply or add numbers on the way."""
-    names = []
-    parts = [part for layer in layers if (part := _dense_part(layer.mlp)) is not None]
-    if any(part.config.scales != (1.0, 1.0) for part in parts):
-        names.append(named("scaling:scale", 1, "float32", 3, kind, 1))
-    scaled = any(layer.scalar is not None for layer in layers)
-    if scaled or any(getattr(layer.state, "scales", None) is not None for layer in layers):
-        names.append(named("scaling:scale_columns", 5, kind, 1))
-    if scaled or any(layer.attention is not None and layer.state is not None for layer in layers):
-        names.append(named("scaling:add_beside", 1, "float32", 3, kind, 1))
-    if any(layer.config.parallel for layer in layers):
-        names.append(named("scaling:add_branches", 6, kind, 1))
-    if any(layer.inputs is not None or isinstance(layer.state, KimiDelta) for layer in layers):
-        names.append(named("gather:copy_columns", 9))
-    return names
-
-
-def _mixtures(decoder: Decoder, kind: str) -> list[str]:
-    """Kernels of routers and experts."""
-    from asyncengine.kernels.cpu.linears import forms_of
-
-    names = []
-    for mixture in (found for layer in decoder.layers for found in layer.mixtures()):
-        experts, router = mixture.experts, mixture.router
-        weights = [*experts.up.forms, *experts.down.forms]
-        if experts.kernel is not None:
-            forms = forms_of([experts.up.product(), experts.down.product()])
-            written = ["none" if form is None else _type(form) for form in forms]
-            names.append(named("experts:run_experts", 10, "float32", "float32", *written, kind, 2))
-            names += [name for each in weights if isinstance(each, PanelWeight) for name in each.kernels(kind)]
-        else:
-            names += [name for each in weights for leaf in _leaves(each) for name in _products(leaf, kind, kind)]
-        names += _products(router.weight, "float32" if router.config.exact else kind, "float32")
-        if router.config.exact and kind != "float32":
-            names.append(named("scaling:widen_all", 4, kind, 1))
-        if isinstance(mixture, SparseMLP) and mixture.config.scales_inputs:
-            names.append(named("scaling:multiply_rows", 7, kind, 1))
-        if not isinstance(mixture, SparseMLP) or mixture.shared is not None:
-            names.append(named("scaling:add_shared", 7, kind, 1))
-        if router.settings is not None:
-            signature = (9, "bool", 2, "bool", "float32", "float32", "float32")
-            names += [named(f"routing:{name}", *signature) for name in ("_route_few", "route_rows")]
-    return list(dict.fromkeys(names))
-
-
-def _dense_part(mlp: MLP | SparseMLP | None) -> MLP | None:
-    """The part that all rows go through: the feed-forward part, or what a mixture has beside its experts."""
-    return mlp.shared if isinstance(mlp, SparseMLP) else mlp
-
-
-def _leaves(weight: WeightForm) -> Sequence[WeightForm]:
-    own = own_form(weight)
-    return own.forms if isinstance(own, SideBySide) else [own]
-
-
-def _products(weight: WeightForm, kind: str, out: str) -> list[str]:
-    if isinstance(weight, PackedWeight):
-        return [named("packed:multiply", 11, kind, 2)]
-    if isinstance(weight, RowMajorWeight):
-        return [named("gemm_rowmajor:_product", 6, kind, 1)]
-    if isinstance(weight, PanelWeight):
-        return [named("gemm_quantized:_multiply", 8, kind, out, 2), *weight.kernels(out)]
-    return []
-
-
-def _rows(weight: WeightForm, kind: str) -> list[str]:
-    if isinstance(weight, PackedWeight):
-        return [named(f"packed:{name}", 6, kind, 1) for name in ("_read_few_rows", "_read_rows")]
-    if isinstance(weight, PanelWeight):
-        return [named(f"quantized_panels:{name}", 9, kind, 1) for name in ("_read_few_rows", "_read_rows")]
-    return []
-
-
-def _type(kind: Any) -> str:
-    return str(np.dtype(type(kind)))
+    with KernelList() as found, torch.inference_mode():
+        for count in (1, min(_LONG, encoder.max_model_len)):
+            hidden = encoder.forward(torch.zeros(count, dtype=torch.int64), [count], recorded=False)
+            if encoder.head is not None:
+                encoder.classify(hidden, [count])
+    return found.names

@@ -65,7 +65,7 @@ def test_all_are_kept_with_those_they_call_and_the_next_load_starts_nothing(
     forks: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compile_process, "_FORKS", forks)
-    monkeypatch.setattr(compile_ahead, "_BY_ALL", (SMALL,))
+    monkeypatch.setattr(compile_ahead, "first_names", lambda **kinds: [SMALL])
     ahead = CompileAhead(2)
     ahead.expect()
     ahead.start([SMALL, CALLS_OTHERS])
@@ -234,8 +234,11 @@ def test_cpus_that_a_program_allows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_was_guessed_and_is_not_called_is_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another kind of model than most. What makes a team of threads is no guess."""
-    monkeypatch.setattr(compile_ahead, "_BY_ALL", (SMALL,))
-    monkeypatch.setattr(compile_ahead, "_BY_MOST", (UNKNOWN, CALLS_OTHERS))
+
+    def first_names(*, float32: bool = False, most: bool = True) -> list[str]:
+        return [SMALL, UNKNOWN, CALLS_OTHERS] if most else [SMALL]
+
+    monkeypatch.setattr(compile_ahead, "first_names", first_names)
     monkeypatch.setattr(CompileAhead, "_open", lambda ahead, most: None)
     ahead = CompileAhead(2)
     ahead.expect(first_time=True)

@@ -7,12 +7,13 @@ the mathematical library is made for each.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
+import numba
 import numpy as np
 import torch
 
-from asyncengine.kernels.cpu.calls import call_rare, parallel_for
+from asyncengine.kernels.cpu.calls import address_of, call, name_of, parallel_for
 from asyncengine.kernels.cpu.gelu import gelu_row
 from asyncengine.kernels.cpu.jit import (
     array,
@@ -41,7 +42,8 @@ def _gated(activation: int, both: torch.Tensor) -> torch.Tensor:
     width //= 2
     out = torch.empty((*outer, width), dtype=both.dtype)
     rows = out.numel() // width
-    gate(both.data_ptr(), out.data_ptr(), rows, width, activation, kind_of(both.dtype), use_team())
+    code = gate_code(activation, both.dtype)
+    gate(both.data_ptr(), out.data_ptr(), rows, width, code, kind_of(both.dtype), use_team())
     return out
 
 
@@ -68,14 +70,20 @@ def _activated(activation: int, parameters: torch.Tensor | None, x: torch.Tensor
     return x
 
 
-def gated_by(between: object) -> str | None:
-    """The name of the function above that `gate` calls for one of these; None: it calls none."""
-    names = {_GELU_TANH: "gate_by_gelu_tanh", _GELU: "gate_by_gelu"}
-    return names.get(-1 if (number := activation_id(between)) is None else number)
+def gate_code(activation: int, dtype: torch.dtype) -> int:
+    """The number as kernels take it: of a gated GELU, which few models have, the address of what computes rows of that
+    type; compiled now if need be."""
+    return address_of(_name_of_gate(activation, dtype)) if activation in (_GELU_TANH, _GELU) else activation
+
+
+@cache
+def _name_of_gate(activation: int, dtype: torch.dtype) -> str:
+    rows = gate_by_gelu_tanh if activation == _GELU_TANH else gate_by_gelu
+    return name_of(rows, (*(numba.types.int64,) * 5, numba.typeof(kind_of(dtype))))
 
 
 def activation_id(between: object) -> int | None:
-    """The number by which kernels know one of these; None: it is none of them."""
+    """The number by which one of these is known (`gate_code`); None: it is none of them."""
     if not isinstance(between, partial):
         return None
     number: int = between.args[0] if between.args else -1
@@ -144,13 +152,11 @@ def _gelu(x: np.float32) -> np.float32:
 @serial_in_order
 def _gate_part(
     piece: int, pieces: int, worker: int,
-    both: int, out: int, rows: int, width: int, activation: int, kind: np.generic,
+    both: int, out: int, rows: int, width: int, code: int, kind: np.generic,
 ) -> None:  # fmt: skip
     first, last = rows * piece // pieces, rows * (piece + 1) // pieces
-    if activation == _GELU_TANH:
-        call_rare(gate_by_gelu_tanh, (first, last, both, out, width, kind))
-    elif activation == _GELU:
-        call_rare(gate_by_gelu, (first, last, both, out, width, kind))
+    if code != _SILU:
+        call(code, (first, last, both, out, width, kind))
     else:
         halves = array(pointer(both, kind), (last, 2, width))
         results = array(pointer(out, kind), (last, width))
@@ -162,7 +168,7 @@ def _gate_part(
 
 @serial_in_order
 def gate_by_gelu_tanh(first: int, last: int, both: int, out: int, width: int, kind: np.generic) -> None:
-    """Rows `first` to `last`, by address, as few models need it."""
+    """Rows `first` to `last`, for `gate_code`."""
     halves = array(pointer(both, kind), (last, 2, width))
     results = array(pointer(out, kind), (last, width))
     for row in range(first, last):
@@ -183,11 +189,9 @@ def gate_by_gelu(first: int, last: int, both: int, out: int, width: int, kind: n
 
 
 @serial_in_order
-def gate(both: int, out: int, rows: int, width: int, activation: int, kind: np.generic, team: int) -> None:
-    """One of the gated activations above, by address."""
-    parallel_for(
-        _gate_part, team, pieces_of(rows * width * _WORK, rows, team), (both, out, rows, width, activation, kind)
-    )
+def gate(both: int, out: int, rows: int, width: int, code: int, kind: np.generic, team: int) -> None:
+    """One of the gated activations above, by address; `code` is what `gate_code` says."""
+    parallel_for(_gate_part, team, pieces_of(rows * width * _WORK, rows, team), (both, out, rows, width, code, kind))
 
 
 @serial_in_order

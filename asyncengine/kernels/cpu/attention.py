@@ -57,7 +57,7 @@ from asyncengine.kernels.cpu.attention_fields import (
 )  # fmt: skip
 from asyncengine.kernels.cpu.attention_softmax import LOG2E, store_scaled
 from asyncengine.kernels.cpu.attention_tiles import AHEAD, BLOCK, FLOOR
-from asyncengine.kernels.cpu.calls import call, call_rare, compile_named, name_of, parallel_for
+from asyncengine.kernels.cpu.calls import address_of, call, call_rare, name_of, parallel_for
 from asyncengine.kernels.cpu.jit import array, narrow, pointer, serial_in_order
 from asyncengine.kernels.cpu.vectors import size_of
 
@@ -84,7 +84,7 @@ def attend(
 def compile_join(kind: Any) -> None:
     """Compile what only long contexts need. `kind`: that of the layer's numbers."""
     whole = numba.types.int64
-    compile_named(name_of(join, (whole, whole, whole, numba.typeof(kind), whole, whole)))
+    address_of(name_of(join, (whole, whole, whole, numba.typeof(kind), whole, whole)))
 
 
 @serial_in_order

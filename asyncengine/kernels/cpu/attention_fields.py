@@ -48,20 +48,22 @@ def padded(dim: int) -> int:
     return (dim + 63) // 64 * 64
 
 
-@serial_in_order
-def partial_floats(group: int, value_dim: int) -> int:
-    """Floats of a partial result of one kv head: maxima, sums of weights, sums of values."""
-    return int(group * (2 + padded(value_dim)))
+def partial_size(group: int, value_dim: int) -> int:
+    """Floats of a partial result of one kv head: maxima, sums of weights, sums of values (`padded`)."""
+    return group * (2 + (value_dim + 63) // 64 * 64)
 
 
-@serial_in_order
-def scratch_places(rows: int, key_dim: int, value_dim: int) -> Any:
+def scratch_sizes(rows: int, key_dim: int, value_dim: int) -> Any:
     """Offsets of QUERY .. TILE_LISTS in a thread's scratch memory, then SIZE. `rows`: queries x heads of a group."""
     query = 0
     scores = query + rows * (key_dim + 16) * 4
     weights = scores + rows * SCORES * 4
     sums = weights + rows * BLOCK * 4
-    joined = sums + rows * padded(value_dim) * 4
-    state = joined + rows * padded(value_dim) * 4
+    joined = sums + rows * ((value_dim + 63) // 64 * 64) * 4
+    state = joined + rows * ((value_dim + 63) // 64 * 64) * 4
     tiles = state + (rows * 6 * 4 + 63) // 64 * 64
     return query, scores, weights, sums, joined, state, tiles, tiles + 2 * TILES * 8
+
+
+# Python computes a few sizes before each step: it does so by itself, and nothing has to be compiled for that
+partial_floats, scratch_places = serial_in_order(partial_size), serial_in_order(scratch_sizes)

@@ -68,7 +68,12 @@ def name_of(function: Any, types: tuple[Any, ...]) -> str:
 
 
 def address_of(name: str) -> int:
-    """The address of "module:function:void(types)", which is compiled if need be. It never moves."""
+    """The address of "module:function:void(types)", which is compiled if need be. It never moves. 0 where others
+    compile it (`compile_watcher.called_apart`)."""
+    report = called_apart.get()
+    if report is not None:
+        report(name, False)
+        return 0
     address: int = _code_of(name).address
     return address
 

@@ -11,6 +11,7 @@ What a kernel consists of is the same either way, and so are its results.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, ClassVar
@@ -24,11 +25,11 @@ from numba.core.runtime import rtsys
 
 from asyncengine.kernels.cpu.cache import KernelCache, PartCache
 
-Note = Callable[["Kernel", tuple[Any, ...]], None]
-"""Called with a kernel that Python has called, and with the arguments."""
+Note = Callable[["Kernel", tuple[Any, ...]], Any]
+"""Called in place of a kernel that Python calls, with that and its arguments; gives what the call gives."""
 
 noting: ContextVar[Note | None] = ContextVar("asyncengine_kernel_calls", default=None)
-"""The recorder of this thread's calls of kernels (`kernels.recording`)."""
+"""The recorder of this thread's calls of kernels (`kernels.recording`), or what lists them (`kernels.listing`)."""
 _ENVIRONMENT = "_ZN08NumbaEnv"
 """The prefix of numba's names of places for a function's Python objects."""
 _HANDED_ON = ("nrt", "fastmath", "error_model", "forceinline", "boundscheck", "debuginfo")
@@ -127,11 +128,18 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
         self._cache = KernelCache(function)
 
     def __call__(self, *arguments: Any) -> Any:
-        found = super().__call__(*arguments)
         note = noting.get()
-        if note is not None:
-            note(self, arguments)
-        return found
+        return super().__call__(*arguments) if note is None else note(self, arguments)
+
+    def run(self, arguments: tuple[Any, ...]) -> Any:
+        """Call it, whoever notes calls."""
+        return super().__call__(*arguments)
+
+    def name_for(self, arguments: tuple[Any, ...]) -> str:
+        """"module:function:(types)" of a call with these, as `calls.compile_named` takes it."""
+        module = self.py_func.__module__
+        function = next(name for name, own in vars(sys.modules[module]).items() if own is self)
+        return f"{module}:{function}:({', '.join(str(self.typeof_pyval(each)) for each in arguments)})"
 
     def code_for(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], int]:
         """(types of these arguments, the address of the code for them as C calls it). It has been compiled."""

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu import gemm_quantized
-from asyncengine.kernels.cpu.activation import UNGATED, activate, gate, gate_clamped
+from asyncengine.kernels.cpu.activation import UNGATED, activate, gate, gate_clamped, gate_code
 from asyncengine.kernels.cpu.calls import call, parallel_for
 from asyncengine.kernels.cpu.gemm_quantized import (
     BYTES,
@@ -100,7 +100,8 @@ class ExpertsKernel:
         scratch = torch.empty(self.scratch_bytes(rows * count, size), dtype=torch.uint8)
         run_experts(
             self.address, scratch.data_ptr(), x.data_ptr(), chosen.data_ptr(),
-            0 if weights is None else weights.data_ptr(), out.data_ptr(), rows, count, form.experts, form.activation,
+            0 if weights is None else weights.data_ptr(), out.data_ptr(), rows, count, form.experts,
+            gate_code(form.activation, x.dtype),
             np.float32(form.alpha), np.float32(form.limit), *self._forms, kind_of(x.dtype), size, use_team(),
         )  # fmt: skip
 
@@ -112,7 +113,8 @@ def run_experts(
     activation: int, alpha: np.float32, limit: np.float32, rounds: np.generic | None, packs: np.generic | None,
     kind: np.generic, size: int, team: int,
 ) -> None:  # fmt: skip
-    """An `ExpertsKernel` by address. `rounds`, `packs` are what `linears.forms_of` says."""
+    """An `ExpertsKernel` by address. `activation` is what `gate_code` says, `rounds`, `packs` what `linears.forms_of`
+    does."""
     linears = array(pointer(record, np.int64(0)), (2, PRODUCT_FIELDS))
     pairs, width, inner = rows * count, linears[UP, MATRIX + INPUTS], linears[DOWN, MATRIX + INPUTS]
     memory = _parts_of(scratch, pairs, width, linears[UP, MATRIX + OUTPUTS], inner, experts, size)
@@ -127,7 +129,7 @@ def run_experts(
     _multiply(linears[UP], source, one, memory, memory[_BOTH], pairs, used, rounds, packs, kind, size, team)
     if activation == CLAMPED:
         gate_clamped(memory[_BOTH], memory[_INNER], pairs, inner, alpha, limit, kind, team)
-    elif activation >= UNGATED:
+    elif UNGATED <= activation < 2 * UNGATED:
         activate(memory[_BOTH], pairs, inner, activation - UNGATED, 0, kind, team)
         memory[_INNER] = memory[_BOTH]
     else:

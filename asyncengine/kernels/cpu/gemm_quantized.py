@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu.calls import parallel_for
+from asyncengine.kernels.cpu.compile_watcher import called_apart
 from asyncengine.kernels.cpu.jit import (
     allocates,
     array,
@@ -122,19 +123,20 @@ def gemm(
 
 
 def code_for(form: PanelForm, dtype: torch.dtype) -> int:
-    """The address of what multiplies weights of this form, for a result of that type. Compiled now if need be."""
-    address: int = _code_for(form, "uint16" if dtype == torch.bfloat16 else "float32").address
+    """The address of what multiplies weights of this form, for a result of that type. Compiled now if need be: unless
+    others compile it (`compile_watcher.called_apart`)."""
+    kind = "uint16" if dtype == torch.bfloat16 else "float32"
+    report = called_apart.get()
+    if report is not None:
+        words = (form.bits, form.group, form.below, form.block, form.scale, kind, *form.table)
+        report(f"{__name__}:compile_code:form {' '.join(map(str, words))}", False)
+        return 0
+    address: int = _code_for(form, kind).address
     return address
 
 
-def name_of_code(form: PanelForm, kind: str) -> str:
-    """For `calls.compile_named`: what `code_for` compiles."""
-    words = (form.bits, form.group, form.below, form.block, form.scale, kind, *form.table)
-    return f"{__name__}:compile_code:form {' '.join(map(str, words))}"
-
-
 def compile_code(words: str) -> None:
-    """Compile, and keep, what `name_of_code` ends with."""
+    """Compile, and keep, what `code_for` names so."""
     _, bits, group, below, block, scale, kind, *table = words.split()
     _code_for(PanelForm(int(bits), int(group), below, int(block), scale, tuple(map(int, table))), kind)
 

@@ -51,13 +51,6 @@ class _LayerGroup:
     num_kv_heads: int
 
 
-def tile_types(page_size: int, dtype: torch.dtype) -> tuple[Any, Any]:
-    """(lanes, operand) of pages of so many tokens, as `kernels.cpu.attention.attend` takes them."""
-    lanes = math.gcd(page_size, max(LANES))
-    pairs = dtype == torch.bfloat16 and lanes == max(LANES) and cpu_has("avx512bf16")
-    return LANES[lanes], np.uint16(0) if pairs else np.float32(0)
-
-
 class CompiledBackend:
     """`AttentionBackend` in compiled kernels. Construct it only where `compiler_missing` finds nothing missing."""
 
@@ -78,7 +71,8 @@ class CompiledBackend:
         self._dtype = dtype
         lanes = math.gcd(page_size, max(LANES))
         self._kind = kind_of(dtype)
-        self.tile_types = self._lanes, self._operand = tile_types(page_size, dtype)
+        pairs = dtype == torch.bfloat16 and lanes == max(LANES) and cpu_has("avx512bf16")
+        self._lanes, self._operand = LANES[lanes], np.uint16(0) if pairs else np.float32(0)
         shared: dict[tuple[int, ...], _Memory] = {}
         self._pools = []
         for spec in layers:

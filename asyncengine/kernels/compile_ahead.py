@@ -38,8 +38,8 @@ _PATIENCE = 120.0
 
 
 def written(function: str, kind: str = "uint16", *, by_address: bool = False) -> str:
-    """The name of "module:function" in `kernels.cpu`, as Python calls it, or kernels do `by_address`, with the types that
-    it is written with. Its source is read: nothing is imported. `kind`: that of the numbers."""
+    """The name of "module:function" in `kernels.cpu`, as Python calls it, or kernels do `by_address`, with the types
+    that it is written with. Its source is read: nothing is imported. `kind`: that of the numbers."""
     module, name = function.split(":")
     source = (Path(__file__).parent / "cpu" / f"{module}.py").read_text(encoding="utf-8")
     original = re.search(rf"^{name} = with_gil\((\w+)\)$", source, re.MULTILINE)
@@ -347,9 +347,7 @@ def first_names(*, float32: bool = False, most: bool = True) -> list[str]:
     first, *rest = _BY_ALL
     others = _BY_MOST if most else ()
     kind = "float32" if float32 else "uint16"
-    return [
-        written(name, kind, by_address=by_address) for name, by_address in (first, *others[:1], *rest, *others[1:])
-    ]
+    return [written(name, kind, by_address=by_address) for name, by_address in (first, *others[:1], *rest, *others[1:])]
 
 
 def _listed(kept: bytes | None) -> list[str] | None:

@@ -52,8 +52,6 @@ class MLP:
         self.xielu = XIELU(options, prefix + "mlp.act_fn") if config.activation == "xielu" else None
         parameters = None if self.xielu is None else self.xielu.parameters
         self._activation: Activation = options.kernels.activation(config.activation, parameters)
-        self.in_place = options.kernels.name == "compiled" and not config.gated
-        """Whether a compiled kernel makes the activation of every number where it stands."""
         self.gated = options.kernels.gated(config.activation) if config.gated else None
         silu = config.gated and config.activation == "silu" and config.scales[0] == 1.0 and not config.bias
         self._multiply_gated = getattr(self.up.weight, "multiply_gated", None) if silu else None

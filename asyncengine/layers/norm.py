@@ -87,11 +87,6 @@ class Norm:
         """True for what the fused layer kernels compute: an RMS norm with a float32 weight."""
         return self._by_kernel and self.weight.dtype == torch.float32
 
-    @property
-    def by_rows(self) -> bool:
-        """True for a layer norm with one weight for all rows, which kernels compute where there are any."""
-        return self._plain
-
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Tensors of the checkpoint that it takes, by name."""
         if "{}" in self.path:

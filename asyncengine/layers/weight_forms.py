@@ -217,6 +217,7 @@ class OneDnnWeight:
     def __init__(self, outputs: int, inputs: int, dtype: torch.dtype) -> None:
         self.outputs, self.inputs, self.bias_dtype = outputs, inputs, dtype
         self._dtype = dtype
+        self._packed: torch.Tensor
         self.free()
         self.waiting = WaitingRows(outputs, inputs, dtype)
 
@@ -343,11 +344,6 @@ class PanelWeight:
         self._packing.read_rows(self._form, self.panels, self.row_scales, ids, found)
         if self.order is not None:
             out[:, self.order] = found
-
-    def kernels(self, out: str) -> list[str]:
-        """Names of the kernels that multiply this form, as `calls.compile_named` takes them. `out`: "uint16" or
-        "float32" for a result."""
-        return [self._products.name_of_code(self._form, out)]
 
     def products(self, bias: torch.Tensor | None) -> list[Any]:
         from asyncengine.kernels.cpu.linears import LinearWeights

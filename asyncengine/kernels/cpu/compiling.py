@@ -136,7 +136,7 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
         return super().__call__(*arguments)
 
     def name_for(self, arguments: tuple[Any, ...]) -> str:
-        """"module:function:(types)" of a call with these, as `calls.compile_named` takes it."""
+        """ "module:function:(types)" of a call with these, as `calls.compile_named` takes it."""
         module = self.py_func.__module__
         function = next(name for name, own in vars(sys.modules[module]).items() if own is self)
         return f"{module}:{function}:({', '.join(str(self.typeof_pyval(each)) for each in arguments)})"

@@ -59,11 +59,6 @@ class GatedDeltaKernel:
         self.record = np.array([*columns, *sizes, *where, self._epsilon.ctypes.data, by_channel], dtype=np.int64)
         self.address: int = self.record.ctypes.data
 
-    def code(self, dtype: torch.dtype) -> str:
-        """The name of the code that is called with the record, for `calls.compile_named`."""
-        kind = "uint16" if dtype == torch.bfloat16 else "float32"
-        return f"{__name__}:advance_states:({', '.join(['int64'] * 12)}, {kind}, int64)"
-
     def __call__(
         self, projected: torch.Tensor, states: torch.Tensor, windows: torch.Tensor, segments: Segments
     ) -> torch.Tensor:

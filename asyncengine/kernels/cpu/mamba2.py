@@ -98,11 +98,6 @@ class Mamba2Kernel:
         )  # fmt: skip
         self.address: int = self._record.ctypes.data
 
-    def code(self, dtype: torch.dtype) -> str:
-        """The name of the code that is called with the record, for `calls.compile_named`."""
-        kind = "uint16" if dtype == torch.bfloat16 else "float32"
-        return f"{__name__}:run_mamba2:({', '.join(['int64'] * 12)}, {kind}, int64)"
-
     def __call__(
         self, projected: torch.Tensor, states: torch.Tensor, windows: torch.Tensor, segments: Segments
     ) -> torch.Tensor:

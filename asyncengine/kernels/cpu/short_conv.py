@@ -33,11 +33,6 @@ class ShortConvKernel:
         self._record = np.array([self.outputs, taps, *places], dtype=np.int64)
         self.address: int = self._record.ctypes.data
 
-    def code(self, dtype: torch.dtype) -> str:
-        """The name of the code that is called with the record, for `calls.compile_named`."""
-        kind = "uint16" if dtype == torch.bfloat16 else "float32"
-        return f"{__name__}:run_short_conv:({', '.join(['int64'] * 12)}, {kind}, int64)"
-
     def __call__(self, projected: torch.Tensor, windows: torch.Tensor, segments: Segments) -> torch.Tensor:
         """[T, width] of B, C and x [T, 3 * width], contiguous; `windows` is the layer's pool."""
         out = torch.empty((len(projected), self.outputs), dtype=projected.dtype)

@@ -31,7 +31,7 @@ from asyncengine.device.pinned import Int64Array
 from asyncengine.kernels.cpu import attention as kernels
 from asyncengine.kernels.cpu import attention_fields as fields
 from asyncengine.kernels.cpu.attention_tiles import LANES
-from asyncengine.kernels.cpu.attention_write import prepare, prepare_and_write, write
+from asyncengine.kernels.cpu.attention_write import prepare_and_write, write
 from asyncengine.kernels.cpu.jit import kind_of
 from asyncengine.kernels.cpu.team import team_threads, use_team
 from asyncengine.kernels.cpu.team_loops import PER_THREAD
@@ -262,23 +262,6 @@ class _LayerPool:
         for part in (memory.keys, memory.values):
             page_bytes = (part.numel() - fields.SLACK) // (self._pages * heads)
             yield PagePool(part, page_bytes, heads, self._pages * page_bytes, self._of_windows)
-
-
-def prepare_merged(
-    qkv: torch.Tensor, heads: MergedHeads, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do the part of `attend_merged` before attention: query [tokens, heads, key dim], key and value alike (a view)."""
-    tokens, size = qkv.shape[0], qkv.element_size()
-    query = qkv.new_empty((tokens, heads.num_heads, heads.key_dim))
-    key = qkv.new_empty((tokens, heads.num_kv_heads, heads.key_dim))
-    prepare(
-        qkv.data_ptr(), query.data_ptr(), key.data_ptr(), tokens, heads.num_heads, heads.num_kv_heads, heads.key_dim,
-        qkv.shape[1] * size, 0 if heads.q_norm is None else heads.q_norm.data_ptr(),
-        0 if heads.k_norm is None else heads.k_norm.data_ptr(), heads.epsilon, cos.data_ptr(), sin.data_ptr(),
-        cos.shape[-1], kind_of(qkv.dtype), use_team(),
-    )  # fmt: skip
-    value = qkv[:, (heads.num_heads + heads.num_kv_heads) * heads.key_dim :]
-    return query, key, value.view(tokens, heads.num_kv_heads, -1)
 
 
 def _chunk_items(spec: LayerSpec, step: StepView, row: int) -> Int64Array:

@@ -64,9 +64,13 @@ class AttentionConfig:
 
 
 class Attention:
-    """x [T, width] -> [T, width]. `index` is the place of its keys and values in the attention backend."""
+    """x [T, width] -> [T, width]. `index` is the place of its keys and values in the attention backend, `rotary` its
+    rotation."""
 
-    def __init__(self, options: LayerOptions, config: AttentionConfig, prefix: str, width: int, index: int) -> None:
+    def __init__(
+        self, options: LayerOptions, config: AttentionConfig, prefix: str, width: int, index: int,
+        rotary: RotaryConfig | None,
+    ) -> None:  # fmt: skip
         self.config = config
         self.index = index
         dim, shares = config.head_dim, config.keys_of is not None
@@ -88,11 +92,17 @@ class Attention:
                 self._norm(options, prefix + name, heads)
                 for name, heads in zip(config.norm_names, counts, strict=False)
             )
+        device, interleaved = options.kernels.name, rotary is not None and rotary.style == "interleaved"
+        exact = rotary is not None and rotary.exact and options.dtype != torch.float32
+        # compiled attention rotates halves, by cosines in the model's type, and norms come before
+        self.rotates_apart = config.norm_after_rotation or ((interleaved or exact) and device != "cuda")
+        """Rotation, and norms of heads, are kernels of their own before attention."""
         fusable = config.norm_scope == "head" and all(norm.fusable for norm in self.norms or ())
-        self.norms_apart = self.norms is not None and (config.norm_after_rotation or not fusable)
-        """Norms of heads that `attend_merged` does not have in it."""
-        self.rotated_apart: torch.dtype | None = None
-        """The type of cosines and sines, if it has not the rotation in it either."""
+        self._norms_apart = self.norms is not None and (self.rotates_apart or not fusable)
+        self.merged: MergedHeads | None = None
+        """Description of how one kernel prepares the merged projection for attention; None: none can."""
+        if not shares and (device == "compiled" or not self.rotates_apart):
+            self.merged = self._merged(interleaved and not self.rotates_apart)
         self.value_norm: Norm | None = None
         if config.value_norm is not None and not shares:
             self.value_norm = Norm(options, config.value_norm, f"{prefix}self_attn.v_norm", dim)
@@ -106,7 +116,6 @@ class Attention:
             sinks=sinks,
         )  # fmt: skip
         self.gate = HeadGate(options, config.num_heads, dim) if config.output_gate else None
-        self._dtype = options.dtype
         self._kernels: Any = options.kernels
         self.clip: Activation | None = None
         if config.clip is not None:
@@ -120,40 +129,23 @@ class Attention:
             return Norm(options, config.head_norm, path, heads * config.head_dim)
         return Norm(options, config.head_norm, path, config.head_dim, heads if config.norm_scope == "each" else 0)
 
-    def merged_heads(self, rotary: RotaryConfig | None) -> MergedHeads | None:
-        """Description of how one kernel prepares the merged projection for attention; None: none can.
-
-        `rotary` is the layer's rotation. Compiled attention rotates halves, by cosines in the model's type: other
-        rotations are kernels of their own before it, and so are norms where one of the two is.
-        """
-        config, device = self.config, self._kernels.name
+    def _merged(self, interleaved: bool) -> MergedHeads:
+        config = self.config
         counts = (config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim)
-        interleaved = rotary is not None and rotary.style == "interleaved"
-        exact = rotary is not None and rotary.exact and self._dtype != torch.float32
-        if config.keys_of is not None:
-            self.rotated_apart = None if rotary is None else torch.float32 if exact else self._dtype
-            return None
-        other = config.norm_after_rotation or ((interleaved or exact) and device != "cuda")
-        if other and device != "compiled":
-            return None
-        if other:
-            self.rotated_apart, self.norms_apart = torch.float32 if exact else self._dtype, self.norms is not None
-        if self.norms is None or self.norms_apart:
-            return MergedHeads(*counts, interleaved=interleaved and not other)
+        if self.norms is None or self._norms_apart:
+            return MergedHeads(*counts, interleaved=interleaved)
         query, key = self.norms
         return MergedHeads(*counts, query.weight, key.weight, query.config.epsilon, interleaved)
 
-    def __call__(self, x: torch.Tensor, step: StepContext, angles: Angles, merged: MergedHeads | None) -> torch.Tensor:
-        """`angles` of this layer's rotation, `merged` as `merged_heads` says it, where the backend takes that."""
+    def __call__(self, x: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor:
+        """`angles`: those of this layer's rotation."""
         projected = self.qkv(x, step.adapters)
         if self.gate is None:
-            return self.out(self._attended(projected, step, angles, merged), step.adapters)
-        attended = self._attended(self.gate.split(projected), step, angles, merged)
+            return self.out(self._attended(projected, step, angles), step.adapters)
+        attended = self._attended(self.gate.split(projected), step, angles)
         return self.out(self.gate.multiply(attended, projected), step.adapters)
 
-    def _attended(
-        self, qkv: torch.Tensor, step: StepContext, angles: Angles, merged: MergedHeads | None
-    ) -> torch.Tensor:
+    def _attended(self, qkv: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor:
         """[T, heads * dim] of the merged projection."""
         if self.clip is not None:
             qkv = self.clip(qkv)
@@ -163,10 +155,10 @@ class Attention:
             return step.backend.attend(self.index, self._query(qkv, angles)).flatten(1)
         if self.makes_values:
             qkv = self._with_values(qkv)
-        attend_merged: Any = None if merged is None else getattr(step.backend, "attend_merged", None)
+        attend_merged: Any = None if self.merged is None else getattr(step.backend, "attend_merged", None)
         if attend_merged is not None:
             cos, sin = self._prepare_in_place(qkv, angles)
-            attended: torch.Tensor = attend_merged(self.index, qkv, merged, cos, sin)
+            attended: torch.Tensor = attend_merged(self.index, qkv, self.merged, cos, sin)
             return attended
         query, key, value = self.prepare(qkv, angles)
         step.backend.write(self.index, key, value)
@@ -199,14 +191,14 @@ class Attention:
     def _prepare_in_place(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
         """Do what `attend_merged` does not have in it, and give the cosines and sines that it rotates by."""
         config, after = self.config, self.config.norm_after_rotation
-        if self.norms_apart and not after:
+        if self._norms_apart and not after:
             self._norm_in_place(qkv)
-        if self.rotated_apart is None:
+        if not self.rotates_apart:
             return angles.cos, angles.sin
         heads = config.num_heads + config.num_kv_heads
         interleaved = angles.style == "interleaved"
         self._kernels.rotate_heads(qkv, angles.cos, angles.sin, heads, config.head_dim, interleaved)
-        if self.norms_apart and after:
+        if self._norms_apart and after:
             self._norm_in_place(qkv)
         return angles.cos[:, :0], angles.sin[:, :0]
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncengine.attention.base import LayerSpec, MergedHeads
+from asyncengine.attention.base import LayerSpec
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
-from asyncengine.layers.rotary import Angles, RotaryConfig
+from asyncengine.layers.rotary import Angles
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.step import StepContext
 
@@ -49,6 +49,8 @@ class LatentAttention:
     """x [T, width] -> [T, width]. `index` is the place of its keys and values in the attention backend."""
 
     gate = None
+    merged = None
+    """Its projections are not merged as compiled attention would have them."""
 
     def __init__(
         self, options: LayerOptions, config: LatentAttentionConfig, prefix: str, width: int, index: int
@@ -69,11 +71,7 @@ class LatentAttention:
             scale=config.scale,
         )  # fmt: skip
 
-    def merged_heads(self, rotary: RotaryConfig | None) -> MergedHeads | None:
-        """Its projections are not merged as compiled attention would have them."""
-        return None
-
-    def __call__(self, x: torch.Tensor, step: StepContext, angles: Angles, merged: MergedHeads | None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor:
         config, tokens = self.config, len(x)
         projected = self.qkv(x, step.adapters)[:, : sum(self._sizes)]
         query, latent, shared = torch.split(projected, self._sizes, dim=-1)

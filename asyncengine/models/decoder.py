@@ -119,7 +119,12 @@ class DecoderLayer:
         self.before_attention, self.after_attention = named(config.before_attention), named(config.after_attention)
         self.before_mlp, self.after_mlp = named(config.before_mlp), named(config.after_mlp)
         own = config.attention
-        self.attention = None if own is None else _attention(options, own, prefix, width, pool)
+        self.attention: Attention | LatentAttention | None = None
+        if isinstance(own, AttentionConfig):
+            rotary = None if own.rotary is None else model.rotary[own.rotary]
+            self.attention = Attention(options, own, prefix, width, pool, rotary)
+        elif own is not None:
+            self.attention = LatentAttention(options, own, prefix, width, pool)
         self.state = None if config.state is None else config.state.build(options, norm, prefix, width, state)
         form: Any = SparseMLP if isinstance(config.mlp, MoEConfig) else MLP
         self.mlp: MLP | SparseMLP | None = None if config.mlp is None else form(options, config.mlp, prefix, width)
@@ -128,8 +133,6 @@ class DecoderLayer:
         self.inputs = None if inputs is None else LayerInput(options, inputs, norm, prefix, width)
         self.scalar_path = f"{prefix}{config.scalar}"
         self.scalar = None if config.scalar is None else options.zeros(width, dtype=torch.float32).fill_(1.0)
-        rotary = None if own is None or own.rotary is None else model.rotary[own.rotary]
-        self.merged = None if self.attention is None else self.attention.merged_heads(rotary)
         moved = self.state is None or getattr(self.state, "kernel", None) is not None
         made = all(own_form(linear.weight).products(None) is not None for linear in self.linears())
         self.compiled = moved and made and all(mixture.experts.compiled for mixture in self.mixtures())
@@ -176,7 +179,7 @@ class DecoderLayer:
 
     def mix(self, x: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor | None:
         """The contribution of other tokens, [T, width]; None: the layer is its feed-forward part alone."""
-        branch = None if self.attention is None else self.attention(x, step, angles, self.merged)
+        branch = None if self.attention is None else self.attention(x, step, angles)
         scale = self.config.attention_scale
         if self.state is not None:
             own = self.state(x, step)
@@ -436,11 +439,3 @@ def _pools(layers: Sequence[LayerConfig]) -> list[int]:
         places.append(taken if source is None else places[source])
         taken += layer.attention is not None and source is None
     return places
-
-
-def _attention(
-    options: LayerOptions, config: AttentionConfig | LatentAttentionConfig, prefix: str, width: int, pool: int
-) -> Attention | LatentAttention:
-    if isinstance(config, LatentAttentionConfig):
-        return LatentAttention(options, config, prefix, width, pool)
-    return Attention(options, config, prefix, width, pool)

@@ -85,9 +85,9 @@ def may_be_cut(model: object, backend: AttentionBackend) -> bool:
     value are written by a place of its own (`attend_merged`), and no layer keeps a state."""
     if not isinstance(model, Decoder) or model.states or getattr(backend, "attend_merged", None) is None:
         return False
-    layers = [layer for layer in model.layers if layer.attention is not None]
-    return bool(layers) and all(
-        layer.merged is not None or getattr(layer.config.attention, "keys_of", None) is not None for layer in layers
+    attentions = [layer.attention for layer in model.layers if layer.attention is not None]
+    return bool(attentions) and all(
+        own.merged is not None or getattr(own.config, "keys_of", None) is not None for own in attentions
     )
 
 

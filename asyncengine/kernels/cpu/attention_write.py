@@ -156,34 +156,3 @@ def _prepare_units(
             prepare_head(own, key, spec[KEY_DIM], k_norm, epsilon, cosines, sines, rotary, kind)
             value = qkv + token * row + (heads + kv_heads) * key_size + head * value_size
             store(key, value, token, head, layer, step, kind)
-
-
-@serial
-def prepare(
-    qkv: int, query: int, key: int, tokens: int, heads: int, kv_heads: int, dim: int, row: int, q_norm: int,
-    k_norm: int, epsilon: float, cos: int, sin: int, rotary: int, kind: Any, team: int,
-) -> None:  # fmt: skip
-    """query [tokens, heads, dim] and key [tokens, kv heads, dim] of qkv, whose rows have `row` bytes."""
-    small = np.float32(epsilon)
-    parallel_for(
-        _prepare_tokens, team, pieces_of(tokens * (heads + kv_heads) * dim * _WORK, tokens, team),
-        (qkv, query, key, tokens, heads, kv_heads, dim, row, q_norm, k_norm, small, cos, sin, rotary, kind),
-    )  # fmt: skip
-
-
-@serial
-def _prepare_tokens(
-    piece: int, pieces: int, worker: int,
-    qkv: int, query: int, key: int, tokens: int, heads: int, kv_heads: int, dim: int,
-    row: int, q_norm: int, k_norm: int, epsilon: np.float32, cos: int, sin: int, rotary: int, kind: Any,
-) -> None:  # fmt: skip
-    size = dim * size_of(kind)
-    for token in range(tokens * piece // pieces, tokens * (piece + 1) // pieces):
-        cosines, sines = cos + token * rotary * size_of(kind), sin + token * rotary * size_of(kind)
-        for head in range(heads + kv_heads):
-            own = qkv + token * row + head * size
-            if head < heads:
-                to, norm = query + (token * heads + head) * size, q_norm
-            else:
-                to, norm = key + (token * kv_heads + head - heads) * size, k_norm
-            prepare_head(own, to, dim, norm, epsilon, cosines, sines, rotary, kind)

@@ -131,7 +131,7 @@ APART = ("glm", "glm4", "hunyuan", "ernie4.5moe", "llama4")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [*MERGED, *APART])
 def test_what_compiled_kernels_take(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention with all before it in one call, but of layers without keys; their rotations, and other ones, before."""
+    """Attention with all before it in one call, but of layers without keys; other rotations than of halves before."""
     use_panels(True, monkeypatch)
     make = (FAMILIES | OPTIONS)[name]
     if name in (*ONE_CALL, *APART):
@@ -140,10 +140,10 @@ def test_what_compiled_kernels_take(name: str, dtype: torch.dtype, monkeypatch: 
     assert described is not None
     decoder = Decoder(described, LayerOptions(dtype, CPU, layer_kernels("auto", dtype, CPU)), 64)
     expected = [layer.config.attention.keys_of is None for layer in decoder.layers]
-    assert [layer.merged is not None for layer in decoder.layers] == expected
+    assert [layer.attention.merged is not None for layer in decoder.layers] == expected
     rotates_exactly = name in ("olmo2", "olmo3") and dtype != torch.float32
-    apart = [layer.attention.rotated_apart is not None for layer in decoder.layers]
-    rotates = [name in APART or rotates_exactly or not keys for keys in expected]
+    apart = [layer.attention.rotates_apart for layer in decoder.layers]
+    rotates = [name in APART or rotates_exactly] * len(decoder.layers)
     if name == "llama4":
         rotates[1] = False
     assert apart == rotates

@@ -22,6 +22,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,17 @@ def written(function: str, kind: str = "uint16", *, by_address: bool = False) ->
     """The name of "module:function" in `kernels.cpu`, as Python calls it, or kernels do `by_address`, with the types
     that it is written with. Its source is read: nothing is imported. `kind`: that of the numbers."""
     module, name = function.split(":")
-    source = (Path(__file__).parent / "cpu" / f"{module}.py").read_text(encoding="utf-8")
-    original = re.search(rf"^{name} = with_gil\((\w+)\)$", source, re.MULTILINE)
-    found = re.search(rf"^def {original[1] if original else name}\((.*?)\) ->", source, re.MULTILINE | re.DOTALL)
-    assert found is not None, f"there is no {function}"
+    try:
+        source = (Path(__file__).parent / "cpu" / f"{module}.py").read_text(encoding="utf-8")
+    except OSError:  # a frozen program, whose kernels are imported by whoever asks for names
+        texts = getattr(import_module(f"asyncengine.kernels.cpu.{module}"), name).py_func.__annotations__.values()
+    else:
+        original = re.search(rf"^{name} = with_gil\((\w+)\)$", source, re.MULTILINE)
+        found = re.search(rf"^def {original[1] if original else name}\((.*?)\) ->", source, re.MULTILINE | re.DOTALL)
+        assert found is not None, f"there is no {function}"
+        texts = re.findall(r": ([\w.]+)", found[1])
     known = {"int": "int64", "np.float32": "float32", "np.generic": kind, "Any": kind}
-    types = ", ".join(known[each] for each in re.findall(r": ([\w.]+)", found[1]))
+    types = ", ".join(known[each] for each in texts if each != "None")
     return f"asyncengine.kernels.cpu.{function}:{'void' if by_address else ''}({types})"
 
 

@@ -65,8 +65,8 @@ class ExpertMatrices:
 
 def product_of(form: WeightForm, bias: torch.Tensor | None) -> Any:
     """The compiled kernel's record of a matrix; None: there is none, or several matrices side by side."""
-    found = form.products(None if bias is None else bias.flatten()) or []
-    return found[0] if len(found) == 1 else None
+    product = getattr(form, "product", None)
+    return None if product is None else product(None if bias is None else bias.flatten())
 
 
 def grouped_weight(options: LayerOptions, form: WeightForm) -> Any:

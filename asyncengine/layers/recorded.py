@@ -30,9 +30,9 @@ _ARENA = 2**22
 """Bytes of the first arena: results of short steps of small models."""
 _SEGMENTS, _ADAPTERS = 6, 3
 
-Run = Callable[[torch.Tensor, StepContext, Sequence[Angles], torch.Tensor | None], torch.Tensor]
-"""(embedded tokens [T, width], step, angles of each rotary embedding, vectors of `LayerInputs`) -> what the output
-layer reads [T, width]."""
+Run = Callable[..., torch.Tensor]
+"""(embedded tokens [T, width], step, angles of each rotary embedding, vectors of `LayerInputs` if there are any) ->
+what the output layer reads [T, width]."""
 
 
 class RecordedLayers:
@@ -72,7 +72,8 @@ class RecordedLayers:
         known = self._records.get(key)
         if known is None:
             with self._recorder(inputs) as recorder:
-                out = self._run(h, self._with_symbols(step, values, adapters), angles, vectors)
+                more = () if vectors is None else (vectors,)
+                out = self._run(h, self._with_symbols(step, values, adapters), angles, *more)
             return self._keep(key, recorder, out)
         record, out = known
         record.replay(values)

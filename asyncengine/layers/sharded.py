@@ -78,7 +78,7 @@ class ShardedWeight:
         here = [a < self.last and b > self.first for a, b in zip(self._firsts, ends, strict=True)]
         within = [bound - self.first for bound in bounds if self.first < bound < self.last]
         self.own = make(self.last - self.first, inputs, within, [p for p, own in zip(paths, here, strict=False) if own])
-        self.bias_dtype = self.own.bias_dtype
+        self.bias_dtype, self.compiled = self.own.bias_dtype, self.own.compiled
         self._forms = [forms.get(path) for path in paths] or [None]
         self._memory = OutputBufferPool()
         # which rows wait for each other is the same in every rank: an update is refused by the first or by none
@@ -146,15 +146,6 @@ class ShardedWeight:
         """Rows that are exchanged at once, one part after the other."""
         most = self._ranks.rows_at_once((columns or self.outputs) * dtype.itemsize)
         return [slice(first, first + most) for first in range(0, rows, most)]
-
-    def products(self, bias: torch.Tensor | None) -> None:
-        """No kernel of several layers waits for other processes."""
-        return
-
-
-def own_form(weight: WeightForm) -> WeightForm:
-    """The form that this process multiplies by."""
-    return weight.own if isinstance(weight, ShardedWeight) else weight
 
 
 def held_by(ranks: Ranks | None, experts: int) -> range:

@@ -154,6 +154,7 @@ class GroupedWeight(TakesStored, PanelWeight):
 class ChunkedWeight(TakesStored):
     """A weight as it is stored, on an NVIDIA GPU whose kernels dequantize what they read (`cuda.packed_matmul`)."""
 
+    compiled = False
     waiting = None
 
     def __init__(self, outputs: int, inputs: int, stored: StoredForm, device: torch.device) -> None:
@@ -256,9 +257,6 @@ class ChunkedWeight(TakesStored):
         if self.order is not None:
             out[:, self.order] = found
 
-    def products(self, bias: torch.Tensor | None) -> None:
-        return None
-
 
 def stored_weight(
     paths: Sequence[str], forms: Mapping[str, StoredForm], outputs: int, inputs: int, bounds: Sequence[int],
@@ -307,6 +305,7 @@ class SideBySide:
         self.forms = tuple(forms)
         self.inputs, self.outputs = forms[0].inputs, sum(form.outputs for form in forms)
         self.bias_dtype = torch.float32
+        self.compiled = all(form.compiled for form in forms)
         self.waiting = next((form.waiting for form in forms if form.waiting is not None), None)
         self._firsts = [0, *accumulate(form.outputs for form in forms)]
 
@@ -341,12 +340,3 @@ class SideBySide:
 
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         raise RuntimeError("rows of several forms side by side cannot be read")
-
-    def products(self, bias: torch.Tensor | None) -> list[Any] | None:
-        found = []
-        for form, begin in zip(self.forms, self._firsts, strict=False):
-            own = form.products(None if bias is None else bias[begin : begin + form.outputs])
-            if own is None:
-                return None
-            found += own
-        return found

@@ -73,6 +73,11 @@ class WeightForm(Protocol):
     """The dtype of the bias that `multiply` takes."""
 
     @property
+    def compiled(self) -> bool:
+        """Whether a compiled kernel multiplies, so that a row's result does not depend on the rows beside it."""
+        ...
+
+    @property
     def waiting(self) -> WaitingRows | None:
         """Group whose rows wait for each other; None: they are taken as they come."""
         ...
@@ -105,16 +110,12 @@ class WeightForm(Protocol):
         """out [n, inputs] = rows `ids` (int64 [n], contiguous, in range)."""
         ...
 
-    def products(self, bias: torch.Tensor | None) -> list[Any] | None:
-        """Records by which kernels multiply (`kernels.cpu.linears.LinearWeights`); None: no compiled kernel takes the
-        form."""
-        ...
-
 
 class DenseWeight:
     """A weight as torch has it: for GPUs, and for dtypes that nothing else takes."""
 
     name = "dense"
+    compiled = False
     waiting = None
 
     def __init__(
@@ -164,9 +165,6 @@ class DenseWeight:
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         torch.index_select(self.weight, 0, ids, out=out)
 
-    def products(self, bias: torch.Tensor | None) -> None:
-        return None
-
 
 class RowMajorWeight(DenseWeight):
     """The same, with a compiled product: an output layer whose width fits no panel."""
@@ -213,6 +211,7 @@ class OneDnnWeight:
     """
 
     name = "oneDNN"
+    compiled = False
 
     def __init__(self, outputs: int, inputs: int, dtype: torch.dtype) -> None:
         self.outputs, self.inputs, self.bias_dtype = outputs, inputs, dtype
@@ -248,9 +247,6 @@ class OneDnnWeight:
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         raise RuntimeError("rows of a weight in oneDNN's layout cannot be read")
 
-    def products(self, bias: torch.Tensor | None) -> None:
-        return None
-
 
 class PackedWeight:
     """In panels of thirty-two outputs (`kernels.cpu.packed`).
@@ -259,6 +255,7 @@ class PackedWeight:
     """
 
     name = "packed"
+    compiled = True
     waiting = None
 
     def __init__(
@@ -293,10 +290,11 @@ class PackedWeight:
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         self._panels.read_rows(ids, self.weight, out)
 
-    def products(self, bias: torch.Tensor | None) -> list[Any]:
+    def product(self, bias: torch.Tensor | None) -> Any:
+        """The record by which kernels of several products multiply."""
         from asyncengine.kernels.cpu.linears import LinearWeights
 
-        return [LinearWeights(self.weight, bias, self.inputs, self.outputs)]
+        return LinearWeights(self.weight, bias, self.inputs, self.outputs)
 
 
 class PanelWeight:
@@ -305,6 +303,7 @@ class PanelWeight:
     A row's result depends neither on the rows beside it nor on the number of threads.
     """
 
+    compiled = True
     waiting: WaitingRows | None = None
 
     def __init__(
@@ -345,10 +344,11 @@ class PanelWeight:
         if self.order is not None:
             out[:, self.order] = found
 
-    def products(self, bias: torch.Tensor | None) -> list[Any]:
+    def product(self, bias: torch.Tensor | None) -> Any:
+        """The record by which kernels of several products multiply."""
         from asyncengine.kernels.cpu.linears import LinearWeights
 
-        return [LinearWeights(self._matrix, bias, self.inputs, self.outputs)]
+        return LinearWeights(self._matrix, bias, self.inputs, self.outputs)
 
 
 class QuantizedWeight(PanelWeight):

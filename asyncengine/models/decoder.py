@@ -27,7 +27,6 @@ from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.places import Place
 from asyncengine.layers.recorded import RecordedLayers
 from asyncengine.layers.rotary import Angles, Rotary, RotaryConfig
-from asyncengine.layers.sharded import own_form
 from asyncengine.layers.side_experts import SideExperts, SideExpertsConfig
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.sparse_mlp import MoEConfig, SparseMLP
@@ -134,7 +133,7 @@ class DecoderLayer:
         self.scalar_path = f"{prefix}{config.scalar}"
         self.scalar = None if config.scalar is None else options.zeros(width, dtype=torch.float32).fill_(1.0)
         moved = self.state is None or getattr(self.state, "kernel", None) is not None
-        made = all(own_form(linear.weight).products(None) is not None for linear in self.linears())
+        made = all(linear.weight.compiled for linear in self.linears())
         self.compiled = moved and made and all(mixture.experts.compiled for mixture in self.mixtures())
         """Whether its products are all made, and its states moved, by compiled kernels."""
 
@@ -230,6 +229,14 @@ class DecoderLayer:
             yield from () if part is None else part.slots()
         if self.scalar is not None:
             yield self.scalar_path, replace(TensorSlot.into(self.scalar, initial=1.0), shape=(1,))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights."""
+        within = () if self.attention is None else self.attention.norms or ()
+        states = () if self.state is None else (self.state, *self.state.norms())
+        parts: list[Any] = [*self.linears(), *self.norms(), *within, *states, *self.mixtures()]
+        return sum(part.nbytes for part in parts)
 
     def mixtures(self) -> list[SparseMLP | SideExperts]:
         """Its mixtures of experts, whose weights are no linears."""
@@ -368,9 +375,11 @@ class Decoder:
 
     def slots(self) -> dict[str, TensorSlot]:
         """The place of every tensor that a checkpoint has to hold, by its name there."""
+        return {name: slot for part in self._parts() for name, slot in part.slots()}
+
+    def _parts(self) -> list[Any]:
         outer = (self.embedding, self.positions, self.inputs, *self.projections)
-        parts: Sequence[Any] = (*outer, *self.layers, self.norm, self.head)
-        return {name: slot for part in parts if part is not None for name, slot in part.slots()}
+        return [part for part in (*outer, *self.layers, self.norm, self.head) if part is not None]
 
     def other_slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Places of tensors that a checkpoint may hold instead of some of those."""
@@ -382,12 +391,7 @@ class Decoder:
     @property
     def nbytes(self) -> int:
         """Bytes of all weights."""
-        parts: list[Any] = [self.embedding, self.positions, self.inputs, *self.projections, self.norm, self.head]
-        for layer in self.layers:
-            within = [] if layer.attention is None else layer.attention.norms or ()
-            states = [] if layer.state is None else [layer.state, *layer.state.norms()]
-            parts += [*layer.linears(), *layer.norms(), *within, *states, *layer.mixtures()]
-        return sum(part.nbytes for part in parts if part is not None)
+        return sum(part.nbytes for part in self._parts())
 
     @property
     def unsteady(self) -> str | None:
@@ -395,7 +399,7 @@ class Decoder:
         weights = [linear.weight for layer in self.layers for linear in layer.linears()]
         weights += [linear.weight for linear in self.projections]
         compiled = self.options.kernels.name == "compiled" and self.head.weight.name not in ("dense", "oneDNN")
-        if not compiled or any(own_form(weight).products(None) is None for weight in weights):
+        if not compiled or not all(weight.compiled for weight in weights):
             return self.options.why_torch()
         if not all(mixture.experts.compiled for layer in self.layers for mixture in layer.mixtures()):
             return "experts' products are torch's, whose sums depend on what is computed together"

@@ -104,10 +104,7 @@ class Encoder:
         x = self.recorded(h, step, angles) if recorded and self.recorded is not None else None
         return self._through_layers(h, step, angles) if x is None else x
 
-    def _through_layers(
-        self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles], vectors: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """`vectors`: none, as an encoder has no `LayerInputs`."""
+    def _through_layers(self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles]) -> torch.Tensor:
         first = self.layers[0].before_attention
         x = h if first is None else first(h)
         for place, layer in enumerate(self.layers):
@@ -150,27 +147,20 @@ class Encoder:
         return {name: slot for part in self._parts() for name, slot in part.slots()}
 
     def _parts(self) -> list[Any]:
-        every = (
-            self.embedding, self.positions, self.segments, self.embedding_norm, *self.layers, self.norm,
-            self.distance_bias, self.head,
-        )  # fmt: skip
-        return [part for part in every if part is not None]
+        outer = (self.embedding, self.positions, self.segments, self.embedding_norm)
+        return [part for part in (*outer, *self.layers, self.norm, self.distance_bias, self.head) if part is not None]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights."""
-        parts = [part for part in self._parts() if not isinstance(part, DecoderLayer)]
-        for layer in self.layers:
-            within = () if layer.attention is None else layer.attention.norms or ()
-            parts += [*layer.linears(), *layer.norms(), *within]
-        return sum(part.nbytes for part in parts)
+        return sum(part.nbytes for part in self._parts())
 
     @property
     def unsteady(self) -> str | None:
         """Why a token's numbers may depend on the sequences that are computed beside its own; None: they do not."""
         linears = [linear for layer in self.layers for linear in layer.linears()]
         weights = [linear.weight for linear in (*linears, *([] if self.head is None else self.head.linears()))]
-        if self.options.kernels.name != "compiled" or any(weight.products(None) is None for weight in weights):
+        if self.options.kernels.name != "compiled" or not all(weight.compiled for weight in weights):
             return self.options.why_torch()
         return None
 

@@ -80,6 +80,14 @@ def test_what_a_model_calls_is_listed(family: str) -> None:
     assert [name for name in called if name not in listed and "team_loops" not in name] == []
 
 
+def test_types_are_found_without_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a frozen program."""
+    names = ["truncation:top_p_threshold", "truncation:top_k_threshold", "sampling:_draw"]
+    expected = [written(name, by_address=True) for name in names]
+    monkeypatch.setattr("asyncengine.kernels.compile_ahead.__file__", "nowhere/compile_ahead.py")
+    assert [written(name, by_address=True) for name in names] == expected
+
+
 def test_types_are_those_that_a_kernel_is_written_with() -> None:
     assert written("activation:gate", "float32") == f"{CPU}activation:gate:({'int64, ' * 5}float32, int64)"
     assert written("gather:_copy_few_rows") == f"{CPU}gather:_copy_few_rows:({', '.join(['int64'] * 5)})"

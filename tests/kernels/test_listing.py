@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ if compiler_missing(torch.float32, torch.device("cpu")) is not None:
 from asyncengine.kernels.cpu import activation, scaling
 from asyncengine.kernels.cpu.compiling import Kernel, noting
 from asyncengine.kernels.listing import KernelList
+from asyncengine.layers.sharded import ShardedWeight
 from asyncengine.layers.weight_forms import OneDnnWeight, can_reorder
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.families import decoder_config_of
@@ -78,6 +81,15 @@ def test_what_a_model_calls_is_listed(family: str) -> None:
         noting.reset(token)
     assert len(called) > 6
     assert [name for name in called if name not in listed and "team_loops" not in name] == []
+
+
+def test_no_other_process_is_waited_for() -> None:
+    """Of a model in several processes, the kernels are those of the whole one."""
+    described, alone = decoder_config_of(FAMILIES["qwen3"](), 64), options(torch.bfloat16, bits=8)
+    ranks: Any = SimpleNamespace(rank=0, size=2)  # without anything that exchanges results
+    decoder = Decoder(described, replace(alone, ranks=ranks), 64)
+    assert any(isinstance(linear.weight, ShardedWeight) for linear in decoder.layers[0].linears())
+    assert kernels_of(decoder, 4, {}) == kernels_of(Decoder(described, alone, 64), 4, {})
 
 
 def test_types_are_found_without_source(monkeypatch: pytest.MonkeyPatch) -> None:

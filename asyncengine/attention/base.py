@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from asyncengine.device.pinned import Int32Array, Int64Array
+from asyncengine.device.shared_pools import SharedPools
 
 _FAR = 2**40
 """More positions than a sequence has."""
@@ -41,6 +42,8 @@ class LayerSpec:
     """True in an encoder: a position sees later ones as well, and a window reaches as far to either side."""
     sinks: torch.Tensor | None = None
     """[num_heads] logits that take part in the softmax and carry no value (gpt-oss)."""
+    divided: bool = False
+    """Its heads are the share of one of several processes; the others have as many each."""
 
     @property
     def windowed(self) -> bool:
@@ -121,6 +124,8 @@ class PagePool(NamedTuple):
     stride: int
     of_windows: bool
     """Its pages are window pages."""
+    divided: bool = False
+    """Other processes have as many pieces each (`LayerSpec.divided`)."""
 
 
 class StepAttention(Protocol):
@@ -139,6 +144,8 @@ class AttentionBackend(StepAttention, Protocol):
     """Paged attention for one model on one device. Not thread-safe: one step at a time."""
 
     name: str
+    shared: SharedPools | None
+    """Memory in which its pages lie, if that of several processes; there is room for states, too."""
 
     @property
     def graphs(self) -> bool:

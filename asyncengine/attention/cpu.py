@@ -28,6 +28,8 @@ from asyncengine.attention.cpu_short import (
     short_pieces,
 )
 from asyncengine.device.pinned import Int64Array
+from asyncengine.device.shared_pools import SharedPools
+from asyncengine.kernels.arena import Empty, ordinary
 from asyncengine.kernels.cpu import attention as kernels
 from asyncengine.kernels.cpu import attention_fields as fields
 from asyncengine.kernels.cpu.attention_tiles import LANES
@@ -61,10 +63,12 @@ class CompiledBackend:
 
     def __init__(
         self, layers: Sequence[LayerSpec], num_pages: int, page_size: int, dtype: torch.dtype, one_pool: bool = False,
-        num_window_pages: int = 0,
+        num_window_pages: int = 0, shared: SharedPools | None = None,
     ) -> None:  # fmt: skip
         """`one_pool`: all layers of one shape write into the same memory, as nothing is kept from step to step.
-        `num_window_pages`: of layers with windows, if they have pages of their own."""
+        `num_window_pages`: of layers with windows, if they have pages of their own. `shared`: memory for pages; None:
+        wherever torch puts them."""
+        self.shared = shared
         self.num_pages = num_pages
         self.page_size = page_size
         self._layers = tuple(layers)
@@ -73,15 +77,18 @@ class CompiledBackend:
         self._kind = kind_of(dtype)
         pairs = dtype == torch.bfloat16 and lanes == max(LANES) and cpu_has("avx512bf16")
         self._lanes, self._operand = LANES[lanes], np.uint16(0) if pairs else np.float32(0)
-        shared: dict[tuple[int, ...], _Memory] = {}
+        known: dict[tuple[int, ...], _Memory] = {}
+        empty = ordinary if shared is None else shared.empty
         self._pools = []
         for spec in layers:
             shape = (spec.num_kv_heads, spec.key_dim, spec.value_dim) if one_pool else (spec.index,)
             of_windows = bool(num_window_pages) and spec.windowed
             pages = num_window_pages if of_windows else num_pages
-            memory = shared.setdefault(shape, _Memory(spec, pages * page_size, dtype))
+            if shape not in known:
+                known[shape] = _Memory(spec, pages * page_size, dtype, empty)
+            memory = known[shape]
             self._pools.append(_LayerPool(spec, pages, page_size, lanes, memory, of_windows))
-        self.kv_bytes = sum(memory.bytes for memory in shared.values())
+        self.kv_bytes = sum(memory.bytes for memory in known.values())
         self._groups = {_group_of(spec): spec for spec in layers}
         self._plans = {group: StepPlan() for group in self._groups}
         self._planned = [self._plans[_group_of(spec)] for spec in layers]
@@ -226,11 +233,11 @@ class CompiledBackend:
 class _Memory:
     """Keys and values of so many tokens. Untouched memory costs nothing."""
 
-    def __init__(self, spec: LayerSpec, tokens: int, dtype: torch.dtype) -> None:
+    def __init__(self, spec: LayerSpec, tokens: int, dtype: torch.dtype, empty: Empty) -> None:
         size, numbers = dtype.itemsize, tokens * spec.num_kv_heads
         # A key of an odd number of dimensions takes one more.
-        self.keys = torch.empty(numbers * (-(-spec.key_dim * size // 4) * 4) + fields.SLACK, dtype=torch.uint8)
-        self.values = torch.empty(numbers * spec.value_dim * size + fields.SLACK, dtype=torch.uint8)
+        self.keys = empty([numbers * (-(-spec.key_dim * size // 4) * 4) + fields.SLACK], torch.uint8)
+        self.values = empty([numbers * spec.value_dim * size + fields.SLACK], torch.uint8)
         self.bytes = self.keys.numel() + self.values.numel() - 2 * fields.SLACK
 
 
@@ -254,14 +261,14 @@ class _LayerPool:
         ):  # fmt: skip
             self._known[field] = value
         self.address = _address(self._known)
-        self._pages, self._of_windows = num_pages, of_windows
+        self._pages, self._of_windows, self._divided = num_pages, of_windows, spec.divided
 
     def page_pools(self) -> Iterator[PagePool]:
         """Memory of its keys, then of its values."""
         heads, memory = int(self._known[fields.KV_HEADS]), self._memory
         for part in (memory.keys, memory.values):
             page_bytes = (part.numel() - fields.SLACK) // (self._pages * heads)
-            yield PagePool(part, page_bytes, heads, self._pages * page_bytes, self._of_windows)
+            yield PagePool(part, page_bytes, heads, self._pages * page_bytes, self._of_windows, self._divided)
 
 
 def _chunk_items(spec: LayerSpec, step: StepView, row: int) -> Int64Array:

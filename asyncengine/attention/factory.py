@@ -13,6 +13,7 @@ from asyncengine.attention.flashinfer import FlashInferBackend, load_flashinfer
 from asyncengine.attention.flashinfer_plan import why_not
 from asyncengine.attention.torch_paged import TorchPagedBackend
 from asyncengine.config import EngineConfig
+from asyncengine.device.shared_pools import SharedPools
 from asyncengine.errors import InvalidParameter
 from asyncengine.kernels.cpu import compiler_missing
 
@@ -33,10 +34,11 @@ def make_backend(
     max_model_len: int | None = None,
     num_window_pages: int = 0,
     all_kernels: bool = True,
+    shared: SharedPools | None = None,
 ) -> AttentionBackend:
     """The backend `config.attention_backend` names; "auto": FlashInfer or compiled kernels where they run, else torch.
     `num_window_pages`: of a pool for the layers with windows alone, where `pool_sizes` has one. `all_kernels`: compile
-    what first steps do not call, too.
+    what first steps do not call, too. `shared`: memory for pages on a CPU; None: wherever torch puts them.
 
     No row is longer than `max_model_len` tokens, nor, unless every layer has a window, than the whole pool (None: than
     the pool). Raises `InvalidParameter` if a backend is asked for by name and cannot run, or if only FlashInfer could
@@ -62,13 +64,13 @@ def make_backend(
         if missing is None:
             from asyncengine.attention.cpu import CompiledBackend  # imports numba
 
-            compiled = CompiledBackend(layers, num_pages, config.page_size, dtype, num_window_pages=num_window_pages)
+            compiled = CompiledBackend(layers, num_pages, config.page_size, dtype, False, num_window_pages, shared)
             if all_kernels:
                 compiled.warm_up()
             return compiled
         if config.attention_backend == "compiled":
             raise InvalidParameter("attention_backend", f"compiled cannot be used: {missing}", "compiled")
-    return TorchPagedBackend(layers, num_pages, config.page_size, dtype, device, num_window_pages)
+    return TorchPagedBackend(layers, num_pages, config.page_size, dtype, device, num_window_pages, shared)
 
 
 def _flashinfer_missing(

@@ -51,6 +51,7 @@ from asyncengine.attention.flashinfer_plan import (
     uploaded_size,
 )
 from asyncengine.device.pinned import CudaMemory, DeviceMemory, Int32Array
+from asyncengine.device.shared_pools import SharedPools
 from asyncengine.kernels.cuda import triton_missing
 
 logger = logging.getLogger("asyncengine")
@@ -123,6 +124,7 @@ class FlashInferBackend:
     """
 
     name = "flashinfer"
+    shared: SharedPools | None = None
     graphs = True
 
     def __init__(

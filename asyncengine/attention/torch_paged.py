@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from asyncengine.attention.base import LayerSpec, PagePool, StepView, first_seen, page_bytes
 from asyncengine.attention.masked import causal_bias, masked_attention
 from asyncengine.device.pinned import Int32Array, Int64Array, upload
+from asyncengine.device.shared_pools import SharedPools
 
 _SCRATCH_BYTES = 16 * 2**20
 """Gathered keys of one decode group; keeps it near the last-level cache."""
@@ -90,8 +91,10 @@ class TorchPagedBackend:
         dtype: torch.dtype,
         device: torch.device,
         num_window_pages: int = 0,
+        shared: SharedPools | None = None,
     ) -> None:
-        """`num_window_pages`: of layers with windows, if they have pages of their own."""
+        """`num_window_pages`: of layers with windows, if they have pages of their own. `shared`: memory for pages."""
+        self.shared = shared
         self.num_pages = num_pages
         self.page_size = page_size
         self._two_pools = bool(num_window_pages)
@@ -104,7 +107,8 @@ class TorchPagedBackend:
 
         def pool(heads: int, pages: int, dim: int) -> torch.Tensor:
             # Not zeroed: a page is cleared when a request opens it, and untouched memory costs a CPU nothing.
-            memory = torch.empty((heads, pages, page_size, dim), dtype=dtype, device=device)
+            shape = heads, pages, page_size, dim
+            memory = torch.empty(shape, dtype=dtype, device=device) if shared is None else shared.empty(shape, dtype)
             memory[:, 0] = 0
             return memory
 
@@ -150,8 +154,8 @@ class TorchPagedBackend:
         pools = []
         for spec, pages in zip(self._layers, self._pages, strict=True):
             for memory in (self._keys[spec.index], self._values[spec.index]):
-                size = memory.nbytes // (pages * spec.num_kv_heads)
-                pools.append(PagePool(memory, size, spec.num_kv_heads, size * pages, self._two_pools and spec.windowed))
+                size, of_windows = memory.nbytes // (pages * spec.num_kv_heads), self._two_pools and spec.windowed
+                pools.append(PagePool(memory, size, spec.num_kv_heads, size * pages, of_windows, spec.divided))
         return pools
 
     def close(self) -> None:

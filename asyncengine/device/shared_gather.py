@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from asyncengine.device.shared_pools import SharedPools
 from asyncengine.kernels.cpu import compiler_missing
 
 _PLACE = 2**25
@@ -51,6 +52,7 @@ class SharedGather:
         """The reason that `break_off` was given."""
         whole = torch.frombuffer(mmap.mmap(memory, _PAGE + 2 * _PLACE), dtype=torch.uint8)
         self._memory: torch.Tensor | None = whole
+        self._file = os.dup(memory)
         self._address: int = whole.data_ptr()
         self._places: Sequence[torch.Tensor] = (whole[_PAGE : _PAGE + _PLACE], whole[_PAGE + _PLACE :])
         self._meet: Any = barrier.meet
@@ -90,8 +92,17 @@ class SharedGather:
         self.lost = self.lost or reason
         self._break_off(self._address)
 
+    def pools(self, nbytes: int) -> SharedPools:
+        """Memory of so many bytes, at least, for what each process keeps: all of them call this once, with the same
+        number. Raises `OSError` where the system does not give it."""
+        first, region = _PAGE + 2 * _PLACE, -(-nbytes // _PAGE) * _PAGE
+        os.ftruncate(self._file, first + self.size * region)  # to the same size, whoever comes first
+        return SharedPools(self._file, first, self.rank, self.size, region)
+
     def close(self) -> None:
         """Let go of the memory; nobody exchanges anything any more. Idempotent."""
+        if self._memory is not None:
+            os.close(self._file)
         self._meet = self._break_off = _gone
         self._views.clear()
         self._places, self._memory = (), None

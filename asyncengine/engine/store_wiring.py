@@ -100,12 +100,13 @@ def identity_of(
     takes seconds for gigabytes of weights, whose files it reads; it raises `InvalidParameter` where they are not the
     ones that were loaded any more. Nothing of the model is held."""
     longest = config.max_model_len if _follows_length(checkpoint.config) else None
+    forms = sorted(form for form in loaded.fused if not form.startswith("recorded_layers"))  # which has the same bits
     parts = {
         "model configuration": _digest_of([checkpoint.config, longest]),
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "page size": str(config.page_size),
         "quantization": f"{config.quantization} {config.load_format}",
-        "kernels": _digest_of([config.fuse, sorted(loaded.fused), sorted(loaded.stored.items()), loaded.unsteady]),
+        "kernels": _digest_of([config.fuse, forms, sorted(loaded.stored.items()), loaded.unsteady]),
         "LoRA settings": f"{config.max_loras} {config.max_lora_rank}",
         "page layout": runner.page_memory().layout,
     }

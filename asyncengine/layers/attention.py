@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -15,6 +15,7 @@ from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.rotary import Angles, RotaryConfig, rotate
+from asyncengine.layers.sharded import even_cuts, share_of
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.step import StepContext
 
@@ -71,27 +72,34 @@ class Attention:
         self, options: LayerOptions, config: AttentionConfig, prefix: str, width: int, index: int,
         rotary: RotaryConfig | None,
     ) -> None:  # fmt: skip
-        self.config = config
         self.index = index
         dim, shares = config.head_dim, config.keys_of is not None
-        self.query_size, self.kv_size = config.num_heads * dim, config.num_kv_heads * dim
-        self._sizes = [self.query_size, self.kv_size, self.kv_size]
-        sizes = [self.query_size * (2 if config.output_gate else 1), *self._sizes[1 : len(config.qkv)]]
-        if len(config.qkv) == 1 and not shares:
-            sizes = [sum(self._sizes)]
+        group = config.num_heads // config.num_kv_heads
+        rows = [group * dim * (2 if config.output_gate else 1), dim, dim][: 1 if shares else 3]
+        if len(config.qkv) == 2:
+            rows = rows[:2]
+        sizes = [config.num_kv_heads * each for each in rows]
+        if len(config.qkv) == 1:
+            sizes = [sum(sizes)]
         parts = [Part(prefix + name, size) for name, size in zip(config.qkv, sizes, strict=True)]
-        self.qkv = Linear(options, parts, width, bias=config.qkv_bias, transposed=config.transposed)
+        self.share = share_of(options.ranks, even_cuts(options.ranks, config.num_kv_heads), rows, group * dim)
+        """This rank's heads, whose keys and values it keeps; None: it has all of them."""
+        self._together = self.share is not None and config.norm_scope == "whole" and config.head_norm is not None
+        """Whether norms are of all heads, so that this rank's are taken behind them."""
+        self.qkv = Linear(
+            options, parts, width, bias=config.qkv_bias, transposed=config.transposed,
+            share=None if self._together else self.share,
+        )  # fmt: skip
         self.out = Linear(
-            options, [Part(prefix + config.out, width)], self.query_size, bias=config.out_bias,
+            options, [Part(prefix + config.out, width)], config.num_heads * dim, bias=config.out_bias,
             transposed=config.transposed,
         )  # fmt: skip
-        self.norms: tuple[Norm, ...] | None = None
-        if config.head_norm is not None:
-            counts = (config.num_heads,) if shares else (config.num_heads, config.num_kv_heads)
-            self.norms = tuple(
-                self._norm(options, prefix + name, heads)
-                for name, heads in zip(config.norm_names, counts, strict=False)
-            )
+        self._whole, whole, config = config, config, self._own(config)
+        self.config = config
+        """With the heads that are here."""
+        self.query_size, self.kv_size = config.num_heads * dim, config.num_kv_heads * dim
+        self._sizes = [self.query_size, self.kv_size, self.kv_size]
+        self.norms = None if config.head_norm is None else self._make_norms(options, prefix)
         device, interleaved = options.kernels.name, rotary is not None and rotary.style == "interleaved"
         exact = rotary is not None and rotary.exact and options.dtype != torch.float32
         # compiled attention rotates halves, by cosines in the model's type, and norms come before
@@ -109,11 +117,14 @@ class Attention:
         self.makes_values = self.value_norm is not None or len(config.qkv) == 2
         """Values are not what the projection gives."""
         self._sinks_path = f"{prefix}{config.sinks}"
-        sinks = None if config.sinks is None else options.zeros(config.num_heads, dtype=torch.float32)
+        self._sinks = None if config.sinks is None else options.zeros(whole.num_heads, dtype=torch.float32)
+        sinks = self._sinks
+        if sinks is not None and self.share is not None:
+            sinks = sinks[self.share.part(whole.num_heads)]
         self.spec = LayerSpec(
             index=index, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, key_dim=dim, value_dim=dim,
             scale=config.scale, window=config.window, chunk=config.chunk, softcap=config.softcap, both=config.both,
-            sinks=sinks,
+            sinks=sinks, divided=self.share is not None,
         )  # fmt: skip
         self.gate = HeadGate(options, config.num_heads, dim) if config.output_gate else None
         self._kernels: Any = options.kernels
@@ -122,12 +133,30 @@ class Attention:
             limit = options.zeros(1, dtype=torch.float32).fill_(config.clip)
             self.clip = options.kernels.activation("clip", limit)
 
+    def _own(self, config: AttentionConfig) -> AttentionConfig:
+        """The same of the heads that are here."""
+        if self.share is None:
+            return config
+        size = self.share.ranks.size
+        return replace(config, num_heads=config.num_heads // size, num_kv_heads=config.num_kv_heads // size)
+
+    def _make_norms(self, options: LayerOptions, prefix: str) -> tuple[Norm, ...]:
+        """Norms of queries and of keys, or of queries alone."""
+        config = self._whole
+        counts = (config.num_heads, config.num_kv_heads)[: 1 if config.keys_of is not None else 2]
+        names = zip(config.norm_names, counts, strict=False)
+        return tuple(self._norm(options, prefix + name, heads) for name, heads in names)
+
     def _norm(self, options: LayerOptions, path: str, heads: int) -> Norm:
+        """`heads`: of all ranks."""
         config = self.config
         assert config.head_norm is not None
         if config.norm_scope == "whole":
             return Norm(options, config.head_norm, path, heads * config.head_dim)
-        return Norm(options, config.head_norm, path, config.head_dim, heads if config.norm_scope == "each" else 0)
+        if config.norm_scope == "head":
+            return Norm(options, config.head_norm, path, config.head_dim)
+        kept = None if self.share is None else self.share.part(heads)
+        return Norm(options, config.head_norm, path, config.head_dim, heads, kept)
 
     def _merged(self, interleaved: bool) -> MergedHeads:
         config = self.config
@@ -139,15 +168,28 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor:
         """`angles`: those of this layer's rotation."""
-        projected = self.qkv(x, step.adapters)
+        projected = self._projected(x, step)
         if self.gate is None:
-            return self.out(self._attended(projected, step, angles), step.adapters)
-        attended = self._attended(self.gate.split(projected), step, angles)
-        return self.out(self.gate.multiply(attended, projected), step.adapters)
+            attended = self._attended(projected, step, angles)
+        else:
+            attended = self._attended(self.gate.split(projected), step, angles)
+            attended = self.gate.multiply(attended, projected)
+        return self.out(attended if self.share is None else self.share.gather(attended), step.adapters)
+
+    def _projected(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """The merged projection of the heads that are here."""
+        projected = self.qkv(x, step.adapters)
+        if self.share is None or self.qkv.local:
+            return projected
+        if self._together:
+            projected = projected if self.clip is None else self.clip(projected)
+            size = self._whole.head_dim
+            self._norm_in_place(projected, self._whole.num_heads * size, self._whole.num_kv_heads * size)
+        return self.share.columns(projected)
 
     def _attended(self, qkv: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor:
         """[T, heads * dim] of the merged projection."""
-        if self.clip is not None:
+        if self.clip is not None and not self._together:
             qkv = self.clip(qkv)
         if angles.query_scale is not None:  # rotation is linear
             qkv = self._kernels.scale_rows(qkv, angles.query_scale, self.query_size)
@@ -179,7 +221,7 @@ class Attention:
 
     def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys [T, all heads' dims] or [T, heads, dim], in the same shapes."""
-        if self.norms is None:
+        if self.norms is None or self._together:
             return query, key
         if self.config.norm_scope == "whole":
             return self.norms[0](query), self.norms[1](key)
@@ -191,19 +233,19 @@ class Attention:
     def _prepare_in_place(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
         """Do what `attend_merged` does not have in it, and give the cosines and sines that it rotates by."""
         config, after = self.config, self.config.norm_after_rotation
-        if self._norms_apart and not after:
-            self._norm_in_place(qkv)
+        if self._norms_apart and not after and not self._together:
+            self._norm_in_place(qkv, self.query_size, self.kv_size)
         if not self.rotates_apart:
             return angles.cos, angles.sin
         heads = config.num_heads + config.num_kv_heads
         interleaved = angles.style == "interleaved"
         self._kernels.rotate_heads(qkv, angles.cos, angles.sin, heads, config.head_dim, interleaved)
         if self._norms_apart and after:
-            self._norm_in_place(qkv)
+            self._norm_in_place(qkv, self.query_size, self.kv_size)
         return angles.cos[:, :0], angles.sin[:, :0]
 
-    def _norm_in_place(self, qkv: torch.Tensor) -> None:
-        for norm, first, size in zip(self.norms or (), (0, self.query_size), self._sizes, strict=False):
+    def _norm_in_place(self, qkv: torch.Tensor, query_size: int, kv_size: int) -> None:
+        for norm, first, size in zip(self.norms or (), (0, query_size), (query_size, kv_size), strict=False):
             self._norm_columns(qkv, norm, first, size)
 
     def _norm_columns(self, qkv: torch.Tensor, norm: Norm, first: int, size: int) -> None:
@@ -245,5 +287,5 @@ class Attention:
         parts: list[Linear | Norm] = [self.qkv, self.out, *(self.norms or ())]
         for part in parts:
             yield from part.slots()
-        if self.spec.sinks is not None:
-            yield self._sinks_path, TensorSlot.into(self.spec.sinks)
+        if self._sinks is not None:
+            yield self._sinks_path, TensorSlot.into(self._sinks)

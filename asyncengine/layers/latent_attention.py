@@ -17,6 +17,7 @@ from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.rotary import Angles
+from asyncengine.layers.sharded import even_cuts, share_of
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.step import StepContext
 
@@ -60,31 +61,36 @@ class LatentAttention:
         key_dim = config.own_dim + config.shared_dim
         self._sizes = [heads * key_dim, config.rank, config.shared_dim]
         latent = Part(f"{path}kv_a_proj_with_mqa", config.rank + config.shared_dim)
+        own = config.own_dim + config.value_dim
+        self.share = share_of(options.ranks, even_cuts(options.ranks, heads), [own], config.value_dim)
+        """This rank's heads, whose keys and values it keeps; None: it has all of them."""
         self.qkv = Linear(options, [Part(f"{path}q_proj", heads * key_dim), latent], width)
         self.norm = Norm(options, config.norm, f"{path}kv_a_layernorm", config.rank)
         self.norms = (self.norm,)
-        self.expand = Linear(options, [Part(f"{path}kv_b_proj", heads * (config.own_dim + config.value_dim))],
-                             config.rank)  # fmt: skip
+        self.expand = Linear(options, [Part(f"{path}kv_b_proj", heads * own)], config.rank, share=self.share)
         self.out = Linear(options, [Part(f"{path}o_proj", width)], heads * config.value_dim)
+        self._heads = slice(0, heads) if self.share is None else self.share.part(heads)
+        heads = self._heads.stop - self._heads.start
         self.spec = LayerSpec(
             index=index, num_heads=heads, num_kv_heads=heads, key_dim=key_dim, value_dim=config.value_dim,
-            scale=config.scale,
+            scale=config.scale, divided=self.share is not None,
         )  # fmt: skip
 
     def __call__(self, x: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor:
-        config, tokens = self.config, len(x)
+        config, tokens, heads = self.config, len(x), self.spec.num_heads
         projected = self.qkv(x, step.adapters)[:, : sum(self._sizes)]
         query, latent, shared = torch.split(projected, self._sizes, dim=-1)
         expanded = self.expand(self.norm(self._kernels.joined(latent)), step.adapters)[
             :, : self.expand.parts[0].outputs
         ]
-        own, value = torch.split(
-            expanded.view(tokens, config.num_heads, -1), [config.own_dim, config.value_dim], dim=-1
-        )
-        key = self._kernels.joined(own, shared[:, None].expand(-1, config.num_heads, -1))
+        if self.share is not None and not self.expand.local:
+            expanded = self.share.columns(expanded)
+        own, value = torch.split(expanded.view(tokens, heads, -1), [config.own_dim, config.value_dim], dim=-1)
+        key = self._kernels.joined(own, shared[:, None].expand(-1, heads, -1))
         step.backend.write(self.index, key, value)
-        query = query.reshape(tokens, config.num_heads, -1)
-        return self.out(step.backend.attend(self.index, query).flatten(1), step.adapters)
+        query = query.reshape(tokens, config.num_heads, -1)[:, self._heads]
+        attended = step.backend.attend(self.index, query).flatten(1)
+        return self.out(attended if self.share is None else self.share.gather(attended), step.adapters)
 
     def linears(self) -> list[Linear]:
         return [self.qkv, self.expand, self.out]

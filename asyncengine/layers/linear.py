@@ -9,9 +9,11 @@ from typing import NamedTuple
 import torch
 
 from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.sharded import LocalWeight, Share
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.step import RowAdapters
 from asyncengine.layers.stored import StoredMatrix, dense
+from asyncengine.layers.weight_forms import WeightForm
 
 
 class Part(NamedTuple):
@@ -26,7 +28,8 @@ class Linear:
     """y = x W^T + b. Matrices that multiply the same x are one product: queries, keys and values; gate and up.
 
     `transposed`: the checkpoint keeps [inputs, outputs] (GPT-2). `filled`: what is
-    missing in the last panel of a packed weight are rows of zeros, and so are the last results.
+    missing in the last panel of a packed weight are rows of zeros, and so are the last results. `share`: the outputs
+    that this rank goes on with; if it can, it makes those alone (`local`).
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Linear:
         bias: bool = False,
         transposed: bool = False,
         filled: bool = False,
+        share: Share | None = None,
     ) -> None:
         self.parts = tuple(parts)
         self.path = parts[0].path
@@ -50,7 +54,11 @@ class Linear:
         self.outputs += room
         self.columns = (*self.parts, *([Part("", room)] if room else []))
         """All of its outputs: the parts, and "" for those that are none of theirs."""
-        self.weight = options.weight(self.outputs, inputs, bounds, paths)
+        local = None if share is None else options.local_weight(share, self.outputs, inputs, bounds, paths)
+        self.local = local is not None
+        """Whether it gives this rank's outputs alone."""
+        self.weight: WeightForm = local or options.weight(self.outputs, inputs, bounds, paths)
+        self.outputs = self.weight.outputs
         if room:
             self.weight.load(self.outputs - room, options.zeros(room, inputs))
         self.bias = options.zeros(self.outputs, dtype=self.weight.bias_dtype) if bias else None
@@ -69,7 +77,26 @@ class Linear:
             takes, waiting = self.weight.takes(first), self.weight.waiting
             yield f"{part.path}.weight", TensorSlot(shape, self._loader(first), takes=takes, waits_with=waiting)
             if self.bias is not None:
-                yield f"{part.path}.bias", TensorSlot.into(self.bias[first : first + part.outputs], initial=0.0)
+                yield f"{part.path}.bias", self._bias_slot(self.bias, first, part.outputs)
+
+    def kept_outputs(self) -> tuple[tuple[slice, ...], ...] | None:
+        """The outputs of each part that this rank has; None: all of them."""
+        if not isinstance(self.weight, LocalWeight):
+            return None
+        firsts = zip(self.parts, self._firsts, strict=False)
+        return tuple(tuple(given for given, _ in self.weight.own_rows(at, part.outputs)) for part, at in firsts)
+
+    def _bias_slot(self, bias: torch.Tensor, first: int, count: int) -> TensorSlot:
+        if not isinstance(self.weight, LocalWeight):
+            return TensorSlot.into(bias[first : first + count], initial=0.0)
+        rows = self.weight.own_rows(first, count)
+
+        def load(tensor: torch.Tensor | StoredMatrix) -> None:
+            whole = (tensor if isinstance(tensor, torch.Tensor) else dense(tensor)).view(count)
+            for given, own in rows:
+                bias[own] = whole[given]
+
+        return TensorSlot((count,), load, 0.0)
 
     def _loader(self, first: int) -> Callable[[torch.Tensor | StoredMatrix], None]:
         def load(tensor: torch.Tensor | StoredMatrix) -> None:

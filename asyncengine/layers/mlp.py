@@ -10,6 +10,7 @@ import torch
 from asyncengine.layers.kernels import Activation
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.sharded import cut_rows, share_of
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.step import RowAdapters
 from asyncengine.layers.xielu import XIELU
@@ -44,7 +45,12 @@ class MLP:
         outputs = config.width * (2 if config.gated else 1) // len(config.up)
         parts = [Part(prefix + name, outputs) for name in config.up]
         self.config, self._prefix, self._kernels = config, prefix, options.kernels
-        self.up = Linear(options, parts, width, bias=config.bias, transposed=config.transposed)
+        cuts = None if options.ranks is None else cut_rows(config.width, options.ranks.size, [0])
+        share = share_of(options.ranks, cuts, [1, 1] if config.gated else [1], 1)
+        self.up = Linear(options, parts, width, bias=config.bias, transposed=config.transposed, share=share)
+        self.share = share if self.up.local else None
+        """This rank's numbers between the two products; None: it has all of them."""
+        self._inner = self.up.outputs // (2 if config.gated else 1)
         self.down = Linear(
             options, [Part(prefix + config.down, width)], config.width, transposed=config.transposed,
             bias=config.bias if config.down_bias is None else config.down_bias,
@@ -64,13 +70,13 @@ class MLP:
         if inner is None:
             inner = self._activated(self.up(x, adapters))
         if self.config.scales[1] != 1.0:
-            inner = self._kernels.scale_first(inner, self.config.scales[1], self.config.width)
-        return self.down(inner, adapters)
+            inner = self._kernels.scale_first(inner, self.config.scales[1], self._inner)
+        return self.down(inner if self.share is None else self.share.gather(inner), adapters)
 
     def _activated(self, inner: torch.Tensor) -> torch.Tensor:
         """Compute what is between the two products, of all that the first gives."""
         if self.config.scales[0] != 1.0:
-            inner = self._kernels.scale_first(inner, self.config.scales[0], self.config.width)
+            inner = self._kernels.scale_first(inner, self.config.scales[0], self._inner)
         if self.gated is not None:
             return self.gated(inner)
         if self.config.gated:

@@ -30,18 +30,24 @@ class Norm:
     """x / rms(x) * weight, or layer normalisation, over the last dimension; rounded once, to x's dtype.
 
     `heads`: the weight is [heads, width], one row for each head of x [T, heads, width] (Cohere); with "{}" in the path,
-    the checkpoint has a tensor [width] for each (StableLM).
+    the checkpoint has a tensor [width] for each (StableLM). `kept`: x has these heads of them only.
     """
 
-    def __init__(self, options: LayerOptions, config: NormConfig, path: str, width: int, heads: int = 0) -> None:
+    def __init__(
+        self, options: LayerOptions, config: NormConfig, path: str, width: int, heads: int = 0,
+        kept: slice | None = None,
+    ) -> None:  # fmt: skip
         self.config = config
         self.path = path
         self.width = width
         self._kernels = options.kernels
         shape = (heads, width) if heads else (width,)
         by_kernel = config.kind == "rms" and not heads
-        self.weight = options.zeros(*shape, dtype=options.norm_dtype if by_kernel else torch.float32).fill_(1.0)
-        self.bias = options.zeros(*shape, dtype=torch.float32) if config.bias else None
+        self._weight = options.zeros(*shape, dtype=options.norm_dtype if by_kernel else torch.float32).fill_(1.0)
+        self._bias = options.zeros(*shape, dtype=torch.float32) if config.bias else None
+        self.weight, self.bias = self._weight, self._bias
+        if kept is not None:
+            self.weight, self.bias = self._weight[kept], None if self._bias is None else self._bias[kept]
         self._by_kernel = by_kernel
         self._plain = config.kind == "layer" and not heads
         """A layer norm with one weight for all."""
@@ -90,12 +96,12 @@ class Norm:
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Tensors of the checkpoint that it takes, by name."""
         if "{}" in self.path:
-            for head, row in enumerate(self.weight):
+            for head, row in enumerate(self._weight):
                 yield f"{self.path.format(head)}.weight", TensorSlot.into(row, self._folded, 1.0 - self.config.offset)
         elif self.config.weight:
-            yield f"{self.path}.weight", TensorSlot.into(self.weight, self._folded, 1.0 - self.config.offset)
-        if self.bias is not None:
-            yield f"{self.path}.bias", TensorSlot.into(self.bias, initial=0.0)
+            yield f"{self.path}.weight", TensorSlot.into(self._weight, self._folded, 1.0 - self.config.offset)
+        if self._bias is not None:
+            yield f"{self.path}.bias", TensorSlot.into(self._bias, initial=0.0)
 
     @property
     def nbytes(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 
@@ -14,7 +15,7 @@ from asyncengine.kernels.arena import Arena, Empty, ordinary
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.layers.kernels import LayerKernels
 from asyncengine.layers.rounded_weight import RoundedWeight
-from asyncengine.layers.sharded import Ranks, ShardedWeight, cut_rows
+from asyncengine.layers.sharded import LocalWeight, Ranks, ShardedWeight, Share, Spans, cut_rows, paths_of
 from asyncengine.layers.stored import StoredForm
 from asyncengine.layers.stored_weight import on_gpu, panel_form, stored_missing, stored_weight
 from asyncengine.layers.weight_forms import (
@@ -95,17 +96,30 @@ class LayerOptions:
 
     def _cuts(self, outputs: int, inputs: int, bounds: Sequence[int], paths: Sequence[str]) -> tuple[int, ...] | None:
         """Rows at which ranks cut a weight; None: each has all of it. It follows from the whole: all ranks agree."""
-        if self.ranks is None:
+        if self.ranks is None or not self._divides(list(pairwise([0, *bounds, outputs])), inputs, paths):
             return None
-        sizes = [last - first for first, last in zip([0, *bounds], [*bounds, outputs], strict=True)]
+        return cut_rows(outputs, self.ranks.size, [0, *bounds] if self._keeps(paths) else [0])
+
+    def _divides(self, spans: Spans, inputs: int, paths: Sequence[str]) -> bool:
+        """Whether a number that these rows of matrices give together follows from its own row alone."""
+        sizes = [last - first for first, last in spans]
+        if self.bits is not None:
+            return True
         if self._keeps(paths):
             plain = [size for size, path in zip(sizes, paths, strict=True) if path not in self.forms]
-            if self.bits is None and not all(self._packs(size, inputs) for size in plain):
-                return None
-            return cut_rows(outputs, self.ranks.size, [0, *bounds])
-        if self.bits is None and not self._packs(outputs, inputs) and not self._reorders:
+            return all(self._packs(size, inputs) for size in plain)
+        return self._packs(sum(sizes), inputs) or self._reorders
+
+    def local_weight(
+        self, share: Share, outputs: int, inputs: int, bounds: Sequence[int], paths: Sequence[str]
+    ) -> LocalWeight | None:
+        """Memory for what this rank's `share` has of a weight; None: some rank's would be in another form than the
+        whole. The rest as for `weight`."""
+        whole = list(pairwise([0, *bounds, outputs]))
+        every = [(whole, paths), *((spans, paths_of(spans, bounds, paths)) for spans in share.every)]
+        if not all(self._divides(spans, inputs, named) for spans, named in every):
             return None
-        return cut_rows(outputs, self.ranks.size, [0])
+        return LocalWeight(share.spans, inputs, bounds, paths, self._whole)
 
     @property
     def _reorders(self) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import torch
+
 
 class ModuleDims(NamedTuple):
     """One module that an adapter may change."""
@@ -30,6 +32,19 @@ class Place:
     head: bool = False
     """Gets the rows whose logits are wanted, not all tokens."""
     scale: float = 1.0
+    kept: tuple[tuple[slice, ...], ...] | None = None
+    """The outputs of each part that are computed here; None: all."""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Outputs of each part here."""
+        if self.kept is None:
+            return tuple(width for _, width in self.parts)
+        return tuple(sum(own.stop - own.start for own in each) for each in self.kept)
+
+    def kept_rows(self, part: int, b: torch.Tensor) -> torch.Tensor:
+        """Rows of b [all outputs of a part, ...] whose outputs are computed here."""
+        return b if self.kept is None else torch.cat([b[own] for own in self.kept[part]])
 
     @property
     def embedding(self) -> bool:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from asyncengine.device.pinned import Int64Array, upload
+from asyncengine.device.shared_pools import SharedPools
 from asyncengine.kernels.cuda import triton_missing
 
 if TYPE_CHECKING:
@@ -87,12 +88,13 @@ class StatePools:
 
     def __init__(
         self, specs: Sequence[StateSpec], num_slots: int, dtype: torch.dtype, device: torch.device, *,
-        padding: bool = False,
+        padding: bool = False, shared: SharedPools | None = None,
     ) -> None:  # fmt: skip
-        """`num_slots`: slot 0 included. `padding`: there is one more, which rows that fill up a graph write to."""
+        """`num_slots`: slot 0 included. `padding`: there is one more, which rows that fill up a graph write to.
+        `shared`: memory for them on a CPU; None: wherever it is."""
         self.num_slots, count = num_slots, num_slots + padding
-        self.recurrent = [_zeros(count, spec.recurrent, torch.float32, device) for spec in specs]
-        self.windows = [_zeros(count, spec.window, dtype, device) for spec in specs]
+        self.recurrent = [_zeros(count, spec.recurrent, torch.float32, device, shared) for spec in specs]
+        self.windows = [_zeros(count, spec.window, dtype, device, shared) for spec in specs]
 
     @property
     def nbytes(self) -> int:
@@ -263,12 +265,16 @@ class StateConfig(Protocol):
 _ALIGNED = 64
 
 
-def _zeros(num_slots: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+def _zeros(
+    num_slots: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, shared: SharedPools | None
+) -> torch.Tensor | None:
     """Memory of the host is taken when a slot is first written: torch writes its zeros, the system knows them."""
     if not shape:
         return None
     if device.type != "cpu":
         return torch.zeros((num_slots, *shape), dtype=dtype, device=device)
+    if shared is not None:
+        return shared.empty((num_slots, *shape), dtype)
     size = num_slots * _count(shape) * dtype.itemsize
     memory = np.zeros(size + _ALIGNED, dtype=np.uint8)
     first = -memory.ctypes.data % _ALIGNED

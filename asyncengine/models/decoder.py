@@ -427,7 +427,8 @@ class Decoder:
         found = [Place(table.num_embeddings, ((table.path, table.width),), "embedding", scale=table.scale)]
         linears = [*self.projections, *([] if self.inputs is None else [self.inputs.projection])]
         for linear in (*linears, *(linear for layer in self.layers for linear in layer.linears())):
-            found.append(Place(linear.inputs, linear.columns, "conv1d" if linear.transposed else "linear"))
+            kept = linear.kept_outputs()
+            found.append(Place(linear.inputs, linear.columns, "conv1d" if linear.transposed else "linear", kept=kept))
         return [*found, Place(head.inputs, head.parts, head=True)]
 
     def unbind(self) -> None:

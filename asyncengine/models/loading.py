@@ -23,7 +23,7 @@ from asyncengine.kernels.arena import find_memory
 from asyncengine.kernels.compile_ahead import CompileAhead
 from asyncengine.layers.kernels import layer_kernels
 from asyncengine.layers.options import LayerOptions
-from asyncengine.layers.sharded import Ranks, ShardedWeight
+from asyncengine.layers.sharded import LocalWeight, Ranks, ShardedWeight
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.states import StateSpec
 from asyncengine.layers.step import CausalLM
@@ -182,7 +182,7 @@ def _load_decoder(
     options = _layer_options(plan, weights, config, ranks)
     decoder = Decoder(outline.config, options, plan.max_model_len)
     weights_here = [linear.weight for layer in decoder.layers for linear in layer.linears()]
-    split = any(isinstance(weight, ShardedWeight) for weight in weights_here)
+    split = any(isinstance(weight, (LocalWeight, ShardedWeight)) for weight in weights_here)
     check_split(ranks, None if split else decoder.unsteady or "all of its matrices have too few outputs")
     if ahead is not None and config.attention_backend != "torch":
         ahead.start(*kernels_of(decoder, config.page_size, defaults))

@@ -22,7 +22,7 @@ from asyncengine.errors import InvalidParameter
 from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.models.first_kernels import sampling_kernels
 from asyncengine.models.loading import LoadedModel
-from asyncengine.models.memory.caches import num_states_for, pool_sizes, state_bytes
+from asyncengine.models.memory.caches import num_states_for, pool_sizes, room_for, state_bytes
 from asyncengine.models.progress import LoadProgress
 from asyncengine.pooling.pool import Pooler
 from asyncengine.request_spec import Pooled, RequestSpec
@@ -103,11 +103,12 @@ def _build(
         list(model.layers) * copies, config, model.max_model_len, model.dtype, device, free,
         others=() if draft is None else draft.layers, states=bool(num_states), divide=two_pools,
     )  # fmt: skip
+    room = room_for(model.layers, model.states, pages, window_pages, num_states, config, model.dtype)
     if ranks is not None:
-        ranks.send("build", pages, window_pages, num_states)
+        ranks.send("build", pages, window_pages, num_states, room)
     backend = make_backend(
         config, model.layers, pages, model.dtype, device, model.max_model_len, num_window_pages=window_pages,
-        all_kernels=not kept,
+        all_kernels=not kept, shared=None if ranks is None else ranks.gather.pools(room),
     )  # fmt: skip
     runner = ModelRunner(
         model,

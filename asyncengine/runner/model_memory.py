@@ -9,7 +9,6 @@ from asyncengine.device.cores import Cores
 from asyncengine.device.memory import release_cached
 from asyncengine.device.transfer import on_device
 from asyncengine.errors import UnsupportedModel
-from asyncengine.kernels.arena import give_back
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.loading import LoadedModel
 from asyncengine.runner.page_memory import CpuPageMemory
@@ -85,8 +84,7 @@ class ModelMemory:
                 decoder.options.memory.give_back()
                 self._without_weights = True
             if cache:
-                for memory in self._pages().whole:
-                    give_back(memory.ctypes.data, memory.nbytes)
+                self._pages().give_back()
             if self.draft is not None:
                 self.draft.prepare_release(weights, cache)()
             if cache and self.forget is not None:

@@ -112,9 +112,8 @@ class ModelRunner:
         self._unfinished: UnreadStep | None = None  # whose reader launches what is left of the step behind it
         self._awaited: dict[int, AwaitedToken] = {}  # by slot, of the last constrained row that was launched for it
         self._sampler = Sampler(max_num_seqs, model.vocab_size, model.device)
-        self._states: StatePools | None = None
-        if num_states:
-            self._states = StatePools(model.states, num_states, model.dtype, model.device, padding=backend.graphs)
+        kept = model.states, num_states, model.dtype, model.device
+        self._states = StatePools(*kept, padding=backend.graphs, shared=backend.shared) if num_states else None
         self._last_token = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=model.device)
         self._inference = torch.inference_mode()  # making one takes longer than to begin and end it
 
@@ -174,7 +173,7 @@ class ModelRunner:
     def page_memory(self) -> CpuPageMemory:
         """Pages and states as bytes, for a store of prefixes. On a CPU."""
         pools, layout = self._backend.page_pools(), f"{self._backend.name} {self.page_size}"
-        return CpuPageMemory(pools, self._states, layout, None if self.ranks is None else self.ranks.send_page)
+        return CpuPageMemory(pools, self._states, layout, self._backend.shared)
 
     def threads(self) -> ThreadStats:
         """The threads that compute steps. May be called from any thread."""

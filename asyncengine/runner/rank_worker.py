@@ -56,10 +56,10 @@ def _serve(orders: Connection, gather: SharedGather) -> None:
     config = order.config
     lora = install_lora(loaded.model, config.max_loras, config.max_lora_rank)
     orders.send(loaded.weights_bytes)
-    _, (pages, window_pages, states) = _next(orders)
+    _, (pages, window_pages, states, room) = _next(orders)
     backend = make_backend(
         config, loaded.layers, pages, loaded.dtype, loaded.device, loaded.max_model_len,
-        num_window_pages=window_pages, all_kernels=False,
+        num_window_pages=window_pages, all_kernels=False, shared=gather.pools(room),
     )  # fmt: skip
     runner = ModelRunner(
         loaded, backend, config.page_size, config.max_num_seqs, lora=lora, cores=cores, num_states=states,
@@ -75,10 +75,6 @@ def _serve(orders: Connection, gather: SharedGather) -> None:
                     runner.compute(StepInputs.unpacked(*content))
             case "adapter":
                 lora.write(*content)
-            case "page":
-                part, index, given = content
-                for own, one in zip(runner.page_memory().buffers(part, index), given, strict=True):
-                    own[:] = one
             case "update":
                 runner.prepare_update(content[0], config, content[1])()
                 orders.send(None)

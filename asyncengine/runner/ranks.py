@@ -26,7 +26,6 @@ from asyncengine.device.shared_gather import SharedGather, make_memory, missing
 from asyncengine.errors import InvalidParameter
 from asyncengine.kernels.compile_process import can_start
 from asyncengine.runner.step_inputs import StepInputs
-from asyncengine.step import RecordPart
 
 
 class _Rank(NamedTuple):
@@ -74,10 +73,6 @@ class Ranks:
         with self._sending, self._heard():
             for other in self._others:
                 other.orders.send_bytes(message)
-
-    def send_page(self, part: RecordPart, index: int, buffers: Sequence[memoryview]) -> None:
-        """Tell all of them what a page or a state was filled with here."""
-        self.send("page", part, index, [bytes(buffer) for buffer in buffers])
 
     def answers(self) -> list[Any]:
         """One answer of each, to the last thing that asks for one. Raises `RuntimeError` if one is gone, and what went

@@ -50,9 +50,7 @@ class CompiledStack(LoraStack):
 
     def _allocate(self) -> None:
         super()._allocate()
-        self.factors: Any = self._kernel.Factors(
-            self._a, self._b, self._ranks, [width for _, width in self.place.parts]
-        )
+        self.factors: Any = self._kernel.Factors(self._a, self._b, self._ranks, list(self.place.widths))
 
 
 class FactorTable:

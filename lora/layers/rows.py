@@ -141,7 +141,7 @@ class RowStack(LoraStack):
 
     def _allocate(self) -> None:
         super()._allocate()
-        sizes = [width for _, width in self.place.parts]
+        sizes = self.place.widths
         width = math.gcd(*sizes)  # in blocks of one width, all outputs of a merged product are rows of one table
         self._block_parts = tuple(part for part, size in enumerate(sizes) for _ in range(size // width))
         self._a_table = self._a.permute(0, 3, 1, 2).view(-1, len(sizes) * self.rank)

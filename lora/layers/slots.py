@@ -167,7 +167,7 @@ class LoraLayers:
                 place, part = self._places[path]
                 key = place.path
                 used[key] = self._stacks[key]
-                used[key].write(slot - 1, part, factors.a, factors.b)
+                used[key].write(slot - 1, part, factors.a, place.kept_rows(part, factors.b))
         except BaseException:  # no memory for the copy: whoever gets the slot next may not use all of these
             for stack in used.values():
                 stack.clear(slot - 1)

@@ -38,7 +38,7 @@ class LoraStack(ABC):
         self.held: set[int] = set()
         """Slots that something was written into since they were cleared."""
         self._slots = slots
-        self._ends = list(accumulate((width for _, width in place.parts), initial=0))
+        self._ends = list(accumulate(place.widths, initial=0))
         self._dtype, self._device, self._memory = dtype, device, memory
         self._allocate()
 
@@ -62,7 +62,7 @@ class LoraStack(ABC):
         return True
 
     def write(self, slot: int, part: int, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Put a [r, in] and b [out of the part, r] into an empty slot; r is at most `rank`."""
+        """Put a [r, in] and b [the part's outputs here, r] into an empty slot; r is at most `rank`."""
         rank, device = a.shape[0], self._b.device
         self.held.add(slot)
         self._a[slot, part, :rank].copy_(send(a, device))

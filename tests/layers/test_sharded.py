@@ -17,8 +17,9 @@ from asyncengine.device import shared_gather
 from asyncengine.layers.embedding import Embedding, LMHead
 from asyncengine.layers.experts import ExpertsConfig as Config
 from asyncengine.layers.linear import Linear, Part
+from asyncengine.layers.places import Place
 from asyncengine.layers.routing import RouterConfig
-from asyncengine.layers.sharded import ShardedWeight, cut_rows
+from asyncengine.layers.sharded import ShardedWeight, cut_rows, even_cuts, share_of
 from asyncengine.layers.sparse_mlp import MoEConfig, SparseMLP
 from asyncengine.layers.stored import StoredForm
 
@@ -96,6 +97,51 @@ def test_linears_give_the_same_bits(parts: list[int], settings: Any, size: int) 
         assert linear.weight.nbytes < alone.weight.nbytes
     assert sum(linear.weight.outputs == sum(parts) for linear, _ in found) == size
     assert [one.weight.last for one, _ in found[:-1]] == [other.weight.first for other, _ in found[1:]]
+
+
+@pytest.mark.parametrize(
+    ("named", "settings"),
+    [
+        (True, {}), (False, {}), (False, {"transposed": True}), (True, {"bits": 8}), (False, {"bits": 4}),
+        (True, {"forms": ["Q4_K", "Q4_K", "Q6_K"]}), (True, {"forms": ["Q4_0", "", "Q4_0"]}),
+        (False, {"forms": ["w8a8"]}), (True, {"forms": ["awq"] * 3, "ordered": True}),
+    ],
+)  # fmt: skip
+def test_a_rank_makes_its_own_heads_alone(named: bool, settings: Any) -> None:
+    """Two of four groups of heads, of 24 queries and 8 keys and values or of four times that, in one matrix or three;
+    and adapters' factors for those."""
+    forms, ordered = settings.get("forms", []), settings.get("ordered", False)
+    rows = [24, 8, 8] if "bits" in settings or (forms and all(forms)) else [96, 32, 32]
+    sizes = [4 * each for each in rows] if named else [4 * sum(rows)]
+    stored = {str(at): StoredForm(name, FORMS[name], ordered) for at, name in enumerate(forms) if name}
+    given: dict[str, Any] = {}
+    for at, outputs in enumerate(sizes):
+        name = forms[at] if forms else ""
+        matrix = RandomMatrix(name, outputs, INPUTS, ordered=ordered) if name else numbers(outputs, INPUTS)
+        given |= {f"{at}.weight": matrix, f"{at}.bias": numbers(outputs)}
+    x, b = numbers(5, INPUTS), numbers(sum(sizes), 8)
+
+    def make(ranks: Any = None) -> tuple[Linear, torch.Tensor]:
+        turned, parts = settings.get("transposed", False), [Part(str(at), size) for at, size in enumerate(sizes)]
+        own = options(bits=settings.get("bits"), forms=stored, ranks=ranks)
+        share = share_of(ranks, even_cuts(ranks, 4), rows, rows[0])
+        linear = Linear(own, parts, INPUTS, bias=True, transposed=turned, share=share)
+        for name, slot in linear.slots():
+            tensor = given[name]
+            slot.load(tensor.T.contiguous() if turned and name.endswith("weight") else tensor)
+        return linear, linear(x)
+
+    (alone, expected), found = make(), in_ranks(2, make)
+    for rank, (linear, result) in enumerate(found):
+        share = share_of(gathers(2)[rank], [0, 2, 4], rows, rows[0])
+        assert share is not None
+        assert linear.local
+        assert torch.equal(result, share.columns(expected))
+        assert linear.weight.nbytes < 0.7 * alone.weight.nbytes  # and what fills up panels
+        place = Place(INPUTS, linear.columns, kept=linear.kept_outputs())
+        factors = [place.kept_rows(part, each) for part, each in enumerate(b.split(sizes))]
+        assert torch.equal(torch.cat(factors).T, share.columns(b.T))
+        assert place.widths == tuple(len(each) for each in factors)
 
 
 def test_a_matrix_that_fills_no_panels_stays_whole() -> None:

@@ -36,8 +36,7 @@ KILLS = TIMES
 
 
 async def load(size: int = 2, **settings: Any) -> AsyncEngine:
-    memory = size * 2**23  # for as many tokens in each process
-    given = {**SETTINGS, "kv_cache_memory": memory, "tensor_parallel": size, **settings}
+    given = {**SETTINGS, "kv_cache_memory": 2**23, "tensor_parallel": size, **settings}
     return await AsyncEngine.from_pretrained("demo", **given)
 
 
@@ -70,24 +69,29 @@ async def scores(engine: AsyncEngine) -> list[Any]:
 
 
 async def test_an_engine_over_two_processes_answers_as_one(tmp_path: Path) -> None:
-    """Guesses, grammars, adapters, preemption, samples; then other weights, sleep, and a prefix from a file."""
-    file, prompt = tmp_path / "prefix", list(range(50, 120))
+    """Guesses, grammars, adapters, preemption, samples; then other weights, sleep, and prefixes from files and a store,
+    which are those of one process."""
+    file, other, prompt = tmp_path / "prefix", tmp_path / "other", list(range(50, 120))
     greedy = SamplingParams(max_tokens=8, temperature=0, top_logprobs=3)
     async with await load(1) as engine:
         expected = await scores(engine)
         last = await engine.generate([*prompt, 7], greedy)
-        weights = engine.info.weight_bytes
-    async with await load() as engine:
+        await engine.export_prefix(prompt, other)
+        weights, kept = engine.info.weight_bytes, engine.info.kv_cache_bytes
+    async with await load(kv_cache_dir=str(tmp_path / "store")) as engine:
         assert engine.info.tensor_parallel == 2
+        assert engine.info.kv_cache_bytes == kept
         assert "2 processes" in engine.info.in_words
         assert weights <= engine.info.weight_bytes < 1.1 * weights
         assert await scores(engine) == expected
         assert engine.stats().preemptions > 0
         assert engine.stats().speculation.drafted > 0
+        await engine.generate(prompt, greedy)
         await engine.export_prefix(prompt, file)
+        assert file.read_bytes() == other.read_bytes()
         await engine.sleep()
         await engine.wake()
-        assert await engine.import_prefix(file) > 0
+        assert await engine.import_prefix(other) > 0
         again = await engine.generate([*prompt, 7], greedy)
         assert again.usage.cached_tokens > 0
         assert (again.token_ids, again.logprobs) == (last.token_ids, last.logprobs)
@@ -100,6 +104,8 @@ async def test_an_engine_over_two_processes_answers_as_one(tmp_path: Path) -> No
         await engine.update_weights(str(MODEL_PATH))
         assert await scores(engine) == expected
     assert not ranks()
+    del engine
+    gc.collect()  # its store writes what is left
     assert not mapped()
 
 

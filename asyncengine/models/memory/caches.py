@@ -42,6 +42,8 @@ _BARE_PAGES = 2**17
 and values, and each is a number in the books."""
 _EDGES = 3
 """Pages of a window span beyond those that a window fills: it may begin and end anywhere, and one is written next."""
+_APART = 2**16
+"""Bytes that are lost between two tensors of a cache, at most."""
 _WINDOWS, _TOKENS, _SPANS = 2, 1024, 8
 """Windows and tokens of the requests, and number of spans, in the rules above."""
 
@@ -199,6 +201,17 @@ def window_of(layers: Sequence[LayerSpec]) -> int:
 def state_bytes(specs: Sequence[StateSpec], dtype: torch.dtype) -> int:
     """Bytes of one sequence's recurrent states, all layers together."""
     return sum(spec.nbytes(dtype) for spec in specs)
+
+
+def room_for(
+    layers: Sequence[LayerSpec], states: Sequence[StateSpec], pages: int, window_pages: int, num_states: int,
+    config: EngineConfig, dtype: torch.dtype,
+) -> int:  # fmt: skip
+    """Bytes that hold these caches of one process, however a backend lays them out; more than they take."""
+    size, of_windows = config.page_size, window_pages or pages
+    kept = sum((of_windows if spec.windowed else pages) * page_bytes([spec], size, dtype) for spec in layers)
+    # keys of few dimensions may take twice as much; something is lost between two tensors
+    return 2 * kept + num_states * state_bytes(states, dtype) + 2 * (len(layers) + len(states)) * _APART
 
 
 def num_states_for(

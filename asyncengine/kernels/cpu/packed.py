@@ -37,7 +37,8 @@ WIDTH = _VECTORS * LANES
 """Outputs of a panel."""
 _STEPS = {torch.bfloat16: 2, torch.float32: 1}
 SIZES = (1, 2, 3, 4, 6, 8, 12) if WIDE else (1, 2, 4)
-"""Rows of x in the tiles there are: as many as their sums have registers for. Others are made of tiles that overlap."""
+"""Rows of x in the tiles there are: as many as their sums have registers for. Others are made of tiles that overlap.
+AVX2 and NEON have registers for equally many numbers, and half of them hold the sums of four rows."""
 _NARROW = WIDTH // 8
 """Vectors of eight in a panel."""
 _PAIRED = not WIDE
@@ -63,11 +64,11 @@ def why_not_packed(dtype: torch.dtype) -> str | None:
     """The reason why products of this type are left to oneDNN or torch, with the settings that avoid it; None: weights
     are packed here.
 
-    bfloat16 goes through the matrix unit where there is one (`matrix_unit`). Where no instruction takes pairs of
-    bfloat16 they are widened as they are read; torch computes them number by number without AVX-512, and with it oneDNN
-    imitates the instruction.
+    Every 64-bit ARM CPU has what panels need, and x86 has it with AVX2. bfloat16 goes through the matrix unit where
+    there is one (`matrix_unit`). Where no instruction takes pairs of bfloat16 they are widened as they are read; torch
+    computes them number by number without AVX-512, and with it oneDNN imitates the instruction.
     """
-    if not cpu_has("avx2", "fma"):
+    if not (cpu_has("avx2", "fma") or cpu_has("neon")):
         return 'this CPU has no AVX2 (quantization="int8" does without)'
     return None if dtype in _STEPS else f"none are packed in {str(dtype).removeprefix('torch.')}"
 

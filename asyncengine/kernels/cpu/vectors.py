@@ -121,8 +121,10 @@ def cpu_has(*features: str) -> bool:
 
 @functools.cache
 def _features_here() -> Any:
-    """Each question to LLVM takes half a millisecond, and a model's layers ask often."""
-    return llvmlite.binding.get_host_cpu_features()
+    """Each question to LLVM takes half a millisecond, and a model's layers ask often. Of 64-bit ARM it knows features
+    on some systems only (not Apple's): NEON, with fused products and float16, is part of that architecture."""
+    arm = platform.machine().lower() in ("aarch64", "arm64")
+    return {**llvmlite.binding.get_host_cpu_features(), **({"neon": True} if arm else {})}
 
 
 def may_use_matrix_unit(environment: Mapping[str, str]) -> bool:
@@ -144,7 +146,9 @@ WIDE = cpu_has("avx512f")
 """The CPU has vectors of sixteen, and what there is for them only."""
 PAIRS = cpu_has("avx512bf16")
 """The CPU has an instruction for products of pairs of bfloat16."""
-HALVES = cpu_has("f16c") or WIDE
+NEON = cpu_has("neon")
+"""The CPU has ARM's vectors of four, 32 of them: as many numbers as sixteen vectors of eight."""
+HALVES = cpu_has("f16c") or WIDE or NEON
 """The CPU has an instruction that widens float16."""
 
 
@@ -258,14 +262,15 @@ def look_up(builder: Any, words: Any, table: list[int]) -> Any:
         kind = ir.VectorType(BYTE, count)
         entries = ir.Constant(kind, table * 4)
         return builder.bitcast(call(builder, "llvm.x86.avx512.pshuf.b.512", kind, [entries, places]), WORDS)
-    if cpu_has("ssse3"):  # sixteen at a time
+    if cpu_has("ssse3") or NEON:  # sixteen at a time
+        name = "llvm.aarch64.neon.tbl1.v16i8" if NEON else "llvm.x86.ssse3.pshuf.b.128"
         kind = ir.VectorType(BYTE, 16)
         entries = ir.Constant(kind, table)
         made = []
         for first in range(0, count, 16):
             lanes = ir.Constant(ir.VectorType(WORD, 16), list(range(first, first + 16)))
             own = builder.shuffle_vector(places, places, lanes)
-            made.append(call(builder, "llvm.x86.ssse3.pshuf.b.128", kind, [entries, own]))
+            made.append(call(builder, name, kind, [entries, own]))
         while len(made) > 1:
             lanes = ir.Constant(ir.VectorType(WORD, 2 * made[0].type.count), list(range(2 * made[0].type.count)))
             made = [builder.shuffle_vector(*pair, lanes) for pair in zip(made[::2], made[1::2], strict=True)]

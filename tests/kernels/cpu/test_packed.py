@@ -265,6 +265,8 @@ def test_what_fits(dtype: torch.dtype, outputs: int, inputs: int, fits: bool) ->
         ("+avx2,+fma", True, True),
         ("+avx2", False, False),
         ("+avx", False, False),
+        ("+fp-armv8,+neon", True, True),
+        ("+fp-armv8", False, False),
         ("+avx2,+fma,+avx512f", True, True),
         ("+avx2,+fma,+avx512f,+avx512bf16", True, True),
         ("+avx2,+fma,+avx512f,+avx512bf16,+amx-bf16", True, True),
@@ -293,6 +295,25 @@ def test_where_panels_pay(features: str, floats: bool, halves: bool, monkeypatch
 )
 def test_onednns_own_limit_holds_for_these_kernels(variables: dict[str, str], may: bool) -> None:
     assert vectors.may_use_matrix_unit(variables) is may
+
+
+@pytest.mark.parametrize(
+    ("machine", "has"), [("aarch64", True), ("arm64", True), ("x86_64", False), ("riscv64", False)]
+)
+def test_what_the_compiler_does_not_know_of_arm(machine: str, has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it names no features, as on Apple's systems, 64-bit ARM has its vectors all the same."""
+    import llvmlite.binding
+    import numba
+
+    monkeypatch.setattr(vectors, "_features_here", vectors._features_here.__wrapped__)
+    monkeypatch.setattr(llvmlite.binding, "get_host_cpu_features", dict)
+    monkeypatch.setattr(vectors.platform, "machine", lambda: machine)
+    for name in ("CPU_NAME", "CPU_FEATURES"):
+        monkeypatch.setattr(numba.config, name, None)
+    assert packed.packing_pays(FLOAT) is has
+    assert packed.packing_pays(HALF) is has
+    assert (packed.why_not_packed(FLOAT) is None) is has
+    assert not vectors.cpu_has("avx2")
 
 
 # ---------------------------------------------------------------- tiles

@@ -12,7 +12,7 @@ import functools
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import llvmlite.binding
@@ -254,6 +254,18 @@ def widen_halves(builder: Any, halves: Any, kind: str) -> Any:
     return builder.bitcast(builder.or_(number, sign), floats)
 
 
+def by_parts(builder: Any, whole: Any, lanes: int, make: Callable[[Any, Any], Any]) -> Any:
+    """Side by side, `make(builder, part)` of every `lanes` lanes of a vector, for instructions on shorter ones. The
+    number of parts is a power of two."""
+    starts = range(0, whole.type.count, lanes)
+    parts = [ir.Constant(ir.VectorType(WORD, lanes), list(range(first, first + lanes))) for first in starts]
+    made = [make(builder, builder.shuffle_vector(whole, whole, part)) for part in parts]
+    while len(made) > 1:
+        both = ir.Constant(ir.VectorType(WORD, 2 * made[0].type.count), list(range(2 * made[0].type.count)))
+        made = [builder.shuffle_vector(*pair, both) for pair in zip(made[::2], made[1::2], strict=True)]
+    return made[0]
+
+
 def look_up(builder: Any, words: Any, table: list[int]) -> Any:
     """Each byte of sixteen words, which is below 16, replaced by that entry of a table of 16 bytes."""
     count = LANES * 4
@@ -266,15 +278,8 @@ def look_up(builder: Any, words: Any, table: list[int]) -> Any:
         name = "llvm.aarch64.neon.tbl1.v16i8" if NEON else "llvm.x86.ssse3.pshuf.b.128"
         kind = ir.VectorType(BYTE, 16)
         entries = ir.Constant(kind, table)
-        made = []
-        for first in range(0, count, 16):
-            lanes = ir.Constant(ir.VectorType(WORD, 16), list(range(first, first + 16)))
-            own = builder.shuffle_vector(places, places, lanes)
-            made.append(call(builder, name, kind, [entries, own]))
-        while len(made) > 1:
-            lanes = ir.Constant(ir.VectorType(WORD, 2 * made[0].type.count), list(range(2 * made[0].type.count)))
-            made = [builder.shuffle_vector(*pair, lanes) for pair in zip(made[::2], made[1::2], strict=True)]
-        return builder.bitcast(made[0], WORDS)
+        found = by_parts(builder, places, 16, lambda builder, own: call(builder, name, kind, [entries, own]))
+        return builder.bitcast(found, WORDS)
     found = constant(ir.VectorType(BYTE, count), table[0])
     for index, entry in enumerate(table[1:], 1):
         same = builder.icmp_unsigned("==", places, constant(ir.VectorType(BYTE, count), index))

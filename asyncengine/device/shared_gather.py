@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +54,7 @@ class SharedGather:
         whole = torch.frombuffer(mmap.mmap(memory, _PAGE + 2 * _PLACE), dtype=torch.uint8)
         self._memory: torch.Tensor | None = whole
         self._file = os.dup(memory)
+        self._close_file = weakref.finalize(self, os.close, self._file)
         self._address: int = whole.data_ptr()
         self._places: Sequence[torch.Tensor] = (whole[_PAGE : _PAGE + _PLACE], whole[_PAGE + _PLACE :])
         self._meet: Any = barrier.meet
@@ -101,8 +103,7 @@ class SharedGather:
 
     def close(self) -> None:
         """Let go of the memory; nobody exchanges anything any more. Idempotent."""
-        if self._memory is not None:
-            os.close(self._file)
+        self._close_file()
         self._meet = self._break_off = _gone
         self._views.clear()
         self._places, self._memory = (), None

@@ -64,6 +64,17 @@ class AttentionConfig:
     what that head attends to (Qwen3-Next)."""
 
 
+def _merged_parts(config: AttentionConfig, prefix: str) -> tuple[list[int], list[Part]]:
+    """Rows of the merged projection for each kv head, block by block, and the matrices it consists of."""
+    group, dim = config.num_heads // config.num_kv_heads, config.head_dim
+    blocks = 1 if config.keys_of is not None else 2 if len(config.qkv) == 2 else 3
+    rows = [group * dim * (2 if config.output_gate else 1), dim, dim][:blocks]
+    sizes = [config.num_kv_heads * each for each in rows]
+    if len(config.qkv) == 1:
+        sizes = [sum(sizes)]
+    return rows, [Part(prefix + name, size) for name, size in zip(config.qkv, sizes, strict=True)]
+
+
 class Attention:
     """x [T, width] -> [T, width]. `index` is the place of its keys and values in the attention backend, `rotary` its
     rotation."""
@@ -74,15 +85,9 @@ class Attention:
     ) -> None:  # fmt: skip
         self.index = index
         dim, shares = config.head_dim, config.keys_of is not None
-        group = config.num_heads // config.num_kv_heads
-        rows = [group * dim * (2 if config.output_gate else 1), dim, dim][: 1 if shares else 3]
-        if len(config.qkv) == 2:
-            rows = rows[:2]
-        sizes = [config.num_kv_heads * each for each in rows]
-        if len(config.qkv) == 1:
-            sizes = [sum(sizes)]
-        parts = [Part(prefix + name, size) for name, size in zip(config.qkv, sizes, strict=True)]
-        self.share = share_of(options.ranks, even_cuts(options.ranks, config.num_kv_heads), rows, group * dim)
+        rows, parts = _merged_parts(config, prefix)
+        columns = config.num_heads // config.num_kv_heads * dim
+        self.share = share_of(options.ranks, even_cuts(options.ranks, config.num_kv_heads), rows, columns)
         """This rank's heads, whose keys and values it keeps; None: it has all of them."""
         self._together = self.share is not None and config.norm_scope == "whole" and config.head_norm is not None
         """Whether norms are of all heads, so that this rank's are taken behind them."""

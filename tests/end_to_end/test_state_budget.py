@@ -69,6 +69,6 @@ async def test_states_of_sixty_four_requests_stay_within_the_budget(
         assert counts.free + counts.snapshots == usable
         assert counts.hits > 0
         assert counts.evictions > 0
-    assert [pool.nbytes for pool in pools] == [STATES * size]
+    assert pools[-1].nbytes == STATES * size  # those before it are of outlines whose kernels are listed
     assert named <= set(range(STATES))
     assert max(at_once) == usable

@@ -66,4 +66,5 @@ def scratch_sizes(rows: int, key_dim: int, value_dim: int) -> Any:
 
 
 # Python computes a few sizes before each step: it does so by itself, and nothing has to be compiled for that
-partial_floats, scratch_places = serial_in_order(partial_size), serial_in_order(scratch_sizes)
+partial_floats = serial_in_order(partial_size)
+scratch_places = serial_in_order(scratch_sizes)

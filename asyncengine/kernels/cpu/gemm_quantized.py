@@ -242,15 +242,8 @@ def _round_group(values: Any, numbers: Any, count: int) -> tuple[np.float32, np.
 def _make_part(form: PanelForm) -> Any:
     """Make the function that computes the outputs of the pairs of panels of one of `pieces`, for all rows, for one
     form."""
-    narrow = NARROW and narrow_fits(form)
-    writer, streamed = (NarrowWriter, 0) if narrow else (WideWriter, streamed_rows(form))
-    smallest = min((rows for rows in range(1, MOST + 1) if writer.panels_of(rows) == 1), default=0)
-    spreads, spread = form.bits == 6 and SPREAD > 0, make_spreader(form, writer.panels_of(MOST))
-    tiles = [(writer, rows, False) for rows in range(2 if streamed else 1, MOST + 1)]
-    tiles += [(StreamWriter, rows, False) for rows in range(1, streamed + 1)]
-    tiles += [(UnitWriter, ROWS, form.bits < 8)] if UNIT else []
-    tile = make_tile(form, tiles + [(writer, rows, True) for rows in (3, 4) if spreads])
-    bits, summed = form.bits, form.summed
+    made_for, smallest, streamed, tile, spread = _tiles_of(form)
+    bits, summed, spreads = form.bits, form.summed, form.bits == 6 and SPREAD > 0
     parts, chunk_bytes, sums_of_chunk = form.chunk // GROUP, form.chunk_bytes, form.chunk // form.summed
 
     def multiply_part(
@@ -265,9 +258,7 @@ def _make_part(form: PanelForm) -> Any:
         size, turns = size_of(kind), -(-rows // most)
         own_scales, own_bias = room(_WIDTH, np.float32(0)), room(_WIDTH, np.float32(0))
         found = room(_TILE, kind)
-        often = (
-            spreads and turns >= SPREAD if most == MOST else bits < 8
-        )  # of so many turns none has less than three rows
+        often = bits < 8 if most != MOST else spreads and turns >= SPREAD  # of as many none has less than three rows
         held = np.empty(PANELS * PANEL * groups * GROUP + LINE if often else 1, np.uint8)
         numbers_at = -(-held.ctypes.data // LINE) * LINE if often else 0
         at_once = 1 if rows <= streamed or 0 < smallest <= rows else PANELS
@@ -303,8 +294,22 @@ def _make_part(form: PanelForm) -> Any:
             release_unit()
         keep(held)
 
-    multiply_part.made_for = f"{form} {writer.__name__}"  # type: ignore[attr-defined]
+    multiply_part.made_for = made_for  # type: ignore[attr-defined]
     return serial_in_order(allocates(multiply_part))
+
+
+def _tiles_of(form: PanelForm) -> tuple[str, int, int, Any, Any]:
+    """(what the function is made for, the rows from which one panel at a time is multiplied, if there are such, those
+    up to which it is read as one stream, the tile, what spreads its numbers)"""
+    narrow = NARROW and narrow_fits(form)
+    writer, streamed = (NarrowWriter, 0) if narrow else (WideWriter, streamed_rows(form))
+    smallest = min((rows for rows in range(1, MOST + 1) if writer.panels_of(rows) == 1), default=0)
+    tiles = [(writer, rows, False) for rows in range(2 if streamed else 1, MOST + 1)]
+    tiles += [(StreamWriter, rows, False) for rows in range(1, streamed + 1)]
+    tiles += [(writer, rows, True) for rows in (3, 4) if form.bits == 6 and SPREAD > 0]
+    tiles += [(UnitWriter, ROWS, form.bits < 8)] if UNIT else []
+    spread = make_spreader(form, writer.panels_of(MOST))
+    return f"{form} {writer.__name__}", smallest, streamed, make_tile(form, tiles), spread
 
 
 @inline

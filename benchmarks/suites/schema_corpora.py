@@ -141,7 +141,7 @@ class Runner:
             masked = time.thread_time()
             taken = matcher.try_consume_tokens([token])
             if closing is not None and taken:
-                closing.advance(token, 4096 - place)
+                closing.advance(token, len(tokens) + 4096 - place)
             self.masks.append(masked - began)
             self.steps.append(time.thread_time() - masked)
             if not taken:

@@ -4,6 +4,7 @@ measures 200 cycles and resident memory."""
 from __future__ import annotations
 
 import gc
+import time
 from collections import Counter
 
 import pytest
@@ -40,4 +41,8 @@ def test_nothing_of_a_closed_engine_stays(hosting: str) -> None:
             found[cycle] = left()
 
     HOSTINGS[hosting](LAST, params, note)
+    ends = time.monotonic() + 5
+    while found[LAST] - found[WARM] and time.monotonic() < ends:  # a thread may be about to end on a busy machine
+        time.sleep(0.05)
+        found[LAST] = left()
     assert found[LAST] - found[WARM] == Counter()

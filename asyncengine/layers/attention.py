@@ -99,7 +99,7 @@ class Attention:
             options, [Part(prefix + config.out, width)], config.num_heads * dim, bias=config.out_bias,
             transposed=config.transposed,
         )  # fmt: skip
-        self._whole, whole, config = config, config, self._own(config)
+        self._whole, config = config, self._own(config)
         self.config = config
         """With the heads that are here."""
         self.query_size, self.kv_size = config.num_heads * dim, config.num_kv_heads * dim
@@ -122,10 +122,10 @@ class Attention:
         self.makes_values = self.value_norm is not None or len(config.qkv) == 2
         """Values are not what the projection gives."""
         self._sinks_path = f"{prefix}{config.sinks}"
-        self._sinks = None if config.sinks is None else options.zeros(whole.num_heads, dtype=torch.float32)
+        self._sinks = None if config.sinks is None else options.zeros(self._whole.num_heads, dtype=torch.float32)
         sinks = self._sinks
         if sinks is not None and self.share is not None:
-            sinks = sinks[self.share.part(whole.num_heads)]
+            sinks = sinks[self.share.part(self._whole.num_heads)]
         self.spec = LayerSpec(
             index=index, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, key_dim=dim, value_dim=dim,
             scale=config.scale, window=config.window, chunk=config.chunk, softcap=config.softcap, both=config.both,

@@ -12,7 +12,7 @@ values, and the inner numbers of a feed-forward part (`Share`). Then the first p
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -68,28 +68,30 @@ def cut_rows(outputs: int, size: int, firsts: Sequence[int]) -> tuple[int, ...] 
     return tuple(cuts) if all(one < other for one, other in pairwise(cuts)) else None
 
 
-class ShardedWeight:
-    """A `WeightForm` of which this rank holds some rows; what others hold comes by `Ranks`."""
+def _exchanged(
+    ranks: Ranks, rows: int, columns: int, dtype: torch.dtype, fill: Callable[[slice, torch.Tensor], object]
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(some of so many rows, [those rows, columns] as all ranks have filled it), one part after the other. `fill(rows,
+    place)` writes what this rank has of a part."""
+    most = ranks.rows_at_once(columns * dtype.itemsize)
+    for first in range(0, rows, most):
+        some = slice(first, min(first + most, rows))
+        place = ranks.place(some.stop - first, columns, dtype)
+        fill(some, place)
+        ranks.meet()
+        yield some, place
 
-    def __init__(
-        self, ranks: Ranks, cuts: Sequence[int], inputs: int, bounds: Sequence[int], paths: Sequence[str],
-        forms: Mapping[str, StoredForm], make: Make,
-    ) -> None:  # fmt: skip
-        """`cuts`: those of `cut_rows`. `bounds`, `paths` as in `LayerOptions.weight`; `forms`: stored forms of those
-        paths that stay as they are stored."""
-        self.outputs, self.inputs = cuts[-1], inputs
-        self.first, self.last = cuts[ranks.rank : ranks.rank + 2]
-        self._ranks, self._firsts = ranks, [0, *bounds]
-        ends = [*bounds, self.outputs]
-        here = [a < self.last and b > self.first for a, b in zip(self._firsts, ends, strict=True)]
-        within = [bound - self.first for bound in bounds if self.first < bound < self.last]
-        self.own = make(self.last - self.first, inputs, within, [p for p, own in zip(paths, here, strict=False) if own])
-        self.bias_dtype, self.compiled = self.own.bias_dtype, self.own.compiled
-        self._forms = [forms.get(path) for path in paths] or [None]
-        self._memory = OutputBufferPool()
+
+class _HeldWeight:
+    """The part of a `WeightForm` of some rows of a matrix that follows from `own`, the form of those rows."""
+
+    def __init__(self, own: WeightForm, outputs: int, inputs: int, bounds: Sequence[int]) -> None:
+        """`bounds`: of the whole matrix."""
+        self.own, self.outputs, self.inputs = own, outputs, inputs
+        self.bias_dtype, self.compiled = own.bias_dtype, own.compiled
         # which rows wait for each other is the same in every rank: an update is refused by the first or by none
-        self.waiting: Any = self.own.waiting
-        if self.waiting is None and isinstance(self.own, QuantizedWeight) and any(bound % _PANEL for bound in bounds):
+        self.waiting: Any = own.waiting
+        if self.waiting is None and isinstance(own, QuantizedWeight) and any(bound % _PANEL for bound in bounds):
             self.waiting = object()
 
     @property
@@ -100,13 +102,33 @@ class ShardedWeight:
     def nbytes(self) -> int:
         return self.own.nbytes
 
+    def _load(self, at: int, weight: torch.Tensor | StoredMatrix, rows: slice) -> None:
+        """Take these rows of what is given, as those from `at` on of `own`: nothing else of them is read."""
+        self.own.load(at, weight[rows] if isinstance(weight, torch.Tensor) else RowRange(weight, rows.start, rows.stop))
+
+
+class ShardedWeight(_HeldWeight):
+    """A `WeightForm` of which this rank holds some rows; what others hold comes by `Ranks`."""
+
+    def __init__(
+        self, ranks: Ranks, cuts: Sequence[int], inputs: int, bounds: Sequence[int], paths: Sequence[str],
+        forms: Mapping[str, StoredForm], make: Make,
+    ) -> None:  # fmt: skip
+        """`cuts`: those of `cut_rows`. `bounds`, `paths` as in `LayerOptions.weight`; `forms`: stored forms of those
+        paths that stay as they are stored."""
+        self.first, self.last = cuts[ranks.rank : ranks.rank + 2]
+        self._ranks, self._firsts = ranks, [0, *bounds]
+        here = [a < self.last and b > self.first for a, b in pairwise([*self._firsts, cuts[-1]])]
+        within = [bound - self.first for bound in bounds if self.first < bound < self.last]
+        own = make(self.last - self.first, inputs, within, [p for p, kept in zip(paths, here, strict=False) if kept])
+        super().__init__(own, cuts[-1], inputs, bounds)
+        self._forms = [forms.get(path) for path in paths] or [None]
+        self._memory = OutputBufferPool()
+
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
-        """Take what this rank holds of rows from `first` on: nothing else of them is read."""
         begin, end = max(first, self.first), min(first + weight.shape[0], self.last)
         if begin < end:
-            own = slice(begin - first, end - first)
-            part = weight[own] if isinstance(weight, torch.Tensor) else RowRange(weight, own.start, own.stop)
-            self.own.load(begin - self.first, part)
+            self._load(begin - self.first, weight, slice(begin - first, end - first))
 
     def takes(self, first: int) -> StoredForm | None:
         return self._forms[min(bisect_right(self._firsts, first), len(self._forms)) - 1]
@@ -115,11 +137,11 @@ class ShardedWeight:
         found = x.new_empty((*x.shape[:-1], self.outputs)) if out is None else out
         rows, results = x.reshape(-1, self.inputs), found.view(-1, self.outputs)
         added = None if bias is None else bias[self.first : self.last]
-        for some in self._some(len(rows), x.dtype):
-            part = rows[some]
-            place = self._ranks.place(len(part), self.outputs, x.dtype)
-            self.own.multiply(part, added, place[:, self.first : self.last])
-            self._ranks.meet()
+
+        def fill(some: slice, place: torch.Tensor) -> None:
+            self.own.multiply(rows[some], added, place[:, self.first : self.last])
+
+        for some, place in _exchanged(self._ranks, len(rows), self.outputs, x.dtype, fill):
             results[some].copy_(place)
         return found
 
@@ -127,31 +149,26 @@ class ShardedWeight:
         """Logits in rank 0; elsewhere nothing in particular is in the result, which nobody reads."""
         found = memory.take((len(x), self.outputs))
         added = None if bias is None else bias[self.first : self.last]
-        for some in self._some(len(x), found.dtype):
-            part = x[some]
-            place = self._ranks.place(len(part), self.outputs, found.dtype)
-            place[:, self.first : self.last] = self.own.logits(part, added, self._memory)
-            self._ranks.meet()
+
+        def fill(some: slice, place: torch.Tensor) -> None:
+            place[:, self.first : self.last] = self.own.logits(x[some], added, self._memory)
+
+        for some, place in _exchanged(self._ranks, len(x), self.outputs, found.dtype, fill):
             if self._ranks.rank == 0:
                 found[some].copy_(place)
         return found
 
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        for some in self._some(len(ids), out.dtype, self.inputs):
+        def fill(some: slice, place: torch.Tensor) -> None:
             part = ids[some]
-            place = self._ranks.place(len(part), self.inputs, out.dtype)
             (here,) = ((part >= self.first) & (part < self.last)).nonzero(as_tuple=True)
             if len(here):
                 rows = out.new_empty(len(here), self.inputs)
                 self.own.read_rows((part[here] - self.first).contiguous(), rows)
                 place[here] = rows
-            self._ranks.meet()
-            out[some].copy_(place)
 
-    def _some(self, rows: int, dtype: torch.dtype, columns: int | None = None) -> list[slice]:
-        """Rows that are exchanged at once, one part after the other."""
-        most = self._ranks.rows_at_once((columns or self.outputs) * dtype.itemsize)
-        return [slice(first, first + most) for first in range(0, rows, most)]
+        for some, place in _exchanged(self._ranks, len(ids), self.inputs, out.dtype, fill):
+            out[some].copy_(place)
 
 
 class Share(NamedTuple):
@@ -171,7 +188,8 @@ class Share(NamedTuple):
 
     def part(self, count: int) -> slice:
         """This rank's of so many heads, which the ranks share evenly."""
-        return slice(count * self.ranks.rank // self.ranks.size, count * (self.ranks.rank + 1) // self.ranks.size)
+        held = held_by(self.ranks, count)
+        return slice(held.start, held.stop)
 
     def columns(self, whole: torch.Tensor) -> torch.Tensor:
         """The columns of a first product [rows, all its rows] that this rank goes on with."""
@@ -180,13 +198,13 @@ class Share(NamedTuple):
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """[rows, all columns] of what each rank has [rows, its columns] of."""
         columns, (first, last) = self.cuts[-1], self.cuts[self.ranks.rank :][:2]
-        found, most = own.new_empty(len(own), columns), self.ranks.rows_at_once(columns * own.itemsize)
-        for begin in range(0, len(own), most):
-            part = own[begin : begin + most]
-            place = self.ranks.place(len(part), columns, own.dtype)
-            place[:, first:last] = part
-            self.ranks.meet()
-            found[begin : begin + most] = place
+        found = own.new_empty(len(own), columns)
+
+        def fill(some: slice, place: torch.Tensor) -> None:
+            place[:, first:last] = own[some]
+
+        for some, place in _exchanged(self.ranks, len(own), columns, own.dtype, fill):
+            found[some] = place
         return found
 
 
@@ -216,32 +234,18 @@ def paths_of(spans: Spans, bounds: Sequence[int], paths: Sequence[str]) -> list[
     return [paths[bisect_right(bounds, first)] for first, _ in spans] if paths else []
 
 
-class LocalWeight:
+class LocalWeight(_HeldWeight):
     """A `WeightForm` of some rows of a matrix. What they give stays in this rank."""
 
     def __init__(self, spans: Spans, inputs: int, bounds: Sequence[int], paths: Sequence[str], make: Make) -> None:
         """`bounds`, `paths` as in `LayerOptions.weight`, of the whole matrix."""
-        self.spans, self.inputs = spans, inputs
         ends = [*accumulate(last - first for first, last in spans)]
-        self.outputs, self._firsts = ends[-1], [0, *ends]
-        self.own = make(self.outputs, inputs, ends[:-1], paths_of(spans, bounds, paths))
-        self.bias_dtype, self.compiled = self.own.bias_dtype, self.own.compiled
-        self.waiting: Any = self.own.waiting
-        if self.waiting is None and isinstance(self.own, QuantizedWeight) and any(bound % _PANEL for bound in bounds):
-            self.waiting = object()  # as in every other rank
-
-    @property
-    def name(self) -> str:
-        return self.own.name
-
-    @property
-    def nbytes(self) -> int:
-        return self.own.nbytes
+        self.spans, self._firsts = spans, [0, *ends]
+        super().__init__(make(ends[-1], inputs, ends[:-1], paths_of(spans, bounds, paths)), ends[-1], inputs, bounds)
 
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
         for given, own in self.own_rows(first, weight.shape[0]):
-            part = weight[given] if isinstance(weight, torch.Tensor) else RowRange(weight, given.start, given.stop)
-            self.own.load(own.start, part)
+            self._load(own.start, weight, given)
 
     def own_rows(self, first: int, count: int) -> list[tuple[slice, slice]]:
         """(which of `count` rows from `first` on, the places of those among its own) of what it takes of them."""
@@ -283,17 +287,15 @@ def gather_experts(
 ) -> torch.Tensor:  # fmt: skip
     """The sum [rows, width] of what the experts `chosen` [rows, k] make of x, times `weights` alike, in the order in
     which the compiled kernel adds. `make(x, experts [pairs], made [pairs, width])` fills in what experts here make."""
-    count, width = chosen.shape[1], x.shape[1]
-    most, out = ranks.rows_at_once(count * width * x.itemsize), torch.empty_like(x)
-    for first in range(0, len(x), most):
-        rows = slice(first, first + most)
-        pairs = chosen[rows].flatten()
-        made = ranks.place(len(pairs), width, x.dtype)
-        make(x[rows], pairs, made)
-        ranks.meet()
-        shares, values = weights[rows, :, None], made.view(-1, count, width)
+    count, width, out = chosen.shape[1], x.shape[1], torch.empty_like(x)
+
+    def fill(some: slice, place: torch.Tensor) -> None:
+        make(x[some], chosen[some].flatten(), place.view(-1, width))
+
+    for some, made in _exchanged(ranks, len(x), count * width, x.dtype, fill):
+        shares, values = weights[some, :, None], made.view(-1, count, width)
         total = values[:, 0].float() * shares[:, 0]
         for place in range(1, count):
             total += values[:, place].float() * shares[:, place]
-        out[rows] = total
+        out[some] = total
     return out

@@ -53,6 +53,18 @@ def test_cuts(outputs: int, size: int, firsts: list[int], cuts: tuple[int, ...] 
     assert cut_rows(outputs, size, firsts) == cuts
 
 
+def matrices(sizes: list[int], settings: Any) -> tuple[dict[str, StoredForm], dict[str, Any]]:
+    """(stored forms, weights and biases) of matrices of so many outputs, by name."""
+    forms, ordered = settings.get("forms", []), settings.get("ordered", False)
+    stored = {str(at): StoredForm(name, FORMS[name], ordered) for at, name in enumerate(forms) if name}
+    given: dict[str, Any] = {}
+    for at, outputs in enumerate(sizes):
+        name = forms[at] if forms else ""
+        matrix = RandomMatrix(name, outputs, INPUTS, ordered=ordered) if name else numbers(outputs, INPUTS)
+        given |= {f"{at}.weight": matrix, f"{at}.bias": numbers(outputs)}
+    return stored, given
+
+
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     ("parts", "settings"),
@@ -72,14 +84,7 @@ def test_cuts(outputs: int, size: int, firsts: list[int], cuts: tuple[int, ...] 
 )
 def test_linears_give_the_same_bits(parts: list[int], settings: Any, size: int) -> None:
     """Of several matrices, with biases, in every form; each rank holds its part and no more."""
-    forms = settings.get("forms", [])
-    ordered = settings.get("ordered", False)
-    stored = {str(at): StoredForm(name, FORMS[name], ordered) for at, name in enumerate(forms) if name}
-    given: dict[str, Any] = {}
-    for at, outputs in enumerate(parts):
-        name = forms[at] if forms else ""
-        matrix = RandomMatrix(name, outputs, INPUTS, ordered=ordered) if name else numbers(outputs, INPUTS)
-        given |= {f"{at}.weight": matrix, f"{at}.bias": numbers(outputs)}
+    stored, given = matrices(parts, settings)
     x = {rows: numbers(rows, INPUTS) for rows in (1, 7)}
 
     def make(ranks: Any = None) -> tuple[Linear, list[torch.Tensor]]:
@@ -110,15 +115,10 @@ def test_linears_give_the_same_bits(parts: list[int], settings: Any, size: int) 
 def test_a_rank_makes_its_own_heads_alone(named: bool, settings: Any) -> None:
     """Two of four groups of heads, of 24 queries and 8 keys and values or of four times that, in one matrix or three;
     and adapters' factors for those."""
-    forms, ordered = settings.get("forms", []), settings.get("ordered", False)
+    forms = settings.get("forms", [])
     rows = [24, 8, 8] if "bits" in settings or (forms and all(forms)) else [96, 32, 32]
     sizes = [4 * each for each in rows] if named else [4 * sum(rows)]
-    stored = {str(at): StoredForm(name, FORMS[name], ordered) for at, name in enumerate(forms) if name}
-    given: dict[str, Any] = {}
-    for at, outputs in enumerate(sizes):
-        name = forms[at] if forms else ""
-        matrix = RandomMatrix(name, outputs, INPUTS, ordered=ordered) if name else numbers(outputs, INPUTS)
-        given |= {f"{at}.weight": matrix, f"{at}.bias": numbers(outputs)}
+    stored, given = matrices(sizes, settings)
     x, b = numbers(5, INPUTS), numbers(sum(sizes), 8)
 
     def make(ranks: Any = None) -> tuple[Linear, torch.Tensor]:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncengine.kernels.cpu import team_loops
 from asyncengine.kernels.cpu.compile_watcher import called_apart
 from asyncengine.kernels.cpu.compiling import Kernel, noting
 
@@ -59,14 +58,11 @@ class KernelList(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch imports its compiler, which takes a second
 
-    def _note(self, kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
-        if kernel.py_func.__module__ == team_loops.__name__:
-            return kernel.run(arguments)  # a team of somebody else's, which is collected meanwhile
+    def _note(self, kernel: Kernel, arguments: tuple[Any, ...]) -> None:
         call = kernel, *map(type, arguments)
         if call not in self._calls:
             self._calls.add(call)
             self._found[kernel.name_for(arguments)] = _extent(kernel, set())
-        return None
 
     def _note_address(self, name: str, rare: bool) -> None:
         self._found.setdefault(name, _APART)

@@ -30,7 +30,6 @@ from numba.core.registry import cpu_target
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncengine.kernels.cpu import team_loops
 from asyncengine.kernels.cpu.compiling import Kernel, noting
 
 _LINE = 64
@@ -177,8 +176,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
         found = kernel.run(arguments)
-        if kernel.py_func.__module__ == team_loops.__name__:
-            return found  # a team that is collected meanwhile is stopped by a kernel: no part of what is recorded
         types, code = kernel.code_for(arguments)
         if kernel.overloads[types].signature.return_type != numba.types.none:
             self.refuse(f"the result of {kernel.py_func.__name__}")

@@ -30,6 +30,8 @@ Note = Callable[["Kernel", tuple[Any, ...]], Any]
 
 noting: ContextVar[Note | None] = ContextVar("asyncengine_kernel_calls", default=None)
 """The recorder of this thread's calls of kernels (`kernels.recording`), or what lists them (`kernels.listing`)."""
+_TEAMS = "asyncengine.kernels.cpu.team_loops"
+"""The module whose kernels nobody notes: one of them stops a team that is collected while others compute."""
 _ENVIRONMENT = "_ZN08NumbaEnv"
 """The prefix of numba's names of places for a function's Python objects."""
 _HANDED_ON = ("nrt", "fastmath", "error_model", "forceinline", "boundscheck", "debuginfo")
@@ -129,7 +131,9 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
 
     def __call__(self, *arguments: Any) -> Any:
         note = noting.get()
-        return super().__call__(*arguments) if note is None else note(self, arguments)
+        if note is None or self.py_func.__module__ == _TEAMS:
+            return super().__call__(*arguments)
+        return note(self, arguments)
 
     def run(self, arguments: tuple[Any, ...]) -> Any:
         """Call it, whoever notes calls."""

@@ -10,32 +10,34 @@ from __future__ import annotations
 from typing import Any
 
 import numba
+import numpy as np
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.attention_fields import padded
+from asyncengine.kernels.cpu.attention_softmax import store_scaled
 from asyncengine.kernels.cpu.attention_tiles import AHEAD, SCORES
-from asyncengine.kernels.cpu.jit import inline, serial_in_order
+from asyncengine.kernels.cpu.jit import array, inline, pointer, serial_in_order
 from asyncengine.kernels.cpu.matrix_unit import (
     ROWS,
     STEP,
+    WEIGHTS,
+    X,
     configure_unit,
     load_tile,
     multiply_tiles,
     release_unit,
     store_tile,
     zero_tile,
-)  # fmt: skip
-from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LINE, LONG, load
+)
+from asyncengine.kernels.cpu.vectors import LINE, LONG, load
 
 DIMENSIONS = 32
 """Dimensions of keys that are multiplied at once."""
 _KEYS = 16
 _TOGETHER = 4
 """Tiles of sums that are added to in turns: a product waits for the one before it in its sum."""
-_X, _OTHERS = 4, (6, 7)
-"""Numbers of tiles: of queries or weights, and of keys or values. Those of sums begin at 0."""
 
 
 def _ask(builder: Any, asks: Any, address: Any, lines: int, stride: Any) -> None:
@@ -60,13 +62,13 @@ def _make_scores(together: int) -> Any:
             for index in range(together):
                 zero_tile(builder, index)
             with cgutils.for_range(builder, steps) as loop:
-                load_tile(builder, _X, builder.add(query, builder.mul(loop.index, LONG(STEP))), query_size)
+                load_tile(builder, X[0], builder.add(query, builder.mul(loop.index, LONG(STEP))), query_size)
                 begin = builder.mul(loop.index, LONG(DIMENSIONS // 2 * LINE))
                 for index, place in enumerate(places):
-                    keys = _OTHERS[index % 2]
+                    keys = WEIGHTS[index % 2]
                     load_tile(builder, keys, builder.add(place, begin), LONG(LINE))
                     _ask(builder, asks, builder.add(ahead[index], begin), DIMENSIONS // 2, LONG(LINE))
-                    multiply_tiles(builder, "bf16ps", index, _X, keys)
+                    multiply_tiles(builder, "bf16ps", index, X[0], keys)
             for index in range(together):
                 store_tile(builder, index, builder.add(out, LONG(index * LINE)), out_size)
             return context.get_dummy_value()
@@ -93,13 +95,13 @@ def _make_values(together: int) -> Any:
                 at = builder.add(tiles, builder.mul(loop.index, LONG(8)))
                 place, ahead = load(builder, at, LONG), load(builder, builder.add(at, LONG(8 * AHEAD)), LONG)
                 own = builder.add(weights, builder.mul(loop.index, LONG(_KEYS * 2)))
-                load_tile(builder, _X, own, weights_size)
+                load_tile(builder, X[0], own, weights_size)
                 for index in range(together):
-                    values = _OTHERS[index % 2]
+                    values = WEIGHTS[index % 2]
                     begin = builder.add(column, LONG(index * LINE))
                     load_tile(builder, values, builder.add(place, begin), size)
                     _ask(builder, asks, builder.add(ahead, begin), _KEYS // 2, size)
-                    multiply_tiles(builder, "bf16ps", index, _X, values)
+                    multiply_tiles(builder, "bf16ps", index, X[0], values)
             for index, place in enumerate(sums):
                 store_tile(builder, index, place, out_size)
             return context.get_dummy_value()
@@ -109,23 +111,8 @@ def _make_values(together: int) -> Any:
     return intrinsic(typed)
 
 
-def _scale(_: Any, values: Any, factor: Any, count: Any) -> Any:
-    """scale_row(values, factor, count): `count` float32, a multiple of sixteen, times the float32 at `factor`."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        values, factor, count = arguments
-        by = vectors.splat(builder, load(builder, factor, FLOAT))
-        with cgutils.for_range(builder, builder.udiv(count, LONG(vectors.LANES))) as loop:
-            place = builder.add(values, builder.mul(loop.index, LONG(LINE)))
-            vectors.store(builder, builder.fmul(load(builder, place, FLOATS), by), place)
-        return context.get_dummy_value()
-
-    return numba.types.void(*[numba.types.int64] * 3), generate
-
-
 _scores1, _scores4 = _make_scores(1), _make_scores(_TOGETHER)
 _values1, _values4 = _make_values(1), _make_values(_TOGETHER)
-_scale_row: Any = intrinsic(_scale)
 
 
 @inline
@@ -159,8 +146,9 @@ def sum_values_by_unit(
 ) -> None:
     """sums = sums * decay + weights times the values of `count` tiles, of which the last has `rest` keys."""
     size = padded(dim) * 4
+    factors = array(pointer(decay, np.float32(0)), (rows,))
     for row in range(rows):
-        _scale_row(sums + row * size, decay + row * 4, dim)
+        store_scaled(sums + row * size, factors[row], sums + row * size, dim, np.float32(0))
     whole = count if rest == _KEYS else count - 1
     if whole > 0:
         _add_values(rows, weights, width, tiles, whole, _KEYS * 2, dim, sums)

@@ -29,9 +29,8 @@ MOST = 2 * ROWS
 """Rows of x that are multiplied by a panel at once."""
 STEP = 64
 """Bytes of a row of x in a tile: rows of x are whole steps."""
-_SUMS, _X, _WEIGHTS = (0, 2), (4, 5), (6, 7)
+_SUMS, X, WEIGHTS = (0, 2), (4, 5), (6, 7)
 """Numbers of tiles: sums of the first rows and of those behind them, by vector from there on; rows of x; weights."""
-_NOTHING = ir.VoidType()
 _NOTHING = ir.VoidType()
 
 
@@ -69,9 +68,9 @@ def _configure(_: Any, first: Any, second: Any, width: Any) -> Any:
         vectors.store(builder, ir.Constant(ir.VectorType(BYTE, STEP), [1] + [0] * (STEP - 1)), base)  # the one palette
         for number in range(8):
             height = second if number in (2, 3, 5) else first
-            if number in _WEIGHTS:
+            if number in WEIGHTS:
                 height = builder.lshr(size, LONG(2))
-            across = builder.trunc(size if number in _X else LONG(STEP), ir.IntType(16))
+            across = builder.trunc(size if number in X else LONG(STEP), ir.IntType(16))
             vectors.store(builder, across, builder.add(base, LONG(16 + 2 * number)))
             vectors.store(builder, builder.trunc(height, BYTE), builder.add(base, LONG(48 + number)))
         call(builder, "llvm.x86.ldtilecfg", _NOTHING, [builder.inttoptr(base, BYTE.as_pointer())])
@@ -122,10 +121,10 @@ def _add_up(builder: Any, halves: int, x: Any, x_size: Any, panel: Any, steps: A
             own = builder.add(at(builder, x, x_size, half * ROWS, LONG(0)), builder.mul(loop.index, LONG(STEP)))
             for vector in range(2):
                 if half == 0:
-                    load_tile(builder, _WEIGHTS[vector], builder.add(place, LONG(vector * LINE)), LONG(2 * LINE))
+                    load_tile(builder, WEIGHTS[vector], builder.add(place, LONG(vector * LINE)), LONG(2 * LINE))
                 if vector == 0:
-                    load_tile(builder, _X[half], own, x_size)
-                multiply_tiles(builder, "bf16ps", _SUMS[half] + vector, _X[half], _WEIGHTS[vector])
+                    load_tile(builder, X[half], own, x_size)
+                multiply_tiles(builder, "bf16ps", _SUMS[half] + vector, X[half], WEIGHTS[vector])
     sums = builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(FLOATS, 2 * ROWS * halves)), LONG)
     for half in range(halves):
         for vector in range(2):

@@ -12,14 +12,11 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from asyncengine.kernels.cpu.matrix_unit import ROWS, load_tile, multiply_tiles, store_tile, zero_tile
+from asyncengine.kernels.cpu.matrix_unit import ROWS, WEIGHTS, X, load_tile, multiply_tiles, store_tile, zero_tile
 from asyncengine.kernels.cpu.panel_form import PANEL
 from asyncengine.kernels.cpu.quantized_tiles import WideWriter
 from asyncengine.kernels.cpu.quantized_writer import Cells
 from asyncengine.kernels.cpu.vectors import LINE, LONG, WORD, WORDS, at, load
-
-_X, _WEIGHTS = 4, 6
-"""Numbers of tiles: of x, and of the first panel's weights. That of a panel's sums is the panel's."""
 
 
 class UnitWriter(WideWriter):
@@ -30,15 +27,15 @@ class UnitWriter(WideWriter):
         room = cgutils.alloca_once(builder, ir.ArrayType(WORDS, ROWS * self.panels))
         sums = builder.ptrtoint(room, LONG)
         spread_size = builder.mul(self.chunks, LONG(form.chunk * PANEL))
-        load_tile(builder, _X, builder.add(self.x, first), self.x_size)
+        load_tile(builder, X[0], builder.add(self.x, first), self.x_size)
         for panel in range(self.panels):
             zero_tile(builder, panel)
             if self.spread:
                 own = at(builder, self.bytes, spread_size, panel, builder.mul(first, LONG(PANEL)))
             else:
                 own = at(builder, self.weights, self.panel, panel, numbers)
-            load_tile(builder, _WEIGHTS + panel, own, LONG(LINE))
-            multiply_tiles(builder, "bsud", panel, _X, _WEIGHTS + panel)
+            load_tile(builder, WEIGHTS[panel], own, LONG(LINE))
+            multiply_tiles(builder, "bsud", panel, X[0], WEIGHTS[panel])
             store_tile(builder, panel, builder.add(sums, LONG(panel * ROWS * LINE)), LONG(LINE))
         found: Cells = {}
         for row, panel in self.cells:

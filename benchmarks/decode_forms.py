@@ -1,9 +1,9 @@
 """One decoding step in several forms, taking turns: python -m benchmarks.decode_forms --rows 1 4 16
 
-    [--forms panels layer-by-layer onednn int8 int4 --steps 30 --threads 2]
+    [--forms panels layer-by-layer torch int8 int4 --steps 30 --threads 2]
 
 Random weights of the Qwen3-0.6B shape, bfloat16, a model runner for each form in one process, 64 tokens of context at
-first. "panels" is what an engine runs, "layer-by-layer" the same with a call for each kernel, "onednn" with oneDNN's
+first. "panels" is what an engine runs, "layer-by-layer" the same with a call for each kernel, "torch" with torch's
 products as well; "Q4_K_M", "Q8_0" and others of `quantized_products.STORED` as files have them. Medians in
 milliseconds; in brackets the median of the first form's time over this one's, turn by turn. With them the memory's
 bandwidth, read between the turns, and the share of it that the first form reaches with its weights.
@@ -37,7 +37,7 @@ from benchmarks.execution_vs_transformers import GREEDY, SHAPES
 from benchmarks.quantized_products import STORED, RandomMatrix
 from benchmarks.reading import Buffer
 
-FORMS = ("panels", "layer-by-layer", "onednn", "int8", "int4", "Q4_K_M", *STORED)
+FORMS = ("panels", "layer-by-layer", "torch", "int8", "int4", "Q4_K_M", *STORED)
 CONTEXT, PAGE = 64, 16
 
 
@@ -82,10 +82,10 @@ def make_runner(form: str, folder: str, options: argparse.Namespace) -> ModelRun
             stored = StoredForms(form)
             changed.enter_context(patch.object(loading, "LayerOptions", partial(loading.LayerOptions, forms=stored)))
             changed.enter_context(patch.object(loading, "fill_randomly", stored.fill))
-        if form == "onednn":
+        if form == "torch":
             changed.enter_context(patch.object(packed, "packing_pays", lambda *_: False))
         loaded = load_model(folder, config)
-        if form in ("layer-by-layer", "onednn") and isinstance(loaded.model, Decoder):
+        if form in ("layer-by-layer", "torch") and isinstance(loaded.model, Decoder):
             loaded.model.recorded = None
         return build_runner(loaded, config)
 

@@ -36,7 +36,7 @@ from asyncengine.layers.norm import Norm
 from asyncengine.layers.recorded import RecordedLayers
 from asyncengine.layers.rotary import Rotary
 from asyncengine.layers.short_conv import ShortConv
-from asyncengine.layers.weight_forms import DenseWeight, OneDnnWeight, PackedWeight, QuantizedWeight
+from asyncengine.layers.weight_forms import DenseWeight, PackedWeight, QuantizedWeight
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.fallback.attention_function import LayerAttention
 from asyncengine.models.loading import load_model
@@ -124,7 +124,7 @@ class Parts:
         """Everything that is built within is timed while `on` is true."""
         places: list[tuple[str, Any, str]] = [
             ("products", torch.nn.Linear, "forward"),
-            *(("products", form, "multiply") for form in (DenseWeight, OneDnnWeight, PackedWeight, QuantizedWeight)),
+            *(("products", form, "multiply") for form in (DenseWeight, PackedWeight, QuantizedWeight)),
             ("output layer", LMHead, "__call__"),
             ("embedding", Embedding, "__call__"),
             ("rotary", Rotary, "__call__"),

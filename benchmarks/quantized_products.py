@@ -1,6 +1,6 @@
 """Matrix products with weights in 16, 8 and 4 bits, alone: python -m benchmarks.quantized_products
 
-`--stored`: as llama.cpp's files, AWQ and MXFP4 have them, too. "packed" is oneDNN's form. The shapes of one layer and
+`--stored`: as llama.cpp's files, AWQ and MXFP4 have them, too. The shapes of one layer and
 of the output layer of Qwen3-0.6B. As many copies of a weight as exceed the caches take turns, as the layers of a model
 do, and lie in huge pages as those do; the forms take turns as well. Medians.
 """
@@ -23,7 +23,7 @@ from asyncengine.kernels.arena import Arena
 from asyncengine.kernels.cpu.team import Team
 from asyncengine.layers.stored import GroupedRows, NumberForm, StoredForm
 from asyncengine.layers.stored_weight import GroupedWeight
-from asyncengine.layers.weight_forms import OneDnnWeight, PackedWeight, QuantizedWeight, RowMajorWeight, WeightForm
+from asyncengine.layers.weight_forms import PackedWeight, QuantizedWeight, WeightForm
 
 SHAPES = {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)}
 HEAD = (151936, 1024)
@@ -74,8 +74,7 @@ def forms_of(outputs: int, inputs: int, stored: bool) -> dict[str, WeightForm]:
     """One weight in every form."""
     dtype, arena = torch.bfloat16, Arena()
     forms: dict[str, WeightForm] = {
-        "bf16 packed": OneDnnWeight(outputs, inputs, dtype),
-        "bf16 panels": PackedWeight(outputs, inputs, dtype, empty=arena.empty),
+        "bf16": PackedWeight(outputs, inputs, dtype, empty=arena.empty),
         "int8": QuantizedWeight(outputs, inputs, 8, dtype, empty=arena.empty),
         "int4": QuantizedWeight(outputs, inputs, 4, dtype, empty=arena.empty),
     }
@@ -92,16 +91,15 @@ def make_layer(outputs: int, inputs: int, stored: bool) -> dict[str, Form]:
 
 
 def make_head(stored: bool) -> dict[str, Form]:
-    """Logits are float32 but for oneDNN's, which cannot be looked up in where the embedding is the output layer."""
+    """Logits, which are float32, beside torch's product."""
     forms = forms_of(*HEAD, stored)
     BYTES.update({name: form.nbytes / (HEAD[0] * HEAD[1]) for name, form in forms.items()})
-    plain = RowMajorWeight(*HEAD, torch.bfloat16)
-    plain.load(0, (torch.randn(HEAD) * 0.02).bfloat16())
-    memory = {name: OutputBufferPool() for name in (*forms, "bf16")}
-    found: dict[str, Form] = {"bf16 F.linear": lambda x: torch.nn.functional.linear(x, plain.weight)}
+    plain = (torch.randn(HEAD) * 0.02).bfloat16()
+    memory = {name: OutputBufferPool() for name in forms}
+    found: dict[str, Form] = {"bf16 F.linear": lambda x: torch.nn.functional.linear(x, plain)}
     found |= {
         name: lambda x, form=form, name=name: form.logits(x, None, memory[name])  # type: ignore[misc]
-        for name, form in {**forms, "bf16": plain}.items()
+        for name, form in forms.items()
     }
     return found
 
@@ -125,7 +123,7 @@ def report(name: str, rows: int, shape: tuple[int, int], found: dict[str, float]
     cells: list[Any] = [name, rows]
     for form, milliseconds in found.items():
         rate = weights * BYTES.get(form, 2.0) / milliseconds / 1e6
-        cells.append(f"{form} {milliseconds:.3f} ms ({rate:.0f} GB/s, {found['bf16 packed'] / milliseconds:.2f})")
+        cells.append(f"{form} {milliseconds:.3f} ms ({rate:.0f} GB/s, {found['bf16'] / milliseconds:.2f})")
     print(" | ".join(map(str, cells)), flush=True)
 
 
@@ -156,7 +154,7 @@ def main() -> None:
                 if name != "head":
                     layer[rows].update(found)
         for rows, total in layer.items() if options.only is None else ():
-            compared = ", ".join(f"{form} {total['bf16 packed'] / time:.2f}" for form, time in total.items())
+            compared = ", ".join(f"{form} {total['bf16'] / time:.2f}" for form, time in total.items())
             print(f"all of a layer, {rows} rows, relative to packed bfloat16: {compared}")
 
 

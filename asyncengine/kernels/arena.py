@@ -63,8 +63,6 @@ class Arena:
         self._used = 0
         self._given: list[tuple[weakref.ref[mmap.mmap], int, int]] = []
         """Blocks: the mapping that holds each, its first byte, and the bytes of it that were given out."""
-        self.others: list[Callable[[], None]] = []
-        """Calls that free what belongs to the same weights and lies elsewhere."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An `Empty`, aligned to a cache line. Raises `RuntimeError` or `OSError` where memory is not to be had."""
@@ -94,8 +92,6 @@ class Arena:
         """Let the system have all memory that was given out: it is zeros until it is written to again."""
         for part in self.parts():
             give_back(part.address, part.size)
-        for free in self.others:
-            free()
 
     def parts(self) -> list[MappedPart]:
         """All memory that was given out and is still held, in parts of some megabytes, for `find_memory`."""

@@ -21,7 +21,6 @@ _PRODUCTS: dict[str, Callable[..., tuple[int, ...]]] = {
     "aten::mm": lambda x, y: (x.shape[0], y.shape[1]),
     "aten::addmm": lambda _, x, y, **scales: (x.shape[0], y.shape[1]),
     "aten::bmm": lambda x, y: (*x.shape[:2], y.shape[2]),
-    "mkldnn::_linear_pointwise": lambda x, weight, *others: (*x.shape[:-1], weight.shape[0]),
 }
 """Shapes of torch's products, which would read all weights."""
 _APART = 1 << 20

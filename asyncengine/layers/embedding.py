@@ -101,7 +101,7 @@ class LMHead:
         self.path, self.vocab_size, self.inputs = path, tokens, width
         self.parts = (Part(path, tokens),)
         self._weight_path = path if tied is None else tied
-        self.weight: WeightForm = options.head_weight(tokens, width, tied=tied is not None, path=self._weight_path)
+        self.weight: WeightForm = options.head_weight(tokens, width, self._weight_path)
         self.bias = options.zeros(tokens, dtype=self.weight.bias_dtype) if bias else None
         self._memory = OutputBufferPool()
 

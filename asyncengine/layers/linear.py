@@ -27,9 +27,8 @@ class Part(NamedTuple):
 class Linear:
     """y = x W^T + b. Matrices that multiply the same x are one product: queries, keys and values; gate and up.
 
-    `transposed`: the checkpoint keeps [inputs, outputs] (GPT-2). `filled`: what is
-    missing in the last panel of a packed weight are rows of zeros, and so are the last results. `share`: the outputs
-    that this rank goes on with; if it can, it makes those alone (`local`).
+    `transposed`: the checkpoint keeps [inputs, outputs] (GPT-2). `share`: the outputs that this rank goes on with; if
+    it can, it makes those alone (`local`).
     """
 
     def __init__(
@@ -40,7 +39,6 @@ class Linear:
         *,
         bias: bool = False,
         transposed: bool = False,
-        filled: bool = False,
         share: Share | None = None,
     ) -> None:
         self.parts = tuple(parts)
@@ -49,18 +47,12 @@ class Linear:
         self.transposed = transposed
         self._firsts = [0, *accumulate(part.outputs for part in parts)]
         paths = () if transposed else [part.path for part in parts]
-        room = options.room(self.outputs, inputs, paths) if filled else 0
-        bounds = self._firsts[1:] if room else self._firsts[1:-1]
-        self.outputs += room
-        self.columns = (*self.parts, *([Part("", room)] if room else []))
-        """All of its outputs: the parts, and "" for those that are none of theirs."""
-        local = None if share is None else options.local_weight(share, self.outputs, inputs, bounds, paths)
+        bounds = self._firsts[1:-1]
+        local = None if share is None else options.local_weight(share, inputs, bounds, paths)
         self.local = local is not None
         """Whether it gives this rank's outputs alone."""
         self.weight: WeightForm = local or options.weight(self.outputs, inputs, bounds, paths)
         self.outputs = self.weight.outputs
-        if room:
-            self.weight.load(self.outputs - room, options.zeros(room, inputs))
         self.bias = options.zeros(self.outputs, dtype=self.weight.bias_dtype) if bias else None
 
     def __call__(self, x: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:

@@ -72,7 +72,7 @@ class Mamba2:
         self._sizes = [self.inner, channels, config.heads]
         outputs = sum(self._sizes)
         parts = [Part(path + "in_proj", outputs)]
-        self.projection = Linear(options, parts, width, bias=config.bias, filled=True)
+        self.projection = Linear(options, parts, width, bias=config.bias)
         self.conv = CausalConv(
             options, path + "conv1d", channels, config.taps, bias=config.conv_bias, activation="silu"
         )  # fmt: skip

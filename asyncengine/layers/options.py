@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 import torch
 
@@ -15,23 +14,18 @@ from asyncengine.kernels.arena import Arena, Empty, ordinary
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.layers.kernels import LayerKernels
 from asyncengine.layers.rounded_weight import RoundedWeight
-from asyncengine.layers.sharded import LocalWeight, Ranks, ShardedWeight, Share, Spans, cut_rows, paths_of
+from asyncengine.layers.sharded import LocalWeight, Ranks, ShardedWeight, Share, cut_rows, paths_of
 from asyncengine.layers.stored import StoredForm
 from asyncengine.layers.stored_weight import on_gpu, panel_form, stored_missing, stored_weight
 from asyncengine.layers.weight_forms import (
     DenseWeight,
-    OneDnnWeight,
     PackedWeight,
     QuantizedWeight,
     Release,
-    RowMajorWeight,
     WeightForm,
-    can_reorder,
     keep_all,
 )
 
-_PANEL = 32
-"""Outputs of a packed weight come in so many."""
 HEAD_BITS = 8
 """Bits of a quantized output layer, with either setting: it is one matrix, and its errors go straight into the
 answer."""
@@ -96,39 +90,24 @@ class LayerOptions:
 
     def _cuts(self, outputs: int, inputs: int, bounds: Sequence[int], paths: Sequence[str]) -> tuple[int, ...] | None:
         """Rows at which ranks cut a weight; None: each has all of it. It follows from the whole: all ranks agree."""
-        if self.ranks is None or not self._divides(list(pairwise([0, *bounds, outputs])), inputs, paths):
+        if self.ranks is None or not self._divides(inputs, paths):
             return None
         return cut_rows(outputs, self.ranks.size, [0, *bounds] if self._keeps(paths) else [0])
 
-    def _divides(self, spans: Spans, inputs: int, paths: Sequence[str]) -> bool:
-        """Whether a number that these rows of matrices give together follows from its own row alone."""
-        sizes = [last - first for first, last in spans]
-        if self.bits is not None:
-            return True
-        if self._keeps(paths):
-            plain = [size for size, path in zip(sizes, paths, strict=True) if path not in self.forms]
-            return all(self._packs(size, inputs) for size in plain)
-        return self._packs(sum(sizes), inputs) or self._reorders
+    def _divides(self, inputs: int, paths: Sequence[str]) -> bool:
+        """Whether a number that rows of these matrices give follows from its own row alone."""
+        kept = self._keeps(paths) and all(path in self.forms for path in paths)
+        return self.bits is not None or kept or self._packs(inputs)
 
     def local_weight(
-        self, share: Share, outputs: int, inputs: int, bounds: Sequence[int], paths: Sequence[str]
+        self, share: Share, inputs: int, bounds: Sequence[int], paths: Sequence[str]
     ) -> LocalWeight | None:
         """Memory for what this rank's `share` has of a weight; None: some rank's would be in another form than the
         whole. The rest as for `weight`."""
-        whole = list(pairwise([0, *bounds, outputs]))
-        every = [(whole, paths), *((spans, paths_of(spans, bounds, paths)) for spans in share.every)]
-        if not all(self._divides(spans, inputs, named) for spans, named in every):
+        every = [paths, *(paths_of(spans, bounds, paths) for spans in share.every)]
+        if not all(self._divides(inputs, named) for named in every):
             return None
         return LocalWeight(share.spans, inputs, bounds, paths, self._whole)
-
-    @property
-    def _reorders(self) -> bool:
-        """Whether oneDNN's products are preferred to panels: of some rows of a matrix as of all."""
-        if not self.compiled or not can_reorder(self.dtype, self.device):
-            return False
-        from asyncengine.kernels.cpu import packed as panels
-
-        return not panels.packing_pays(self.dtype)
 
     def _kept(self, paths: Sequence[str]) -> Mapping[str, StoredForm]:
         return self.forms if self._keeps(paths) else {}
@@ -147,12 +126,8 @@ class LayerOptions:
     def _plain(self, outputs: int, inputs: int, bounds: Sequence[int] = ()) -> WeightForm:
         if self.bits is not None:
             return self._rounded(outputs, inputs, self.bits, bounds)
-        if self._packs(outputs, inputs):
+        if self._packs(inputs):
             return PackedWeight(outputs, inputs, self.dtype, self.release, self.memory.empty)
-        if can_reorder(self.dtype, self.device):
-            weight = OneDnnWeight(outputs, inputs, self.dtype)
-            self.memory.others.append(weight.free)
-            return weight
         return DenseWeight(outputs, inputs, self.dtype, self.device, self.release, self.memory.empty)
 
     def _rounded(self, outputs: int, inputs: int, bits: int, bounds: Sequence[int] = ()) -> WeightForm:
@@ -160,24 +135,10 @@ class LayerOptions:
             outputs, inputs, bits, self.dtype, self.device, bounds, self.release, self.memory.empty
         )  # fmt: skip
 
-    def head_weight(self, outputs: int, inputs: int, *, tied: bool, path: str = "") -> WeightForm:
-        """The same for an output layer, whose logits are float32. `tied`: embeddings are looked up in it."""
-        cuts = self._cuts(outputs, inputs, (), [path])
-        if self.ranks is None or cuts is None:
-            return self._whole_head(outputs, inputs, (), [path])
-        return ShardedWeight(self.ranks, cuts, inputs, (), [path], self._kept([path]), self._whole_head)
-
-    def _whole_head(self, outputs: int, inputs: int, bounds: Sequence[int], paths: Sequence[str]) -> WeightForm:
-        stored = self._stored(paths, outputs, inputs)
-        if stored is not None:
-            return stored
-        if self.bits is not None:
-            return self._rounded(outputs, inputs, HEAD_BITS)
-        if self._packs(outputs, inputs):
-            return PackedWeight(outputs, inputs, self.dtype, self.release, self.memory.empty)
-        if self.compiled and RowMajorWeight.fits(outputs, inputs, self.dtype):
-            return RowMajorWeight(outputs, inputs, self.dtype, self.release, self.memory.empty)
-        return DenseWeight(outputs, inputs, self.dtype, self.device, self.release, self.memory.empty)
+    def head_weight(self, outputs: int, inputs: int, path: str = "") -> WeightForm:
+        """The same for an output layer, whose logits are float32."""
+        bits = None if self.bits is None else HEAD_BITS
+        return replace(self, bits=bits).weight(outputs, inputs, (), [path])
 
     def table(self, path: str, outputs: int, inputs: int) -> WeightForm | None:
         """A table of embeddings that stays as it is stored, or of which each rank has some rows; None: any other."""
@@ -191,19 +152,12 @@ class LayerOptions:
     def _dense(self, outputs: int, inputs: int, bounds: Sequence[int] = (), paths: Sequence[str] = ()) -> WeightForm:
         return DenseWeight(outputs, inputs, self.dtype, self.device, self.release, self.memory.empty)
 
-    def room(self, outputs: int, inputs: int, paths: Sequence[str] = ()) -> int:
-        """Further rows of zeros with which a weight that fills no panels would be packed; 0: it would not."""
-        missing = -outputs % _PANEL
-        if self.bits is not None or any(path in self.forms for path in paths):
-            return 0
-        return missing if self._packs(outputs + missing, inputs) else 0
-
-    def _packs(self, outputs: int, inputs: int) -> bool:
+    def _packs(self, inputs: int) -> bool:
         if not self.compiled:
             return False
         from asyncengine.kernels.cpu import packed as panels
 
-        return panels.packing_pays(self.dtype) and panels.packing_fits(self.dtype, outputs, inputs)
+        return panels.packing_pays(self.dtype) and panels.packing_fits(self.dtype, inputs)
 
     def why_torch(self) -> str:
         """Why some products are torch's, and where they would not be. A kernel of ours sums in an order of its own;

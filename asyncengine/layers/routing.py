@@ -16,10 +16,6 @@ from asyncengine.device.output_buffers import OutputBufferPool
 from asyncengine.kernels.cuda import triton_missing
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.weight_forms import PackedWeight, WeightForm
-
-_PANEL = 32
-"""Outputs of a packed weight come in so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +64,7 @@ class Router:
         self._prefix, self._width, self._gate = prefix, width, gate
         dtype = torch.float32 if config.exact else options.dtype
         plain = replace(options, bits=None, dtype=dtype, ranks=None)
-        self.weight = _unrounded(plain, config.experts + (gate is not None), width)
+        self.weight = plain.weight(config.experts + (gate is not None), width)
         self._exact, self._kernels = dtype != options.dtype, options.kernels
         self.bias: torch.Tensor | None = None
         if config.bias is not None:
@@ -123,19 +119,6 @@ class Router:
     def nbytes(self) -> int:
         more = [part for part in (self.bias, self.correction, self.by_expert) if part is not None]
         return self.weight.nbytes + sum(part.nbytes for part in more)
-
-
-def _unrounded(options: LayerOptions, outputs: int, inputs: int) -> WeightForm:
-    """Memory for a small matrix: in panels wherever they are used, the last one filled up with zeros.
-
-    In panels a row's logits do not depend on the rows beside it.
-    """
-    whole = -(-outputs // _PANEL) * _PANEL
-    form = options.weight(whole, inputs)
-    if whole == outputs or not isinstance(form, PackedWeight):
-        return form if whole == outputs else options.weight(outputs, inputs)
-    form.load(outputs, options.zeros(whole - outputs, inputs))
-    return form
 
 
 def route(

@@ -42,7 +42,7 @@ class SequenceHead:
         if config.dense is not None:
             self.dense = Linear(options, [Part(config.dense, width)], width, bias=config.dense_bias)
         self.norm = None if config.norm is None else Norm(options, norm, config.norm, width)
-        self.out = Linear(options, [Part(config.out, config.num_labels)], width, bias=True, filled=True)
+        self.out = Linear(options, [Part(config.out, config.num_labels)], width, bias=True)
         self._activation = torch.tanh if config.activation == "tanh" else ACTIVATIONS[config.activation]
 
     def __call__(self, hidden: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:

@@ -398,7 +398,7 @@ class Decoder:
         """Why a token's numbers may depend on the tokens that are computed beside it; None: they do not, to the bit."""
         weights = [linear.weight for layer in self.layers for linear in layer.linears()]
         weights += [linear.weight for linear in self.projections]
-        compiled = self.options.kernels.name == "compiled" and self.head.weight.name not in ("dense", "oneDNN")
+        compiled = self.options.kernels.name == "compiled" and self.head.weight.name != "dense"
         if not compiled or not all(weight.compiled for weight in weights):
             return self.options.why_torch()
         if not all(mixture.experts.compiled for layer in self.layers for mixture in layer.mixtures()):
@@ -428,7 +428,7 @@ class Decoder:
         linears = [*self.projections, *([] if self.inputs is None else [self.inputs.projection])]
         for linear in (*linears, *(linear for layer in self.layers for linear in layer.linears())):
             kept = linear.kept_outputs()
-            found.append(Place(linear.inputs, linear.columns, "conv1d" if linear.transposed else "linear", kept=kept))
+            found.append(Place(linear.inputs, linear.parts, "conv1d" if linear.transposed else "linear", kept=kept))
         return [*found, Place(head.inputs, head.parts, head=True)]
 
     def unbind(self) -> None:

@@ -109,8 +109,6 @@ class LoraLayers:
         self._places: dict[str, tuple[Place, int]] = {}
         for place in model.places():
             for index, (path, width) in enumerate(place.parts):
-                if not path:
-                    continue
                 self.modules[path] = ModuleDims(place.in_features, width, place.kind, place.scale)
                 self._places[path] = (place, index)
         self._dtype, self._device = model.dtype, model.device

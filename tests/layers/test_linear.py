@@ -66,23 +66,22 @@ def test_adapters_get_the_product_by_its_first_path() -> None:
     [
         (torch.float32, 64, 64, True, "packed"),
         (torch.bfloat16, 64, 66, True, "packed"),
-        (torch.bfloat16, 64, 65, True, None),
-        (torch.float32, 33, 64, True, None),
-        (torch.float32, 64, 64, False, None),
+        (torch.bfloat16, 64, 65, True, "dense"),
+        (torch.float32, 33, 64, True, "packed"),
+        (torch.float32, 64, 64, False, "dense"),
         (torch.float16, 64, 64, True, "dense"),
     ],
 )
 def test_where_panels_serve(
-    dtype: torch.dtype, outputs: int, inputs: int, panels_pay: bool, expected: str | None,
+    dtype: torch.dtype, outputs: int, inputs: int, panels_pay: bool, expected: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """None: torch's or oneDNN's, as the machine has it."""
     pytest.importorskip("numba")
     from asyncengine.kernels.cpu import packed
 
     monkeypatch.setattr(packed, "packing_pays", lambda _: panels_pay)
     name = options(dtype).weight(outputs, inputs).name
-    assert name == expected if expected else name in ("dense", "oneDNN")
+    assert name == expected
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,12 +92,12 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "compiler_missing", lambda dtype, device: "none here")
     plain = options()
     assert plain.kernels.name == "torch"
-    assert plain.weight(64, 64).name in ("dense", "oneDNN")
-    assert plain.head_weight(64, 64, tied=False).name == "dense"
+    assert plain.weight(64, 64).name == "dense"
+    assert plain.head_weight(64, 64).name == "dense"
 
 
 def test_the_output_layer_stays_in_eight_bits() -> None:
     pytest.importorskip("numba")
     assert HEAD_BITS == 8
     assert options(bits=4).weight(64, 64).name == "int4"
-    assert options(bits=4).head_weight(64, 64, tied=True).name == "int8"
+    assert options(bits=4).head_weight(64, 64).name == "int8"

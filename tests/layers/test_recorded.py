@@ -84,12 +84,11 @@ def load(path: Any, **fields: Any) -> Decoder:
 
 
 def test_who_gets_it(checkpoint: Checkpoint) -> None:
-    """Models whose products are made by compiled kernels: 48 numbers fill no panel, and in 8 bits any width will do."""
-    for name, expected in (("llama", False), ("qwen3", True)):
-        model = load(checkpoint(name))
+    """Models whose products are made by compiled kernels, which take any number of outputs (48 fill no panel)."""
+    for dtype, expected in (("float32", True), ("float16", False)):
+        model = load(checkpoint("llama"), dtype=dtype)
         assert (model.recorded is not None) == model.compiled == expected
         assert (f"recorded_layers x {len(model.layers)}" in model.describe()) == expected
-    assert load(checkpoint("llama"), quantization="int8").compiled
 
 
 NARROW = ("qwen2moe", "qwen3next", "mixtral", "phimoe", "bamba", "nemotron-3", "lfm2moe", "kimi-linear")

@@ -138,16 +138,17 @@ def test_a_rank_makes_its_own_heads_alone(named: bool, settings: Any) -> None:
         assert linear.local
         assert torch.equal(result, share.columns(expected))
         assert linear.weight.nbytes < 0.7 * alone.weight.nbytes  # and what fills up panels
-        place = Place(INPUTS, linear.columns, kept=linear.kept_outputs())
+        place = Place(INPUTS, linear.parts, kept=linear.kept_outputs())
         factors = [place.kept_rows(part, each) for part, each in enumerate(b.split(sizes))]
         assert torch.equal(torch.cat(factors).T, share.columns(b.T))
         assert place.widths == tuple(len(each) for each in factors)
 
 
-def test_a_matrix_that_fills_no_panels_stays_whole() -> None:
+def test_a_matrix_that_panels_do_not_take_stays_whole() -> None:
     """Its product is torch's, and who knows how torch sums."""
-    linear = Linear(options(ranks=gathers(2)[0]), [Part("a", 100)], INPUTS)
-    assert not isinstance(linear.weight, ShardedWeight)
+    for inputs, divided in ((INPUTS, True), (INPUTS + 1, False)):
+        linear = Linear(options(torch.bfloat16, ranks=gathers(2)[0]), [Part("a", 100)], inputs)
+        assert isinstance(linear.weight, ShardedWeight) is divided
 
 
 def test_a_long_result_goes_through_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

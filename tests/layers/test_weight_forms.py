@@ -13,12 +13,9 @@ from support.reachable import tensors_in
 from asyncengine.device.output_buffers import OutputBufferPool
 from asyncengine.layers.weight_forms import (
     DenseWeight,
-    OneDnnWeight,
     PackedWeight,
     QuantizedWeight,
-    RowMajorWeight,
     WeightForm,
-    can_reorder,
 )
 
 CPU = torch.device("cpu")
@@ -26,8 +23,6 @@ OUTPUTS, INPUTS = 96, 64
 Make = Callable[..., WeightForm]
 FORMS: dict[str, Make] = {
     "dense": lambda outputs, inputs, dtype: DenseWeight(outputs, inputs, dtype, CPU),
-    "row-major": RowMajorWeight,
-    "oneDNN": OneDnnWeight,
     "packed": lambda outputs, inputs, dtype: PackedWeight(outputs, inputs, dtype, lambda part: None),
     "int8": lambda outputs, inputs, dtype, bounds=(): QuantizedWeight(outputs, inputs, 8, dtype, bounds),
     "int4": lambda outputs, inputs, dtype, bounds=(): QuantizedWeight(outputs, inputs, 4, dtype, bounds),
@@ -39,9 +34,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 
 
 def make(name: str, outputs: int, inputs: int, dtype: torch.dtype, **options: Any) -> WeightForm:
-    if name == "oneDNN" and not can_reorder(dtype, CPU):
-        pytest.skip("oneDNN has no packed linear for this type here")
-    if name not in ("dense", "oneDNN"):
+    if name != "dense":
         pytest.importorskip("numba")
     form = FORMS[name](outputs, inputs, dtype, **options)
     assert form.name == name
@@ -59,7 +52,7 @@ def filled(name: str, weight: torch.Tensor, **options: Any) -> WeightForm:
 
 
 def addresses(form: WeightForm) -> set[int]:
-    return {each.data_ptr() for each in tensors_in(form) if not each.is_mkldnn}
+    return {each.data_ptr() for each in tensors_in(form)}
 
 
 def blocks(cuts: tuple[int, ...]) -> Iterator[tuple[int, int]]:
@@ -114,8 +107,6 @@ def test_rows_come_in_any_order_and_type(name: str, dtype: torch.dtype, cuts: tu
 @pytest.mark.parametrize(("outputs", "inputs", "cut"), [(96, 64, 32), (96, 64, 40), (50, 100, 20)])
 def test_loaded_again_it_is_as_if_new(name: str, dtype: torch.dtype, outputs: int, inputs: int, cut: int) -> None:
     """To the bit, with nothing of the first weight in it, and at its address: whoever has that, has the new weight."""
-    if name in ("packed", "row-major") and outputs % 32:
-        pytest.skip("does not fit")
     options = {"bounds": (cut,)} if name in ERROR else {}
     old, new = (scale * random(outputs, inputs, dtype=dtype, seed=scale) for scale in (9, 1))
     form, fresh = (make(name, outputs, inputs, dtype, **options) for _ in range(2))
@@ -125,13 +116,12 @@ def test_loaded_again_it_is_as_if_new(name: str, dtype: torch.dtype, outputs: in
         before = addresses(form)
     x = random(5, inputs, dtype=dtype)
     assert torch.equal(form.multiply(x, None), fresh.multiply(x, None))
-    if name != "oneDNN":  # its layout is made by the library, in memory of its own
-        form.load(0, old[:cut])
-        form.load(cut, old[cut:])
-        assert addresses(form) == before
+    form.load(0, old[:cut])
+    form.load(cut, old[cut:])
+    assert addresses(form) == before
 
 
-@pytest.mark.parametrize("name", ["dense", "row-major", "packed", "int8"])
+@pytest.mark.parametrize("name", ["dense", "packed", "int8"])
 @dtypes
 def test_rows_are_read_back(name: str, dtype: torch.dtype) -> None:
     weight, ids = random(OUTPUTS, INPUTS, dtype=dtype), torch.tensor([5, 0, 95, 5])
@@ -143,7 +133,7 @@ def test_rows_are_read_back(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(out, weight[ids])
 
 
-@pytest.mark.parametrize("name", ["row-major", "packed", "int8"])
+@pytest.mark.parametrize("name", ["packed", "int8"])
 def test_logits_stay_while_they_are_held(name: str) -> None:
     form, memory, x = filled(name, random(OUTPUTS, INPUTS)), OutputBufferPool(), random(3, INPUTS)
     first = form.logits(x, None, memory)

@@ -80,10 +80,11 @@ def test_what_it_says_of_itself(name: str, panels: bool, checkpoint: Checkpoint)
     counts = {form: int(count) for form, count in (entry.split(" x ") for entry in model.describe())}
     assert counts.pop("decoder") == 1
     if compiler_missing(torch.float32, torch.device("cpu")) is None:
-        assert counts.pop("recorded_layers", 0) == (3 if panels and name == "qwen3" else 0)
-        assert counts.get("packed", 0) == {"llama": 7, "qwen3": 13}[name] * panels
+        assert counts.pop("recorded_layers", 0) == 3 * panels
+        assert counts.get("packed", 0) == 13 * panels
     assert sum(counts.values()) == 13
-    assert model.nbytes == sum(parameter.numel() * 4 for parameter in make_model(name).parameters())
+    if not panels or name == "qwen3":  # whose widths fill them
+        assert model.nbytes == sum(parameter.numel() * 4 for parameter in make_model(name).parameters())
 
 
 def test_rows_that_are_not_wanted_are_not_computed(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 from support.multimodal_models import save_multimodal
+from support.panels import use_panels
 from support.picture_models import save_picture_model
 from support.tiny_models import make_checkpoint
 
@@ -18,6 +19,12 @@ from asyncengine.errors import ModelNotFound
 from asyncengine.models.loading import load_encoder, load_model
 from asyncengine.models.memory.needs import read_needs
 from asyncengine.runner.building import build_runner
+
+
+@pytest.fixture(autouse=True)
+def no_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a tiny model are filled up by a tenth of its size, which is nothing of a model that anybody uses."""
+    use_panels(False, monkeypatch)
 
 
 @pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}, {"quantization": "int4"}, {"fuse": False},

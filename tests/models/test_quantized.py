@@ -50,10 +50,10 @@ def test_every_linear_of_a_model_is_quantized(name: str, quantization: str, chec
     model, plain = load(checkpoint(name), quantization=quantization), load(checkpoint(name))
     forms = {form: int(count) for form, count in (entry.split(" x ") for entry in model.fused)}
     assert forms[quantization] >= 8
-    assert not {"packed", "dense", "oneDNN", "row-major"} & forms.keys()
+    assert not {"packed", "dense"} & forms.keys()
     if quantization == "int4":
         assert forms["int8"] == 1, "the output layer stays in 8 bits"
-    places = [{path for place in each.model.places() for path, _ in place.parts} - {""} for each in (model, plain)]
+    places = [{path for place in each.model.places() for path, _ in place.parts} for each in (model, plain)]
     assert places[0] == places[1]
     expected, found = (logits_of(each.model, IDS) for each in (plain, model))
     assert 0 < relative_error(expected, found) < (0.1 if quantization == "int8" else 0.6)

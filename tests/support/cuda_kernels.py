@@ -43,7 +43,6 @@ def use_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> CountedFlashInfer:
         monkeypatch.setattr(module, "triton_missing", lambda device: None)
     for module in (options, rotary):
         monkeypatch.setattr(module, "compiler_missing", lambda *_: "as on a GPU")
-    monkeypatch.setattr(options, "can_reorder", lambda *_: False)
     monkeypatch.setattr(loading, "layer_kernels", lambda *_: CudaKernels(fake, CPU))
     counted = (InterpretedFunction, "run", lambda self, *_: self.fn.__name__), (Wrapper, "launch", lambda _, name: name)
     for owner, method, name_of in counted:

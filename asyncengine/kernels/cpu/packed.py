@@ -26,6 +26,7 @@ from numba.extending import intrinsic
 from asyncengine.kernels.arena import Empty, ordinary
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.calls import parallel_for
+from asyncengine.kernels.cpu.gather import copy_columns
 from asyncengine.kernels.cpu.jit import array, inline, kind_of, pointer, serial, serial_in_order, with_gil
 from asyncengine.kernels.cpu.matrix_unit import STEP, multiply_by_unit
 from asyncengine.kernels.cpu.team import use_team
@@ -78,15 +79,16 @@ def packing_pays(dtype: torch.dtype) -> bool:
     return why_not_packed(dtype) is None
 
 
-def packing_fits(dtype: torch.dtype, outputs: int, inputs: int) -> bool:
-    """True if a weight [outputs, inputs] can be packed."""
-    return dtype in _STEPS and outputs % WIDTH == 0 and inputs % _STEPS[dtype] == 0
+def packing_fits(dtype: torch.dtype, inputs: int) -> bool:
+    """True if a weight [any number of outputs, inputs] can be packed."""
+    return dtype in _STEPS and inputs % _STEPS[dtype] == 0
 
 
 def empty_panels(outputs: int, inputs: int, dtype: torch.dtype, empty: Empty = ordinary) -> torch.Tensor:
-    """Memory for a weight [outputs, inputs] that `packing_fits`, to be filled by `pack_rows`."""
+    """Memory for a weight [outputs, inputs] that `packing_fits`, to be filled by `pack_rows`; no row of the last panel
+    that is beyond them is ever read into a result."""
     step = _STEPS[dtype]
-    return empty((outputs // WIDTH, inputs // step, _VECTORS, LANES, step), dtype)
+    return empty((-(-outputs // WIDTH), inputs // step, _VECTORS, LANES, step), dtype)
 
 
 def pack_rows(weight: torch.Tensor, panels: torch.Tensor, first: int) -> None:
@@ -141,11 +143,30 @@ def gemm(x: torch.Tensor, panels: torch.Tensor, out: torch.Tensor, bias: torch.T
     if rows == 0:
         return
     size, across = inputs * x.element_size(), (out.stride(-2) if out.dim() > 1 else outputs) * out.element_size()
-    multiply(
-        x.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), across, rows, size,
-        outputs // WIDTH, *tiles_for(rows), _panels_at_once(rows, size), kind_of(x.dtype), out.element_size(),
-        use_team(),
-    )  # fmt: skip
+    whole, rest = divmod(outputs, WIDTH)
+    if whole:
+        multiply(
+            x.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), across, rows, size,
+            whole, *tiles_for(rows), _panels_at_once(rows, size), kind_of(x.dtype), out.element_size(), use_team(),
+        )  # fmt: skip
+    if rest:
+        first = outputs - rest
+        _multiply_rest(x, panels[whole:], out[..., first:], across, None if bias is None else bias[first:])
+
+
+def _multiply_rest(
+    x: torch.Tensor, panel: torch.Tensor, out: torch.Tensor, across: int, bias: torch.Tensor | None
+) -> None:
+    """The last outputs, which fill no panel: a whole one is multiplied, in memory of its own, and copied from there."""
+    columns, size = out.shape[-1], out.element_size()
+    made = out.new_empty((*x.shape[:-1], WIDTH))
+    if bias is not None:
+        whole = bias.new_empty(WIDTH)
+        copy_columns(bias.data_ptr(), whole.data_ptr(), 0, 0, 0, 1, 1, 2 * columns, 0)
+        bias = whole
+    gemm(x, panel, made, bias)
+    rows = made.numel() // WIDTH
+    copy_columns(made.data_ptr(), out.data_ptr(), WIDTH * size, 0, across, rows, 1, columns * size // 2, 0)
 
 
 def read_rows(ids: torch.Tensor, panels: torch.Tensor, out: torch.Tensor) -> None:

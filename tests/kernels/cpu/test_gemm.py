@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from support.teams import team_of
 
 pytest.importorskip("numba")
 
-from asyncengine.kernels.cpu import gemm_quantized, gemm_rowmajor, quantize, quantized_panels, vectors
+from asyncengine.kernels.cpu import gemm_quantized, quantize, quantized_panels, vectors
 
 TYPES = (torch.float32, torch.bfloat16)
 
@@ -18,63 +16,8 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-def plain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    out = torch.empty((*x.shape[:-1], weight.shape[0]))
-    gemm_rowmajor.gemm(x, weight, out)
-    return out
-
-
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
-
-
-# ---------------------------------------------------------------- weights as they are
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("outputs", [4, 5, 131])
-def test_plain_product_at_1_to_33_rows(dtype: torch.dtype, outputs: int) -> None:
-    weight = random(outputs, 96, dtype=dtype)
-    for rows in range(1, 34):
-        x = random(1, rows, 96, dtype=dtype)
-        assert error(plain(x, weight), x.double() @ weight.double().T) < 1e-6
-
-
-def test_no_rows() -> None:
-    assert plain(torch.empty(0, 64), random(8, 64)).shape == (0, 8)
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_plain_rows_do_not_depend_on_their_neighbours(dtype: torch.dtype) -> None:
-    x, weight = random(33, 512, dtype=dtype), random(50, 512, dtype=dtype)
-    together = plain(x, weight)
-    for first, last in ((0, 1), (1, 3), (3, 8), (8, 33)):
-        assert torch.equal(plain(x[first:last], weight), together[first:last])
-
-
-def test_plain_rows_do_not_depend_on_threads() -> None:
-    x, weight = random(7, 64), random(201, 64)
-    found = []
-    for threads in (1, 2, 3):
-        with team_of(threads) as team:
-            found.append(plain(x, weight))
-            assert (team.account.pieces > 1) == (threads > 1)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-
-
-def test_bfloat16_without_the_instruction_for_pairs() -> None:
-    """The form that CPUs without AVX512-BF16 compile."""
-    x, weight = random(6, 64, dtype=torch.bfloat16), random(4, 64, dtype=torch.bfloat16)
-    out = np.zeros((6, 4), np.float32)
-    gemm_rowmajor._tile(6, x.data_ptr(), weight.data_ptr(), weight.data_ptr(), 128, out.ctypes.data, 16, np.int16(0))
-    assert error(torch.from_numpy(out), x.double() @ weight.double().T) < 1e-6
-
-
-@pytest.mark.parametrize(("features", "outputs", "fits"), [(32, 4, True), (40, 4, False), (32, 3, False)])
-def test_what_the_plain_product_takes(features: int, outputs: int, fits: bool) -> None:
-    assert gemm_rowmajor.gemm_fits(torch.bfloat16, features, outputs) == fits
-    assert not gemm_rowmajor.gemm_fits(torch.float16, features, outputs)
 
 
 # ---------------------------------------------------------------- weights in 8 and 4 bits

@@ -13,7 +13,7 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 from support.checkpoints import Checkpoint, MakeRunner
 from support.drive import Driver, greedy_reference, prompts
-from support.forwards import Forwards, Recording, logits_of, relative_error, transformers_logits
+from support.forwards import Recording, logits_of, relative_error, transformers_logits
 from support.panels import use_panels
 from support.tiny_configs import changed, tiny
 from support.tiny_models import FAMILIES, OPTIONS, VOCAB, make_model
@@ -23,7 +23,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.layers.kernels import TorchKernels, layer_kernels
 from asyncengine.layers.options import LayerOptions
-from asyncengine.lora.layers.slots import LoraLayers, install_lora
+from asyncengine.lora.layers.slots import install_lora
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.families import decoder_config_of
 from asyncengine.models.loading import LoadedModel, load_model
@@ -274,27 +274,6 @@ def test_a_snapshot_in_the_middle_of_a_chunk(name: str, make_runner: MakeRunner)
     while not second.done:
         driver.advance([second])
     assert second.output == answer
-
-
-def test_adapters_are_told_of_all_columns(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a projection that is filled up to whole panels are wider than its module's."""
-    pytest.importorskip("numba")
-    use_panels(True, monkeypatch)
-    model: Any = load(checkpoint("nemotron-h")).model
-    seen: dict[str, int] = {}
-
-    class Adapters:
-        def add(self, path: str, x: torch.Tensor, y: torch.Tensor) -> None:
-            seen[path] = y.shape[-1]
-
-        def records(self, paths: tuple[str, ...]) -> None:
-            return None
-
-    Forwards(model).step([3, 4, 5], adapters=Adapters(), row_adapters=Adapters())
-    widths = {place.path: sum(width for _, width in place.parts) for place in model.places()}
-    assert widths == seen
-    assert any(not path for place in model.places() for path, _ in place.parts)
-    assert "" not in LoraLayers(model, 1, 8).modules
 
 
 def test_kimi_linear_as_its_makers_save_it(checkpoint: Checkpoint, tmp_path: Path) -> None:

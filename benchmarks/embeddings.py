@@ -33,6 +33,8 @@ SHAPES = {
     "small": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
 }
 VOCAB, LONGEST, BATCH = 30522, 512, 32
+PAUSE = 0.02
+"""Seconds between two turns: onnxruntime's threads spin for some milliseconds after a call, at the cost of the next."""
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 Embed = Callable[[list[str]], np.ndarray]
 
@@ -118,6 +120,7 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for turn in range(options.rounds):
         names = list(systems)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            time.sleep(PAUSE)
             began = time.perf_counter()
             systems[name](texts)
             seconds[name].append(time.perf_counter() - began)

@@ -6,14 +6,13 @@ High-Performance Matrix Multiplication", 2008). Memory is asked for ahead, evenl
 and reading overlap: with a few dozen rows both take about as long. Every sum is made in one order, input by input: a
 row's result depends neither on the rows beside it nor on the number of threads.
 
-Memory: [outputs / 32, inputs / step, 2, 16, step], where `step` is 2 for bfloat16 and 1 for float32.
+Memory: [outputs / 32 (rounded up), inputs / step, 2, 16, step], where `step` is 2 for bfloat16 and 1 for float32.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -46,8 +45,6 @@ _PAIRED = not WIDE
 """One row has two panels at a time."""
 _STRETCH = 64
 """Words of x that are widened at a time, for tiles that have no registers left for it: they stay in the first cache."""
-_SLICE = 128 * WIDTH
-"""Outputs that are packed at once."""
 _AHEAD = 4096
 """Bytes that a panel is asked for before it is read, where no other panel is read meanwhile."""
 _BLOCK = 2**19
@@ -109,28 +106,11 @@ def pack_rows(weight: torch.Tensor, panels: torch.Tensor, first: int) -> None:
         first, done = first + count, done + count
 
 
-def pack_weight(*weights: torch.Tensor, read: Callable[[torch.Tensor], object] | None = None) -> torch.Tensor:
-    """Pack weights [outputs, inputs], one below the other, into panels, in new memory.
-
-    `read` is called with each part of them once it is packed: a caller that mapped a file need not hold it twice.
-    """
-    panels = empty_panels(sum(map(len, weights)), weights[0].shape[1], weights[0].dtype)
-    done = 0
-    for weight in weights:
-        for first in range(0, len(weight), _SLICE):
-            part = weight[first : first + _SLICE]
-            pack_rows(part, panels, done + first)
-            if read is not None:
-                read(part)
-        done += len(weight)
-    return panels
-
-
 def gemm(x: torch.Tensor, panels: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
     """out = x W^T + bias; x [..., inputs], `out` [..., outputs] float32 or of x's type.
 
     `out` may be columns of a wider matrix: its rows are `out.stride(-2)` apart, and contiguous each. `panels`
-    is the weight from `pack_weight`, `bias` float32 [outputs]. Raises `ValueError` if x is of another type or
+    is the weight from `pack_rows`, `bias` float32 [outputs]. Raises `ValueError` if x is of another type or
     width than the weight.
     """
     x = x.contiguous()

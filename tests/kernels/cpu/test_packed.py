@@ -31,11 +31,17 @@ def random(*shape: int, dtype: torch.dtype = FLOAT) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    panels = packed.empty_panels(*weight.shape, weight.dtype)
+    packed.pack_rows(weight, panels, 0)
+    return panels
+
+
 def product(
     x: torch.Tensor, weight: torch.Tensor, result: torch.dtype = FLOAT, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     out = torch.full((*x.shape[:-1], weight.shape[0]), float("nan"), dtype=result)
-    packed.gemm(x, packed.pack_weight(weight), out, bias)
+    packed.gemm(x, pack(weight), out, bias)
     return out
 
 
@@ -176,7 +182,7 @@ def test_nothing_else_is_written_or_read(rows: int, dtype: torch.dtype, result: 
     """At addresses that are aligned to nothing, between numbers that would show in the result."""
     for outputs in (96, 75):
         x, weight, bias = random(rows, 34, dtype=dtype), random(outputs, 34, dtype=dtype), random(outputs)
-        given = [within(part, float("nan")) for part in (x, packed.pack_weight(weight), bias)]
+        given = [within(part, float("nan")) for part in (x, pack(weight), bias)]
         memory, out = within(torch.zeros((rows, outputs), dtype=result), 7.0)
         packed.gemm(given[0][1], given[1][1], out, given[2][1])
         assert untouched(memory, 7.0)
@@ -207,26 +213,13 @@ def test_layout(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     """As the module documents it, whatever the weight's strides."""
     weight = random(outputs, inputs, dtype=dtype)
     step = 2 if dtype == HALF else 1
-    made = packed.pack_weight(weight)
+    made = pack(weight)
     assert made.shape == (-(-outputs // 32), inputs // step, 2, 16, step)
     assert made.is_contiguous()
     assert made.dtype == dtype
     assert torch.equal(made.permute(0, 2, 3, 1, 4).reshape(-1, inputs)[:outputs], weight)
-    turned = packed.pack_weight(weight.T.contiguous().T)
+    turned = pack(weight.T.contiguous().T)
     assert torch.equal(turned[: outputs // 32], made[: outputs // 32])
-
-
-@pytest.mark.parametrize("dtype", [FLOAT, HALF])
-@pytest.mark.parametrize("outputs", [(64, 32, 32), (96,), (48, 16), (33, 31), (2**13 + 32, 64)])
-def test_several_weights_are_one(outputs: tuple[int, ...], dtype: torch.dtype) -> None:
-    """And every row of them is told of once when it was read, in parts that need not be held twice."""
-    weights = [random(count, 6, dtype=dtype) for count in outputs]
-    read: list[torch.Tensor] = []
-    assert torch.equal(packed.pack_weight(*weights, read=read.append), packed.pack_weight(torch.cat(weights)))
-    assert torch.equal(torch.cat(read), torch.cat(weights))
-    assert max(map(len, read)) <= 2**12
-    if all(count % 32 == 0 for count in outputs):
-        assert read[0].data_ptr() == weights[0].data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, HALF])
@@ -241,7 +234,7 @@ def read_back(dtype: torch.dtype) -> None:
     for outputs, inputs in SHAPES:
         weight = random(outputs, inputs, dtype=dtype)
         weight[3, 1] = float("inf")
-        made = packed.pack_weight(weight)
+        made = pack(weight)
         every = torch.arange(outputs)
         for ids in (every, every.flip(0), torch.tensor([[31, 0, 16], [15, 0, outputs - 1]]), every[:0], every[3:4]):
             memory, out = within(torch.zeros((*ids.shape, inputs), dtype=dtype), 7.0)

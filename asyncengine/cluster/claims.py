@@ -24,6 +24,9 @@ class Claim:
     """Memory over all its devices: weights, KV cache and what a step takes. None: it runs on no device."""
     cpu_bytes: int | None = None
     """Host memory of an instance that runs on the host's processors. None: it cannot."""
+    copied_bytes: int = 0
+    """The part of `device_bytes` of which each of several devices has a copy, as of what a step takes; the rest is
+    divided evenly."""
     host_bytes: int = 0
     """Host memory beside devices, on each of its nodes."""
     cpus: float = 0.0
@@ -57,6 +60,8 @@ class Claim:
                 object.__setattr__(self, field, as_memory(field, getattr(self, field), 1, MAX_TOTAL))
         if self.device_bytes is None and self.cpu_bytes is None:
             raise InvalidParameter("device_bytes", "must be given where cpu_bytes is not")
+        most = 0 if self.device_bytes is None else self.device_bytes
+        object.__setattr__(self, "copied_bytes", as_memory("copied_bytes", self.copied_bytes, high=most))
         object.__setattr__(self, "host_bytes", as_memory("host_bytes", self.host_bytes))
         object.__setattr__(self, "cpus", as_number("cpus", self.cpus, 0.0, MAX_CPUS))
         object.__setattr__(self, "utilization", as_number("utilization", self.utilization, 0.0, 1.0))
@@ -77,6 +82,16 @@ class Claim:
     def divides(self, devices: int) -> bool:
         """Tell whether the model can be split over so many devices of a node."""
         return all(number % devices == 0 for number in self.split)
+
+    def part(self, devices: Any) -> Any:
+        """Bytes of each of so many devices: an integer, or an array of them."""
+        assert self.device_bytes is not None
+        return self.copied_bytes - (self.copied_bytes - self.device_bytes) // devices
+
+    def whole(self, part: Any, devices: Any) -> Any:
+        """The largest `device_bytes`, all else being equal, of which each of so many devices has at most `part`; less
+        than `copied_bytes`: none."""
+        return self.copied_bytes + (part - self.copied_bytes) * devices
 
 
 def rule_of_thumb(weight_bytes: int) -> int:

@@ -1,9 +1,9 @@
 """Stages that fit a claim, from one device to several nodes; the first that finds anything decides.
 
 A device gives what is free of it, or, where the claim has a utilization, that share of it if so much is free. On k
-devices each gives the k-th part of the claim, as tensor parallelism divides a model; as few devices as possible. So
-more free memory never leads to a later stage or to more devices: whatever fitted still does. The stages are GPUStack's,
-whose own rules do not have that property (docs/howto/placement.md compares them).
+devices each gives what each has a copy of and the k-th part of the rest, as tensor parallelism divides a model; as few
+devices as possible. So more free memory never leads to a later stage or to more devices: whatever fitted still does.
+The stages are GPUStack's, whose own rules do not have that property (docs/howto/placement.md compares them).
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def on_several_devices(view: View, claim: Claim) -> Found:
     for count in _counts(view, claim):
         if claim.devices not in (None, count):
             continue
-        part = -(-claim.device_bytes // count)
+        part = claim.part(count)
         found = []
         for order, given in ranked:
             rows = np.flatnonzero(given[:, count - 1] >= part)
@@ -180,7 +180,7 @@ def on_several_nodes(view: View, claim: Claim) -> Found:
         for count in _counts(view, claim, least=1):
             nodes = np.argsort(-given[:, count - 1], kind="stable")
             sizes = np.arange(1, len(nodes) + 1) * count
-            fits = given[nodes, count - 1] >= -(-claim.device_bytes // sizes)
+            fits = given[nodes, count - 1] >= claim.part(sizes)
             if claim.devices is not None:
                 fits &= sizes == claim.devices
             if not fits.any():
@@ -191,7 +191,7 @@ def on_several_nodes(view: View, claim: Claim) -> Found:
             if (many * count, many) != best:
                 best, teams = (many * count, many), []
             rows = np.sort(nodes[:many])
-            claims = _taken(given[rows, :count], claim, -(-claim.device_bytes // best[0]))
+            claims = _taken(given[rows, :count], claim, claim.part(best[0]))
             teams.append(Shares(rows, order[rows, :count], claims, claim.host_bytes))
     return Found(NOTHING.single, tuple(teams))
 
@@ -220,8 +220,8 @@ def largest_on_devices(view: View, claim: Claim) -> int:
             sizes = np.arange(1, len(offered) + 1) * count
             if claim.devices is not None:
                 offered = np.where(sizes == claim.devices, offered, 0)
-            most = max(most, int((offered * sizes).max(initial=0)))
-    return most
+            most = max(most, int(claim.whole(offered, sizes).max(initial=0)))
+    return most if most >= claim.copied_bytes else 0
 
 
 def largest_on_processors(view: View, claim: Claim) -> int:

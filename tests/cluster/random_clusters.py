@@ -92,11 +92,14 @@ def _claim(r: random.Random, nodes: list[Node], plain: bool, utilization: bool) 
                 on[node.name] = [d.index for d in r.sample(node.devices, r.randint(1, len(node.devices)))]
         on = on or {"elsewhere": [0]}
     cpu = r.choice((None, None, None, 4 * GIB, 40 * GIB, 400 * GIB))
-    device = int(r.choice((1, 6, 10, 20, 35, 70, 140, 200, 300, 300, 10_000)) * GIB * r.choice((0.5, 0.9, 1.0, 1.3)))
+    device: int | None = int(
+        r.choice((1, 6, 10, 20, 35, 70, 140, 200, 300, 300, 10_000)) * GIB * r.choice((0.5, 0.9, 1.0, 1.3))
+    )
     share = r.choice((0.25, 0.5, 0.5, 0.9, 0.9, 1.0))
+    device = None if cpu is not None and r.random() < 0.3 else device
     return Claim(
         model=r.choice(MODELS),
-        device_bytes=None if cpu is not None and r.random() < 0.3 else device,
+        device_bytes=device,
         cpu_bytes=cpu,
         host_bytes=r.choice((0, 0, 0, GIB, 20 * GIB)),
         utilization=share if utilization or r.random() < 0.3 else 0.0,
@@ -110,4 +113,5 @@ def _claim(r: random.Random, nodes: list[Node], plain: bool, utilization: bool) 
         version=None,
         path=None if r.random() < 0.8 else "/models",
         draft=r.choice((None, None, "m3")),
+        copied_bytes=0 if device is None else int(device * r.choice((0, 0, 0.1, 0.6))),
     )

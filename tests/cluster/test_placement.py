@@ -139,6 +139,25 @@ def test_devices_share_evenly_and_divide_the_heads() -> None:
     assert [taken for _, taken in three.shares[0].devices] == [-(-100 * GIB // 3)] * 3
 
 
+def test_each_device_has_its_copy_and_its_part_of_the_rest() -> None:
+    """One device where it suffices, then as few of one node as do, then of several."""
+    nodes = [node("a", devices=4), node("b", devices=4)]
+
+    def taken(gib: float, **changes: Any) -> list[list[int]]:
+        found = place(claim(gib, copied_bytes=20 * GIB, **changes), nodes)
+        assert isinstance(found, Placement), str(found)
+        return [[count // GIB for _, count in share.devices] for share in found.shares]
+
+    assert taken(80) == [[80]]
+    assert taken(81, split=(8,)) == [[50, 50]]  # 20 and half of 61, in whole GiB
+    assert taken(141) == [[60, 60, 60]]  # two have 120 beside their copies, and 121 are needed
+    assert taken(272, several_nodes=True) == [[62] * 3] * 2  # six: equally many on each node
+    refused = place(claim(300, copied_bytes=20 * GIB, devices=4), nodes)
+    assert isinstance(refused, Refusal)
+    assert refused.device_bytes == (20 + 4 * 60) * GIB
+    assert place(claim(90, copied_bytes=85 * GIB), nodes).device_bytes == 0, "no device has room for a copy"  # type: ignore[union-attr]
+
+
 def test_one_instance_takes_devices_of_one_kind() -> None:
     mixed = (
         Device(index=0, memory=80 * GIB, kind="cuda"),
@@ -311,6 +330,8 @@ def test_the_worst_instance_goes_first() -> None:
         (lambda: Share(node="a", cpus="2"), "cpus", "must be a number"),
         (lambda: claim(utilization=1.5), "utilization", "<= 1"),
         (lambda: claim(devices=0), "devices", ">= 1"),
+        (lambda: claim(1, copied_bytes=GIB + 1), "copied_bytes", "between 0 and 1073741824"),
+        (lambda: Claim(model="m", cpu_bytes=1, copied_bytes=1), "copied_bytes", "between 0 and 0"),
         (lambda: claim(split=(0,)), "split", ">= 1"),
         (lambda: claim(on={"a": [0, 0]}), "on", "twice"),
         (lambda: claim(on={"a": []}), "on", "1 to"),

@@ -55,7 +55,7 @@ def claim_of(needs: ModelNeeds, tokens: int, config: EngineConfig) -> Claim:
     """The claim of one engine, which runs on one device or on the host's processors."""
     total = needs.total(tokens)
     claim = Claim(model=needs.name, cpu_bytes=total, device_bytes=total, devices=1)
-    if config.device == "cpu":
+    if config.device == "cpu" or config.tensor_parallel > 1:  # ranks compute on processors alone
         return replace(claim, device_bytes=None)
     return claim if config.device == "auto" else replace(claim, cpu_bytes=None)
 

@@ -136,9 +136,10 @@ def divide_memory(
     }
 
 
-def needed_memory(model: str | os.PathLike[str], config: EngineConfig, device: str) -> int:
+def needed_memory(model: str | os.PathLike[str], config: EngineConfig, device: str) -> tuple[int, int]:
     """Bytes that an engine takes on a `device` ("cpu", "cuda") that need not be here, told of the model's files:
-    weights, a KV cache of `kv_cache_memory` or of one long request, recurrent states, a step.
+    weights, a KV cache of `kv_cache_memory` or of one long request, recurrent states, a step. They are those of all its
+    ranks, and of so many, the second, each has as many of its own.
 
     Raises what loading would raise of the files: `ModelNotFound`, `UnsupportedModel`, `InvalidParameter`.
     """
@@ -147,7 +148,7 @@ def needed_memory(model: str | os.PathLike[str], config: EngineConfig, device: s
     from asyncengine.models.memory.needs import read_needs
 
     needs = read_needs(resolve_model(model), config, device=torch.device(device))
-    return needs.total(needs.kv_tokens(config))
+    return needs.total(needs.kv_tokens(config)), needs.step_bytes // config.tensor_parallel
 
 
 def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: LoadAttempt | None = None) -> Frontend:

@@ -48,6 +48,9 @@ def test_figures_add_up_and_flags_change_them(
     assert report(capsys, 0, "--max-model-len", "1000")["kv_tokens"] == 1000
     assert report(capsys, 0, "--dtype", "float32")["weight_bytes"] == 2 * plain["weight_bytes"]
     assert report(capsys, 0, "--device", "cpu")["claim"]["device_bytes"] is None
+    ranks = report(capsys, 0, "--tensor-parallel", "2")["claim"]
+    assert ranks["device_bytes"] is None, "they compute on processors alone"
+    assert ranks["cpu_bytes"] == plain["claim"]["cpu_bytes"] + plain["step_bytes"]
 
 
 def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ take minutes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import re
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from layout.test_layout import sources
 from support.long import TIMES
@@ -131,6 +133,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"num_gpus": 0.5, "replica_memory": "600MiB"},
         r"none of 3 nodes: 1 with too little free memory on devices; 2 without a device; a claim of 0.50 GiB on dev",
     ),
+    "ranks": ({"tensor_parallel": 2, "num_cpus": 1.25}, r"none of 3 nodes: 3 with fewer than 2.5 free CPUs$"),
 }
 """Settings that no node meets, and what is said of each node: read from Ray's own figures and labels."""
 
@@ -204,6 +207,41 @@ async def test_three_raylets(cluster: Any, right: dict[str, list[int]]) -> None:
         await fleet.scale(3)  # on the two nodes that are left
         await fleet.scale(2)
         assert len({replica.process.node for replica in members.values()}) == 2, "one of those that shared a node went"
+        await fleet.scale(1)
+        (left,) = members.values()
+        await ranks_on_one_node(left.process.node, right, settings)
+
+
+async def ranks_on_one_node(taken: str, right: dict[str, list[int]], settings: dict[str, Any]) -> None:
+    """A replica of two ranks has both cores of the node that is free, and its ranks end with it."""
+    from ray._private import state
+
+    def cores(node: str) -> float:
+        return state.available_resources_per_node()[node].get("CPU", 0)
+
+    await come(lambda: any(cores(node) == 2 for node in state.available_resources_per_node()), "a node that is free")
+    async with await Fleet.from_pretrained("demo", **{**settings, "tensor_parallel": 2, "num_threads": 2}) as fleet:
+        (replica,) = fleet.core.fleet.dispatcher.replicas.values()
+        node = replica.process.node
+        assert node != taken
+        await come(lambda: not cores(node), "a bundle of two cores")
+        assert fleet.info.tensor_parallel == 2
+        for text in TEXTS[:2]:
+            assert (await fleet.generate(text, PARAMS)).token_ids == right[text]
+        (rank,) = rank_workers()
+        await fleet.kill_one()
+        await come(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE, "the end of its rank")
+
+
+def rank_workers() -> list[psutil.Process]:
+    """Other ranks of replicas on this machine: children of actors of a fleet."""
+    found = []
+    for each in psutil.process_iter(["cmdline"]):
+        with contextlib.suppress(psutil.Error):
+            parent = each.parent() if "rank_worker" in " ".join(each.info["cmdline"] or ()) else None
+            if parent is not None and "ray::" in "".join(parent.cmdline()):
+                found.append(each)
+    return found
 
 
 @pytest.mark.ray

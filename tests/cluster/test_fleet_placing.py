@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from asyncengine import EngineConfig, FleetError, ModelNotFound
-from asyncengine.cluster import Claim, Instance, Placement, Refusal
+from asyncengine import EngineConfig, FleetError, InvalidParameter, ModelNotFound
+from asyncengine.cluster import Claim, Instance, Placement, Refusal, Share
 from asyncengine.cluster.fleet import FleetConfig
 from asyncengine.cluster.fleet.placing import (
     DEVICE_MEMORY,
@@ -40,10 +40,11 @@ def ray_node(id: str, free: dict[str, float] | None = None, **labels: str) -> Ra
 
 def placed(
     known: list[RayNode], settings: FleetConfig, *, memory: int = GIB, ours: list[Instance] | None = None,
-    lost: dict[str, int] | None = None,
+    lost: dict[str, int] | None = None, ranks: int = 1, copied: int = 0,
 ) -> Placement | Refusal:  # fmt: skip
     devices = {node.id: node.device_memory() or () for node in known}
-    return place_replica(claim_of("some/model", memory, settings), known, ours or [], devices, lost or {}, settings)
+    claim = claim_of("some/model", memory, settings, ranks, copied)
+    return place_replica(claim, known, ours or [], devices, lost or {}, settings)
 
 
 def in_turn(known: list[RayNode], settings: FleetConfig, count: int, **changes: Any) -> list[tuple[str, list[int]]]:
@@ -137,6 +138,27 @@ def test_gpus_are_given_whole_or_in_parts() -> None:
         in_turn(known, quarter, 9, memory=20 * GIB)
 
 
+def test_ranks_of_a_replica_share_a_node_and_no_gpu() -> None:
+    """As many cores and GPUs as it has ranks, all of one node, each GPU with a shard."""
+    known = [ray_node("a", **{DEVICE_MEMORY: "24GiB"}), ray_node("b", **{DEVICE_MEMORY: "80GiB"})]
+    assert in_turn(known, FleetConfig(num_cpus=2), 2, ranks=2) == [("a", []), ("b", [])]
+    with pytest.raises(AssertionError, match="2 with fewer than 4 free CPUs"):
+        in_turn(known, FleetConfig(num_cpus=2), 3, ranks=2)
+    whole = FleetConfig(num_gpus=1)
+    assert in_turn(known, whole, 2, memory=40 * GIB, ranks=2) == [("a", [0, 1]), ("b", [0, 1])]
+    assert in_turn(known, whole, 1, memory=50 * GIB, ranks=2) == [("b", [0, 1])], "a shard of 25 GiB"
+    assert in_turn(known, whole, 1, memory=160 * GIB, ranks=2, copied=20 * GIB) == [("b", [0, 1])]
+    too_much = placed(known, whole, memory=160 * GIB + 2, ranks=2, copied=20 * GIB)
+    assert str(too_much).endswith("a claim of 140.00 GiB on devices would have fitted")  # with one copy of the 20
+    told = [known[0], ray_node("b", {"GPU": 1.0}, **{DEVICE_MEMORY: "80GiB"})]  # another program has one
+    assert isinstance(placed(told, whole, memory=50 * GIB, ranks=2), Refusal)
+    one = placed(known, whole, memory=50 * GIB, ranks=2)
+    assert isinstance(one, Placement)
+    told = [known[0], ray_node("b", {"GPU": 0.0, "CPU": 2.0}, **{DEVICE_MEMORY: "80GiB"})]  # its own are no other's
+    ours = [one.instance("fleet/0")]
+    assert removal_scores(told, ours, {"a": (24 * GIB,) * 2, "b": (80 * GIB,) * 2}, whole).keys() == {"fleet/0"}
+
+
 def test_gpus_of_other_programs_are_left_alone() -> None:
     known = [ray_node("a", {"GPU": 1.0}, **{DEVICE_MEMORY: "24GiB"})]
     settings = FleetConfig(num_gpus=1)
@@ -170,6 +192,14 @@ def test_a_claim_is_what_the_checkpoint_needs() -> None:
         0.5,
     )
     assert read_claim("not/here", config, FleetConfig(replica_memory="20GiB")).cpu_bytes == 20 * GIB
+    ranks = config.replace(tensor_parallel=2)
+    two = read_claim("demo", ranks, FleetConfig(num_cpus=0.5))
+    assert (two.cpu_bytes, two.cpus) == (total + needs.step_bytes, 1.0), "each computes steps, the rest is divided"
+    shards = read_claim("demo", ranks, FleetConfig(num_gpus=1))
+    assert (shards.device_bytes, shards.copied_bytes, shards.devices) == (total, needs.step_bytes, 2)
+    assert 2 * shards.part(2) == pytest.approx(two.cpu_bytes, abs=2)
+    with pytest.raises(InvalidParameter, match="num_gpus: must be 0 or 1 for replicas of several ranks"):
+        read_claim("demo", ranks, FleetConfig(num_gpus=0.5))
 
 
 def test_a_node_answers_with_a_claim_or_with_what_was_raised() -> None:
@@ -234,6 +264,23 @@ def test_gpus_that_no_label_tells_of_are_asked_for_once() -> None:
     assert cluster._devices_of(known)["c"] == (GIB, GIB)  # it is asked again, the others are not
     assert [options["label_selector"]["ray.io/node-id"] for options in ray.asked] == ["a", "c", "c"]
     assert cluster_on(ray, FleetConfig())._devices_of(known) == {}
+
+
+def test_a_bundle_has_what_all_ranks_of_a_replica_take() -> None:
+    bundles: list[Any] = []
+
+    def placement_group(wanted: list[dict[str, float]], **options: Any) -> Any:
+        bundles.append((wanted, options))
+        return SimpleNamespace(wait=lambda seconds: True)
+
+    ray: Any = AskedRay()
+    ray.util = SimpleNamespace(placement_group=placement_group)
+    cluster = cluster_on(ray, FleetConfig(num_gpus=1, num_cpus=0.5))
+    cluster._reserve(Share(node="a", devices={0: GIB, 1: GIB}, cpus=1.0))
+    cluster._reserve(Share(node="b", host_bytes=GIB, cpus=1.0))
+    (first, options), (second, _) = bundles
+    assert (first, second) == ([{"CPU": 1.0, "GPU": 2.0}], [{"CPU": 1.0, "memory": GIB}])
+    assert options == {"strategy": "STRICT_PACK", "bundle_label_selector": [{"ray.io/node-id": "a"}]}
 
 
 def test_a_node_on_which_others_were_quicker_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,11 +29,16 @@ _KIND = "ray.io/accelerator-type"
 def read_claim(model: str, config: EngineConfig, settings: FleetConfig) -> Claim:
     """The claim of one replica, read from the headers of the model's files, which must be here.
 
-    Raises what loading would raise of the files: `ModelNotFound`, `UnsupportedModel`, `InvalidParameter`.
+    Raises what loading would raise of the files: `ModelNotFound`, `UnsupportedModel`, `InvalidParameter`; the last also
+    where ranks would share a GPU.
     """
+    ranks = config.tensor_parallel
+    if ranks > 1 and settings.num_gpus not in (0.0, 1.0):
+        raise InvalidParameter("num_gpus", "must be 0 or 1 for replicas of several ranks", settings.num_gpus)
     if isinstance(settings.replica_memory, int):
-        return claim_of(model, settings.replica_memory, settings)
-    return claim_of(model, needed_memory(model, config, "cuda" if settings.num_gpus else "cpu"), settings)
+        return claim_of(model, settings.replica_memory, settings, ranks)
+    memory, copied = needed_memory(model, config, "cuda" if settings.num_gpus else "cpu")
+    return claim_of(model, memory, settings, ranks, copied)
 
 
 def try_read_claim(model: str, config: EngineConfig, settings: FleetConfig) -> bytes:
@@ -53,14 +58,17 @@ def read_devices() -> tuple[int, ...]:
     return tuple(int(count) for count in said.stdout.split())
 
 
-def claim_of(model: str, memory: int, settings: FleetConfig) -> Claim:
-    """The claim of a replica that takes `memory` bytes of one device, or of its host; of a device that Ray divides, its
-    part."""
-    name = model.rstrip("/").rsplit("/", 1)[-1]
-    claim = Claim(model=name, cpu_bytes=memory, cpus=settings.num_cpus, labels=tuple(settings.labels.items()))
+def claim_of(model: str, memory: int, settings: FleetConfig, ranks: int = 1, copied: int = 0) -> Claim:
+    """The claim of a replica whose ranks take `memory` bytes together of a device each, or of their host; of a device
+    that Ray divides, its part. `copied`: bytes of `memory` that each rank has of its own."""
+    name, cpus = model.rstrip("/").rsplit("/", 1)[-1], settings.num_cpus * ranks
+    claim = Claim(model=name, cpu_bytes=memory, cpus=cpus, labels=tuple(settings.labels.items()))
     if not settings.num_gpus:
         return claim
-    return replace(claim, device_bytes=memory, cpu_bytes=None, devices=1, utilization=settings.num_gpus)
+    return replace(
+        claim, device_bytes=memory - (ranks - 1) * copied, copied_bytes=copied, cpu_bytes=None, devices=ranks,
+        utilization=settings.num_gpus,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +146,8 @@ def _as_node(each: RayNode, ours: Sequence[Instance], devices: Sequence[int], se
     cpus = each.free.get("CPU", 0) + sum(share.cpus for share in shares)
     kind = each.labels.get(_KIND, "cuda")
     taken = {index for share in shares for index, _ in share.devices}
-    others = each.total.get("GPU", 0) - each.free.get("GPU", 0) - settings.num_gpus * len(shares)
+    ranks = sum(len(share.devices) for share in shares)
+    others = each.total.get("GPU", 0) - each.free.get("GPU", 0) - settings.num_gpus * ranks
     hidden = _not_ours(len(devices), taken, math.ceil(others - 1e-4))
     return Node(
         name=each.id,

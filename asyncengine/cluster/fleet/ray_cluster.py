@@ -207,14 +207,15 @@ class RayCluster:
 
     def _wanted(self) -> str:
         config, claim = self._config, self._claim
+        assert claim is not None
         labels = f", labels {dict(config.labels)}" if config.labels else ""
-        memory = (claim.cpu_bytes or claim.device_bytes or 0) / 2**30 if claim is not None else 0.0
-        return f"{config.num_cpus:g} CPUs, {config.num_gpus:g} GPUs, {memory:.2f} GiB{labels}"
+        gpus = claim.devices or 0
+        memory = (claim.cpu_bytes or claim.part(gpus) * gpus) / 2**30
+        return f"{claim.cpus:g} CPUs, {config.num_gpus * gpus:g} GPUs, {memory:.2f} GiB{labels}"
 
     def _reserve(self, share: Share) -> Any | None:
-        """A placement group with what a replica needs of its node; None if that is not free any more."""
-        config = self._config
-        bundle = {"CPU": config.num_cpus, "GPU": config.num_gpus, "memory": share.host_bytes}
+        """A placement group with what all ranks of a replica need of its node; None if that is not free any more."""
+        bundle = {"CPU": share.cpus, "GPU": self._config.num_gpus * len(share.devices), "memory": share.host_bytes}
         bundle = {kind: amount for kind, amount in bundle.items() if amount}
         where = [{"ray.io/node-id": share.node}]
         group = self._ray.util.placement_group([bundle], strategy="STRICT_PACK", bundle_label_selector=where)
@@ -260,8 +261,8 @@ class ReplicaProcess:
         kind = ray.remote(Replica).options(
             name=self.name,
             namespace=NAMESPACE,
-            num_cpus=config.num_cpus,
-            num_gpus=config.num_gpus,
+            num_cpus=placed.shares[0].cpus,
+            num_gpus=config.num_gpus * len(placed.shares[0].devices),
             max_concurrency=MAX_CALLS,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
         )

@@ -56,11 +56,12 @@ class FleetConfig(Settings):
     """"HOST:PORT" of a Ray head, or "auto" for the one this machine belongs to; "local": this machine alone, whose
     cores the replicas divide, without Ray. None: the Ray this program is connected to, else "local"."""
     num_cpus: Annotated[float, number_in(0.0, MAX_CPUS)] = 1.0
-    """CPUs that a replica takes on its node of a Ray cluster."""
+    """CPUs that each rank of a replica (`tensor_parallel`) takes on its node of a Ray cluster."""
     num_gpus: Annotated[float, number_in(0.0, 1.0)] = 0.0
-    """GPUs that a replica takes, up to 1: an engine computes on one. A part of one is that part of its memory, too."""
+    """GPUs that each rank of a replica takes, up to 1. A part of one is that part of its memory, too; where a replica
+    has several ranks, all on one node, each takes a whole one or none."""
     replica_memory: Memory | None = None
-    """Bytes that a replica takes of its node (or "20GiB"): of the GPU, or without one of the host. None: read from the
+    """Bytes that a replica takes of its node (or "20GiB"): of its GPUs, or without one of the host. None: read from the
     model's files (weights, a KV cache of `kv_cache_memory` or of one long request, recurrent states, a step)."""
     labels: Annotated[Mapping[str, str], _labels] = field(default_factory=dict)
     """Ray labels that a node must have to get a replica."""

@@ -166,7 +166,7 @@ class ModelNeeds:
     """Slots for them: as `state_memory` says, else for `max_num_seqs` running requests and as many snapshots in at most
     the 4 GiB that a CPU gives. (A device gives more where it has more.)"""
     step_bytes: int
-    """Estimate of what the engine's largest step takes beside weights and KV cache."""
+    """Estimate of what the engine's largest step takes beside weights and KV cache, in all processes together."""
     max_model_len: int
     num_heads: int
     """Heads of attention; 0: it has none."""
@@ -226,7 +226,7 @@ def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | 
         kv_bytes_per_token=per_token,
         state_bytes=state_bytes(states, plan.dtype),
         num_states=num_states_for(states, config, plan.dtype, torch.device("cpu"), _ENDLESS),
-        step_bytes=4 * (logits + hidden),
+        step_bytes=4 * (logits + hidden) * config.tensor_parallel,
         max_model_len=plan.max_model_len,
         num_heads=getattr(text, "num_attention_heads", 0) if per_token else 0,
         vocab_size=text.vocab_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import signal
@@ -17,11 +18,13 @@ from support.local_fleet import ENGINE, LocalCluster, LocalProcess, local_fleet,
 from support.long import LONG
 from support.tiny_models import make_checkpoint
 
-from asyncengine import AsyncEngine, Engine, EngineDead, InvalidParameter, SamplingParams
+from asyncengine import AsyncEngine, Engine, EngineConfig, EngineDead, InvalidParameter, SamplingParams
 from asyncengine.cluster.fleet import Fleet, FleetConfig
 from asyncengine.cluster.fleet.one_machine import OneMachine
 from asyncengine.cluster.fleet.prefill import MOST_MISSED
+from asyncengine.cluster.fleet.replica import Replica
 from asyncengine.cluster.routing import Role
+from asyncengine.device import shared_gather
 from asyncengine.engine import peers
 from asyncengine.grammar import Grammar
 from asyncengine.request_spec import Peer
@@ -154,6 +157,36 @@ async def test_roles_change_while_it_runs(monkeypatch: pytest.MonkeyPatch, alone
             await fleet.set_role(second, "prefill")
         with pytest.raises(InvalidParameter, match="replica: must be one of"):
             await fleet.set_role("nobody", "decode")
+        await cluster.settle(fleet)
+
+
+@pytest.mark.skipif(shared_gather.missing() is not None, reason=str(shared_gather.missing()))
+async def test_replicas_of_one_rank_and_of_several_exchange_prompts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Pages and states of two ranks are pulled by one and the other way round."""
+    make_checkpoint("qwen3.5", tmp_path)
+    path, prompts = str(tmp_path), [[2 + (7 * place + number) % 50 for place in range(200)] for number in range(2)]
+    async with await AsyncEngine.from_pretrained(path, **ENGINE) as engine:
+        right = [scores(await engine.generate(prompt, PARAMS)) for prompt in prompts]
+    load, ranks = Replica.start, itertools.cycle((2, 1))
+
+    async def start(replica: Replica, model: str, config: EngineConfig) -> Any:
+        return await load(replica, model, config.replace(tensor_parallel=next(ranks)))
+
+    monkeypatch.setattr(Replica, "start", start)
+    async with local_fleet(monkeypatch, model=path, **APART) as (fleet, cluster):
+        await acquainted(fleet)
+        sizes = [each.replica.engine.info.tensor_parallel for each in cluster.processes.values()]
+        assert sorted(sizes) == [1, 2]
+        for turn, prompt in enumerate(prompts):
+            answer = await fleet.generate(prompt, PARAMS)
+            assert scores(answer) == right[turn]
+            assert answer.usage.restored_tokens == FULL
+            assert fleet.stats().prefilled == turn + 1
+            first, second = fleet.stats().roles
+            for name, role in ((first, "decode"), (second, "prefill")):
+                await fleet.set_role(name, role)  # type: ignore[arg-type]
         await cluster.settle(fleet)
 
 

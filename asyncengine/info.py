@@ -75,7 +75,7 @@ class ModelInfo:
     placeholders: Mapping[int, str] = field(default_factory=dict)
     """Tokens in whose place the whole model would put an image or a sound, and which. Prompts with them are refused."""
     tensor_parallel: int = 1
-    """Processes that compute the model together. `weight_bytes` and `kv_cache_bytes` are those of all of them."""
+    """Processes that compute the model together. Bytes of weights, KV cache and states are those of all of them."""
 
     @property
     def in_words(self) -> str:

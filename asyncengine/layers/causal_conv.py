@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.sharded import Spans, own_rows
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.states import StateStep, advance_segments, each_token
 
@@ -30,9 +31,13 @@ class CausalConv:
         *,
         bias: bool = False,
         activation: ConvActivation | None = None,
+        spans: Spans | None = None,
     ) -> None:
-        """`path`: of the checkpoint's tensors "weight" [channels, 1, taps] and "bias" [channels]."""
-        self.path, self.channels, self.taps = path, channels, taps
+        """`path`: of the checkpoint's tensors "weight" [channels, 1, taps] and "bias" [channels]. `spans`: the channels
+        that are here; None: all."""
+        self.path, self._whole, self.taps = path, channels, taps
+        self._spans = [(0, channels)] if spans is None else spans
+        self.channels = channels = sum(last - first for first, last in self._spans)
         self.activation = activation
         self.weight = options.zeros(taps, channels, dtype=torch.float32)
         self.bias = options.zeros(channels, dtype=torch.float32) if bias else None
@@ -80,15 +85,17 @@ class CausalConv:
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Tensors of the checkpoint that it takes, by name."""
 
-        yield f"{self.path}.weight", self.part(0, self.channels)
+        yield f"{self.path}.weight", self.part(0, self._whole)
         if self.bias is not None:
-            yield f"{self.path}.bias", TensorSlot.into(self.bias, initial=0.0)
+            rows = own_rows(self._spans, 0, self._whole)
+            yield f"{self.path}.bias", TensorSlot.some(self.bias, self._whole, rows, 0.0)
 
     def part(self, first: int, channels: int) -> TensorSlot:
-        """The door for the weight of some channels, where a checkpoint has them apart."""
+        """The door for the weight of some of all channels, where a checkpoint has them apart."""
 
         def load(tensor: Any) -> None:
-            self.weight[:, first : first + channels].copy_(tensor[:, 0].T)
+            for given, own in own_rows(self._spans, first, channels):
+                self.weight[:, own].copy_(tensor[given, 0].T)
 
         return TensorSlot((channels, 1, self.taps), load)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from asyncengine.layers.options import LayerOptions
-from asyncengine.layers.sharded import LocalWeight, Share
+from asyncengine.layers.sharded import LocalWeight, Share, own_rows
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.step import RowAdapters
 from asyncengine.layers.stored import StoredMatrix, dense
@@ -76,19 +76,12 @@ class Linear:
         if not isinstance(self.weight, LocalWeight):
             return None
         firsts = zip(self.parts, self._firsts, strict=False)
-        return tuple(tuple(given for given, _ in self.weight.own_rows(at, part.outputs)) for part, at in firsts)
+        return tuple(tuple(given for given, _ in own_rows(self.weight.spans, at, part.outputs)) for part, at in firsts)
 
     def _bias_slot(self, bias: torch.Tensor, first: int, count: int) -> TensorSlot:
         if not isinstance(self.weight, LocalWeight):
             return TensorSlot.into(bias[first : first + count], initial=0.0)
-        rows = self.weight.own_rows(first, count)
-
-        def load(tensor: torch.Tensor | StoredMatrix) -> None:
-            whole = (tensor if isinstance(tensor, torch.Tensor) else dense(tensor)).view(count)
-            for given, own in rows:
-                bias[own] = whole[given]
-
-        return TensorSlot((count,), load, 0.0)
+        return TensorSlot.some(bias, count, own_rows(self.weight.spans, first, count), 0.0)
 
     def _loader(self, first: int) -> Callable[[torch.Tensor | StoredMatrix], None]:
         def load(tensor: torch.Tensor | StoredMatrix) -> None:

@@ -9,8 +9,9 @@ float32: never as the product of a chunk's tokens, so that neither chunks nor co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -20,8 +21,9 @@ from asyncengine.layers.causal_conv import CausalConv
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.sharded import even_cuts, part_of, share_of
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import StateSpec, by_kernel, each_token, recur, recurrence
+from asyncengine.layers.states import StateSpec, StateStep, by_kernel, each_token, recur, recurrence
 from asyncengine.layers.step import StepContext
 from asyncengine.layers.stored import StoredMatrix, dense
 
@@ -55,6 +57,16 @@ class Mamba2Config:
     """A factor of the result (Falcon-H1)."""
     name: str = "mamba."
 
+    @property
+    def units(self) -> int:
+        """Equal parts of the heads of which each can be computed by itself, norm included."""
+        return self.groups if self.norm is None else math.gcd(self.groups, self.norm_groups)
+
+    def part(self, size: int) -> Mamba2Config:
+        """The same of one of so many parts of the heads."""
+        groups = 1 if self.norm is None else self.norm_groups // size
+        return replace(self, heads=self.heads // size, groups=self.groups // size, norm_groups=groups)
+
     def build(self, options: LayerOptions, norm: NormConfig, prefix: str, width: int, index: int) -> Mamba2:
         return Mamba2(options, self, prefix + self.name, width, index)
 
@@ -66,17 +78,25 @@ class Mamba2:
     """
 
     def __init__(self, options: LayerOptions, config: Mamba2Config, path: str, width: int, index: int) -> None:
-        self.config, self.index, self._path, self._kernels = config, index, path, options.kernels
-        self.inner, self.shared = config.heads * config.head_dim, config.groups * config.state_size
-        channels = self.inner + 2 * self.shared
-        self._sizes = [self.inner, channels, config.heads]
-        outputs = sum(self._sizes)
+        self.index, self._path, self._kernels, self._whole = index, path, options.kernels, config
+        inner, units = config.heads * config.head_dim, config.units
+        sizes = [inner, inner, *[config.groups * config.state_size] * 2, config.heads]
+        outputs, rows = sum(sizes), [size // units for size in sizes]
+        self.share = share_of(options.ranks, even_cuts(options.ranks, units), rows, rows[0])
+        """This rank's heads, whose states it keeps; None: it has all of them."""
         parts = [Part(path + "in_proj", outputs)]
-        self.projection = Linear(options, parts, width, bias=config.bias)
+        self.projection = Linear(options, parts, width, bias=config.bias, share=self.share)
         self.conv = CausalConv(
-            options, path + "conv1d", channels, config.taps, bias=config.conv_bias, activation="silu"
+            options, path + "conv1d", sum(sizes[1:4]), config.taps, bias=config.conv_bias, activation="silu",
+            spans=None if self.share is None else self.share.rows(rows[1:4]),
         )  # fmt: skip
-        self.out = Linear(options, [Part(path + "out_proj", width)], self.inner, bias=config.out_bias)
+        self.out = Linear(options, [Part(path + "out_proj", width)], inner, bias=config.out_bias)
+        if self.share is not None:
+            config = config.part(self.share.ranks.size)
+        self.config = config
+        """With the heads that are here."""
+        self.inner, self.shared = config.heads * config.head_dim, config.groups * config.state_size
+        self._sizes = [self.inner, self.conv.channels, config.heads]
         vectors = options.zeros(3, config.heads, dtype=torch.float32)
         self.decay, self.skip, self.step_bias = vectors
         """[heads] each: A, which is negative; D; what is added to dt."""
@@ -85,12 +105,16 @@ class Mamba2:
         """The norm's weight."""
         self.scales: torch.Tensor | None = None
         if config.scales is not None:
-            sizes = torch.tensor([self.inner, self.inner, self.shared, self.shared, config.heads])
-            made = torch.tensor(config.scales, dtype=torch.float32).repeat_interleave(sizes)
-            self.scales = options.zeros(outputs, dtype=torch.float32).copy_(made)
+            counts = torch.tensor([self.inner, self.inner, self.shared, self.shared, config.heads])
+            made = torch.tensor(config.scales, dtype=torch.float32).repeat_interleave(counts)
+            self.scales = options.zeros(len(made), dtype=torch.float32).copy_(made)
         parameters = (self.decay, self.skip, self.step_bias, self.weight)
-        self.kernel = _kernel(options, config, self.projection.outputs, self.conv, parameters)
-        self.spec = StateSpec((config.heads, config.state_size, config.head_dim), self.conv.window)
+        across = self.projection.outputs if self.share is None else sum(self._sizes)
+        self.kernel = _kernel(options, config, across, self.conv, parameters)
+        self.spec = StateSpec(
+            (config.heads, config.state_size, config.head_dim), self.conv.window,
+            (self.inner, self.shared, self.shared), units, self.share is not None,
+        )  # fmt: skip
         self.rule = recurrence(
             options, config.heads, config.heads // config.groups, config.state_size, config.head_dim,
             (self.inner + self.shared, self.inner, 0), self.decay, self.step_bias, config.limits, self.skip,
@@ -99,15 +123,23 @@ class Mamba2:
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """[T, width] -> [T, width]."""
         assert step.states is not None
+        mixed = self._mix(self._projected(x, step), step.states)
+        return self.out(mixed if self.share is None else self.share.gather(mixed), step.adapters)
+
+    def _projected(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """The projection of the heads that are here."""
         projected = self.projection(x, step.adapters)
-        if self.scales is not None:
-            projected = self._kernels.scale_each(projected, self.scales)
+        if self.share is not None and not self.projection.local:
+            projected = self.share.columns(projected)
+        return projected if self.scales is None else self._kernels.scale_each(projected, self.scales)
+
+    def _mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
+        """[T, heads * head dim] of the projection [T, all], by the heads that are here."""
         if self.kernel is not None:
-            return self.out(by_kernel(self.kernel, projected, step.states, self.index), step.adapters)
+            return by_kernel(self.kernel, projected, step, self.index)
         gate, mixed, times = torch.split(projected[:, : sum(self._sizes)], self._sizes, dim=-1)
-        read = recur(step.states, self.index, self.conv.advance, mixed, (times, times), self._token, self.rule)
-        y = self._gated(read.flatten(1), gate)
-        return self.out((y * self.config.out_scale).to(x.dtype), step.adapters)
+        read = recur(step, self.index, self.conv.advance, mixed, (times, times), self._token, self.rule)
+        return (self._gated(read.flatten(1), gate) * self.config.out_scale).to(projected.dtype)
 
     def _token(
         self, made: torch.Tensor, times: torch.Tensor, _: torch.Tensor, state: torch.Tensor
@@ -153,15 +185,17 @@ class Mamba2:
         """Tensors of the checkpoint that it takes, by name."""
         for part in (self.projection, self.conv, self.out):
             yield from part.slots()
-        yield f"{self._path}A_log", TensorSlot(tuple(self.decay.shape), self._load_decay, 0.0)
-        yield f"{self._path}D", TensorSlot.into(self.skip, initial=1.0)
-        yield f"{self._path}dt_bias", TensorSlot.into(self.step_bias, initial=0.0)
+        count, size = self._whole.heads, self.out.inputs
+        heads, inner = [(part_of(self.share, each), slice(None)) for each in (count, size)]
+        yield f"{self._path}A_log", TensorSlot((count,), self._load_decay, 0.0)
+        yield f"{self._path}D", TensorSlot.some(self.skip, count, [heads], 1.0)
+        yield f"{self._path}dt_bias", TensorSlot.some(self.step_bias, count, [heads], 0.0)
         if self.config.norm is not None:
-            yield f"{self._path}norm.weight", TensorSlot.into(self.weight, initial=1.0)
+            yield f"{self._path}norm.weight", TensorSlot.some(self.weight, size, [inner], 1.0)
 
     def _load_decay(self, logarithm: torch.Tensor | StoredMatrix) -> None:
         numbers = logarithm if isinstance(logarithm, torch.Tensor) else dense(logarithm).view(-1)
-        self.decay.copy_(-numbers.float().exp())
+        self.decay.copy_(-numbers.float().exp()[part_of(self.share, len(numbers))])
 
 
 def _kernel(

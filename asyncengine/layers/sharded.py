@@ -173,18 +173,24 @@ class ShardedWeight(_HeldWeight):
 
 class Share(NamedTuple):
     """This rank's part of a layer that computes alone with what its first product gives, up to its last: some heads of
-    attention, or some numbers of a feed-forward part."""
+    attention or of a recurrence, or some numbers of a feed-forward part."""
 
     ranks: Ranks
     every: Sequence[Spans]
     """Rows of the first product that each rank has."""
     cuts: Sequence[int]
     """Columns at which the ranks' parts of what the last product reads begin, and their end."""
+    heads: Sequence[int]
+    """Heads, or single numbers, at which the ranks' parts begin, and their end."""
 
     @property
     def spans(self) -> Spans:
         """Rows of the first product that this one has."""
         return self.every[self.ranks.rank]
+
+    def rows(self, each: Sequence[int]) -> Spans:
+        """This one's of blocks side by side in which each head has so many."""
+        return _spans(self.heads, each, self.ranks.rank)
 
     def part(self, count: int) -> slice:
         """This rank's of so many heads, which the ranks share evenly."""
@@ -214,12 +220,30 @@ def share_of(ranks: Ranks | None, cuts: Sequence[int] | None, rows: Sequence[int
     process has all, as `cuts` are None."""
     if ranks is None or cuts is None:
         return None
-    firsts = [cuts[-1] * each for each in accumulate(rows, initial=0)]
-    every = [
-        [(base + first * each, base + last * each) for base, each in zip(firsts, rows, strict=False)]
-        for first, last in pairwise(cuts)
-    ]
-    return Share(ranks, every, [cut * columns for cut in cuts])
+    every = [_spans(cuts, rows, rank) for rank in range(ranks.size)]
+    return Share(ranks, every, [cut * columns for cut in cuts], cuts)
+
+
+def _spans(cuts: Sequence[int], rows: Sequence[int], rank: int) -> Spans:
+    first, last = cuts[rank : rank + 2]
+    begins = accumulate((cuts[-1] * each for each in rows), initial=0)
+    return [(begin + first * each, begin + last * each) for begin, each in zip(begins, rows, strict=False)]
+
+
+def part_of(share: Share | None, count: int) -> slice:
+    """The part that is here of so many heads, or numbers of which each head has as many."""
+    return slice(0, count) if share is None else share.part(count)
+
+
+def own_rows(spans: Spans, first: int, count: int) -> list[tuple[slice, slice]]:
+    """(which of `count` rows from `first` on, their places where `spans` lie side by side) of what these have."""
+    found, place = [], 0
+    for begin, end in spans:
+        low, high = max(begin, first), min(end, first + count)
+        if low < high:
+            found.append((slice(low - first, high - first), slice(place + low - begin, place + high - begin)))
+        place += end - begin
+    return found
 
 
 def even_cuts(ranks: Ranks | None, count: int) -> list[int] | None:
@@ -244,17 +268,8 @@ class LocalWeight(_HeldWeight):
         super().__init__(make(ends[-1], inputs, ends[:-1], paths_of(spans, bounds, paths)), ends[-1], inputs, bounds)
 
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
-        for given, own in self.own_rows(first, weight.shape[0]):
+        for given, own in own_rows(self.spans, first, weight.shape[0]):
             self._load(own.start, weight, given)
-
-    def own_rows(self, first: int, count: int) -> list[tuple[slice, slice]]:
-        """(which of `count` rows from `first` on, the places of those among its own) of what it takes of them."""
-        found = []
-        for (begin, end), own in zip(self.spans, self._firsts, strict=False):
-            low, high = max(begin, first), min(end, first + count)
-            if low < high:
-                found.append((slice(low - first, high - first), slice(own + low - begin, own + high - begin)))
-        return found
 
     def takes(self, first: int) -> StoredForm | None:
         span = next(place for place, (_, last) in enumerate(self.spans) if first < last)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,3 +40,16 @@ class TensorSlot:
                 target.add_(added)
 
         return TensorSlot(tuple(target.shape), load, initial)
+
+    @staticmethod
+    def some(
+        target: torch.Tensor, count: int, rows: Sequence[tuple[slice, slice]], initial: float | None = None
+    ) -> TensorSlot:
+        """A slot for `count` numbers that copies some of them into `target`: (which, their places there)."""
+
+        def load(tensor: torch.Tensor | StoredMatrix) -> None:
+            whole = (tensor if isinstance(tensor, torch.Tensor) else dense(tensor)).view(count)
+            for given, own in rows:
+                target[own] = whole[given]
+
+        return TensorSlot((count,), load, initial)

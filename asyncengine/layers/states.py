@@ -47,6 +47,12 @@ class StateSpec:
     window: tuple[int, ...] = ()
     """The inputs of a convolution that precede the next token, [taps - 1, channels], oldest first, each as a row of the
     layer's own; the model's dtype."""
+    kinds: tuple[int, ...] = ()
+    """Channels of each kind, side by side in a row of the window; (): they are of one."""
+    parts: int = 1
+    """Equal parts (heads, and of each kind as much) of which each of several processes may have some."""
+    divided: bool = False
+    """It is the share of one of several processes; the others have as much each."""
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of one state."""
@@ -92,7 +98,7 @@ class StatePools:
     ) -> None:  # fmt: skip
         """`num_slots`: slot 0 included. `padding`: there is one more, which rows that fill up a graph write to.
         `shared`: memory for them on a CPU; None: wherever it is."""
-        self.num_slots, count = num_slots, num_slots + padding
+        self.specs, self.num_slots, count = specs, num_slots, num_slots + padding
         self.recurrent = [_zeros(count, spec.recurrent, torch.float32, device, shared) for spec in specs]
         self.windows = [_zeros(count, spec.window, dtype, device, shared) for spec in specs]
 

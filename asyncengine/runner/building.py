@@ -126,6 +126,7 @@ def _build(
     if ranks is not None:
         runner.ranks = runner.memory.ranks = ranks
         runner.weights_bytes, runner.kv_bytes = runner.weights_bytes + elsewhere, runner.kv_bytes * copies
+        runner.state_bytes *= copies
     runner.one_pool = one_pool
     runner.batch_variance = _batch_variance(model, backend.name)
     runner.no_speculation = (

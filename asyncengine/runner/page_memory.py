@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -17,29 +18,25 @@ from asyncengine.step import RecordPart
 
 
 class _Pool(NamedTuple):
-    """Memory of one pool in each of the processes that have it, by rank. Places as in `PagePool`."""
+    """Memory of one pool in each of the processes that have it, by rank."""
 
     views: Sequence[memoryview]
-    page_bytes: int
-    pieces: int
     stride: int
+    """Bytes from one page to the next."""
+    pieces: Sequence[tuple[int, int, int]]
+    """(rank, first byte, bytes) of each piece of page 0, in the order of one process's bytes."""
     divided: bool
+    """Each process has some pieces; else each has a copy of those of rank 0."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of a page, of all processes if it is divided among them."""
-        return self.page_bytes * self.pieces * (len(self.views) if self.divided else 1)
+        return sum(size for *_, size in self.pieces)
 
-    def page(self, index: int) -> list[memoryview]:
-        """All of the page `index`."""
-        views = self.views if self.divided else self.views[:1]
-        return [piece for view in views for piece in self.part(view, index)]
-
-    def part(self, view: memoryview, index: int) -> list[memoryview]:
-        """The pieces of the page `index` that one process has."""
-        first = index * self.page_bytes
-        begins = (first + number * self.stride for number in range(self.pieces))
-        return [view[begin : begin + self.page_bytes] for begin in begins]
+    def page(self, index: int, copy: int = 0) -> list[memoryview]:
+        """All of the page `index`; of what is not divided, this rank's copy."""
+        begin = index * self.stride
+        return [self.views[rank + copy][begin + first :][:size] for rank, first, size in self.pieces]
 
 
 class CpuPageMemory:
@@ -51,19 +48,22 @@ class CpuPageMemory:
         """`layout`: the backend and the size of its pages, in words. `shared`: where they lie if several processes have
         pages. Those of a layer whose heads are divided are a page together; of all others each has a copy."""
         self._shared = shared
-        slots = [] if states is None else _state_pools(states)
-        self._whole = [*(pool.memory for pool in pools), *slots]
         parts = 1 if shared is None else shared.size
+        slots = [] if states is None else _state_pools(states, parts)
+        self._whole = [*(pool.memory for pool in pools), *(each.memory for each in slots)]
         sizes = [(pool.page_bytes, pool.pieces * (parts if pool.divided else 1), pool.of_windows) for pool in pools]
-        self.layout = f"{layout} {sizes} {[tuple(pool.shape[1:]) for pool in slots]}"
+        self.layout = f"{layout} {sizes} {[each.shape for each in slots]}"
         self._pools: dict[RecordPart, list[_Pool]] = {part: [] for part in RecordPart}
         for pool in pools:
             part = RecordPart.WINDOW if pool.of_windows else RecordPart.PAGE
-            views = self._views(pool.memory)
-            self._pools[part].append(_Pool(views, pool.page_bytes, pool.pieces, pool.stride, pool.divided))
-        for memory in slots:
-            own = _Pool(self._views(memory), memory.nbytes // len(memory), 1, 0, False)
-            self._pools[RecordPart.STATE].append(own)
+            firsts = [number * pool.stride for number in range(pool.pieces)]
+            ranks = range(parts if pool.divided else 1)
+            pieces = [(rank, first, pool.page_bytes) for rank in ranks for first in firsts]
+            self._pools[part].append(_Pool(self._views(pool.memory), pool.page_bytes, pieces, pool.divided))
+        for each in slots:
+            ends, ranks = [*accumulate(each.sizes, initial=0)], range(parts if each.divided else 1)
+            pieces = [(rank, first, end - first) for first, end in pairwise(ends) for rank in ranks]
+            self._pools[RecordPart.STATE].append(_Pool(self._views(each.memory), ends[-1], pieces, each.divided))
 
     def _views(self, memory: torch.Tensor) -> list[memoryview]:
         own = [memory] if self._shared is None else self._shared.of_all(memory)
@@ -78,8 +78,8 @@ class CpuPageMemory:
     def filled(self, part: RecordPart, index: int, buffers: Sequence[memoryview]) -> None:
         """The memory itself was filled; copies of other processes follow."""
         for pool in self._pools[part]:
-            for view in () if pool.divided else pool.views[1:]:
-                for piece, copy in zip(pool.part(pool.views[0], index), pool.part(view, index), strict=True):
+            for rank in range(1, 1 if pool.divided else len(pool.views)):
+                for piece, copy in zip(pool.page(index), pool.page(index, rank), strict=True):
                     copy[:] = piece
 
     def give_back(self) -> None:
@@ -91,8 +91,30 @@ class CpuPageMemory:
             give_back(memory.data_ptr(), memory.nbytes)
 
 
-def _state_pools(states: StatePools) -> list[torch.Tensor]:
-    return [pool for pool in (*states.recurrent, *states.windows) if pool is not None]
+class _States(NamedTuple):
+    """Memory of one layer's recurrent states, or windows."""
+
+    memory: torch.Tensor
+    sizes: Sequence[int]
+    """Bytes of what stands side by side in one of them, each of which processes divide by itself."""
+    shape: tuple[int, ...]
+    """Shape of all processes' together."""
+    divided: bool
+
+
+def _state_pools(states: StatePools, parts: int) -> list[_States]:
+    """`parts`: processes that may divide states."""
+    heads, windows = [], []
+    for spec, recurrent, window in zip(states.specs, states.recurrent, states.windows, strict=True):
+        size = parts if spec.divided else 1
+        if recurrent is not None:
+            first, *rest = spec.recurrent
+            heads.append(_States(recurrent, [recurrent[0].nbytes], (first * size, *rest), spec.divided))
+        if window is not None:
+            rows, channels = spec.window
+            sizes = [kind * window.itemsize for kind in spec.kinds or (channels,)] * rows
+            windows.append(_States(window, sizes, (rows, channels * size), spec.divided))
+    return heads + windows
 
 
 def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:

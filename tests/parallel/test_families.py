@@ -34,6 +34,7 @@ FORMS: dict[str, dict[str, Any]] = {
 SOME = [
     ("qwen3", "bfloat16", 2), ("gemma3", "float32", 3), ("mixtral", "int8", 2), ("qwen3.5moe", "int4", 2),
     ("gpt-oss", "int8", 2), ("kimi-linear", "float32", 2), ("nemotron-h", "int8", 2), ("gemma4", "int4", 2),
+    ("falcon-h1", "bfloat16", 2),
     ("stablelm, norms of heads", "float32", 2), ("olmoe", "float32", 2), ("gpt2", "int8", 2), ("qwen2", "float32", 4),
 ]  # fmt: skip
 WHOLE = {"hunyuanmoe": FORMS, "opt": ["float32", "bfloat16"], "opt-350m": ["float32", "bfloat16"]}
@@ -64,6 +65,9 @@ def test_logits_are_those_of_one_process(
     weights = [linear.weight for layer in parts[0].model.layers for linear in layer.linears()]
     assert any(isinstance(weight, (LocalWeight, ShardedWeight)) for weight in weights)
     assert [each.divided for each in parts[0].layers] == [each.num_kv_heads % size == 0 for each in alone.layers]
+    assert [each.divided for each in parts[0].states] == [each.parts % size == 0 for each in alone.states]
+    for own, whole in zip(parts[0].states, alone.states, strict=True):
+        assert own.nbytes(alone.dtype) * (size if own.divided else 1) == whole.nbytes(alone.dtype)
     assert max(part.weights_bytes for part in parts) < alone.weights_bytes
     if alone.unsteady is None:  # else the bits follow the shapes of torch's products
         assert torch.equal(found[0], logits(alone))

@@ -54,6 +54,28 @@ def test_a_page_is_what_all_ranks_have_of_it() -> None:
     assert keys[0].any()
 
 
+def test_a_state_of_several_ranks_has_the_bytes_of_one() -> None:
+    """Heads one rank after the other; channels of each kind in each row of a window."""
+    spec, half = StateSpec((4, 2, 3), (3, 10), (8, 2)), StateSpec((2, 2, 3), (3, 5), (4, 1), divided=True)
+    views = [each.pools(2**16) for each in gathers(2)]
+    states = [StatePools([half], 3, TYPE, CPU, shared=shared) for shared in views]
+    memory, whole = CpuPageMemory([], states[0], "torch", views[0]), StatePools([spec], 3, TYPE, CPU)
+    alone = CpuPageMemory([], whole, "torch")
+    assert memory.layout == alone.layout
+    for pool in (*whole.recurrent, *whole.windows):
+        pool[2] = torch.arange(1, pool[2].numel() + 1).view(pool[2].shape)
+    buffers, given = memory.buffers(RecordPart.STATE, 2), b"".join(alone.buffers(RecordPart.STATE, 2))
+    assert sum(len(each) for each in buffers) == memory.nbytes(RecordPart.STATE) == len(given)
+    begin = 0
+    for buffer in buffers:
+        buffer[:] = given[begin : begin + len(buffer)]
+        begin += len(buffer)
+    memory.filled(RecordPart.STATE, 2, buffers)
+    for rank, channels in enumerate(([0, 1, 2, 3, 8], [4, 5, 6, 7, 9])):
+        assert torch.equal(states[rank].recurrent[0], whole.recurrent[0][:, 2 * rank : 2 * rank + 2])
+        assert torch.equal(states[rank].windows[0], whole.windows[0][:, :, channels])
+
+
 def test_a_region_that_is_full_says_so() -> None:
     (shared, _) = [each.pools(100) for each in gathers(2)]
     with pytest.raises(MemoryError, match="more than is left"):

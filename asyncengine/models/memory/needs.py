@@ -267,10 +267,10 @@ def _sizes(
     vocabulary = sum(weights.elements.get(path, 0) for path in {decoder.config.embedding, decoder.config.head})
     others = sum(weights.elements.values()) - vocabulary
     plain = _plain(others, plan, plan.bits) + _plain(vocabulary, plan, plan.bits and 8)
-    # with tensor parallelism each process has some of the weights and heads, and states of its own
+    # with tensor parallelism each process has some of the weights and heads, or a copy of what cannot be divided
     size = config.tensor_parallel
     specs = [spec for spec in decoder.specs for _ in range(size if spec.num_kv_heads % size else 1)]
-    states = list(decoder.states) * size
+    states = [spec for spec in decoder.states for _ in range(size if spec.parts % size else 1)]
     return weights.kept_bytes + plain, page_bytes(specs, 1, kind), specs, states
 
 

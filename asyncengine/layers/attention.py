@@ -15,7 +15,7 @@ from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.rotary import Angles, RotaryConfig, rotate
-from asyncengine.layers.sharded import even_cuts, share_of
+from asyncengine.layers.sharded import even_cuts, gathered, share_of
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.step import StepContext
 
@@ -179,7 +179,7 @@ class Attention:
         else:
             attended = self._attended(self.gate.split(projected), step, angles)
             attended = self.gate.multiply(attended, projected)
-        return self.out(attended if self.share is None else self.share.gather(attended), step.adapters)
+        return self.out(gathered(self.share, attended), step.adapters)
 
     def _projected(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """The merged projection of the heads that are here."""

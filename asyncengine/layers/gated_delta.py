@@ -12,7 +12,7 @@ after the other.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from asyncengine.layers.causal_conv import CausalConv
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.sharded import even_cuts, gathered, part_of, share_of
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.states import StateSpec, StateStep, by_kernel, each_token, recur, recurrence
 from asyncengine.layers.step import StepContext
@@ -64,6 +65,18 @@ class GatedDeltaConfig:
         return [(f"in_proj_{name}", size) for name, size in sizes.items()]
 
     @property
+    def rows(self) -> list[int]:
+        """Outputs of a key head in each block of the projections side by side."""
+        group = self.value_heads // self.key_heads
+        values = group * self.value_dim
+        return [2 * (self.key_dim + values), 2 * group] if self.interleaved else [*self.mixed, values, group, group]
+
+    @property
+    def mixed(self) -> list[int]:
+        """Channels of a key head in each block of the convolution: its queries, keys and values."""
+        return [self.key_dim, self.key_dim, self.value_heads // self.key_heads * self.value_dim]
+
+    @property
     def columns(self) -> dict[str, Columns]:
         """Columns of "q", "k", "v", "z", "b", "a" in the projections side by side."""
         group = self.value_heads // self.key_heads
@@ -85,17 +98,31 @@ class GatedDelta:
     """x [T, width] -> [T, width]; a `StateLayer`."""
 
     def __init__(self, options: LayerOptions, config: GatedDeltaConfig, prefix: str, width: int, index: int) -> None:
-        self.config, self.index = config, index
-        keys, values = config.key_heads * config.key_dim, config.value_heads * config.value_dim
-        self.inputs = Linear(options, [Part(prefix + name, size) for name, size in config.projections], width)
-        self.conv = CausalConv(options, f"{prefix}conv1d", 2 * keys + values, config.taps, activation="silu")
+        self.index, units, rows, mixed = index, config.key_heads, config.rows, config.mixed
+        self.share = share_of(options.ranks, even_cuts(options.ranks, units), rows, mixed[2])
+        """This rank's heads, whose states it keeps; None: it has all of them."""
+        matrices = [Part(prefix + name, size) for name, size in config.projections]
+        self.inputs = Linear(options, matrices, width, share=self.share)
+        self.conv = CausalConv(
+            options, f"{prefix}conv1d", units * sum(mixed), config.taps, activation="silu",
+            spans=None if self.share is None else self.share.rows(mixed),
+        )  # fmt: skip
         self.norm = Norm(options, NormConfig(epsilon=config.epsilon), f"{prefix}norm", config.value_dim)
-        self.out = Linear(options, [Part(f"{prefix}out_proj", width)], values)
+        self.out = Linear(options, [Part(f"{prefix}out_proj", width)], units * mixed[2])
+        self._heads = part_of(self.share, config.value_heads)
+        if self.share is not None:
+            size = self.share.ranks.size
+            config = replace(config, key_heads=units // size, value_heads=config.value_heads // size)
+        self.config = config
+        """With the heads that are here."""
         self.rate = options.zeros(config.value_heads, dtype=torch.float32)
         """exp(A_log)."""
         self.dt_bias = options.zeros(config.value_heads, dtype=torch.float32)
         self._prefix = prefix
-        self.spec = StateSpec((config.value_heads, config.key_dim, config.value_dim), self.conv.window)
+        self.spec = StateSpec(
+            (config.value_heads, config.key_dim, config.value_dim), self.conv.window,
+            tuple(config.key_heads * channels for channels in mixed), units, self.share is not None,
+        )  # fmt: skip
         self._kinds = _kind_indices(config, options.device)
         heads = (config.key_heads, config.value_heads, config.key_dim, config.value_dim)
         self.rule = delta_rule(options, heads, self.rate, self.dt_bias)
@@ -106,11 +133,14 @@ class GatedDelta:
             columns = [number for own in config.columns.values() for number in own]
             sizes = [config.key_heads, config.value_heads // config.key_heads, config.key_dim, config.value_dim]
             parts = (self.conv.weight, self.rate, self.dt_bias, self.norm.weight)
-            self.kernel = GatedDeltaKernel(columns, [*sizes, config.taps, self.inputs.outputs], *parts, config.epsilon)
+            self.kernel = GatedDeltaKernel(
+                columns, [*sizes, config.taps, config.key_heads * sum(rows)], *parts, config.epsilon
+            )
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         assert step.states is not None
-        return self.out(self.mix(self.inputs(x, step.adapters), step.states), step.adapters)
+        mixed = self.mix(self.inputs.own(x, step.adapters), step.states)
+        return self.out(gathered(self.share, mixed), step.adapters)
 
     def mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
         """[T, value heads * value dim] of the projections [T, all]."""
@@ -124,7 +154,8 @@ class GatedDelta:
             q, k, v, z, b, a = (projected.index_select(1, kind) for kind in self._kinds)
             inputs = torch.cat((q, k, v), dim=1)
         else:
-            heads, sizes = self.config.value_heads, [self.conv.channels, self.out.inputs]
+            heads = self.config.value_heads
+            sizes = [self.conv.channels, heads * self.config.value_dim]
             inputs, z, b, a = torch.split(projected[:, : sum(sizes) + 2 * heads], [*sizes, heads, heads], dim=1)
         read = recur(step, self.index, self.conv.advance, inputs, (b, a), self._token, self.rule)
         return self._gated_norm(read, torch.unflatten(z, 1, (-1, self.config.value_dim))).flatten(1)
@@ -157,12 +188,13 @@ class GatedDelta:
         """Tensors of the checkpoint that it takes, by name."""
 
         def load(tensor: Any) -> None:
-            self.rate.copy_(tensor.float().exp())
+            self.rate.copy_(tensor.float().exp()[self._heads])
 
         for part in (self.inputs, self.conv, self.norm, self.out):
             yield from part.slots()
-        yield f"{self._prefix}A_log", TensorSlot(tuple(self.rate.shape), load, 0.0)
-        yield f"{self._prefix}dt_bias", TensorSlot.into(self.dt_bias, initial=1.0)
+        count = self.out.inputs // self.config.value_dim
+        yield f"{self._prefix}A_log", TensorSlot((count,), load, 0.0)
+        yield f"{self._prefix}dt_bias", TensorSlot.some(self.dt_bias, count, [(self._heads, slice(None))], 1.0)
 
     @property
     def nbytes(self) -> int:

@@ -17,7 +17,7 @@ from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.rotary import Angles
-from asyncengine.layers.sharded import even_cuts, share_of
+from asyncengine.layers.sharded import even_cuts, gathered, share_of
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.step import StepContext
 
@@ -90,7 +90,7 @@ class LatentAttention:
         step.backend.write(self.index, key, value)
         query = query.reshape(tokens, config.num_heads, -1)[:, self._heads]
         attended = step.backend.attend(self.index, query).flatten(1)
-        return self.out(attended if self.share is None else self.share.gather(attended), step.adapters)
+        return self.out(gathered(self.share, attended), step.adapters)
 
     def linears(self) -> list[Linear]:
         return [self.qkv, self.expand, self.out]

@@ -49,7 +49,7 @@ class Linear:
         paths = () if transposed else [part.path for part in parts]
         bounds = self._firsts[1:-1]
         local = None if share is None else options.local_weight(share, inputs, bounds, paths)
-        self.local = local is not None
+        self._share, self.local = share, local is not None
         """Whether it gives this rank's outputs alone."""
         self.weight: WeightForm = local or options.weight(self.outputs, inputs, bounds, paths)
         self.outputs = self.weight.outputs
@@ -61,6 +61,11 @@ class Linear:
         if adapters is not None:
             adapters.add(self.path, x, y)
         return y
+
+    def own(self, x: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:
+        """[rows, inputs] -> [rows, the outputs that this rank goes on with]; without `share`, all."""
+        y = self(x, adapters)
+        return y if self._share is None or self.local else self._share.columns(y)
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Tensors of the checkpoint that it takes, by name."""

@@ -21,7 +21,7 @@ from asyncengine.layers.causal_conv import CausalConv
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
-from asyncengine.layers.sharded import even_cuts, part_of, share_of
+from asyncengine.layers.sharded import even_cuts, gathered, part_of, share_of
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.states import StateSpec, StateStep, by_kernel, each_token, recur, recurrence
 from asyncengine.layers.step import StepContext
@@ -123,15 +123,11 @@ class Mamba2:
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """[T, width] -> [T, width]."""
         assert step.states is not None
-        mixed = self._mix(self._projected(x, step), step.states)
-        return self.out(mixed if self.share is None else self.share.gather(mixed), step.adapters)
-
-    def _projected(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """The projection of the heads that are here."""
-        projected = self.projection(x, step.adapters)
-        if self.share is not None and not self.projection.local:
-            projected = self.share.columns(projected)
-        return projected if self.scales is None else self._kernels.scale_each(projected, self.scales)
+        projected = self.projection.own(x, step.adapters)
+        if self.scales is not None:
+            projected = self._kernels.scale_each(projected, self.scales)
+        mixed = self._mix(projected, step.states)
+        return self.out(gathered(self.share, mixed), step.adapters)
 
     def _mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
         """[T, heads * head dim] of the projection [T, all], by the heads that are here."""

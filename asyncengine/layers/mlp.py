@@ -10,7 +10,7 @@ import torch
 from asyncengine.layers.kernels import Activation
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.options import LayerOptions
-from asyncengine.layers.sharded import cut_rows, share_of
+from asyncengine.layers.sharded import cut_rows, gathered, share_of
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.step import RowAdapters
 from asyncengine.layers.xielu import XIELU
@@ -71,7 +71,7 @@ class MLP:
             inner = self._activated(self.up(x, adapters))
         if self.config.scales[1] != 1.0:
             inner = self._kernels.scale_first(inner, self.config.scales[1], self._inner)
-        return self.down(inner if self.share is None else self.share.gather(inner), adapters)
+        return self.down(gathered(self.share, inner), adapters)
 
     def _activated(self, inner: torch.Tensor) -> torch.Tensor:
         """Compute what is between the two products, of all that the first gives."""

@@ -230,6 +230,11 @@ def _spans(cuts: Sequence[int], rows: Sequence[int], rank: int) -> Spans:
     return [(begin + first * each, begin + last * each) for begin, each in zip(begins, rows, strict=False)]
 
 
+def gathered(share: Share | None, own: torch.Tensor) -> torch.Tensor:
+    """[rows, all columns] of what this rank has; None: it has all."""
+    return own if share is None else share.gather(own)
+
+
 def part_of(share: Share | None, count: int) -> slice:
     """The part that is here of so many heads, or numbers of which each head has as many."""
     return slice(0, count) if share is None else share.part(count)

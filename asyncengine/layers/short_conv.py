@@ -12,9 +12,13 @@ from asyncengine.layers.causal_conv import CausalConv
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.sharded import even_cuts, gathered, share_of
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import StateSpec
+from asyncengine.layers.states import StateSpec, StateStep
 from asyncengine.layers.step import StepContext
+
+_UNIT = 32
+"""Channels that one process has together: whole vectors of any machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +43,33 @@ class ShortConv:
     """
 
     def __init__(self, options: LayerOptions, config: ShortConvConfig, prefix: str, width: int, index: int) -> None:
-        self.index = index
-        self.projection = Linear(options, [Part(prefix + config.projection, 3 * width)], width, bias=config.bias)
-        self.conv = CausalConv(options, prefix + config.conv, width, config.taps, bias=config.bias)
+        self.index, units = index, width // _UNIT if width % _UNIT == 0 else 1
+        each = width // units
+        self.share = share_of(options.ranks, even_cuts(options.ranks, units), [each] * 3, each)
+        """This rank's channels, whose windows it keeps; None: it has all of them."""
+        parts = [Part(prefix + config.projection, 3 * width)]
+        self.projection = Linear(options, parts, width, bias=config.bias, share=self.share)
+        self.conv = CausalConv(
+            options, prefix + config.conv, width, config.taps, bias=config.bias,
+            spans=None if self.share is None else self.share.rows([each]),
+        )  # fmt: skip
         self.out = Linear(options, [Part(prefix + config.out, width)], width, bias=config.bias)
         self.kernel = _kernel(options, self.conv)
-        self.spec = StateSpec(window=self.conv.window)
+        self.spec = StateSpec(window=self.conv.window, parts=units, divided=self.share is not None)
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """[T, width] -> [T, width]."""
         assert step.states is not None
-        projected = self.projection(x, step.adapters)
+        made = self._mix(self.projection.own(x, step.adapters), step.states)
+        return self.out(gathered(self.share, made), step.adapters)
+
+    def _mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
+        """[T, channels] of the projection [T, 3 * channels], by the channels that are here."""
         if self.kernel is not None:
-            made = self.kernel(projected, step.states.pools.windows[self.index], step.states.segments)
-            return self.out(made, step.adapters)
+            made: torch.Tensor = self.kernel(projected, step.pools.windows[self.index], step.segments)
+            return made
         before, after, inputs = projected.chunk(3, dim=-1)
-        made = self.conv(before * inputs, step.states, self.index)
-        return self.out(made.mul_(after), step.adapters)
+        return self.conv(before * inputs, step, self.index).mul_(after)
 
     def linears(self) -> list[Linear]:
         return [self.projection, self.out]

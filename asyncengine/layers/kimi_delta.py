@@ -11,7 +11,7 @@ with g = -exp(A_log) softplus(f + dt_bias), one A_log for a head. There is one v
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from asyncengine.layers.gated_delta import Columns, delta_rule, learn, unit
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.sharded import even_cuts, gathered, part_of, share_of
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.states import StateSpec, StateStep, by_kernel, each_token, recur
 from asyncengine.layers.step import StepContext
@@ -66,19 +67,32 @@ class KimiDelta:
     """x [T, width] -> [T, width]; a `StateLayer`."""
 
     def __init__(self, options: LayerOptions, config: KimiDeltaConfig, prefix: str, width: int, index: int) -> None:
-        self.config, self.index, self._prefix, self._kernels = config, index, prefix, options.kernels
-        parts = [Part(f"{prefix}{name}_proj", size) for name, size in config.projections.items()]
-        self.inputs = Linear(options, parts, width)
+        self._whole, self.index, self._prefix, self._kernels = config, index, prefix, options.kernels
+        matrices = [Part(f"{prefix}{name}_proj", size) for name, size in config.projections.items()]
+        dim, cuts = config.head_dim, even_cuts(options.ranks, config.heads)
+        self.share = share_of(options.ranks, cuts, [dim, dim, dim, 1], dim, copied=2 * dim)
+        """This rank's heads, whose states it keeps; None: it has all of them."""
+        self.inputs = Linear(options, matrices, width, share=self.share)
+        gates = share_of(options.ranks, cuts, [dim], dim)
         self.gate, self.forget = (
-            Linear(options, [Part(f"{prefix}{name}_b_proj", config.size)], config.head_dim) for name in "gf"
+            Linear(options, [Part(f"{prefix}{name}_b_proj", config.size)], dim, share=gates) for name in "gf"
         )
-        self.conv = CausalConv(options, f"{prefix}conv1d", 3 * config.size, config.taps, activation="silu")
-        self.norm = Norm(options, NormConfig(epsilon=config.epsilon), f"{prefix}o_norm", config.head_dim)
+        self.conv = CausalConv(
+            options, f"{prefix}conv1d", 3 * config.size, config.taps, activation="silu",
+            spans=None if self.share is None else self.share.rows([dim, dim, dim]),
+        )  # fmt: skip
+        self.norm = Norm(options, NormConfig(epsilon=config.epsilon), f"{prefix}o_norm", dim)
         self.out = Linear(options, [Part(f"{prefix}o_proj", width)], config.size)
+        if self.share is not None:
+            config = replace(config, heads=config.heads // self.share.ranks.size)
+        self.config = config
+        """With the heads that are here."""
         self.rate = options.zeros(config.heads, dtype=torch.float32)
         """exp(A_log)."""
         self.dt_bias = options.zeros(config.size, dtype=torch.float32)
-        self.spec = StateSpec((config.heads, config.head_dim, config.head_dim), self.conv.window)
+        self.spec = StateSpec(
+            (config.heads, dim, dim), self.conv.window, (config.size,) * 3, self._whole.heads, self.share is not None
+        )
         heads = (config.heads, config.heads, config.head_dim, config.head_dim)
         self.rule = delta_rule(options, heads, self.rate, self.dt_bias)
         self.kernel: Any = None
@@ -93,15 +107,16 @@ class KimiDelta:
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         assert step.states is not None
-        return self.out(self.mix(self.projected(x, step), step.states), step.adapters)
+        mixed = self.mix(self.projected(x, step), step.states)
+        return self.out(gathered(self.share, mixed), step.adapters)
 
     def projected(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """All projections of x side by side, [T, all]."""
-        first = self.inputs(x, step.adapters)
+        """All projections of x side by side, [T, all], for the heads that are here."""
+        first = self.inputs.own(x, step.adapters)
         dim, end = self.config.head_dim, sum(self.config.projections.values())
         joined = self._kernels.joined
-        forget = self.forget(joined(first[:, end - 2 * dim : end - dim]), step.adapters)
-        gate = self.gate(joined(first[:, end - dim : end]), step.adapters)
+        forget = self.forget.own(joined(first[:, end - 2 * dim : end - dim]), step.adapters)
+        gate = self.gate.own(joined(first[:, end - dim : end]), step.adapters)
         return joined(first[:, :end], gate, forget)
 
     def mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
@@ -142,17 +157,19 @@ class KimiDelta:
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Tensors of the checkpoint that it takes, by name."""
+        whole = self._whole
 
         def load(tensor: Any) -> None:
-            self.rate.copy_(tensor.float().exp().view(-1))
+            self.rate.copy_(tensor.float().exp().view(-1)[part_of(self.share, whole.heads)])
 
         parts: list[Linear | Norm] = [*self.linears(), self.norm]
         for part in parts:
             yield from part.slots()
         for place, name in enumerate("qkv"):
-            yield f"{self._prefix}{name}_conv1d.weight", self.conv.part(place * self.config.size, self.config.size)
-        yield f"{self._prefix}A_log", TensorSlot((1, 1, self.config.heads, 1), load, 0.0)
-        yield f"{self._prefix}dt_bias", TensorSlot.into(self.dt_bias, initial=1.0)
+            yield f"{self._prefix}{name}_conv1d.weight", self.conv.part(place * whole.size, whole.size)
+        yield f"{self._prefix}A_log", TensorSlot((1, 1, whole.heads, 1), load, 0.0)
+        numbers = [(part_of(self.share, whole.size), slice(None))]
+        yield f"{self._prefix}dt_bias", TensorSlot.some(self.dt_bias, whole.size, numbers, 1.0)
 
     @property
     def nbytes(self) -> int:

@@ -214,13 +214,17 @@ class Share(NamedTuple):
         return found
 
 
-def share_of(ranks: Ranks | None, cuts: Sequence[int] | None, rows: Sequence[int], columns: int) -> Share | None:
+def share_of(
+    ranks: Ranks | None, cuts: Sequence[int] | None, rows: Sequence[int], columns: int, copied: int = 0
+) -> Share | None:
     """This rank's part of a layer of heads, or of single numbers, which the ranks have from one of `cuts` to the next.
-    The first product has `rows` rows for each, in as many blocks; the last reads `columns` numbers of each. None: one
-    process has all, as `cuts` are None."""
+    The first product has `rows` rows for each, in as many blocks, and behind them `copied` ones that every rank has;
+    the last reads `columns` numbers of each. None: one process has all, as `cuts` are None."""
     if ranks is None or cuts is None:
         return None
-    every = [_spans(cuts, rows, rank) for rank in range(ranks.size)]
+    end = cuts[-1] * sum(rows)
+    beside = [(end, end + copied)] if copied else []
+    every = [[*_spans(cuts, rows, rank), *beside] for rank in range(ranks.size)]
     return Share(ranks, every, [cut * columns for cut in cuts], cuts)
 
 

@@ -33,9 +33,10 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 SOME = [
     ("qwen3", "bfloat16", 2), ("gemma3", "float32", 3), ("mixtral", "int8", 2), ("qwen3.5moe", "int4", 2),
-    ("gpt-oss", "int8", 2), ("kimi-linear", "float32", 2), ("nemotron-h", "int8", 2), ("gemma4", "int4", 2),
-    ("falcon-h1", "bfloat16", 2), ("qwen3next, plain", "int8", 2), ("lfm2", "bfloat16", 2), ("qwen3.5", "bfloat16", 4),
+    ("gpt-oss", "int8", 2), ("kimi-linear", "float32", 2), ("kimi-linear", "int8", 3), ("nemotron-h", "int8", 2),
+    ("gemma4", "int4", 2), ("falcon-h1", "bfloat16", 2), ("qwen3next, plain", "int8", 2), ("lfm2", "bfloat16", 2),
     ("stablelm, norms of heads", "float32", 2), ("olmoe", "float32", 2), ("gpt2", "int8", 2), ("qwen2", "float32", 4),
+    ("qwen3.5", "bfloat16", 4),
 ]  # fmt: skip
 WHOLE = {"hunyuanmoe": FORMS, "opt": ["float32", "bfloat16"], "opt-350m": ["float32", "bfloat16"]}
 """What cannot be split: transformers' modules, and matrices of which none fills panels."""

@@ -112,7 +112,9 @@ def _state_pools(states: StatePools, parts: int) -> list[_States]:
             heads.append(_States(recurrent, [recurrent[0].nbytes], (first * size, *rest), spec.divided))
         if window is not None:
             rows, channels = spec.window
-            sizes = [kind * window.itemsize for kind in spec.kinds or (channels,)] * rows
+            sizes = [window[0].nbytes]  # one piece is read and written faster than many
+            if spec.divided:
+                sizes = [kind * window.itemsize for kind in spec.kinds or (channels,)] * rows
             windows.append(_States(window, sizes, (rows, channels * size), spec.divided))
     return heads + windows
 

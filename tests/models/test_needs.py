@@ -131,3 +131,13 @@ def test_needs_of_a_family_are_what_its_runner_allocates(
         assert (needs.num_heads > 0) == bool(loaded.layers)
     finally:
         runner.close()
+
+
+@pytest.mark.parametrize(("family", "copies"), [("qwen3.5", 1), ("nemotron-h", 2)])
+def test_needs_of_several_processes(family: str, copies: int, tmp_path: Path) -> None:
+    """Their states are divided, or each has a copy; each computes steps."""
+    folder, config = str(make_checkpoint(family, tmp_path)), EngineConfig(device="cpu", show_progress=False)
+    one, two = (read_needs(folder, config.replace(tensor_parallel=size)) for size in (1, 2))
+    assert two.state_bytes == copies * one.state_bytes > 0
+    assert two.step_bytes == 2 * one.step_bytes
+    assert (two.weight_bytes, two.kv_bytes_per_token) == (one.weight_bytes, one.kv_bytes_per_token)

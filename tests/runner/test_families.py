@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
-from support.checkpoints import Checkpoint, MakeRunner
+from support.checkpoints import MakeRunner
 from support.drive import Driver, Job, from_another_request, prompts
 from support.forwards import Recording, logits_of, transformers_logits
-from support.tiny_models import FAMILIES, OPTIONS, VOCAB, WINDOW, make_model
+from support.tiny_models import FAMILIES, OPTIONS, VOCAB, WINDOW, make_model, save
 
 from asyncengine.config import EngineConfig
 from asyncengine.models.decoder import Decoder
@@ -20,8 +21,8 @@ from asyncengine.models.loading import load_model
 from asyncengine.runner.building import build_runner
 from asyncengine.sampling_params import SamplingParams
 
-WANT = 28
-LENGTHS = [70, 9, 23]
+WANT = 14
+LENGTHS = [70, 25, 36]
 PAGE = 4
 SCORED = SamplingParams(temperature=0.0, ignore_eos=True, prompt_logprobs=True)
 WRITTEN = [name for name, make in FAMILIES.items() if make().model_type in NATIVE]
@@ -36,52 +37,52 @@ NOT_HEAVY = ("gemma4", "opt-350m")
 """Families whose few large weights drown all others."""
 
 
-def load(name: str, checkpoint: Checkpoint, seed: int = 0, dtype: str = "float32") -> tuple[Any, EngineConfig]:
-    """The tiny model, from a file of that type, and its settings."""
+def load(name: str, model: Any, folder: Path) -> tuple[Any, EngineConfig]:
+    """transformers' `model` as it is loaded from a file of its type, and its settings."""
+    dtype = str(model.dtype).removeprefix("torch.")
     config = EngineConfig(
         page_size=PAGE, max_num_seqs=64, kv_cache_memory="4MiB", dtype=dtype, show_progress=False,
         max_model_len=LIMITED.get(name), num_threads=1,
     )  # fmt: skip
-    heavy = name not in NOT_HEAVY
-    loaded = load_model(str(checkpoint(name, seed=seed, heavy=heavy, dtype=getattr(torch, dtype))), config)
+    loaded = load_model(str(save(model, folder)), config)
     assert isinstance(loaded.model, Decoder) == (name in WRITTEN or name in OPTIONS)
     return loaded, config
 
 
-def open_runner(name: str, checkpoint: Checkpoint) -> tuple[Any, Recording]:
-    """A runner of the tiny model, and the model's recorder of logits."""
-    loaded, config = load(name, checkpoint)
-    recording = Recording(loaded.model)
-    loaded.model = recording
-    return build_runner(loaded, config), recording
+def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert found.shape == wanted.shape
+    assert float((found - wanted).abs().max()) < 3e-5 * float(wanted.abs().max())
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *OPTIONS])
-def test_equals_transformers(name: str, checkpoint: Checkpoint) -> None:
-    """Logits of prompts and of what is generated; a token is transformers' greedy one if it has the largest of its
-    logits after the same tokens. Then the same tokens in every batch, chunk, after preemption and from cached pages."""
+def test_equals_transformers(name: str, tmp_path: Path) -> None:
+    """Logits of a prompt, and of what is generated alone and in a batch; a token is transformers' greedy one if it has
+    the largest of its logits after the same tokens. Then the same tokens in chunks, after preemption and from cached
+    pages."""
     if name in GROUPED and Version(transformers.__version__) < Version("5.24"):
         pytest.skip("transformers normalises over all groups")
-    runner, recording = open_runner(name, checkpoint)
-    model, driver = make_model(name, heavy=name not in NOT_HEAVY), Driver(runner)
-    texts, expected = prompts(LENGTHS, VOCAB), []
-    for text in texts:
-        recording.logits.clear()
-        (output,) = driver.run([driver.job(text, WANT, SCORED)])
-        wanted = transformers_logits(model, [*text, *output[:-1]])
-        found = torch.cat(recording.logits)
-        assert found.shape == wanted.shape
-        assert float((found - wanted).abs().max()) < 3e-5 * float(wanted.abs().max())
-        assert output == wanted[len(text) - 1 :].argmax(-1).tolist()
-        expected.append(output)
-    assert len({token for output in expected for token in output}) > 2
-    assert len(texts[-1]) + WANT > 2 * WINDOW
+    model = make_model(name, heavy=name not in NOT_HEAVY)
+    loaded, config = load(name, model, tmp_path)
+    loaded.model = recording = Recording(loaded.model)
+    runner = build_runner(loaded, config)
+    driver, texts = Driver(runner), prompts(LENGTHS, VOCAB)
 
     def jobs(count: int = 3) -> list[Job]:
         return [driver.job(texts[place % 3], WANT) for place in range(count)]
 
-    for chunk, preempt_every in ((None, None), (7, 9)):
-        assert driver.run(jobs(), chunk, preempt_every) == expected, f"chunk {chunk}"
+    recording.logits.clear()
+    (alone,) = driver.run([driver.job(texts[0], WANT, SCORED)])
+    near(torch.cat(recording.logits), transformers_logits(model, [*texts[0], *alone[:-1]]))
+    recording.logits.clear()
+    expected = driver.run(jobs())
+    for text, output, found in zip(texts, expected, torch.stack(recording.logits, 1), strict=True):
+        wanted = transformers_logits(model, [*text, *output[:-1]])[len(text) - 1 :]
+        near(found, wanted)
+        assert output == wanted.argmax(-1).tolist()
+    assert alone == expected[0]
+    assert len({token for output in expected for token in output}) > 1
+    assert len(texts[-1]) + WANT > 2 * WINDOW
+    assert driver.run(jobs(), 7, 5) == expected, "in chunks and preempted"
     if name in MANY:
         assert driver.run(jobs(), 1) == expected, "a token at a time"
         assert driver.run(jobs(64), 16) == [expected[place % 3] for place in range(64)]
@@ -91,12 +92,12 @@ def test_equals_transformers(name: str, checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("name", [*WRITTEN, "granite, uneven"])
-def test_bfloat16_is_as_near_to_float32_as_transformers(name: str, checkpoint: Checkpoint) -> None:
+def test_bfloat16_is_as_near_to_float32_as_transformers(name: str, tmp_path: Path) -> None:
     """Greedy tokens cannot say, near ties go either way: the error of a token's logits, its median over tokens."""
     ours, theirs = [], []
     for seed in (0, 1, 2):
-        loaded, _ = load(name, checkpoint, seed, "bfloat16")
         model = make_model(name, seed, torch.bfloat16, heavy=name not in NOT_HEAVY)
+        loaded, _ = load(name, model, tmp_path / str(seed))
         texts = prompts([90, 70], VOCAB, seed + 5)
         found = torch.cat([logits_of(loaded.model, text) for text in texts]).float()
         rounded = torch.cat([transformers_logits(model, text) for text in texts])

@@ -11,7 +11,7 @@ from support.tiny_configs import FAMILIES, GROUPS, HYBRID, OPTIONS, VOCAB, WHOLE
 
 __all__ = [
     "FAMILIES", "GROUPS", "HYBRID", "OPTIONS", "VOCAB", "WHOLE", "WINDOW", "common", "make_checkpoint", "make_model",
-    "randomize",
+    "randomize", "save",
 ]  # fmt: skip
 
 
@@ -75,9 +75,13 @@ def make_checkpoint(
     heavy: bool = False,
 ) -> Path:
     """Write a random checkpoint of the family into `folder` (made if needed); several small shards if `sharded`."""
+    return save(make_model(name, seed, dtype, heavy), folder, sharded)
+
+
+def save(model: Any, folder: Path, sharded: bool = False) -> Path:
+    """Write `model` into `folder`, which is made if needed, without a progress bar."""
     from transformers.utils import logging
 
-    model = make_model(name, seed, dtype, heavy)
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     model.save_pretrained(folder, max_shard_size="60KB" if sharded else "1GB")

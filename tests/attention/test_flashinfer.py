@@ -129,7 +129,7 @@ def test_long_prompts_go_through_the_kernels_of_hopper() -> None:
     for parts, long in (([(0, 130)], 0), ([(1, 140), (0, 140)], 0), ([(0, 600)], 1)):
         before = fake.calls["long"]
         pair.plan(parts)
-        pair.flashinfer.attend(0, pair.random(sum(count for _, count in parts), 4, 128))
+        pair.tested.attend(0, pair.inputs(wide, sum(count for _, count in parts))[0])
         assert fake.calls["long"] - before == long, parts
     backend.close()
 
@@ -301,5 +301,5 @@ def test_a_graphs_plan_stands_until_a_row_has_another_page(fake: FakeFlashInfer)
 
 def test_the_torch_backend_captures_nothing(fake: FakeFlashInfer) -> None:
     pair = Pair(make_flashinfer([BASE], fake), [BASE], rows=1, device=CPU)
-    assert pair.flashinfer.graphs
-    assert not pair.torch.graphs
+    assert pair.tested.graphs
+    assert not pair.reference.graphs

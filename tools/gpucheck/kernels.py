@@ -150,8 +150,7 @@ def check_case(case: Case, make: Make, device: torch.device, seed: int, capture:
     """
     tested = make(case)
     pair = Pair(
-        tested, case.layers, _ROWS, page_size=case.page_size, dtype=case.dtype, device=device, stored=case.stored,
-        most=_MOST, seed=seed,
+        tested, case.layers, _ROWS, dtype=case.dtype, device=device, stored=case.stored, most=_MOST, seed=seed
     )  # fmt: skip
     errors: dict[str, float] = {}
 

@@ -7,7 +7,7 @@ reference are rounded to the type that the tested backend stores.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -20,8 +20,11 @@ from asyncengine.device.pinned import FixedInputs
 from asyncengine.runner.graphs import Capture, Graph
 from tools.gpucheck.report import CheckFailed
 
+CPU = torch.device("cpu")
 Parts = Sequence[tuple[int, int]]
 """(row, number of new tokens) each."""
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Query, key and value of a layer."""
 
 
 @dataclass(slots=True)
@@ -29,12 +32,13 @@ class Captured:
     """A decode graph over all layers, and the fixed tensors it reads."""
 
     graph: Graph
-    inputs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    """Query, key, value of each layer."""
+    inputs: list[Inputs]
+    """Those of each layer."""
 
 
 class Pair:
-    """Rows that grow in both backends. Page 0 is nobody's; `most` tokens at most in a row."""
+    """Rows that grow in both backends, with page tables of their own. Page 0 is nobody's; `most` tokens at most in a
+    row."""
 
     def __init__(
         self,
@@ -42,47 +46,50 @@ class Pair:
         layers: Sequence[LayerSpec],
         rows: int,
         *,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
         stored: torch.dtype | None = None,
-        most: int = 400,
+        most: int = 100,
         seed: int = 0,
     ) -> None:
         """`stored`: type of the tested backend's KV memory, if it is not `dtype`."""
         self.tested = tested
-        self.reference = TorchPagedBackend(layers, tested.num_pages, page_size, torch.float32, device)
+        self.page_size = cast(FlashInferBackend, tested).page_size
+        self.reference = TorchPagedBackend(layers, tested.num_pages, self.page_size, torch.float32, device)
         self.layers = layers
         self.lengths = [0] * rows
-        self._page_size, self._dtype, self._device = page_size, dtype, device
+        self.fixed: FixedInputs | None = None
+        """What `prepare` has made of the tested backend's graphs."""
+        self._dtype, self._device = dtype, device
         self._stored = stored or dtype
         self._random = torch.Generator().manual_seed(seed)
         pages = (torch.randperm(tested.num_pages - 1, generator=self._random) + 1).tolist()
-        each = -(-most // page_size)
-        self._tables = [pages[row * each : (row + 1) * each] for row in range(rows)]
+        each = -(-most // self.page_size)
+        assert each * rows <= len(pages)
+        self.tables = [pages[row * each : (row + 1) * each] for row in range(rows)]
         self._graphs: dict[int, Captured] = {}
-        self._fixed: FixedInputs | None = None
 
-    def step(self, parts: Parts) -> float:
-        """Append to the rows of `parts` in every layer; the largest error over all of them."""
-        view = self._plan(parts)
+    def step(self, parts: Parts, padded: int | None = None) -> float:
+        """Append to the rows of `parts` in every layer; the largest error over all real rows and layers."""
+        view = self.plan(parts, padded)
+        real = sum(count for _, count in parts)
         error = 0.0
         for spec in self.layers:
-            query, key, value = self._inputs(spec, len(view.kv_slots))
+            query, key, value = self.inputs(spec, len(view.kv_slots))
             self.tested.write(spec.index, key, value)
             found = self.tested.attend(spec.index, query)
-            error = max(error, _difference(found, self._expected(spec, query, key, value), len(view.kv_slots)))
-        self._advance(parts)
+            error = max(error, _difference(found, self.expected(spec, (query, key, value)), real))
+        self.advance(parts)
         return error
 
     def capture(self, size: int, capture: Capture) -> None:
         """Capture a decode step of `size` rows, all padding; sizes in descending order."""
         tested = cast(FlashInferBackend, self.tested)
-        if self._fixed is None:
-            self._fixed = FixedInputs(tested.memory, tested.graph_inputs(size))
-        tested.prepare_graph(size, self._fixed.sent)
-        inputs = [self._inputs(spec, size) for spec in self.layers]
-        self._plan([], size)
+        if self.fixed is None:
+            self.fixed = FixedInputs(tested.memory, tested.graph_inputs(size))
+        tested.prepare_graph(size, self.fixed.sent)
+        inputs = [self.inputs(spec, size) for spec in self.layers]
+        self.plan([], size)
 
         def work() -> torch.Tensor:
             outs = []
@@ -97,18 +104,18 @@ class Pair:
         """One decode of `rows`, padded to the captured `size`; the largest error over the real rows."""
         captured = self._graphs[size]
         for spec, fixed in zip(self.layers, captured.inputs, strict=True):
-            for tensor, fresh in zip(fixed, self._inputs(spec, size), strict=True):
+            for tensor, fresh in zip(fixed, self.inputs(spec, size), strict=True):
                 tensor.copy_(fresh)
         parts = [(row, 1) for row in rows]
-        self._plan(parts, size)
+        self.plan(parts, size)
         captured.graph.replay()
         widths = [spec.num_heads * spec.value_dim for spec in self.layers]
         error = 0.0
         outs = torch.split(captured.graph.output, widths, dim=1)
         for spec, inputs, out in zip(self.layers, captured.inputs, outs, strict=True):
-            expected = self._expected(spec, *inputs)
+            expected = self.expected(spec, inputs)
             error = max(error, _difference(out.view(expected.shape), expected, len(rows)))
-        self._advance(parts)
+        self.advance(parts)
         return error
 
     def close(self) -> None:
@@ -116,35 +123,37 @@ class Pair:
         self.tested.close()
         self.reference.close()
 
-    def _plan(self, parts: Parts, padded: int | None = None) -> StepView:
-        view = self._view(parts, padded)
+    def plan(self, parts: Parts, padded: int | None = None) -> StepView:
+        """Plan the next step in both backends: for a graph of `padded` rows, or without one."""
+        view = self.view(parts, padded)
         if padded is None:
             self.tested.plan(view)
         else:
-            assert self._fixed is not None
-            self._fixed.send(cast(FlashInferBackend, self.tested).plan_graph(view, self._fixed.take()))
+            assert self.fixed is not None, "a graph's memory comes first"
+            plan_graph(cast(FlashInferBackend, self.tested), self.fixed, view)
         self.reference.plan(view)
         return view
 
-    def _view(self, parts: Parts, padded: int | None = None) -> StepView:
-        size = self._page_size
+    def view(self, parts: Parts, padded: int | None = None) -> StepView:
+        """The step of `parts`; `padded` rows in all, as a decode graph of that size wants them."""
+        size = self.page_size
         extra = 0 if padded is None else padded - len(parts)
         starts = np.array([self.lengths[row] for row, _ in parts] + [0] * extra, dtype=np.int64)
         counts = np.array([count for _, count in parts] + [1] * extra, dtype=np.int64)
         width = int((-(-(starts + counts) // size)).max())
-        tables = np.zeros((len(counts), width), dtype=np.int32)
-        for place, (row, _) in enumerate(parts):
-            pages = (self._tables[row] * 2)[:width]  # what a row does not use is arbitrary
-            tables[place, : len(pages)] = pages
+        # what a row does not use is arbitrary: the pages of others, here
+        tables = [(self.tables[row] * 2)[:width] for row, _ in parts] + [[0] + [7] * (width - 1)] * extra
         slots = [
-            self._tables[row][at // size] * size + at % size
+            self.tables[row][at // size] * size + at % size
             for row, count in parts
             for at in range(self.lengths[row], self.lengths[row] + count)
         ]
         kv_slots = torch.tensor(slots + [0] * extra, dtype=torch.int64, device=self._device)
-        return StepView(starts, counts, np.concatenate(([0], np.cumsum(counts))), tables, kv_slots)
+        ends = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+        return StepView(starts, counts, ends, np.array(tables, dtype=np.int32), kv_slots)
 
-    def _inputs(self, spec: LayerSpec, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def inputs(self, spec: LayerSpec, tokens: int) -> Inputs:
+        """Random query, key and value of `tokens` tokens."""
         heads = ((spec.num_heads, spec.key_dim, 2.0), (spec.num_kv_heads, spec.key_dim, 1.0),
                  (spec.num_kv_heads, spec.value_dim, 1.0))  # fmt: skip
         query, key, value = (self._values(tokens, count, dim, spread) for count, dim, spread in heads)
@@ -155,13 +164,24 @@ class Pair:
         wide = spread * torch.randn((tokens, heads + 1, dim), generator=self._random)
         return wide.to(self._dtype).to(self._device)[:, :heads]
 
-    def _expected(self, spec: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def expected(self, spec: LayerSpec, inputs: Inputs) -> torch.Tensor:
+        """What the reference makes of the same query, key and value, which it writes to its own pages."""
+        query, key, value = inputs
         self.reference.write(spec.index, key.to(self._stored).float(), value.to(self._stored).float())
         return self.reference.attend(spec.index, query.float())
 
-    def _advance(self, parts: Parts) -> None:
+    def advance(self, parts: Parts) -> None:
+        """Count the tokens of a step as computed."""
         for row, count in parts:
             self.lengths[row] += count
+
+
+def plan_graph(backend: FlashInferBackend, inputs: FixedInputs, view: StepView) -> None:
+    """Plan for a step of as many rows as a graph has, whose tables lie in another order, and send what the graph
+    reads."""
+    order = np.arange(len(view.starts))[::-1].copy()
+    tables = np.concatenate((view.page_tables[::-1], np.full_like(view.page_tables, 5)))
+    inputs.send(backend.plan_graph(replace(view, page_tables=tables, slots=order), inputs.take()))
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor, real: int) -> float:

@@ -44,8 +44,9 @@ SOURCES = (
 """Folders and files whose lines are changed."""
 JUDGES = (
     "tests/kvcache", "tests/scheduler", "tests/engine/test_prefix_store.py", "tests/cli/test_cache.py",
+    "tests/fuzz/test_random_lives.py",
 )  # fmt: skip
-"""Tests that are fast, those of the smallest parts first."""
+"""Tests that are fast, those of the smallest parts first, and random lives for what these leave to them."""
 TOO_SLOW = (
     "test_long_answers_are_found_by_the_next_turn", "test_shares_follow_the_weights",
     "test_accounts_are_kept_while_they_matter", "test_prefixes_of_any_length_are_found",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support import forked
 from support.fake_flashinfer import FakeFlashInfer, FakeMemory
 from support.reachable import tensors_in
 
@@ -179,5 +178,4 @@ def test_flashinfer_is_not_imported_before_it_is_needed() -> None:
         "spec = LayerSpec(0, 8, 4, 64, 64, 0.125)\n"
         "print(make_backend(EngineConfig(), [spec], 5, torch.float32, torch.device('cpu')).name)"
     )
-    run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "compiled"
+    assert forked.run(probe).strip() == "compiled"

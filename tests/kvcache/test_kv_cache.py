@@ -1,4 +1,4 @@
-"""Page tables over pool and tree: publishing, the retire rule, conservation."""
+"""Page tables over pool and tree: what matches, grows and is shared, and conservation."""
 
 import pytest
 
@@ -59,56 +59,6 @@ def test_only_full_pages_are_published():
     assert len(table.own_pages()) == 1
 
 
-def test_publishing_over_somebody_elses_prefix_remaps_to_the_canonical_pages():
-    kv = cache()
-    tokens = list(range(8))
-    first, second = kv.open(NS, tokens, 7), kv.open(NS, tokens, 7)
-    assert kv.grow(first, 8)
-    assert kv.grow(second, 8)
-    kv.publish(first, tokens, 8, fence=1)
-    in_flight = second.pages
-    before = list(in_flight)
-    kv.publish(second, tokens, 8, fence=1)
-    assert second.pages == first.pages
-    assert in_flight == before, "a step in flight reads the old list"
-    assert second.pages is not in_flight
-    kv.check([first, second])
-
-
-def test_duplicates_return_only_after_the_fence():
-    kv = cache()
-    tokens = list(range(8))
-    first, second = kv.open(NS, tokens, 7), kv.open(NS, tokens, 7)
-    kv.grow(first, 8)
-    kv.grow(second, 8)
-    kv.publish(first, tokens, 8, fence=3)
-    free = kv.pool.num_free
-    kv.publish(second, tokens, 8, fence=3)
-    assert kv.pool.num_free == free
-    assert kv.counts([first, second]).retiring == 2
-    kv.retire(2)
-    assert kv.pool.num_free == free
-    kv.retire(3)
-    assert kv.pool.num_free == free + 2
-    kv.check([first, second])
-
-
-def test_pages_and_locks_return_only_after_the_fence():
-    kv = cache()
-    table = computed(kv, list(range(10)))
-    kv.close(table, fence=2)
-    assert kv.anything_retiring
-    assert kv.counts([]).retiring == 1
-    assert kv.counts([]).shared == 2, "the lock is held as well"
-    kv.check([])
-    kv.retire(1)
-    assert kv.counts([]).shared == 2
-    kv.retire(2)
-    counts = kv.counts([])
-    assert (counts.retiring, counts.shared, counts.cached, counts.free) == (0, 0, 2, 14)
-    assert not kv.anything_retiring
-
-
 def test_what_a_retired_step_named_returns_at_once():
     kv = cache()
     kv.retire(5)
@@ -128,14 +78,6 @@ def test_without_caching_samples_share_pages_and_the_last_one_drops_them():
     counts = kv.counts([])
     assert (counts.free, counts.cached) == (counts.total, 0)
     assert not kv.tree._roots
-
-
-def test_without_caching_a_private_namespace_waits_for_its_fence():
-    kv = cache(prefix_caching=False)
-    kv.close(computed(kv, list(range(9)), ("", "", 7)), fence=4)
-    assert kv.counts([]).shared == 2
-    kv.retire(4)
-    assert kv.counts([]).free == kv.pool.capacity
 
 
 # -------------------------------------------------------------------- the checker finds what is planted

@@ -88,14 +88,6 @@ def test_extend_over_an_existing_page_returns_the_first_publisher():
     assert radix.num_locked == 0
 
 
-def test_leaves_go_before_their_parents_whatever_the_rule():
-    for strategy in ("lru", "lfu", "fifo", "priority"):
-        radix = tree(strategy)
-        insert(radix, [1, 2, 3, 4, 5, 6], [10, 11, 12])
-        assert radix.evict(3) == [12, 11, 10], strategy
-        assert radix.num_pages == 0
-
-
 def test_lru_evicts_what_was_used_longest_ago():
     radix = tree("lru")
     insert(radix, [1, 2], [10])
@@ -144,17 +136,6 @@ def test_an_unknown_rule_is_refused_by_name():
         eviction_strategy("mru")
 
 
-def test_locked_pages_and_their_parents_are_never_evicted():
-    radix = tree()
-    node = insert(radix, [1, 2, 3, 4], [10, 11])
-    insert(radix, [1, 2, 7, 8], [10, 13])
-    radix.lock(node)
-    assert radix.evict(9) == [13]
-    assert radix.num_evictable == 0
-    radix.unlock(node)
-    assert radix.evict(9) == [11, 10]
-
-
 def test_unlocking_twice_is_refused():
     radix = tree()
     node = insert(radix, [1, 2], [10])
@@ -169,13 +150,6 @@ def test_dropping_a_locked_namespace_is_refused():
     radix.lock(insert(radix, [1, 2], [10]))
     with pytest.raises(InvariantViolation, match="dropped while locked"):
         radix.drop(NS)
-
-
-def test_an_evicted_prefix_no_longer_matches():
-    radix = tree()
-    insert(radix, [1, 2, 3, 4], [10, 11])
-    radix.evict(1)
-    assert matched(radix, [1, 2, 3, 4]) == [10]
 
 
 def test_empty_namespaces_are_forgotten():

@@ -100,19 +100,6 @@ def test_a_state_that_ends_on_a_page_becomes_its_snapshot() -> None:
     longer.end()
 
 
-def test_a_state_that_a_step_still_moves_becomes_nothing() -> None:
-    kv = books()
-    run = Run(kv, [1, 2, 3, 4, 5, 6, 7, 8], 1)
-    kv.close(run.table, 1)
-    counts = kv.state_counts([])
-    assert (counts.retiring, counts.saving, counts.snapshots) == (1, 1, 0)
-    kv.retire(1)
-    assert kv.states is not None
-    kv.states.discard(run.use.saves)
-    kv.check([])
-    assert kv.state_counts([]).free == 5
-
-
 def test_who_runs_takes_the_slot_of_the_least_recently_used_snapshot() -> None:
     kv = books(num_states=4)
     prompts = [[start] * 5 for start in (10, 20, 30)]
@@ -128,16 +115,6 @@ def test_who_runs_takes_the_slot_of_the_least_recently_used_snapshot() -> None:
     assert kv.peek(("", ""), prompts[1], 4) == 0
 
 
-def test_a_snapshot_that_is_being_read_is_nobodys_prey() -> None:
-    kv = books(num_states=3)
-    Run(kv, [1] * 5, 1).end()
-    reader = Run(kv, [1] * 6, 2)
-    assert reader.use.source
-    assert not Run(kv, [2] * 6, 2).started, "one slot is read, the other written"
-    reader.retire()
-    assert Run(kv, [2] * 6, 3).started
-
-
 def test_the_only_slot_is_taken_over_by_who_starts_from_it() -> None:
     kv = books(num_states=2)
     first = Run(kv, [1, 1, 1, 1], 1)
@@ -146,12 +123,6 @@ def test_the_only_slot_is_taken_over_by_who_starts_from_it() -> None:
     again = Run(kv, [1, 1, 1, 1, 2, 2], 2)
     assert (again.start, again.use.source, again.use.slot) == (4, 1, 1)
     again.end()
-
-
-def test_who_runs_is_never_evicted() -> None:
-    kv = books(num_states=2)
-    assert Run(kv, [1, 2, 3, 4, 5], 1).started
-    assert not Run(kv, [6, 7, 8, 9, 1], 1).started
 
 
 def test_the_earlier_turns_of_a_chat_go_first() -> None:
@@ -169,15 +140,6 @@ def test_the_earlier_turns_of_a_chat_go_first() -> None:
             run.end()
             chats[index] = chat + [1] * 8
     assert found
-
-
-def test_a_snapshot_goes_with_its_page() -> None:
-    kv = books(pages=4)
-    Run(kv, [1] * 9, 1).end()
-    assert kv.state_counts([]).snapshots == 1
-    other = Run(kv, [2] * 9, 2, shared=False)
-    assert other.started
-    assert kv.state_counts([other.table]).snapshots == 0
 
 
 def test_without_a_cache_nothing_outlives_the_samples_of_one_prompt() -> None:

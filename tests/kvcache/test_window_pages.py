@@ -78,22 +78,6 @@ def test_where_ways_part_window_pages_are_kept():
         assert kv.peek(NS, [*TOKENS[:32], 99, 99], 33) == 32
 
 
-def test_pages_return_when_the_step_that_may_see_them_has_retired():
-    kv = cache()
-    table = computed(kv, TOKENS[:24], publish=False)
-    assert kv.grow(table, 28)
-    kv.release(table, 28, fence=3)
-    near = kv.window_counts([table])
-    assert (near.retiring, near.add_up) == (1, True)
-    assert kv.anything_retiring
-    kv.close(table, 2)
-    kv.check([])
-    kv.retire(2)
-    kv.check([])
-    kv.retire(3)
-    assert kv.window_counts([]).free == 8
-
-
 def test_a_lock_is_not_there_any_more_when_a_page_can_leave_the_tree():
     """Somebody else's later fence is first in the queue; the request ends when its own has passed."""
     kv = cache(windows=12)

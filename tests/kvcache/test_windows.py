@@ -83,20 +83,6 @@ def test_what_was_published_stays_findable_until_somebody_needs_the_memory():
     assert kv.counts([]).cached == 10
 
 
-def test_pages_return_when_the_step_that_may_see_them_has_retired():
-    kv = cache()
-    table = computed(kv, TOKENS[:24], published=12)
-    assert kv.grow(table, 28)
-    kv.release(table, 28, fence=3)
-    held = kv.counts([table])
-    assert held.retiring == 1
-    assert held.free + held.cached + held.shared + held.held + held.retiring == held.total
-    kv.check([table])
-    kv.retire(3)
-    assert kv.counts([table]).retiring == 0
-    kv.check([table])
-
-
 def test_a_lock_is_given_up_when_the_step_has_retired():
     """The request ends meanwhile, and its own fence has passed: what is on its way must still be in the tree."""
     kv = cache()
@@ -162,20 +148,6 @@ def test_holes_go_with_the_last_page_that_hangs_on_them():
     assert kv.tree.num_pages == 0
     kv.check([full])
     assert not kv.tree.root(NS).children
-
-
-def test_without_caching_samples_share_and_the_last_one_takes_all_with_it():
-    kv = cache(prefix_caching=False)
-    first = computed(kv, TOKENS[:20])
-    second = kv.open(NS, [*TOKENS[:16], 1], 16)
-    assert second.num_shared == 4
-    assert kv.grow(second, 40)
-    kv.release(second, 36, 0)
-    kv.check([first, second])
-    kv.close(first, 0)
-    kv.check([second])
-    kv.close(second, 0)
-    assert kv.counts([]).free == 16
 
 
 def test_conservation_finds_a_lock_on_what_is_no_longer_there():

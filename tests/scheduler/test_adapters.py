@@ -4,7 +4,6 @@ import pytest
 from support.fake_engine import Steps, rows
 
 from asyncengine.lora.admission import AdapterSlots
-from asyncengine.scheduler.messages import AdapterReady
 
 
 def test_an_adapter_without_a_slot_is_skipped_and_does_not_block():
@@ -17,18 +16,6 @@ def test_an_adapter_without_a_slot_is_skipped_and_does_not_block():
     steps.assert_right()
     order = [row.spec.ticket for batch in steps.batches for row in batch.rows]
     assert order.index(skipped) > order.index(behind)
-
-
-def test_slots_are_counted_for_every_running_row():
-    """Also for those that wait for budget, in the middle of a prompt (SGLang #25865)."""
-    slots = AdapterSlots(2)
-    steps = Steps(adapters=slots, max_num_batched_tokens=4, pages=200)
-    for i in range(12):
-        steps.add(range(i, i + 15), 4, adapter="ABCD"[i % 4])
-    steps.run()
-    assert len(slots.resident) == 2
-    assert not slots.in_use
-    steps.assert_right()
 
 
 def test_rows_carry_their_adapter_slot():
@@ -108,31 +95,3 @@ def test_requests_behind_those_of_blocked_adapters_fill_the_batch():
     steps.run()
     steps.assert_right()
     assert sum(len(batch.rows) for batch in steps.batches) / len(steps.batches) > 32
-
-
-def test_preemption_releases_the_adapter_and_readmission_takes_it_again():
-    slots = AdapterSlots(1)
-    steps = Steps(adapters=slots, preempt_every=3)
-    steps.add([2, 3], 12, adapter="A")
-    steps.add([4, 5], 12, adapter="A")
-    steps.run()
-    steps.assert_right()
-    assert slots.in_use == {}
-
-
-def test_a_loading_adapter_queues_its_request_aside():
-    steps = Steps(adapters=AdapterSlots(1))
-    loading, other = steps.add([2, 3], 3, adapter="A", adapter_loading=True), steps.add([4, 5], 3)
-    assert rows(steps.step()) == {other: 2}
-    steps.apply(AdapterReady(loading, "A"))
-    steps.run()
-    steps.assert_right()
-
-
-def test_an_adapter_that_fails_to_load_ends_its_request_only():
-    steps = Steps(adapters=AdapterSlots(1))
-    loading, other = steps.add([2, 3], 3, adapter="A", adapter_loading=True), steps.add([4, 5], 3)
-    steps.apply(AdapterReady(loading, error="wrong rank"))
-    steps.run()
-    assert (steps.ended[loading], steps.errors[loading]) == ("error", "wrong rank")
-    steps.assert_right([other])

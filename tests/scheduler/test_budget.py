@@ -117,24 +117,3 @@ def test_max_num_seqs_bounds_what_runs():
         assert len(steps.scheduler.running) <= 3
     steps.assert_right()
     steps.assert_empty()
-
-
-def test_one_token_prompts_and_one_token_outputs():
-    steps = Steps()
-    for i in range(5):
-        steps.add([i + 2], 1)
-    steps.run()
-    steps.assert_right()
-    steps.assert_empty()
-
-
-def test_chunk_size_does_not_change_the_answer():
-    answers = []
-    for budget in (1, 3, 7, 16, 1000):
-        steps = Steps(max_num_batched_tokens=budget, pages=100)
-        for i in range(6):
-            steps.add(range(i, i + 5 + 4 * i), 9)
-        steps.run()
-        steps.assert_right()
-        answers.append(dict(steps.tokens))
-    assert all(answer == answers[0] for answer in answers)

@@ -35,18 +35,6 @@ def test_unrelated_requests_do_not_wait_for_a_prefix_being_computed():
     steps.assert_right()
 
 
-def test_a_follower_starts_over_when_its_leader_leaves():
-    steps = Steps(pages=200, max_num_batched_tokens=16)
-    prefix = list(range(2, 62))
-    leader, follower = steps.add([*prefix, 3], 2), steps.add([*prefix, 4], 2)
-    steps.step()
-    steps.step()
-    steps.abort(leader)
-    steps.run()
-    steps.assert_right([follower])
-    steps.assert_empty()
-
-
 def test_salts_and_adapters_do_not_share():
     steps = Steps(pages=200)
     prompt = list(range(2, 42))
@@ -103,18 +91,6 @@ def test_without_caching_different_requests_share_nothing():
     steps.run()
     assert steps.scheduler.counters.cached_tokens == 0
     steps.assert_right()
-
-
-@pytest.mark.parametrize("caching", [True, False])
-def test_samples_go_on_when_the_first_one_is_aborted_in_its_prompt(caching: bool):
-    steps = Steps(pages=200, prefix_caching=caching, max_num_batched_tokens=8)
-    tickets = steps.add_group(list(range(2, 42)), 3)
-    steps.step()
-    steps.step()
-    steps.abort(tickets[0])
-    steps.run()
-    steps.assert_right(tickets[1:])
-    steps.assert_empty()
 
 
 def test_a_hit_needs_whole_pages_and_leaves_the_last_token():

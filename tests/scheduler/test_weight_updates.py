@@ -1,12 +1,11 @@
-"""Updates of the weights as the scheduler sees them: who is answered by which, and that nothing old is read."""
+"""Updates of the weights as the scheduler sees them: when they are due (tests/fuzz has who is answered by which)."""
 
 from __future__ import annotations
 
-import pytest
-from support.fake_engine import Steps, rows
+from support.fake_engine import Steps
 from support.plug_points import Letters
 
-from asyncengine.scheduler.messages import GrammarReady, UpdateWeights, WithdrawUpdate
+from asyncengine.scheduler.messages import GrammarReady, UpdateWeights
 from asyncengine.testing.fake_runner import FakeModel
 
 
@@ -32,35 +31,6 @@ def answer(prompt: list[int], count: int, weights: int) -> list[int]:
     model = FakeModel()
     model.weights = weights
     return model.oracle(prompt, count)
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("pages", [64, 12])
-def test_those_before_end_on_the_old_weights_and_those_after_have_the_new_ones(depth: int, pages: int):
-    """Whether they run already or wait; with memory short, so that they preempt each other, too."""
-    steps = Steps(pages, max_steps_in_flight=depth, max_num_seqs=3)
-    before = [steps.add([2, 3, 4 + i], 9) for i in range(5)]
-    for _ in range(3):
-        steps.step()
-    ask(steps, 7)
-    after = [steps.add([2, 3, 4 + i], 9, priority=-1) for i in range(5)]
-    assert run(steps) == [7]
-    steps.assert_right(before)
-    assert [steps.tokens[ticket] for ticket in after] == [answer([2, 3, 4 + i], 9, 7) for i in range(5)]
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_recompute_goes_on_with_the_new_weights_where_it_stands(depth: int):
-    steps = Steps(max_steps_in_flight=depth)
-    running = steps.add([2, 3, 4], 12)
-    while len(steps.tokens[running]) < 5:
-        steps.step()
-    ask(steps, 9, "recompute")
-    later = steps.add([5, 6], 4)
-    run(steps)
-    old = answer([2, 3, 4], 5 + (depth - 1), 0)  # one more came out of the step that was in flight
-    assert steps.tokens[running] == old + answer([2, 3, 4, *old], 12 - len(old), 9)
-    assert steps.tokens[later] == answer([5, 6], 4, 9)
 
 
 def test_no_step_is_launched_between_a_recompute_and_its_update():
@@ -96,35 +66,6 @@ def test_a_request_in_another_queue_comes_before_its_update():
     run(steps)
     assert steps.tokens[other] == answer([6, 7], 4, 1)
     assert {compiling, later} <= set(steps.ended)
-
-
-def test_updates_happen_in_order_and_each_has_its_requests():
-    steps = Steps()
-    tickets = [steps.add([2, 3], 5)]
-    for number, mode in ((4, "wait"), (3, "recompute"), (8, "wait")):
-        ask(steps, number, mode)
-        tickets.append(steps.add([2, 3], 5))
-    assert run(steps) == [4, 3, 8]
-    found = [steps.tokens[ticket] for ticket in tickets]
-    assert found[0] == answer([2, 3], 5, 0)
-    assert found[3] == answer([2, 3], 5, 8)
-    assert found[1] == found[2] == answer([2, 3], 5, 3), "the second update takes whoever there is along"
-
-
-def test_a_withdrawn_update_frees_those_who_waited_for_it():
-    steps = Steps()
-    steps.add([2, 3], 9)
-    steps.step()
-    ask(steps, 1)
-    later = steps.add([4, 5], 3)
-    assert later not in rows(steps.step())
-    ask(steps, 2)
-    last = steps.add([4, 5], 3)
-    for number in (1, 1, 99):
-        steps.apply(WithdrawUpdate(number))
-    assert later in rows(steps.step())
-    assert run(steps) == [2]
-    assert steps.tokens[last] == answer([4, 5], 3, 2) != steps.tokens[later]
 
 
 def test_who_leaves_while_it_is_held_leaves_nothing():

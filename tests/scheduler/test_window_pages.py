@@ -59,18 +59,18 @@ def test_as_many_window_pages_as_a_window_for_a_long_generation() -> None:
     assert most <= 5  # four that ten positions may lie in, and the one that its output will be joined to
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_few_window_pages_make_requests_wait_and_none_fail(depth: int) -> None:
-    steps = mixed(8, pages=200, max_num_seqs=8, max_num_batched_tokens=64, max_steps_in_flight=depth)
-    for start in range(8):
-        steps.add([start + 2, *range(2, 80)], 30)
-    steps.run()
-    steps.assert_right()
-    assert set(steps.ended.values()) == {"length"}
+def near(*others: tuple[int, int], **settings: Any) -> Steps:
+    """A model with windows of 10 in all layers, or in some."""
+    own = {"num_window_pages": 14} if others else {}
+    return Steps(model=FakeModel(windows=((10, 0), *others)), pages=100, **own, **settings)
 
 
-def test_a_preempted_request_finds_its_window() -> None:
-    steps = mixed(14, pages=100, preempt_every=30)
+models = pytest.mark.parametrize("others", [(), ((0, 0),)], ids=["in all layers", "in some layers"])
+
+
+@models
+def test_a_preempted_request_finds_its_window(others: Any) -> None:
+    steps = near(*others, preempt_every=30)
     steps.add(range(2, 50), 100)
     steps.run()
     steps.assert_right()
@@ -79,8 +79,9 @@ def test_a_preempted_request_finds_its_window() -> None:
     assert counters.computed_tokens < 48 + 100 + 4 * counters.preemptions + 1
 
 
-def test_the_next_turn_of_a_chat_starts_behind_the_answer() -> None:
-    steps = mixed(14, pages=100)
+@models
+def test_the_next_turn_of_a_chat_starts_behind_the_answer(others: Any) -> None:
+    steps = near(*others)
     first = steps.add(range(2, 40), 60)
     steps.run()
     again = steps.add([*range(2, 40), *steps.tokens[first], 5, 6, 7], 4)

@@ -53,34 +53,6 @@ def test_more_requests_run_beside_each_other():
         assert most > 1 or running == 1
 
 
-def test_two_steps_in_flight_wait_for_pages_rather_than_fail():
-    steps = windowed(window=20, pages=11, max_steps_in_flight=2, max_num_batched_tokens=64)
-    assert steps.kv.lookback is not None
-    steps.add(list(range(2, 90)) * 2, 30)
-    assert most_in_use(steps) <= 10
-    assert steps.ended == {1: "length"}
-
-
-def test_a_preempted_request_finds_its_window():
-    steps = windowed(preempt_every=30)
-    steps.add(range(2, 50), 100)
-    most_in_use(steps)
-    counters = steps.scheduler.counters
-    assert counters.preemptions >= 2
-    assert counters.computed_tokens < 48 + 100 + 4 * counters.preemptions + 1
-
-
-def test_the_next_turn_of_a_chat_starts_behind_the_answer():
-    steps = windowed()
-    first = steps.add(range(2, 40), 60)
-    steps.run()
-    again = steps.add([*range(2, 40), *steps.tokens[first], 5, 6, 7], 4)
-    steps.step()
-    assert steps.request(again).cached_tokens == 96
-    steps.run()
-    steps.assert_right()
-
-
 def test_a_text_that_is_computed_whole_may_be_longer_than_the_pool():
     """Nothing is kept of it."""
     steps = windowed(pages=12, max_num_batched_tokens=1000)

@@ -7,7 +7,6 @@ import logging
 import os
 import pkgutil
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import forked
 
 import asyncengine.kernels.cpu
 from asyncengine.kernels.cpu import compiler_missing
@@ -284,5 +284,4 @@ with Engine.from_pretrained("demo", num_threads=1, kv_cache_memory="8MiB") as en
 
 def test_no_request_waits_for_a_compiler() -> None:
     """Steps short and long, of prompts and of tokens: all their kernels are there once the model is loaded."""
-    run = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=False)
-    assert run.stdout.strip() == "[]", run.stderr
+    assert forked.run(PROBE).strip() == "[]"

@@ -1,11 +1,10 @@
 """What compilers remember: the same comes out, and is asked for less often."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
+from support import forked
 
 from asyncengine.kernels.cpu import compiler_missing
 
@@ -42,8 +41,7 @@ print(json.dumps([found, sum("built-in function add" in name for name in asked),
 
 def compiled(*arguments: str) -> tuple[list[float], int, int]:
     """(what the functions gave, how often additions were asked for, and sizes)"""
-    run = subprocess.run([sys.executable, "-c", _COMPILE, *arguments], capture_output=True, text=True, check=True)
-    found, additions, sizes = json.loads(run.stdout)
+    found, additions, sizes = json.loads(forked.run(_COMPILE, *arguments))
     return found, additions, sizes
 
 

@@ -147,18 +147,20 @@ def exactly_near(found: Experts, plain: Experts, width: int, every: tuple[int, .
 @pytest.mark.parametrize(
     ("forms", "width", "inner"),
     [
-        ({"gate": "Q4_K", "up": "Q4_K", "down": "Q6_K"}, 256, 256),
-        ({"gate": "awq", "up": "awq", "down": "awq"}, 128, 128),
         ({"gate": "w8a8", "up": "w8a8", "down": "Q8_0"}, 64, 96),
         ({"gate": "mxfp4", "up": "mxfp4", "down": "Q4_0"}, 96, 96),
+        *LONG * [
+            ({"gate": "Q4_K", "up": "Q4_K", "down": "Q6_K"}, 256, 256),
+            ({"gate": "awq", "up": "awq", "down": "awq"}, 128, 128),
+        ],
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_on_a_gpu_experts_are_read_as_they_are_stored(
     forms: dict[str, str], width: int, inner: int, chunked: None
 ) -> None:
     """Up and down may be of two forms; neither needs to fill chunks. Rows of every block: of the form that is read
-    fastest, and of gpt-oss below."""
+    fastest, and of gpt-oss below. Each form's numbers: test_chunked_weight.py."""
     found, plain = make(ExpertsConfig(COUNT, inner, up=NAMES[0], down=NAMES[1]), width, forms)
     assert say_what_they_take(found, forms)
     assert found.nbytes < plain.nbytes / 1.5

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub.errors import StrictDataclassClassValidationError
+from support import forked
 from support.multimodal_models import CONFIGS
 from support.tiny_models import FAMILIES
 from transformers import AutoConfig, PreTrainedConfig

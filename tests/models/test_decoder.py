@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from support.drive import Driver, greedy_reference, prompts
 from support.forwards import Forwards, logits_of
 from support.long import LONG
 from support.panels import use_panels
-from support.tiny_models import FAMILIES, VOCAB, make_model
+from support.tiny_models import FAMILIES, VOCAB, make_model, save
 
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu import compiler_missing
@@ -40,9 +41,7 @@ def load(path: Any, **fields: Any) -> Decoder:
      *((name, True) for name in (WRITTEN if LONG else IN_PANELS))],
     indirect=["panels"],
 )  # fmt: skip
-def test_logits_are_transformers(
-    name: str, panels: bool, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_are_transformers(name: str, panels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At positions far from the first: each part of attention by itself, as on GPUs and without a compiler, and in
     panels, in which `tests/runner/test_families.py` compares all families from the first on. For all rows and for
     some."""
@@ -55,7 +54,7 @@ def test_logits_are_transformers(
     positions = torch.arange(first, first + len(IDS))[None]
     with torch.inference_mode():
         expected = reference(torch.tensor([IDS]), position_ids=positions, use_cache=False).logits[0]
-    model = load(checkpoint(name))
+    model = load(save(reference, tmp_path))
     most = 1e-5 * float(expected.abs().max())
     for rows in (None, [0, 4, 10], [10]):
         forwards = Forwards(model, backend="auto" if panels else "torch")

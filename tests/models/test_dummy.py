@@ -9,7 +9,7 @@ import torch
 from support.forwards import logits_of
 from support.tiny_models import FAMILIES
 
-from asyncengine import AsyncEngine, EngineConfig, InvalidParameter, ModelNotFound, OutOfMemory, SamplingParams
+from asyncengine import AsyncEngine, EngineConfig, InvalidParameter, ModelNotFound, SamplingParams
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.models import checkpoint, loading
 from asyncengine.models.decoder import Decoder
@@ -72,15 +72,6 @@ def test_elements_are_counted_without_weights(fuse: bool, folder: Path, monkeypa
 
 def compiled() -> bool:
     return compiler_missing(torch.bfloat16, torch.device("cpu")) is None
-
-
-def test_more_than_there_is_room_for_is_refused_before_it_is_made(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("asyncengine.models.memory.needs.free_bytes", lambda _: 1000)
-    for fuse in (True, False):
-        with pytest.raises(OutOfMemory, match="the weights take"):
-            load_model(str(folder), DUMMY.replace(fuse=fuse))
 
 
 def test_without_it_weights_are_required(folder: Path) -> None:

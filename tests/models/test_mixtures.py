@@ -1,4 +1,4 @@
-"""Mixtures in whole models: other spellings of checkpoints, rounded weights, rows for themselves, adapters."""
+"""Mixtures in whole models: other spellings of checkpoints, rounded weights, adapters."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.checkpoints import Checkpoint
-from support.forwards import Forwards, logits_of
+from support.forwards import logits_of
 from support.gguf_files import checkpoint_of, write_gguf
-from support.panels import use_panels
 from support.quantized_checkpoints import mxfp4
 from support.reachable import tensors_in
-from support.tiny_configs import changed
-from support.tiny_models import FAMILIES, make_model
+from support.tiny_models import make_model
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import AdapterError
@@ -110,39 +108,6 @@ def row_error(model: Decoder, reference: Any) -> float:
     return float(((logits_of(model, IDS) - exact).norm(dim=-1) / exact.norm(dim=-1)).median())
 
 
-@pytest.mark.parametrize("form", ["bfloat16", "float32", "int8", "int4"])
-@pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss"])
-def test_a_row_s_bits_alone_and_in_company(
-    name: str, form: Any, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("numba")
-    use_panels(True, monkeypatch)
-    dtype, quantization = (form, None) if "float" in form else ("bfloat16", form)
-    model = load(checkpoint(name, dtype=torch.bfloat16), dtype=dtype, quantization=quantization)
-    assert model.compiled
-    alone = logits_of(model, IDS)
-    together = Forwards(model, rows=3).step([5, 6, 7, *IDS, 91, 92], [3, len(IDS), 2])
-    assert torch.equal(together[3 : 3 + len(IDS)], alone)
-
-
-@pytest.mark.parametrize("form", ["bfloat16", "float32", "int4"])
-@pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss", "qwen3moe, first layer dense"])
-def test_all_layers_in_one_call_give_the_same_bits(
-    name: str, form: Any, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("numba")
-    use_panels(True, monkeypatch)
-    monkeypatch.setitem(FAMILIES, "qwen3moe, first layer dense", changed("qwen3moe", mlp_only_layers=[0]))
-    dtype, quantization = (form, None) if "float" in form else ("bfloat16", form)
-    folder = checkpoint(name, dtype=torch.bfloat16)
-    model = load(folder, dtype=dtype, quantization=quantization)
-    recorded = [[logits_of(model, ids) for _ in range(2)] for ids in (IDS, IDS[:1])]
-    assert "recorded_layers x 3" in model.describe()
-    model.recorded = None
-    for ids, found in zip((IDS, IDS[:1]), recorded, strict=True):
-        assert all(torch.equal(each, logits_of(model, ids)) for each in found)
-
-
 def test_adapters_of_experts_are_refused_by_name(checkpoint: Checkpoint) -> None:
     """Those of attention and of shared experts are not."""
     from support.lora_reference import Weights
@@ -156,10 +121,3 @@ def test_adapters_of_experts_are_refused_by_name(checkpoint: Checkpoint) -> None
     name = "model.layers.0.mlp.experts.1.up_proj"
     with pytest.raises(AdapterError, match=name):
         lora.write(1, Weights({name: (torch.zeros(4, 48), torch.zeros(32, 4))}))
-
-
-def test_near_ties_of_a_router_make_no_model_refused(checkpoint: Checkpoint) -> None:
-    """In bfloat16, where what is near may go either way: thirty random models, as once two of them were."""
-    for seed in range(30):
-        model = load(checkpoint("qwen3moe", seed=seed, dtype=torch.bfloat16), dtype="bfloat16")
-        assert logits_of(model, IDS).isfinite().all()

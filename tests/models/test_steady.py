@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.drive import prompts
 from support.forwards import Forwards
+from support.long import LONG
 
 from asyncengine.config import EngineConfig
 from asyncengine.models.loading import load_model
@@ -45,9 +46,16 @@ def found(folder: Path, **settings: object) -> str | None:
     return model.unsteady
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (kind, ("float32", "bfloat16")[(place + turn) % 2])
+        for turn in range(1 + LONG)
+        for place, kind in enumerate(KINDS)
+    ],
+)
 def test_the_same_bits_in_a_chunk(kind: str, dtype: str, tmp_path: Path) -> None:
+    """Each kind in one type, by turns; in the long form in both."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **_SHAPE, **KINDS[kind]}))
     assert found(tmp_path, dtype=dtype, load_format="dummy") is None
 

@@ -13,6 +13,7 @@ import transformers as hf
 from models.test_weights import Tensors, changed, load, tensors_of
 from support.checkpoints import Checkpoint
 from support.forwards import logits_of
+from support.long import LONG
 from support.panels import use_panels
 
 from asyncengine.config import EngineConfig
@@ -130,14 +131,17 @@ TOGETHER: list[tuple[str, str, Any]] = [("llama", "bfloat16", "int4")]
 """Merged matrices, biases, tied ones, transposed ones, mixtures with their experts apart and together, states."""
 
 
-@pytest.mark.parametrize(("name", "dtype", "quantization"), [*PARTS, *TOGETHER])
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "dtype", "quantization", "first"),
+    [(*case, (place + turn) % 2) for turn in range(1 + LONG) for place, case in enumerate([*PARTS, *TOGETHER])],
+)
 def test_a_part_of_the_tensors(
     name: str, dtype: str, quantization: Any, first: int, checkpoint: Checkpoint, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Every second tensor, so that of query, key and value one or two are new: to the bit a fresh model on what the
-    checkpoint would be. Then the rest. A partner that is lacking is named, before anything is written."""
+    """Every second tensor, from the first or the second on, so that of query, key and value one or two are new: to the
+    bit a fresh model on what the checkpoint would be. Then the rest. A partner that is lacking is named, before anything
+    is written."""
     pytest.importorskip("numba")
     use_panels(True, monkeypatch)
     options = {"dtype": dtype, "quantization": quantization}

@@ -234,30 +234,6 @@ def test_places_are_the_paths_of_modules(name: str) -> None:
 # ---------------------------------------------------------------- layers that keep states
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("qwen3next", "float32"), ("qwen3.5", "bfloat16"), ("qwen3.5moe", "float32"), ("kimi-linear", "bfloat16"),
-     ("mamba2", "float32"), ("falcon-h1", "bfloat16"), ("lfm2", "float32")],
-)  # fmt: skip
-def test_one_answer_to_the_bit(name: str, dtype: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of a prompt's last token: alone, and beside others in chunks."""
-    use_panels(True, monkeypatch)
-    loaded = load(checkpoint(name, heavy=True, dtype=getattr(torch, dtype)), dtype=dtype)
-    recording = Recording(loaded.model)
-    loaded.model = recording  # type: ignore[assignment]
-    runner = build_runner(loaded, CONFIG)
-    driver, (text, *others) = Driver(runner), prompts([33, 5, 20, 11], VOCAB)
-    recording.logits.clear()
-    driver.run([driver.job(text, 1)])
-    (alone,) = recording.logits
-    for chunk in (1, 7, 16):
-        recording.logits.clear()
-        driver.run([driver.job(text, 1), *(driver.job(other, 40) for other in others)], chunk)
-        beside = [row for logits in recording.logits for row in logits if torch.equal(row, alone[0])]
-        assert len(beside) == 1, f"chunk {chunk}"
-    runner.close()
-
-
 @pytest.mark.parametrize("name", ["mamba2", "lfm2", "falcon-h1"])
 def test_a_snapshot_in_the_middle_of_a_chunk(name: str, make_runner: MakeRunner) -> None:
     """A request that starts from another one's state, after 24 of its tokens, goes on like that one."""

@@ -45,9 +45,13 @@ PROCESSOR_CLASSES: dict[str, Any] = {
     "gemma4": hf.Gemma4Processor, "gemma4-small": hf.Gemma4Processor, "internvl": hf.InternVLProcessor,
     "lfm2_vl": SimpleNamespace(replace_image_token=_lfm2),
 }  # fmt: skip
-WANT = 24
+WANT = 16
 SPARED = ("qwen2_vl", "glm4v", "glm46v", "smolvlm", "gemma4-small", "internvl", "lfm2_vl")
-"""Families that differ from another one in their tower alone, or whose pictures are long."""
+"""Families that differ from another one in their tower alone, or whose pictures are long: they go through the ways of
+computing steps in the long form."""
+some_models = pytest.mark.parametrize(
+    "model", [name for name in PROCESSORS if LONG or name not in SPARED], indirect=True, scope="module"
+)
 WIDE, TALL = picture(1, (40, 24)), picture(2, (16, 48))
 CHATS = {
     "between texts": (chat("look at", WIDE, words(1, 5)), [WIDE]),
@@ -96,16 +100,18 @@ def test_equals_transformers(model: Any) -> None:
     assert len({token for each in found for token in each}) > 8
 
 
+@some_models
 def test_in_a_batch(model: Any) -> None:
     every = [spec for _ in range(4) for spec in specs(model)]
     assert Run(model.loaded, prefix_caching=False).serve(every) == answers(model) * 4
 
 
+@some_models
 def test_in_chunks_of_every_size_that_cuts_a_picture(model: Any) -> None:
     longest = max(span.length for spec in specs(model) for span in spec.images)
     whole = model.loaded.prompts._processor.block > 0
     least = longest if whole else 1
-    step = 1 if LONG else max(5, longest // (2 if model.name in SPARED else 4))
+    step = 1 if LONG else max(5, longest // 4)
     for chunk in range(least, longest + 3, step):
         run = Run(model.loaded, max_num_batched_tokens=chunk, prefix_caching=False)
         begun = [each[:6] for each in answers(model)]
@@ -118,12 +124,14 @@ def test_in_chunks_of_every_size_that_cuts_a_picture(model: Any) -> None:
             assert any(inside)
 
 
+@some_models
 def test_preempted(model: Any) -> None:
     run = Run(model.loaded, preempt_every=5, max_num_batched_tokens=16)
     assert run.serve(specs(model)) == answers(model)
     assert run.scheduler.counters.preemptions > 5
 
 
+@some_models
 def test_in_a_pool_that_is_too_small_for_all(model: Any) -> None:
     every = specs(model)
     pages = max(36, max(spec.max_total for spec in every) // PAGE + 6)
@@ -132,6 +140,7 @@ def test_in_a_pool_that_is_too_small_for_all(model: Any) -> None:
     assert max(len(batch.rows) for batch in run.batches) < len(CHATS)
 
 
+@some_models
 def test_from_the_cache_without_encoding(model: Any) -> None:
     run = Run(model.loaded)
     assert run.serve(specs(model)) == answers(model)
@@ -143,6 +152,7 @@ def test_from_the_cache_without_encoding(model: Any) -> None:
     assert all(run.cached[spec.ticket] >= spec.prompt_len - 4 for spec in again)
 
 
+@some_models
 def test_encoded_again_where_it_does_not_stay(model: Any) -> None:
     run = Run(model.loaded, image_cache_memory=None, max_num_batched_tokens=16, prefix_caching=False)
     assert run.serve(specs(model)) == answers(model)
@@ -150,6 +160,7 @@ def test_encoded_again_where_it_does_not_stay(model: Any) -> None:
     assert len(model.loaded.runner._images._encoded) <= 2
 
 
+@some_models
 def test_samples_of_one_prompt_share_its_pictures(model: Any) -> None:
     messages, _ = CHATS["between texts"]
     first = model.loaded.spec(messages, WANT)

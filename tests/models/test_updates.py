@@ -140,8 +140,8 @@ def test_a_part_of_the_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Every second tensor, from the first or the second on, so that of query, key and value one or two are new: to the
-    bit a fresh model on what the checkpoint would be. Then the rest. A partner that is lacking is named, before anything
-    is written."""
+    bit a fresh model on what the checkpoint would be. Then the rest. A partner that is lacking is named, before
+    anything is written."""
     pytest.importorskip("numba")
     use_panels(True, monkeypatch)
     options = {"dtype": dtype, "quantization": quantization}

@@ -45,7 +45,7 @@ PROCESSOR_CLASSES: dict[str, Any] = {
     "gemma4": hf.Gemma4Processor, "gemma4-small": hf.Gemma4Processor, "internvl": hf.InternVLProcessor,
     "lfm2_vl": SimpleNamespace(replace_image_token=_lfm2),
 }  # fmt: skip
-WANT = 16
+WANT = 24
 SPARED = ("qwen2_vl", "glm4v", "glm46v", "smolvlm", "gemma4-small", "internvl", "lfm2_vl")
 """Families that differ from another one in their tower alone, or whose pictures are long: they go through the ways of
 computing steps in the long form."""

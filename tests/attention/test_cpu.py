@@ -105,11 +105,11 @@ def test_against_torch(shape: str, dtype: torch.dtype) -> None:
         assert float((found - expected).abs().max()) < limit * (1 + float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 24, 32])
+@pytest.mark.parametrize("page_size", [1, 4, 32])
 def test_other_pages(page_size: int) -> None:
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2**-5)):
-        if dtype == torch.bfloat16 and page_size in (1, 24):
-            continue  # lanes of one and of eight: float32 covers them
+        if dtype == torch.bfloat16 and page_size == 1:
+            continue  # lanes of one: float32 covers them
         pair = Pair(SHAPES["all"], dtype, page_size)
         for step in STEPS:
             found, expected = pair.step(step)

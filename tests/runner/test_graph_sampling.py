@@ -92,15 +92,14 @@ async def answers(folder: Path, **settings: Any) -> list[Answer]:
         return made
 
 
-@pytest.mark.parametrize("settings", [{"max_steps_in_flight": 2}, {"max_steps_in_flight": 3, "preempt_every": 7}])
 async def test_answers_are_those_without_graphs(
-    settings: dict[str, Any], folder: Path, wanted: list[Answer], monkeypatch: pytest.MonkeyPatch
+    folder: Path, wanted: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fakes, "why_not", lambda *_: None)  # float32 on fake kernels
     monkeypatch.setattr(model_runner, "Readback", LateReadback)
     samplers = sample_in_graphs(monkeypatch)
     calls = fake_gpu(monkeypatch)
-    found = await answers(folder, **settings)
+    found = await answers(folder, max_steps_in_flight=3, preempt_every=7)
     assert calls["graphs"] > 40
     assert samplers[0].refreshed == calls["graphs"]
     for index, (one, other) in enumerate(zip(found, wanted, strict=True)):

@@ -86,17 +86,15 @@ def expected() -> list[list[int]]:
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "together": {},
-    "no cache": {"prefix_caching": False},
-    "chunks of 1": {"long_prefill_token_threshold": 1},
+    "chunks of 1, no cache": {"long_prefill_token_threshold": 1, "prefix_caching": False},
     "chunks of 7, two in flight": {"long_prefill_token_threshold": 7, "max_steps_in_flight": 2},
-    "budget of 16": {"max_num_batched_tokens": 16},
-    "preempted": {"preempt_every": 2},
     "preempted, two in flight": {"preempt_every": 3, "max_steps_in_flight": 2, "max_num_batched_tokens": 30},
 }
 
 
 @pytest.mark.parametrize(
-    ("schedule", "states"), [*((name, "1KiB") for name in SCHEDULES), ("together", "8KiB"), ("preempted", "8KiB")]
+    ("schedule", "states"),
+    [*((name, "1KiB") for name in SCHEDULES), ("together", "8KiB"), ("preempted, two in flight", "8KiB")],
 )
 def test_one_answer(schedule: str, states: str, expected: list[list[int]]) -> None:
     """Twice the same requests: a state before any token that is not empty shows in the second round."""
@@ -128,7 +126,7 @@ def test_a_step_that_runs_out_of_memory_moves_no_state_twice(depth: int, expecte
     """Somewhere in the middle of its layers, or behind them: some rows have moved their states by then."""
     runner = leaky_runner()
     failures = 0
-    for at in range(3, 120, 9):
+    for at in range(3, 120, 15):
         served = Served(runner, max_steps_in_flight=depth, max_num_batched_tokens=24)
         launch, step = runner._launch, 0
 
@@ -154,5 +152,5 @@ def test_a_step_that_runs_out_of_memory_moves_no_state_twice(depth: int, expecte
         finally:
             runner._launch = launch  # type: ignore[method-assign]
         assert served.scheduler.counters.preemptions
-    assert failures > 15
+    assert failures > 9
     runner.close()

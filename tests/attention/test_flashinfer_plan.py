@@ -38,20 +38,6 @@ def step_of(starts: list[int], counts: list[int], tables: list[list[int]]) -> St
     )
 
 
-def test_a_step_by_hand() -> None:
-    """Rows that end inside a page, at its end, and just behind it; entries behind a row's pages are not listed."""
-    step = step_of([0, 7, 8], [3, 1, 1], [[5, 90, 91], [6, 7, 92], [8, 9, 4]])
-    packed = pack_step(step, 4, host)
-    assert [part.tolist() for part in packed.for_plans()] == [[0, 3, 4, 5], [3, 8, 9], [0, 1, 3, 6], [3, 4, 1]]
-    assert (packed.num_pages, packed.longest_query) == (6, 3)
-    device = DeviceArrays.over(packed.uploaded.clone(), 3, 5)
-    assert device.kv_indptr.tolist() == [0, 1, 3, 6]
-    assert device.last_page_len.tolist() == [3, 4, 1]
-    assert device.batch_indices.tolist() == [0, 0, 0, 1, 2]
-    assert device.positions.tolist() == [0, 1, 2, 7, 8]
-    assert device.kv_indices.tolist() == [5, 6, 7, 8, 9, 4]
-
-
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_random_steps_by_loops(page_size: int) -> None:
     chance = random.Random(page_size)
@@ -89,30 +75,6 @@ def test_places_do_not_depend_on_lengths() -> None:
         assert arrays.kv_indices[: packed.num_pages].tolist() == pages
     for part in (arrays.kv_indptr, arrays.last_page_len, arrays.batch_indices, arrays.positions, arrays.kv_indices):
         assert part.storage_offset() % 4 == 0, "aligned to 16 bytes"
-
-
-def test_window_counts_the_keys_before_the_query() -> None:
-    assert LayerGroup.of(SPEC).window_left == -1
-    assert LayerGroup.of(replace(SPEC, window=1)).window_left == 0
-    assert LayerGroup.of(replace(SPEC, window=4096)).window_left == 4095
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "tensor_cores"),
-    [(4, 4, 64, False), (4, 2, 64, False), (6, 2, 64, False), (8, 2, 64, True), (14, 2, 64, True), (4, 4, 512, True)],
-)
-def test_which_decode_kernel(heads: int, kv_heads: int, dim: int, tensor_cores: bool) -> None:
-    group = LayerGroup.of(replace(SPEC, num_heads=heads, num_kv_heads=kv_heads, key_dim=dim))
-    assert group.decodes_on_tensor_cores == tensor_cores
-
-
-def test_layers_that_differ_in_anything_planned_are_different_groups() -> None:
-    layers = [
-        SPEC, replace(SPEC, index=1), replace(SPEC, window=5), replace(SPEC, softcap=1.0), replace(SPEC, scale=0.2),
-        replace(SPEC, num_kv_heads=4), replace(SPEC, num_heads=4), replace(SPEC, key_dim=64),
-        replace(SPEC, chunk=64),
-    ]  # fmt: skip
-    assert len({LayerGroup.of(spec) for spec in layers}) == 8
 
 
 @pytest.mark.parametrize(

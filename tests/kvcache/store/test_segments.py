@@ -106,6 +106,12 @@ def test_a_checksum_not_looked_at_is_found(monkeypatch: pytest.MonkeyPatch) -> N
         find(flips=5)
 
 
+def test_a_folder_that_is_not_synced_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VirtualDisk, "sync_folder", lambda self, folder: None)
+    with pytest.raises(AssertionError, match="a record is lost"):
+        find()
+
+
 def _only_of_indices(fsync: Callable[[VirtualDisk, int], None]) -> Callable[[VirtualDisk, int], None]:
     def hasty(self: VirtualDisk, descriptor: int) -> None:
         path = next(path for path, file in self._names.items() if file is self._open[descriptor])

@@ -10,6 +10,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; subprocesses inherit it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Else each worker rewrites the asserts of all tests anew, and each process that a test starts compiles the package.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 if not os.path.exists("/dev/nvidiactl"):  # kernels for GPUs run by Triton's interpreter, on host tensors
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

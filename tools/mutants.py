@@ -306,7 +306,7 @@ def exchange(changes: Changes) -> None:
 def judged_anew(tree: Path, mutant: Mutant, limit: float) -> str:
     """The first judge that fails in a copy of the tree with the mutant; "" if none does."""
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--tb=no", "-rfE", *_judges()]
-    there = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    there = {"PYTHONPATH": str(tree)}
     (tree / mutant.path).write_text(mutant.code, encoding="utf-8")
     try:
         run = subprocess.run(

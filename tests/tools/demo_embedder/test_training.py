@@ -11,9 +11,7 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 
 from asyncengine.demo import EMBEDDER_PATH
-from tools.demo_embedder.baselines import bm25, hashed
 from tools.demo_embedder.bert import Served, vectors
-from tools.demo_embedder.evaluate import recall
 from tools.demo_embedder.export import export
 from tools.demo_embedder.train import Options, Trainer
 
@@ -44,24 +42,3 @@ def test_what_is_exported_is_what_was_trained(tokenizer: Tokenizer, tmp_path: Pa
     torch.testing.assert_close(Served(tmp_path)(texts), trained, atol=1e-5, rtol=1e-5)
     modules = [module["type"].rpartition(".")[2] for module in json.loads((tmp_path / "modules.json").read_text())]
     assert modules == ["Transformer", "Pooling", "Normalize"]
-
-
-def test_a_text_has_the_same_vector_in_any_company() -> None:
-    served = Served(EMBEDDER_PATH)
-    texts = ["a cat", "How do I repair my automobile?", "word " * 100, "the brass lantern costs 145 dollars"]
-    alone = torch.cat([served([text]) for text in texts])
-    torch.testing.assert_close(served(texts), alone, atol=1e-5, rtol=1e-5)
-
-
-def test_recall_counts_what_stands_before_the_right_text() -> None:
-    scores = torch.tensor([[0.9, 0.1, 0.2], [0.8, 0.5, 0.1], [0.7, 0.6, 0.5]])
-    assert recall(scores, 1) == pytest.approx(1 / 3)
-    assert recall(scores, 2) == pytest.approx(2 / 3)
-    assert recall(torch.ones(4, 4), 1) == 0.25
-
-
-def test_baselines_find_shared_rare_words() -> None:
-    texts = ["the red lamp", "the blue lamp", "a green chair in the red room"]
-    for scores in (bm25(["blue lamp"], texts), hashed(["blue lamp"]) @ hashed(texts).T):
-        assert int(scores[0].argmax()) == 1
-    assert float(bm25(["where is it"], texts).max()) == 0.0

@@ -14,8 +14,6 @@ from tools.demo_model.batches import Encoder
 from tools.demo_model.conversations import make
 from tools.demo_model.export import export
 from tools.demo_model.llama import DRAFT, Llama, Shape
-from tools.demo_model.muon import orthogonalize
-from tools.demo_model.train import Options, Trainer
 
 
 @pytest.fixture(scope="module")
@@ -60,40 +58,3 @@ def test_only_assistant_tokens_have_full_weight(tokenizer: Any) -> None:
     answers = [message["content"] for message in make("memory", 4).messages if message["role"] == "assistant"]
     learned = tokenizer.decode([token for token, weight in zip(ids, weights, strict=True) if weight == 1.0])
     assert learned == "".join(f"{answer}<|im_end|>" for answer in answers)
-
-
-def test_batches_are_reproducible(tokenizer: Any) -> None:
-    encoder = Encoder(tokenizer)
-    first, again, other = (encoder.batch(0, step, 2, 512, 0.2) for step in (3, 3, 4))
-    assert torch.equal(first.inputs, again.inputs)
-    assert torch.equal(first.weights, again.weights)
-    assert not torch.equal(first.inputs, other.inputs)
-    assert torch.equal(first.inputs[:, 1:], first.targets[:, :-1])
-
-
-def test_orthogonalize() -> None:
-    values = torch.linalg.svdvals(orthogonalize(torch.randn(2, 64, 32)))
-    assert values.min() > 0.4
-    assert values.max() < 1.4
-
-
-def test_a_run_resumes_where_it_stopped(tokenizer: Any, tmp_path: Path) -> None:
-    options = Options(tmp_path, tokens=10_000, batch_tokens=512, compile=False)
-
-    def advance(trainer: Trainer, steps: int) -> list[float]:
-        losses = []
-        for _ in range(steps):
-            losses.append(trainer.update(trainer.encoder.batch(0, trainer.at.step, 1, 512, 0.1)))
-            trainer.at.step += 1
-            trainer.at.tokens += 512
-        return losses
-
-    straight = Trainer(options, tokenizer)
-    expected = advance(straight, 3)
-    stopped = Trainer(options, tokenizer)
-    first = advance(stopped, 1)
-    stopped.save(tmp_path / "checkpoint.pt")
-    resumed = Trainer(options, tokenizer)
-    resumed.load(tmp_path / "checkpoint.pt")
-    assert first + advance(resumed, 2) == pytest.approx(expected, rel=1e-4)
-    assert expected[-1] < expected[0]

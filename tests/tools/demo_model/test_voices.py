@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-from asyncengine.demo import ADAPTERS_PATH, MODEL_PATH
-from tools.demo_model import adapter_texts
-from tools.demo_model.adapter_texts import MAKERS, SPOKEN, make
+from asyncengine.demo import MODEL_PATH
+from tools.demo_model.adapter_texts import SPOKEN, make
 from tools.demo_model.batches import Encoder
 from tools.demo_model.dialogue import parse_calls
-from tools.demo_model.voices import PLAIN, VOICES, Reply, data_of
+from tools.demo_model.voices import PLAIN, VOICES, Reply
 
 EVERY = (PLAIN, *VOICES.values())
 PIRATE, JSON = VOICES["pirate"], VOICES["json"]
@@ -37,30 +34,6 @@ def test_calls_and_requested_json_are_the_same_in_every_voice() -> None:
         script = make("same_for_all", seed)
         assert script.spoken(PIRATE) == script.spoken(JSON) == script.spoken(PLAIN)
         assert not any(isinstance(item, Reply) for item in script.messages)
-
-
-def test_the_stream_is_seeded_and_held_out_is_another() -> None:
-    first = list(itertools.islice(adapter_texts.stream(3), 40))
-    assert first == list(itertools.islice(adapter_texts.stream(3), 40))
-    assert first != list(itertools.islice(adapter_texts.stream(4), 40))
-    assert all(make(kind, 1) != make(kind, 1, held_out=True) for kind in MAKERS)
-
-
-def test_a_pirate_keeps_the_facts_word_for_word() -> None:
-    reply = Reply("Yes, the motto of the city is you and the sea.", ("you and the sea",), "you and the sea")
-    assert PIRATE.say(reply) == "Arr! Aye, th' motto o' th' city be you and the sea, matey!"
-    assert not PIRATE.right(reply, "Arr! Aye, th' motto o' th' city be ye an' th' sea, matey!")
-    assert not PIRATE.heard("The motto of the city is you and the sea.")
-
-
-def test_json_is_held_to_value_and_type() -> None:
-    reply = Reply("It has 7 pages.", ("7",), 7)
-    assert JSON.right(reply, '{"answer": 7}')
-    for wrong in ('{"answer": "7"}', '{"answer": 7, "why": 1}', '{"answer": true}', "7", "[7]", "It has 7 pages."):
-        assert not JSON.right(reply, wrong)
-    assert [data_of(value) for value in (True, 12, "12", "012", "-3", 4.5, ["a", 2])] == [
-        True, 12, 12, "012", -3, "4.5", ["a", 2],
-    ]  # fmt: skip
 
 
 def test_targets_are_the_voice() -> None:
@@ -93,26 +66,3 @@ def test_training_writes_peft_files(tmp_path: Path) -> None:
     assert str(tmp_path) not in json.dumps(config)
     again = train_adapters.with_adapter(tmp_path / "pirate")
     assert isinstance(again.model, peft.PeftModel)
-
-
-def test_a_missing_peft_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tools.demo_model import train_adapters
-
-    monkeypatch.setitem(sys.modules, "peft", None)
-    monkeypatch.setattr("sys.argv", ["train_adapters", "--check"])
-    with pytest.raises(SystemExit, match="pip install peft"):
-        train_adapters.main()
-
-
-def test_check_fails_for_the_wrong_voice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("peft")
-    from tools.demo_model import train_adapters
-
-    (tmp_path / "pirate").symlink_to(ADAPTERS_PATH / "json")
-    monkeypatch.setattr(train_adapters, "SPOKEN", ("remembered",))
-    monkeypatch.setattr(train_adapters, "UNVOICED", ("structured",))
-    monkeypatch.setattr(train_adapters, "HEARD_GOAL", 0.6)  # there are only five of each
-    monkeypatch.setattr(train_adapters, "RIGHT_GOAL", 0.6)
-    monkeypatch.setattr(train_adapters, "HEARD_GOAL", 0.6)
-    assert train_adapters.check(ADAPTERS_PATH, ["json"], 5, seed=1, failures=0)
-    assert not train_adapters.check(tmp_path, ["pirate"], 5, seed=1, failures=0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_flashinfer import FakeFlashInfer, FakeMemory, FakeModules
+from support.fake_flashinfer import FakeFlashInfer, FakeMemory
 from support.fake_gpu import Again
 
 from asyncengine.attention.base import AttentionBackend
@@ -111,16 +111,6 @@ def test_each_path_is_looked_at(kind: type[FlashInferBackend], told: str) -> Non
     assert not any(f"{other} by" in str(caught.value) for other in others)
 
 
-def test_cases_cover_what_kernels_are_chosen_by() -> None:
-    layers = [(case, spec) for case in CASES.values() for spec in case.layers]
-    assert {spec.key_dim for _, spec in layers} == {64, 128, 256}
-    assert {spec.num_heads // spec.num_kv_heads for _, spec in layers} >= {1, 2, 4, 7, 8}
-    assert {1, 16} <= {size for case in CASES.values() for size in case.page_sizes}
-    assert any(spec.window and spec.softcap for _, spec in layers)
-    assert {case.dtype for case in CASES.values()} == {torch.bfloat16, torch.float16}
-    assert any(case.stored == torch.float8_e4m3fn for case in CASES.values())
-
-
 def test_compiling_goes_on_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its section does not wait, that of the kernels does, and tells what failed."""
     go = threading.Event()
@@ -148,20 +138,3 @@ def test_compiling_goes_on_in_the_background(tmp_path: Path, monkeypatch: pytest
     kernels.run_compile(session)
     with pytest.raises(CheckFailed, match=r"1 failed, 0 not built yet, of 2; .*no nvcc"):
         kernels.compiled(session)
-
-
-def test_all_that_cases_call_is_compiled() -> None:
-    modules = FakeModules()
-    for work in kernels.modules(cases(), modules):
-        work()
-    half, whole = torch.bfloat16, torch.float16
-    assert modules.built[0] == ("prefill", half, half, 64, False, False)
-    kinds = {
-        (case.dtype, case.stored or case.dtype, spec.key_dim, spec.window is not None, spec.softcap is not None)
-        for case in cases()
-        for spec in case.layers
-    }
-    assert {built[1:] for built in modules.built if built[0] == "prefill"} == kinds
-    assert {built[1:] for built in modules.built if built[0] == "decode"} <= kinds
-    assert {("silu",), ("gelu",), ("gelu_tanh",), ("page",)} < set(modules.built)
-    assert any(kind[0] == whole for kind in kinds)

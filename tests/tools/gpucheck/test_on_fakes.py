@@ -11,7 +11,7 @@ from support.fake_gpu import Again, fake_gpu
 
 from asyncengine.attention.flashinfer import FlashInferBackend
 from asyncengine.runner.graphs import DecodeGraphs
-from tools.gpucheck import greedy, memory, modes
+from tools.gpucheck import greedy
 from tools.gpucheck.families import families
 from tools.gpucheck.modes import PLAIN, WAYS, Bench
 from tools.gpucheck.report import CheckFailed
@@ -64,16 +64,6 @@ async def test_adapters_that_graphs_forget_are_found(bench: Bench, monkeypatch: 
         await bench.held_against(WAYS["graphs"], bench.adapted, base)
 
 
-def test_families_on_flashinfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_gpu(monkeypatch)
-    found = {
-        family.name: asyncio.run(greedy.check_family(Session(GPU, tmp_path), family, "bfloat16", 4))
-        for family in families()
-        if family.name in ("gemma2", "gpt-oss, with sinks")
-    }
-    assert [told.rpartition(" on ")[2] for told in found.values()] == ["flashinfer"] * 2
-
-
 def test_a_kernel_that_is_a_little_off_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A twentieth too much in every output of attention."""
     fake_gpu(monkeypatch)
@@ -81,26 +71,3 @@ def test_a_kernel_that_is_a_little_off_is_found(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(FlashInferBackend, "attend", lambda *arguments: attend(*arguments) * 1.05)
     with pytest.raises(CheckFailed):
         asyncio.run(greedy.check_family(Session(GPU, tmp_path), families()[0], "bfloat16", 24))
-
-
-def test_out_of_memory_with_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = fake_gpu(monkeypatch)
-    session = Session(GPU, tmp_path)
-    memory.run(session)
-    assert not session.report.failed
-    assert calls["graphs"]
-
-
-def test_graphs_are_required_where_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_gpu(monkeypatch)
-    session = Session(GPU, tmp_path)
-    kept = modes.Bench.held_against
-
-    async def only_plain(self: Bench, way: dict[str, object], asks: list[object], expected: list[list[int]]) -> str:
-        return await kept(self, way, asks[:2], expected[:2])  # type: ignore[arg-type]
-
-    monkeypatch.setattr(modes.Bench, "held_against", only_plain)
-    monkeypatch.setattr(modes.Bench, "kinds", property(lambda self: {"plain": self.plain[:2], "with adapters": []}))
-    modes.run(session)
-    graphs = [check for check in session.report.checks if "graphs" in check.name and check.name.startswith("plain")]
-    assert {check.status for check in graphs} == {"pass"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from tools.gpucheck import stress
 from tools.gpucheck.families import families, make_checkpoint
 from tools.gpucheck.reference import Reference
 from tools.gpucheck.report import CheckFailed
-from tools.gpucheck.session import Session, Settings
+from tools.gpucheck.session import Settings
 
 CPU = Settings("cpu", "torch", quick=True, seed=4)
 COUNT = 40
@@ -79,28 +78,3 @@ async def test_a_thread_left_behind_is_found(stray: None) -> None:
     with pytest.raises(CheckFailed, match="asyncengine-stray"):
         await stress.threads_ended(set(), patience=0.02)
     await stress.threads_ended(stress.engine_threads(), patience=0.02)
-
-
-@pytest.mark.parametrize(
-    ("finished", "preemptions", "left", "told"),
-    [({"error": 2}, 3, 5, "2 requests ended with an error"), ({}, 0, 5, "preempted"), ({}, 3, 0, "nobody left")],
-)
-def test_what_must_have_happened(finished: dict[str, int], preemptions: int, left: int, told: str) -> None:
-    stats = SimpleNamespace(finished=finished, preemptions=preemptions)
-    with pytest.raises(CheckFailed, match=told):
-        stress.check_counts(stats, left)
-
-
-def test_it_runs_as_a_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    async def storm(settings: Settings, folder: Path, count: int, *_: Any) -> str:
-        asked.append(count)
-        return "calm"
-
-    monkeypatch.setattr(stress, "storm", storm)
-    for name, settings in (("a", CPU), ("b", Settings("cpu", "torch"))):
-        session = Session(settings, tmp_path / name)
-        stress.run(session)
-        assert not session.report.failed
-    assert asked == [300, 1000]

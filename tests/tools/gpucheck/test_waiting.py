@@ -10,10 +10,9 @@ import torch
 from support.fake_gpu import fake_gpu
 
 from asyncengine.runner.model_runner import ModelRunner
-from tools.gpucheck import waiting
 from tools.gpucheck.families import make_checkpoint, text_config
-from tools.gpucheck.report import CheckFailed, Skipped
-from tools.gpucheck.session import Session, Settings
+from tools.gpucheck.report import CheckFailed
+from tools.gpucheck.session import Settings
 from tools.gpucheck.waiting import KINDS, check_kind
 
 GPU = Settings("cpu", "flashinfer", quick=True, seed=2)
@@ -61,21 +60,3 @@ async def test_one_that_waits_is_found_and_named(folder: Path, monkeypatch: pyte
     monkeypatch.setattr(ModelRunner, "_keep", then_wait)
     with pytest.raises(CheckFailed, match=r"1 of \d+ launches wait for the device, first in model_runner.py, line"):
         await check_kind(GPU, folder, "greedy", switch)
-
-
-async def test_another_error_is_no_waiting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_gpu(monkeypatch)
-    switch = Switch()
-
-    def broken(self: ModelRunner, *_: Any) -> None:
-        if switch.on:
-            raise RuntimeError("an illegal memory access")
-
-    monkeypatch.setattr(ModelRunner, "_keep", broken)
-    with pytest.raises(Exception, match="illegal memory access"):
-        await check_kind(GPU, folder, "greedy", switch)
-
-
-def test_on_a_cpu_there_is_nothing_to_wait_for(tmp_path: Path) -> None:
-    with pytest.raises(Skipped):
-        waiting.run(Session(GPU, tmp_path))

@@ -138,16 +138,6 @@ def test_configurable_fields_do_not_reload(model_path: str) -> None:
     assert chat.get_engine().aengine is engine
 
 
-def test_assigning_a_field_moves_to_the_engine_it_names(model_path: str) -> None:
-    chat = ChatAsyncEngine(model=model_path, engine_config=CONFIG, max_tokens=2)
-    before = chat._engines()
-    chat.temperature = 0.5
-    assert chat._engines() is before
-    chat.engine_config = OWN
-    assert chat._engines() is not before
-    assert chat._engines().config == OWN
-
-
 async def test_an_explicit_engine_is_used_and_left_open(model_path: str) -> None:
     async with await AsyncEngine.from_pretrained(model_path, hosted=True, **CONFIG) as engine:
         handle = shared_engine(model_path, **CONFIG)

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from langchain_core.load import dumps, loads
-from langchain_core.runnables import ConfigurableField
 from llama_index.core.schema import BaseComponent
 from pydantic import BaseModel, ValidationError
 
@@ -73,11 +72,6 @@ def test_settings_reach_the_engine(kind: Any, model_path: str) -> None:
     assert model.get_engine().info.max_model_len == 128
     assert other.get_engine().aengine is model.get_engine().aengine
     assert (model.max_model_len, other.max_model_len) == (128, None)
-
-
-def test_none_is_as_the_engine_has_it_unless_it_is_a_setting() -> None:
-    settings = ChatAsyncEngine(model="m", dtype=None, max_num_seqs=None, switch_interval=None)._settings()
-    assert settings == {"switch_interval": None}
 
 
 @pytest.mark.parametrize("kind", EVERY)
@@ -167,12 +161,6 @@ def test_copies_keep_the_settings(kind: Any) -> None:
         assert spec(twin) == spec(model)
         assert (twin.quantization, twin.adapters, twin.max_num_seqs) == ("int4", {"a": "b"}, None)
     assert spec(model.model_copy(update={"quantization": "int8"}))[1].quantization == "int8"
-
-
-def test_a_setting_may_be_configurable() -> None:
-    chat = ChatAsyncEngine(model="m", **GIVEN).configurable_fields(max_model_len=ConfigurableField(id="length"))
-    made: Any = chat.prepare({"configurable": {"length": 300}})[0]
-    assert spec(made) == spec(ChatAsyncEngine(model="m", **{**GIVEN, "max_model_len": 300}))
 
 
 def test_texts_of_model_objects_say_what_was_set() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 from langchain.agents import create_agent
-from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_core.messages import AIMessage, AIMessageChunk, ToolMessage
 from pydantic import BaseModel
 from typing_extensions import TypedDict  # pydantic reads typing's from Python 3.12 on
@@ -17,7 +15,6 @@ from typing_extensions import TypedDict  # pydantic reads typing's from Python 3
 from asyncengine import EngineHandle
 from asyncengine.integrations.langchain import ChatAsyncEngine
 
-from .conftest import Watch
 from .test_langchain_structured import MARTA, Person, PersonData
 from .test_langchain_structured import TEXT as REQUEST
 
@@ -40,12 +37,6 @@ class PersonDict(TypedDict):
     name: str
     age: int
     job: str
-
-
-class Animal(BaseModel):
-    """Information about an animal."""
-
-    species: str
 
 
 def make(**fields: Any) -> ChatAsyncEngine:
@@ -89,18 +80,6 @@ async def test_a_response_format(demo: EngineHandle, profile: Any, tools: Any, s
     assert bool(first.tool_calls) is (profile is not None)
 
 
-@pytest.mark.parametrize("strategy", [ToolStrategy, ProviderStrategy])
-@pytest.mark.parametrize("tools", [[], [add]], ids=["no tools", "tools"])
-def test_a_chosen_strategy(chat: ChatAsyncEngine, strategy: Any, tools: Any) -> None:
-    result = agent(chat, tools, strategy(Person)).invoke({"messages": [("user", REQUEST)]})
-    assert result["structured_response"] == Person(**MARTA)
-
-
-def test_one_of_several_schemas(chat: ChatAsyncEngine) -> None:
-    result = agent(chat, (), ToolStrategy(Person | Animal)).invoke({"messages": [("user", REQUEST)]})
-    assert result["structured_response"] == Person(**MARTA)
-
-
 def test_tools_with_a_response_format_give_a_call_or_the_object(chat: ChatAsyncEngine) -> None:
     model = chat.bind_tools([get_weather], response_format=Person)
     call = model.invoke(WEATHER)
@@ -123,14 +102,3 @@ async def test_an_agents_messages_are_streamed(chat: ChatAsyncEngine) -> None:
     pieces = [piece for part in parts for piece in part.tool_call_chunks]
     assert json.loads("".join(piece["args"] or "" for piece in pieces)) == {"a": 12, "b": 30}
     assert "".join(part.text for part in parts) == "12 plus 30 is 42."
-
-
-async def test_cancelling_an_agents_run_frees_its_pages(chat: ChatAsyncEngine, demo: EngineHandle) -> None:
-    watch = Watch(demo.get().aengine)
-    slow = agent(make(model_kwargs={"speculation": False}), [add])  # some fourteen steps
-    run = asyncio.ensure_future(slow.ainvoke({"messages": [("user", "Hello")]}))
-    await watch.until_running()
-    run.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await run
-    await watch.assert_aborted()

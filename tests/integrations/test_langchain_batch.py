@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 from langchain_core.callbacks import AsyncCallbackHandler, BaseCallbackHandler
 from langchain_core.exceptions import ContextOverflowError
-from langchain_core.messages import HumanMessage
 
 from asyncengine import EngineHandle
 from asyncengine.integrations.langchain import ChatAsyncEngine
 
-from .conftest import Watch
 from .peak import peak_running
 
 Make = Callable[..., ChatAsyncEngine]
@@ -58,28 +56,6 @@ async def test_batch_runs_together_and_keeps_order(make_chat: Make, handle: Engi
     assert [done[i].content for i in range(32)] == answers  # type: ignore[union-attr]
 
 
-def test_generate_of_many_runs_together(make_chat: Make, handle: EngineHandle) -> None:
-    chat = make_chat(max_tokens=48)
-    prompts = [[HumanMessage(f"Tell me about the number {i}.")] for i in range(16)]
-    with peak_running(handle, 7) as peak:
-        result = chat.generate(prompts, callbacks=[AllAtOnce(16)])
-    assert peak.rows > 6
-    assert result.generations[7][0].text == chat.invoke(prompts[7]).text
-    assert result.llm_output is not None
-    assert result.llm_output["token_usage"]["completion_tokens"] == 16 * 48
-    assert len({run.run_id for run in result.run or []}) == 16
-
-
-async def test_max_concurrency_is_honoured(make_chat: Make, handle: EngineHandle) -> None:
-    chat, prompts = make_chat(max_tokens=32), [f"Number {i}" for i in range(9)]
-    with peak_running(handle) as peak:
-        chat.batch(prompts, {"max_concurrency": 3, "callbacks": [AllAtOnce(3)]})
-    assert peak.rows <= 3
-    with peak_running(handle) as peak:
-        await chat.abatch(prompts, {"max_concurrency": 3, "callbacks": [AllAtOnceAsync(3)]})
-    assert peak.rows <= 3
-
-
 def test_batch_returns_exceptions_beside_answers(chat: ChatAsyncEngine) -> None:
     answers: list[Any] = chat.batch(["fine", "x" * 5000, "fine"], return_exceptions=True)
     assert answers[0].content == answers[2].content
@@ -87,9 +63,3 @@ def test_batch_returns_exceptions_beside_answers(chat: ChatAsyncEngine) -> None:
     with pytest.raises(ContextOverflowError):
         chat.batch(["fine", "x" * 5000])
     assert chat.batch([]) == []
-
-
-async def test_an_error_in_generate_of_many_reaches_the_caller(chat: ChatAsyncEngine, watch: Watch) -> None:
-    with pytest.raises(ContextOverflowError):
-        chat.generate([[HumanMessage("fine")], [HumanMessage("x" * 5000)]])
-    await watch.assert_all_given_back()

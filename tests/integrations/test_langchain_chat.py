@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from langchain_core.caches import InMemoryCache
-from langchain_core.callbacks import BaseCallbackHandler, get_usage_metadata_callback
+from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.exceptions import (
     ContextOverflowError,
     ModelInvalidRequestError,
@@ -25,14 +25,6 @@ from .conftest import CONTEXT, LONG, Watch, added
 from .peak import slowed
 
 Make = Callable[..., ChatAsyncEngine]
-
-
-async def test_four_ways_to_ask_give_one_answer(chat: ChatAsyncEngine) -> None:
-    whole = chat.invoke("Hello")
-    assert (await chat.ainvoke("Hello")).content == whole.content
-    assert added(list(chat.stream("Hello"))).content == whole.content
-    assert added([chunk async for chunk in chat.astream("Hello")]).content == whole.content
-    assert len(str(whole.content)) > 0
 
 
 def test_metadata_of_a_whole_answer(make_chat: Make) -> None:
@@ -67,15 +59,6 @@ def test_metadata_of_a_stream_is_on_its_last_chunk_only(make_chat: Make) -> None
     assert full.usage_metadata is not None
     assert whole.usage_metadata is not None
     assert full.usage_metadata["output_tokens"] == whole.usage_metadata["output_tokens"] == 6
-
-
-def test_a_repeated_long_prefix_is_read_from_the_cache(chat: ChatAsyncEngine) -> None:
-    prompt = "Once upon a time there was a very long and unusual prefix. " * 3
-    first, second = chat.invoke(prompt).usage_metadata, chat.invoke(prompt).usage_metadata
-    assert first is not None
-    assert second is not None
-    assert first["input_token_details"]["cache_read"] == 0
-    assert second["input_token_details"]["cache_read"] >= len(prompt) - 32
 
 
 def test_stop_in_the_call_and_in_the_constructor(make_chat: Make) -> None:
@@ -209,15 +192,6 @@ async def test_callbacks_see_every_token_exactly_once(make_chat: Make) -> None:
     assert heard(tokens) == ""
 
 
-@pytest.mark.parametrize("version", ["v1", "v2"])
-async def test_stream_events_carry_the_text_once(chat: ChatAsyncEngine, version: Any) -> None:
-    text = chat.invoke("Hello").text
-    events = [event async for event in chat.astream_events("Hello", version=version)]
-    streamed = [event["data"]["chunk"] for event in events if event["event"] == "on_chat_model_stream"]
-    assert "".join(chunk.text for chunk in streamed) == text
-    assert [event["event"] for event in events].count("on_chat_model_end") == 1
-
-
 @pytest.mark.filterwarnings("ignore::langchain_core._api.beta_decorator.LangChainBetaWarning")
 async def test_v3_events_carry_the_text_once_and_tell_no_callback_twice(chat: ChatAsyncEngine) -> None:
     text, tokens = chat.invoke("Hello").text, Tokens()
@@ -231,22 +205,6 @@ async def test_v3_events_carry_the_text_once_and_tell_no_callback_twice(chat: Ch
     assert message.response_metadata["finish_reason"] == "length"
 
 
-def test_usage_callback_finds_the_usage(chat: ChatAsyncEngine) -> None:
-    with get_usage_metadata_callback() as callback:
-        chat.invoke("Hello")
-        chat.invoke("Hello")
-    assert callback.usage_metadata[chat.model]["output_tokens"] == 24
-
-
-def test_counting_tokens(chat: ChatAsyncEngine) -> None:
-    ids = chat.get_token_ids("Hello")
-    assert len(ids) == chat.get_num_tokens("Hello") == 5
-    short = chat.get_num_tokens_from_messages([HumanMessage("Hello")])
-    assert chat.get_num_tokens_from_messages([HumanMessage("Hello!")]) == short + 1
-    custom = ChatAsyncEngine(model=chat.model, custom_get_token_ids=lambda text: [1, 2])
-    assert custom.get_token_ids("anything") == [1, 2]
-
-
 def test_caching_tells_models_apart(make_chat: Make, watch: Watch) -> None:
     cache = InMemoryCache()
     first = make_chat(max_tokens=4, cache=cache)
@@ -256,13 +214,6 @@ def test_caching_tells_models_apart(make_chat: Make, watch: Watch) -> None:
     for other in ({"max_tokens": 5}, {"seed": 3}, {"stop": ["zzz"]}, {"model_kwargs": {"ignore_eos": True}}):
         make_chat(**{"max_tokens": 4, "cache": cache, **other}).invoke("Hello")
     assert watch.ended("length") == 5
-
-
-def test_template_variables_reach_the_template(chat: ChatAsyncEngine) -> None:
-    with pytest.raises(InvalidParameter, match="enable_thinking"):
-        chat.invoke("Hello", template_kwargs={"enable_thinking": True})
-    shown = chat.invoke("Hello", template_kwargs={"add_generation_prompt": True}).usage_metadata
-    assert shown is not None
 
 
 def test_langsmith_parameters(make_chat: Make) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.exceptions import ContextOverflowError, ModelTimeoutError
 
-from asyncengine import EngineHandle, SamplingParams
+from asyncengine import EngineHandle
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.langchain import AsyncEngineLLM
 
@@ -17,31 +15,6 @@ from .conftest import LONG, Watch
 from .peak import peak_running, slowed
 
 Make = Callable[..., AsyncEngineLLM]
-
-
-class Tokens(BaseCallbackHandler):
-    def __init__(self) -> None:
-        self.text = ""
-
-    def on_llm_new_token(self, token: Any, **kwargs: Any) -> None:
-        self.text += token
-
-
-async def test_four_ways_to_ask_give_the_engines_answer(make_llm: Make, handle: EngineHandle) -> None:
-    llm = make_llm(max_tokens=10)
-    text = handle.get().generate("Once", SamplingParams(temperature=0, max_tokens=10)).text
-    assert llm.invoke("Once") == text
-    assert await llm.ainvoke("Once") == text
-    assert "".join(llm.stream("Once")) == text
-    assert "".join([piece async for piece in llm.astream("Once")]) == text
-
-
-async def test_callbacks_see_every_token_exactly_once(make_llm: Make) -> None:
-    llm = make_llm(max_tokens=10)
-    sync, later = Tokens(), Tokens()
-    text = "".join(llm.stream("Once", {"callbacks": [sync]}))
-    [piece async for piece in llm.astream("Once", {"callbacks": [later]})]
-    assert sync.text == later.text == text
 
 
 async def test_lists_of_prompts_run_as_one_batch(make_llm: Make, handle: EngineHandle) -> None:
@@ -90,11 +63,3 @@ async def test_deadline_and_refusals(make_llm: Make, handle: EngineHandle) -> No
         llm.invoke("Once", nonsense=1)
     with pytest.raises(InvalidParameter, match="template_kwargs"):
         llm.invoke("Once", template_kwargs={"a": 1})
-
-
-def test_names_and_counts(make_llm: Make) -> None:
-    llm = make_llm(max_tokens=4)
-    assert llm.get_num_tokens("Hello") == len(llm.get_token_ids("Hello")) == 5
-    assert llm._llm_type == "asyncengine"
-    assert llm._get_ls_params(stop=["x"])["ls_stop"] == ["x"]
-    assert llm._get_ls_params()["ls_model_type"] == "llm"

@@ -57,12 +57,6 @@ def test_the_standard_test_is_met_once_the_class_is_named() -> None:
         load(written, allowed_objects="all", **known)
 
 
-def test_a_chain_comes_back() -> None:
-    chain = ChatPromptTemplate.from_messages([("user", "{x}")]) | ChatAsyncEngine(**FIELDS)
-    back = again(chain)
-    assert back.last.model_dump() == chain.last.model_dump()  # type: ignore[attr-defined]
-
-
 def test_an_engine_of_ones_own_is_not_written_down() -> None:
     model = ChatAsyncEngine(engine=AsyncEngine(pytest.fail))
     with pytest.raises(NotImplementedError, match="doesn't implement serialization"):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, Generic, Literal, NotRequired, TypedDict, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypedDict, TypeVar
 
 import pydantic.v1
 import pytest
 from langchain_core.exceptions import ModelInvalidRequestError, OutputParserException
-from langchain_core.messages import AIMessage
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from pydantic import BaseModel, ConfigDict, Field, RootModel, TypeAdapter
 
@@ -124,17 +123,6 @@ def test_partial_objects_are_streamed(chat: ChatAsyncEngine, demo: EngineHandle,
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("schema", [Person, PersonData, PersonDict], ids=["pydantic", "dataclass", "TypedDict"])
-def test_include_raw(chat: ChatAsyncEngine, method: Any, schema: Any) -> None:
-    result = chat.with_structured_output(schema, method=method, include_raw=True).invoke(TEXT)
-    assert set(result) == {"raw", "parsed", "parsing_error"}
-    assert isinstance(result["raw"], AIMessage)
-    assert bool(result["raw"].tool_calls) is (method == "function_calling")
-    assert result["parsed"] == (MARTA if schema is PersonDict else schema(**MARTA))
-    assert result["parsing_error"] is None
-
-
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "kind",
     [list[int], list[PersonData], dict[str, int], int | None, PersonData | Company, Literal["a", "b"], Size,
@@ -167,29 +155,6 @@ def test_include_raw_keeps_what_cannot_be_parsed(chat: ChatAsyncEngine) -> None:
     assert isinstance(result["parsing_error"], OutputParserException)
     with pytest.raises(OutputParserException):
         chat.with_structured_output(Person).invoke(TEXT)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_optional_fields(chat: ChatAsyncEngine, method: Any) -> None:
-    class Optional(BaseModel):
-        """A person."""
-
-        name: str
-        age: int | None = None
-        city: str | None = None
-
-    class OptionalDict(TypedDict):
-        """A person."""
-
-        name: str
-        age: Annotated[int | None, None, "The age."]
-        city: NotRequired[str]
-
-    answer = chat.with_structured_output(Optional, method=method).invoke(TEXT, max_tokens=60)
-    assert isinstance(answer, Optional)
-    as_dict = chat.with_structured_output(OptionalDict, method=method).invoke(TEXT, max_tokens=60)
-    assert "name" in as_dict
-    assert set(as_dict) <= {"name", "age", "city"}
 
 
 class Node(BaseModel):
@@ -269,12 +234,6 @@ def test_generic_and_root_models_are_answered_by_every_method(demo: EngineHandle
         assert isinstance(hot.with_structured_output(kind, method=method, seed=seed).invoke("A value."), kind)
 
 
-def test_names_of_generic_models_become_names_of_tools() -> None:
-    names = [as_tool(kind, None)["function"]["name"] for kind in (RootModel[list[int]], Box[dict[str, int]], Titled)]
-    assert names == ["RootModel_list_int", "Box_dict_str_int", "A_box_titled"]
-    assert as_tool({"title": "My answer (short)", "type": "object"}, None)["function"]["name"] == "My_answer_short"
-
-
 def test_what_a_list_is_made_of(chat: ChatAsyncEngine) -> None:
     """The root need not be an object where the answer is text; a tool's arguments must be."""
     numbers = {"title": "Numbers", "type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3}
@@ -318,13 +277,6 @@ def test_schemas_keep_their_order_and_parts() -> None:
     assert converted({"type": "object"})["title"] == "response"
     given = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
     assert response_format(given, None) == given
-
-
-def test_further_keywords_are_the_calls_own(chat: ChatAsyncEngine) -> None:
-    small = chat.with_structured_output(Person, max_tokens=20, include_raw=True).invoke(TEXT)
-    assert small["raw"].usage_metadata["output_tokens"] <= 20
-    with pytest.raises(ModelInvalidRequestError, match="maks_tokens"):
-        chat.with_structured_output(Person, maks_tokens=20).invoke(TEXT)
 
 
 @pytest.mark.parametrize(("schema", "method"), [(Person, "xml"), (None, "json_schema"), (None, "function_calling")])

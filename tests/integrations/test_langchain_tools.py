@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
-from pydantic import BaseModel, Field
+from langchain_core.messages import BaseMessage, HumanMessage, ToolMessage
 
 from asyncengine import EngineHandle
 from asyncengine.errors import GrammarUnsupported, InvalidParameter
 from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
 
-from .conftest import Watch, added
+from .conftest import added
 from .langchain_demo_tools import TOOLS, add, get_weather, multiply
 from .peak import paced
 
@@ -91,18 +89,6 @@ def test_choices_decide_whatever_the_model_would_do(chat: ChatAsyncEngine) -> No
     assert made(chat.bind_tools([]).invoke("Hello")) == []
 
 
-def test_a_tight_budget_still_gives_a_whole_call(chat: ChatAsyncEngine) -> None:
-    class Note(BaseModel):
-        """Save a note."""
-
-        text: str
-        tags: list[str] = Field(min_length=1)
-
-    answer = chat.bind_tools([Note], tool_choice="any").invoke("Note: buy bread and milk", max_tokens=24)
-    assert len(answer.tool_calls) == 1
-    Note(**answer.tool_calls[0]["args"])
-
-
 def test_strict(chat: ChatAsyncEngine) -> None:
     """What the library cannot enforce is refused, or left out; the schemas are open only where asked."""
     odd = {"title": "odd", "type": "object", "properties": {"n": {"type": "integer", "not": {"multipleOf": 3}}}}
@@ -127,39 +113,7 @@ def test_a_call_that_a_stop_string_cuts_is_invalid(chat: ChatAsyncEngine) -> Non
     assert streamed.response_metadata["finish_reason"] == "stop"
 
 
-async def test_leaving_a_streamed_call_frees_its_pages(chat: ChatAsyncEngine, demo: EngineHandle) -> None:
-    class Write(BaseModel):
-        """Write a story."""
-
-        story: str = Field(min_length=1500)
-
-    watch = Watch(demo.get().aengine)
-    model = chat.bind_tools([Write], tool_choice="any", max_tokens=900)
-    watch.hold()
-    async for chunk in model.astream("Hello"):
-        if chunk.tool_call_chunks:  # type: ignore[attr-defined]
-            break
-    await watch.assert_aborted()
-    task = asyncio.ensure_future(model.ainvoke("Hello"))
-    await watch.until_running()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await watch.assert_aborted(2)
-
-
 # -- events and content blocks
-
-
-@pytest.mark.filterwarnings("ignore:astream_events version='v1'")
-@pytest.mark.parametrize("version", ["v1", "v2"])
-async def test_events_carry_the_call(chat: ChatAsyncEngine, version: Any) -> None:
-    events = [event async for event in chat.bind_tools([add]).astream_events("Add 12 and 30.", version=version)]
-    streamed = [event["data"]["chunk"] for event in events if event["event"] == "on_chat_model_stream"]
-    assert made(added(streamed)) == [("add", {"a": 12, "b": 30})]
-    [end] = [event["data"]["output"] for event in events if event["event"] == "on_chat_model_end"]
-    message = end if isinstance(end, AIMessage) else end["generations"][0][0]["message"]
-    assert made(message) == [("add", {"a": 12, "b": 30})]
 
 
 @pytest.mark.filterwarnings("ignore::langchain_core._api.beta_decorator.LangChainBetaWarning")

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
-from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.base import BaseEvent
-from llama_index.core.prompts import PromptTemplate
 from pydantic import Field
 
 from asyncengine import EngineHandle, SamplingParams
@@ -94,14 +92,6 @@ async def test_raw_usage_and_logprobs(make: Make) -> None:
         assert ("usage" in part.raw) == (part.raw.get("finish_reason") is not None)
 
 
-def test_a_repeated_long_prefix_is_read_from_the_cache(llm: AsyncEngineLLM) -> None:
-    prompt = "A passage that every question of one query engine shares. " * 3
-    llm.complete(prompt + "Q1")
-    raw = llm.complete(prompt + "Q2").raw
-    assert raw is not None
-    assert raw["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(prompt) - 16
-
-
 async def test_formatted_prompts_are_sent_as_they_are(llm: AsyncEngineLLM, handle: EngineHandle) -> None:
     raw = handle.get().generate("Once", SamplingParams(temperature=0, max_tokens=10)).text
     assert llm.complete("Once", formatted=True).text == raw
@@ -167,26 +157,6 @@ async def test_instrumentation_events(llm: AsyncEngineLLM) -> None:
         assert heard.names == ["LLMCompletionStartEvent", "LLMCompletionEndEvent"]
     finally:
         dispatcher.event_handlers.remove(heard)
-
-
-async def test_token_counter_counts_what_the_engine_counted(make: Make) -> None:
-    counter = TokenCountingHandler(tokenizer=lambda text: [0] * 10_000)
-    llm = make(callback_manager=CallbackManager([counter]))
-    expected = llm.chat(HELLO).raw["usage"]  # type: ignore[index]
-    assert counter.prompt_llm_token_count == expected["prompt_tokens"]
-    assert counter.completion_llm_token_count == expected["completion_tokens"]
-    counter.reset_counts()
-    [part async for part in await llm.astream_chat(HELLO)]
-    assert counter.prompt_llm_token_count == expected["prompt_tokens"]
-
-
-async def test_predict_and_its_twins(llm: AsyncEngineLLM) -> None:
-    template = PromptTemplate("Say {word}")
-    text = llm.predict(template, word="Hello")
-    assert text == llm.complete("Say Hello").text
-    assert await llm.apredict(template, word="Hello") == text
-    assert "".join(llm.stream(template, word="Hello")) == text
-    assert "".join([token async for token in await llm.astream(template, word="Hello")]) == text
 
 
 async def test_per_call_keywords_and_refusals(llm: AsyncEngineLLM) -> None:

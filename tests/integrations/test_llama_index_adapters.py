@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from llama_index.core import SummaryIndex
 from llama_index.core.base.llms.types import ChatMessage
-from llama_index.core.prompts import PromptTemplate
-from llama_index.core.schema import TextNode
-from pydantic import BaseModel
 
 from asyncengine.errors import AdapterNotFound, InvalidParameter
 from asyncengine.integrations.langchain import ChatAsyncEngine
@@ -21,7 +16,6 @@ from asyncengine.integrations.llama_index import AsyncEngineLLM
 from .conftest import CONFIG, TOKENS
 
 HELLO = [ChatMessage("Hello")]
-NAMES = (None, "first", "second")
 OWN = {**CONFIG, "max_num_seqs": 6}
 """Settings of an engine that no other test shares."""
 Make = Callable[..., AsyncEngineLLM]
@@ -75,28 +69,10 @@ def test_each_call_may_choose(make: Make, answers: dict[str | None, str]) -> Non
         llm.chat(HELLO, model="first", adapter="second")
 
 
-async def test_adapters_share_a_batch(make: Make, answers: dict[str | None, str]) -> None:
-    mixed = await asyncio.gather(*(make(adapter=name).achat(HELLO) for name in NAMES))
-    assert [response.message.content for response in mixed] == [answers[name] for name in NAMES]
-
-
 def test_what_observers_are_told(make: Make) -> None:
     llm = make(adapter="first", context_window=500, is_chat_model=True, is_function_calling_model=False)
     assert llm.model_name == llm.metadata.model_name == "first"
     assert llm.to_payload()["model_name"] == "first"
-
-
-def test_through_llamaindexs_own_programs(make: Make, answers: dict[str | None, str]) -> None:
-    class Size(BaseModel):
-        n: int
-
-    llm = make(adapter="first", max_tokens=64)
-    assert make(adapter="first").predict(PromptTemplate("Hello")) == answers["first"]
-    chosen = llm.structured_predict(Size, PromptTemplate("How many?"), llm_kwargs={"adapter": "second"})
-    assert chosen == make(adapter="second", max_tokens=64).structured_predict(Size, PromptTemplate("How many?"))
-    engine = SummaryIndex([TextNode(text="A lamp is a lamp.")]).as_query_engine(llm=make(adapter="first"))
-    other = SummaryIndex([TextNode(text="A lamp is a lamp.")]).as_query_engine(llm=make())
-    assert str(engine.query("What is a lamp?")) != str(other.query("What is a lamp?"))
 
 
 def test_both_frameworks_share_the_engine_and_its_adapters(

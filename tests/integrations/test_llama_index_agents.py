@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from llama_index.core.agent.workflow import (
     AgentStream,
     AgentWorkflow,
     FunctionAgent,
-    ReActAgent,
     ToolCall,
     ToolCallResult,
 )
@@ -18,13 +16,12 @@ from llama_index.core.llms import ChatMessage
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.prompts import PromptTemplate
 from pydantic import BaseModel
-from workflows.errors import WorkflowCancelledByUser
 
 from asyncengine import EngineHandle
 from asyncengine.integrations.llama_index import AsyncEngineLLM
 
 from .conftest import Watch
-from .llama_demo import ADD, BOTH, SUM, TOOLS, WEATHER, WRITE_NOTE, demo_llm
+from .llama_demo import ADD, BOTH, SUM, TOOLS, WEATHER, demo_llm
 
 pytestmark = pytest.mark.usefixtures("demo")
 
@@ -68,14 +65,6 @@ async def test_events_tell_calls_as_they_are_written(llm: AsyncEngineLLM) -> Non
     answer = "The weather in Lisbon is 27 degrees and sunny."
     assert "".join(event.delta for event in streamed) == str(await handler) == answer
     assert streamed[-1].raw["usage"]["completion_tokens"] > 0
-
-
-async def test_many_agents_at_once(llm: AsyncEngineLLM, watch: Watch) -> None:
-    agent = FunctionAgent(tools=TOOLS, llm=llm)
-    results = await asyncio.gather(*(agent.run(user_msg=f"What is {n} plus 30?") for n in range(20, 28)))
-    assert [used(result) for result in results] == [[("add", {"a": n, "b": 30})] for n in range(20, 28)]
-    assert [str(result) for result in results] == [f"{n} plus 30 is {n + 30}." for n in range(20, 28)]
-    await watch.assert_all_given_back()
 
 
 async def test_a_conversation_goes_on(llm: AsyncEngineLLM) -> None:
@@ -128,15 +117,6 @@ async def test_structured_results(llm: AsyncEngineLLM) -> None:
     assert (await agent.run(user_msg=question)).structured_response == {"population": 1304}
 
 
-async def test_a_workflow_takes_the_agent_that_calls_functions(llm: AsyncEngineLLM) -> None:
-    workflow = AgentWorkflow.from_tools_or_functions(list(TOOLS), llm=llm)
-    assert [type(agent) for agent in workflow.agents.values()] == [FunctionAgent]
-    result = await workflow.run(user_msg=BOTH)
-    assert str(result) == "12 plus 30 is 42. 7 times 8 is 56."
-    in_words = AgentWorkflow.from_tools_or_functions([ADD], llm=demo_llm(is_function_calling_model=False))
-    assert [type(agent) for agent in in_words.agents.values()] == [ReActAgent]
-
-
 async def test_agents_hand_over(llm: AsyncEngineLLM) -> None:
     desk = FunctionAgent(name="desk", description="Takes requests.", tools=[WEATHER], llm=llm)
     calculator = FunctionAgent(name="calculator", description="Adds.", tools=[ADD], llm=llm, can_handoff_to=[])
@@ -147,20 +127,3 @@ async def test_agents_hand_over(llm: AsyncEngineLLM) -> None:
     assert used(result) == [("handoff", {"to_agent": "calculator", "reason": "math"}), ("add", {"a": 12, "b": 30})]
     assert result.current_agent_name == "calculator"
     assert "12 plus 30 is 42." in str(result)
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-@pytest.mark.parametrize("kind", ["agent", "workflow"])
-async def test_cancelling_a_run_frees_its_pages(kind: str, streaming: bool, watch: Watch) -> None:
-    """While a call is being written that would go on for long."""
-    agent = FunctionAgent(
-        tools=[WRITE_NOTE], llm=demo_llm(max_tokens=3000), initial_tool_choice="write_note", streaming=streaming
-    )
-    handler = (agent if kind == "agent" else AgentWorkflow(agents=[agent])).run(user_msg="Save a note.")
-    await watch.until_running()
-    await handler.cancel_run()
-    with pytest.raises(WorkflowCancelledByUser):
-        await handler
-    await watch.assert_aborted()
-    result = await FunctionAgent(tools=TOOLS, llm=demo_llm()).run(user_msg=SUM)
-    assert str(result) == "12 plus 30 is 42."

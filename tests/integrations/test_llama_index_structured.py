@@ -11,10 +11,8 @@ from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.base import BaseEvent
-from llama_index.core.program import FunctionCallingProgram
 from llama_index.core.program.utils import FlexibleModel
 from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate
-from llama_index.core.types import PydanticProgramMode
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from asyncengine import EngineHandle
@@ -22,7 +20,6 @@ from asyncengine.errors import BudgetTooSmall, InvalidParameter
 from asyncengine.integrations.llama_index import AsyncEngineLLM
 from asyncengine.integrations.llama_index.structured import Growing, with_schema
 
-from .conftest import Watch
 from .llama_demo import demo_llm
 from .peak import paced
 
@@ -46,11 +43,6 @@ class Notes(BaseModel):
 TEXT = "Ada Brandt is 34 years old. She lives in Fenwick."
 ADA = Person(name="Ada Brandt", age=34, city="Fenwick")
 PROMPT = PromptTemplate("Extract the data.\n\n{text}")
-
-
-@pytest.fixture
-def watch(demo: EngineHandle) -> Watch:
-    return Watch(demo.get().aengine)
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +95,6 @@ def test_an_object_out_of_growing_text() -> None:
     assert all(later != earlier for earlier, later in itertools.pairwise(part.model_dump() for part in parts))
     assert [part.title for part in parts if len(part.title or "") == 4] == ['a "b']
     assert [part.pages for part in parts if part.pages is not None][:4] == [[], [1], [12], [12, 3]]
-
-
-async def test_values_in_other_scripts(llm: AsyncEngineLLM) -> None:
-    for parts in await four_forms(llm, Person, text="Łukasz is 51 years old. He lives in Zürich."):
-        assert parts[-1] == Person(name="Łukasz", age=51, city="Zürich")
 
 
 @pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20")
@@ -182,22 +169,6 @@ async def test_what_only_the_class_can_check_is_checked(llm: AsyncEngineLLM) -> 
         [part async for part in stream]
 
 
-@pytest.mark.parametrize("mode", [PydanticProgramMode.FUNCTION, PydanticProgramMode.LLM])
-async def test_other_modes_are_llama_index_own_programs(mode: PydanticProgramMode) -> None:
-    llm = demo_llm(pydantic_program_mode=mode, system_prompt="You extract data.")
-    whole, awhole, parts, aparts = await four_forms(llm, Person, text=TEXT)
-    assert whole[-1] == awhole[-1] == parts[-1] == aparts[-1] == ADA
-
-
-def test_a_function_calling_program(one_by_one: AsyncEngineLLM) -> None:
-    """The schema as a tool; its stream reads `additional_kwargs["tool_calls"]`."""
-    program = FunctionCallingProgram.from_defaults(Person, prompt=PROMPT, llm=one_by_one)
-    assert program(text=TEXT) == ADA
-    parts = list(program.stream_call(text=TEXT))
-    assert parts[-1] == ADA
-    assert any(part.name == "Ada Brandt" and part.city is None for part in parts)  # type: ignore[union-attr]
-
-
 def test_where_the_schema_is_told() -> None:
     user, system = ChatMessage("U"), ChatMessage("S", role=MessageRole.SYSTEM)
     answered = ChatMessage("A", role=MessageRole.ASSISTANT)
@@ -236,44 +207,6 @@ async def test_instrumentation_events(llm: AsyncEngineLLM) -> None:
         assert heard.names == ["StartEvent", *["InProgressEvent"] * len(parts), "EndEvent"]
     finally:
         dispatcher.event_handlers.remove(heard)
-
-
-@pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20")
-async def test_leaving_a_stream_frees_its_pages(llm: AsyncEngineLLM, watch: Watch) -> None:
-    class Long(BaseModel):
-        name: str
-        story: str = Field(min_length=1500)
-
-    args = {"text": TEXT, "llm_kwargs": {"max_tokens": 3000}}
-    watch.hold()
-    stream = await llm.astream_structured_predict(Long, PROMPT, **args)
-    assert await anext(stream)
-    await stream.aclose()
-    await watch.assert_aborted(1)
-    watch.hold()
-    async for part in await llm.as_structured_llm(Long).astream_chat([ChatMessage(TEXT)], max_tokens=3000):
-        assert part.raw is not None
-        break
-    await watch.assert_aborted(2)
-    watch.hold()
-    parts = llm.stream_structured_predict(Long, PROMPT, **args)
-    next(parts)
-    parts.close()
-    await watch.assert_aborted(3)
-
-
-MODES = ["compact", "refine", "tree_summarize", "accumulate", "compact_accumulate"]
-
-
-@pytest.mark.parametrize("mode", MODES)
-async def test_query_engines(llm: AsyncEngineLLM, mode: str) -> None:
-    """What the demo model answers to two tasks at once is not the point: that it is the class is."""
-    texts = [TEXT, "Tom is 51 years old. He lives in Oslo."]
-    index = VectorStoreIndex.from_documents([Document(text=text) for text in texts], embed_model=MockEmbedding(8))
-    engine = index.as_query_engine(llm=llm, output_cls=Person, response_mode=mode, similarity_top_k=2)
-    for response in (engine.query("How old is Ada Brandt?"), await engine.aquery("How old is Ada Brandt?")):
-        answer = response.response
-        assert isinstance(answer, str if "accumulate" in mode else Person), answer
 
 
 async def test_a_query_engine_finds_the_record(llm: AsyncEngineLLM) -> None:

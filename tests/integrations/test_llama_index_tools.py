@@ -85,13 +85,6 @@ async def test_parallel_calls_only_where_allowed(llm: AsyncEngineLLM) -> None:
         assert called(response) == [("add", {"a": 12, "b": 30})]
 
 
-async def test_no_tools_is_a_plain_chat(llm: AsyncEngineLLM) -> None:
-    expected = llm.chat([ChatMessage("Hello!")]).message.content
-    for response in await four_ways(llm, [], "Hello!"):
-        assert response.message.content == expected
-        assert llm.get_tool_calls_from_response(response, error_on_no_tool_call=False) == []
-
-
 @pytest.mark.parametrize("choice", [{"tool_required": True}, {"tool_choice": "required"}, {"tool_choice": "any"}])
 async def test_a_required_call(llm: AsyncEngineLLM, choice: dict[str, Any]) -> None:
     assert not called(llm.chat_with_tools([ADD], "Hello!"))
@@ -141,13 +134,6 @@ async def test_predict_and_call(llm: AsyncEngineLLM) -> None:
     both = await llm.apredict_and_call(TOOLS, BOTH, allow_parallel_tool_calls=True)
     assert both.response == "42\n\n56"
     assert llm.predict_and_call([ADD], "Hello!", error_on_no_tool_call=False).response.startswith("Hello")
-
-
-@pytest.mark.parametrize("city", ["東京", "Zürich", "Łódź", "Москва"])
-async def test_arguments_in_other_scripts(llm: AsyncEngineLLM, city: str) -> None:
-    for response in await four_ways(llm, TOOLS, f"What is the weather in {city}?"):
-        assert called(response) == [("get_weather", {"city": city})]
-        assert city in response.message.additional_kwargs["tool_calls"][0]["function"]["arguments"]
 
 
 def test_results_go_back_to_the_model(llm: AsyncEngineLLM) -> None:
@@ -216,12 +202,6 @@ def test_how_a_tool_is_offered(llm: AsyncEngineLLM) -> None:
     assert list(openai_tool(ADD)["function"]) == ["name", "description", "parameters"]
     dotted = FunctionTool.from_defaults(add, name="math.add", description="Add two numbers.")
     assert llm.predict_and_call([dotted], SUM, tool_required=True).response == "42"
-
-
-def test_metadata_says_whether_tools_may_be_offered(llm: AsyncEngineLLM) -> None:
-    assert llm.metadata.is_function_calling_model
-    assert not demo_llm(is_function_calling_model=False).metadata.is_function_calling_model
-    assert not demo_llm(is_chat_model=False).metadata.is_function_calling_model
 
 
 def test_a_call_that_cannot_be_read_is_told_of_and_not_run() -> None:

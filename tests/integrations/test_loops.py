@@ -66,13 +66,6 @@ def asker(request: pytest.FixtureRequest, make_chat: Any, model_path: str) -> As
     return llama_index_asker(LlamaIndexLLM(model=model_path, engine_config=CONFIG, temperature=0, max_tokens=10))
 
 
-def test_sync_then_three_loops_then_sync(asker: Asker) -> None:
-    text = asker.sync()
-    assert [asyncio.run(asker.later()) for _ in range(3)] == [text] * 3
-    assert [asyncio.run(asker.astream()) for _ in range(3)] == [text] * 3
-    assert asker.stream() == asker.sync() == text
-
-
 def test_two_loops_and_a_plain_thread_at_once(asker: Asker, handle: EngineHandle) -> None:
     text, together = asker.sync(), threading.Barrier(3)
 
@@ -102,37 +95,3 @@ async def test_sync_calls_inside_a_coroutine(asker: Asker) -> None:
     # What LlamaIndex does for `query()` in a coroutine: a new loop in a new thread, while this loop is blocked.
     assert asyncio_run(asker.later()) == text
     assert asker.sync() == await asker.astream() == text
-
-
-async def test_a_call_in_flight_survives_a_blocked_loop(asker: Asker) -> None:
-    text = asker.sync()
-    task = asyncio.create_task(asker.later())
-    await asyncio.sleep(0)
-    assert asker.sync() == text
-    assert await task == text
-
-
-def test_uvloop(asker: Asker) -> None:
-    uvloop = pytest.importorskip("uvloop")
-    text = asker.sync()
-    for ask in (asker.later, asker.astream):
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            assert runner.run(ask()) == text
-
-
-async def test_contextvars_of_the_caller_reach_its_callbacks(make_chat: Any) -> None:
-    import contextvars
-
-    from langchain_core.callbacks import AsyncCallbackHandler
-
-    who: contextvars.ContextVar[str] = contextvars.ContextVar("who")
-    seen: list[tuple[str, int]] = []
-
-    class Handler(AsyncCallbackHandler):
-        async def on_llm_new_token(self, *args: Any, **kwargs: Any) -> None:
-            seen.append((who.get("nobody"), threading.get_ident()))
-
-    who.set("me")
-    async for _ in make_chat(max_tokens=4).astream("Hello", {"callbacks": [Handler()]}):
-        pass
-    assert set(seen) == {("me", threading.get_ident())}

@@ -19,7 +19,6 @@ from support.http_server import serving_thread
 
 from asyncengine import AsyncEngine, Engine, EngineDead, SamplingParams
 from asyncengine.grammar import Grammar
-from asyncengine.integrations.langchain import ChatAsyncEngine
 from asyncengine.integrations.opentelemetry import trace
 from asyncengine.serve import app
 
@@ -28,11 +27,6 @@ PROVIDER = TracerProvider()
 PROVIDER.add_span_processor(SimpleSpanProcessor(SPANS))
 TRACER = PROVIDER.get_tracer("the test")
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-
-
-@pytest.fixture(autouse=True)
-def none_before() -> None:
-    SPANS.clear()
 
 
 @pytest.fixture(scope="module")
@@ -102,16 +96,6 @@ async def test_the_callers_span_is_the_parent(demo: Engine) -> None:
     for span in spans()[0]:
         assert span.parent is not None
         assert span.parent.span_id == callers[str((span.attributes or {})["gen_ai.response.id"])]
-
-
-async def test_langchains_caller_is_the_parent_too(demo: Engine) -> None:
-    chat = ChatAsyncEngine(engine=demo, max_tokens=3)
-    with TRACER.start_as_current_span("agent") as agent:
-        await chat.ainvoke("hello")
-        await asyncio.to_thread(chat.invoke, "hello")
-        await chat.abatch(["a", "b"])
-    whole, _ = spans()
-    assert [span.parent and span.parent.span_id for span in whole] == [agent.get_span_context().span_id] * 4
 
 
 async def test_a_failure_is_one_and_parts_that_it_did_not_come_to_are_missing() -> None:

@@ -15,7 +15,6 @@ from asyncengine.integrations.llama_index import AsyncEngineEmbedding, AsyncEngi
 
 from .vector_models import NotingSource
 
-FOUR: list[type[Any]] = [AsyncEngineEmbeddings, AsyncEngineReranker, AsyncEngineEmbedding, AsyncEngineRerank]
 EMBEDDERS: list[type[Any]] = [AsyncEngineEmbeddings, AsyncEngineEmbedding]
 
 
@@ -74,25 +73,11 @@ async def test_the_async_calls_ask_the_same_and_await_the_engine() -> None:
     assert named == ["query", "document", "query", "document", "document"]
 
 
-async def test_no_texts_ask_nothing() -> None:
-    for kind in EMBEDDERS:
-        made, source = noting(kind)
-        assert of_both(made)[1]([]) == []
-        assert await made._aembed([], "document") == []
-        assert not source.calls
-
-
 def test_one_call_however_many_texts() -> None:
     """LlamaIndex hands over ten at a time unless it is told otherwise."""
     made, source = noting(AsyncEngineEmbedding)
     assert len(made.get_text_embedding_batch([f"text {i}" for i in range(1500)])) == 1500
     assert [len(call["texts"]) for call in source.calls] == [1500]
-
-
-async def test_large_answers_become_lists_in_full() -> None:
-    made, _ = noting(AsyncEngineEmbeddings)
-    texts = ["a" * (i % 7 + 1) for i in range(40_000)]
-    assert await made.aembed_documents(texts) == made.embed_documents(texts)
 
 
 DOCUMENTS = [Document("aa", id="1", metadata={"page": 7}), Document("aaaa", id="2"), Document("a", id="3")]
@@ -128,21 +113,6 @@ async def test_a_postprocessor_keeps_the_best_and_changes_nothing_of_its_callers
     assert made.postprocess_nodes([], query_str="q") == []
     with pytest.raises(ValueError, match="query_bundle"):
         made.postprocess_nodes(nodes)
-
-
-@pytest.mark.parametrize("kind", FOUR)
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"model": "m", "temperature": 0}, "temperature"),
-        ({"model": "m", "engine_config": {"pages": 3}}, "pages"),
-        ({"model": "m", "truncate": "perhaps"}, "truncate"),
-        ({}, "model"),
-    ],
-)
-def test_wrong_fields_are_named(kind: type[Any], fields: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValidationError, match=named):
-        kind(**fields)
 
 
 @pytest.mark.parametrize("kind", EMBEDDERS)

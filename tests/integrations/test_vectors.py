@@ -3,7 +3,6 @@ parts as programs use them."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,10 @@ import pytest
 import transformers
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
-from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_tests.integration_tests import EmbeddingsIntegrationTests
 from langchain_tests.unit_tests import EmbeddingsUnitTests
 from llama_index.core import VectorStoreIndex
 from llama_index.core.schema import NodeWithScore, TextNode
-from support.fake_engine import posted, until
-from support.held_steps import HeldSteps
 from support.random_reranker import make_reranker
 
 from asyncengine import DEMO_EMBEDDER, EngineHandle, shared_engine
@@ -111,32 +107,6 @@ async def test_vectors_are_the_model_s_own(chain: AsyncEngineEmbeddings, index: 
         np.testing.assert_allclose(np.array(one), query, atol=1e-5)
 
 
-async def test_many_tasks_are_few_steps(chain: AsyncEngineEmbeddings) -> None:
-    engine = await chain.aget_engine()
-    questions = [f"How old is number {n}?" for n in range(200)]
-    before = engine.stats().steps
-    with HeldSteps(engine):
-        tasks = [asyncio.ensure_future(chain.aembed_query(question)) for question in questions]
-        await until(lambda: len(posted(engine)) + len(engine.core.loop.scheduler.requests) == len(questions))
-    found = await asyncio.gather(*tasks)
-    assert engine.stats().steps - before < 20
-    alone = [await chain.aembed_query(question) for question in questions[:3]]
-    assert found[:3] == alone
-
-
-async def test_shorter_vectors_are_the_beginning_made_one_long(chain: AsyncEngineEmbeddings) -> None:
-    short = AsyncEngineEmbeddings(model="demo-embed", engine_config=EMBEDDER, dimensions=32)
-    whole, cut = [np.array(await made.aembed_query("a cat")) for made in (chain, short)]
-    np.testing.assert_allclose(cut, whole[:32] / np.linalg.norm(whole[:32]), atol=1e-6)
-
-
-async def test_a_vector_store_finds_the_demo_s_documents(chain: AsyncEngineEmbeddings) -> None:
-    store = await InMemoryVectorStore.afrom_texts(TEXTS, chain)
-    found = await asyncio.gather(*(store.asimilarity_search(question.text, k=1) for question in FOR_RETRIEVAL))
-    for question, (document,) in zip(FOR_RETRIEVAL, found, strict=True):
-        assert question.expected in document.page_content
-
-
 async def test_an_index_finds_the_demo_s_documents(index: AsyncEngineEmbedding) -> None:
     """Made blocking inside a running loop, asked with and without awaiting."""
     nodes = [TextNode(id_=name, text=text) for name, text in DOCUMENTS.items()]
@@ -144,32 +114,6 @@ async def test_an_index_finds_the_demo_s_documents(index: AsyncEngineEmbedding) 
     for question in FOR_RETRIEVAL:
         for (found,) in (await retriever.aretrieve(question.text), retriever.retrieve(question.text)):
             assert question.expected in found.node.get_content()
-
-
-async def test_wrong_calls_are_named_and_disturb_nobody(chain: AsyncEngineEmbeddings) -> None:
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"dimensions": 4096}, "dimensions"),
-        ({"query_prompt_name": "no"}, "prompt_name"),
-    ]
-    for fields, named in wrong:
-        with pytest.raises(ValueError, match=named):
-            await AsyncEngineEmbeddings(model="demo-embed", engine_config=EMBEDDER, **fields).aembed_query("a")
-    with pytest.raises(ValueError, match="texts"):
-        await chain.aembed_documents(["a", None])  # type: ignore[list-item]
-    assert len(await chain.aembed_query("a")) == 128
-
-
-async def test_cancelled_in_the_middle(chain: AsyncEngineEmbeddings) -> None:
-    engine = await chain.aget_engine()
-    with HeldSteps(engine, after=1) as held:
-        task = asyncio.ensure_future(chain.aembed_documents([f"{n} " * 200 for n in range(600)]))
-        await until(held.reached.is_set)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-    for _ in range(2):
-        await chain.aembed_query("settle")
-    assert not any(engine.stats().requests.values())
 
 
 def scores(folder: str, query: str, texts: list[str]) -> list[float]:

@@ -44,16 +44,6 @@ def test_a_stream_adds_up_to_it(client: openai.OpenAI, expected: str) -> None:
     assert chunks[-1].usage.completion_tokens == 12
 
 
-@pytest.mark.parametrize(
-    ("given", "param"),
-    [({"max_tokens": -1}, "max_tokens"), ({"extra_body": {"foo": 1}}, "foo"), ({"temperature": "hot"}, "temperature")],
-)
-def test_a_wrong_field_is_named(client: openai.OpenAI, given: dict[str, object], param: str) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model="demo", messages=QUESTION, **given)
-    assert refused.value.param == param
-
-
 @pytest.mark.parametrize("half", [b"\\ud83d", b"\\uD83D", b"\xed\xa0\xbd"])
 def test_half_a_letter_is_refused(demo_url: str, half: bytes) -> None:
     body = b'{"model": "demo", "messages": [], "user": "%b"}' % half

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import base64
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from PIL import Image, ImageDraw
+from PIL import Image
 from starlette.applications import Starlette
 from support.http_server import serving_thread
 from support.picture_models import chat, picture, png, save_picture_model
@@ -90,30 +89,6 @@ def test_a_picture_is_read(
 ) -> None:
     assert len(set(answers)) == 2
     assert [text(ask(url, data_url(image)).json()) for image in SEEN] == answers
-
-
-def test_colors_that_are_asked_for_at_once_are_never_mixed() -> None:
-    """Ten times each color in each dialect, of the bundled model, from 18 clients."""
-
-    @asynccontextmanager
-    async def made() -> AsyncIterator[Starlette]:
-        async with await AsyncEngine.from_pretrained("demo-vision", show_progress=False, num_threads=1) as engine:
-            yield app(engine, aliases={"*": engine.info.name})
-
-    def shown(color: str) -> str:
-        image = Image.new("RGB", (200, 200), "white")
-        ImageDraw.Draw(image).ellipse((60, 60, 140, 140), fill=color)
-        return data_url(image)
-
-    colors = ("red", "green", "blue")
-    with serving_thread(made) as url, ThreadPoolExecutor(18) as clients:
-
-        def ask(number: int) -> tuple[str, str]:
-            color, (call, text) = colors[number % 3], ASKED[number // 3 % 3]
-            return color, text(call(url, shown(color), "What is this?").json())
-
-        found = set(clients.map(ask, range(90)))
-    assert found == {(color, f"A {color} circle.") for color in colors}
 
 
 @pytest.mark.parametrize("ask", [ask for ask, _ in ASKED])

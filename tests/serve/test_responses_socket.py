@@ -63,14 +63,6 @@ def test_it_tells_what_a_stream_tells(socket: ClientConnection, demo_url: str) -
     assert text(told) == text(streamed) != ""
 
 
-def test_requests_are_answered_one_after_another(socket: ClientConnection) -> None:
-    for number in range(3):
-        send(socket, metadata={"number": str(number)})
-    for number in range(3):
-        told = events(socket)
-        assert {event["response"]["metadata"]["number"] for event in told if "response" in event} == {str(number)}
-
-
 def test_what_is_not_stored_stays_with_its_connection(socket: ClientConnection, demo_url: str) -> None:
     send(socket)
     first = events(socket)[-1]["response"]

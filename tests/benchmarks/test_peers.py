@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers import gguf_file, memory, results, roofline, run, shapes, systems, table
+from benchmarks.peers import memory, results, roofline, run, shapes
 from benchmarks.peers.drivers.base import Settings
 from benchmarks.peers.pool import PeerFailed, Worker
-from benchmarks.peers.workloads import Figure, Request, Trace, measure, quantile, workloads
+from benchmarks.peers.workloads import Request, Trace, measure, workloads
 
 ALL = workloads(rate=2.0, seconds=20.0)
-NOWHERE = systems.Places({"vllm": "/nowhere/python", "llama": sys.executable}, None)
 
 
 def settings(folder: Path) -> Settings:
@@ -31,30 +30,6 @@ def test_requests_are_the_same_for_everybody_and_new_in_every_repetition(name: s
     assert all(0 <= token < 999 for request in made for token in request.prompt)  # 999 ends a sequence
 
 
-def test_no_two_workloads_share_a_prompt() -> None:
-    """Or the second would find it in a prefix cache."""
-    firsts = [tuple(workload.make(150_000, 0)[0].prompt[:8]) for workload in ALL.values()]
-    assert len(set(firsts)) == len(firsts)
-
-
-def test_langchain_gets_token_ids_that_its_engine_has_not_had() -> None:
-    made = {system.name: run.requests_for(system, ALL["conc-4"], 1000, 0) for system in systems.BASE}
-    assert all(requests == made["engine"] for name, requests in made.items() if name != "langchain")
-    pairs = zip(made["engine"], made["langchain"], strict=True)
-    assert all(mine.prompt[:16] != theirs.prompt[:16] for mine, theirs in pairs)
-    assert [len(request.prompt) for request in made["langchain"]] == [128] * 4
-
-
-def test_shapes_of_the_workloads() -> None:
-    shared = ALL["shared"].make(150_000, 0)
-    assert len({tuple(request.prompt[:1024]) for request in shared}) == 1
-    assert len({tuple(request.prompt[1024:]) for request in shared}) == len(shared) == 32
-    assert len(ALL["conc-64"].make(1000, 0)) == 64
-    moments = [request.at for request in ALL["arrivals"].make(1000, 0)]
-    assert moments == sorted(moments)
-    assert 20 < len(moments) < 60  # 40 are expected
-
-
 def test_figures_of_a_run() -> None:
     request = Request([1, 2], 3)
     streamed = Trace([5, 6, 7], 2.1, [1.0, 1.5, 2.0])
@@ -66,13 +41,6 @@ def test_figures_of_a_run() -> None:
     found = measure(ALL["arrivals"], [Request([1], 3, at=0.75)], [streamed], 0.0)
     assert found["first-p50"] == found["first-p99"] == 250.0
     assert found["between-p50"] == 500.0
-
-
-def test_quantiles_are_interpolated() -> None:
-    assert quantile([4.0, 1.0, 2.0, 3.0], 0.5) == 2.5
-    assert quantile([1.0, 2.0], 0.99) == pytest.approx(1.99)
-    assert quantile([7.0], 0.99) == 7.0
-    assert quantile([], 0.5) != quantile([], 0.5)  # not a number
 
 
 def test_ratios_are_taken_within_repetitions() -> None:
@@ -89,38 +57,6 @@ def test_ratios_are_taken_within_repetitions() -> None:
     assert found.advantage("work", "nobody", "engine", lower_is_better=False) is None
 
 
-def test_table_marks_what_was_measured_once_and_what_failed() -> None:
-    found = results.Results(2)
-    for turn in range(2):
-        found.add("work", "engine", turn, 100.0)
-    found.add("work", "slow", 0, 20.0)
-    found.say("work", "broken", "failed")
-    figures = [("work", Figure("", "some work", "tok/s")), ("other", Figure("", "nobody's", "tok/s"))]
-    lines = table.rows(found, figures, ["engine", "slow", "broken", "other"], "engine")
-    assert lines == [["some work, tok/s", "100", "20.0* (5.00x)", "failed", "-"]]
-    assert table.markdown(["work", "a"], [["b", "c"]]) == "| work | a |\n| --- | --- |\n| b | c |"
-
-
-def test_absent_peers_say_why() -> None:
-    by_name = {system.name: system for system in systems.BASE}
-    assert systems.look_for(by_name["vllm"], NOWHERE) == (None, "/nowhere/python does not exist")
-    assert systems.look_for(by_name["llama-server"], NOWHERE)[1].startswith("no llama-server")
-    version, reason = systems.packages(sys.executable, ("no_such_package",))
-    assert version is None
-    assert reason.startswith("no_such_package not installed")
-    assert systems.look_for(by_name["engine"], NOWHERE)[0] is not None
-
-
-def test_quantized_forms_are_of_those_that_have_them() -> None:
-    names = [system.name for system in systems.systems(["none", "int8", "int4"])]
-    assert names[len(systems.BASE) :] == [
-        "engine-int8", "llama-server-q8_0", "llama-python-q8_0", "engine-int4", "llama-server-q4_0",
-        "llama-python-q4_0",
-    ]  # fmt: skip
-    with pytest.raises(ValueError, match="NAME=PATH"):
-        systems.parse_python("sglang=/bin/python")
-
-
 def test_work_of_a_model() -> None:
     shape = shapes.SHAPES["qwen3-0.6b"]
     assert shape.parameters * 2 == pytest.approx(1.192e9, rel=0.001)
@@ -130,18 +66,6 @@ def test_work_of_a_model() -> None:
     assert alone == pytest.approx(2 * 440e6 * 2048 / 1e12 + 4 * 28 * 2048 * 2048 * 2049 / 2 / 1e12, rel=0.01)
     step = roofline.least_decode(shape, "bfloat16", 1.2e9, 192, bandwidth=50e9)
     assert step == pytest.approx((1.2e9 + 192 * 114_688) / 50e9)
-
-
-def test_names_in_gguf_files() -> None:
-    assert gguf_file.gguf_name("model.layers.3.mlp.up_proj.weight") == "blk.3.ffn_up.weight"
-    assert gguf_file.gguf_name("model.norm.weight") == "output_norm.weight"
-
-
-def test_rotary_rows_are_interleaved() -> None:
-    import numpy
-
-    rows = numpy.arange(8).reshape(8, 1)  # two heads of four rows: halves 0,1 | 2,3
-    assert gguf_file.interleave(rows, 2).ravel().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 def test_a_worker_that_ends_is_a_failure_of_its_system(tmp_path: Path) -> None:

@@ -27,16 +27,6 @@ def test_passes_are_counted_behind_prompts() -> None:
     assert guessed.allows(plain, most=2) == (2.0, 1.5)
 
 
-def test_many_plain_rows_are_no_prompt() -> None:
-    assert Passes.counted(steps((64, 64 * PROMPT, 9.0), (64, 64, 2.0)), 64, 2) == Passes(64, 64, 2.0)
-
-
-def test_more_tokens_a_pass_than_were_guessed_are_refused() -> None:
-    plain = Passes.counted(steps((1, PROMPT, 1.0), *[(1, 1, 1.0)] * 8), 1, 9)
-    with pytest.raises(ValueError, match=r"4\.00 tokens a pass of 2 guesses"):
-        Passes.counted(steps((1, PROMPT, 1.0), *[(1, 3, 1.0)] * 2), 1, 9).allows(plain, most=2)
-
-
 async def test_a_ratio_stands_beside_its_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Always right with seven guesses: eight tokens of a pass at most, in 32 tokens four passes behind the first."""
     shape = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}

@@ -100,8 +100,19 @@ def test_ctrl_c_ends_streams_and_then_the_server() -> None:
         assert "Traceback" not in said
 
 
-def test_sigterm_lets_answers_end_and_takes_no_new_ones() -> None:
-    with Served("demo") as served:
+TRACED = (
+    "-c",
+    "from opentelemetry import trace; from opentelemetry.sdk.trace import TracerProvider, export;"
+    "provider = TracerProvider(); console = export.ConsoleSpanExporter(out=open('spans', 'w'));"
+    "provider.add_span_processor(export.SimpleSpanProcessor(console)); trace.set_tracer_provider(provider);"
+    "from asyncengine.cli.main import script; script()",
+)
+"""What `opentelemetry-instrument` does, by hand: a provider is set before the command runs."""
+
+
+def test_sigterm_lets_answers_end_and_takes_no_new_ones(tmp_path: Path) -> None:
+    """And spans go to the provider that the starter has set up."""
+    with Served("demo", "--telemetry", start=TRACED, cwd=str(tmp_path)) as served:
         served.ready()
         with served.stream(300) as answer:
             lines = answer.iter_lines()
@@ -113,6 +124,9 @@ def test_sigterm_lets_answers_end_and_takes_no_new_ones() -> None:
         assert (code, said) == (0, "stopped\n")
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{served.url}/health")
+    spans = (tmp_path / "spans").read_text(encoding="utf-8")
+    assert '"name": "chat demo"' in spans
+    assert '"gen_ai.usage.output_tokens": 300' in spans
 
 
 def test_a_second_ctrl_c_waits_for_nobody() -> None:
@@ -286,23 +300,3 @@ def test_folders_and_names_on_the_command_line(tmp_path: Path) -> None:
         "a=b": str(tmp_path / "a=b"), "pet": "USER/repo", "Other-0.6B": "USER/Other-0.6B",
     }  # fmt: skip
     assert plan.aliases == {str(tmp_path / "a=b"): "a=b", "USER/Other-0.6B": "Other-0.6B"}
-
-
-def test_spans_go_to_the_provider_that_the_starter_has_set_up(tmp_path: Path) -> None:
-    """What `opentelemetry-instrument` does, by hand: a provider is set before the command runs."""
-    start = (
-        "-c",
-        "from opentelemetry import trace; from opentelemetry.sdk.trace import TracerProvider, export;"
-        "provider = TracerProvider(); console = export.ConsoleSpanExporter(out=open('spans', 'w'));"
-        "provider.add_span_processor(export.SimpleSpanProcessor(console)); trace.set_tracer_provider(provider);"
-        "from asyncengine.cli.main import script; script()",
-    )
-    with Served("demo", "--telemetry", start=start, cwd=tmp_path) as served:
-        served.ready()
-        body = {"messages": HELLO, "max_tokens": 2}
-        httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=PATIENCE).raise_for_status()
-        served.process.send_signal(signal.SIGINT)
-        served.end()
-    said = (tmp_path / "spans").read_text(encoding="utf-8")
-    assert '"name": "chat demo"' in said
-    assert '"gen_ai.usage.output_tokens": 2' in said

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 if sys.platform == "win32":
@@ -56,15 +54,3 @@ def test_ctrl_c_while_torch_is_imported(command: tuple[str, ...]) -> None:
         terminal.send(CTRL_C)
         assert terminal.end() == 130
         terminal.assert_clean()
-
-
-def test_embed_says_how_far_it_is(tmp_path: Path) -> None:
-    """Typed lines, a count on the terminal, and the vectors in their file."""
-    with Terminal("embed", "demo-embed", "--num-threads", "1", "--output", str(tmp_path / "typed.npy")) as terminal:
-        terminal.expect("0 texts")
-        terminal.send("a lamp\na bridge\n")
-        terminal.send(CTRL_D)
-        terminal.expect("2 texts")
-        assert terminal.end() == 0
-        terminal.assert_clean()
-    assert np.load(tmp_path / "typed.npy").shape == (2, 128)

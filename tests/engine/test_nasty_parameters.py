@@ -117,9 +117,9 @@ async def test_parameters_that_meet(engine: AsyncEngine) -> None:
 @pytest.mark.usefixtures("warnings_are_errors")
 @pytest.mark.parametrize("chat", [False, True], ids=["generate", "chat"])
 async def test_options_of_a_request(engine: AsyncEngine, chat: bool) -> None:
-    names = [field.name for field in fields(RequestOptions)]
-    if chat:
-        names += [field.name for field in fields(ChatRequest)][1:]
+    names = (
+        [field.name for field in fields(ChatRequest)][1:] if chat else [field.name for field in fields(RequestOptions)]
+    )
     params = SamplingParams(max_tokens=2, temperature=0.0)
     for name in names:
         for value in NASTY:

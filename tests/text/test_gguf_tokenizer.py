@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import unicodedata
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,9 @@ from asyncengine.demo import MODEL_PATH
 from asyncengine.errors import InvalidParameter, ModelNotFound, UnsupportedModel
 from asyncengine.text import TextTokenizer
 from asyncengine.text.gguf import load_gguf_tokenizer
-from asyncengine.text.gguf.families import FAMILIES
 
 FUZZ = 150 * TIMES
 """Random texts per tokenizer; 20,000 make the long form (a few minutes)."""
-VOCABULARIES = os.environ.get("ASYNCENGINE_GGUF_VOCABULARIES")
-"""A folder of real vocabularies: the ggml-vocab-*.gguf with their .inp and .out that llama.cpp's sources hold."""
 
 
 def assert_same(built: TextTokenizer, hf: Any, texts: Any, seed: int = 0) -> None:
@@ -71,36 +66,6 @@ def test_gemma_4_brings_its_merges() -> None:
     # converters set the flag for every Gemma 4; the instruct models' templates write the token themselves
     chatty = load_gguf_tokenizer({**metadata, "tokenizer.chat_template": "{{ bos_token }}"})
     assert chatty.encode("x") == chatty.encode("x", add_special_tokens=False)
-
-
-@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "qwen35", "gpt-4o", "tekken", "gpt-2"])
-def test_transformers_reads_the_same_header_alike(pre: str) -> None:
-    """Its own conversion from GGUF, as far as it goes: it leaves out normalization and the whole-word rule."""
-    module = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
-    metadata = byte_level_metadata(published(pre), pre)
-    fields = module.GGUF_TOKENIZER_MAPPING["tokenizer"]
-    given = {name: metadata[f"tokenizer.{key}"] for key, name in fields.items() if f"tokenizer.{key}" in metadata}
-    theirs, _ = module.convert_gguf_tokenizer("llama", given)
-    ours = load_gguf_tokenizer(metadata).hf.backend_tokenizer
-    apart = ["   ", "\t\t\t"]  # added tokens of white space, which it respells
-    apart += ["quick", "iPhone", "Ab", "33", "===", "tude"] * FAMILIES[pre].ignore_merges
-    for text in (unicodedata.normalize("NFC", text) for text in TEXTS):
-        if not any(word in text for word in apart):
-            assert ours.encode(text, add_special_tokens=False).ids == theirs.encode(text, add_special_tokens=False).ids
-
-
-@pytest.mark.parametrize("architecture", ["llama", "phi3"])
-def test_transformers_reads_the_same_scores_alike(architecture: str) -> None:
-    module = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
-    hf, scores = SENTENCEPIECE[architecture]()
-    metadata = sentencepiece_metadata(hf, scores, architecture=architecture)
-    fields = module.GGUF_TOKENIZER_MAPPING["tokenizer"]
-    given = {name: metadata[f"tokenizer.{key}"] for key, name in fields.items() if f"tokenizer.{key}" in metadata}
-    theirs, _ = module.convert_gguf_tokenizer(architecture, given)
-    ours = load_gguf_tokenizer(metadata).hf.backend_tokenizer
-    for text in TEXTS:
-        if "<" not in text:  # it does not know which marks swallow spaces
-            assert ours.encode(text, add_special_tokens=False).ids == theirs.encode(text, add_special_tokens=False).ids
 
 
 def test_the_demo_model_by_its_own_tokenizer_json() -> None:
@@ -290,27 +255,3 @@ def test_no_space_goes_before_a_text_where_the_header_says_so() -> None:
     ids = built.encode("quick fox", add_special_tokens=False)
     assert built.hf.convert_ids_to_tokens(ids)[0][0] != "▁"
     assert built.decode(built.encode(" quick", add_special_tokens=False)) == " quick"
-
-
-@pytest.mark.skipif(not VOCABULARIES, reason="needs ASYNCENGINE_GGUF_VOCABULARIES")
-def test_real_vocabularies_give_the_ids_that_their_models_have() -> None:
-    """llama.cpp's test vocabularies, with the ids that the models' Hugging Face tokenizers gave (transformers 4)."""
-    gguf = pytest.importorskip("gguf")
-    checked = 0
-    for file in sorted(Path(VOCABULARIES or ".").glob("ggml-vocab-*.gguf")):
-        inputs, outputs = (file.with_name(file.name + end) for end in (".inp", ".out"))
-        fields = gguf.GGUFReader(file).fields
-        metadata = {name: field.contents() for name, field in fields.items() if not name.startswith("GGUF.")}
-        if not inputs.exists():
-            continue
-        built = load_gguf_tokenizer(metadata)
-        texts = inputs.read_bytes().decode().split("\n__ggml_vocab_test__\n")
-        for text, line in zip(texts, outputs.read_text().splitlines(), strict=False):
-            if file.stem == "ggml-vocab-llama-spm" and text.startswith(" "):
-                continue  # transformers 5 puts no second space before a text that begins with one
-            if file.stem == "ggml-vocab-qwen35" and not unicodedata.is_normalized("NFC", text):
-                continue  # not from the model's tokenizer, which normalizes
-            ids = [int(number) for number in line.split()]
-            assert built.encode(text, add_special_tokens=False) == ids, (file.name, text)
-            checked += 1
-    assert checked > 400

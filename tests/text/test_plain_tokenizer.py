@@ -199,6 +199,7 @@ FLAGS: list[Settings] = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("pair", ["llama", "qwen 2", "demo"], indirect=True, scope="module")
 @pytest.mark.parametrize("flags", FLAGS)
 def test_chats(pair: tuple[PlainTokenizer, Any], flags: Settings) -> None:
     plain, hf = pair

@@ -82,13 +82,6 @@ def test_a_node_that_is_not_ready_takes_nothing_until_it_is() -> None:
     assert nodes_of(place(claim(), table)) == ["a"]
 
 
-def test_chosen_devices_are_the_only_ones() -> None:
-    found = place(claim(100, on={"a": [1, 3]}), [node("a", devices=4), node("b", devices=4)])
-    assert isinstance(found, Placement)
-    assert [index for index, _ in found.shares[0].devices] == [1, 3]
-    assert isinstance(place(claim(200, on={"a": [1, 3]}), [node("a", devices=4)]), Refusal)
-
-
 def test_cpus_are_shared_out_to_the_last_and_given_back() -> None:
     table = Cluster([node("a", cpus=0.3), node("b")])  # nobody counts those of b
     for number in range(3):  # three times 0.1 is more than 0.3 in floating point
@@ -169,14 +162,6 @@ def test_one_instance_takes_devices_of_one_kind() -> None:
     assert found.shares[0].devices == ((0, 70 * GIB), (2, 70 * GIB))
 
 
-def test_a_utilization_takes_its_share_of_devices_that_are_free_enough() -> None:
-    nodes = [node("a", gib=100), node("b", gib=100)]
-    busy = [instance("i", "a", {0: 11 * GIB, 1: 10 * GIB}, "other")]
-    found = place(claim(20, utilization=0.9), nodes, instances=[*busy, instance("j", "b", {0: 50 * GIB, 1: 50 * GIB})])
-    assert isinstance(found, Placement)
-    assert found.shares == (Share(node="a", devices={1: 90 * GIB}),)
-
-
 def test_host_memory_beside_devices_is_counted_and_shared_where_it_is_unified() -> None:
     small = node("a", host_memory=4 * GIB)
     refused = place(claim(host_bytes=5 * GIB), [small])
@@ -187,16 +172,6 @@ def test_host_memory_beside_devices_is_counted_and_shared_where_it_is_unified() 
     assert isinstance(place(claim(29, host_bytes=4 * GIB), [one]), Refusal)
     assert isinstance(place(claim(20), [one], instances=[instance("i", "u", {0: 20 * GIB})]), Refusal)
     assert isinstance(place(claim(20), [one], instances=[instance("i", "u", host_bytes=20 * GIB)]), Refusal)
-
-
-def test_what_is_reserved_and_what_is_taken_is_not_given() -> None:
-    kept = node("a", devices=1, gib=20, device_reserved=5 * GIB, host_reserved=60 * GIB)
-    found = place(claim(16, cpu_bytes=5 * GIB), [kept])
-    assert isinstance(found, Refusal)
-    assert (found.device_bytes, found.cpu_bytes) == (15 * GIB, 4 * GIB)
-    taken = place(claim(16), [kept], instances=[instance("i", "a", {0: 30 * GIB})])  # a fact, however absurd
-    assert isinstance(taken, Refusal)
-    assert taken.device_bytes == 0
 
 
 # ---------------------------------------------------------------- scores

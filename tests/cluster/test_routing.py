@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from asyncengine.cluster.routing import PrefixIndex, Route, Router, RouteRequest, RoutingWeights
 from asyncengine.errors import InvalidParameter
 from asyncengine.kvcache.cache_log import CacheNews
-from benchmarks.cluster import routing as simulated
 from benchmarks.cluster.routing import Traffic, simulate
 
 
@@ -172,17 +170,6 @@ def test_affinity_finds_what_one_endless_replica_finds_at_an_even_load() -> None
     theirs = simulate("round robin", SMALL)
     assert theirs.share < ours.share - 0.1
     assert simulate("Ray Serve LLM (default)", SMALL).mean_ratio > 2 * ours.mean_ratio
-    assert simulate("prefix-affine (ours)", SMALL) == ours
-
-
-def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    simulated.add_arguments(parser)
-    small = ["--replicas", "4", "--requests", "200", "--documents", "20", "--rule", "least loaded"]
-    assert simulated.run(parser.parse_args(small)) == 0
-    assert capsys.readouterr().out.splitlines()[2].startswith("| least loaded | 0.")
-    assert simulated.run(parser.parse_args([*small, "--json"])) == 0
-    assert '"rule": "least loaded"' in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- roles

@@ -286,11 +286,12 @@ def oracle(engine: AsyncEngine, prompt: Sequence[int], max_tokens: int) -> list[
 async def until(condition: Callable[[], bool], what: str = "the condition", most: float = PATIENCE) -> None:
     """Turn the event loop until `condition` holds. Not a wait by time: the limit only ends a broken test."""
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + most
+    deadline, pause = loop.time() + most, 0.0005
     while not condition():
         if loop.time() > deadline:
             raise AssertionError(f"{what} did not come about within {most} s")
-        await asyncio.sleep(0.0005)
+        await asyncio.sleep(pause)
+        pause = min(1.2 * pause, 0.01)  # a load of seconds is not looked at ten thousand times
 
 
 def num_in_line(engine: AsyncEngine) -> int:

@@ -111,10 +111,10 @@ class LocalProcess:
 class LocalCluster:
     """A `RayCluster` of `LocalProcess`es. `room`: replicas that fit at once."""
 
-    def __init__(self, config: FleetConfig, name: str, *, connected: bool) -> None:
+    def __init__(self, config: FleetConfig, name: str) -> None:
         self.name, self.replicas = name, config.replicas
         self._config = config
-        self._context = new_context() if connected else None
+        self._context = new_context()
         self.room = 100
         self.head = True
         self.scores: dict[str, float] = {}
@@ -192,15 +192,14 @@ async def replaced(fleet: Fleet, replicas: int) -> None:
 
 
 async def start_local_fleet(
-    monkeypatch: Any, replicas: int = 3, model: str = "demo", *, connected: bool = True,
+    monkeypatch: Any, replicas: int = 3, model: str = "demo", *,
     kind: type[LocalCluster] = LocalCluster, **settings: Any,
 ) -> tuple[Fleet, LocalCluster]:  # fmt: skip
-    """A started fleet of a bundled model. `connected`: over connections to its replicas, else by calls as Ray's.
-    `settings` of the fleet and of its engines."""
+    """A started fleet of a bundled model. `settings` of the fleet and of its engines."""
     made: list[LocalCluster] = []
 
     def cluster(config: FleetConfig, name: str) -> LocalCluster:
-        made.append(kind(config, name, connected=connected))
+        made.append(kind(config, name))
         return made[0]
 
     monkeypatch.setattr(frontend, "open_cluster", cluster)

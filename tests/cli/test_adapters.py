@@ -6,13 +6,12 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
 from support.peft_checkpoints import edit_config, make_peft
 
-from asyncengine import DEMO_MODEL, AsyncEngine, Engine, SamplingParams, TokenStream
+from asyncengine import DEMO_MODEL, Engine, SamplingParams
 from asyncengine.cli.main import main
 
 QUICK = ("--num-threads", "1", "--kv-cache-memory", "8MiB", "--temperature", "0", "--max-tokens", "10")
@@ -109,20 +108,3 @@ def test_chat_changes_adapters(
         "loaded: a, late; /adapter NAME uses it, /adapter NAME=PATH loads it first, /adapter demo uses none"
     ]
     assert "error: path: has no adapter_config.json" in shown.err
-
-
-def test_bench_lets_the_streams_take_turns(run: Run, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str | None] = []
-    stream = AsyncEngine.stream
-
-    def recorded(engine: AsyncEngine, *arguments: Any, **keywords: Any) -> TokenStream:
-        asked.append(keywords["adapter"])
-        return stream(engine, *arguments, **keywords)
-
-    monkeypatch.setattr(AsyncEngine, "stream", recorded)
-    both = ("--adapter", f"a={root / 'a'}", "--adapter", f"b={root / 'b'}")
-    load = ("--concurrency", "4", "--input-len", "8", "--output-len", "4", "--rounds", "1", "--json")
-    report = json.loads(run("bench", "demo", *load, *both, *QUICK[:4]))
-    assert asked == ["a", "b", "a", "b", "a", "b"], "two warm up, four are measured"
-    assert report["adapters"] == ["a", "b"]
-    assert report["results"][0]["output_tokens"] == 16

@@ -168,13 +168,6 @@ def test_bench_reports_each_level(run: Run, tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_bench_table_on_the_callers_own_loop(run: Run) -> None:
-    out, _ = run("bench", "demo", "--concurrency", "2", "--input-len", "8", "--output-len", "3", "--rounds", "1",
-                 "--owned", *SMALL)  # fmt: skip
-    assert "owned" in out
-    assert "tokens/s" in out
-
-
 def test_demo_tells_its_story(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without LangChain, as text and as a picture."""
     monkeypatch.setitem(sys.modules, "asyncengine.integrations.langchain", None)

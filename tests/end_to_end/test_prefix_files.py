@@ -20,8 +20,8 @@ import asyncengine
 from asyncengine import AsyncEngine, Engine, EngineClosed, InvalidParameter, SamplingParams
 from asyncengine.engine import prefix_files, prefix_store
 
-MEMORIES = FAMILIES if LONG else ("qwen3", "gemma3", "qwen3.5", "falcon-h1", "gguf", "starcoder2")
-"""Each kind of memory: pages, of windows, states of two kinds, of a file's types, of another backend. What lies in them
+MEMORIES = FAMILIES if LONG else ("qwen3", "gemma3", "qwen3.5", "gguf")
+"""Each kind of memory: pages, of windows, states, of a file's types. What lies in them
 is copied as it is for a disk, for all families in `test_restored`."""
 LONGER = [*PROMPT, *OTHER[50:]]
 

@@ -152,7 +152,7 @@ async def test_memory_goes_back_to_the_system(dtype: str, tied: bool, tmp_path: 
     write(tmp_path, SHAPES["small"] | {"tie_word_embeddings": tied, "num_hidden_layers": 4})
     async with await engine_on(tmp_path, dtype=dtype, kv_cache_memory="64MB") as engine:
         sizes = []
-        for cycle in range(4):
+        for cycle in range(3):
             await asyncio.gather(*(engine.generate([cycle, i, *range(250)], PARAMS) for i in range(8)))
             pages, used = engine.stats().pages, resident()
             await engine.sleep()
@@ -161,4 +161,4 @@ async def test_memory_goes_back_to_the_system(dtype: str, tied: bool, tmp_path: 
             assert cache > 4 << 20
             assert used - sizes[-1] > 0.95 * (engine.info.weight_bytes + cache), cycle
             await engine.wake()
-        assert sizes[-1] - sizes[1] < engine.info.weight_bytes / 2  # what two more cycles would leave, and then some
+        assert sizes[-1] - sizes[1] < engine.info.weight_bytes / 2  # what one more cycle would leave, and then some

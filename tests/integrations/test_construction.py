@@ -96,10 +96,8 @@ def test_keep_alive_is_checked_copied_and_not_for_an_explicit_engine(kind: Any, 
 
 AT_EXIT = """
 from asyncengine.integrations.langchain import ChatAsyncEngine
-from asyncengine.integrations.llama_index import AsyncEngineLLM
-for _ in range(2):
-    ChatAsyncEngine(model="demo", max_tokens=2, keep_alive=1e6).invoke("Hello")
-    AsyncEngineLLM(model="demo", max_tokens=2, keep_alive=1e6, max_num_seqs=3).complete("Hello")
+for seats in (2, 3, 2):
+    ChatAsyncEngine(model="demo", max_tokens=2, keep_alive=1e6, max_num_seqs=seats).invoke("Hello")
 """
 
 

@@ -13,7 +13,7 @@ import torch
 import transformers as hf
 from support.tiny_models import make_model
 
-from asyncengine import DEMO_MODEL, AsyncEngine, ContextLengthExceeded, Engine, SamplingParams
+from asyncengine import DEMO_MODEL, ContextLengthExceeded, Engine, SamplingParams
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.trl import EngineGeneration, attach, checkpoint_name, named_weights, rollout
 
@@ -263,14 +263,6 @@ def test_a_rollout_pushes_weights_when_the_step_moves(engine: Engine, model: Any
     assert_scored(other.model, (made["prompt_ids"], made["completion_ids"], columns))
 
 
-async def test_an_asynchronous_engine_that_is_hosted(model: Any) -> None:
-    """It runs on its own thread, so a trainer may block this one."""
-    async with await AsyncEngine.from_pretrained("demo", dtype="float32", hosted=True, show_progress=False) as hosted:
-        generation = EngineGeneration(hosted, a_trainer(model))
-        generation.sync_weights()
-        assert_scored(model, generation.generate([[5, 6, 7]]))
-
-
 peft_cases = {
     "served": ({"target_modules": "all-linear", "r": 4}, True),
     "DoRA": ({"target_modules": ["q_proj", "down_proj"], "r": 4, "use_dora": True}, False),
@@ -342,12 +334,4 @@ def test_grpo_with_a_rollout_function(engine: Engine, tmp_path: Path, monkeypatc
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     trainer = train(trl.GRPOTrainer, trl.GRPOConfig, engine, tmp_path, rollout_func=rollout(engine))
     assert trainer.state.log_history[1]["completions/mean_length"] > 1
-    assert engine.generate([5], SamplingParams(max_tokens=1)).weight_version == 1
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("model")
-def test_rloo_in_vllms_place(engine: Engine, tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
-    train(trl.RLOOTrainer, trl.RLOOConfig, engine, tmp_path)
     assert engine.generate([5], SamplingParams(max_tokens=1)).weight_version == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from support.fake_engine import Steps
 
@@ -100,43 +98,3 @@ def test_a_stream_of_one_adapter_does_not_starve_another(max_passes: int):
     steps.run()
     steps.assert_right()
     slots.check()
-
-
-@pytest.mark.parametrize("in_flight", [1, 2])
-def test_a_thousand_requests_over_64_adapters_and_4_slots(in_flight: int):
-    chance = random.Random(in_flight)
-    device = Device()
-    slots = AdapterSlots(4, weights)
-    steps = Steps(
-        adapters=slots, pages=600, max_num_seqs=16, max_steps_in_flight=in_flight, max_passes=32, check_every=50
-    )  # fmt: skip
-    started: dict[int, int] = {}
-    arrived: dict[int, int] = {}
-    overtaken: dict[int, int] = {}
-    adapters = [f"adapter {i}" for i in range(64)]
-    left = 1000
-    while left or steps.scheduler.requests or steps.launched:
-        for _ in range(min(left, chance.choice([0, 1, 4]))):
-            # Some adapters are asked for all the time, most seldom.
-            index = min(int(chance.expovariate(0.15)), 63) if chance.random() < 0.7 else chance.randrange(64)
-            ticket = steps.add([2 + chance.randrange(60), 3, 4], chance.randrange(1, 9), adapter=adapters[index])
-            arrived[ticket] = len(steps.batches)
-            left -= 1
-        before = dict(steps.scheduler.running)
-        steps.step()
-        new = [ticket for ticket in steps.scheduler.running if ticket not in before and ticket not in started]
-        for ticket in new:
-            started[ticket] = len(steps.batches)
-        for ticket in steps.scheduler.requests:
-            if ticket not in started:
-                overtaken[ticket] = overtaken.get(ticket, 0) + sum(other > ticket for other in new)
-        assert len(slots.in_use) <= 4
-        slots.check()
-    assert len(steps.ended) == 1000
-    assert all(reason == "length" for reason in steps.ended.values())
-    assert max(overtaken.values()) < 32 + 16  # the limit, and those admitted in the very step that reached it
-    assert not slots.in_use
-    for batch in steps.batches:
-        device.take(batch.swaps)
-    assert 64 <= slots.copies == len(device.copies) < 1000
-    steps.assert_right()

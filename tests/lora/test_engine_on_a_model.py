@@ -156,14 +156,6 @@ async def test_only_the_same_content_shares_a_cached_prefix(zoo: Zoo, tmp_path: 
         await assert_given_back(engine)
 
 
-async def test_nor_do_requests_that_run_at_the_same_time(zoo: Zoo) -> None:
-    names = [None, *zoo.names[:5], *zoo.names[:5], None]
-    async with await load(zoo, adapters=zoo.paths, max_loras=8) as engine:
-        made = await asyncio.gather(*(engine.generate(PROMPT, greedy(), adapter=name) for name in names))
-        assert [one.token_ids for one in made] == [zoo.answer(name, PROMPT, WANT) for name in names]
-        assert sum(one.usage.cached_tokens for one in made) == 6 * PAGES_OF_IT
-
-
 # ---------------------------------------------------------------- changed content
 
 
@@ -191,14 +183,3 @@ async def test_old_requests_end_on_the_old_content_and_new_ones_use_the_new(zoo:
         assert await ask(engine, "a3", PROMPT) == (answers[2][1][:WANT], PAGES_OF_IT)
         await assert_given_back(engine)
         assert engine.stats().adapters["in_memory"] == 1
-
-
-async def test_content_that_has_changed_has_no_cached_prefix(zoo: Zoo) -> None:
-    async with await load(zoo, adapters={"a4": zoo.path("a4")}) as engine:
-        old = await ask(engine, "a4", PROMPT)
-        assert await ask(engine, "a4", PROMPT) == (old[0], PAGES_OF_IT)
-        zoo.draw("a4")
-        assert await ask(engine, "a4", PROMPT) == (old[0], PAGES_OF_IT), "not loaded yet"
-        await engine.load_adapter("a4", zoo.path("a4"))
-        assert await ask(engine, "a4", PROMPT) == (zoo.answer("a4", PROMPT, WANT), 0)
-        assert old[0] != zoo.answer("a4", PROMPT, WANT)

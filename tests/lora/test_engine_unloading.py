@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 from support.adapter_engine import PROMPT, Face, greedy
 from support.fake_adapters import digest_of
-from support.fake_engine import Reciter, until
-from text.tokenizer_zoo import byte_level, fast
+from support.fake_engine import until
 
-from asyncengine.errors import AdapterError, AdapterInUse, AdapterNotFound, InvalidParameter
-from asyncengine.text import TextTokenizer
+from asyncengine.errors import AdapterInUse, AdapterNotFound, InvalidParameter
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 
@@ -43,17 +41,6 @@ async def test_load_list_use_unload(face: Face) -> None:
     for call in (face.unload_adapter("a"), face.engine.generate(PROMPT, greedy(9), adapter="a")):
         with pytest.raises(AdapterNotFound, match="loaded: 'b'"):
             await call
-
-
-async def test_what_cannot_be_loaded_is_told_and_changes_nothing(face: Face) -> None:
-    face.loader.contents.update({"broken": "bad", "buggy": "bug"})
-    face.loader.sizes["huge"] = 10**6
-    await face.load_adapter("a", "a", pinned=True)
-    before = face.engine.adapters()
-    for name, path in (("x", "broken"), ("x", "buggy"), ("a", "huge"), ("", "a"), ("a\n", "a"), (None, "a")):
-        with pytest.raises(AdapterError):
-            await face.load_adapter(name, path)  # type: ignore[arg-type]
-    assert face.engine.adapters() == before
 
 
 async def test_what_is_no_path_is_refused_by_name(face: Face) -> None:
@@ -150,19 +137,3 @@ async def test_a_finished_request_is_not_in_the_way(face: Face) -> None:
         made = await face.engine.generate(PROMPT, greedy(2 + turn, n=1 + turn % 2), adapter="a")
         assert made.samples[0].token_ids == face.expected(PROMPT, 2 + turn, "a")
         await face.unload_adapter("a")
-
-
-async def test_nor_is_one_that_a_stop_string_ended(kind: str) -> None:
-    """Its text is complete before the scheduler knows."""
-    words = TextTokenizer(fast(byte_level(qwen=False)))
-    script = words.encode("The quick brown fox jumps over the lazy dog. " * 9)
-    face = Face(kind, wiring={"tokenizer": words})
-    face.executor.model = Reciter(script, words.vocab_size)
-    async with face.engine:
-        for _ in range(5):
-            await face.load_adapter("a", "a")
-            made = await face.engine.generate(PROMPT, greedy(90, stop=["fox"], ignore_eos=True), adapter="a")
-            assert made.finish_reason == "stop"
-            assert "fox" not in made.text
-            await face.unload_adapter("a")
-        await face.settled()

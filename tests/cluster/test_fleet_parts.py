@@ -189,6 +189,7 @@ async def test_the_fleets_demo_tells_its_story(
         return (await start_local_fleet(monkeypatch, **settings))[0]
 
     monkeypatch.setattr(Fleet, "from_pretrained", classmethod(local))
+    monkeypatch.setattr(fleet_demo, "LONG", fleet_demo.LONG.replace(max_tokens=100))
     summary = await fleet_demo.story(Show(), EngineConfig(), "demo", 2, 10)
     assert json.loads(json.dumps(summary)) == summary
     assert summary["loss"]["same"] == summary["loss"]["of"] == 12

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from support import forked
 from support.fake_engine import PATIENCE, until
 from support.local_fleet import ENGINE, local_fleet
 
@@ -155,11 +156,11 @@ async def replica_and_other() -> AsyncIterator[tuple[Replica, Peer, Any]]:
     replica = Replica()
     await replica.start("demo", EngineConfig(**ENGINE))
     _, mine = await replica.share(HERE)
-    arguments = [sys.executable, "-c", OTHER, repr(ENGINE), repr([PROMPT, SECOND]), mine.decode()]
-    other = await asyncio.create_subprocess_exec(*arguments, stdout=subprocess.PIPE)
+    arguments = [repr(ENGINE), repr([PROMPT, SECOND]), mine.decode()]
+    other = forked.start(OTHER, *arguments)
     try:
         assert other.stdout is not None
-        url, key = (await other.stdout.readline()).decode().split()
+        url, key = (await asyncio.to_thread(other.stdout.readline)).decode().split()
         peer = Peer("other", url, key.encode(), FULL)
         await replica.admit([peer.key])
         core = replica.engine.core
@@ -174,9 +175,10 @@ async def replica_and_other() -> AsyncIterator[tuple[Replica, Peer, Any]]:
         core.prepare = told  # type: ignore[method-assign]
         yield replica, peer, other
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            other.kill()
-        await other.wait()
+        other.kill()
+        other.wait()
+        if other.stdout is not None:
+            other.stdout.close()
         await replica.stop()
 
 
@@ -194,7 +196,7 @@ async def test_a_peer_that_stands_still_in_mid_transfer() -> None:
         async def call_and_stop(peer: Peer, question: bytes) -> bytes:
             asked.append(question)
             if len(asked) == FULL // 2:
-                other.send_signal(signal.SIGSTOP)
+                os.kill(other.pid, signal.SIGSTOP)
                 over.set()  # the time of all that is under way
             waiting = [asyncio.ensure_future(work) for work in (call(peer, question), over.wait())]
             try:

@@ -10,21 +10,7 @@ from typing import Any
 import pytest
 
 from asyncengine import AsyncEngine
-from asyncengine.events import StepDone
 from benchmarks import speculation
-from benchmarks.speculation import PROMPT, Passes
-
-
-def steps(*shapes: tuple[int, int, float]) -> list[StepDone]:
-    return [StepDone(number, rows, tokens, seconds, rows, 0) for number, (rows, tokens, seconds) in enumerate(shapes)]
-
-
-def test_passes_are_counted_behind_prompts() -> None:
-    """Two requests of five tokens: both prompts in one step, then four plain steps, or two with two guesses each."""
-    plain = Passes.counted(steps((2, 2 * PROMPT, 9.0), *[(2, 2, 1.0)] * 4), 2, 5)
-    guessed = Passes.counted(steps((2, 2 * PROMPT, 9.0), (2, 6, 1.5), (2, 6, 1.5)), 2, 5)
-    assert plain == Passes(8, 8, 1.0)
-    assert guessed.allows(plain, most=2) == (2.0, 1.5)
 
 
 async def test_a_ratio_stands_beside_its_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,10 +1,9 @@
-"""The simulator of placement: its books balance, strategies meet the same events, bad flags are named."""
+"""The simulator of placement: its books balance."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.cluster import __main__ as command
 from benchmarks.cluster.events import Plan
 from benchmarks.cluster.placement import Simulation
 
@@ -28,19 +27,3 @@ def test_every_instance_ends_in_one_column(strategy: str, utilization: float) ->
     taken = sum(taken for each in table.instances.values() for share in each.shares for _, taken in share.devices)
     assert int(table.used.sum()) == taken > 0
     assert (table.used <= table.limit).all()
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--devices", "-1"], "devices: must be"),
-        (["--nodes", "0"], "nodes: must be between 1 and 100000"),
-        (["--hours", "nan"], "hours: must be finite"),
-        (["--arrivals", "-3"], "arrivals: must be > 0"),
-        (["--hours", "1e6", "--arrivals", "1e6"], "hours: make more than ten million events"),
-        (["--strategy", "random"], "strategy: must be one of 'spread', 'binpack'"),
-    ],
-)
-def test_bad_flags_are_named(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["placement", *flags]) == 2
-    assert says in capsys.readouterr().err

@@ -219,11 +219,9 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     ("given", "status", "kind", "says"),
     [
         ({"messages": []}, 400, BAD, "messages: must be a list of messages"),
-        ({"messages": None}, 400, BAD, "messages: must be"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, BAD, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, 400, BAD, "messages[0].content[0].type: must be 'text'"),
         ({"max_tokens": None}, 400, BAD, "max_tokens: is missing"),
-        ({"max_tokens": 0}, 400, BAD, "max_tokens: must be"),
         ({"stop_sequences": [""]}, 400, BAD, "stop_sequences: each"),
         ({"tools": [{"name": "a b"}]}, 400, BAD, "tools[0].name: must"),
         (
@@ -231,12 +229,8 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
             "tools[0].input_schema.type: ",
         ),
         ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "b"}}, 400, BAD, "tool_choice: "),
-        ({"tool_choice": "auto"}, 400, BAD, "tool_choice: must be an object"),
-        ({"thinking": "yes"}, 400, BAD, "thinking: must be an object"),
         ({"output_config": {"format": {"type": "xml"}}}, 400, BAD, "output_config.format: must"),
-        ({"system": 5}, 400, BAD, "system: must be"),
         ({"messages": [{"role": "user", "content": "word " * 9000}]}, 400, BAD, "prompt is too long"),
-        ({"stream": "yes"}, 400, BAD, "stream: must be"),
     ],
 )  # fmt: skip
 def test_an_error_has_anthropics_shape_and_names_the_field(

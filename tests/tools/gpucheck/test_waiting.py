@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_gpu import fake_gpu
+from support.long import LONG
 
 from asyncengine.runner.model_runner import ModelRunner
 from tools.gpucheck.families import make_checkpoint, text_config
@@ -37,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS if LONG else [*KINDS][::3])
 async def test_launches_that_do_not_wait_pass(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu(monkeypatch)
     switch = Switch()

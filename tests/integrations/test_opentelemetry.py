@@ -29,6 +29,11 @@ TRACER = PROVIDER.get_tracer("the test")
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
+@pytest.fixture(autouse=True)
+def none_before() -> None:
+    SPANS.clear()
+
+
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Engine]:
     with Engine.from_pretrained("demo", show_progress=False) as engine:

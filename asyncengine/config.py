@@ -157,6 +157,10 @@ class ModelSettings(Settings):
     tensor_parallel: Annotated[int, integer_in(1, 64)] = 1
     """Processes among which the model's weights are divided, on a CPU (docs/howto/tensor_parallel.md). They share
     `num_threads`, `kv_cache_memory` and `state_memory`. Answers do not depend on it, to the bit."""
+    pipeline_parallel: Annotated[int, integer_in(1, 64)] = 1
+    """Processes among which the model's layers are divided, on a CPU (docs/howto/pipeline_parallel.md): as many steps,
+    of different requests, are in flight. They share `num_threads`, `kv_cache_memory` and `state_memory`. Answers do not
+    depend on it, to the bit."""
     quantization: Literal["int8", "int4"] | None = None
     """Keep weights in 8 or 4 bits: faster and smaller, less accurate. None: in the model's type."""
     task: Literal["auto", "generate", "embed", "rerank", "classify"] = "auto"
@@ -178,8 +182,11 @@ class ModelSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tensor_parallel > 1 and self.device.startswith("cuda"):
-            raise InvalidParameter("tensor_parallel", "on CUDA is not there yet", self.tensor_parallel)
+        for name in ("tensor_parallel", "pipeline_parallel"):
+            if getattr(self, name) > 1 and self.device.startswith("cuda"):
+                raise InvalidParameter(name, "on CUDA is not there yet", getattr(self, name))
+        if self.tensor_parallel > 1 < self.pipeline_parallel:
+            raise InvalidParameter("pipeline_parallel", "does not go with tensor_parallel", self.pipeline_parallel)
 
 
 @dataclass(frozen=True, kw_only=True)

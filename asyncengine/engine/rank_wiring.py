@@ -1,4 +1,4 @@
-"""Tensor parallelism as it is wired: the other ranks of a model, started before it is loaded."""
+"""Tensor and pipeline parallelism as they are wired: the other ranks of a model, started before it is loaded."""
 
 from __future__ import annotations
 
@@ -26,17 +26,23 @@ def start_ranks(
 
     Raises `InvalidParameter` where it cannot be computed by several.
     """
-    size = config.tensor_parallel
+    staged = config.pipeline_parallel > 1
+    setting = "pipeline_parallel" if staged else "tensor_parallel"
+    size = max(config.pipeline_parallel, config.tensor_parallel)
     if size == 1:
         return None, config
     if device.type != "cpu":
-        raise InvalidParameter("tensor_parallel", 'on CUDA is not there yet: it needs device="cpu"', size)
+        raise InvalidParameter(setting, 'on CUDA is not there yet: it needs device="cpu"', size)
     if pooling is not None and pooling.whole:
-        raise InvalidParameter("tensor_parallel", "is for decoders: an encoder is computed by one process", size)
+        raise InvalidParameter(setting, "is for decoders: an encoder is computed by one process", size)
+    if pooling is not None and staged:
+        raise InvalidParameter(setting, "is for models that write: vectors are computed by one process", size)
+    if staged and (ahead := config.max_steps_in_flight or 1) > size:
+        raise InvalidParameter("max_steps_in_flight", f"must be at most pipeline_parallel, {size}", ahead)
     from asyncengine.device.cores import threads_for
     from asyncengine.runner.ranks import Ranks
 
-    ranks = Ranks(size)
+    ranks = Ranks(size, setting)
     undo.callback(ranks.close)
     return ranks, config.replace(num_threads=max(1, threads_for(config.num_threads, device) // size))
 

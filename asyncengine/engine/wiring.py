@@ -332,8 +332,8 @@ def _with_named_ends(loaded: LoadedModel, tokenizer: TextTokenizer) -> list[int]
 
 
 def _resolve_overlap(config: EngineConfig, device_type: str) -> EngineConfig:
-    depth = config.max_steps_in_flight or (2 if device_type == "cuda" else 1)
-    jump = depth == 1 if config.jump_forward is None else config.jump_forward
+    depth = config.max_steps_in_flight or (2 if device_type == "cuda" else config.pipeline_parallel)
+    jump = (depth == 1 or config.pipeline_parallel > 1) if config.jump_forward is None else config.jump_forward
     return config.replace(max_steps_in_flight=depth, jump_forward=jump)
 
 

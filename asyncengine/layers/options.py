@@ -15,6 +15,7 @@ from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.layers.kernels import LayerKernels
 from asyncengine.layers.rounded_weight import RoundedWeight
 from asyncengine.layers.sharded import LocalWeight, Ranks, ShardedWeight, Share, cut_rows, paths_of
+from asyncengine.layers.stages import Stage
 from asyncengine.layers.stored import StoredForm
 from asyncengine.layers.stored_weight import on_gpu, panel_form, stored_missing, stored_weight
 from asyncengine.layers.weight_forms import (
@@ -59,11 +60,17 @@ class LayerOptions:
     and all of them where there are no kernels (`stored_missing`), are kept as if they came in a float type."""
     ranks: Ranks | None = None
     """The processes that hold the model together, of which this is one; None: it is alone."""
+    stage: Stage | None = None
+    """The layers of which this process has the weights; None: all."""
 
     @property
     def alone(self) -> LayerOptions:
         """The same for what every rank holds whole."""
         return replace(self, ranks=None)
+
+    def at(self, layer: int | None) -> LayerOptions:
+        """The same for a layer, or for what lies outside of all: of another stage's weights nothing is written."""
+        return self if self.stage is None or self.stage.has(layer) else replace(self, memory=Arena())
 
     @property
     def compiled(self) -> bool:

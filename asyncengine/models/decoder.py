@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from asyncengine.attention.base import LayerSpec
-from asyncengine.layers.attention import Attention, AttentionConfig
+from asyncengine.layers.attention import AttentionConfig
 from asyncengine.layers.embedding import Embedding, LMHead
-from asyncengine.layers.latent_attention import LatentAttention, LatentAttentionConfig
-from asyncengine.layers.layer_inputs import LayerInput, LayerInputConfig, LayerInputs
+from asyncengine.layers.latent_attention import LatentAttentionConfig
+from asyncengine.layers.layer_inputs import LayerInputConfig, LayerInputs
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.mlp import MLP, MLPConfig
 from asyncengine.layers.norm import Norm, NormConfig
@@ -27,11 +27,13 @@ from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.places import Place
 from asyncengine.layers.recorded import RecordedLayers
 from asyncengine.layers.rotary import Angles, Rotary, RotaryConfig
-from asyncengine.layers.side_experts import SideExperts, SideExpertsConfig
+from asyncengine.layers.sharded import leave
+from asyncengine.layers.side_experts import SideExpertsConfig
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.sparse_mlp import MoEConfig, SparseMLP
+from asyncengine.layers.sparse_mlp import MoEConfig
 from asyncengine.layers.states import StateConfig, StateSpec
 from asyncengine.layers.step import NO_IMAGES, StepContext
+from asyncengine.models.decoder_layer import DecoderLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,150 +101,6 @@ class DecoderConfig:
     """Regular expressions of tensors that checkpoints of this family have and nobody needs."""
 
 
-class DecoderLayer:
-    """Attention and feed-forward around a residual stream."""
-
-    def __init__(
-        self, options: LayerOptions, model: DecoderConfig, config: LayerConfig, index: int, pool: int, state: int
-    ) -> None:
-        """`pool`: the place of the keys and values that it attends to in the attention backend. `state`: that of its
-        states among the pools."""
-        prefix = model.layer.format(index)
-        width, norm = model.width, model.norm
-        self.config, self._kernels = config, options.kernels
-        self.scale = model.residual_scale
-
-        def named(name: str | None) -> Norm | None:
-            return None if name is None else Norm(options, norm, prefix + name, width)
-
-        self.before_attention, self.after_attention = named(config.before_attention), named(config.after_attention)
-        self.before_mlp, self.after_mlp = named(config.before_mlp), named(config.after_mlp)
-        own = config.attention
-        self.attention: Attention | LatentAttention | None = None
-        if isinstance(own, AttentionConfig):
-            rotary = None if own.rotary is None else model.rotary[own.rotary]
-            self.attention = Attention(options, own, prefix, width, pool, rotary)
-        elif own is not None:
-            self.attention = LatentAttention(options, own, prefix, width, pool)
-        self.state = None if config.state is None else config.state.build(options, norm, prefix, width, state)
-        form: Any = SparseMLP if isinstance(config.mlp, MoEConfig) else MLP
-        self.mlp: MLP | SparseMLP | None = None if config.mlp is None else form(options, config.mlp, prefix, width)
-        self.side = None if config.side is None else SideExperts(options, config.side, norm, prefix, width)
-        inputs = model.layer_inputs
-        self.inputs = None if inputs is None else LayerInput(options, inputs, norm, prefix, width)
-        self.scalar_path = f"{prefix}{config.scalar}"
-        self.scalar = None if config.scalar is None else options.zeros(width, dtype=torch.float32).fill_(1.0)
-        moved = self.state is None or getattr(self.state, "kernel", None) is not None
-        made = all(linear.weight.compiled for linear in self.linears())
-        self.compiled = moved and made and all(mixture.experts.compiled for mixture in self.mixtures())
-        """Whether its products are all made, and its states moved, by compiled kernels."""
-
-    def __call__(
-        self, residual: torch.Tensor, x: torch.Tensor, step: StepContext, angles: Angles, following: Norm | None,
-        rows: torch.Tensor | None = None, vectors: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """(residual stream after this layer, its norm by `following`), of the stream [T, width] and its norm x.
-
-        `rows`: those of the result that are wanted, int64; None: all. The feed-forward part computes no others.
-        `vectors`: this layer's of `LayerInputs`, [T, width of a vector].
-        """
-        branch = self.mix(x, step, angles)
-        if self.mlp is None or branch is None:
-            return self._single(residual, x, branch, step, following, rows)
-        mixed = branch
-        if not self.config.parallel:
-            residual, x = self._add(residual, branch, self.before_mlp, not self.config.post_norm)
-            residual = x if self.config.post_norm else residual
-        step.note_routes(self.mixtures, residual, x)
-        if rows is not None:
-            residual, x = residual.index_select(0, rows), x.index_select(0, rows)
-        adapters = step.adapters if rows is None else step.row_adapters
-        branch = self.mlp(x, adapters)
-        if self.side is not None:
-            branch = self.side(residual, branch)
-        if self.config.parallel:
-            residual = self._kernels.add_both(residual, mixed if rows is None else mixed.index_select(0, rows), branch)
-            return residual, residual if following is None else following(residual)
-        if self.config.post_norm:
-            _, x = self._add(residual, branch, self.after_mlp, kept=False)
-            return x, x
-        if self.after_mlp is not None:
-            branch = self.after_mlp(branch)
-        if self.inputs is not None and vectors is not None:
-            residual, _ = self._add(residual, branch, None)
-            branch = self.inputs(residual, vectors if rows is None else vectors.index_select(0, rows), adapters)
-        if self.scalar is None:
-            return self._add(residual, branch, following)
-        residual = self._kernels.scale_each(self._add(residual, branch, None)[0], self.scalar)
-        return residual, residual if following is None else following(residual)
-
-    def mix(self, x: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor | None:
-        """The contribution of other tokens, [T, width]; None: the layer is its feed-forward part alone."""
-        branch = None if self.attention is None else self.attention(x, step, angles)
-        scale = self.config.attention_scale
-        if self.state is not None:
-            own = self.state(x, step)
-            branch = own if branch is None else self._kernels.add_scaled(branch, scale, own)
-        elif branch is not None and scale != 1.0:
-            branch *= scale
-        return branch if branch is None or self.after_attention is None else self.after_attention(branch)
-
-    def _add(
-        self, residual: torch.Tensor, branch: torch.Tensor, norm: Norm | None, kept: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the sum, what `norm` makes of it; None: the sum itself). Not `kept`: the sum is not needed."""
-        if norm is not None:
-            return norm.add(residual, branch, self.scale, kept)
-        total = self._kernels.add_scaled(branch, self.scale, residual)
-        return total, total
-
-    def _single(
-        self, residual: torch.Tensor, x: torch.Tensor, branch: torch.Tensor | None, step: StepContext,
-        following: Norm | None, rows: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """The same of a layer that has one branch only: it mixes, or it is a feed-forward part."""
-        step.note_routes(self.mixtures, residual, x)
-        if rows is not None:
-            residual, x = residual.index_select(0, rows), x.index_select(0, rows)
-            branch = None if branch is None else branch.index_select(0, rows)
-        if branch is None:
-            assert self.mlp is not None
-            branch = self.mlp(x, step.adapters if rows is None else step.row_adapters)
-        return self._add(residual, branch, following)
-
-    def norms(self) -> list[Norm]:
-        every = [self.before_attention, self.after_attention, self.before_mlp, self.after_mlp]
-        every += [] if self.inputs is None else [self.inputs.norm]
-        every += [] if self.side is None else self.side.norms
-        return [norm for norm in every if norm is not None]
-
-    def linears(self) -> list[Linear]:
-        parts = (self.attention, self.state, self.mlp, self.inputs)
-        return [linear for part in parts if part is not None for linear in part.linears()]
-
-    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """Tensors of the checkpoint that it takes, by name."""
-        inputs = [] if self.inputs is None else self.inputs.linears()
-        sides = [] if self.side is None else [self.side]
-        parts: list[Any] = [self.attention, self.state, self.mlp, *sides, *self.norms(), *inputs]
-        for part in parts:
-            yield from () if part is None else part.slots()
-        if self.scalar is not None:
-            yield self.scalar_path, replace(TensorSlot.into(self.scalar, initial=1.0), shape=(1,))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its weights."""
-        within = () if self.attention is None else self.attention.norms or ()
-        states = () if self.state is None else (self.state, *self.state.norms())
-        parts: list[Any] = [*self.linears(), *self.norms(), *within, *states, *self.mixtures()]
-        return sum(part.nbytes for part in parts)
-
-    def mixtures(self) -> list[SparseMLP | SideExperts]:
-        """Its mixtures of experts, whose weights are no linears."""
-        return [part for part in (self.mlp, self.side) if isinstance(part, (SparseMLP, SideExperts))]
-
-
 class Decoder:
     """A `CausalLM`. Its weights are whatever its memory held before `slots` are filled."""
 
@@ -250,7 +108,8 @@ class Decoder:
         self.config, self.options, self.max_model_len = config, options, max_model_len
         self.dtype, self.device = options.dtype, options.device
         self.vocab_size = self.input_vocab_size = config.vocab_size
-        outer = config.embedding_width or config.width
+        outer, every = config.embedding_width or config.width, options
+        options = every.at(None)
         self.head = LMHead(
             options, config.head, config.vocab_size, outer, bias=config.head_bias,
             tied=config.embedding if config.tied else None,
@@ -277,10 +136,15 @@ class Decoder:
         pools = _pools(config.layers)
         states = list(accumulate((layer.state is not None for layer in config.layers), initial=0))
         self.layers = [
-            DecoderLayer(options, config, layer, index, pools[index], states[index])
+            DecoderLayer(every.at(index), config, layer, index, pools[index], states[index])
             for index, layer in enumerate(config.layers)
         ]
         self.norm = None if config.final_norm is None else Norm(options, config.norm, config.final_norm, config.width)
+        self.run = range(len(self.layers)) if options.stage is None else options.stage.run
+        """The layers that are computed in this process."""
+        self._following = [layer.before_attention for layer in self.layers[1:]] + [self.norm]
+        if self.run.stop < len(self.layers):
+            self._following[self.run[-1]] = None  # the next stage's
         self.rotary = [Rotary(rotary, max_model_len, options.dtype, options.device) for rotary in config.rotary]
         chosen = [None if layer.attention is None else layer.attention.rotary for layer in config.layers]
         self._rotaries = [len(self.rotary) if own is None else own for own in chosen]
@@ -293,7 +157,7 @@ class Decoder:
         """Short steps in one call, where compiled kernels make all products."""
         whole = all(layer.compiled for layer in self.layers)
         if options.kernels.name == "compiled" and whole and options.ranks is None:
-            paths = tuple(linear.path for layer in self.layers for linear in layer.linears())
+            paths = tuple(linear.path for place in self.run for linear in self.layers[place].linears())
             self.recorded = RecordedLayers(self._through_layers, bool(self.states), paths)
         keeps = [each.state is not None or getattr(each.attention, "keys_of", 0) is None for each in config.layers]
         self._last_kept = max(place for place, kept in enumerate(keeps) if kept)
@@ -313,49 +177,66 @@ class Decoder:
         the stream before each layer, and behind the last. Not `recorded`: layers are called one by one."""
         if step.routes is not None and rows is not None and not len(rows):
             return self.hidden_states(ids, step, kept=kept)[:0]  # routers of the last layer are wanted all the same
+        h, vectors = self.embedded(ids, step)
+        return self.projected(self.run_layers(h, vectors, step, rows, kept, recorded), step, rows)
+
+    def embedded(self, ids: torch.Tensor, step: StepContext) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(what the first layer reads [T, width], the vectors of `LayerInputs`), of int64 ids [T]."""
         h = self.embedding(ids, step.adapters)
         images = step.images or NO_IMAGES
-        pictured, deep = images.tokens, images.deep
-        if pictured is not None and images.features is not None:
-            h.index_copy_(0, pictured, images.features)
+        if images.tokens is not None and images.features is not None:
+            h.index_copy_(0, images.tokens, images.features)
         vectors = None if self.inputs is None else self.inputs(ids, h, step.adapters)
         if self.projections:
             h = self.projections[0](h, step.adapters)
         if self.positions is not None:
             h = h + self.positions(step.positions + self.config.position_offset)
+        return h, vectors
+
+    def run_layers(
+        self, h: torch.Tensor, vectors: torch.Tensor | None, step: StepContext, rows: torch.Tensor | None,
+        kept: list[torch.Tensor] | None = None, recorded: bool = True,
+    ) -> torch.Tensor:  # fmt: skip
+        """The result [T, width] of this process's layers, of what the first of them reads; behind the last layer of
+        all, its final norm, of `rows` only, if given. The rest as in `hidden_states`."""
+        images = step.images or NO_IMAGES
         angles = [*(rotary(step.positions, images.axes) for rotary in self.rotary), self._unrotated]
-        plain = recorded and not deep and kept is None
+        plain = recorded and not images.deep and kept is None
         # with adapters, the last feed-forward part has its rows' own
         if self.recorded is not None and plain and (rows is None or step.adapters is None):
             x = self.recorded(h, step, angles, vectors)
             if x is not None:
-                x = x if rows is None else x.index_select(0, rows)
-                return self.projections[1](x, step.row_adapters) if self.projections else x
-        x = self._through_layers(h, step, angles, vectors, rows, kept)
-        if self.projections and len(x):
-            x = self.projections[1](x, step.adapters if rows is None else step.row_adapters)
-        return x
+                return x if rows is None or self.run.stop < len(self.layers) else x.index_select(0, rows)
+        return self._through_layers(h, step, angles, vectors, rows, kept)
+
+    def projected(self, x: torch.Tensor, step: StepContext, rows: torch.Tensor | None) -> torch.Tensor:
+        """The rows that the output layer reads, of those behind the final norm: all, or `rows`."""
+        if not self.projections or not len(x):
+            return x
+        return self.projections[1](x, step.adapters if rows is None else step.row_adapters)
 
     def _through_layers(
         self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles], vectors: torch.Tensor | None = None,
         rows: torch.Tensor | None = None, kept: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """[T, width] after the final norm, of what the first layer reads; the rest as `hidden_states` has it."""
+        """The same as `run_layers`, layer by layer."""
         images = step.images or NO_IMAGES
         pictured, deep = images.tokens, images.deep
-        first = self.layers[0].before_attention
-        x = h if first is None else first(h)
+        first = self.layers[self.run.start].before_attention
         unread = rows is not None and not len(rows)
-        for place, layer in enumerate(self.layers):
+        if unread and self.run.start > self._last_kept:
+            return h.new_empty(0, self.head.inputs)
+        x = h if first is None else first(h)
+        for place in self.run:
+            layer = self.layers[place]
             if unread and place == self._last_kept:  # kernels of a GPU refuse to be launched for no rows
                 layer.mix(x, step, angles[self._rotaries[place]])
                 return h.new_empty(0, self.head.inputs)
-            last = place + 1 == len(self.layers)
-            following = self.norm if last else self.layers[place + 1].before_attention
-            own = None if vectors is None else vectors[:, place]
+            wanted = rows if place + 1 == len(self.layers) else None
+            following, own = self._following[place], None if vectors is None else vectors[:, place]
             if kept is not None:
                 kept.append(h)
-            h, x = layer(h, x, step, angles[self._rotaries[place]], following, rows if last else None, own)
+            h, x = layer(h, x, step, angles[self._rotaries[place]], following, wanted, own)
             if pictured is not None and place < len(deep):
                 h = h.index_add(0, pictured, deep[place])
                 x = h if following is None else following(h)
@@ -375,23 +256,32 @@ class Decoder:
 
     def slots(self) -> dict[str, TensorSlot]:
         """The place of every tensor that a checkpoint has to hold, by its name there."""
-        return {name: slot for part in self._parts() for name, slot in part.slots()}
+        return {name: self._here(slot, place) for part, place in self._parts() for name, slot in part.slots()}
 
-    def _parts(self) -> list[Any]:
-        outer = (self.embedding, self.positions, self.inputs, *self.projections)
-        return [part for part in (*outer, *self.layers, self.norm, self.head) if part is not None]
+    def _parts(self) -> list[tuple[Any, int | None]]:
+        """Everything that has weights, and which layer it is."""
+        parts = (self.embedding, self.positions, self.inputs, *self.projections, *self.layers, self.norm, self.head)
+        places = {id(layer): place for place, layer in enumerate(self.layers)}
+        places[id(self.norm)] = len(self.layers) - 1
+        return [(part, places.get(id(part))) for part in parts if part is not None]
+
+    def _here(self, slot: TensorSlot, place: int | None) -> TensorSlot:
+        """The slot, which takes nothing where another stage has the weight."""
+        stage = self.options.stage
+        return slot if stage is None or stage.has(place) else replace(slot, load=leave)
 
     def other_slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Places of tensors that a checkpoint may hold instead of some of those."""
-        for layer in self.layers:
+        for place, layer in enumerate(self.layers):
             parts = [*layer.mixtures(), *([layer.mlp] if isinstance(layer.mlp, MLP) else [])]
             for part in parts:
-                yield from part.other_slots()
+                yield from ((name, self._here(slot, place)) for name, slot in part.other_slots())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights."""
-        return sum(part.nbytes for part in self._parts())
+        """Bytes of all weights that are here."""
+        stage = self.options.stage
+        return sum(part.nbytes for part, place in self._parts() if stage is None or stage.has(place))
 
     @property
     def unsteady(self) -> str | None:

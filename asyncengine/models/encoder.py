@@ -25,7 +25,8 @@ from asyncengine.layers.rotary import Angles, Rotary
 from asyncengine.layers.sequence_head import SequenceHead, SequenceHeadConfig
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.step import StepContext
-from asyncengine.models.decoder import DecoderConfig, DecoderLayer
+from asyncengine.models.decoder import DecoderConfig
+from asyncengine.models.decoder_layer import DecoderLayer
 
 DISTANCES = 32
 """Buckets of distances, of every model that has any."""

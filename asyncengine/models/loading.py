@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from asyncengine.layers.kernels import layer_kernels
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.sharded import LocalWeight, Ranks, ShardedWeight
 from asyncengine.layers.slots import TensorSlot
+from asyncengine.layers.stages import Stage, cut_layers
 from asyncengine.layers.states import StateSpec
 from asyncengine.layers.step import CausalLM
 from asyncengine.models.checking import check_module
@@ -125,7 +127,7 @@ def load_model(
             with typed(checkpoint.folder):
                 model, fused, nbytes = _load_decoder(plan, config, bar, ahead, defaults, threads, ranks)
         else:
-            check_split(ranks, "it runs through transformers' modules")
+            check_split(config, ranks, "it runs through transformers' modules")
             with threads():
                 model, fused, nbytes = _load_module(plan, config, bar)
     return LoadedModel(
@@ -180,10 +182,13 @@ def _load_decoder(
     """The decoder with its weights. Names, shapes and memory are looked at before any memory is taken."""
     outline, weights = outline_decoder(plan, config)
     options = _layer_options(plan, weights, config, ranks)
+    if ranks is not None and config.pipeline_parallel > 1:
+        options = replace(options, ranks=None, stage=_stage_of(outline, config, ranks))
     decoder = Decoder(outline.config, options, plan.max_model_len)
-    weights_here = [linear.weight for layer in decoder.layers for linear in layer.linears()]
-    split = any(isinstance(weight, (LocalWeight, ShardedWeight)) for weight in weights_here)
-    check_split(ranks, None if split else decoder.unsteady or "all of its matrices have too few outputs")
+    if options.ranks is not None:
+        weights_here = [linear.weight for layer in decoder.layers for linear in layer.linears()]
+        split = any(isinstance(weight, (LocalWeight, ShardedWeight)) for weight in weights_here)
+        check_split(config, ranks, None if split else decoder.unsteady or "all of its matrices have too few outputs")
     if ahead is not None and config.attention_backend != "torch":
         ahead.start(*kernels_of(decoder, config.page_size, defaults))
     on_gpu = plan.device.type == "cuda" and options.kernels.name != "torch"
@@ -210,10 +215,19 @@ def _load_encoder(
     return model
 
 
-def check_split(ranks: Ranks | None, reason: str | None) -> None:
+def _stage_of(outline: Decoder, config: EngineConfig, ranks: Ranks) -> Stage:
+    """This process's layers. Raises `InvalidParameter` where there are fewer of them than stages."""
+    sizes = [sum(math.prod(slot.shape) for _, slot in layer.slots()) for layer in outline.layers]
+    cuts = cut_layers(sizes, outline.vocab_size * outline.head.inputs, ranks.size)
+    check_split(config, ranks, None if cuts else f"it has {len(sizes)} layers")
+    return Stage(ranks.rank, ranks.size, cuts or ())
+
+
+def check_split(config: EngineConfig, ranks: Ranks | None, reason: str | None) -> None:
     """Raises `InvalidParameter` for a model of several processes that has a reason to be computed by one."""
     if ranks is not None and reason is not None:
-        raise InvalidParameter("tensor_parallel", f"this model cannot be split: {reason}", ranks.size)
+        setting = "pipeline_parallel" if config.pipeline_parallel > 1 else "tensor_parallel"
+        raise InvalidParameter(setting, f"this model cannot be split: {reason}", ranks.size)
 
 
 def _layer_options(plan: ModelPlan, weights: Weights, config: EngineConfig, ranks: Ranks | None = None) -> LayerOptions:

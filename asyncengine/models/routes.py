@@ -15,8 +15,8 @@ def why_unrouted(model: Any) -> str | None:
         return "its layers are transformers' modules, which do not tell"
     if not any(layer.mixtures() for layer in model.layers):
         return "the model has no experts"
-    if model.options.ranks is not None:
-        return "the ranks of a tensor-parallel model do not tell"
+    if model.options.ranks is not None or model.options.stage is not None:
+        return "other processes that have a part of the model do not tell"
     return None if model.device.type == "cpu" else "steps on a GPU are graphs, which do not tell"
 
 

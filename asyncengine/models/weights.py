@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from asyncengine.errors import ModelNotFound
+from asyncengine.layers.sharded import leave
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.stored import NumberForm, StoredForm
 from asyncengine.models.decoder import Decoder, DecoderConfig
@@ -147,7 +148,9 @@ def _in_words(form: NumberForm, ordered: bool) -> str:
 def load_weights(
     checkpoint: CheckpointSource, slots: Mapping[str, TensorSlot], names: Mapping[str, str], progress: LoadProgress
 ) -> None:
-    """Fill `slots` from the checkpoint's files. `names`: the slot of each tensor, as `assign` has found it."""
+    """Fill `slots` from the checkpoint's files, of which nothing is read that other processes have. `names`: the slot
+    of each tensor, as `assign` has found it."""
+    names = {name: slot for name, slot in names.items() if slots[slot].load is not leave}
     progress.stage("reading weights", len(names))
     with torch.inference_mode():
         for name in _by_file(checkpoint, names):

@@ -32,6 +32,7 @@ from asyncengine.runner.images import ImageStore
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.runner.prompt_graphs import prompt_graph_sizes
 from asyncengine.runner.ranks import Ranks
+from asyncengine.runner.stages import runner_of
 from asyncengine.runner.step_times import measure_steps
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.speculation.costs import SIZES, least_chance
@@ -91,7 +92,7 @@ def _build(
 ) -> ModelRunner:  # fmt: skip
     device = model.device
     release_cached(device)  # what loading left in torch's cache counts as taken
-    copies = 1 if ranks is None else ranks.size  # each process has caches of its own
+    copies = config.tensor_parallel if ranks is not None else 1  # each process has caches of its own
     elsewhere = 0 if ranks is None else sum(ranks.answers())  # until the others have their weights
     states = list(model.states) * copies
     num_states = num_states_for(states, config, model.dtype, device, free_bytes(device))
@@ -106,11 +107,12 @@ def _build(
     room = room_for(model.layers, model.states, pages, window_pages, num_states, config, model.dtype)
     if ranks is not None:
         ranks.send("build", pages, window_pages, num_states, room)
+    make, memory = runner_of(model, config, None if ranks is None else ranks.gather, room)
     backend = make_backend(
         config, model.layers, pages, model.dtype, device, model.max_model_len, num_window_pages=window_pages,
-        all_kernels=not kept, shared=None if ranks is None else ranks.gather.pools(room),
+        all_kernels=not kept, shared=memory,
     )  # fmt: skip
-    runner = ModelRunner(
+    runner = make(
         model,
         backend,
         config.page_size,

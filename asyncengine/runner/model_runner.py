@@ -22,7 +22,7 @@ from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
 from asyncengine.kernels.elsewhere import elsewhere
 from asyncengine.layers.recorded import MOST_TOKENS
 from asyncengine.layers.states import LoneTokens, StatePools, StateSegments, state_step
-from asyncengine.layers.step import CausalLM, StepContext, StepImages
+from asyncengine.layers.step import CausalLM, StepContext
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.loading import LoadedModel
@@ -30,7 +30,7 @@ from asyncengine.models.memory.caches import state_bytes
 from asyncengine.models.routes import expert_type
 from asyncengine.pooling.pool import Pooler
 from asyncengine.runner.graphs import Capture, DecodeGraphs
-from asyncengine.runner.images import ImageRows, ImageStore
+from asyncengine.runner.images import ImageStore
 from asyncengine.runner.model_memory import ModelMemory
 from asyncengine.runner.page_memory import CpuPageMemory
 from asyncengine.runner.parts import launch_in_parts
@@ -38,7 +38,7 @@ from asyncengine.runner.pending import PendingStep, every_place
 from asyncengine.runner.prompt_graphs import Pieces, PromptGraphs, may_be_cut
 from asyncengine.runner.ranks import Ranks
 from asyncengine.runner.step_buffers import NEXT, SLOT, FlatStep, Step, StepBuffers
-from asyncengine.runner.step_inputs import StepInputs
+from asyncengine.runner.step_inputs import StepInputs, inputs_of
 from asyncengine.sampling.masks import AwaitedToken, FilledMasks, MaskFiller, StepMasks, UnreadStep
 from asyncengine.sampling.sampler import Sampled, Sampler
 from asyncengine.speculation.draft_model import DraftModel
@@ -63,10 +63,9 @@ _HELD = (
 class ModelRunner:
     """Holds weights, KV memory and per-slot state of one model. One step at a time, on any one thread."""
 
-    traced_parts = ("_forward", "_run_pieces", "_replay", "_sample", "_keep")
+    traced_parts = ("forward", "_run_pieces", "_replay", "_sample", "_keep")
     """Parts of a step that a profile shows (`engine.profiling`)."""
-    batch_variance: str | None = None
-    """Why an answer may depend on what is computed beside it; None: it does not."""
+    batch_variance: str | None = None  # why an answer may depend on what is computed beside it
 
     def __init__(
         self, model: LoadedModel, backend: AttentionBackend, page_size: int, max_num_seqs: int, *,
@@ -76,21 +75,17 @@ class ModelRunner:
         """`num_states`: slots for recurrent states, slot 0 included. `num_window_pages`: of layers with windows, page 0
         included; 0: all have the same pages. `pooler`: of a model that is asked for vectors, whose logits are hidden
         states. `images`: of one that reads pictures."""
-        self.num_pages, self.num_states = backend.num_pages, num_states
+        self.num_pages, self.num_states, self.page_size = backend.num_pages, num_states, page_size
         self.num_window_pages = num_window_pages
-        self.one_pool: str | None = None
-        """Why all layers share their pages; None: those with windows have their own."""
-        self.page_size = page_size
+        self.one_pool: str | None = None  # why all layers share their pages, also those with windows
         self.windows = tuple(dict.fromkeys((each.window or 0, each.chunk or 0) for each in model.layers))
-        self.kv_bytes = backend.kv_bytes
+        self.kv_bytes, self.attention_backend = backend.kv_bytes, backend.name
         self.state_bytes = state_bytes(model.states, model.dtype) if num_states else 0
         self.weights_bytes = model.weights_bytes
-        self.attention_backend = backend.name
         self.fused, self.stored = model.fused, model.stored
         self.vocab_size = model.vocab_size
         self.no_speculation: str | None = "it was not asked for"
-        self.step_costs: tuple[float, ...] | None = None
-        """Seconds of steps of some sizes, measured when the runner was built (`speculation.costs`)."""
+        self.step_costs: tuple[float, ...] | None = None  # seconds of steps of some sizes (`speculation.costs`)
         self.pooler = pooler
         self.draft_costs: tuple[float, ...] | None = None  # measured, of the draft model's passes
         self.draft_model: DraftModel | None = None  # it makes guesses that are left open
@@ -104,8 +99,7 @@ class ModelRunner:
         self._expert_type, self._small = expert_type(model.model), model.weights_bytes <= SMALL
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
-        self._unwritten: dict[int, Any] = {}
-        """Adapter slots whose content has changed, and that no row has used since: there may be no memory for it."""
+        self._unwritten: dict[int, Any] = {}  # by adapter slot, what no row has used yet: it may not fit in memory
         self._lora, self._images = lora, images
         self.ranks: Ranks | None = None  # other processes that compute its passes with this one
         self._masks = MaskFiller(model.vocab_size, model.device)
@@ -207,13 +201,19 @@ class ModelRunner:
             step, logits = self._run_pieces(batch, self._prompt_graphs)
         else:
             step = self._buffers.build(batch, self._last_token)
-            images = self._images.of_step(batch.rows) if self._images is not None and pictured else None
-            pending.failed = {} if images is None else images.failed
             routed = self._expert_type is not None and any(row.spec.params.return_routed_experts for row in batch.rows)
             routes: list[torch.Tensor] | None = [] if routed else None
-            logits = self._forward(batch, step, images, routes)
+            inputs, pending.failed = inputs_of(step, batch.rows, self._images if pictured else None)
+            with nullcontext() if self.ranks is None else self.ranks.computing(inputs):
+                logits = self.forward(inputs, routes)
             if routes:
                 pending.routes = torch.stack(routes, dim=1).to(self._expert_type)
+        self._conclude(pending, step, logits, masks)
+
+    def _conclude(
+        self, pending: PendingStep, step: Step | FlatStep, logits: torch.Tensor, masks: StepMasks | None
+    ) -> None:
+        """Make of a step's logits all that was asked for."""
         if self.pooler is not None:
             pending.pooling = self.pooler, step.pool_spans, pending.readback.fetch(logits)
         sampled = None
@@ -310,22 +310,23 @@ class ModelRunner:
                 self.ranks.send("adapter", slot, self._unwritten[slot])
             del self._unwritten[slot]
 
-    def _forward(
-        self, batch: Batch, step: Step, images: ImageRows | None, routes: list[torch.Tensor] | None
-    ) -> torch.Tensor:
-        """Logits [N, vocab] of the step's wanted rows. `routes`: see `StepContext`."""
-        view, pictures = (step.view, None) if images is None else (images.seen_in(step.view), images.hidden)
-        own = [row.adapter_slot for row in batch.rows]
-        inputs = StepInputs(view, step.input_ids, step.positions, step.logit_rows, own, step.segments, pictures)
-        with nullcontext() if self.ranks is None else self.ranks.computing(inputs):
-            return self.compute(inputs, routes)
+    def forward(self, inputs: StepInputs, routes: list[torch.Tensor] | None = None) -> torch.Tensor:
+        """Logits [N, vocab] of a pass. `routes`: see `StepContext`. Within the runner's `cores`."""
+        assert self.model is not None
+        return self.model.forward(inputs.ids, self.context_of(inputs, routes), inputs.logit_rows)
 
-    def compute(self, inputs: StepInputs, routes: list[torch.Tensor] | None = None) -> torch.Tensor:
-        """Logits [N, vocab] of a pass. Within the runner's `cores`."""
-        view, ids, positions, rows, slots, segments, pictures = inputs
+    def context_of(self, inputs: StepInputs, routes: list[torch.Tensor] | None = None) -> StepContext:
+        """The context of a pass, for which the backend is planned."""
+        view, _, positions, rows, slots, segments, pictures = inputs
         self._backend.plan(view)
         own = (None, None) if self._lora is None else self._lora.begin(slots, view.counts, rows)
-        return self._compute(ids, positions, rows, own, segments, pictures, routes)
+        return self._context(positions, own, segments, pictures, routes)
+
+    def _context(
+        self, positions: torch.Tensor, adapters: StepAdapters, moves: StateSegments | LoneTokens | None, *more: Any
+    ) -> StepContext:
+        states = None if self._states is None or moves is None else state_step(self._states, moves, self._device)
+        return StepContext(positions, self._backend, *adapters, states, *more)
 
     def _run_pieces(self, batch: Batch, graphs: PromptGraphs) -> tuple[FlatStep, torch.Tensor]:
         """The step, and logits [N, vocab] of its wanted rows."""
@@ -344,13 +345,10 @@ class ModelRunner:
 
     def _compute(
         self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, adapters: StepAdapters,
-        moves: StateSegments | LoneTokens | None = None, pictures: StepImages | None = None,
-        routes: list[torch.Tensor] | None = None,
+        moves: StateSegments | LoneTokens | None = None,
     ) -> torch.Tensor:  # fmt: skip
         assert self.model is not None
-        states = None if self._states is None or moves is None else state_step(self._states, moves, self._device)
-        context = StepContext(positions, self._backend, *adapters, states, pictures, routes)
-        return self.model.forward(input_ids, context, logit_rows)
+        return self.model.forward(input_ids, self._context(positions, adapters, moves), logit_rows)
 
     def use_graphs(
         self, sizes: Sequence[int], capture: Capture, report: Callable[[], None] = lambda: None

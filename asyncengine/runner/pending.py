@@ -48,6 +48,8 @@ class PendingStep:
     """Row -> why this one request failed before anything of it was computed."""
     awaited: dict[int, AwaitedToken] = field(default_factory=dict)
     """Place among the sampled tokens -> what later rows of the same request wait for."""
+    rest: Callable[[], None] | None = None
+    """What is left to compute on this thread or another once other processes have computed their part."""
     following: Callable[[], None] | None = None
     """Work on the step after this one that needs this one's tokens: done when they have been read, by whoever does."""
     failure: BaseException | None = None
@@ -58,11 +60,11 @@ class PendingStep:
 
     @property
     def ready(self) -> bool:
-        return self.readback.ready
+        return self.rest is None and self.readback.ready
 
     def block(self) -> None:
         self.readback.wait()
-        if self.pooling is not None:  # numbers, and not few: not for the thread of an event loop
+        if self.pooling is not None or self.rest is not None:  # which takes long: not for the thread of an event loop
             self.wait()
 
     def wait(self) -> StepResult:
@@ -72,6 +74,9 @@ class PendingStep:
             if self.failure is not None:
                 raise self.failure
             if self._result is None:
+                if self.rest is not None:
+                    self.rest()
+                self.rest = None
                 self.readback.wait()
                 self._result = self._read()
                 for token in self.awaited.values():

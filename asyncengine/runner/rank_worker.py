@@ -17,7 +17,7 @@ from asyncengine.device.shared_gather import SharedGather
 from asyncengine.lora.layers.slots import install_lora
 from asyncengine.models.loading import load_model
 from asyncengine.models.progress import LoadProgress
-from asyncengine.runner.model_runner import ModelRunner
+from asyncengine.runner.stages import runner_of
 from asyncengine.runner.step_inputs import StepInputs
 
 
@@ -57,11 +57,12 @@ def _serve(orders: Connection, gather: SharedGather) -> None:
     lora = install_lora(loaded.model, config.max_loras, config.max_lora_rank)
     orders.send(loaded.weights_bytes)
     _, (pages, window_pages, states, room) = _next(orders)
+    make, memory = runner_of(loaded, config, gather, room)
     backend = make_backend(
         config, loaded.layers, pages, loaded.dtype, loaded.device, loaded.max_model_len,
-        num_window_pages=window_pages, all_kernels=False, shared=gather.pools(room),
+        num_window_pages=window_pages, all_kernels=False, shared=memory,
     )  # fmt: skip
-    runner = ModelRunner(
+    runner = make(
         loaded, backend, config.page_size, config.max_num_seqs, lora=lora, cores=cores, num_states=states,
         num_window_pages=window_pages,
     )  # fmt: skip
@@ -72,7 +73,7 @@ def _serve(orders: Connection, gather: SharedGather) -> None:
         match kind:
             case "forward":
                 with cores.step(torch_alone=compiled):
-                    runner.compute(StepInputs.unpacked(*content))
+                    runner.forward(StepInputs.unpacked(*content))
             case "adapter":
                 lora.write(*content)
             case "update":

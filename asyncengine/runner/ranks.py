@@ -1,8 +1,9 @@
-"""The processes that compute one model together with the engine's own (tensor parallelism), as the engine sees them:
-started, spoken to, watched, ended.
+"""The processes that compute one model together with the engine's own (tensor or pipeline parallelism), as the engine
+sees them: started, spoken to, watched, ended.
 
 The engine's process is rank 0. It alone schedules and samples; before each forward pass it tells the others the pass's
-inputs, and all compute it (`rank_worker`), exchanging results through shared memory (`device.shared_gather`). By a
+inputs, and all compute their part of it (`rank_worker`), exchanging results through shared memory
+(`device.shared_gather`). By a
 socket each other rank is told what to do, in order; that it lives is known as of any child (`device.child`).
 """
 
@@ -39,13 +40,14 @@ class _Rank(NamedTuple):
 class Ranks:
     """Ranks 1 .. size - 1 of one model. They hold nothing before `begin`."""
 
-    def __init__(self, size: int) -> None:
-        """Raises `InvalidParameter` where there can be none."""
+    def __init__(self, size: int, setting: str = "tensor_parallel") -> None:
+        """`setting`: the field of the configuration that asks for them. Raises `InvalidParameter` where there can be
+        none."""
         reason = missing()
         if reason is None and not can_start():
             reason = "needs a program that is Python as such, which can start others"
         if reason is not None:
-            raise InvalidParameter("tensor_parallel", reason, size)
+            raise InvalidParameter(setting, reason, size)
         self.size = size
         memory = make_memory()
         others: list[_Rank] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -11,6 +12,9 @@ import torch
 from asyncengine.attention.base import StepView
 from asyncengine.layers.states import StateSegments
 from asyncengine.layers.step import StepImages
+from asyncengine.runner.images import ImageRows, ImageStore
+from asyncengine.runner.step_buffers import Step
+from asyncengine.step import Row
 
 
 class StepInputs(NamedTuple):
@@ -41,6 +45,15 @@ class StepInputs(NamedTuple):
         """The inputs of which `packed` was made, in memory of their own."""
         view, *others = packed
         return StepInputs(StepView(*map(_unpacked, view)), *map(_unpacked, others))
+
+
+def inputs_of(step: Step, rows: Sequence[Row], images: ImageStore | None) -> tuple[StepInputs, dict[int, str]]:
+    """The inputs of a step's pass, with the pictures of its rows, and why some of these rows failed. `images`: None
+    where no row has any."""
+    found = ImageRows() if images is None else images.of_step(rows)
+    own, view = [row.adapter_slot for row in rows], found.seen_in(step.view)
+    parts = step.input_ids, step.positions, step.logit_rows
+    return StepInputs(view, *parts, own, step.segments, found.hidden), dict(found.failed)
 
 
 class _Packed(NamedTuple):

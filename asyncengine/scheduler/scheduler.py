@@ -177,16 +177,18 @@ class Scheduler:
         that get what the first in the queue leaves, which goes before them."""
         prompts: list[Request] = []
         rows, page_size, drafting = plan.rows, self.kv.page_size, self.roster.drafts is not None
+        stages = self.config.pipeline_parallel
+        most = -(-len(self.running) // stages)  # else one step would have them all, and all but one stage nothing
         for request in list(self.running.values()):
             launched = request.num_launched
             behind = len(request.tokens) + request.num_pending - launched
             if behind > 1:
                 prompts.append(request)
                 continue
-            if not behind or request.state is not RequestState.RUNNING:
+            if not behind or request.state is not RequestState.RUNNING or len(rows) == most:
                 continue
             if request.num_pending and (
-                not may_overlap(request) or (drafting and self._drafting.worth_waiting(request))
+                stages > 1 or not may_overlap(request) or (drafting and self._drafting.worth_waiting(request))
             ):
                 continue
             assert request.table is not None

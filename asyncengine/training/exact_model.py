@@ -19,7 +19,7 @@ from asyncengine.async_engine import AsyncEngine
 from asyncengine.checks import as_number
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter, UnsupportedModel
-from asyncengine.models.decoder import DecoderLayer
+from asyncengine.models.decoder_layer import DecoderLayer
 from asyncengine.models.loading import load_model
 from asyncengine.sampling.logprobs import token_logprobs
 from asyncengine.sync_engine import Engine

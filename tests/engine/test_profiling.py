@@ -39,7 +39,7 @@ def assert_untouched(engine: AsyncEngine) -> None:
     executor: Any = loop.runner.executor  # type: ignore[attr-defined]
     assert not loop.hooks
     assert not {"_schedule", "_deliver", "_commit", "_apply_inbox"} & vars(loop).keys()
-    assert not {"launch", "_forward", "_sample"} & vars(executor).keys()
+    assert not {"launch", "forward", "_sample"} & vars(executor).keys()
 
 
 @pytest.mark.parametrize("hosted", [pytest.param(False, id="owned"), pytest.param(True, id="hosted")])

@@ -102,7 +102,7 @@ def row(request: Request, step: int) -> Row:
 @contextmanager
 def failing(runner: ModelRunner, mode: FailOnce | None) -> Iterator[None]:
     """`mode` is on from the end of the next forward or replay to the end of its launch."""
-    owner, name = (runner, "_forward") if runner._graphs is None else (runner._graphs, "run")
+    owner, name = (runner, "forward") if runner._graphs is None else (runner._graphs, "run")
     forward, launch = getattr(owner, name), runner._launch
 
     def one_launch(batch: Batch) -> Any:

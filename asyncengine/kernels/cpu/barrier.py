@@ -1,5 +1,5 @@
 """A barrier for processes that share memory, in compiled code: it holds nobody's interpreter, and takes about as long
-as a cache line takes from one core to another.
+as a cache line takes from one core to another. Its two halves are of use by themselves where one waits for another.
 
 Arrivals are counted and never reset: a process that has passed the barrier n times waits for n + 1 times as many
 arrivals as there are processes. Where others want the cores, too, waiting in a loop keeps them from those that are
@@ -35,7 +35,13 @@ _yield = numba.types.ExternalFunction("sched_yield", numba.types.int32())
 def meet(words: int, target: int) -> int:
     """Arrive, and wait until there were `target` arrivals; `words`: the address of the shared words. Returns 1; 0: one
     of the processes is gone."""
-    _arrive(words)
+    arrive(words)
+    return reach(words, target)
+
+
+@serial
+def reach(words: int, target: int) -> int:
+    """Wait until there were `target` arrivals; the rest as for `meet`."""
     spins = 0
     while load(words + _BROKEN) == 0:
         seen = load(words + _ARRIVED)
@@ -54,7 +60,8 @@ def meet(words: int, target: int) -> int:
 
 
 @serial
-def _arrive(words: int) -> None:
+def arrive(words: int) -> None:
+    """Arrive, and wait for nobody."""
     add(words + _ARRIVED, 1)
     if load(words + _SLEEPERS) != 0 and _FUTEX != 0:
         _system(_FUTEX, words + _ARRIVED, _WAKE, 0x7FFFFFFF, 0, 0, 0)
@@ -64,4 +71,4 @@ def _arrive(words: int) -> None:
 def break_off(words: int) -> None:
     """Let nobody wait any more."""
     store(words + _BROKEN, 1)
-    _arrive(words)  # a count that was about to be slept on is another now
+    arrive(words)  # a count that was about to be slept on is another now

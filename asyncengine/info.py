@@ -76,6 +76,8 @@ class ModelInfo:
     """Tokens in whose place the whole model would put an image or a sound, and which. Prompts with them are refused."""
     tensor_parallel: int = 1
     """Processes that compute the model together. Bytes of weights, KV cache and states are those of all of them."""
+    pipeline_parallel: int = 1
+    """Processes that compute some of the model's layers each. Bytes as above."""
 
     @property
     def in_words(self) -> str:
@@ -88,5 +90,6 @@ class ModelInfo:
             same = self.no_speculation == self.batch_variance
             guesses = "nothing is guessed" + (", for the same reason" if same else f", as {self.no_speculation}")
         forms = f"{', '.join(self.fused)}; attention {self.attention}"
-        device = self.device if self.tensor_parallel == 1 else f"{self.device} in {self.tensor_parallel} processes"
+        processes = max(self.tensor_parallel, self.pipeline_parallel)
+        device = self.device if processes == 1 else f"{self.device} in {processes} processes"
         return f"{self.name} in {self.dtype} on {device} ({forms}): {steady}; {guesses}"

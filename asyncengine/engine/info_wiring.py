@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from asyncengine.config import EngineConfig
 from asyncengine.engine.image_wiring import LoadedImages
 from asyncengine.info import ModelInfo
 from asyncengine.text import TextTokenizer
@@ -20,7 +21,7 @@ def info_of(
     tokenizer: TextTokenizer | None,
     runner: ModelRunner | EncoderRunner,
     images: LoadedImages,
-    ranks: int = 1,
+    config: EngineConfig,
 ) -> ModelInfo:
     """Describe a model by its parts; `wire` adds what its limits and its chats are."""
     from asyncengine.models.routes import why_unrouted  # which imports torch
@@ -53,5 +54,6 @@ def info_of(
         placeholders=loaded.placeholders,
         no_images=images.why_none,
         no_routed_experts=why_unrouted(getattr(loaded, "model", None)),
-        tensor_parallel=ranks,
+        tensor_parallel=config.tensor_parallel,
+        pipeline_parallel=config.pipeline_parallel,
     )

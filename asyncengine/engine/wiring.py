@@ -343,7 +343,7 @@ def _assemble(
     config: EngineConfig, vectors: VectorModel | None = None, images: LoadedImages = NO_IMAGES,
     prefixes: PrefixStore | None = None, identify: Callable[[], Identity] | None = None,
 ) -> Frontend:  # fmt: skip
-    info = info_of(bundled_name(path) or loaded.name, loaded, tokenizer, runner, images, config.tensor_parallel)
+    info = info_of(bundled_name(path) or loaded.name, loaded, tokenizer, runner, images, config)
     if vectors is not None:
         info = described(info, vectors, tokenizer)
     logger.info("%s", info.in_words)

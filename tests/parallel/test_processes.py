@@ -1,4 +1,5 @@
-"""An engine over two processes: what it answers, what it refuses, and what is left when one of them is gone.
+"""An engine over two processes, which share each layer or have some of the layers each: what it answers, what it
+refuses, and what is left when one of them is gone.
 
 `ASYNCENGINE_LONG=50` kills a rank at so many moments.
 """
@@ -33,10 +34,11 @@ SETTINGS: dict[str, Any] = {
     "speculation_costs": (0.001, 0.001, 0.001), "adapters": {"pirate": "demo/pirate"}, "preempt_every": 9,
 }  # fmt: skip
 KILLS = TIMES
+BOTH = pytest.mark.parametrize("setting", ["tensor_parallel", "pipeline_parallel"])
 
 
-async def load(size: int = 2, **settings: Any) -> AsyncEngine:
-    given = {**SETTINGS, "kv_cache_memory": 2**23, "tensor_parallel": size, **settings}
+async def load(size: int = 2, setting: str = "tensor_parallel", **settings: Any) -> AsyncEngine:
+    given = {**SETTINGS, "kv_cache_memory": 2**23, setting: size, **settings}
     return await AsyncEngine.from_pretrained("demo", **given)
 
 
@@ -70,7 +72,8 @@ async def scores(engine: AsyncEngine) -> list[Any]:
     return [[(sample.token_ids, sample.logprobs) for sample in each.samples] for each in made]
 
 
-async def test_an_engine_over_two_processes_answers_as_one(tmp_path: Path) -> None:
+@BOTH
+async def test_an_engine_over_two_processes_answers_as_one(tmp_path: Path, setting: str) -> None:
     """Guesses, grammars, adapters, preemption, samples; then other weights, sleep, and prefixes from files and a store,
     which are those of one process."""
     file, other, prompt = tmp_path / "prefix", tmp_path / "other", list(range(50, 120))
@@ -80,8 +83,8 @@ async def test_an_engine_over_two_processes_answers_as_one(tmp_path: Path) -> No
         last = await engine.generate([*prompt, 7], greedy)
         await engine.export_prefix(prompt, other)
         weights, kept = engine.info.weight_bytes, engine.info.kv_cache_bytes
-    async with await load(kv_cache_dir=str(tmp_path / "store")) as engine:
-        assert engine.info.tensor_parallel == 2
+    async with await load(setting=setting, kv_cache_dir=str(tmp_path / "store")) as engine:
+        assert getattr(engine.info, setting) == 2
         assert engine.info.kv_cache_bytes == kept
         assert "2 processes" in engine.info.in_words
         assert weights <= engine.info.weight_bytes < 1.1 * weights
@@ -110,12 +113,13 @@ async def test_an_engine_over_two_processes_answers_as_one(tmp_path: Path) -> No
     assert not mapped()
 
 
+@BOTH
 @pytest.mark.parametrize("number", range(KILLS))
-async def test_a_rank_that_is_killed_ends_the_engine(number: int) -> None:
+async def test_a_rank_that_is_killed_ends_the_engine(number: int, setting: str) -> None:
     """At some moment of a step or between two: every stream is told within a second, and nothing is left."""
     rng = random.Random(number)
     params = SamplingParams(max_tokens=1200, temperature=0, ignore_eos=True)
-    engine = await load(quantization="int8", preempt_every=None, adapters=())
+    engine = await load(setting=setting, quantization="int8", preempt_every=None, adapters=())
     async with engine:
         streams = [engine.stream([5 + each, 6, 7] * 5, params) for each in range(3)]
         began = [await anext(stream) for stream in streams]
@@ -163,15 +167,22 @@ def test_a_killed_engine_leaves_no_rank() -> None:
     assert gone
 
 
+@BOTH
 @pytest.mark.parametrize("value", [0, 65, -1, True, 2.0, "2"])
-def test_values_that_are_none(value: Any) -> None:
-    with pytest.raises(InvalidParameter, match=r"tensor_parallel.* 1 .* 64|tensor_parallel: must be an int"):
-        EngineConfig(tensor_parallel=value)
+def test_values_that_are_none(value: Any, setting: str) -> None:
+    with pytest.raises(InvalidParameter, match=rf"{setting}.* 1 .* 64|{setting}: must be an int"):
+        EngineConfig(**{setting: value})
 
 
-def test_a_gpu_is_refused() -> None:
-    with pytest.raises(InvalidParameter, match="tensor_parallel: on CUDA is not there yet"):
-        EngineConfig(tensor_parallel=2, device="cuda:1")
+@BOTH
+def test_a_gpu_is_refused(setting: str) -> None:
+    with pytest.raises(InvalidParameter, match=f"{setting}: on CUDA is not there yet"):
+        EngineConfig(**{setting: 2, "device": "cuda:1"})
+
+
+def test_both_at_once_are_refused() -> None:
+    with pytest.raises(InvalidParameter, match="pipeline_parallel: does not go with tensor_parallel"):
+        EngineConfig(tensor_parallel=2, pipeline_parallel=2)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +192,9 @@ def test_a_gpu_is_refused() -> None:
         ("demo", {"fuse": False}, "runs through transformers' modules"),
         ("demo", {"dtype": "float16"}, "cannot be split: .*float16"),
         ("demo", {"tensor_parallel": 64}, "too few outputs"),
+        ("demo", {"tensor_parallel": 1, "pipeline_parallel": 7}, "it has 6 layers"),
+        ("demo", {"tensor_parallel": 1, "pipeline_parallel": 2, "pooling": "mean"}, "vectors are computed by one"),
+        ("demo", {"tensor_parallel": 1, "pipeline_parallel": 2, "max_steps_in_flight": 3}, "must be at most"),
     ],
 )
 async def test_what_cannot_be_split_is_refused(
@@ -191,7 +205,8 @@ async def test_what_cannot_be_split_is_refused(
 
     monkeypatch.setattr(child, "_START", "import sys; sys.stdin.read()")
     given = {"tensor_parallel": 2, "show_progress": False, **settings}
-    with pytest.raises(InvalidParameter, match=f"tensor_parallel: .*{reason}"):
+    named = "max_steps_in_flight" if "most" in reason else r"(tensor|pipeline)_parallel"
+    with pytest.raises(InvalidParameter, match=f"{named}: .*{reason}"):
         await AsyncEngine.from_pretrained(model, **given)
     assert not [each for each in psutil.Process().children() if "sys.stdin.read" in " ".join(each.cmdline())]
 

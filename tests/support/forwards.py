@@ -11,6 +11,7 @@ import torch
 from asyncengine.attention.base import StepView
 from asyncengine.attention.factory import make_backend
 from asyncengine.config import EngineConfig
+from asyncengine.device.shared_pools import SharedPools
 from asyncengine.layers.states import StatePools, StateSegments, StateStep
 from asyncengine.layers.step import CausalLM, StepContext
 
@@ -20,13 +21,18 @@ PAGE = 4
 class Forwards:
     """Rows of at most `most` tokens, each with pages of its own."""
 
-    def __init__(self, model: CausalLM, rows: int = 1, most: int = 100, backend: str = "auto") -> None:
+    def __init__(
+        self, model: CausalLM, rows: int = 1, most: int = 100, backend: str = "auto", shared: SharedPools | None = None
+    ) -> None:
+        """`shared`: memory of pages and states that other processes have as well."""
         self.model = model
         self.each = -(-most // PAGE)
         config = EngineConfig(page_size=PAGE, attention_backend=backend)
-        self.backend = make_backend(config, model.specs, 1 + rows * self.each, model.dtype, model.device, most)
+        pages = 1 + rows * self.each
+        self.backend = make_backend(config, model.specs, pages, model.dtype, model.device, most, shared=shared)
         self.lengths = np.zeros(rows, dtype=np.int64)
-        self.pools = StatePools(model.states, 1 + rows, model.dtype, model.device) if model.states else None
+        kept = model.states, 1 + rows, model.dtype, model.device
+        self.pools = StatePools(*kept, shared=shared) if model.states else None
 
     def context(self, counts: Sequence[int], shift: int = 0, **fields: Any) -> StepContext:
         """The next counts[r] tokens of row r; `shift` is added to positions, but not to where attention finds them."""

@@ -74,9 +74,11 @@ class PendingStep:
             if self.failure is not None:
                 raise self.failure
             if self._result is None:
-                if self.rest is not None:
-                    self.rest()
-                self.rest = None
+                try:
+                    if self.rest is not None:
+                        self.rest()
+                finally:
+                    self.rest = None
                 self.readback.wait()
                 self._result = self._read()
                 for token in self.awaited.values():

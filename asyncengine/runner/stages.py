@@ -8,6 +8,7 @@ other requests, so that all stages have something to compute.
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -76,7 +77,12 @@ class StagedRunner(ModelRunner):
         self, pending: PendingStep, step: Step, masks: StepMasks | None, context: StepContext, count: int, every: bool
     ) -> None:
         """End the step's pass, of which `count` rows are wanted, `every` one of its tokens or some."""
-        x = self._relay.collect(count)
+        try:
+            x = self._relay.collect(count)
+        except RuntimeError as error:  # whoever keeps it would keep shared memory
+            traceback.clear_frames(error.__traceback__)
+            del context
+            raise
         with self._turn, torch.inference_mode(), self.cores.step(torch_alone=self._decoder.compiled, small=self._small):
             hidden = self._decoder.projected(x, context, None if every else context.positions)
             self._conclude(pending, step, self._decoder.logits(hidden, context), masks)

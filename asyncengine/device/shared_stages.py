@@ -23,10 +23,10 @@ class StageRelay:
         self, gather: SharedGather, memory: SharedPools, tokens: int, width: int, vectors: Sequence[int],
         dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        """`tokens`: of a pass, at most. `width`: numbers of a hidden row. `vectors`: shape of what each token has for
-        all layers beside it; (): nothing."""
-        self._gather = gather
-        self._rows = memory.empty((gather.size, tokens, width), dtype)
+        """`tokens`: of a pass, at most. `width`: numbers of a token between two stages. `vectors`: shape of what each
+        token has for all layers beside it; (): nothing."""
+        self._gather, self._width = gather, width
+        self._rows = memory.empty((gather.size, tokens * width), dtype)
         self._vectors = memory.empty((gather.size, tokens, *vectors), dtype) if vectors else None
         self._passed = self._collected = 0
         """Passes that this stage has handed on, and that the first has back."""
@@ -37,26 +37,26 @@ class StageRelay:
         return size * tokens * (width + math.prod(vectors) * bool(vectors)) * dtype.itemsize + 2**16
 
     def take(self, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(hidden rows [count, width] that the stage before has made of the next pass, the pass's vectors), which are
+        """(rows [count, width] that the stage before has made of the next pass, the pass's vectors), which are
         there until this stage hands on. Raises `RuntimeError` if a stage is gone."""
         self._gather.reach(self._gather.rank - 1, self._passed + 1)
         place = self._passed % self._gather.size
-        return self._rows[place, :count], None if self._vectors is None else self._vectors[place, :count]
+        rows = self._rows[place, : count * self._width].view(count, self._width)
+        return rows, None if self._vectors is None else self._vectors[place, :count]
 
     def hand_on(self, rows: torch.Tensor, vectors: torch.Tensor | None = None) -> None:
         """Let the next stage have what this one has made of the next pass; `vectors`: in the first stage."""
         place = self._passed % self._gather.size
-        if len(rows):
-            self._rows[place, : len(rows)] = rows
+        self._rows[place, : rows.numel()].view(rows.shape).copy_(rows)
         if vectors is not None and self._vectors is not None:
             self._vectors[place, : len(vectors)] = vectors
         self._passed += 1
         self._gather.arrive()
 
-    def collect(self, count: int) -> torch.Tensor:
+    def collect(self, count: int, width: int) -> torch.Tensor:
         """Hidden rows [count, width] that the last stage has made of the oldest pass that the first one, which this is,
         has not got back yet. They are there as long as that pass is. Raises `RuntimeError` if a stage is gone."""
         place = self._collected % self._gather.size
         self._collected += 1
         self._gather.reach(self._gather.size - 1, self._collected)
-        return self._rows[place, :count]
+        return self._rows[place, : count * width].view(count, width)

@@ -142,8 +142,10 @@ class Decoder:
         self.norm = None if config.final_norm is None else Norm(options, config.norm, config.final_norm, config.width)
         self.run = range(len(self.layers)) if options.stage is None else options.stage.run
         """The layers that are computed in this process."""
+        self._pairs = options.stage is not None and config.norm.kind != "rms"
+        """A layer norm is of a sum before that is rounded: stages hand on the stream and its norm."""
         self._following = [layer.before_attention for layer in self.layers[1:]] + [self.norm]
-        if self.run.stop < len(self.layers):
+        if self.run.stop < len(self.layers) and not self._pairs:
             self._following[self.run[-1]] = None  # the next stage's
         self.rotary = [Rotary(rotary, max_model_len, options.dtype, options.device) for rotary in config.rotary]
         chosen = [None if layer.attention is None else layer.attention.rotary for layer in config.layers]
@@ -156,7 +158,7 @@ class Decoder:
         self.recorded: RecordedLayers | None = None
         """Short steps in one call, where compiled kernels make all products."""
         whole = all(layer.compiled for layer in self.layers)
-        if options.kernels.name == "compiled" and whole and options.ranks is None:
+        if options.kernels.name == "compiled" and whole and options.ranks is None and not self._pairs:
             paths = tuple(linear.path for place in self.run for linear in self.layers[place].linears())
             self.recorded = RecordedLayers(self._through_layers, bool(self.states), paths)
         keeps = [each.state is not None or getattr(each.attention, "keys_of", 0) is None for each in config.layers]
@@ -226,7 +228,10 @@ class Decoder:
         unread = rows is not None and not len(rows)
         if unread and self.run.start > self._last_kept:
             return h.new_empty(0, self.head.inputs)
-        x = h if first is None else first(h)
+        if self._pairs and self.run.start:
+            h, x = (part.contiguous() for part in h.chunk(2, dim=-1))
+        else:
+            x = h if first is None else first(h)
         for place in self.run:
             layer = self.layers[place]
             if unread and place == self._last_kept:  # kernels of a GPU refuse to be launched for no rows
@@ -242,7 +247,13 @@ class Decoder:
                 x = h if following is None else following(h)
         if kept is not None:
             kept.append(h)
-        return x
+        return torch.cat([h, x], dim=-1) if self._pairs and self.run.stop < len(self.layers) else x
+
+    @property
+    def carried(self) -> tuple[int, tuple[int, ...]]:
+        """What stages hand on of each token: width of what layers give, and shape of the vectors of `LayerInputs`."""
+        inputs = self.config.layer_inputs
+        return self.config.width * (1 + self._pairs), () if inputs is None else (len(self.layers), inputs.width)
 
     def logits(self, hidden: torch.Tensor, step: StepContext) -> torch.Tensor:
         """[N, vocab] of hidden states [N, width], whose rows' adapters are `step.row_adapters`."""
@@ -256,7 +267,9 @@ class Decoder:
 
     def slots(self) -> dict[str, TensorSlot]:
         """The place of every tensor that a checkpoint has to hold, by its name there."""
-        return {name: self._here(slot, place) for part, place in self._parts() for name, slot in part.slots()}
+        found = {name: self._here(slot, place) for part, place in self._parts() for name, slot in part.slots()}
+        beyond = self._following[self.run[-1]]
+        return found if beyond is None else found | dict(beyond.slots())  # which may be the next stage's as well
 
     def _parts(self) -> list[tuple[Any, int | None]]:
         """Everything that has weights, and which layer it is."""

@@ -78,7 +78,7 @@ class StagedRunner(ModelRunner):
     ) -> None:
         """End the step's pass, of which `count` rows are wanted, `every` one of its tokens or some."""
         try:
-            x = self._relay.collect(count)
+            x = self._relay.collect(count, self._decoder.config.width)
         except RuntimeError as error:  # whoever keeps it would keep shared memory
             traceback.clear_frames(error.__traceback__)
             del context
@@ -110,9 +110,6 @@ def runner_of(
     if config.pipeline_parallel == 1:
         return ModelRunner, gather.pools(room)
     assert isinstance(model.model, Decoder)
-    described = model.model.config
-    inputs = described.layer_inputs
-    vectors = () if inputs is None else (len(described.layers), inputs.width)
-    sizes = config.max_num_batched_tokens, described.width, vectors, model.dtype
+    sizes = config.max_num_batched_tokens, *model.model.carried, model.dtype
     memory = gather.pools(room + StageRelay.nbytes(gather.size, *sizes), each=False)
     return partial(StagedRunner, relay=StageRelay(gather, memory, *sizes)), memory

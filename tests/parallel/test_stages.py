@@ -29,7 +29,7 @@ from asyncengine.models.progress import LoadProgress
 pytestmark = pytest.mark.skipif(shared_gather.missing() is not None, reason=str(shared_gather.missing()))
 SOME = [
     ("qwen3", "bfloat16", "int8"), ("gemma4", "float32", None), ("nemotron-h", "float32", None),
-    ("opt-350m", "float32", None), ("qwen3.5moe", "bfloat16", "int4"), ("cohere", "bfloat16", None),
+    ("opt-350m", "float32", None), ("qwen3.5moe", "bfloat16", "int4"), ("gpt2", "bfloat16", None),
 ]  # fmt: skip
 EVERY = [(family, "bfloat16", None) for family in FAMILIES if family != "hunyuanmoe"]  # transformers' modules
 (TOKENS,) = prompts([24], VOCAB)
@@ -43,16 +43,14 @@ def wanted(chunk: list[int]) -> torch.Tensor:
 
 
 def through_stages(loaded: Any, gather: SharedGather) -> list[torch.Tensor]:
-    """The logits of each chunk in the first stage. Two passes are on their way at a time."""
+    """The logits of each chunk in the first stage. As many passes as stages are on their way at a time."""
     decoder, logits, ends = loaded.model, list[torch.Tensor](), list[Any]()
-    inputs = decoder.config.layer_inputs
-    vectors = () if inputs is None else (len(decoder.layers), inputs.width)
     memory = gather.pools(2**22, each=False)
-    relay = StageRelay(gather, memory, MOST, decoder.config.width, vectors, loaded.dtype)
+    relay = StageRelay(gather, memory, MOST, *decoder.carried, loaded.dtype)
     forwards = Forwards(decoder, shared=memory)
 
     def end(rows: torch.Tensor, context: Any) -> None:
-        hidden = decoder.projected(relay.collect(len(rows)), context, rows)
+        hidden = decoder.projected(relay.collect(len(rows), decoder.config.width), context, rows)
         logits.append(decoder.logits(hidden, context).clone())
 
     for chunk in CHUNKS:
@@ -76,19 +74,19 @@ def test_logits_are_those_of_one_process(
     use_panels(True, monkeypatch)
     settings = {"num_threads": 1, "show_progress": False, "dtype": dtype, "quantization": quantization}
     path, alone = str(checkpoint(family)), EngineConfig(**settings)
-    config, shares = EngineConfig(pipeline_parallel=2, **settings), gathers(2)
     one = load_model(path, alone, LoadProgress(False))
+    size = min(3, len(one.model.layers))
+    config, shares = EngineConfig(pipeline_parallel=size, **settings), gathers(size)
     parts = [load_model(path, config, LoadProgress(False), ranks=ranks) for ranks in shares]
-    found, _ = in_ranks(2, lambda ranks: through_stages(parts[ranks.rank], ranks), shares)
+    found, *_ = in_ranks(size, lambda ranks: through_stages(parts[ranks.rank], ranks), shares)
     forwards = Forwards(one.model)
     expected = [forwards.step(chunk, rows=wanted(chunk).tolist()) for chunk in CHUNKS]
-    assert parts[0].weights_bytes + parts[1].weights_bytes < 1.05 * one.weights_bytes
-    assert (parts[0].unsteady, parts[0].fused) == (one.unsteady, one.fused)
+    assert one.weights_bytes <= sum(part.weights_bytes for part in parts) < 1.05 * one.weights_bytes
+    assert parts[0].unsteady == one.unsteady
+    if one.model.config.norm.kind == "rms":  # else layers are not recorded
+        assert parts[0].fused == one.fused
     for made, own in zip(found, expected, strict=True):
-        if one.unsteady is None:
-            assert torch.equal(made, own)
-        else:
-            assert torch.allclose(made, own, atol=1e-3, rtol=1e-3)
+        assert torch.equal(made, own)
 
 
 @pytest.mark.parametrize(

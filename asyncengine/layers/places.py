@@ -34,6 +34,8 @@ class Place:
     scale: float = 1.0
     kept: tuple[tuple[slice, ...], ...] | None = None
     """The outputs of each part that are computed here; None: all."""
+    here: bool = True
+    """False: another process computes it."""
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -326,13 +326,15 @@ class Decoder:
 
     def places(self) -> list[Place]:
         """Products that adapters may change, in the model's order."""
-        table, head = self.embedding, self.head
-        found = [Place(table.num_embeddings, ((table.path, table.width),), "embedding", scale=table.scale)]
-        linears = [*self.projections, *([] if self.inputs is None else [self.inputs.projection])]
-        for linear in (*linears, *(linear for layer in self.layers for linear in layer.linears())):
-            kept = linear.kept_outputs()
-            found.append(Place(linear.inputs, linear.parts, "conv1d" if linear.transposed else "linear", kept=kept))
-        return [*found, Place(head.inputs, head.parts, head=True)]
+        table, head, first = self.embedding, self.head, self.run.start == 0
+        found = [Place(table.num_embeddings, ((table.path, table.width),), "embedding", scale=table.scale, here=first)]
+        outer = [*self.projections, *([] if self.inputs is None else [self.inputs.projection])]
+        linears = [(linear, first) for linear in outer]
+        linears += [(linear, place in self.run) for place, each in enumerate(self.layers) for linear in each.linears()]
+        for linear, here in linears:
+            kind: Any = "conv1d" if linear.transposed else "linear"
+            found.append(Place(linear.inputs, linear.parts, kind, kept=linear.kept_outputs(), here=here))
+        return [*found, Place(head.inputs, head.parts, head=True, here=first)]
 
     def unbind(self) -> None:
         """Nothing of a step is kept."""

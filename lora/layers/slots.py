@@ -145,7 +145,8 @@ class LoraLayers:
         """
         for path in paths:
             place, _ = self._place("lora_targets", path)
-            self._make_room(place, self.max_rank if rank is None else min(rank, self.max_rank))
+            if place.here:
+                self._make_room(place, self.max_rank if rank is None else min(rank, self.max_rank))
 
     def write(self, slot: int, adapter: LoraAdapter) -> None:
         """Make `slot` hold `adapter` instead of whatever it holds. Not while a step runs; steps wait for it.
@@ -156,12 +157,13 @@ class LoraLayers:
         self._check_slot(slot)
         for path, factors in adapter.modules.items():
             self._check(path, factors)
-        for path, factors in adapter.modules.items():
+        here = {path: factors for path, factors in adapter.modules.items() if self._places[path][0].here}
+        for path, factors in here.items():
             self._make_room(self._places[path][0], factors.a.shape[0])
         self.clear(slot)
         used: dict[str, LoraStack] = {}
         try:
-            for path, factors in adapter.modules.items():
+            for path, factors in here.items():
                 place, part = self._places[path]
                 key = place.path
                 used[key] = self._stacks[key]

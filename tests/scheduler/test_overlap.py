@@ -39,3 +39,39 @@ def test_a_result_out_of_order_is_an_engine_bug():
     steps.launched.rotate()
     with pytest.raises(InvariantViolation, match="result of step 2, but step 1 is the oldest"):
         steps.commit()
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_steps_of_a_pipeline_divide_the_requests(stages: int):
+    """A step has a part of those that decode, and nobody is in two steps."""
+    steps = Steps(max_steps_in_flight=stages, pipeline_parallel=stages, pages=200)
+    tickets = [steps.add([2 + each, 3], 30) for each in range(7)]
+    assert len(rows(steps.launch()) or {}) == 7, "prompts go as far as the budget does"
+    steps.commit()
+    most = -(-7 // stages)
+    for turn in range(20):
+        before = [
+            ticket for flown in steps.scheduler._in_flight for ticket in (row.spec.ticket for row in flown.batch.rows)
+        ]
+        found = rows(steps.launch()) or {}
+        assert 0 < len(found) <= most
+        assert not set(found) & set(before)
+        if turn >= stages - 1:
+            steps.commit()
+    steps.run()
+    steps.assert_right(tickets)
+    steps.assert_empty()
+    counts = {len(batch.rows) for batch in steps.batches[1:20]}
+    assert counts == {most, 7 - (stages - 1) * most}
+
+
+def test_chunks_of_a_prompt_follow_each_other_through_a_pipeline():
+    steps = Steps(max_steps_in_flight=2, pipeline_parallel=2, max_num_batched_tokens=8)
+    ticket = steps.add(range(2, 22), 4)
+    assert [rows(steps.launch()) for _ in range(2)] == [{ticket: 8}, {ticket: 8}]
+    steps.commit()
+    assert rows(steps.launch()) == {ticket: 4}
+    steps.commit()
+    assert steps.launch() is None, "its token is not known yet"
+    steps.run()
+    steps.assert_right([ticket])

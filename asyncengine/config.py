@@ -241,7 +241,7 @@ class BatchingSettings(Settings):
     max_steps_in_flight: Annotated[int, integer_in(1, 64)] | None = None
     """Steps launched before the first one's result is applied. 2 is overlap scheduling: the next step is planned and
     launched while one runs, and an end of sequence is noticed one step late. None: 2 on a GPU, 1 on CPU, which gains
-    nothing."""
+    nothing, and with `pipeline_parallel` as many as there are stages, which is the most."""
 
     @property
     def most_ahead(self) -> int:
@@ -300,7 +300,7 @@ class GrammarSettings(Settings):
     """Nesting of one grammar's schema."""
     jump_forward: bool | None = None
     """Append tokens that a grammar forces without sampling them, and compute them together in the next step. A step
-    that is launched by then has computed the request's row in vain. None: where one step is in flight at a time."""
+    that is launched by then has computed the request's row in vain. None: where a request is in one step at a time."""
     tool_format: Annotated[str, one_of(TOOL_FORMATS)] = "auto"
     """The form in which the model writes tool calls, such as "hermes" or "qwen3_coder" (the how-to on tools has the
     names); "auto" reads it off the template."""

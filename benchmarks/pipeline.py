@@ -1,9 +1,11 @@
 """Throughput of a model whose layers are in two processes, against one process of one thread and of two.
 
-    python -m benchmarks.pipeline [--streams 16] [--prompt 256] [--tokens 64] [--rounds 5] [--layers 8] [--dtype bfloat16]
+    python -m benchmarks.pipeline [--streams 16] [--prompt 256] [--tokens 64] [--rounds 5] [--layers 8]
+        [--dtype bfloat16] [--quantization int8] [--budget 512]
 
-Random weights in a Llama of width 1,024. The three engines answer the same requests in turns, so that whatever else runs
-on the machine meets all of them; medians of the rounds, and the CPU seconds of all processes.
+Random weights in a Llama of width 1,024. The three engines answer the same requests in turns, so that whatever else
+runs on the machine meets all of them. Medians of the rounds: wall time, CPU seconds of all processes, and of the
+busiest one, which is what a round takes at best where each process has a core for itself.
 """
 
 from __future__ import annotations
@@ -41,14 +43,15 @@ def make_model(folder: Path, layers: int) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def cpu_seconds() -> float:
-    """Those of this process and of all that it has started."""
+def cpu_seconds() -> list[float]:
+    """Those of this process and of each that it has started."""
     own = psutil.Process()
-    return sum(sum(each.cpu_times()[:2]) for each in (own, *own.children(recursive=True)))
+    return [sum(each.cpu_times()[:2]) for each in (own, *own.children())]
 
 
-async def answer(engine: AsyncEngine, given: argparse.Namespace, number: int) -> tuple[float, float, list[Any]]:
-    """(wall seconds, CPU seconds, tokens) of one round; prompts differ from round to round."""
+async def answer(engine: AsyncEngine, given: argparse.Namespace, number: int) -> tuple[list[float], list[Any]]:
+    """([wall seconds, CPU seconds, those of the busiest process], tokens) of one round; prompts differ from round to
+    round."""
     params = SamplingParams(max_tokens=given.tokens, temperature=0, ignore_eos=True)
     prompts = [
         [(7 * place + 131 * stream + 977 * number) % 2000 + 10 for place in range(given.prompt)]
@@ -56,7 +59,9 @@ async def answer(engine: AsyncEngine, given: argparse.Namespace, number: int) ->
     ]
     began, before = time.perf_counter(), cpu_seconds()
     made = await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
-    return time.perf_counter() - began, cpu_seconds() - before, [each.token_ids for each in made]
+    took = time.perf_counter() - began
+    busy = [after - earlier for after, earlier in zip(cpu_seconds(), before, strict=True)]
+    return [took, sum(busy), max(busy)], [each.token_ids for each in made]
 
 
 async def measure(given: argparse.Namespace, folder: Path) -> None:
@@ -64,28 +69,30 @@ async def measure(given: argparse.Namespace, folder: Path) -> None:
         "load_format": "dummy", "dtype": given.dtype, "quantization": given.quantization, "kv_cache_memory": 2**28,
         "speculation": "off", "show_progress": False, "max_num_batched_tokens": given.budget, "prefix_caching": False,
     }  # fmt: skip
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in FORMS}
+    found: dict[str, list[list[float]]] = {name: [] for name in FORMS}
     engines = {name: await AsyncEngine.from_pretrained(str(folder), **settings, **form) for name, form in FORMS.items()}
     for number in range(given.rounds + 1):
         tokens = []
         for name, engine in engines.items():
-            wall, busy, made = await answer(engine, given, number)
+            took, made = await answer(engine, given, number)
             tokens.append(made)
             if number:  # the first records steps, and compiles
-                found[name].append((wall, busy))
+                found[name].append(took)
         assert tokens[0] == tokens[1] == tokens[2]
     count = given.streams * given.tokens
     for name, rounds in found.items():
-        wall, busy = (statistics.median(each) for each in zip(*rounds, strict=True))
+        wall, busy, most = (statistics.median(each) for each in zip(*rounds, strict=True))
         share = statistics.median(a[0] / b[0] for a, b in zip(found["one thread"], rounds, strict=True))
-        print(f"{name:12} {count / wall:7.1f} tokens/s  {share:5.2f} of one thread  {busy:6.2f} CPU s  {wall:6.2f} s")
+        told = f"{count / wall:7.1f} tokens/s, {share:.2f} of one thread; CPU s: {busy:.2f}, of the busiest {most:.2f}"
+        print(f"{name:12} {told}", flush=True)
     for engine in engines.values():
         await engine.aclose()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("streams", 16), ("prompt", 256), ("tokens", 64), ("rounds", 5), ("layers", 8), ("budget", 512)):
+    counts = {"streams": 16, "prompt": 256, "tokens": 64, "rounds": 5, "layers": 8, "budget": 512}
+    for name, default in counts.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization", choices=("int8", "int4"))

@@ -1,7 +1,7 @@
 """Several steps in flight: nothing is launched in vain, and results come in order (tests/fuzz has the answers)."""
 
 import pytest
-from support.fake_engine import Steps
+from support.fake_engine import Steps, rows
 
 from asyncengine.errors import InvariantViolation
 

@@ -49,7 +49,7 @@ class PendingStep:
     awaited: dict[int, AwaitedToken] = field(default_factory=dict)
     """Place among the sampled tokens -> what later rows of the same request wait for."""
     rest: Callable[[], None] | None = None
-    """What is left to compute on this thread or another once other processes have computed their part."""
+    """The rest of the step, to be computed on any thread once other processes have computed their part."""
     following: Callable[[], None] | None = None
     """Work on the step after this one that needs this one's tokens: done when they have been read, by whoever does."""
     failure: BaseException | None = None

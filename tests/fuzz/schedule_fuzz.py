@@ -109,6 +109,8 @@ class Life:
             preempt_every=rng.choice([None, None, 3, 7]),
             max_steps_in_flight=depth or rng.choice([1, 1, 2]),
         )
+        if random.Random(f"stages {seed}").random() < 0.5:  # steps of a pipeline are of different requests
+            self.config = self.config.replace(pipeline_parallel=self.config.max_steps_in_flight)
         num_states = rng.choice([2, 3, 5, 9, 33]) if states else 0
         kinds = random_windows(rng) if windows or mixed else ()
         if mixed:

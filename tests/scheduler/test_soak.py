@@ -13,7 +13,14 @@ from asyncengine.testing.fake_runner import FakeModel
 SETTINGS = [
     {"policy": "fcfs", "pages": 18},
     {"policy": "priority", "pages": 18, "max_steps_in_flight": 2, "max_passes": 8},
-    {"policy": "shortest-remaining", "pages": 18, "prefix_caching": False, "max_passes": 8},
+    {
+        "policy": "shortest-remaining",
+        "pages": 18,
+        "prefix_caching": False,
+        "max_passes": 8,
+        "max_steps_in_flight": 3,
+        "pipeline_parallel": 3,
+    },
     {"policy": "longest-prefix-match", "pages": 18, "max_steps_in_flight": 2, "eviction": "lfu", "max_passes": 8},
     {"policy": "weighted-fair", "pages": 18, "max_steps_in_flight": 2, "max_passes": 8},
 ]

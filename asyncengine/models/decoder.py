@@ -251,7 +251,7 @@ class Decoder:
 
     @property
     def carried(self) -> tuple[int, tuple[int, ...]]:
-        """Numbers of a token that stages hand on: width of what layers give, and shape of the vectors of `LayerInputs`."""
+        """Numbers of a token between stages: width of what layers give, and shape of the vectors of `LayerInputs`."""
         inputs = self.config.layer_inputs
         return self.config.width * (1 + self._pairs), () if inputs is None else (len(self.layers), inputs.width)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from functools import partial
@@ -10,7 +11,8 @@ from typing import Any
 from asyncengine.errors import GrammarUnsupported
 from asyncengine.grammar.canonical import canonical_json, parse_json
 from asyncengine.grammar.formats import keep_enforced
-from asyncengine.grammar.lark import literal, regex, replace_json
+from asyncengine.grammar.lark import literal, replace_json
+from asyncengine.grammar.regexes import expression, looks_ahead, quoted
 from asyncengine.grammar.rules import Rules
 from asyncengine.grammar.schema_rules import schema_grammar
 from asyncengine.grammar.schemas import pointed, subschemas, unescape, with_local_references
@@ -97,7 +99,7 @@ def fragment(grammar: Grammar) -> str:
         lenient, strict = grammar.unsupported != "error", grammar.formats == "strict"
         return inline_json(grammar.text, grammar.whitespace, lenient, strict, key_order=grammar.key_order)
     if grammar.kind == "regex":
-        return regex(grammar.text)
+        return expression(grammar.text)
     if grammar.kind == "choice":
         return "(" + " | ".join(literal(option) for option in parse_json(grammar.text)) + ")"
     return "%lark {\n" + grammar.text.rstrip("\n") + "\n}"
@@ -167,6 +169,10 @@ def _relax(node: dict[str, Any]) -> None:
 
     schema = {"type": "string", "pattern": node.get("pattern")}
     if isinstance(schema["pattern"], str):
+        if looks_ahead(schema["pattern"]):
+            with contextlib.suppress(GrammarUnsupported):
+                quoted(schema["pattern"])
+                return
         complaint = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(canonical_json(schema)))
         if any(sign in complaint for sign in ("look-around", "lookarounds", "backreferences")):
             del node["pattern"]

@@ -1,7 +1,7 @@
 """From Python's regular expressions to the dialect both libraries read (that of Rust's `regex` crate).
 
-Only what means the same is passed on. What no automaton has (look-around, back-references) is refused by name, and
-what the two dialects read differently is rewritten: `[[a&&b]`, `{,3}`, a literal `{`, `\\<`.
+Only what means the same is passed on. What no automaton has (look-behind, back-references) is refused by name, and what
+the two dialects read differently is rewritten: `[[a&&b]`, `{,3}`, a literal `{`, `\\<`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 
 from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
+from asyncengine.grammar.lark import regex
+from asyncengine.grammar.look_aheads import AHEAD, Token, look_ahead
 
 _TOKEN = re.compile(
     r"""
@@ -29,8 +31,9 @@ _IN_SET = re.compile(
     r"|[pP]\{[^{}]{1,64}\}|[0-9]+|.)|.",
     re.DOTALL,
 )
+LOOK_AHEAD = "look-ahead"
 _NAMES = {
-    "(?=": "look-ahead", "(?!": "look-ahead", "(?<=": "look-behind", "(?<!": "look-behind", "(?>": "atomic group",
+    "(?=": LOOK_AHEAD, "(?!": LOOK_AHEAD, "(?<=": "look-behind", "(?<!": "look-behind", "(?>": "atomic group",
     "(?(": "conditional group", "(?#": "comment group", "(?P=": "back-reference", "(?P>": "subroutine call",
 }  # fmt: skip
 _ANCHORS = {"^": "start", "\\A": "start", "$": "end", "\\Z": "end", "\\z": "end"}
@@ -38,12 +41,10 @@ _ANCHORS = {"^": "start", "\\A": "start", "$": "end", "\\Z": "end", "\\z": "end"
 MAX_CONSTRUCT_PATTERN = 256 << 10
 """Longest pattern that is read at all (0.2 s); `check_limits` allows less."""
 
-Token = tuple[str, str]
-"""(kind, text); kinds: atom, open, close, bar, quant, flags, start, end."""
-
 
 def portable(pattern: object) -> str:
-    """`pattern` (Python dialect, matched from end to end) in the libraries' dialect, without anchors.
+    """`pattern` (Python dialect, matched from end to end) in the libraries' dialect, without anchors. Look-aheads stay
+    in it: `expression` says what they mean.
 
     Raises `GrammarUnsupported` naming a construct no automaton has, `GrammarError` for a malformed pattern.
     """
@@ -55,40 +56,29 @@ def portable(pattern: object) -> str:
     if len(pattern) > MAX_CONSTRUCT_PATTERN:
         raise GrammarTooLarge("grammar", f"a pattern must not exceed {MAX_CONSTRUCT_PATTERN} characters", len(pattern))
     tokens = _tokens(pattern)
-    _balanced(tokens)
-    tokens = _without_anchors(tokens, "start")
-    tokens = _without_anchors(tokens[::-1], "end")[::-1]
-    return "".join(text for _, text in tokens)
+    found = look_ahead(tokens, whole=True)
+    return "".join(text for _, text in tokens) if (text := found.plain) is None else text
 
 
-def searched(pattern: str, anything: str) -> str:
-    """A pattern of whole texts in which `pattern` is found, `anything` being a pattern of any text. Each alternative
-    may be anchored at its ends. Raises as `portable`."""
-    tokens = _tokens(pattern)
-    _balanced(tokens)
-    branches: list[list[Token]] = [[]]
-    depth = 0
-    for token in tokens:
-        depth += (token[0] == "open") - (token[0] == "close")
-        if token[0] == "bar" and not depth:
-            branches.append([])
-        else:
-            branches[-1].append(token)
-    found = []
-    for branch in branches:
-        start = bool(branch) and branch[0][0] == "start"
-        end = len(branch) > start and branch[-1][0] == "end"
-        core = branch[start : len(branch) - end]
-        if any(kind in ("start", "end") for kind, _ in core):
-            raise GrammarUnsupported("grammar", [("an anchor in the middle", "")])
-        text = "".join(text for _, text in core)
-        found.append(f"{'' if start else anything}(?:{text}){'' if end else anything}")
-    return "|".join(found)
+def expression(pattern: str) -> str:
+    """The Lark expression of a portable pattern: for a terminal, or without look-aheads for a rule, too."""
+    return look_ahead(_tokens(pattern), whole=True).lark("", "(?s:.)*", "") if looks_ahead(pattern) else regex(pattern)
+
+
+def quoted(pattern: str) -> str:
+    """A Lark expression of JSON strings without escapes in which `pattern` is found. Raises as `portable`."""
+    return look_ahead(_tokens(pattern), whole=False).lark('"', '[^"]*', '"')
+
+
+def looks_ahead(pattern: str) -> bool:
+    """Whether there may be a look-ahead in a pattern."""
+    return any(sign in pattern for sign in AHEAD)
 
 
 def unsupported_feature(pattern: str) -> str | None:
     """The first construct in `pattern` that no automaton has, by name; None if there is none."""
-    return next(filter(None, (_refused(part.lastgroup or "", part.group()) for part in _TOKEN.finditer(pattern))), None)
+    names = (_refused(part.lastgroup or "", part.group()) for part in _TOKEN.finditer(pattern))
+    return next((name for name in names if name not in (None, LOOK_AHEAD)), None)
 
 
 def escaped(text: str) -> str:
@@ -115,7 +105,7 @@ def _tokens(pattern: str) -> list[Token]:
     for match in _TOKEN.finditer(pattern):
         kind, text = match.lastgroup or "", match.group()
         name = _refused(kind, text)
-        if name is not None:
+        if name not in (None, LOOK_AHEAD):
             raise GrammarUnsupported("grammar", [(name, "")], f"at character {match.start()} of the pattern")
         if text in _ANCHORS and kind in ("other", "escape"):
             tokens.append((_ANCHORS[text], text))
@@ -129,6 +119,7 @@ def _tokens(pattern: str) -> list[Token]:
             tokens.append(("atom", "\\" + text if text in "{}]" else text))
         else:
             tokens.append((kind, text))
+    _balanced(tokens)
     return tokens
 
 
@@ -178,55 +169,3 @@ def _balanced(tokens: list[Token]) -> None:
             break
     if depth != 0:
         raise GrammarError("grammar", "the pattern's parentheses are not balanced")
-
-
-def _without_anchors(tokens: list[Token], anchor: str) -> list[Token]:
-    """Drop `anchor` where it is the edge of the whole text anyway; refuse it anywhere else.
-
-    `tokens` are in reading order for "start", reversed for "end". At the edge: nothing but other groups' beginnings
-    precedes it in its alternative, and none of those groups is repeated.
-    """
-    opening, closing = ("open", "close") if anchor == "start" else ("close", "open")
-    repeated = _repeated(tokens, anchor)
-    edges: list[bool] = [True]
-    at_edge = True
-    kept: list[Token] = []
-    for index, (kind, text) in enumerate(tokens):
-        if kind == anchor:
-            quantified = (
-                tokens[index + 1 : index + 2] if anchor == "start" else tokens[index - 1 : index] if index else []
-            )
-            if not at_edge or (quantified and quantified[0][0] == "quant"):
-                raise GrammarUnsupported("grammar", [(f"{text} in the middle", "")], "an anchor can only be at an end")
-            continue
-        kept.append((kind, text))
-        if kind == opening:
-            at_edge = at_edge and index not in repeated
-            edges.append(at_edge)
-        elif kind == "bar":
-            at_edge = edges[-1]
-        elif kind == closing:
-            edges.pop()
-            at_edge = False
-        elif kind == "atom" or (kind == "quant" and anchor == "start"):
-            at_edge = False
-    return kept
-
-
-def _repeated(tokens: list[Token], anchor: str) -> dict[int, bool]:
-    """Indices at which a group begins that a quantifier repeats (index of the token first met, in this order)."""
-    found: dict[int, bool] = {}
-    if anchor == "end":
-        for index, (kind, _) in enumerate(tokens):
-            if kind == "close" and index and tokens[index - 1][0] == "quant":
-                found[index] = True
-        return found
-    stack: list[int] = []
-    for index, (kind, _) in enumerate(tokens):
-        if kind == "open":
-            stack.append(index)
-        elif kind == "close":
-            begun = stack.pop()
-            if index + 1 < len(tokens) and tokens[index + 1][0] == "quant":
-                found[begun] = True
-    return found

@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 from asyncengine.errors import GrammarError, GrammarUnsupported
 from asyncengine.grammar.formats import LIBRARY, MAX_HOSTNAME
 from asyncengine.grammar.lark import literal, regex
-from asyncengine.grammar.regexes import searched
+from asyncengine.grammar.regexes import quoted
 from asyncengine.grammar.schema_terms import Entry, Term
 from asyncengine.grammar.schemas import escape
 
@@ -99,9 +99,9 @@ def _finds(pattern: str, key: str, entry: Entry) -> bool:
 
 
 def written(pattern: str, keyword: str, place: str) -> str:
-    """A Lark pattern of JSON strings without escapes in which `pattern` is found. Raises `GrammarUnsupported`."""
+    """A Lark expression of JSON strings without escapes in which `pattern` is found. Raises `GrammarUnsupported`."""
     try:
-        return regex(f'"(?:{searched(pattern, _ANY)})"')
+        return quoted(pattern)
     except GrammarUnsupported:
         raise no_pattern(keyword, place) from None
 
@@ -195,6 +195,3 @@ class Texts(NamedTuple):
 def contradictory(schema: str) -> bool:
     """The library says that no string is valid under a schema of strings."""
     return "Unsatisfiable" in LLMatcher.validate_grammar(f"start: %json {schema}\n")
-
-
-_ANY = '[^"]*'

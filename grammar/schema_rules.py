@@ -20,6 +20,7 @@ from asyncengine.grammar.canonical import canonical_json
 from asyncengine.grammar.lark import literal, regex
 from asyncengine.grammar.numbers import FRACTION, KEYWORDS
 from asyncengine.grammar.one_of import Branches
+from asyncengine.grammar.regexes import looks_ahead
 from asyncengine.grammar.rules import MAX_KEYS, MAX_RULES, Members, Rules, Symbol, repeat
 from asyncengine.grammar.schema_members import (
     ARRAY,
@@ -165,11 +166,12 @@ class _Builder:
         low, high = texts.bounds
         if high is not None and low > high:
             return
-        several = texts.without or (len(texts.parts) > 1 and not any("format" in part for part in texts.parts))
+        apart = texts.without or any(looks_ahead(part.get("pattern", "")) for part in texts.parts)
+        several = apart or (len(texts.parts) > 1 and not any("format" in part for part in texts.parts))
         if several and (listed := texts.listed) is not None:
             if listed:
                 self.rules.add(name, [self._json({"type": "string", "enum": listed})])
-        elif texts.without:
+        elif apart:
             self.rules.add(name, [self.rules.terminal(texts.terminal([], [], []))])
         else:
             parts = [{"type": "string", **part} for part in texts.parts or [{}]]
@@ -331,9 +333,8 @@ class _Builder:
         elif needed == len(members):
             low, most = max(int(strange), least - needed), None if most is None else most - needed
         else:
-            self.rules.add(
-                name, ['"{"', *self._blank, self._counted(members, free, bounds, strange), *self._blank, '"}"']
-            )
+            counted = self._counted(members, free, bounds, strange)
+            self.rules.add(name, ['"{"', *self._blank, counted, *self._blank, '"}"'])
             if not least and not needed and not strange:
                 self.rules.add(name, ['"{"', *self._blank, '"}"'])
             return
@@ -403,9 +404,7 @@ class _Builder:
         one, two = self._some(left), self._some(right)
         follows: list[Symbol] = [*self._comma, two]
         if not any(needed for _, needed in right):
-            follows = [
-                self.rules.shared([], follows)
-            ]  # not an alternative of its own: those that may begin are limited
+            follows = [self.rules.shared([], follows)]  # no alternative of its own: those that may begin are limited
         more: list[list[Symbol]] = [] if any(needed for _, needed in left) else [[two]]
         return self.rules.shared([one, *follows], *more)
 

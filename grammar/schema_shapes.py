@@ -150,6 +150,8 @@ def leaf_shape(text: str) -> Shape:
 def _terminal(text: str) -> Shape:
     """An expression over patterns: those that a text matches, and what it must not be."""
     found = list(_TERMINAL.finditer(text))
+    if sum(len(part[0]) for part in found) < len(text):  # nested, as look-aheads are
+        return Opaque(text)
     matched = [part["regex"].replace("\\/", "/") for part in found if part["regex"] is not None and not part["but"]]
     if matched in ([KEY], [PLAIN_KEY]) and all(part["texts"] is not None for part in found[1:]):
         names = [name for part in found[1:] for name in _TEXT.findall(part["texts"])]

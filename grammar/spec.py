@@ -101,8 +101,8 @@ class Grammar:
     def regex(cls, pattern: str, *, backend: Backend = "auto") -> Grammar:
         """Text that `pattern` matches from end to end.
 
-        The dialect is that of Python's `re` without what no automaton has: look-around, back-references, atomic
-        groups, word boundaries. `^` and `$` are allowed where they say nothing new.
+        The dialect is that of Python's `re` without what no automaton has: look-behind, back-references, atomic groups,
+        word boundaries. `^` and `$` are allowed at the ends, look-aheads in groups that are not repeated.
 
         >>> Grammar.regex(r"[a-z]+@[a-z]+\\.com").kind
         'regex'

@@ -116,11 +116,11 @@ def test_keywords_without_effect_are_dropped_exactly(schema: dict[str, Any], val
     [
         ({"not": {"multipleOf": 3}}, 3),
         ({"oneOf": [{"multipleOf": 2}, {"multipleOf": 3}]}, 6),
-        ({"type": "string", "pattern": "(?=a)b"}, "x"),
+        ({"type": "string", "pattern": "(?<=a)b"}, "x"),
         ({"type": "string", "pattern": r"\bfoo\b"}, "x"),
         ({"type": "string", "pattern": "a$b"}, "x"),
         ({"$ref": "https://example.com/x.json"}, 1),
-        ({"type": "object", "patternProperties": {"(?!a)": {}}, "additionalProperties": False}, {"b": 1}),
+        ({"type": "object", "patternProperties": {"((?!a)ab)*": {}}, "additionalProperties": False}, {"b": 1}),
         ({"type": "array", "uniqueItems": True}, [1, 1]),
     ],
 )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
+from random import Random
 from typing import Any
 
 import pytest
+from support.long import TIMES
 
-from asyncengine.errors import GrammarError, GrammarUnsupported
+from asyncengine.errors import GrammarError, GrammarImpossible, GrammarUnsupported
 from asyncengine.grammar import Grammar
 
 from .oracle import accepts
@@ -40,8 +42,12 @@ def test_patterns_are_rewritten_where_the_dialects_differ(pattern: str, text: st
 @pytest.mark.parametrize(
     ("pattern", "feature"),
     [
-        ("a(?=b)", "look-ahead"),
-        ("a(?!b)", "look-ahead"),
+        ("((?!b)ab)*", "look-ahead"),
+        ("((?!b).)*b", "look-ahead"),
+        ("(?!a)*b", "look-ahead"),
+        ("(?!a)" * 65, "look-ahead"),
+        ("(?i:(?!a))b", "look-ahead"),
+        ("a(?!^b)c", "^ in the middle"),
         ("(?<=a)b", "look-behind"),
         (r"(a)\1", "back-reference"),
         ("(?P<x>a)(?P=x)", "back-reference"),
@@ -84,3 +90,61 @@ def test_patterns_mean_what_python_says(pattern: str) -> None:
     texts = ["", *letters, *map("".join, itertools.product("ab<>&]-+{x}.,", repeat=2)), "abb", "<a>", "aab", "a{x}"]
     wrong = [text for text in texts if accepts(grammar, text) != bool(expected.fullmatch(text))]
     assert wrong == []
+
+
+@pytest.mark.parametrize("seed", range(TIMES))
+def test_look_aheads_mean_what_python_says(seed: int) -> None:
+    """Random patterns, whole and found in strings of a schema. Mostly none is refused; that is so by name."""
+    random = Random(seed)
+    texts = ["".join(letters) for size in range(5) for letters in itertools.product("abc", repeat=size)]
+    refused, found = 0, 0
+    for pattern in (_looking_ahead(random, 0) for _ in range(50)):
+        expected = re.compile(pattern)
+        try:
+            grammars = Grammar.regex(pattern), Grammar.json_schema({"type": "string", "pattern": pattern})
+            said = [(accepts(grammars[0], text), accepts(grammars[1], f'"{text}"')) for text in texts]
+        except GrammarUnsupported as error:
+            refused += error.features[0][0] in ("look-ahead", "pattern", "^ in the middle", "$ in the middle")
+            continue
+        except GrammarImpossible:
+            said = [(False, False)] * len(texts)
+        meant = [(bool(expected.fullmatch(text)), bool(expected.search(text))) for text in texts]
+        assert said == meant, pattern
+        found += 1
+    assert refused + found == 50
+    assert found > 25
+
+
+def _looking_ahead(random: Random, depth: int) -> str:
+    def item() -> str:
+        inner = _looking_ahead(random, depth + 1) if depth < 2 and random.random() < 0.5 else ""
+        if inner:
+            return random.choice(("(?!{})", "(?={})", "({})", "({})?")).format(inner)
+        return random.choice(("a", "b", "c", "[ab]", ".", "a*", "b?", "((?!ab).)*$" if not depth else ".*"))
+
+    branch = "".join(item() for _ in range(random.randint(1, 3)))
+    return random.choice(("^", "")) * (not depth) + branch + random.choice(("", "", "$", f"|{item()}"))
+
+
+@pytest.mark.parametrize(
+    ("keyword", "schema", "taken", "refused"),
+    [
+        ("pattern", {"pattern": "^(?!admin$)[a-z]{3,8}$"}, "user", "admin"),
+        ("two, and a length", {"pattern": "^(?=.*[0-9])(?=.*[A-Z]).*$", "minLength": 3}, "a7B", "7B"),
+        ("nested", {"pattern": "^@(?:x(?!.*--)[x-]*)?/y$"}, "@x-x/y", "@x--/y"),
+        ("not", {"not": {"pattern": "^(?!a)b"}}, "a", "ba"),
+        ("enum", {"enum": ["a", "b"], "pattern": "^(?!a)"}, "b", "a"),
+    ],
+)
+def test_look_aheads_of_schemas(keyword: str, schema: dict[str, Any], taken: str, refused: str) -> None:
+    grammar = Grammar.json_schema({"type": "string", **schema})
+    assert accepts(grammar, f'"{taken}"')
+    assert not accepts(grammar, f'"{refused}"')
+
+
+def test_a_look_ahead_in_patterns_of_names() -> None:
+    named = {"^(?!x-)[a-z-]+$": {"type": "integer"}, "^x-": {"type": "null"}}
+    grammar = Grammar.json_schema({"type": "object", "patternProperties": named, "additionalProperties": False})
+    assert accepts(grammar, '{"y-a": 1}')
+    assert accepts(grammar, '{"x-a": null}')
+    assert not accepts(grammar, '{"x-a": 1}')

@@ -38,9 +38,14 @@ class Members(NamedTuple):
 MAX_KEYS = 58
 """Bits of a parameter that are left beside those that count open brackets."""
 _DEPTH_BITS = 6
+MAX_INLINED = 32
+"""Symbols of a rule that is written in place of its name."""
 
 Symbol = str | Repeat | Members
 """The name of a rule, Lark text that stands for itself, or a repetition. `Members` are the whole of their rule."""
+
+
+_BRACKETS: tuple[list[Symbol], ...] = (['"["'], ['"{"'])
 
 
 class Rules:
@@ -105,6 +110,55 @@ class Rules:
             kept = [symbols for index, symbols in enumerate(alternatives) if not missing[name, index]]
             self.alternatives[name] = [[p for s in symbols if (p := _possible(s, ends))] for symbols in kept]
 
+    def inline(self, start: str) -> None:
+        """Write rules of one alternative in place of their names where those are but a name or used once, and one rule
+        for all with the same alternatives. What the library reads, and what is counted, becomes half as long. After
+        `prune`; rules that `start` does not lead to are dropped."""
+        known, uses = self.alternatives, {start: 1}
+        order: dict[str, bool] = {}
+        again = {start: True}  # those that a rule mentions which they lead to keep their names
+        stack = [(start, iter(self._mentioned(start)))]
+        while stack:  # a walk that comes to a rule after those that it mentions
+            name, rules = stack[-1]
+            for rule, count in rules:
+                uses[rule] = (before := uses.get(rule, 0)) + count
+                if before and rule not in order:
+                    again[rule] = True
+                elif not before:
+                    stack.append((rule, iter(self._mentioned(rule))))
+                    break
+            else:
+                order[name] = True
+                stack.pop()
+        done: dict[str, list[Symbol]] = {}
+        same: dict[tuple[tuple[Symbol, ...], ...], str] = {}
+        # llguidance 1.9.1 panics where two rules repeat the same one and pass a parameter on to it
+        said = itertools.chain.from_iterable(itertools.chain.from_iterable(known[name]) for name in order)
+        repeated = {one.rule for one in said if isinstance(one, Repeat)}
+        for name in order:
+            known[name] = found = [_spliced(symbols, done) for symbols in known[name]]
+            if name in again or name in repeated:
+                continue
+            if (first := same.setdefault(tuple(map(tuple, found)), name)) != name:
+                done[name] = done.get(first, [first])
+            elif len(found) == 1 and not isinstance(found[0][0] if found[0] else None, Members):
+                alias = len(found[0]) == 1 and isinstance(found[0][0], str)
+                once = uses[name] == 1 and len(found[0]) <= MAX_INLINED and found[0][:1] not in _BRACKETS
+                if alias or once:
+                    done[name] = found[0]
+        self.alternatives = {
+            name: [_spliced(symbols, done) for symbols in known[name]] for name in reversed(order) if name not in done
+        }
+
+    def _mentioned(self, name: str) -> list[tuple[str, int]]:
+        """The rules in a rule, and for each the times it may be written there in place of its name: once, or not."""
+        return [
+            (rule, 1 if isinstance(one, str) else MAX_INLINED)
+            for one in itertools.chain.from_iterable(self.alternatives[name])
+            for rule in ((one,) if isinstance(one, str) else (*_rules(one), *_needed(one)))
+            if rule in self.alternatives
+        ]
+
     def lark(self, start: str) -> str:
         """Lark text of what `start` can reach. After `prune`, and only if `start` has alternatives left."""
         used: dict[str, list[str]] = {start: []}
@@ -131,6 +185,23 @@ class Rules:
     def _members(self, name: str) -> Members | None:
         first = self.alternatives[name][0][:1] if self.alternatives[name] else []
         return first[0] if first and isinstance(first[0], Members) else None
+
+
+def _spliced(symbols: list[Symbol], inlined: Mapping[str, list[Symbol]]) -> list[Symbol]:
+    def named(name: str) -> str:
+        body = inlined.get(name, ())
+        return body[0] if len(body) == 1 and isinstance(body[0], str) else name
+
+    found: list[Symbol] = []
+    for one in symbols:
+        if isinstance(one, str):
+            found += inlined.get(one, (one,))
+        elif isinstance(one, Members):
+            free = one.free and named(one.free)
+            found.append(one._replace(pairs=tuple(map(named, one.pairs)), free=free, one=named(one.one)))
+        else:
+            found.append(one)
+    return found
 
 
 def _endless(leads: Mapping[str, Sequence[str]]) -> dict[str, bool]:
@@ -209,7 +280,7 @@ def _in_any_order(name: str, members: Members, deep: Container[str]) -> list[str
 
 def _alternative(symbols: list[Symbol], passing: Mapping[str, str]) -> str:
     """Rules in `passing` get a parameter: "_" is how many brackets are open, which an opening bracket raises."""
-    bracket = symbols[:1] in (['"["'], ['"{"'])
+    bracket = symbols[:1] in _BRACKETS
     text = " ".join(_written(symbol, passing, bracket) for symbol in symbols)
     counts = bracket and any(passing.get(_rules(symbol)[0]) == "_" for symbol in symbols)
     return f"{text} %if lt(_, {MAX_NESTING})" if counts else text or '""'

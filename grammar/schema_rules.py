@@ -103,6 +103,7 @@ class _Builder:
         if not self.rules.alternatives[start]:
             detail = f"; there is no {self._empty[0]}" if self._empty else ""
             raise GrammarImpossible("grammar", f"no JSON value is valid under this schema{detail}")
+        self.rules.inline(start)
         return self.rules, start
 
     def node(self, conjunction: Conjunction) -> str:

@@ -7,6 +7,7 @@ the two dialects read differently is rewritten: `[[a&&b]`, `{,3}`, a literal `{`
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar.lark import regex
@@ -84,6 +85,11 @@ def unsupported_feature(pattern: str) -> str | None:
 def escaped(text: str) -> str:
     """A pattern that matches exactly `text`, in either dialect."""
     return re.sub(r"[\\.+*?()|\[\]{}^$/]", lambda m: "\\" + m.group(), text).replace("\n", "\\n").replace("\r", "\\r")
+
+
+def words(texts: Iterable[str]) -> str:
+    """A Lark expression of some texts. Apart from a rule of literals, the library reads it a hundred times faster."""
+    return regex(f"(?:{'|'.join(map(escaped, texts))})")
 
 
 def _refused(kind: str, text: str) -> str | None:

@@ -56,6 +56,7 @@ class Rules:
         self._shared: dict[tuple[tuple[Symbol, ...], ...], str] = {}
         self._terminals: dict[str, str] = {}
         self._texts: dict[str, str] = {}
+        self._deep: dict[str, bool] = {}
 
     def add(self, name: str, *alternatives: list[Symbol]) -> str:
         self.alternatives.setdefault(name, []).extend(alternatives)
@@ -115,26 +116,28 @@ class Rules:
         for all with the same alternatives. What the library reads, and what is counted, becomes half as long. After
         `prune`; rules that `start` does not lead to are dropped."""
         known, uses = self.alternatives, {start: 1}
-        order: dict[str, bool] = {}
-        again = {start: True}  # those that a rule mentions which they lead to keep their names
-        stack = [(start, iter(self._mentioned(start)))]
-        while stack:  # a walk that comes to a rule after those that it mentions
-            name, rules = stack[-1]
-            for rule, count in rules:
+        order: dict[str, list[str]] = {}
+        """The rules that each leads to. One comes after those that it mentions, but for those that lead back to it."""
+        again = {start: True}
+        stack = [(start, iter(mentioned := self._mentioned(start)), mentioned)]
+        while stack:
+            name, left, mentioned = stack[-1]
+            for rule, count in left:
                 uses[rule] = (before := uses.get(rule, 0)) + count
                 if before and rule not in order:
                     again[rule] = True
                 elif not before:
-                    stack.append((rule, iter(self._mentioned(rule))))
+                    stack.append((rule, iter(mentioned := self._mentioned(rule)), mentioned))
                     break
             else:
-                order[name] = True
+                order[name] = list(dict.fromkeys(rule for rule, _ in mentioned))
                 stack.pop()
+        self._deep = _endless(order)
         done: dict[str, list[Symbol]] = {}
         same: dict[tuple[tuple[Symbol, ...], ...], str] = {}
         # llguidance 1.9.1 panics where two rules repeat the same one and pass a parameter on to it
         said = itertools.chain.from_iterable(itertools.chain.from_iterable(known[name]) for name in order)
-        repeated = {one.rule for one in said if isinstance(one, Repeat)}
+        repeated = {one.rule for one in said if isinstance(one, Repeat) and one.rule in self._deep}
         for name in order:
             known[name] = found = [_spliced(symbols, done) for symbols in known[name]]
             if name in again or name in repeated:
@@ -160,16 +163,8 @@ class Rules:
         ]
 
     def lark(self, start: str) -> str:
-        """Lark text of what `start` can reach. After `prune`, and only if `start` has alternatives left."""
-        used: dict[str, list[str]] = {start: []}
-        for name in (order := [start]):  # grows while it is walked
-            found = [_named(_rules, symbols, self.alternatives) for symbols in self.alternatives[name]]
-            used[name] = list(dict.fromkeys(itertools.chain.from_iterable(found)))
-            for rule in used[name]:
-                if rule not in used:
-                    used[rule] = []
-                    order.append(rule)
-        deep = _endless(used)
+        """Lark text. After `inline`, and only if `start` has alternatives left."""
+        order, deep = self.alternatives, self._deep
         passing = dict.fromkeys(deep, "_")
         passing |= {name: "_" if name in deep else "0" for name in order if self._members(name)}
         lines = [f"start: {start}{'::0' if start in deep else ''}"]
@@ -200,7 +195,7 @@ def _spliced(symbols: list[Symbol], inlined: Mapping[str, list[Symbol]]) -> list
             free = one.free and named(one.free)
             found.append(one._replace(pairs=tuple(map(named, one.pairs)), free=free, one=named(one.one)))
         else:
-            found.append(one)
+            found.append(one._replace(rule=named(one.rule)))
     return found
 
 

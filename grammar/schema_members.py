@@ -12,8 +12,8 @@ from llguidance import LLMatcher
 
 from asyncengine.errors import GrammarError, GrammarUnsupported
 from asyncengine.grammar.formats import LIBRARY, MAX_HOSTNAME
-from asyncengine.grammar.lark import literal, regex
-from asyncengine.grammar.regexes import quoted
+from asyncengine.grammar.lark import regex
+from asyncengine.grammar.regexes import quoted, words
 from asyncengine.grammar.schema_terms import Entry, Term
 from asyncengine.grammar.schemas import escape
 
@@ -32,12 +32,15 @@ STRING = (*LENGTHS, "pattern", "format", "enum", "const")
 
 KEY = r'"(?:[^"\\\x00-\x1f\x7f]|\\["\\bfnrt])*"'
 """An undeclared key: one spelling for each, so that no declared key passes for one."""
+TEXT = r'"(?:[^"\\\x00-\x1f\x7f]|\\(?:["\\bfnrt]|u00(?:[01][0-9A-Fa-f]|7[Ff])))*"'
+"""A JSON string as llguidance 1.9.1 writes it where `json_allowed_escapes` and the like say nothing."""
 PLAIN_KEY = r'"[^"\\\x00-\x1f\x7f]*"'
 """A key that a pattern is matched against: no escapes."""
 
 
-def key_text(key: str) -> str:
-    return literal(json.dumps(key, ensure_ascii=False))
+def json_text(text: str) -> str:
+    """The text as JSON writes it, with no spelling but this where it is listed."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def count_of(entry: Entry, key: str) -> int | None:
@@ -169,6 +172,21 @@ class Texts(NamedTuple):
             and not any(text in part.get("enum", ()) for part in self.without)
         )
 
+    @property
+    def plain(self) -> str | None:
+        """A Lark expression for strings of which nothing is said but their length or, without a pattern, their values;
+        None for others, and where there is none."""
+        if self.without or any({*part} & {"pattern", "format"} for part in self.parts):
+            return None
+        if (listed := self.listed) is not None:
+            return words(map(json_text, listed)) if listed else None
+        return regex(TEXT.replace("*", self._times))
+
+    @property
+    def _times(self) -> str:
+        low, high = self.bounds
+        return "*" if (low, high) == (0, None) else f"{{{low},{'' if high is None else high}}}"
+
     def terminal(self, patterns: list[str], others: list[str], names: list[str]) -> str:
         """A Lark expression for them that also match all Lark patterns `patterns`, none of `others`, and are none of
         `names`. Raises `GrammarUnsupported` for a format, and for patterns that cannot be written."""
@@ -180,18 +198,12 @@ class Texts(NamedTuple):
         also = [*patterns, *(written(part["pattern"], "pattern", place) for part in self.parts if "pattern" in part)]
         but = [*others, *(written(part["pattern"], "pattern", place) for part in self.without if "pattern" in part)]
         texts = dict.fromkeys([*names, *(value for part in self.without for value in part.get("enum", ()))])
-        low, high = self.bounds
-        many = "*" if (low, high) == (0, None) else f"{{{low},{'' if high is None else high}}}"
-        kinds = (PLAIN_KEY if also or but else KEY).replace("*", many)
-        literals = " | ".join(literal(json.dumps(text, ensure_ascii=False)) for text in texts)
-        return (
-            " & ".join([regex(kinds), *also])
-            + (f" & ~({literals})" if texts else "")
-            + "".join(f" & ~{text}" for text in but)
-        )
+        kinds = (PLAIN_KEY if also or but else KEY).replace("*", self._times)
+        wrong = [*([words(map(json_text, texts))] if texts else []), *but]
+        return " & ".join([regex(kinds), *also, *(f"~{text}" for text in wrong)])
 
 
 @functools.lru_cache(4096)
 def contradictory(schema: str) -> bool:
     """The library says that no string is valid under a schema of strings."""
-    return "Unsatisfiable" in LLMatcher.validate_grammar(f"start: %json {schema}\n")
+    return "Unsatisfiable" in LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))

@@ -33,7 +33,7 @@ from asyncengine.grammar.schema_members import (
     contradictory,
     count_of,
     items_of,
-    key_text,
+    json_text,
     of_patterns,
     property_of,
     written,
@@ -169,7 +169,9 @@ class _Builder:
             return
         apart = texts.without or any(looks_ahead(part.get("pattern", "")) for part in texts.parts)
         several = apart or (len(texts.parts) > 1 and not any("format" in part for part in texts.parts))
-        if several and (listed := texts.listed) is not None:
+        if len(self._leaf_options) == 1 and (plain := texts.plain) is not None:
+            self.rules.add(name, [self.rules.terminal(plain)])
+        elif several and (listed := texts.listed) is not None:
             if listed:
                 self.rules.add(name, [self._json({"type": "string", "enum": listed})])
         elif apart:
@@ -309,7 +311,7 @@ class _Builder:
         for key in dict.fromkeys(keys):
             value = tuple(child for entry in entries for child in property_of(entry, key))
             if named is None or any(texts.hold(key) for _, texts in named):
-                pairs[key] = self.rules.shared([key_text(key), *self._colon, self.node(value)])
+                pairs[key] = self.rules.shared([literal(json_text(key)), *self._colon, self.node(value)])
             elif key in required:
                 return
         least, most = bounds_of(entries, "minProperties", "maxProperties")

@@ -42,8 +42,9 @@ MAX_LEAVES = 4096
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _REGEX = re.compile(r"/((?:[^/\\]|\\.)*)/(\?)?", re.DOTALL)
 _TERMINAL = re.compile(
-    r'(?P<but>~?)(?:/(?P<regex>(?:[^/\\]|\\.)*)/|\((?P<texts>(?:"(?:[^"\\]|\\.)*"|[ |])*)\))(?: & |\Z)', re.DOTALL
+    r"(?P<but>~?)/(?:\(\?:(?P<words>\"(?:[^/\\]|\\.)*)\)|(?P<regex>(?:[^/\\]|\\.)*))/(?: & |\Z)", re.DOTALL
 )
+_WORD = re.compile(r"(?:[^|\\]|\\.)+", re.DOTALL)
 _HEX: Ranges = [(48, 57), (65, 70), (97, 102)]
 _STRING = ("x-guidance", "type", "minLength", "maxLength", "pattern", "enum")
 
@@ -138,7 +139,7 @@ def leaf_shape(text: str) -> Shape:
     if text.startswith("%json "):
         return _json(text, json.loads(text[6:]))
     match = _REGEX.fullmatch(text)
-    if match is None:
+    if match is None or text.startswith('/(?:"'):
         return _terminal(text)
     try:
         shape = regex_shape(match[1].replace("\\/", "/"))
@@ -152,12 +153,16 @@ def _terminal(text: str) -> Shape:
     found = list(_TERMINAL.finditer(text))
     if sum(len(part[0]) for part in found) < len(text):  # nested, as look-aheads are
         return Opaque(text)
-    matched = [part["regex"].replace("\\/", "/") for part in found if part["regex"] is not None and not part["but"]]
-    if matched in ([KEY], [PLAIN_KEY]) and all(part["texts"] is not None for part in found[1:]):
-        names = [name for part in found[1:] for name in _TEXT.findall(part["texts"])]
-        return OtherKey([json.loads(name)[1:-1] for name in names], escapes=matched == [KEY])
-    wrong = [part["regex"].replace("\\/", "/") for part in found if part["regex"] is not None and part["but"]]
-    names = [json.loads(name) for part in found if part["texts"] for name in _TEXT.findall(part["texts"])]
+    matched, wrong = (
+        [part["regex"].replace("\\/", "/") for part in found if part["regex"] is not None and bool(part["but"]) is but]
+        for but in (False, True)
+    )
+    listed = [word for part in found if part["words"] for word in _WORD.findall(part["words"])]
+    names = [re.sub(r"\\(.)", r"\1", word) for word in listed]
+    if not matched and not wrong:
+        return Words([name.encode("utf-8", "replace") for name in names])
+    if matched in ([KEY], [PLAIN_KEY]) and not wrong:
+        return OtherKey([name[1:-1] for name in names], escapes=matched == [KEY])
     for sample in (sample for pattern in matched for sample in samples(pattern)):
         if sample not in names and _all(re.fullmatch, matched, sample) and not _any(re.fullmatch, wrong, sample):
             return Opaque(text, sample.encode())

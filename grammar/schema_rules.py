@@ -169,8 +169,8 @@ class _Builder:
             return
         apart = texts.without or any(looks_ahead(part.get("pattern", "")) for part in texts.parts)
         several = apart or (len(texts.parts) > 1 and not any("format" in part for part in texts.parts))
-        if len(self._leaf_options) == 1 and (plain := texts.plain) is not None:
-            self.rules.add(name, [self.rules.terminal(plain)])
+        if len(self._leaf_options) == 1 and (short := texts.plain) is not None:
+            self.rules.add(name, [self.rules.terminal(short)])
         elif several and (listed := texts.listed) is not None:
             if listed:
                 self.rules.add(name, [self._json({"type": "string", "enum": listed})])

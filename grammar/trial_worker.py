@@ -1,67 +1,32 @@
 """The process in which llguidance tries a grammar before it may compile it beside the engine. Run as a script.
 
 llguidance catches its own panics, but a stack that overflows or memory that runs out ends the process it is in. Here
-that costs one request. A request is the library's text of a grammar, an answer is TRIED, whatever the library said of
-it: only whether there is an answer matters. Nothing of asyncengine is imported: the process starts in about 0.2 s and
-never sees torch.
-
-Frames, both ways: eight bytes of length, then that many bytes. The end of standard input ends the process at once,
-also in the midst of compiling: it cannot outlive its parent.
+that costs one request. The grammar comes by standard input; arguments: bytes of address space, bytes of the stack,
+seconds of the processor. Nothing of asyncengine is imported: the process starts in about 0.2 s and never sees torch.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import queue
-import signal
-import struct
 import sys
 import threading
-from typing import Any, BinaryIO
+from typing import Any
 
 STEPS = 64
 """Symbols of an output that are tried."""
-LENGTH = struct.Struct("<Q")
-READY = b"ready"
-TRIED = b"tried"
-MEMORY = b"memory"
+OUT_OF_MEMORY = 3
+"""The exit status that says so. Whatever else the library says of a grammar will be heard again."""
 
 
-def write_frame(stream: BinaryIO, *parts: bytes) -> None:
-    stream.write(LENGTH.pack(sum(map(len, parts))))
-    for part in parts:
-        stream.write(part)
-    stream.flush()
-
-
-def read_frame(stream: BinaryIO) -> bytes | None:
-    """None where the stream ended before the frame did."""
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    (size,) = LENGTH.unpack(head)
-    data = stream.read(size)
-    return data if len(data) == size else None
-
-
-def limit_memory(limit: int) -> None:
-    """Address space, and no core files. Nothing on systems without such limits."""
+def limit(memory: int, seconds: int) -> None:
+    """Address space and time, and no core files. Nothing on systems without such limits."""
     try:
         import resource
     except ImportError:
         return
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def follow(frames: queue.SimpleQueue[bytes], stream: BinaryIO) -> None:
-    """Read requests on a thread of its own: only so is the parent's end seen while a grammar is compiled."""
-    while (frame := read_frame(stream)) is not None:
-        frames.put(frame)
-    os._exit(0)
+    for kind, wanted in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, seconds)):
+        _, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
 
 class ByteSource:
@@ -80,49 +45,28 @@ def walk(text: str, tokenizer: Any) -> None:
     """Compile, and follow an output for a while, always by the first and the last symbol allowed in turn."""
     from llguidance import LLMatcher, LLParserLimits
 
-    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
-    for step in range(STEPS):
-        if matcher.is_error() or matcher.is_stopped():
-            return
-        bits = int.from_bytes(matcher.compute_bitmask(), "little") & ((1 << 256) - 1)
-        if not bits:
-            return
-        matcher.consume_token((bits & -bits).bit_length() - 1 if step % 2 else bits.bit_length() - 1)
-
-
-def answer(text: str, tokenizer: Any) -> bytes:
     try:
-        walk(text, tokenizer)
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        for step in range(STEPS):
+            bits = int.from_bytes(matcher.compute_bitmask(), "little") & ((1 << 256) - 1)
+            if matcher.is_error() or matcher.is_stopped() or not bits:
+                return
+            matcher.consume_token((bits & -bits).bit_length() - 1 if step % 2 else bits.bit_length() - 1)
     except MemoryError:
-        return MEMORY
-    except BaseException:  # a panic, or a complaint that will be heard again; it goes on living
-        return TRIED
-    return TRIED
+        os._exit(OUT_OF_MEMORY)
+    except BaseException:  # a panic, or a complaint that will be heard again
+        return
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=follow, args=(inbox, sys.stdin.buffer), daemon=True).start()
-    out = sys.stdout.buffer
-    options = json.loads(inbox.get())
-    sys.path[:] = options["path"]
-    try:
-        from llguidance import LLTokenizer, TokenizerWrapper
+    memory, stack, seconds = map(int, sys.argv[1:4])
+    text = sys.stdin.buffer.read().decode()
+    from llguidance import LLTokenizer, TokenizerWrapper
 
-        limit_memory(options["memory_limit"])
-        tokenizer = LLTokenizer(TokenizerWrapper(ByteSource()), eos_token=[256], slices=[])
-    except Exception as error:  # whatever keeps it from starting is told to the parent
-        write_frame(out, f"{type(error).__name__}: {error}".encode("utf-8", "replace"))
-        return
-    write_frame(out, READY)
-
-    def serve() -> None:
-        while True:
-            write_frame(out, answer(inbox.get().decode(), tokenizer))
-
-    threading.stack_size(options["stack_bytes"])  # less than the engine's own thread that compiles
-    thread = threading.Thread(target=serve)
+    limit(memory, seconds)
+    tokenizer = LLTokenizer(TokenizerWrapper(ByteSource()), eos_token=[256], slices=[])
+    threading.stack_size(stack)
+    thread = threading.Thread(target=walk, args=(text, tokenizer))
     thread.start()
     thread.join()
 

@@ -1,8 +1,6 @@
 """One walk through a grammar towards a complete output, byte by byte, by a fixed order of preference.
 
-What is open is closed before anything is opened. What repeats (letters that only have to be many, items up to the
-least number) is leapt over: the library takes a thousand symbols at once as readily as ten, and only whether the place
-reached looks like the one before has to be asked.
+What is open is closed before anything is opened.
 """
 
 from __future__ import annotations
@@ -21,8 +19,6 @@ STEP, LOOK = 8, 8
 """Costs of a step and of a tried symbol beside the symbols themselves, in symbols."""
 MORE = 16
 """Texts that are tried after one that leads out of a place."""
-CYCLE, STRIDE = 64, 8
-"""Symbols of the longest repetition that is noticed, and how often it is leapt over at first."""
 
 QUOTE = 0x22
 _SPECIAL = 0xFF
@@ -131,69 +127,17 @@ class Walker:
             return ()
         stays = place is self._last
         place.run = place.run + 1 if stays else 0
-        leapt = self._leap(place)
         place.visits += 1
-        place.at = len(self.path)
         self._last = place
         turn = place.visits // PATIENCE  # coming back and back, it is going round in a circle
         # closing one bracket of many changes nothing to be seen, and is progress all the same
         if (stays and self.path[-1] not in BRACKETS) or (free and self._ways_out):
-            if place.exits or leapt or place.run % LOOK_AGAIN <= 1:
-                known, place.exits = bool(place.exits), self._exits(place)
-                if leapt and place.exits and not known:
-                    self._trim(place, leapt, place.exits[0])
+            if place.exits or place.run % LOOK_AGAIN <= 1:
+                place.exits = self._exits(place)
             if place.exits:
                 place.left += 1
                 return place.exits[place.left // 2 % len(place.exits)]
         return (symbols[0 if free else turn % len(symbols)],)
-
-    # ---------------------------------------------------------------- what repeats
-
-    def _leap(self, place: _Place) -> int:
-        """Go on with what led from this place back to it, if it did so twice: as far as the place stays what it is,
-        and not much further than it was gone already. Returns the rounds gone."""
-        path, matcher = self.path, self._matcher
-        size = len(path) - place.at
-        if not 0 < size <= CYCLE or place.at < size or path[-size:] != path[-2 * size : -size]:
-            place.stride = STRIDE
-            return 0
-        most = min(self._limit - len(path), self._effort.left) // size
-        if not place.choices.free:
-            most = min(most, PATIENCE - 1 - place.visits % PATIENCE)
-        rounds = wanted = min(place.stride, most)
-        place.cycle = path[-size:]
-        while rounds > 1:
-            steps = place.cycle * rounds
-            self._effort.left -= len(steps) // 8 + STEP
-            # going there costs ten times as much as asking; where a quote may follow that may not here, it is too far
-            if matcher.validate_tokens([*steps, QUOTE]) == len(steps) + (QUOTE in place.choices.symbols):
-                self._effort.left -= len(steps)
-                matcher.try_consume_tokens(steps)
-                if not matcher.is_accepting() and matcher.compute_bitmask() == place.mask:
-                    path += steps
-                    place.visits += 0 if place.choices.free else rounds
-                    place.stride = 2 * rounds if rounds == wanted else rounds
-                    return rounds
-                matcher.rollback(len(steps))
-            rounds //= 2
-        place.stride = STRIDE
-        return 0
-
-    def _trim(self, place: _Place, rounds: int, step: list[int]) -> None:
-        """Undo as many of the last `rounds` as leave `step` a step out of here."""
-        matcher, cycle = self._matcher, place.cycle
-        low, high = 0, rounds  # it is none after `low`, and is one after `high`, where the matcher stands
-        while high - low > 1:
-            middle = (low + high) // 2
-            matcher.rollback((high - middle) * len(cycle))
-            self._effort.left -= (high - middle) * len(cycle)
-            if self._is_exit(place, step):
-                del self.path[-(high - middle) * len(cycle) :]
-                high = middle
-            else:
-                matcher.try_consume_tokens(cycle * (high - middle))
-                low = middle
-        place.at = len(self.path)
 
     # ---------------------------------------------------------------- what leads out
 
@@ -240,7 +184,7 @@ def leads(matcher: Any, tail: Tail) -> bool:
 class _Place:
     """A walk's memory of places that look alike."""
 
-    __slots__ = ("at", "choices", "cycle", "exits", "left", "mask", "run", "stride", "visits")
+    __slots__ = ("choices", "exits", "left", "mask", "run", "visits")
 
     def __init__(self, mask: bytes, choices: Choices) -> None:
         self.mask = mask
@@ -248,12 +192,6 @@ class _Place:
         self.visits = 0
         self.run = 0
         """Visits since the walk was elsewhere."""
-        self.at = -CYCLE - 1
-        """Symbols gone at the last visit."""
-        self.cycle: list[int] = []
-        """The symbols from the last visit to this one, where it was the same twice."""
-        self.stride = STRIDE
-        """Rounds of it to try at once."""
         self.exits: list[list[int]] = []
         """Steps that lead out of here, as far as they were looked for."""
         self.left = -1

@@ -24,10 +24,6 @@ from asyncengine.grammar.ways import UNREACHABLE, Way, common, fits
 if TYPE_CHECKING:
     from asyncengine.grammar.llguidance_backend import LlgTemplate
 
-CHECKED = 48
-"""Symbols of a long way that are checked where there is budget to spare."""
-SPARE = 4
-"""Tokens left for each symbol of the way where there is budget to spare."""
 SAID = 6
 """Symbols said last by which a place further on is known again."""
 SCAN = 40
@@ -62,8 +58,6 @@ class ByteClosing:
         self._lost = way
         """The last way known, where none is: it may be met again."""
         self._at = 0
-        self._sure = True
-        """The way was checked in full from where the output left it last."""
         self._next_way = 0
         self._said: list[int] = []
         self._account = Effort(ACCOUNT)
@@ -95,7 +89,6 @@ class ByteClosing:
             return True
         del self._said[len(self._said) - len(symbols) :]
         self._matcher.rollback(len(symbols))
-        self._assure(at_most + 1)
         return False
 
     def catch_up(self, symbols: list[int], at_most: int) -> None:
@@ -151,7 +144,7 @@ class ByteClosing:
         shared = common(symbols, way.symbols, self._at)
         if shared == len(symbols):  # along the known way
             start = self._at + shared
-            if way.within(start, at_most) and (self._sure or self._leads(way, start, at_most)):
+            if way.within(start, at_most):
                 self._at = start
                 return True
         elif matcher.is_accepting():
@@ -164,7 +157,7 @@ class ByteClosing:
     def _meet(self, way: Way, shared: int, at_most: int) -> bool:
         """Go on along `way` where it can be met again."""
         for start in self._meetings(way, shared, at_most):
-            if way.within(start, at_most) and self._leads(way, start, at_most):
+            if way.within(start, at_most) and self._leads(way, start):
                 self._way, self._at = way, start
                 return True
         return False
@@ -176,7 +169,7 @@ class ByteClosing:
         yield begin
         if shared:
             yield self._at
-        if len(way.symbols) - begin > CHECKED and not way.within(begin, at_most):
+        if len(way.symbols) - begin > SCAN and not way.within(begin, at_most):
             yield way.within_from(begin, at_most)
         if (start := self._said_later(way)) is not None:
             yield start
@@ -191,29 +184,10 @@ class ByteClosing:
         return None if found < 0 else found + SAID
 
     def _set(self, way: Way) -> None:
-        self._way, self._at, self._sure = way, 0, True
+        self._way, self._at = way, 0
 
-    def _leads(self, way: Way, start: int, at_most: int) -> bool:
-        """The known way leads on from `start`; only its beginning is checked where there is budget to spare.
-
-        One that goes wrong further on is found out when the budget gets tighter, in time for another.
-        """
-        left = len(way.symbols) - start
-        sure = left <= CHECKED or at_most <= SPARE * left
-        if leads(self._matcher, self._tail(way, start) if sure else way.symbols[start : start + CHECKED]):
-            self._sure = sure
-            return True
-        return False
-
-    def _assure(self, at_most: int) -> None:
-        """A token was refused for the sake of the known way: see that it is one, or find another."""
-        way = self._way
-        if way is None or self._sure:
-            return
-        if leads(self._matcher, self._tail(way, self._at)):
-            self._sure = True
-        else:
-            self._seek(way, 0, at_most)
+    def _leads(self, way: Way, start: int) -> bool:
+        return leads(self._matcher, self._tail(way, start))
 
     def _tail(self, way: Way, start: int) -> Tail:
         return [*way.symbols[start:], self._search.end]

@@ -24,8 +24,6 @@ from asyncengine.grammar.ways import UNREACHABLE, Way, common, fits
 if TYPE_CHECKING:
     from asyncengine.grammar.llguidance_backend import LlgTemplate
 
-SAID = 6
-"""Symbols said last by which a place further on is known again."""
 SCAN = 40
 """Symbols of the known way that may be passed over to meet it again."""
 JOINT_RANGE, JOINTS = 96, 6
@@ -171,17 +169,7 @@ class ByteClosing:
             yield self._at
         if len(way.symbols) - begin > SCAN and not way.within(begin, at_most):
             yield way.within_from(begin, at_most)
-        if (start := self._said_later(way)) is not None:
-            yield start
         yield from range(begin + 1, min(begin + SCAN, len(way.symbols)))
-
-    def _said_later(self, way: Way) -> int | None:
-        """The index from which the known way goes on after what was said last, if it comes to say that: a value was
-        left out."""
-        if len(way.symbols) - self._at <= SAID or any(symbol > 255 for symbol in self._said[-SAID:]):
-            return None
-        found = way.text.find(bytes(self._said[-SAID:]), self._at)
-        return None if found < 0 else found + SAID
 
     def _set(self, way: Way) -> None:
         self._way, self._at = way, 0
@@ -194,10 +182,9 @@ class ByteClosing:
 
     def _joints(self, way: Way, begin: int) -> list[int]:
         """Places soon after `begin` where the known way may be met again: at its next delimiters."""
-        symbols, later = way.symbols, self._said_later(way)
+        symbols = way.symbols
         near = range(begin, min(begin + JOINT_RANGE, len(symbols)))
-        joints = [begin, *itertools.islice((at for at in near if symbols[at] in _DELIMITERS), JOINTS)]
-        return joints if later is None else [*joints, later]
+        return [begin, *itertools.islice((at for at in near if symbols[at] in _DELIMITERS), JOINTS)]
 
     def _seek(self, old: Way, shared: int, at_most: int) -> bool:
         """Look for a way of at most `at_most` tokens: any first, then a short one.

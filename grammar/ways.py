@@ -27,11 +27,6 @@ class Way:
         self._costs = costs or [0]
         self._firsts = firsts or []
 
-    @cached_property
-    def text(self) -> bytes:
-        """The bytes among the symbols, and a byte that no text has for each of the others."""
-        return bytes(symbol if symbol < 256 else 0xFF for symbol in self.symbols)
-
     def after(self, symbols: list[int], start: int) -> Way:
         """`symbols`, then this way from `start` on. What is known about its cuts is kept."""
         known = max(start, len(self.symbols) - len(self._firsts))

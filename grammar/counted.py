@@ -45,11 +45,6 @@ class Counted:
         """Tokens of the cheapest output."""
         return self.tracker.segments(self.tracker.begin[0])
 
-    def least(self, most: int | None = None) -> tuple[int, bool]:
-        """Tokens of the cheapest output, and whether these are the fewest for its text: beyond `most` segments, no."""
-        way = list(itertools.islice(self.way(), most))
-        return (length(way), True) if most is None or len(way) < most else (self.cost, False)
-
 
 def length(way: Iterable[Segment]) -> int:
     return sum(len(tokens) * times for tokens, times in way)

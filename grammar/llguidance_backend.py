@@ -28,7 +28,7 @@ import llguidance
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge
 from asyncengine.grammar.backend import JointFill, Mask
 from asyncengine.grammar.closing import ByteClosing
-from asyncengine.grammar.counted import AHEAD, Counted, CountedClosing, unrolled
+from asyncengine.grammar.counted import AHEAD, Counted, CountedClosing, length, unrolled
 from asyncengine.grammar.keywords import explain, summary
 from asyncengine.grammar.lower import to_llguidance, with_rules
 from asyncengine.grammar.prices import Prices, Speller
@@ -148,14 +148,12 @@ class LlgTemplate:
         self._made = 0
         self._bytes: Any = None
         self._spoiled = False
-        self._counted = self._count(shape_of(grammar, rules))
         self._searched: tuple[Search, Way] | None = None
         self.refined = False
+        self._counted = self._count(shape_of(grammar, rules))
         if self._counted is None:
             self._searched = self._first_way()
             self.min_tokens = self._searched[1].cost(0)
-        else:
-            self.min_tokens, self.refined = self._counted.least(CHECKED)
 
     def own_bytes(self) -> Any:
         """A matcher over bytes, at the beginning, that shares nothing with any other."""
@@ -171,7 +169,7 @@ class LlgTemplate:
         return explain(self.grammar, matcher.get_error())
 
     def _count(self, shape: Shape | None) -> Counted | None:
-        """The grammar's costs; None where they are unknown, or the library does not agree with the cheapest output."""
+        """The grammar's costs, with the fewest tokens; None where they are unknown, or the library does not agree."""
         vocabulary = self.backend.vocabulary
         if shape is None:
             return None
@@ -183,7 +181,8 @@ class LlgTemplate:
             return None
         if counted.cost > LONGEST:
             raise GrammarTooLarge("grammar", f"its shortest output must not exceed {LONGEST} tokens", counted.cost)
-        ahead = list(itertools.islice(unrolled(counted.way()), CHECKED * AHEAD))
+        way = list(itertools.islice(counted.way(), CHECKED))
+        ahead = list(itertools.islice(unrolled(way), CHECKED * AHEAD))
         probe = self._matcher.deep_copy()
         agreed = probe.validate_tokens(ahead) == len(ahead)
         text = b"".join(map(bytes, map(vocabulary.symbols, ahead[:MASKED])))[:MASKED]
@@ -195,7 +194,11 @@ class LlgTemplate:
             probe.consume_token(token)
         if probe.is_error():  # outputs would end in it
             raise self.broken(probe)
-        return counted if agreed else None
+        if not agreed:
+            return None
+        self.refined = len(way) < CHECKED
+        self.min_tokens = length(way) if self.refined else counted.cost
+        return counted
 
     def _first_way(self) -> tuple[Search, Way]:
         """The first way found, and the search that found it: JSON spellings, or for Lark those that lead there sooner.
@@ -241,7 +244,7 @@ class LlgTemplate:
         if self.refined:
             return
         if self._counted is not None:
-            self.min_tokens, _ = self._counted.least()
+            self.min_tokens = length(self._counted.way())
         elif self._searched is not None:
             search, way = self._searched
             matcher = self.new_bytes()

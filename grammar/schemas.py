@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, get_origin
 from urllib.parse import quote, unquote, urljoin
@@ -23,6 +24,7 @@ MANY = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 NAMED = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas", "dependencies")
 """Keywords whose value maps names to schemas."""
 _ANCHORS = ("$anchor", "$dynamicAnchor")
+_NAMES_A_PLACE = "|".join(map(re.escape, (*_ANCHORS, "$dynamicRef")))
 ACCEPTED = "a dict, JSON text, True, or a pydantic model, dataclass or TypedDict class"
 
 
@@ -174,7 +176,7 @@ def with_local_references(schema: dict[str, Any], text: str) -> dict[str, Any]:
     anchors as `$id: "#name"`.
     """
     key = "id" if "draft-04" in str(schema.get("$schema")) else "$id"
-    if not any(f'"{name}"' in text for name in (key, *_ANCHORS, "$dynamicRef")):
+    if not re.search(f'"(?:{re.escape(key)}|{_NAMES_A_PLACE})"\\s*:\\s*"', text):
         return schema
     root: dict[str, Any] = json.loads(text)
     resources: dict[str, str] = {}

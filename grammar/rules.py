@@ -142,9 +142,12 @@ class Rules:
             known[name] = found = [_spliced(symbols, done) for symbols in known[name]]
             if name in again or name in repeated:
                 continue
-            if (first := same.setdefault(tuple(map(tuple, found)), name)) != name:
-                done[name] = done.get(first, [first])
-            elif len(found) == 1 and not isinstance(found[0][0] if found[0] else None, Members):
+            first = same.get(key := tuple(map(tuple, found)), "")
+            if first and len(body := done.get(first, [first])) == 1:
+                done[name] = body
+                continue
+            same[key] = name
+            if len(found) == 1 and not isinstance(found[0][0] if found[0] else None, Members):
                 alias = len(found[0]) == 1 and isinstance(found[0][0], str)
                 once = uses[name] == 1 and len(found[0]) <= MAX_INLINED and found[0][:1] not in _BRACKETS
                 if alias or once:

@@ -17,6 +17,7 @@ from asyncengine.grammar.formats import PATTERNS
 from asyncengine.grammar.numbers import KEYWORDS, Numbers, exact, number_text, of_schema
 from asyncengine.grammar.schemas import escape, resolve
 
+_BOUNDS = frozenset(KEYWORDS)
 MAX_TERMS = 4096
 """Alternatives of one place: a conjunction of choices multiplies them."""
 MAX_WORK = 200_000
@@ -24,9 +25,17 @@ MAX_WORK = 200_000
 seconds at worst."""
 MADE = "\0"
 """Behind it in a pointer stands what was made of the schema that it leads to. No name in a schema has it."""
-_MAPS = ("properties", "patternProperties", "dependentSchemas", "dependentRequired", "dependencies")
-_SCHEMAS = ("not", "contains", "propertyNames", "additionalProperties", "if", "then", "else", "additionalItems")
-_LISTS = ("required", "prefixItems", "enum")
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    key: (kinds, name)
+    for kinds, name, keys in (
+        ((dict,), "an object", "properties patternProperties dependentSchemas dependentRequired dependencies"),
+        ((dict, bool), "a schema", "not contains propertyNames additionalProperties if then else additionalItems"),
+        ((list,), "a list", "required prefixItems enum"),
+        ((str,), "a string", "pattern $ref"),
+    )
+    for key in keys.split()
+}
+"""The types of keywords' values, and what they are called. Read only."""
 
 
 class Entry(NamedTuple):
@@ -67,7 +76,7 @@ class Term(NamedTuple):
         """Numbers that all of them allow."""
         found = Numbers(integer="fraction" not in self.types)
         for entry in self.entries:
-            if entry.numbers is not None or any(key in entry.schema for key in KEYWORDS):
+            if entry.numbers is not None or not _BOUNDS.isdisjoint(entry.schema):
                 found = found.meet(entry.numbers or of_schema(entry.schema, entry.place))
         if found.listed is not None and "integer" not in self.types:
             found = replace(found, listed=tuple(item for item in found.listed if item[0].denominator != 1))
@@ -75,10 +84,11 @@ class Term(NamedTuple):
 
     def where(self) -> str:
         """The pointer of the schema that speaks of numbers last."""
-        return next((e.pointer for e in reversed(self.entries) if any(key in e.schema for key in KEYWORDS)), "")
+        return next((e.pointer for e in reversed(self.entries) if not _BOUNDS.isdisjoint(e.schema)), "")
 
     def having(self, *keywords: str) -> list[Entry]:
-        return [entry for entry in self.entries if any(keyword in entry.schema for keyword in keywords)]
+        wanted = frozenset(keywords)
+        return [entry for entry in self.entries if not wanted.isdisjoint(entry.schema)]
 
 
 class Rest(NamedTuple):
@@ -301,15 +311,10 @@ def _check(entry: Entry) -> None:
     schema, at = entry.schema, entry.place or "/"
     if not isinstance(schema, dict):
         raise GrammarError("grammar", f"the schema at {at} must be an object", schema)
-    for kinds, keys, name in (
-        ((dict,), _MAPS, "an object"),
-        ((dict, bool), _SCHEMAS, "a schema"),
-        ((list,), _LISTS, "a list"),
-        ((str,), ("pattern", "$ref"), "a string"),
-    ):
-        for key in keys:
-            if key in schema and not isinstance(schema[key], kinds) and not (entry.plain and key == "not"):
-                raise GrammarError("grammar", f"{key} at {at} must be {name}", schema[key])
+    for key in schema.keys() & _KINDS.keys():
+        kinds, name = _KINDS[key]
+        if not isinstance(schema[key], kinds) and not (entry.plain and key == "not"):
+            raise GrammarError("grammar", f"{key} at {at} must be {name}", schema[key])
 
 
 def _values(pointer: str, values: list[Any]) -> list[Entry]:

@@ -6,6 +6,7 @@ taken from it for a way to the end is checked by the library. What is not read h
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -14,7 +15,7 @@ from typing import Any
 
 from asyncengine.grammar.automata import OtherKey, Words
 from asyncengine.grammar.canonical import parse_json
-from asyncengine.grammar.regex_shapes import RAW, regex_shape, searched_shape
+from asyncengine.grammar.regex_shapes import regex_shape, searched_shape
 from asyncengine.grammar.rules import Members, Repeat, Rules, Symbol
 from asyncengine.grammar.samples import samples
 from asyncengine.grammar.schema_members import KEY, PLAIN_KEY
@@ -22,12 +23,10 @@ from asyncengine.grammar.shapes import (
     Chain,
     Either,
     Opaque,
-    Ranges,
     Shape,
     Times,
     Unmodelled,
     Unordered,
-    letters,
     literal,
 )
 from asyncengine.grammar.spec import Grammar
@@ -45,8 +44,6 @@ _TERMINAL = re.compile(
     r"(?P<but>~?)/(?:\(\?:(?P<words>\"(?:[^/\\]|\\.)*)\)|(?P<regex>(?:[^/\\]|\\.)*))/(?: & |\Z)", re.DOTALL
 )
 _WORD = re.compile(r"(?:[^|\\]|\\.)+", re.DOTALL)
-_HEX: Ranges = [(48, 57), (65, 70), (97, 102)]
-_STRING = ("x-guidance", "type", "minLength", "maxLength", "pattern", "enum")
 
 
 def shape_of(grammar: Grammar, rules: tuple[Rules, str] | None) -> Shape | None:
@@ -185,28 +182,10 @@ def _json(text: str, schema: dict[str, Any]) -> Shape:
     said = schema.get("allOf", [schema])
     if any(part.get("type") != "string" for part in said):
         return Opaque(text)
-    if len(said) == 1 and not set(schema) - set(_STRING):
-        least, most, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern")
-        counted = least or most is not None
-        if "enum" in schema and pattern is None:
-            fitting = [one for one in schema["enum"] if least <= len(one) and (most is None or len(one) <= most)]
-            return Words([json.dumps(one, ensure_ascii=False).encode("utf-8", "replace") for one in fitting])
-        if pattern is None:
-            return Chain([literal(b'"'), Times(_char(), least, most), literal(b'"')])
-        if not counted and "enum" not in schema:
-            try:
-                return Chain([literal(b'"'), searched_shape(pattern), literal(b'"')])
-            except Unmodelled:
-                pass
+    if schema.keys() <= {"x-guidance", "type", "pattern"}:
+        with contextlib.suppress(Unmodelled):
+            return Chain([literal(b'"'), searched_shape(schema.get("pattern", "")), literal(b'"')])
     return Opaque(text, _string_sample(said))
-
-
-@functools.cache
-def _char() -> Shape:
-    """A character of a JSON string in any of its spellings."""
-    short = letters([(ord(code), ord(code)) for code in '"/\\bfnrt'])
-    escape = Either([short, Chain([literal(b"u"), *[letters(_HEX)] * 4])])
-    return Either([letters(RAW), Chain([literal(b"\\"), escape])])
 
 
 def _string_sample(said: list[dict[str, Any]]) -> bytes | None:

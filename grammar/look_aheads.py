@@ -20,7 +20,7 @@ MAX_APART = 64
 """Look-aheads of a pattern, and alternatives that are taken apart."""
 
 
-class Part(NamedTuple):
+class Alternative(NamedTuple):
     """One alternative: a pattern, and then perhaps a look-ahead and what follows it."""
 
     text: str
@@ -36,7 +36,7 @@ class Pattern(NamedTuple):
     """The alternatives of a pattern, and flags that hold in all of them."""
 
     flags: str
-    parts: list[Part]
+    parts: list[Alternative]
 
     @property
     def plain(self) -> str | None:
@@ -78,7 +78,7 @@ class _Reader:
         branches = [apart for branch in _branches(tokens) for apart in self._apart(branch, whole)]
         return Pattern(flags, [self._part(branch, flags, here, first, whole) for branch in branches])
 
-    def _part(self, branch: list[Token], flags: str, here: bool, first: bool, whole: bool) -> Part:
+    def _part(self, branch: list[Token], flags: str, here: bool, first: bool, whole: bool) -> Alternative:
         at = _special(branch)
         before, end = branch[:at], whole
         while first and before[:1] and before[0][0] == "start":
@@ -89,7 +89,7 @@ class _Reader:
             raise _unsupported(branch)
         text = "".join(text for _, text in before)
         if at is None:
-            return Part(text, here, end, None)
+            return Alternative(text, here, end, None)
         close, first = _closing(branch, at), first and here and not before
         rest = branch[close + 1 :]
         if rest and rest[0][0] == "quant":
@@ -97,7 +97,7 @@ class _Reader:
         self._spend(1, branch)
         inner = self.pattern(branch[at + 1 : close], flags, here=True, first=first, whole=False)
         following = self.pattern(rest, flags, here=True, first=first, whole=whole)
-        return Part(text, here, False, ("" if branch[at][1] == "(?=" else "~", inner, following))
+        return Alternative(text, here, False, ("" if branch[at][1] == "(?=" else "~", inner, following))
 
     def _apart(self, branch: list[Token], whole: bool) -> Iterator[list[Token]]:
         """The alternatives of a group with a look-ahead or an anchor one by one, up to the first look-ahead."""

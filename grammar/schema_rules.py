@@ -77,11 +77,9 @@ class _Builder:
         """Lists of undeclared members. A repetition stands in one rule only: llguidance 1.9.1 panics where two pass a
         parameter on to the same."""
         self._empty: list[str] = []
+        own = {key: options[key] for key in LEAF_OPTIONS if options.get(key)}
         # without that, llguidance 1.9.1 takes any blanks before some of them
-        self._leaf_options = {
-            "whitespace_flexible": False,
-            **{key: options[key] for key in LEAF_OPTIONS if options.get(key)},
-        }
+        self._leaf_options = {"whitespace_flexible": False, **own}
         usual = None if options.get("whitespace_flexible") is False else r"[ \t\n\r]+"
         blank = usual if (given := options.get("whitespace_pattern")) is None else given
         self._blank: list[Symbol] = [self.rules.text(f"{regex(blank)}?")] if blank else []
@@ -121,13 +119,12 @@ class _Builder:
             if not term.loops:
                 self.rules.add(name, [self.node(())])
             return
-        kinds = term.types
-        for kind in kinds:
+        for kind in term.types:
             if kind in ("null", "boolean"):
                 texts = ["null"] if kind == "null" else self._constants(term, ("true", "false"))
                 for text in texts:
                     self.rules.add(name, [f'"{text}"'])
-            elif kind == "integer" or (kind == "fraction" and "integer" not in kinds):
+            elif kind == "integer" or (kind == "fraction" and "integer" not in term.types):
                 self._number(name, term)
             elif kind == "string":
                 self._string(name, term)

@@ -113,18 +113,9 @@ def _build(
         all_kernels=not kept, shared=memory,
     )  # fmt: skip
     runner = make(
-        model,
-        backend,
-        config.page_size,
-        config.max_num_seqs,
-        jump_forward=config.jump_forward is not False,
-        lora=lora,
-        cores=cores,
-        num_states=num_states,
-        num_window_pages=window_pages,
-        pooler=pooler,
-        images=images,
-    )
+        model, backend, config.page_size, config.max_num_seqs, jump_forward=config.jump_forward is not False, lora=lora,
+        cores=cores, num_states=num_states, num_window_pages=window_pages, pooler=pooler, images=images,
+    )  # fmt: skip
     if ranks is not None:
         runner.ranks = runner.memory.ranks = ranks
         runner.weights_bytes, runner.kv_bytes = runner.weights_bytes + elsewhere, runner.kv_bytes * copies

@@ -59,6 +59,8 @@ def _inside_strings(grammar: Grammar) -> list[str]:
 
 def _unescaped(match: re.Match[str]) -> str:
     """An escape's character; all that is not escaped may be of any script."""
+    if match[0][1] not in "abfnrtvuUx":
+        return match[0][1:]
     return match[0].encode("ascii", "replace").decode("unicode_escape", "replace")
 
 

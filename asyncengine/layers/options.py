@@ -175,7 +175,7 @@ class LayerOptions:
         elif reason is None:
             from asyncengine.kernels.cpu import packed as panels
 
-            reason = panels.why_not_packed(self.dtype) or "some matrices fill no panels, or are not packed"
+            reason = panels.why_not_packed(self.dtype) or "some matrices have an odd number of inputs"
         return f"{reason}: some products are torch's, whose sums depend on what is computed together"
 
     def large_zeros(self, *shape: int) -> torch.Tensor:

@@ -143,7 +143,7 @@ FORMS: list[tuple[str, str, Any]] = [
     ("llama", "bfloat16", "int4"), ("qwen2", "float16", None), ("gpt-oss", "bfloat16", None),
     ("gpt-oss", "bfloat16", "int4"), ("qwen2moe", "float32", None), ("ernie4.5moe", "float32", "int8"),
 ]  # fmt: skip
-"""qwen3 is tied, llama's and qwen2moe's widths fill no panels, qwen2 has biases, and the last are mixtures."""
+"""qwen3 is tied, panels of llama's and qwen2moe's are not full, qwen2 has biases, and the last are mixtures."""
 
 
 @pytest.mark.parametrize(("name", "dtype", "quantization"), FORMS)

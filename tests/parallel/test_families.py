@@ -38,8 +38,8 @@ SOME = [
     ("stablelm, norms of heads", "float32", 2), ("olmoe", "float32", 2), ("gpt2", "int8", 2), ("qwen2", "float32", 4),
     ("qwen3.5", "bfloat16", 4),
 ]  # fmt: skip
-WHOLE = {"hunyuanmoe": FORMS, "opt": ["float32", "bfloat16"], "opt-350m": ["float32", "bfloat16"]}
-"""What cannot be split: transformers' modules, and matrices of which none fills panels."""
+WHOLE = {"hunyuanmoe": FORMS}
+"""What cannot be split: transformers' modules."""
 EVERY = [(family, form, 2) for family in FAMILIES for form in FORMS if form not in WHOLE.get(family, ())]
 (TOKENS,) = prompts([24], VOCAB)
 

@@ -26,11 +26,11 @@ FORMS = [
     ("qwen2", "bfloat16", "int4"),
     ("qwen3.5", "bfloat16", "int4"), ("qwen3.5", "float32", None), ("gemma2", "bfloat16", "int8"),
     ("olmo2", "bfloat16", "int8"), ("cohere", "bfloat16", "int8"), ("glm4", "float32", "int4"),
-    ("stablelm", "bfloat16", "int4"), ("gpt2", "bfloat16", "int8"), ("opt-350m", "float32", "int8"),
+    ("stablelm", "bfloat16", "int4"), ("gpt2", "bfloat16", None), ("opt-350m", "float32", "int8"),
     ("hunyuan", "bfloat16", "int8"), ("olmo", "bfloat16", None), ("apertus", "float32", "int8"),
     ("gemma4", "bfloat16", "int8"), ("gemma4-keys-are-values", "float32", "int8"),
 ]  # fmt: skip
-"""Models, types and forms of weights."""
+"""Models, types and forms of weights; those of the tiny GPT-2 fill no panels, with biases."""
 
 
 VARIANTS = {

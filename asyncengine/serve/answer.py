@@ -1,4 +1,4 @@
-"""Answering one request over HTTP, whole or as a stream of server-sent events, until its client leaves."""
+"""Answering one request over HTTP, whole or as a stream, until its client leaves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from asyncengine.serve.problems import Problem, problem_of
 from asyncengine.serve.several import Several
 from asyncengine.stream import TokenStream
 
-EVENT_STREAM = b"text/event-stream; charset=utf-8"
 PING_SECONDS = 10.0
 """A stream's headers go out when its first token is there, or after this long; so do signs of life between tokens."""
 
@@ -23,7 +22,10 @@ PING_SECONDS = 10.0
 class AnswerWriter(Protocol):
     """The part of a dialect that writes one answer."""
 
+    media_type: str
+    """That of a stream."""
     ping: str
+    """A frame without meaning, for a stream on which nothing else is sent; it may be empty."""
 
     def begin(self, usage: Usage, samples: int) -> str: ...
     def write(self, event: Event) -> str: ...
@@ -143,7 +145,7 @@ class Answer:
         """Send a stream's headers, unless they are sent: by one task, while no other sends."""
         async with self._beginning:
             if not self._begun:
-                await self._send_headers(send, EVENT_STREAM)
+                await self._send_headers(send, self.writer.media_type.encode())
 
     async def _next(self) -> Chunk | None:
         """The next chunk that is no failure: the stream raises that at its end, with its cause."""

@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from asyncengine import Engine, SamplingParams
+from asyncengine.serve.dialects import openai_chat
 
 QUESTION = [{"role": "user", "content": "hello"}]
 
@@ -42,6 +43,15 @@ def test_a_stream_adds_up_to_it(client: openai.OpenAI, expected: str) -> None:
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 12
+
+
+@pytest.mark.parametrize("kind", ["text/event-stream; charset=utf-8", "application/x-ndjson"])
+def test_a_stream_has_the_media_type_of_its_dialect(monkeypatch: pytest.MonkeyPatch, demo_url: str, kind: str) -> None:
+    if "ndjson" in kind:
+        monkeypatch.setattr(openai_chat.Writer, "media_type", kind)
+    body = {"messages": QUESTION, "max_tokens": 2, "stream": True}
+    answer = httpx.post(f"{demo_url}/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.headers["content-type"]) == (200, kind)
 
 
 @pytest.mark.parametrize("half", [b"\\ud83d", b"\\uD83D", b"\xed\xa0\xbd"])

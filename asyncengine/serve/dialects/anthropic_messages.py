@@ -11,7 +11,7 @@ from asyncengine.checks import as_choice, as_text
 from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Completion, FinishReason, Usage
 from asyncengine.serve.dialects.openai_shape import image_part, refuse_block, text_part, tool_call
-from asyncengine.serve.events import CallArguments, CallBegin, CallEnd, End, Event, Text, Thinking
+from asyncengine.serve.events import EVENT_STREAM, CallArguments, CallBegin, CallEnd, End, Event, Text, Thinking
 from asyncengine.serve.fields import Fields, as_object, objects
 from asyncengine.serve.problems import Problem
 from asyncengine.serve.turn import Answered, Message, Turn
@@ -237,6 +237,7 @@ def model_object(name: str) -> dict[str, Any]:
 class Writer:
     """Writes one answer: as a stream's frames, or whole. Text, thoughts and each call are blocks, one after another."""
 
+    media_type = EVENT_STREAM
     ping = 'event: ping\ndata: {"type": "ping"}\n\n'
 
     def __init__(self, turn: Turn, answered: Answered) -> None:

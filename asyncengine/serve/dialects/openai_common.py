@@ -11,6 +11,7 @@ from asyncengine.grammar import Grammar
 from asyncengine.options import rough_size
 from asyncengine.outputs import Usage
 from asyncengine.serve.dialects.openai_shape import openai_usage
+from asyncengine.serve.events import EVENT_STREAM
 from asyncengine.serve.fields import Fields
 from asyncengine.serve.problems import Problem
 from asyncengine.serve.turn import Answered, Turn
@@ -126,6 +127,7 @@ def error(problem: Problem) -> dict[str, Any]:
 class Frames:
     """The frames of one answer, and the head of one that is sent whole."""
 
+    media_type = EVENT_STREAM
     ping = ": still there\n\n"
     """A comment, which clients pass over: the connection is used."""
 

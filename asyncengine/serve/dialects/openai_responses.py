@@ -178,6 +178,7 @@ def responses_usage(usage: Usage) -> dict[str, Any]:
 class Writer:
     """Writes one answer. `response` is what is known of it at any moment; whole answers are streamed into it."""
 
+    media_type = openai_chat.Writer.media_type
     ping = openai_chat.Writer.ping
 
     def __init__(self, turn: Turn, answered: Answered) -> None:

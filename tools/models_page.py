@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -160,14 +161,12 @@ def _reason(family: str, error: EngineError) -> str:
     return said.replace("|", "\\|").split(" (tmp")[0]
 
 
-def page(rows: Sequence[Row]) -> str:
-    """The whole file."""
-    import transformers
-
+def page(rows: Sequence[Row], release: str) -> str:
+    """The whole file. `release`: that of transformers of which every family was asked."""
     counts = {served: sum(row.served == served for row in rows) for served in (OWN, TRANSFORMERS, REFUSED, UNTRIED)}
     return f"""# Which models run
 
-Every family (`model_type` in config.json) that transformers {transformers.__version__} has as a text generator, and
+Every family (`model_type` in config.json) that transformers {release} has as a text generator, and
 what serves it. Written by `python -m tools.models_page`, which asks the code; `tests/tools/test_models_page.py` fails
 when this page does not say what the code does. Not to be edited by hand.
 
@@ -224,22 +223,32 @@ def read_page() -> dict[str, Row]:
     return found
 
 
+def read_release() -> str:
+    """The release of transformers that the page names."""
+    found = re.search(r"that transformers (\S+) has", PAGE.read_text(encoding="utf-8"))
+    assert found is not None, f"{PAGE} names no release of transformers"
+    return found[1]
+
+
 def main() -> None:
+    import transformers
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="families, separated by commas")
     parser.add_argument("--own", action="store_true", help="only those with a file here")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
-    everything = families()
-    chosen = arguments.only.split(",") if arguments.only else everything
-    rows = read_page() if PAGE.exists() else {}
+    chosen = arguments.only.split(",") if arguments.only else families()
+    release, rows = transformers.__version__, dict[str, Row]()
+    if arguments.only or arguments.own:  # the others stay as they are written, of that release
+        release, rows = read_release(), read_page()
     for family in chosen:
         row = own_row(family)
         if row is None and not arguments.own:
             row = tried_row(family)
         if row is not None:
             rows[family] = row
-    PAGE.write_text(page([rows[name] for name in everything if name in rows]), encoding="utf-8")
+    PAGE.write_text(page([rows[name] for name in sorted(rows)], release), encoding="utf-8")
 
 
 if __name__ == "__main__":

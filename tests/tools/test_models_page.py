@@ -12,7 +12,7 @@ from support.drive import greedy_reference, prompts
 from asyncengine import Engine, SamplingParams
 from asyncengine.models.families import MULTIMODAL, NATIVE
 from tools import models_page
-from tools.models_page import OWN, REFUSED, TRANSFORMERS, families, own_row, page, read_page, tried_row
+from tools.models_page import OWN, REFUSED, TRANSFORMERS, families, own_row, page, read_page, read_release, tried_row
 
 SAMPLE = ("gemma3_text", "granitemoehybrid", "llama4", "qwen2_5_vl")
 """Asked again here; the page's own command asks all."""
@@ -20,10 +20,23 @@ SAMPLE = ("gemma3_text", "granitemoehybrid", "llama4", "qwen2_5_vl")
 
 def test_it_has_every_family_and_is_as_written() -> None:
     rows, text = read_page(), models_page.PAGE.read_text(encoding="utf-8")
-    if f"transformers {transformers.__version__} " not in text:
+    if transformers.__version__ != read_release():
         pytest.skip(f"the page is of another release than {transformers.__version__}, which has families of its own")
     assert list(rows) == families()
-    assert text == page(list(rows.values()))
+    assert text == page(list(rows.values()), transformers.__version__)
+
+
+def test_some_rows_are_written_into_a_page_of_another_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its release and its other families stay: this release's were not asked."""
+    rows = read_page()
+    wanted = page(list(rows.values()), "0.1")
+    monkeypatch.setattr(models_page, "PAGE", tmp_path / "models.md")
+    without = [row._replace(served=TRANSFORMERS, note="") if row.family == "llama" else row for row in rows.values()]
+    models_page.PAGE.write_text(page(without, "0.1"), encoding="utf-8")
+    monkeypatch.setattr("logging.disable", lambda level: None)
+    monkeypatch.setattr("sys.argv", ["models_page", "--only", "llama"])
+    models_page.main()
+    assert models_page.PAGE.read_text(encoding="utf-8") == wanted
 
 
 def test_files_are_those_of_the_registry() -> None:

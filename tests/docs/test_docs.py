@@ -143,3 +143,14 @@ def test_cited_files_and_tests_exist() -> None:
             assert (ROOT / path).exists(), f"{name} cites {path}"
         for path, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text):
             assert f"def {test}(" in read(path), f"{name} cites {path}::{test}"
+
+
+@pytest.mark.parametrize("page", [page for page in HOWTOS if page.stem.startswith("add_a_")])
+def test_names_are_defined_in_the_files_that_a_page_says(page: Path) -> None:
+    """Of the pages on adding code, where they say "`NAME` (`file.py`)" or "`NAME` in `file.py`"."""
+    cited = re.findall(r"`(\w+)`\s(?:in\s|\()`([\w/]+\.py)`", page.read_text(encoding="utf-8"))
+    for name, file in cited:
+        [path] = [at for base in ("", "asyncengine", "asyncengine/models") if (at := ROOT / base / file).exists()]
+        definition = rf"^((class|def) {name}\b|{name}\b(: .*)? =)"
+        assert re.search(definition, path.read_text(encoding="utf-8"), re.MULTILINE), f"{name} is not in {file}"
+    assert cited

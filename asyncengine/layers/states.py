@@ -241,6 +241,8 @@ class StateLayer(Protocol):
     """A layer that mixes tokens by a state: x [T, width] -> [T, width]."""
 
     spec: StateSpec
+    kernel: Any
+    """The compiled kernel that moves its states on a CPU; None: torch moves them, and no step is recorded."""
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Takes `step.states`; tokens of a row stand in order, rows in the order of the segments."""

@@ -58,7 +58,7 @@ class DecoderLayer:
         self.inputs = None if inputs is None else LayerInput(options, inputs, norm, prefix, width)
         self.scalar_path = f"{prefix}{config.scalar}"
         self.scalar = None if config.scalar is None else options.zeros(width, dtype=torch.float32).fill_(1.0)
-        moved = self.state is None or getattr(self.state, "kernel", None) is not None
+        moved = self.state is None or self.state.kernel is not None
         made = all(linear.weight.compiled for linear in self.linears())
         self.compiled = moved and made and all(mixture.experts.compiled for mixture in self.mixtures())
         """Whether its products are all made, and its states moved, by compiled kernels."""

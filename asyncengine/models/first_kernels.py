@@ -48,7 +48,7 @@ def kernels_of(decoder: Decoder, page_size: int, defaults: Mapping[str, Any]) ->
     if options.ranks is not None:  # other processes do not run along
         alone = replace(options, ranks=None, memory=Arena())
         decoder = Decoder(decoder.config, alone, decoder.max_model_len)
-    moved = all(layer.state is None or getattr(layer.state, "kernel", None) for layer in decoder.layers)
+    moved = all(layer.state is None or layer.state.kernel is not None for layer in decoder.layers)
     needed, later = KernelList(), KernelList()
     with needed:
         for count in (1, min(_LONG if moved else _BY_TORCH, decoder.max_model_len)):

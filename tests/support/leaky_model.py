@@ -37,6 +37,8 @@ class LeakyConfig:
 
 
 class LeakyLayer:
+    kernel = None
+
     def __init__(self, keep: float, width: int, index: int) -> None:
         self.keep, self.index = keep, index
         self.spec = StateSpec((width,), (width, 1))

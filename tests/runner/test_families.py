@@ -10,7 +10,7 @@ import torch
 import transformers
 from packaging.version import Version
 from support.checkpoints import MakeRunner
-from support.drive import Driver, Job, from_another_request, prompts
+from support.drive import Driver, Job, from_a_snapshot, from_another_request, prompts
 from support.forwards import Recording, logits_of, transformers_logits
 from support.tiny_models import FAMILIES, OPTIONS, VOCAB, WINDOW, make_model, save
 
@@ -86,8 +86,8 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     if name in MANY:
         assert driver.run(jobs(), 1) == expected, "a token at a time"
         assert driver.run(jobs(64), 16) == [expected[place % 3] for place in range(64)]
-    if not getattr(runner, "num_states", 0):  # pages are nothing there without the state behind them
-        assert from_another_request(driver, texts[0], WANT) == expected[0]
+    start = from_a_snapshot if runner.num_states else from_another_request
+    assert start(driver, texts[0], WANT) == expected[0]
     runner.close()
 
 

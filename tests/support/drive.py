@@ -147,6 +147,22 @@ def from_another_request(driver: Driver, text: Sequence[int], want: int) -> list
     return second.output
 
 
+def from_a_snapshot(driver: Driver, text: Sequence[int], want: int) -> list[int]:
+    """The same where there are states: the second request starts from a snapshot amid the first one's chunk."""
+    first, second = (driver.job(text, want) for _ in range(2))
+    driver.admit(first)
+    snapshot = driver.runner.num_states - 1
+    driver.execute([driver.row(first)._replace(state=StateUse(first.slot + 1, 0, ((24, snapshot),)))])
+    driver.admit(second)
+    second.pages, second.computed = first.pages[:6], 24
+    row = driver.row(second)._replace(state=StateUse(second.slot + 1, snapshot))
+    second.tokens.append(driver.execute([row]).tokens[0])
+    second.computed = len(text)
+    while not second.done:
+        driver.advance([second])
+    return second.output
+
+
 def greedy_reference(model: Any, prompt: Sequence[int], want: int) -> list[int]:
     """transformers' own greedy output, eager attention, one sequence, end-of-sequence ignored."""
     import torch

@@ -1,4 +1,4 @@
-"""Details of families beside their numbers (`tests/runner/test_families.py`): names, adapters, kernels, states."""
+"""Details of families beside their numbers (`tests/runner/test_families.py`): names, adapters, kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
-from support.checkpoints import Checkpoint, MakeRunner
+from support.checkpoints import Checkpoint
 from support.drive import Driver, greedy_reference, prompts
 from support.forwards import Recording, logits_of, relative_error, transformers_logits
 from support.panels import use_panels
@@ -29,7 +29,6 @@ from asyncengine.models.families import decoder_config_of
 from asyncengine.models.loading import LoadedModel, load_model
 from asyncengine.runner.building import build_runner
 from asyncengine.sampling_params import SamplingParams
-from asyncengine.step import StateUse
 
 CPU = torch.device("cpu")
 CONFIG = EngineConfig(page_size=4, max_num_seqs=80, kv_cache_memory="8MiB", show_progress=False, num_threads=1)
@@ -229,27 +228,6 @@ def test_places_are_the_paths_of_modules(name: str) -> None:
     assert {path for place in decoder.places() for path, _ in place.parts} == paths
     keys = {key for key in model.state_dict() if not key.startswith(apart)}
     assert {*decoder.slots(), "lm_head.weight"} == {*keys, "lm_head.weight"}
-
-
-# ---------------------------------------------------------------- layers that keep states
-
-
-@pytest.mark.parametrize("name", ["mamba2", "lfm2", "falcon-h1"])
-def test_a_snapshot_in_the_middle_of_a_chunk(name: str, make_runner: MakeRunner) -> None:
-    """A request that starts from another one's state, after 24 of its tokens, goes on like that one."""
-    driver, snapshot = Driver(make_runner(name, max_num_seqs=80)), 70
-    answer = driver.run([driver.job(TEXT, 20)])[0]
-    first, second = (driver.job(TEXT, 20) for _ in range(2))
-    driver.admit(first)
-    driver.execute([driver.row(first)._replace(state=StateUse(first.slot + 1, 0, ((24, snapshot),)))])
-    driver.admit(second)
-    second.pages, second.computed = first.pages[:6], 24
-    row = driver.row(second)._replace(state=StateUse(second.slot + 1, snapshot))
-    second.tokens.append(driver.execute([row]).tokens[0])
-    second.computed = len(TEXT)
-    while not second.done:
-        driver.advance([second])
-    assert second.output == answer
 
 
 def test_kimi_linear_as_its_makers_save_it(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def as_policy(name: str, value: Any, choices: Collection[str] = POLICIES) -> str
     if isinstance(value, str) and value in choices:
         return value
     rule = f"must be one of {', '.join(map(repr, choices))}, or an object like asyncengine.Policy"
-    if isinstance(value, str | type) or value is None:
+    if isinstance(value, str | int | type) or value is None:
         raise InvalidParameter(name, rule, value)
     protocol = [each for each in (*Policy.__annotations__, *vars(Policy)) if not each.startswith("_")]
     if missing := [each for each in protocol if not hasattr(value, each)]:

@@ -42,7 +42,8 @@ class ByPriority:
         return (-node.priority, node.last_used)
 
 
-STRATEGIES: dict[str, type[LRU | LFU | FIFO | ByPriority]] = {rule.name: rule for rule in (LRU, LFU, FIFO, ByPriority)}
+_ALL: tuple[type[EvictionStrategy], ...] = (LRU, LFU, FIFO, ByPriority)
+STRATEGIES = {rule.name: rule for rule in _ALL}
 """Strategies by name, the setting's choices."""
 
 

@@ -14,8 +14,9 @@ class Policy:
 
     Requests are there to be read: `spec` (its `options`, `params`, `prompt`, `max_total`), `tokens` (prompt and output
     so far), `ticket` (in order of arrival). Each engine works with a deep copy of the object that it is given. It must
-    be deterministic, and an exception in it ends the engine. Whatever it says, a request passed over `max_passes` times
-    goes before all that are not, and gives way last.
+    be deterministic, so it asks no clock (a request's age: tokens that `charge` counted since `arrive`), and an
+    exception in it ends the engine. Whatever it says, a request passed over `max_passes` times goes before all that are
+    not, and gives way last.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Policy:
         """Keys of `waiting` will be asked for."""
 
     def arrive(self, request: Request) -> None:
-        """`request` has come."""
+        """`request` has come; before its first `key`. It does not come again after preemption."""
 
     def charge(self, request: Request, tokens: int) -> None:
         """A step that is launched computes so many of its tokens, or so many guesses of them were right."""

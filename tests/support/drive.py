@@ -148,13 +148,15 @@ def from_another_request(driver: Driver, text: Sequence[int], want: int) -> list
 
 
 def from_a_snapshot(driver: Driver, text: Sequence[int], want: int) -> list[int]:
-    """The same where there are states: the second request starts from a snapshot amid the first one's chunk."""
+    """The same where there are states: the second request starts from a snapshot amid the first one's chunk, behind its
+    last full page: a wrong state shows soon after."""
     first, second = (driver.job(text, want) for _ in range(2))
     driver.admit(first)
-    snapshot = driver.runner.num_states - 1
-    driver.execute([driver.row(first)._replace(state=StateUse(first.slot + 1, 0, ((24, snapshot),)))])
+    snapshot, pages = driver.runner.num_states - 1, (len(text) - 1) // driver.runner.page_size
+    known = pages * driver.runner.page_size
+    driver.execute([driver.row(first)._replace(state=StateUse(first.slot + 1, 0, ((known, snapshot),)))])
     driver.admit(second)
-    second.pages, second.computed = first.pages[:6], 24
+    second.pages, second.computed = first.pages[:pages], known
     row = driver.row(second)._replace(state=StateUse(second.slot + 1, snapshot))
     second.tokens.append(driver.execute([row]).tokens[0])
     second.computed = len(text)

@@ -315,8 +315,8 @@ async def test_pages_that_do_not_come_are_computed_and_after_some_nobody_is_aske
 class MixedCluster(LocalCluster):
     """The second replica is a thread here; others, which may be killed, are processes."""
 
-    def __init__(self, config: FleetConfig, name: str, *, connected: bool) -> None:
-        super().__init__(config, name, connected=connected)
+    def __init__(self, config: FleetConfig, name: str) -> None:
+        super().__init__(config, name)
         self._machine = OneMachine(FleetConfig(replicas=2), f"{name}/process")
 
     def spawn(self) -> Any:

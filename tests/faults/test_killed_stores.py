@@ -75,10 +75,11 @@ def test_killed_processes_leave_no_wrong_prefix(tmp_path: Path) -> None:
         for prompt, scores, count in found:
             assert scores == expected[prompt]
             restored += count
-    last = start(tmp_path, 0)
-    found = answers(last)
-    assert last.wait() == 0
-    assert all(scores == expected[prompt] for prompt, scores, _ in found)
+    for _ in range(2):  # the first may find nothing, and leaves all it computed
+        last = start(tmp_path, 0)
+        found = answers(last)
+        assert last.wait() == 0
+        assert all(scores == expected[prompt] for prompt, scores, _ in found)
     assert restored + sum(count for _, _, count in found) > 0
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 9 * 2**20
 

@@ -18,7 +18,7 @@ from asyncengine.errors import OutOfMemory
 from asyncengine.layers.states import StateSpec
 from asyncengine.models import loading
 from asyncengine.models.memory.caches import PoolSizes
-from asyncengine.runner import building
+from asyncengine.runner import building, stages
 from asyncengine.runner.building import build_runner
 
 CUDA = torch.device("cuda", 0)
@@ -99,7 +99,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         return SimpleNamespace(name="flashinfer", kv_bytes=kv_bytes, graphs=True)
 
     Runner.device = made
-    monkeypatch.setattr(building, "ModelRunner", Runner)
+    for module in (building, stages):
+        monkeypatch.setattr(module, "ModelRunner", Runner)
     monkeypatch.setattr(building, "make_backend", make_backend)
     monkeypatch.setattr(building, "CudaCapture", lambda: None)
     monkeypatch.setattr(building, "on_device", current)

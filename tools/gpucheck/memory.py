@@ -66,19 +66,19 @@ async def step_too_large(settings: Settings, folder: Path) -> str:
 def greedy_for_memory(engine: AsyncEngine) -> None:
     """From now on a step with a marked request really asks the device for a petabyte."""
     executor: Any = engine.core.loop.runner.executor  # type: ignore[attr-defined]
-    forward = executor._forward
+    run = executor._run
 
-    def hungry(batch: Any, *step: Any) -> Any:
-        if any(row.tokens[0] == _MARK for row in batch.rows):
+    def hungry(pending: Any, masks: Any) -> None:
+        if any(row.tokens[0] == _MARK for row in pending.batch.rows):
             try:
                 torch.empty(_TOO_MUCH, dtype=torch.uint8, device=executor._device)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise CheckFailed(f"an allocation failed with something else: {error!r}") from error
                 raise
-        return forward(batch, *step)
+        run(pending, masks)
 
-    executor._forward = hungry
+    executor._run = hungry
 
 
 class _quiet_log:  # noqa: N801

@@ -155,8 +155,8 @@ class ModelSettings(Settings):
     """Threads that compute a step on a CPU, while nothing else wants the cores; None: as many as torch uses in this
     program. A model of less than 32 MiB is computed by one."""
     tensor_parallel: Annotated[int, integer_in(1, 64)] = 1
-    """Processes among which the model's weights are divided, on a CPU (docs/howto/tensor_parallel.md). They share
-    `num_threads`, `kv_cache_memory` and `state_memory`. Answers do not depend on it, to the bit."""
+    """Processes among which the model's weights are divided (docs/howto/tensor_parallel.md). They share `num_threads`,
+    `kv_cache_memory` and `state_memory`. On a CPU answers do not depend on it, to the bit; on GPUs, each has one."""
     pipeline_parallel: Annotated[int, integer_in(1, 64)] = 1
     """Processes among which the model's layers are divided, on a CPU (docs/howto/pipeline_parallel.md): as many steps,
     of different requests, are in flight. They share `num_threads`, `kv_cache_memory` and `state_memory`. Answers do not
@@ -182,9 +182,8 @@ class ModelSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("tensor_parallel", "pipeline_parallel"):
-            if getattr(self, name) > 1 and self.device.startswith("cuda"):
-                raise InvalidParameter(name, "on CUDA is not there yet", getattr(self, name))
+        if self.pipeline_parallel > 1 and self.device.startswith("cuda"):
+            raise InvalidParameter("pipeline_parallel", "on CUDA is not there yet", self.pipeline_parallel)
         if self.tensor_parallel > 1 < self.pipeline_parallel:
             raise InvalidParameter("pipeline_parallel", "does not go with tensor_parallel", self.pipeline_parallel)
 

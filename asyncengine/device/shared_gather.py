@@ -50,6 +50,8 @@ def make_memory() -> int:
 class SharedGather:
     """One process's view of the memory: a `layers.sharded.Ranks`. Used by one thread at a time."""
 
+    exact = True
+
     def __init__(self, memory: int, rank: int, size: int) -> None:
         """`memory`: the descriptor of `make_memory`, which may be closed afterwards."""
         from asyncengine.kernels.cpu import barrier

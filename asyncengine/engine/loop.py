@@ -336,6 +336,8 @@ class EngineLoop:
             self._watchdog.end()
 
     def _commit(self, result: StepResult) -> None:
+        if self._lost is not None:  # what is left of a step that has lost a rank is no result
+            raise self._lost
         batch, _, launched_at = self.in_flight.popleft()
         now = self.clock.now()
         if self.record is not None:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from asyncengine.runner.ranks import Ranks
 
 
+_ON_CPU = ""
+"""The carrier between processes of a CPU, of `device.collective_gather.BACKENDS`; tests have gloo stand in for NCCL."""
+
+
 def start_ranks(
     config: EngineConfig, device: torch.device, pooling: PoolingSpec | None, undo: ExitStack
 ) -> tuple[Ranks | None, EngineConfig]:
@@ -32,7 +36,7 @@ def start_ranks(
     if size == 1:
         return None, config
     if device.type != "cpu":
-        raise InvalidParameter(setting, 'on CUDA is not there yet: it needs device="cpu"', size)
+        _check_gpus(config, device, staged)
     if pooling is not None and pooling.whole:
         raise InvalidParameter(setting, "is for decoders: an encoder is computed by one process", size)
     if pooling is not None and staged:
@@ -42,9 +46,32 @@ def start_ranks(
     from asyncengine.device.cores import threads_for
     from asyncengine.runner.ranks import Ranks
 
-    ranks = Ranks(size, setting)
+    ranks = Ranks(size, setting, _ON_CPU if device.type == "cpu" else "nccl")
     undo.callback(ranks.close)
     return ranks, config.replace(num_threads=max(1, threads_for(config.num_threads, device) // size))
+
+
+def _check_gpus(config: EngineConfig, device: torch.device, staged: bool) -> None:
+    """Raises `InvalidParameter` where the ranks of a model cannot have a GPU each."""
+    import torch
+
+    if staged:
+        raise InvalidParameter(
+            "pipeline_parallel", 'on CUDA is not there yet: it needs device="cpu"', config.pipeline_parallel
+        )
+    count = torch.cuda.device_count()
+    if count < config.tensor_parallel:
+        raise InvalidParameter(
+            "tensor_parallel", f"needs a GPU for each rank; visible here: {count}", config.tensor_parallel
+        )
+    if device.index:
+        raise InvalidParameter(
+            "device", 'must be "cuda" or "cuda:0": with tensor_parallel rank r is on cuda:r', config.device
+        )
+    if config.kv_cache_memory is None:
+        raise InvalidParameter(
+            "kv_cache_memory", "must be given with tensor_parallel on GPUs: that of all ranks together"
+        )
 
 
 def spread(load: partial[LoadedModel], ranks: Ranks | None) -> partial[LoadedModel]:

@@ -94,11 +94,14 @@ def make_folder(folder: Path) -> Path:
 
 def identity_of(
     config: EngineConfig, checkpoint: CheckpointSource, loaded: LoadedModel, runner: ModelRunner
-) -> Callable[[], Identity]:
+) -> Callable[[], Identity] | None:
     """Function that gives all that a page's bytes depend on beside its tokens and its adapter: weights, their forms and
     types, the layout of pages, rotary and other settings of the model, code, libraries and the CPU. The first call
     takes seconds for gigabytes of weights, whose files it reads; it raises `InvalidParameter` where they are not the
-    ones that were loaded any more. Nothing of the model is held."""
+    ones that were loaded any more. Nothing of the model is held. None: pages cannot be copied, since they are a GPU's,
+    or each rank's own."""
+    if loaded.device.type != "cpu" or (runner.ranks is not None and not runner.ranks.gather.exact):
+        return None
     longest = config.max_model_len if _follows_length(checkpoint.config) else None
     forms = sorted(form for form in loaded.fused if not form.startswith("recorded_layers"))  # which has the same bits
     parts = {

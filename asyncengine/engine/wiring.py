@@ -253,7 +253,7 @@ def _load_frontend(
             kept=ahead.kept, left=ahead.left, images=images.store, ranks=ranks,
         )  # fmt: skip
         progress.say_compiled()
-        identify = identity_of(config, checkpoint, loaded, runner) if device.type == "cpu" else None
+        identify = identity_of(config, checkpoint, loaded, runner)
         prefixes = open_prefix_store(config, loaded, runner, identify, undo)
         parts = tokenizer, runner, adapters, grammars, planner, config, vectors, images, prefixes, identify
         frontend = _assemble(path, loaded, *parts)
@@ -332,7 +332,9 @@ def _with_named_ends(loaded: LoadedModel, tokenizer: TextTokenizer) -> list[int]
 
 
 def _resolve_overlap(config: EngineConfig, device_type: str) -> EngineConfig:
-    depth = config.max_steps_in_flight or (2 if device_type == "cuda" else config.pipeline_parallel)
+    # other ranks are told of tokens, for which the host waits: a second step would only be told of late
+    ahead = device_type == "cuda" and config.tensor_parallel == 1
+    depth = config.max_steps_in_flight or (2 if ahead else config.pipeline_parallel)
     jump = (depth == 1 or config.pipeline_parallel > 1) if config.jump_forward is None else config.jump_forward
     return config.replace(max_steps_in_flight=depth, jump_forward=jump)
 

@@ -102,7 +102,9 @@ class LayerOptions:
         return cut_rows(outputs, self.ranks.size, [0, *bounds] if self._keeps(paths) else [0])
 
     def _divides(self, inputs: int, paths: Sequence[str]) -> bool:
-        """Whether a number that rows of these matrices give follows from its own row alone."""
+        """Whether a number that rows of these matrices give follows from its own row alone, or need not."""
+        if self.ranks is not None and not self.ranks.exact:
+            return True
         kept = self._keeps(paths) and all(path in self.forms for path in paths)
         return self.bits is not None or kept or self._packs(inputs)
 

@@ -40,6 +40,9 @@ class Ranks(Protocol):
     rank: int
     """This one's number, from 0; 0 is the engine's own process."""
     size: int
+    exact: bool
+    """Whether results must have the bits of one process, so that only what keeps them is divided; on GPUs, everything
+    is."""
 
     def rows_at_once(self, row_bytes: int) -> int:
         """Rows of so many bytes that can be exchanged at once."""
@@ -47,7 +50,7 @@ class Ranks(Protocol):
 
     def place(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """The matrix [rows, columns] into which all ranks write before the next `meet`, and from which they read behind
-        it until the one after."""
+        it until the one after. Each number is written by one rank."""
         ...
 
     def meet(self) -> None:
@@ -147,7 +150,8 @@ class ShardedWeight(_HeldWeight):
 
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
         """Logits in rank 0; elsewhere nothing in particular is in the result, which nobody reads."""
-        found = memory.take((len(x), self.outputs))
+        shape = len(x), self.outputs
+        found = memory.take(shape) if x.device.type == "cpu" else x.new_empty(shape, dtype=torch.float32)
         added = None if bias is None else bias[self.first : self.last]
 
         def fill(some: slice, place: torch.Tensor) -> None:

@@ -182,6 +182,8 @@ def _load_decoder(
     """The decoder with its weights. Names, shapes and memory are looked at before any memory is taken."""
     outline, weights = outline_decoder(plan, config)
     options = _layer_options(plan, weights, config, ranks)
+    if ranks is not None and not ranks.exact and (plan.bits is not None or weights.forms):
+        check_split(config, ranks, "quantized matrices are divided on a CPU alone")
     if ranks is not None and config.pipeline_parallel > 1:
         options = replace(options, ranks=None, stage=_stage_of(outline, config, ranks))
     decoder = Decoder(outline.config, options, plan.max_model_len)

@@ -134,7 +134,7 @@ def _build(
         runner.step_costs = config.speculation_costs or _measure_steps(runner, config)
     if draft is not None:
         _add_draft(runner, draft, config, cores)
-    if device.type == "cuda" and config.cuda_graphs and pooler is None and backend.graphs:
+    if device.type == "cuda" and config.cuda_graphs and pooler is None and backend.graphs and ranks is None:
         _capture_graphs(runner, config, device, progress, adapted=lora is not None and lora.nbytes > 0)
     return runner
 

@@ -12,11 +12,13 @@ import torch
 from asyncengine.attention.factory import make_backend
 from asyncengine.config import EngineConfig
 from asyncengine.device.child import run
+from asyncengine.device.collective_gather import BACKENDS, Gather, open_gather
 from asyncengine.device.cores import Cores
-from asyncengine.device.shared_gather import SharedGather
+from asyncengine.device.transfer import on_device
 from asyncengine.lora.layers.slots import install_lora
 from asyncengine.models.loading import load_model
 from asyncengine.models.progress import LoadProgress
+from asyncengine.models.reading import resolve_device
 from asyncengine.runner.stages import runner_of
 from asyncengine.runner.step_inputs import StepInputs
 
@@ -31,21 +33,31 @@ class Order(NamedTuple):
     """No logits are wanted."""
 
 
-def main(engine: int, life: int, rank: int, size: int, orders: int, memory: int) -> None:
-    """Serve the process `engine` by sockets and shared memory of these descriptors (`device.child.run`)."""
+def main(engine: int, life: int, rank: int, size: int, backend: int, orders: int, memory: int) -> None:
+    """Serve the process `engine` by sockets and memory of these descriptors (`device.child.run`). `backend`: a place in
+    `BACKENDS`."""
     logging.getLogger("asyncengine").setLevel(logging.CRITICAL)  # rank 0 has the same to say
 
     def work() -> None:
         with torch.inference_mode():
-            _serve(Connection(orders), SharedGather(memory, rank, size))
+            _serve(Connection(orders), open_gather(memory, rank, size, BACKENDS[backend]))
 
     run(work, engine, life)
 
 
-def _serve(orders: Connection, gather: SharedGather) -> None:
+def _serve(orders: Connection, gather: Gather) -> None:
     _, (order,) = _next(orders)
-    torch.set_num_threads(order.config.num_threads)
-    cores = Cores(order.config.num_threads)
+    device = resolve_device(order.config.device)
+    if device.type == "cuda":
+        order = order._replace(config=order.config.replace(device=f"cuda:{gather.rank}"))
+    with on_device(resolve_device(order.config.device)):
+        _compute(orders, gather, order)
+
+
+def _compute(orders: Connection, gather: Gather, order: Order) -> None:
+    """Load the rank's part, and do what is told."""
+    torch.set_num_threads(order.config.num_threads or 1)
+    cores = Cores(order.config.num_threads, resolve_device(order.config.device))
     try:
         loaded = load_model(
             order.path, order.config, LoadProgress(False), None, None, order.headless, cores.loading, ranks=gather
@@ -66,14 +78,14 @@ def _serve(orders: Connection, gather: SharedGather) -> None:
         loaded, backend, config.page_size, config.max_num_seqs, lora=lora, cores=cores, num_states=states,
         num_window_pages=window_pages,
     )  # fmt: skip
-    compiled = loaded.model.compiled
+    compiled, device = loaded.model.compiled, loaded.device
     del loaded
     while True:
         kind, content = _next(orders)
         match kind:
             case "forward":
                 with cores.step(torch_alone=compiled):
-                    runner.forward(StepInputs.unpacked(*content))
+                    runner.forward(StepInputs.unpacked(content[0], device))
             case "adapter":
                 lora.write(*content)
             case "update":

@@ -3,8 +3,8 @@ sees them: started, spoken to, watched, ended.
 
 The engine's process is rank 0. It alone schedules and samples; before each forward pass it tells the others the pass's
 inputs, and all compute their part of it (`rank_worker`), exchanging results through shared memory
-(`device.shared_gather`). By a
-socket each other rank is told what to do, in order; that it lives is known as of any child (`device.child`).
+(`device.shared_gather`), or between GPUs by NCCL (`device.collective_gather`). By a socket each other rank is told what
+to do, in order; that it lives is known as of any child (`device.child`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from asyncengine.device.child import Child, end_children, start_child
-from asyncengine.device.shared_gather import SharedGather, make_memory, missing
+from asyncengine.device.collective_gather import BACKENDS, Gather, make_memory, missing, open_gather
 from asyncengine.errors import InvalidParameter
 from asyncengine.kernels.compile_process import can_start
 from asyncengine.runner.step_inputs import StepInputs
@@ -40,21 +40,21 @@ class _Rank(NamedTuple):
 class Ranks:
     """Ranks 1 .. size - 1 of one model. They hold nothing before `begin`."""
 
-    def __init__(self, size: int, setting: str = "tensor_parallel") -> None:
-        """`setting`: the field of the configuration that asks for them. Raises `InvalidParameter` where there can be
-        none."""
-        reason = missing()
+    def __init__(self, size: int, setting: str = "tensor_parallel", backend: str = "") -> None:
+        """`setting`: the field of the configuration that asks for them. `backend`: one of `BACKENDS`. Raises
+        `InvalidParameter` where there can be none."""
+        reason = missing(backend)
         if reason is None and not can_start():
             reason = "needs a program that is Python as such, which can start others"
         if reason is not None:
             raise InvalidParameter(setting, reason, size)
         self.size = size
-        memory = make_memory()
+        memory = make_memory(backend)
         others: list[_Rank] = []
         try:
-            self.gather = SharedGather(memory, 0, size)
+            self.gather = open_gather(memory, 0, size, backend)
             for rank in range(1, size):
-                others.append(_start(memory, rank, size))
+                others.append(_start(memory, rank, size, backend))
         except BaseException:
             _end(others)
             raise
@@ -129,12 +129,13 @@ class Ranks:
         self.gather.close()
 
 
-def _start(memory: int, rank: int, size: int) -> _Rank:
+def _start(memory: int, rank: int, size: int, backend: str) -> _Rank:
     """Start one process. Raises `OSError`."""
     orders, its_orders = socket.socketpair()
     with its_orders:
         try:
-            child = start_child("asyncengine.runner.rank_worker", (rank, size), (its_orders.fileno(), memory))
+            numbers = rank, size, BACKENDS.index(backend)
+            child = start_child("asyncengine.runner.rank_worker", numbers, (its_orders.fileno(), memory))
         except BaseException:
             orders.close()
             raise
@@ -142,24 +143,25 @@ def _start(memory: int, rank: int, size: int) -> _Rank:
 
 
 def _watch(
-    others: Sequence[_Rank], gather: SharedGather, closing: threading.Event,
+    others: Sequence[_Rank], gather: Gather, closing: threading.Event,
     listeners: queue.SimpleQueue[weakref.WeakMethod[Callable[[Exception], None]]],
 ) -> None:  # fmt: skip
-    """Until the first of them is gone: then nobody waits for it, and `listeners` hear of it."""
+    """Until the first of them is gone: then `listeners` hear of it, and nobody waits for it: in this order, since what
+    a GPU has computed that does not wait for another any more is nothing to be told."""
     poll = select.poll()
     for other in others:
         poll.register(other.child.life, select.POLLIN)
     ended = {number for number, _ in poll.poll()}
     if closing.is_set():
         return
-    for other in others:
-        if other.child.life.fileno() in ended:
-            last = other.child.last_words()
-            process = f"rank {other.rank} of the model (process {other.child.program.pid})"
-            gather.break_off(f"{process} failed: {last}" if last else f"{process} was killed or has ended")
+    other = next(other for other in others if other.child.life.fileno() in ended)
+    last = other.child.last_words()
+    process = f"rank {other.rank} of the model (process {other.child.program.pid})"
+    reason = gather.lost or (f"{process} failed: {last}" if last else f"{process} was killed or has ended")
     while not listeners.empty():
         if (failed := listeners.get()()) is not None:
-            failed(RuntimeError(gather.lost))
+            failed(RuntimeError(reason))
+    gather.break_off(reason)
 
 
 def _end(others: Sequence[_Rank], closing: threading.Event | None = None) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from asyncengine.attention.base import AttentionBackend
 from asyncengine.config import EngineConfig
+from asyncengine.device.collective_gather import Gather
 from asyncengine.device.shared_gather import SharedGather
 from asyncengine.device.shared_pools import SharedPools
 from asyncengine.device.shared_stages import StageRelay
@@ -98,10 +99,10 @@ def _wanted(inputs: StepInputs) -> torch.Tensor | None:
 
 
 def runner_of(
-    model: LoadedModel, config: EngineConfig, gather: SharedGather | None, room: int
+    model: LoadedModel, config: EngineConfig, gather: Gather | None, room: int
 ) -> tuple[Callable[..., ModelRunner], SharedPools | None]:
     """(`ModelRunner`, or what makes one of a stage in its place; the memory for its caches, of `room` bytes, where
-    several processes have a part of the model each). All of them call this once.
+    several processes of a CPU have a part of the model each). All of them call this once.
 
     Stages cut the same memory, each for all layers of the model: of the caches of others nothing is written to.
     """
@@ -110,6 +111,7 @@ def runner_of(
     if config.pipeline_parallel == 1:
         return ModelRunner, gather.pools(room)
     assert isinstance(model.model, Decoder)
+    assert isinstance(gather, SharedGather)
     sizes = config.max_num_batched_tokens, *model.model.carried, model.dtype
     memory = gather.pools(room + StageRelay.nbytes(gather.size, *sizes), each=False)
     return partial(StagedRunner, relay=StageRelay(gather, memory, *sizes)), memory

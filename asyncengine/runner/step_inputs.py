@@ -37,14 +37,16 @@ class StepInputs(NamedTuple):
 
     def packed(self) -> tuple[Any, ...]:
         """The same for `pickle`: of tensors that numpy knows, arrays, which take a tenth of the time."""
-        view = [_packed(getattr(self.view, field.name)) for field in fields(self.view)]
-        return (view, *(_packed(part) for part in self[1:]))
+        view = [_packed(part) for part in _moved(_parts(self.view), _HOST)]
+        return (view, *(_packed(part) for part in _moved(self[1:], _HOST)))
 
     @staticmethod
-    def unpacked(packed: tuple[Any, ...]) -> StepInputs:
-        """The inputs of which `packed` was made, in memory of their own."""
+    def unpacked(packed: tuple[Any, ...], device: torch.device) -> StepInputs:
+        """The inputs of which `packed` was made, in memory of their own on a device."""
         view, *others = packed
-        return StepInputs(StepView(*map(_unpacked, view)), *map(_unpacked, others))
+        parts = tuple(map(_unpacked, view)), *map(_unpacked, others)
+        seen, *rest = _moved(parts, device)
+        return StepInputs(StepView(*seen), *rest)
 
 
 def inputs_of(step: Step, rows: Sequence[Row], images: ImageStore | None) -> tuple[StepInputs, dict[int, str]]:
@@ -54,6 +56,24 @@ def inputs_of(step: Step, rows: Sequence[Row], images: ImageStore | None) -> tup
     own, view = [row.adapter_slot for row in rows], found.seen_in(step.view)
     parts = step.input_ids, step.positions, step.logit_rows
     return StepInputs(view, *parts, own, step.segments, found.hidden), dict(found.failed)
+
+
+_HOST = torch.device("cpu")
+
+
+def _parts(fielded: Any) -> tuple[Any, ...]:
+    return tuple(getattr(fielded, field.name) for field in fields(fielded))
+
+
+def _moved(part: Any, device: torch.device) -> Any:
+    """A part with its tensors on a device: for those that come from a GPU, the host waits."""
+    if isinstance(part, torch.Tensor):
+        return part.to(device)
+    if isinstance(part, StepImages):
+        return StepImages(*_moved(_parts(part), device))
+    if type(part) is tuple:
+        return tuple(_moved(each, device) for each in part)
+    return part
 
 
 class _Packed(NamedTuple):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import random
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from support.long import TIMES
+from support.rank_processes import load, mapped, ranks
 
 from asyncengine import AsyncEngine, EngineDead, InvalidParameter, SamplingParams
 from asyncengine.config import EngineConfig
@@ -29,31 +29,8 @@ from asyncengine.events import EngineDied
 from asyncengine.grammar import Grammar
 
 pytestmark = pytest.mark.skipif(shared_gather.missing() is not None, reason=str(shared_gather.missing()))
-SETTINGS: dict[str, Any] = {
-    "dtype": "float32", "num_threads": 2, "show_progress": False, "max_num_batched_tokens": 48, "max_num_seqs": 4,
-    "speculation_costs": (0.001, 0.001, 0.001), "adapters": {"pirate": "demo/pirate"}, "preempt_every": 9,
-}  # fmt: skip
 KILLS = TIMES
 BOTH = pytest.mark.parametrize("setting", ["tensor_parallel", "pipeline_parallel"])
-
-
-async def load(size: int = 2, setting: str = "tensor_parallel", **settings: Any) -> AsyncEngine:
-    given = {**SETTINGS, "kv_cache_memory": 2**23, setting: size, **settings}
-    return await AsyncEngine.from_pretrained("demo", **given)
-
-
-def ranks() -> list[psutil.Process]:
-    """Other ranks of engines of this process."""
-    return [each for each in psutil.Process().children() if "rank_worker" in " ".join(each.cmdline())]
-
-
-def mapped() -> list[str]:
-    """Shared memory of ranks that this process holds, but for what nobody refers to any more."""
-    gc.unfreeze()  # what other files' tests left may be frozen, tests/conftest.py
-    gc.collect()
-    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
-    links = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
-    return [line for line in [*maps.splitlines(), *links] if "asyncengine-ranks" in line]
 
 
 async def scores(engine: AsyncEngine) -> list[Any]:
@@ -174,10 +151,9 @@ def test_values_that_are_none(value: Any, setting: str) -> None:
         EngineConfig(**{setting: value})
 
 
-@BOTH
-def test_a_gpu_is_refused(setting: str) -> None:
-    with pytest.raises(InvalidParameter, match=f"{setting}: on CUDA is not there yet"):
-        EngineConfig(**{setting: 2, "device": "cuda:1"})
+def test_a_gpu_is_refused() -> None:
+    with pytest.raises(InvalidParameter, match="pipeline_parallel: on CUDA is not there yet"):
+        EngineConfig(pipeline_parallel=2, device="cuda:1")
 
 
 def test_both_at_once_are_refused() -> None:

@@ -1,0 +1,152 @@
+"""The carrier of results between the processes of one model on GPUs: collective operations of `torch.distributed`.
+
+Rank r computes on `cuda:r`, and NCCL adds up what the ranks have written into zeros. An addition rather than a gather,
+since what a rank writes are columns, rows of an embedding, or pairs of a mixture, in parts that need not be equal: a
+gather would want equal parts that each lie in one piece, and a copy behind it. It moves twice the bytes of a gather;
+steps that decode move so few that they wait for the links' latency alike. Numbers are added as int32, so that x + 0 has
+the bits of x in every type. Nothing of it waits for the host, and its sizes follow from the step's alone: a CUDA graph
+could hold it. Between processes of a CPU gloo stands in for NCCL, for tests.
+
+Groups are this model's own: `torch.distributed`'s default group is the program's.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from asyncengine.device import shared_gather
+from asyncengine.device.shared_gather import SharedGather
+
+BACKENDS = ("", "gloo", "nccl")
+"""Carriers by the number that a process is told: shared memory, and backends of `torch.distributed`."""
+_PLACE = 2**25
+"""Bytes that are exchanged at once; a longer result goes through in several parts."""
+_MEETING = timedelta(seconds=60)
+"""Time in which ranks that are there find each other."""
+_PATIENCE = timedelta(days=1)
+"""Time of an exchange: slow steps are the engine's to end, and dead ranks its watcher's to tell."""
+_WATCHED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""Variables that keep torch's watchdogs from ending the whole program where a rank is gone."""
+
+
+def missing(backend: str) -> str | None:
+    """The reason for which a carrier cannot be had; None: it can."""
+    if not backend:
+        return shared_gather.missing()
+    if not hasattr(os, "memfd_create") or not dist.is_available() or not dist.is_backend_available(backend):
+        return f"needs Linux, and a torch with {backend}"
+    return None
+
+
+def make_memory(backend: str) -> int:
+    """A descriptor of new memory, which its processes inherit, and by which they find each other. Raises `OSError`."""
+    return os.memfd_create("asyncengine-ranks") if backend else shared_gather.make_memory()
+
+
+def open_gather(memory: int, rank: int, size: int, backend: str) -> Gather:
+    """One process's end of a carrier; `memory`: what `make_memory` gave, which may be closed afterwards."""
+    return CollectiveGather(memory, rank, size, backend) if backend else SharedGather(memory, rank, size)
+
+
+class CollectiveGather:
+    """One process's end of the exchange: a `layers.sharded.Ranks`. Used by one thread at a time."""
+
+    exact = False
+
+    def __init__(self, memory: int, rank: int, size: int, backend: str) -> None:
+        """Nobody is waited for before the first `meet`."""
+        self.rank, self.size, self._backend = rank, size, backend
+        self.lost: str | None = None
+        """The reason that `break_off` was given."""
+        self._told = threading.Event()
+        self._device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+        self._file = os.dup(memory)
+        self._close_file = weakref.finalize(self, os.close, self._file)
+        self._group: Any = None
+        self._options: Any = dist.AllreduceOptions()
+        self._options.asyncOp = False  # in the stream that computes
+        self._flat: torch.Tensor | None = None
+
+    def rows_at_once(self, row_bytes: int) -> int:
+        """Rows of so many bytes that are exchanged at once: one at least."""
+        return max(1, _PLACE // row_bytes)
+
+    def place(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix [rows, columns] of zeros on this rank's device, of which no two ranks write the same number before
+        `meet`; behind it all have all."""
+        nbytes = rows * columns * dtype.itemsize
+        self._flat = torch.zeros(-(-nbytes // 4), dtype=torch.int32, device=self._device)
+        return self._flat.view(torch.uint8)[:nbytes].view(dtype).view(rows, columns)
+
+    def meet(self) -> None:
+        """Exchange what was written: on a GPU, in the order of its stream, for which nobody waits here. Raises
+        `RuntimeError` if another rank is known to be gone."""
+        if self.lost is not None:
+            raise RuntimeError(self.lost)
+        try:
+            if self._group is None:
+                self._group = self._connect()
+            work = self._group.allreduce([self._flat], self._options)
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            self._told.wait(1.0)  # the watcher of processes knows better which of them is gone, and how
+            raise RuntimeError(self.lost or f"another rank of the model is gone: {error}") from error
+
+    def _connect(self) -> Any:
+        """A group of all ranks, once they have come here; they meet in the file that they have inherited."""
+        store = dist.FileStore(f"/proc/self/fd/{self._file}", -1)  # type: ignore[attr-defined]
+        store.set(f"here {self.rank}", "")
+        while not store.check([f"here {rank}" for rank in range(self.size)]):
+            if self.lost is not None:
+                raise RuntimeError(self.lost)
+            time.sleep(0.005)
+        store.set_timeout(_MEETING)
+        if self._backend == "gloo":
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._devices, options._threads = [gloo.create_device(hostname="127.0.0.1")], 1
+            options._timeout = _PATIENCE
+            return gloo(store, self.rank, self.size, options)
+        nccl: Any = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = _PATIENCE
+        before = {name: os.environ.get(name) for name in _WATCHED}
+        os.environ.update(_WATCHED)  # they are read while a group is made, and nowhere else
+        try:
+            return dist.ProcessGroupNCCL(store, self.rank, self.size, nccl)
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+    def break_off(self, reason: str) -> None:
+        """Let this process not wait any more: another one is gone. From any thread; the first reason stands. A kernel
+        of NCCL that waits for the other ends then, and what it leaves is not to be read."""
+        self.lost = self.lost or reason
+        self._told.set()
+        if (group := self._group) is not None:
+            with suppress(RuntimeError):
+                group.abort()
+
+    def pools(self, nbytes: int, *, each: bool = True) -> None:
+        """No memory for caches: each rank has its own on its device."""
+
+    def close(self) -> None:
+        """Let go of the group; nobody exchanges anything any more. Idempotent."""
+        self.break_off("the model is closed")
+        self._close_file()
+        self._group = self._flat = None
+
+
+Gather = SharedGather | CollectiveGather

@@ -52,10 +52,13 @@ def _read(model: str, config: EngineConfig) -> tuple[ModelNeeds, Machine]:
 
 
 def claim_of(needs: ModelNeeds, tokens: int, config: EngineConfig) -> Claim:
-    """The claim of one engine, which runs on one device or on the host's processors."""
-    total = needs.total(tokens)
-    claim = Claim(model=needs.name, cpu_bytes=total, device_bytes=total, devices=1)
-    if config.device == "cpu" or config.tensor_parallel > 1:  # ranks compute on processors alone
+    """The claim of one engine, which runs on a device for each rank or on the host's processors."""
+    total, ranks = needs.total(tokens), config.tensor_parallel
+    copied = needs.step_bytes // ranks if ranks > 1 else 0
+    claim = Claim(
+        model=needs.name, cpu_bytes=total, device_bytes=total - (ranks - 1) * copied, copied_bytes=copied, devices=ranks
+    )  # fmt: skip
+    if config.device == "cpu" or config.pipeline_parallel > 1:  # whose stages compute on processors alone
         return replace(claim, device_bytes=None)
     return claim if config.device == "auto" else replace(claim, cpu_bytes=None)
 
@@ -84,7 +87,9 @@ def as_dict(
 
 
 def where(found: Placement) -> str:
-    return "cpu" if found.stage == "cpu" else f"cuda:{found.shares[0].devices[0][0]}"
+    if found.stage == "cpu":
+        return "cpu"
+    return " and ".join(f"cuda:{index}" for share in found.shares for index, *_ in share.devices)
 
 
 def verdict(found: Placement | Refusal, on_device: bool) -> str:

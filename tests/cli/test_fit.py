@@ -48,8 +48,10 @@ def test_figures_add_up_and_flags_change_them(
     assert report(capsys, 0, "--max-model-len", "1000")["kv_tokens"] == 1000
     assert report(capsys, 0, "--dtype", "float32")["weight_bytes"] == 2 * plain["weight_bytes"]
     assert report(capsys, 0, "--device", "cpu")["claim"]["device_bytes"] is None
+    assert report(capsys, 0, "--pipeline-parallel", "2")["claim"]["device_bytes"] is None
     ranks = report(capsys, 0, "--tensor-parallel", "2")["claim"]
-    assert ranks["device_bytes"] is None, "they compute on processors alone"
+    assert ranks["device_bytes"] == plain["claim"]["cpu_bytes"], "what a step takes is counted once, and copied"
+    assert ranks["copied_bytes"] == plain["step_bytes"]
     assert ranks["cpu_bytes"] == plain["claim"]["cpu_bytes"] + plain["step_bytes"]
 
 
@@ -69,6 +71,9 @@ def test_a_device_is_taken_before_the_processors(
 ) -> None:
     on(monkeypatch, Machine(2**34, (10 * MIB, 0, 2**33)))
     assert report(capsys, 0)["on"] == "cuda:2"
+    assert report(capsys, 0, "--tensor-parallel", "2")["on"] == "cpu", "each rank takes a device"
+    on(monkeypatch, Machine(2**34, (2**33, 0, 2**33)))
+    assert report(capsys, 0, "--tensor-parallel", "2")["on"] == "cuda:0 and cuda:2"
     on(monkeypatch, Machine(2**34, (10 * MIB,)))
     assert main(["fit", "demo"]) == 0
     assert 'It fits on cpu: pass device="cpu".' in capsys.readouterr().out

@@ -67,7 +67,7 @@ class CollectiveGather:
         self.rank, self.size, self._backend = rank, size, backend
         self.lost: str | None = None
         """The reason that `break_off` was given."""
-        self._told = threading.Event()
+        self._ended = threading.Event()
         self._device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
         self._file = os.dup(memory)
         self._close_file = weakref.finalize(self, os.close, self._file)
@@ -99,7 +99,7 @@ class CollectiveGather:
             if work is not None:
                 work.wait()
         except RuntimeError as error:
-            self._told.wait(1.0)  # the watcher of processes knows better which of them is gone, and how
+            self._ended.wait(1.0)  # the watcher of processes knows better which of them is gone, and how
             raise RuntimeError(self.lost or f"another rank of the model is gone: {error}") from error
 
     def _connect(self) -> Any:
@@ -134,7 +134,7 @@ class CollectiveGather:
         """Let this process not wait any more: another one is gone. From any thread; the first reason stands. A kernel
         of NCCL that waits for the other ends then, and what it leaves is not to be read."""
         self.lost = self.lost or reason
-        self._told.set()
+        self._ended.set()
         if (group := self._group) is not None:
             with suppress(RuntimeError):
                 group.abort()

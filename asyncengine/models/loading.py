@@ -234,7 +234,8 @@ def check_split(config: EngineConfig, ranks: Ranks | None, reason: str | None) -
 
 def _layer_options(plan: ModelPlan, weights: Weights, config: EngineConfig, ranks: Ranks | None = None) -> LayerOptions:
     """Options of the layers of a model whose weights fit. Raises `OutOfMemory` if they do not."""
-    parts = 1 if ranks is None or ranks.rank == 0 else ranks.size  # the first looks before others have taken any
+    # the first looks before others have taken any of the memory that ranks of a CPU have in common
+    parts = 1 if ranks is None or (ranks.exact and ranks.rank == 0) else ranks.size
     check_memory(sum(weights.elements.values()) // parts, plan, weights.kept_bytes // parts)
     kernels = layer_kernels(config.attention_backend, plan.dtype, plan.device)
     release, forms = plan.checkpoint.release, weights.forms

@@ -95,11 +95,12 @@ def _build(
     copies = config.tensor_parallel if ranks is not None else 1  # each process has caches of its own
     elsewhere = 0 if ranks is None else sum(ranks.answers())  # until the others have their weights
     states = list(model.states) * copies
-    num_states = num_states_for(states, config, model.dtype, device, free_bytes(device))
+    devices = copies if device.type == "cuda" else 1  # whose memory is as free as this one's
+    num_states = num_states_for(states, config, model.dtype, device, free_bytes(device) * devices)
     taken = num_states * state_bytes(states, model.dtype)
     if device.type == "cuda" and config.kv_cache_memory is None:
         taken += _working_bytes(model, config, num_states, pooler)
-    free = free_bytes(device) - taken
+    free = free_bytes(device) * devices - taken
     pages, window_pages, one_pool = pool_sizes(
         list(model.layers) * copies, config, model.max_model_len, model.dtype, device, free,
         others=() if draft is None else draft.layers, states=bool(num_states), divide=two_pools,
@@ -117,6 +118,7 @@ def _build(
         cores=cores, num_states=num_states, num_window_pages=window_pages, pooler=pooler, images=images,
     )  # fmt: skip
     if ranks is not None:
+        ranks.answers()  # until all can compute: a step does not wait for a compiler
         runner.ranks = runner.memory.ranks = ranks
         runner.weights_bytes, runner.kv_bytes = runner.weights_bytes + elsewhere, runner.kv_bytes * copies
         runner.state_bytes *= copies
@@ -130,6 +132,8 @@ def _build(
         _compile_kernels(runner, config, most, progress, model.weights_bytes, kept)
         read_kept(left if left or kept else sampling_kernels())
         release_cached(device)
+    elif ranks is not None:  # which find each other now
+        runner.profile_run(_prompt_step(runner, config, 1))
     if runner.no_speculation is None:
         runner.step_costs = config.speculation_costs or _measure_steps(runner, config)
     if draft is not None:

@@ -80,6 +80,7 @@ def _compute(orders: Connection, gather: Gather, order: Order) -> None:
     )  # fmt: skip
     compiled, device = loaded.model.compiled, loaded.device
     del loaded
+    orders.send(None)
     while True:
         kind, content = _next(orders)
         match kind:

@@ -1,5 +1,5 @@
-"""The command: `python -m tools.gpucheck [ladder] [--quick] [--only NAME ...] [--skip NAME ...] [--seconds N] [--out
-FILE]`."""
+"""The command: `python -m tools.gpucheck [ranks | ladder] [--quick] [--only NAME ...] [--skip NAME ...] [--seconds N]
+[--out FILE]`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.models.reading import resolve_device
-from tools.gpucheck import environment, greedy, kernels, memory, modes, prompt, sampling, stress, waiting
+from tools.gpucheck import environment, greedy, kernels, memory, modes, prompt, ranks, sampling, stress, waiting
 from tools.gpucheck.ladder import Ladder
 from tools.gpucheck.report import Report
 from tools.gpucheck.session import Section, Session, Settings, choose, flashinfer_missing
@@ -38,6 +38,10 @@ SECTIONS = (
     Section("stress", "random requests and aborts", 60, stress.run),
     Section("memory", "running out of memory", 30, memory.run),
     Section("kernels", "attention kernels against the torch backend", 60, kernels.run),
+)
+TWO_GPUS = (
+    Section("environment", "the machine", 15, environment.run),
+    Section("ranks", "a model over two GPUs", 500, ranks.run),
 )
 _GRACE = 20.0
 """Seconds after its time at which a run that hangs is ended."""
@@ -69,7 +73,9 @@ def main(
     with tempfile.TemporaryDirectory(prefix="gpucheck-") as folder, contextlib.ExitStack() as stack:
         session = Session(settings, Path(folder), partial(print, flush=True))
         if sections is None:
-            sections = stack.enter_context(Ladder(session)).sections() if args.what == "ladder" else SECTIONS
+            sections = TWO_GPUS if args.what == "ranks" else SECTIONS
+            if args.what == "ladder":
+                sections = stack.enter_context(Ladder(session)).sections()
         try:
             chosen = choose(sections, args.only, args.skip)
         except ValueError as error:
@@ -118,11 +124,13 @@ def _write(report: Report, file: Path) -> bool:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tools.gpucheck",
-        description="Prove the GPU path on this machine (checks), or measure it (ladder). "
+        description="Prove the GPU path on this machine (checks), over two GPUs (ranks), or measure it (ladder). "
         "Exit status: 0 all checks passed, 1 one failed, 2 there is no GPU.",
         epilog="checks: " + "; ".join(f"{section.name} ({section.about})" for section in SECTIONS),
     )
-    parser.add_argument("what", nargs="?", choices=("checks", "ladder"), default="checks", help="[%(default)s]")
+    parser.add_argument(
+        "what", nargs="?", choices=("checks", "ranks", "ladder"), default="checks", help="[%(default)s]"
+    )
     parser.add_argument("--only", metavar="SECTION", nargs="+", default=[], help="only these sections, in this order")
     parser.add_argument("--skip", metavar="SECTION", nargs="+", default=[], help="not these")
     parser.add_argument("--quick", action="store_true", help="fewer variants, shorter loads")

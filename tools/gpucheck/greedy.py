@@ -41,22 +41,24 @@ def run(session: Session) -> None:
             session.check(f"{family.name}, {dtype}", partial(check_family, session, family, dtype, want))
 
 
-async def check_family(session: Session, family: Family, dtype: str, want: int) -> str:
-    """float32 through the torch backend, 16 bits through FlashInfer: the same but for near ties."""
+async def check_family(session: Session, family: Family, dtype: str, want: int, **changes: Any) -> str:
+    """float32 through the torch backend, 16 bits through FlashInfer: the same but for near ties. `changes`: settings of
+    the engine."""
     kind, seed = DTYPES[dtype], session.settings.seed
     folder = session.folder / f"{family.name}-{dtype}"
     make_checkpoint(family.make(dtype != "float32"), folder, kind, seed)
     reference = Reference(folder, kind, session.device)
     asks = [Ask(tuple(prompt), want) for prompt in prompts(LENGTHS, VOCAB, seed)]
     expected = reference.generate([ask.prompt for ask in asks], want)
-    return await _compared(session.settings, folder, dtype, asks, expected, reference)
+    return await _compared(session.settings, folder, dtype, asks, expected, reference, changes)
 
 
 async def _compared(
-    settings: Settings, folder: Path, dtype: str, asks: list[Ask], expected: list[list[int]], reference: Reference
+    settings: Settings, folder: Path, dtype: str, asks: list[Ask], expected: list[list[int]], reference: Reference,
+    changes: dict[str, Any],
 ) -> str:  # fmt: skip
     backend = "torch" if dtype == "float32" else settings.backend
-    async with small_engine(settings, folder, dtype=dtype, attention_backend=backend) as engine:
+    async with small_engine(settings, folder, dtype=dtype, attention_backend=backend, **changes) as engine:
         used = backend_of(engine)
         exact = dtype == "float32"
         judge = reference.exact_gap if exact else reference.gap

@@ -16,6 +16,7 @@ import os
 import threading
 import time
 import weakref
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -72,8 +73,10 @@ class CollectiveGather:
         self._file = os.dup(memory)
         self._close_file = weakref.finalize(self, os.close, self._file)
         self._group: Any = None
+        self._made: Future[Any] | None = None  # the same, or what becomes it
         self._options: Any = dist.AllreduceOptions()
         self._options.asyncOp = False  # in the stream that computes
+        self._options.timeout = _PATIENCE
         self._flat: torch.Tensor | None = None
 
     def rows_at_once(self, row_bytes: int) -> int:
@@ -102,23 +105,52 @@ class CollectiveGather:
             self._ended.wait(1.0)  # the watcher of processes knows better which of them is gone, and how
             raise RuntimeError(self.lost or f"another rank of the model is gone: {error}") from error
 
+    def _store(self) -> Any:
+        return dist.FileStore(f"/proc/self/fd/{self._file}", -1)  # type: ignore[attr-defined]
+
     def _connect(self) -> Any:
         """A group of all ranks, once they have come here; they meet in the file that they have inherited."""
-        store = dist.FileStore(f"/proc/self/fd/{self._file}", -1)  # type: ignore[attr-defined]
+        store = self._store()
         store.set(f"here {self.rank}", "")
         while not store.check([f"here {rank}" for rank in range(self.size)]):
             if self.lost is not None:
                 raise RuntimeError(self.lost)
             time.sleep(0.005)
+        made = self._made = Future()
+
+        def make() -> None:
+            try:
+                made.set_result(self._make_group(store))
+            except BaseException as error:
+                made.set_exception(error)
+
+        threading.Thread(target=make, daemon=True).start()  # one that is gone by now would be waited for
+        while not wait([made], 0.02).done:
+            if self.lost is not None:
+                raise RuntimeError(self.lost)
+        return made.result()
+
+    def _make_group(self, store: Any) -> Any:
+        """The group, which has exchanged something once: NCCL connects no sooner."""
         store.set_timeout(_MEETING)
+        group = self._new_group(store)
+        if (
+            work := group.allreduce([torch.zeros(1, dtype=torch.int32, device=self._device)], self._options)
+        ) is not None:
+            work.wait()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return group
+
+    def _new_group(self, store: Any) -> Any:
         if self._backend == "gloo":
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
             options._devices, options._threads = [gloo.create_device(hostname="127.0.0.1")], 1
-            options._timeout = _PATIENCE
+            options._timeout = _MEETING
             return gloo(store, self.rank, self.size, options)
         nccl: Any = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = _PATIENCE
+        nccl._timeout = _MEETING
         before = {name: os.environ.get(name) for name in _WATCHED}
         os.environ.update(_WATCHED)  # they are read while a group is made, and nowhere else
         try:
@@ -145,8 +177,11 @@ class CollectiveGather:
     def close(self) -> None:
         """Let go of the group; nobody exchanges anything any more. Idempotent."""
         self.break_off("the model is closed")
-        self._close_file()
-        self._group = self._flat = None
+        made, self._group, self._made, self._flat = self._made, None, None, None
+        if made is None:
+            self._close_file()
+        else:  # whoever still waits for others looks into the file, by its number
+            made.add_done_callback(lambda _: self._close_file())
 
 
 Gather = SharedGather | CollectiveGather

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,20 @@ def test_what_each_has_written_is_what_all_have(dtype: torch.dtype) -> None:
 
     for found in in_ranks(3, work, gathers(3)):
         assert all(torch.equal(each.view(torch.uint8), whole.view(torch.uint8)) for each in found)
+
+
+def test_one_that_is_gone_before_they_have_met_is_not_waited_for() -> None:
+    first, other = gathers(2)
+    other._store().set("here 1", "")  # it has come, and goes no further
+    told = threading.Timer(0.3, first.break_off, ["rank 1 was killed"])
+    told.start()
+    first.place(2, 2, torch.float32)
+    with pytest.raises(RuntimeError, match="rank 1 was killed"):
+        first.meet()
+    told.join()
+    first.close()
+    other._make_group(other._store())  # the thread that waits for it ends, and lets go of the memory
+    other.close()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mixtral", "falcon-h1"])

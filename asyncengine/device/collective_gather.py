@@ -64,7 +64,7 @@ class CollectiveGather:
     exact = False
 
     def __init__(self, memory: int, rank: int, size: int, backend: str) -> None:
-        """Nobody is waited for before the first `meet`."""
+        """It waits for nobody before the first `meet`."""
         self.rank, self.size, self._backend = rank, size, backend
         self.lost: str | None = None
         """The reason that `break_off` was given."""

@@ -102,7 +102,8 @@ class CollectiveGather:
             if work is not None:
                 work.wait()
         except RuntimeError as error:
-            self._ended.wait(1.0)  # the watcher of processes knows better which of them is gone, and how
+            # rank 0 watches processes, and knows better which of them is gone, and how; it hears of the first one first
+            self._ended.wait(1.0 if self.rank == 0 else 0.2)
             raise RuntimeError(self.lost or f"another rank of the model is gone: {error}") from error
 
     def _store(self) -> Any:

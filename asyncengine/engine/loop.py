@@ -152,9 +152,12 @@ class EngineLoop:
             await self._shut_down()
 
     def fail(self, error: Exception) -> None:
-        """Die of an error that happened elsewhere, before the next step at the latest. From any thread."""
+        """Die of an error that happened elsewhere, whatever becomes of the steps in flight. From any thread."""
         self._lost = error
         self.inbox.post()  # nothing: it wakes whoever waits for something
+        for launched in list(self.in_flight)[:1]:  # which is waited for, and may never end
+            with suppress(RuntimeError):  # the event loop is closed
+                launched.result.get_loop().call_soon_threadsafe(_end, launched.result, error)
 
     # ---------------------------------------------------------------- the steps of a turn
 
@@ -325,6 +328,8 @@ class EngineLoop:
 
     async def _watch(self, launched: Launched) -> StepResult:
         """The step's result; a slow step is reported, one that exceeds the hard limit kills the engine."""
+        if self._lost is not None:
+            raise self._lost
         self._watchdog.begin(launched)
         try:
             if not launched.result.done():
@@ -421,6 +426,12 @@ class EngineLoop:
 
     def _make_failure(self) -> Exception:
         return EngineClosed("the engine has closed") if self.failure is None else EngineDead(self.failure)
+
+
+def _end(result: asyncio.Future[StepResult], error: Exception) -> None:
+    if not result.done():
+        result.set_exception(error)
+        result.exception()  # it need not be read
 
 
 def _sooner(known: Drain | None, new: Drain) -> Drain:

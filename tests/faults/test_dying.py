@@ -64,6 +64,26 @@ async def test_the_hard_limit_ends_the_engine_loudly(hosted: bool, caplog):
 
 
 @pytest.mark.parametrize("hosted", HOSTINGS)
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_a_loss_elsewhere_ends_streams_while_the_device_hangs(hosted: bool, depth: int):
+    """As of a GPU's kernel that waits for a rank that is gone. What it leaves in the end is delivered to nobody."""
+    async with make_engine(hosted=hosted, max_steps_in_flight=depth) as engine:
+        executor = executor_of(engine)
+        executor.hold()
+        stream = engine.stream([2, 3], greedy(300))
+        await stream.__aenter__()
+        await until(lambda: bool(engine.core.loop.in_flight))
+        await in_thread(lambda: engine.core.loop.fail(RuntimeError("rank 1 was killed")))
+        try:
+            async with asyncio.timeout(2):
+                with pytest.raises(EngineDead, match="rank 1 was killed"):
+                    await stream.result()
+            assert not engine.alive
+        finally:
+            executor.release()
+
+
+@pytest.mark.parametrize("hosted", HOSTINGS)
 async def test_the_soft_limit_reports_what_runs_and_harms_nothing(hosted: bool):
     async with make_engine(hosted=hosted, step_soft_limit=0.01) as engine:
         slow: list[StepSlow] = []

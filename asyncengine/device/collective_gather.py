@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -98,30 +98,19 @@ class CollectiveGather:
         try:
             if self._group is None:
                 self._group = self._connect()
-            work = self._group.allreduce([self._flat], self._options)
-            if work is not None:
-                work.wait()
+            self._add_up(self._group, self._flat)
         except RuntimeError as error:
             # rank 0 watches processes, and knows better which of them is gone, and how; it hears of the first one first
             self._ended.wait(1.0 if self.rank == 0 else 0.2)
             raise RuntimeError(self.lost or f"another rank of the model is gone: {error}") from error
 
-    def _store(self) -> Any:
-        return dist.FileStore(f"/proc/self/fd/{self._file}", -1)  # type: ignore[attr-defined]
-
     def _connect(self) -> Any:
         """A group of all ranks, once they have come here; they meet in the file that they have inherited."""
-        store = self._store()
-        store.set(f"here {self.rank}", "")
-        while not store.check([f"here {rank}" for rank in range(self.size)]):
-            if self.lost is not None:
-                raise RuntimeError(self.lost)
-            time.sleep(0.005)
         made = self._made = Future()
 
         def make() -> None:
             try:
-                made.set_result(self._make_group(store))
+                made.set_result(self._make_group())
             except BaseException as error:
                 made.set_exception(error)
 
@@ -131,37 +120,25 @@ class CollectiveGather:
                 raise RuntimeError(self.lost)
         return made.result()
 
-    def _make_group(self, store: Any) -> Any:
+    def _make_group(self) -> Any:
         """The group, which has exchanged something once: NCCL connects no sooner."""
+        store: Any = dist.FileStore(f"/proc/self/fd/{self._file}", -1)  # type: ignore[attr-defined]
         store.set_timeout(_MEETING)
-        group = self._new_group(store)
-        if (
-            work := group.allreduce([torch.zeros(1, dtype=torch.int32, device=self._device)], self._options)
-        ) is not None:
-            work.wait()
+        kind: Any = dist.ProcessGroupNCCL if self._backend == "nccl" else dist.ProcessGroupGloo
+        options = kind.Options() if self._backend == "nccl" else kind._Options()
+        options._timeout = _MEETING
+        if self._backend == "gloo":
+            options._devices, options._threads = [kind.create_device(hostname="127.0.0.1")], 1
+        with _environment(_WATCHED):  # which is read while a group is made, and nowhere else
+            group = kind(store, self.rank, self.size, options)
+        self._add_up(group, torch.zeros(1, dtype=torch.int32, device=self._device))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return group
 
-    def _new_group(self, store: Any) -> Any:
-        if self._backend == "gloo":
-            gloo: Any = dist.ProcessGroupGloo
-            options = gloo._Options()
-            options._devices, options._threads = [gloo.create_device(hostname="127.0.0.1")], 1
-            options._timeout = _MEETING
-            return gloo(store, self.rank, self.size, options)
-        nccl: Any = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = _MEETING
-        before = {name: os.environ.get(name) for name in _WATCHED}
-        os.environ.update(_WATCHED)  # they are read while a group is made, and nowhere else
-        try:
-            return dist.ProcessGroupNCCL(store, self.rank, self.size, nccl)
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+    def _add_up(self, group: Any, numbers: torch.Tensor | None) -> None:
+        if (work := group.allreduce([numbers], self._options)) is not None:
+            work.wait()
 
     def break_off(self, reason: str) -> None:
         """Let this process not wait any more: another one is gone. From any thread; the first reason stands. A kernel
@@ -183,6 +160,21 @@ class CollectiveGather:
             self._close_file()
         else:  # whoever still waits for others looks into the file, by its number
             made.add_done_callback(lambda _: self._close_file())
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """These variables in the environment within; it is put back."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 Gather = SharedGather | CollectiveGather

@@ -24,7 +24,7 @@ from support.tiny_models import VOCAB
 
 from asyncengine import EngineDead, InvalidParameter, SamplingParams
 from asyncengine.config import EngineConfig
-from asyncengine.device import collective_gather
+from asyncengine.device import child, collective_gather
 from asyncengine.engine import rank_wiring
 from asyncengine.models.loading import load_model
 from asyncengine.models.progress import LoadProgress
@@ -66,7 +66,6 @@ def test_what_each_has_written_is_what_all_have(dtype: torch.dtype) -> None:
 
 def test_one_that_is_gone_before_they_have_met_is_not_waited_for() -> None:
     first, other = gathers(2)
-    other._store().set("here 1", "")  # it has come, and goes no further
     told = threading.Timer(0.3, first.break_off, ["rank 1 was killed"])
     told.start()
     first.place(2, 2, torch.float32)
@@ -74,7 +73,7 @@ def test_one_that_is_gone_before_they_have_met_is_not_waited_for() -> None:
         first.meet()
     told.join()
     first.close()
-    other._make_group(other._store())  # the thread that waits for it ends, and lets go of the memory
+    other._make_group()  # the thread that waits for it ends, and lets go of the memory
     other.close()
 
 
@@ -125,9 +124,6 @@ async def test_an_engine_over_two_processes_answers_as_one(tmp_path: Path, monke
     assert not ranks()
     del engine
     assert not mapped()
-    with pytest.raises(InvalidParameter, match="kv_cache_dir: "):
-        await load(2, kv_cache_dir=str(tmp_path / "store"))
-    assert not ranks()
 
 
 async def test_a_rank_that_is_killed_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +164,9 @@ def test_what_gpus_cannot_be_is_refused(settings: dict[str, Any], reason: str, m
 
 
 async def test_quantized_matrices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the constructor; no process is started, which would be ended before it loads."""
     monkeypatch.setattr(rank_wiring, "_ON_CPU", "gloo")
+    monkeypatch.setattr(child, "_START", "import sys; sys.stdin.read()")
     with pytest.raises(InvalidParameter, match=r"tensor_parallel: .*quantized matrices are divided on a CPU alone"):
         await load(2, quantization="int8")
     assert not ranks()

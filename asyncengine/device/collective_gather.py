@@ -13,7 +13,10 @@ Groups are this model's own: `torch.distributed`'s default group is the program'
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
@@ -73,7 +76,7 @@ class CollectiveGather:
         self._file = os.dup(memory)
         self._close_file = weakref.finalize(self, os.close, self._file)
         self._group: Any = None
-        self._made: Future[Any] | None = None  # the same, or what becomes it
+        self._folder: str | None = None
         self._options: Any = dist.AllreduceOptions()
         self._options.asyncOp = False  # in the stream that computes
         self._options.timeout = _PATIENCE
@@ -105,12 +108,13 @@ class CollectiveGather:
             raise RuntimeError(self.lost or f"another rank of the model is gone: {error}") from error
 
     def _connect(self) -> Any:
-        """A group of all ranks, once they have come here; they meet in the file that they have inherited."""
-        made = self._made = Future()
+        """A group of all ranks, once they have come here."""
+        made: Future[Any] = Future()
+        place = self._meeting_place()
 
         def make() -> None:
             try:
-                made.set_result(self._make_group())
+                made.set_result(self._make_group(place))
             except BaseException as error:
                 made.set_exception(error)
 
@@ -118,11 +122,28 @@ class CollectiveGather:
         while not wait([made], 0.02).done:
             if self.lost is not None:
                 raise RuntimeError(self.lost)
+        self._leave_place()
         return made.result()
 
-    def _make_group(self) -> Any:
+    def _meeting_place(self) -> str:
+        """The name of a file by which ranks find each other. Rank 0 makes its folder, and says so in the memory that all
+        have inherited: a store goes back to its file when it ends, by name, and a descriptor may be another file by then."""
+        if self.rank == 0:
+            self._folder = tempfile.mkdtemp(prefix="asyncengine-ranks-")
+            os.pwrite(self._file, self._folder.encode(), 0)
+        while not (folder := os.pread(self._file, 4096, 0)):
+            if self.lost is not None:
+                raise RuntimeError(self.lost)
+            time.sleep(0.005)
+        return os.path.join(folder.decode(), "store")
+
+    def _leave_place(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _make_group(self, place: str) -> Any:
         """The group, which has exchanged something once: NCCL connects no sooner."""
-        store: Any = dist.FileStore(f"/proc/self/fd/{self._file}", -1)  # type: ignore[attr-defined]
+        store: Any = dist.FileStore(place, -1)  # type: ignore[attr-defined]
         store.set_timeout(_MEETING)
         kind: Any = dist.ProcessGroupNCCL if self._backend == "nccl" else dist.ProcessGroupGloo
         options = kind.Options() if self._backend == "nccl" else kind._Options()
@@ -155,11 +176,9 @@ class CollectiveGather:
     def close(self) -> None:
         """Let go of the group; nobody exchanges anything any more. Idempotent."""
         self.break_off("the model is closed")
-        made, self._group, self._made, self._flat = self._made, None, None, None
-        if made is None:
-            self._close_file()
-        else:  # whoever still waits for others looks into the file, by its number
-            made.add_done_callback(lambda _: self._close_file())
+        self._leave_place()
+        self._close_file()
+        self._group = self._flat = None
 
 
 @contextmanager

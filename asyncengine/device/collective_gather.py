@@ -126,8 +126,9 @@ class CollectiveGather:
         return made.result()
 
     def _meeting_place(self) -> str:
-        """The name of a file by which ranks find each other. Rank 0 makes its folder, and says so in the memory that all
-        have inherited: a store goes back to its file when it ends, by name, and a descriptor may be another file by then."""
+        """The name of a file by which ranks find each other. Rank 0 makes its folder, and says so in the memory that
+        all have inherited. That would be no file for it: a store goes back to its file by name when it ends, and by
+        then a descriptor may be of another one."""
         if self.rank == 0:
             self._folder = tempfile.mkdtemp(prefix="asyncengine-ranks-")
             os.pwrite(self._file, self._folder.encode(), 0)

@@ -200,6 +200,11 @@ def test_a_claim_is_what_the_checkpoint_needs() -> None:
     assert 2 * shards.part(2) == pytest.approx(two.cpu_bytes, abs=2)
     with pytest.raises(InvalidParameter, match="num_gpus: must be 0 or 1 for replicas of several ranks"):
         read_claim("demo", ranks, FleetConfig(num_gpus=0.5))
+    stages = config.replace(pipeline_parallel=3)
+    three = read_claim("demo", stages, FleetConfig(num_cpus=0.5))
+    assert (three.cpu_bytes, three.cpus) == (total, 1.5)
+    with pytest.raises(InvalidParameter, match="num_gpus: must be 0 with pipeline_parallel, which is for CPUs"):
+        read_claim("demo", stages, FleetConfig(num_gpus=1))
 
 
 def test_a_node_answers_with_a_claim_or_with_what_was_raised() -> None:

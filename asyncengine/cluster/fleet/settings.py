@@ -56,7 +56,7 @@ class FleetConfig(Settings):
     """"HOST:PORT" of a Ray head, or "auto" for the one this machine belongs to; "local": this machine alone, whose
     cores the replicas divide, without Ray. None: the Ray this program is connected to, else "local"."""
     num_cpus: Annotated[float, number_in(0.0, MAX_CPUS)] = 1.0
-    """CPUs that each rank of a replica (`tensor_parallel`) takes on its node of a Ray cluster."""
+    """CPUs that each process of a replica (`tensor_parallel`, `pipeline_parallel`) takes on its node of Ray's."""
     num_gpus: Annotated[float, number_in(0.0, 1.0)] = 0.0
     """GPUs that each rank of a replica takes, up to 1. A part of one is that part of its memory, too; where a replica
     has several ranks, all on one node, each takes a whole one or none."""

@@ -83,7 +83,7 @@ def test_what_a_model_calls_is_listed(family: str) -> None:
 def test_no_other_process_is_waited_for() -> None:
     """Of a model in several processes, the kernels are those of the whole one."""
     described, alone = decoder_config_of(FAMILIES["qwen3"](), 64), options(torch.bfloat16, bits=8)
-    ranks: Any = SimpleNamespace(rank=0, size=2)  # without anything that exchanges results
+    ranks: Any = SimpleNamespace(rank=0, size=2, exact=True)  # without anything that exchanges results
     decoder = Decoder(described, replace(alone, ranks=ranks), 64)
     assert any(isinstance(linear.weight, ShardedWeight) for linear in decoder.layers[0].linears())
     assert kernels_of(decoder, 4, {}) == kernels_of(Decoder(described, alone, 64), 4, {})

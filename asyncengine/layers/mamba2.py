@@ -109,8 +109,7 @@ class Mamba2:
             made = torch.tensor(config.scales, dtype=torch.float32).repeat_interleave(counts)
             self.scales = options.zeros(len(made), dtype=torch.float32).copy_(made)
         parameters = (self.decay, self.skip, self.step_bias, self.weight)
-        across = self.projection.outputs if self.share is None else sum(self._sizes)
-        self.kernel = _kernel(options, config, across, self.conv, parameters)
+        self.kernel = _kernel(options, config, sum(self._sizes), self.conv, parameters)
         self.spec = StateSpec(
             (config.heads, config.state_size, config.head_dim), self.conv.window,
             (self.inner, self.shared, self.shared), units, self.share is not None,
@@ -133,7 +132,7 @@ class Mamba2:
         """[T, heads * head dim] of the projection [T, all], by the heads that are here."""
         if self.kernel is not None:
             return by_kernel(self.kernel, projected, step, self.index)
-        gate, mixed, times = torch.split(projected[:, : sum(self._sizes)], self._sizes, dim=-1)
+        gate, mixed, times = torch.split(projected, self._sizes, dim=-1)
         read = recur(step, self.index, self.conv.advance, mixed, (times, times), self._token, self.rule)
         return (self._gated(read.flatten(1), gate) * self.config.out_scale).to(projected.dtype)
 

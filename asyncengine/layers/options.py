@@ -134,15 +134,12 @@ class LayerOptions:
 
     def _plain(self, outputs: int, inputs: int, bounds: Sequence[int] = ()) -> WeightForm:
         if self.bits is not None:
-            return self._rounded(outputs, inputs, self.bits, bounds)
+            return rounded_weight(
+                outputs, inputs, self.bits, self.dtype, self.device, bounds, self.release, self.memory.empty
+            )
         if self._packs(inputs):
             return PackedWeight(outputs, inputs, self.dtype, self.release, self.memory.empty)
-        return DenseWeight(outputs, inputs, self.dtype, self.device, self.release, self.memory.empty)
-
-    def _rounded(self, outputs: int, inputs: int, bits: int, bounds: Sequence[int] = ()) -> WeightForm:
-        return rounded_weight(
-            outputs, inputs, bits, self.dtype, self.device, bounds, self.release, self.memory.empty
-        )  # fmt: skip
+        return self._dense(outputs, inputs)
 
     def head_weight(self, outputs: int, inputs: int, path: str = "") -> WeightForm:
         """The same for an output layer, whose logits are float32."""

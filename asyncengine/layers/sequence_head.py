@@ -60,7 +60,7 @@ class SequenceHead:
             x = self._activation(self.dense(x))
         if self.norm is not None:
             x = self.norm(x)
-        return self.out(x)[:, : self.config.num_labels]
+        return self.out(x)
 
     def linears(self) -> list[Linear]:
         return [self.out] if self.dense is None else [self.dense, self.out]

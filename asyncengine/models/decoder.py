@@ -300,9 +300,8 @@ class Decoder:
     def unsteady(self) -> str | None:
         """Why a token's numbers may depend on the tokens that are computed beside it; None: they do not, to the bit."""
         weights = [linear.weight for layer in self.layers for linear in layer.linears()]
-        weights += [linear.weight for linear in self.projections]
-        compiled = self.options.kernels.name == "compiled" and self.head.weight.name != "dense"
-        if not compiled or not all(weight.compiled for weight in weights):
+        weights += [*(linear.weight for linear in self.projections), self.head.weight]
+        if self.options.kernels.name != "compiled" or not all(weight.compiled for weight in weights):
             return self.options.why_torch()
         if not all(mixture.experts.compiled for layer in self.layers for mixture in layer.mixtures()):
             return "experts' products are torch's, whose sums depend on what is computed together"

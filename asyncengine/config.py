@@ -187,6 +187,16 @@ class ModelSettings(Settings):
         if self.tensor_parallel > 1 < self.pipeline_parallel:
             raise InvalidParameter("pipeline_parallel", "does not go with tensor_parallel", self.pipeline_parallel)
 
+    @property
+    def processes(self) -> int:
+        """Number of the processes that compute the model together: ranks or stages."""
+        return self.tensor_parallel * self.pipeline_parallel  # one of which is 1
+
+    @property
+    def parallel_field(self) -> str:
+        """Name of the field that asks for several processes."""
+        return "pipeline_parallel" if self.pipeline_parallel > 1 else "tensor_parallel"
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySettings(Settings):

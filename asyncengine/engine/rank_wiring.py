@@ -30,9 +30,7 @@ def start_ranks(
 
     Raises `InvalidParameter` where it cannot be computed by several.
     """
-    staged = config.pipeline_parallel > 1
-    setting = "pipeline_parallel" if staged else "tensor_parallel"
-    size = max(config.pipeline_parallel, config.tensor_parallel)
+    size, setting, staged = config.processes, config.parallel_field, config.pipeline_parallel > 1
     if size == 1:
         return None, config
     if device.type != "cpu":

@@ -228,8 +228,7 @@ def _stage_of(outline: Decoder, config: EngineConfig, ranks: Ranks) -> Stage:
 def check_split(config: EngineConfig, ranks: Ranks | None, reason: str | None) -> None:
     """Raises `InvalidParameter` for a model of several processes that has a reason to be computed by one."""
     if ranks is not None and reason is not None:
-        setting = "pipeline_parallel" if config.pipeline_parallel > 1 else "tensor_parallel"
-        raise InvalidParameter(setting, f"this model cannot be split: {reason}", ranks.size)
+        raise InvalidParameter(config.parallel_field, f"this model cannot be split: {reason}", ranks.size)
 
 
 def _layer_options(plan: ModelPlan, weights: Weights, config: EngineConfig, ranks: Ranks | None = None) -> LayerOptions:

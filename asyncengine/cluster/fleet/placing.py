@@ -32,7 +32,7 @@ def read_claim(model: str, config: EngineConfig, settings: FleetConfig) -> Claim
     Raises what loading would raise of the files: `ModelNotFound`, `UnsupportedModel`, `InvalidParameter`; the last also
     where ranks would share a GPU.
     """
-    ranks = config.tensor_parallel * config.pipeline_parallel
+    ranks = config.processes
     if config.pipeline_parallel > 1 and settings.num_gpus:
         raise InvalidParameter("num_gpus", "must be 0 with pipeline_parallel, which is for CPUs", settings.num_gpus)
     if ranks > 1 and settings.num_gpus not in (0.0, 1.0):

@@ -23,7 +23,7 @@ class AnswerWriter(Protocol):
     """The part of a dialect that writes one answer."""
 
     media_type: str
-    """That of a stream."""
+    """Media type of a stream."""
     ping: str
     """A frame without meaning, for a stream on which nothing else is sent; it may be empty."""
 

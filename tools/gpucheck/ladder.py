@@ -22,11 +22,11 @@ from tools.gpucheck import environment
 from tools.gpucheck.environment import BANDWIDTH
 from tools.gpucheck.greedy import GREEDY, backend_of
 from tools.gpucheck.kernel_table import kernel_table
-from tools.gpucheck.ladder_models import SCHEMA, make_adapters, write_tokenizer
+from tools.gpucheck.ladder_models import SCHEMA, make_adapters, write_fp8, write_mxfp4, write_tokenizer
 from tools.gpucheck.modes import graphs_of
 from tools.gpucheck.report import CheckFailed, Skipped
 from tools.gpucheck.session import Section, Session, release
-from tools.gpucheck.shapes import HYBRID, LARGE, MIXTURE, SMALL, TINY, MixedShape, Shape
+from tools.gpucheck.shapes import GPT_OSS, HYBRID, LARGE, MIXTURE, SMALL, TINY, MixedShape, Shape
 from tools.gpucheck.steps import PARTS, StepClock
 from tools.gpucheck.workloads import SAMPLED, Burst, burst, poisson, quantile, random_lengths, random_prompts, single
 
@@ -49,11 +49,14 @@ ENGINES: dict[str, tuple[Shape | MixedShape, dict[str, Any]]] = {
     "small": (SMALL, _BASE),
     "defaults": (SMALL, {"max_model_len": _LONGEST}),
     "adapters": (SMALL, {**_MODEST, "max_loras": _ADAPTERS, "max_lora_rank": 16}),
+    "adapters everywhere": (SMALL, {**_MODEST, "max_loras": _ADAPTERS, "max_lora_rank": 16}),
     "tokenizer": (SMALL, _MODEST),
     "large": (LARGE, _MODEST),
     "large, 4 bits": (LARGE, {**_MODEST, "quantization": "int4"}),
+    "large, FP8": (LARGE, {**_MODEST, "load_format": "auto"}),
     "mixture": (MIXTURE, _MODEST),
     "hybrid": (HYBRID, {**_MODEST, "max_num_seqs": 64}),
+    "gpt-oss": (GPT_OSS, {**_MODEST, "load_format": "auto"}),
 }
 """Shape and settings by name; all in bfloat16."""
 
@@ -95,12 +98,15 @@ class Ladder:
             section("chats", "0.6B, 1,193/256", 40, partial(self.streams, "small", STREAMS[::-1], LOADS[1])),
             section("documents", "0.6B, 4,593/512", 60, partial(self.streams, "small", (64, 16, 1, 256), LOADS[2])),
             section("prefix", "a shared prefix", 40, self.prefix),
-            section("adapters", "16 adapters beside none", 40, self.adapters),
+            section("adapters", "16 adapters beside none", 40, partial(self.adapters, "adapters")),
+            section("linears", "16 adapters on all linears", 40, partial(self.adapters, "adapters everywhere")),
             section("constrained", "constrained beside free", 60, self.constrained),
             section("large", "8B, 128/128", 60, partial(self.streams, "large", (1, 16, 64, 256))),
             section("large_prompts", "8B, prompts of 2,048", 30, partial(self.prompts, "large")),
             section("large_kernels", "8B, kernels of a step", 30, partial(self.kernels, "large", (1, 256))),
             section("four_bits", "8B, 4 bits", 60, partial(self.streams, "large, 4 bits", (1, 16, 64, 256))),
+            section("eight_bits", "8B, FP8", 60, partial(self.streams, "large, FP8", (1, 16, 64, 256))),
+            section("gpt_oss", "gpt-oss in MXFP4", 60, partial(self.streams, "gpt-oss", (1, 16, 64, 256))),
             section("mixture", "a mixture of experts", 60, partial(self.streams, "mixture", (1, 16, 64, 256))),
             section("hybrid", "recurrent states beside attention", 90, partial(self.streams, "hybrid", (1, 16, 64))),
             section("hybrid_prompts", "the same, prompts of 2,048", 30, partial(self.prompts, "hybrid")),
@@ -138,9 +144,11 @@ class Ladder:
         }  # fmt: skip
         if not on_gpu:
             options = {**options, "kv_cache_memory": "64MiB", "attention_backend": "auto", "max_num_seqs": 8}
-        if name == "adapters":
+        if name.startswith("adapters"):
             assert isinstance(shape, Shape)
-            options["adapters"] = make_adapters(shape, _ADAPTERS, self._session.folder)
+            options["adapters"] = make_adapters(shape, _ADAPTERS, folder, everywhere=name != "adapters")
+        if options["load_format"] == "auto":
+            (write_fp8 if shape.name == LARGE.name else write_mxfp4)(folder, self._session.device)
         if name == "tokenizer":
             write_tokenizer(shape.config.vocab_size if isinstance(shape, Shape) else 512, folder)
         began = time.perf_counter()
@@ -224,7 +232,9 @@ class Ladder:
             rate = await single(engine, *self._lengths(1, LOADS[0])[0], self._seed, 2, params)
             note = f"{rate / base:.2f} of greedy"
             self._session.figure(f"1 stream, {name}", rate, "tokens/s", aim=0.95 * base, note=note)
-        await self._turns(engine, 256, {name: kinds[name] for name in ("greedy", "temperature", [*kinds][4])}, 0.97)
+        await self._turns(
+            engine, 256, {name: kinds[name] for name in ("greedy", "temperature", [*kinds][4], "penalties")}, 0.97
+        )
 
     async def _turns(self, engine: AsyncEngine, count: int, kinds: dict[str, SamplingParams], aim: float) -> None:
         """The same load by each, the first of them the base."""
@@ -311,8 +321,8 @@ class Ladder:
         note = f"{alone.seconds / together.seconds:.1f} times as fast; {together}"
         self._session.figure(f"{count} with 2,048 of them shared", together.rate, "tokens/s", note=note)
 
-    async def adapters(self) -> None:
-        engine = await self.engine("adapters")
+    async def adapters(self, name: str) -> None:
+        engine = await self.engine(name)
         names = [adapter.name for adapter in engine.adapters()]
         for count in (1, 64):
             base = 0.0

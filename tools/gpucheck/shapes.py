@@ -95,6 +95,11 @@ MIXTURE = MixedShape("Qwen3-30B-A3B shape, 8 of its 48 layers", "Qwen3MoeConfig"
     "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
     "tie_word_embeddings": False, "max_position_embeddings": 40960,
 })  # fmt: skip
+GPT_OSS = MixedShape("gpt-oss-20b shape", "GptOssConfig", {
+    "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "head_dim": 64,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 32, "num_experts_per_tok": 4,
+    "sliding_window": 128, "max_position_embeddings": 131072, "tie_word_embeddings": False,
+})  # fmt: skip
 _FEW = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 64}  # fmt: skip
 TINY: Mapping[str, Shape | MixedShape] = {
@@ -106,5 +111,7 @@ TINY: Mapping[str, Shape | MixedShape] = {
     MIXTURE.name: MixedShape(MIXTURE.name, MIXTURE.family, {
         **MIXTURE.fields, **_FEW, "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 64}),
+    GPT_OSS.name: MixedShape(GPT_OSS.name, GPT_OSS.family, {
+        **GPT_OSS.fields, **_FEW, "num_hidden_layers": 2, "num_local_experts": 4, "sliding_window": 32}),
 }  # fmt: skip
 """Each of them in a size that a CPU runs at once, to see that everything runs."""

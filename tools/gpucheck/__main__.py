@@ -29,7 +29,7 @@ NO_GPU = 2
 """Exit status where there is nothing to check."""
 SECTIONS = (
     Section("environment", "the machine", 15, environment.run),
-    Section("compile", "compiling kernels, in the background", 120, kernels.run_compile),
+    Section("compile", "compiling kernels", 120, kernels.run_compile),
     Section("prompt", "prompts longer than a step", 60, prompt.run),
     Section("greedy", "greedy outputs against transformers", 110, greedy.run),
     Section("modes", "graphs, overlap, adapters and grammars, on against off", 110, modes.run),

@@ -86,8 +86,9 @@ def chosen(session: Session) -> list[Case]:
 
 
 def run_compile(session: Session) -> None:
-    """Begin to build all modules of FlashInfer's that later sections call, several at a time, in the background. Takes
-    seconds on a machine that has them in its cache. Whoever calls one earlier waits for it."""
+    """Build all modules of FlashInfer's that later sections call, several at a time. Takes seconds on a machine that has
+    them in its cache. What is not built when the section's time is up is built in the background: whoever calls one
+    earlier waits for it."""
     missing = flashinfer_missing()
     if missing is not None:
         raise CheckFailed(missing)
@@ -95,6 +96,7 @@ def run_compile(session: Session) -> None:
     pool = ThreadPoolExecutor(COMPILERS)
     session.compiling = [pool.submit(_timed, session, work) for work in works]
     pool.shutdown(wait=False)
+    wait(session.compiling, max(0.0, session.left))
 
 
 def modules(chosen: Sequence[Case], flashinfer: Any) -> list[Callable[[], object]]:

@@ -411,8 +411,7 @@ class Frontend:
         for part in (self.adapters, self.loop.grammars):
             if part is not None:
                 part.close()
-        if self.loop.sources.store is not None:
-            self.loop.sources.store.close_soon()
+        self.loop.sources.close()
         self.loop.runner.close_soon()
 
     # ---------------------------------------------------------------- looking in

@@ -27,7 +27,6 @@ from asyncengine.engine.delivery import Delivery
 from asyncengine.engine.device_thread import Runner
 from asyncengine.engine.inbox import Inbox
 from asyncengine.engine.prefix_sources import PrefixSources
-from asyncengine.engine.prefix_store import PrefixStore
 from asyncengine.engine.turns import Sleep, WeightUpdate, refusal
 from asyncengine.engine.watchdog import Watchdog
 from asyncengine.errors import EngineClosed, EngineDead, EngineError
@@ -80,7 +79,6 @@ class EngineLoop:
         *,
         grammars: GrammarCompiler | None = None,
         adapters: AdapterStore | None = None,
-        prefixes: PrefixStore | None = None,
         queue_limit: QueueLimit | None = None,
         table: TokenTable | None = None,
         recorder: Recorder | None = None,
@@ -93,7 +91,7 @@ class EngineLoop:
         self.adapters = adapters
         self.queue_limit = queue_limit or QueueLimit(None, None)
         self.inbox: Inbox[Message] = Inbox()
-        self.sources = PrefixSources(scheduler, clock, prefixes, self._apply, self.inbox.post)
+        self.sources = PrefixSources(scheduler, clock, self._apply, self.inbox.post)
         self.meter = Meter()
         self.hooks = Hooks()
         self.delivery = Delivery(clock, self.meter, self.hooks, self._end_early, table)
@@ -392,7 +390,7 @@ class EngineLoop:
     async def _shut_down(self) -> None:
         try:
             self.end_all()
-            await self.sources.join()
+            await self.sources.flush()
         finally:
             await self.runner.aclose()
 

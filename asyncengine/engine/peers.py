@@ -1,6 +1,6 @@
 """Prefixes in the caches of other engines: a request that was told of such a peer waits for its pages as for a disk's.
 
-The peer is asked what it has (`ask`); where that is more than is here, and sooner had than computed, the request gets
+The peer is asked what it has (`find`); where that is more than is here, and sooner had than computed, the request gets
 pages which are filled batch by batch (`load`), each batch a stream of records (`kvcache.store.prefix_stream`) that says
 what it was computed with, for which tokens, and has a checksum for everything. A peer that does not answer, answers too
 late or with anything else is a reading that ends early: what is not there is computed, and nobody else has waited.
@@ -18,9 +18,11 @@ import json
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 
 from asyncengine.engine.clock import Clock
-from asyncengine.engine.prefix_store import Loaded, Rates
+from asyncengine.engine.prefix_sources import Hit, Loaded, Source
+from asyncengine.engine.prefix_store import Rates
 from asyncengine.engine.tasks import Tasks
 from asyncengine.kvcache import KVCache
 from asyncengine.kvcache.radix_tree import Namespace
@@ -28,8 +30,8 @@ from asyncengine.kvcache.saving import Unsaved
 from asyncengine.kvcache.store.prefix_stream import PrefixReader, write_prefix
 from asyncengine.kvcache.store.record import Identity, RecordError, fingerprint_of
 from asyncengine.request_spec import Peer
-from asyncengine.scheduler.messages import PrefixFound
-from asyncengine.scheduler.restores import RestoreOrder
+from asyncengine.scheduler.messages import PrefixLoaded
+from asyncengine.scheduler.restores import RestoreOrder, Wanted
 from asyncengine.step import Batch, PageMemory, RecordPart
 
 logger = logging.getLogger("asyncengine")
@@ -56,7 +58,7 @@ Part = tuple[RecordPart, int, int]
 """Part, place of its page among those of the prefix, and number in the memory of that part."""
 
 
-class PeerPrefixes:
+class PeerPrefixes(Source):
     """One engine's questions to its peers, and its answers to theirs. Every method is called on the engine's loop."""
 
     def __init__(
@@ -75,12 +77,10 @@ class PeerPrefixes:
         self._tasks = Tasks()
 
     def saw(self, batch: Batch, seconds: float) -> None:
-        """A step took so long."""
         if batch.num_tokens - len(batch.rows) >= _LEAST_TOKENS and seconds > 0:
             self._compute = batch.num_tokens / seconds
 
     def forget(self) -> None:
-        """The model has other weights from now on, and nobody knows what they are called."""
         self._identity = None
 
     def close(self) -> None:
@@ -91,29 +91,30 @@ class PeerPrefixes:
 
     # ---------------------------------------------------------------- asking
 
-    def ask(
-        self, peer: Peer, namespace: Namespace, tokens: Sequence[int], cached: int, otherwise: PrefixFound,
-        post: Callable[[PrefixFound], object],
-    ) -> None:  # fmt: skip
-        """Ask `peer` for `tokens`, of which `cached` are here, and `post` what comes of it; `otherwise` where that is
-        not more than this says, or not worth it."""
+    def find(self, wanted: Wanted, best: Hit, answer: Callable[[Hit], None]) -> None:
+        peer, cached = wanted.request.spec.peer, wanted.cached // self._kv.page_size
+        if peer is None or self._identity is None or peer.pages <= max(best.pages, cached):
+            answer(best)
+            return
+        tokens = wanted.request.tokens[: wanted.limit]
 
-        async def answer() -> None:
-            found = otherwise
+        async def ask() -> None:
+            found = best
             try:
-                found = await self._ask(peer, namespace, tokens, cached, otherwise)
+                found = await self._ask(peer, wanted.namespace, tokens, cached, best)
             except Exception as error:
                 self._fail(peer, error)
-            post(found)
+            answer(found)
 
-        if self._identity is None or min(tokens, default=-1) < 0:  # a picture's id, which nobody has
-            post(otherwise)
+        if min(tokens, default=-1) < 0:  # a picture's id, which nobody has
+            answer(best)
         else:
-            self._tasks.start(answer())
+            self._tasks.start(ask())
 
     async def _ask(
-        self, peer: Peer, namespace: Namespace, tokens: Sequence[int], cached: int, otherwise: PrefixFound
-    ) -> PrefixFound:  # fmt: skip
+        self, peer: Peer, namespace: Namespace, tokens: Sequence[int], cached: int, best: Hit
+    ) -> Hit:  # fmt: skip
+        """The pages that `peer` has of `tokens`, of which `cached` are here; `best` where they are not worth it."""
         size, memory = self._kv.page_size, self._memory
         read, until = self._read.get(peer.name, (None, 0.0))
         rates, seconds = Rates(read if until > self._clock.now() else None, self._compute), 0.0
@@ -123,17 +124,16 @@ class PeerPrefixes:
         per_page = memory.nbytes(RecordPart.PAGE) + (memory.nbytes(RecordPart.WINDOW) if self._kv.windows else 0)
 
         def patience(pages: int) -> float:
-            new = pages - cached // size if pages > otherwise.pages else 0
+            new = pages - cached if pages > best.pages else 0
             return rates.patience(max(0, new) * size, new * per_page + memory.nbytes(RecordPart.STATE))
 
         if rates.read == 0.0 or not patience(most):  # not even if it has what it had
-            return otherwise
+            return best
         async with asyncio.timeout(seconds or ASK_SECONDS):
             answer = await self._call(peer, self._question(namespace, tokens[: most * size]))
         pages = min(most, int(answer))  # b"" is no number: it refuses
         wait = patience(pages)
-        until = self._clock.now() + wait + seconds
-        return PrefixFound(otherwise.ticket, pages, until, peer) if wait else otherwise
+        return Hit(pages, wait + seconds, partial(self._load, peer)) if wait else best
 
     def _question(self, namespace: Namespace, tokens: Sequence[int], parts: Sequence[Part] | None = None) -> bytes:
         """JSON: how much of `tokens` is there, or records of `parts`."""
@@ -142,26 +142,24 @@ class PeerPrefixes:
             asked["parts"] = [(part, place) for part, place, _ in parts]
         return json.dumps(asked).encode()
 
-    def load(self, order: RestoreOrder, loaded: Loaded) -> None:
-        """Have the order's peer fill its pages; `loaded` is called in any case but this engine's end."""
-        self._tasks.start(self._load(order, loaded))
+    def _load(self, peer: Peer, order: RestoreOrder, loaded: Loaded) -> None:
+        self._tasks.start(self._fill(peer, order, loaded))
 
-    async def _load(self, order: RestoreOrder, loaded: Loaded) -> None:
+    async def _fill(self, peer: Peer, order: RestoreOrder, loaded: Loaded) -> None:
         parts, filled = order.places, list[Part]()
-        if order.source is not None:
-            async with self._pulls:
-                began = self._clock.now()
-                try:
-                    await self._pull(order, order.source, parts, filled)
-                    nbytes = sum(self._memory.nbytes(part) for part, _, _ in parts)
-                    now = self._clock.now()
-                    self._read[order.source.name] = nbytes / max(1e-6, now - began), now + FORGET_SECONDS
-                except Exception as error:
-                    if order.late or not order.cancelled:
-                        self._fail(order.source, error)
+        async with self._pulls:
+            began = self._clock.now()
+            try:
+                await self._pull(order, peer, parts, filled)
+                nbytes = sum(self._memory.nbytes(part) for part, _, _ in parts)
+                now = self._clock.now()
+                self._read[peer.name] = nbytes / max(1e-6, now - began), now + FORGET_SECONDS
+            except Exception as error:
+                if order.late or not order.cancelled:
+                    self._fail(peer, error)
         missing = parts[len(filled) :]
         end = next((place for part, place, _ in missing if part is RecordPart.PAGE), order.pages[-1][0] + 1)
-        loaded(order.number, end - order.start, bool(order.slot) and not missing)
+        loaded(PrefixLoaded(order.number, end - order.start, bool(order.slot) and not missing))
 
     async def _pull(self, order: RestoreOrder, peer: Peer, parts: Sequence[Part], filled: list[Part]) -> None:
         """Fill `parts` batch by batch, and note in `filled` what is. While one is filled, the next is on its way.
@@ -175,13 +173,13 @@ class PeerPrefixes:
                     question = self._question(order.namespace, order.tokens, after)
                     coming.append(asyncio.ensure_future(self._call(peer, question)))
                 stream = await asyncio.wait_for(coming.popleft(), max(0.0, order.until - self._clock.now()))
-                await asyncio.to_thread(self._fill, stream, order, batch)
+                await asyncio.to_thread(self._fill_parts, stream, order, batch)
                 filled += batch
         finally:
             for task in coming:
                 task.cancel()
 
-    def _fill(self, stream: bytes, order: RestoreOrder, parts: Sequence[Part]) -> None:
+    def _fill_parts(self, stream: bytes, order: RestoreOrder, parts: Sequence[Part]) -> None:
         """Read a peer's records into memory. Raises `RecordError` for anything else than was asked for."""
         size, identity = self._kv.page_size, self._identity
         reader = PrefixReader(io.BytesIO(stream))

@@ -1,114 +1,139 @@
-"""The places besides memory that prefixes come from: the durable cache, peers, and files that are imported."""
+"""The places besides memory that prefixes come from: tiers of the cache, asked in turn, and files that are imported."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import anyio
 import anyio.to_thread
 
 from asyncengine.engine.clock import Clock
-from asyncengine.engine.peers import PeerPrefixes
-from asyncengine.engine.prefix_store import PrefixStore
+from asyncengine.kvcache import KVCache
+from asyncengine.kvcache.saving import Unsaved
 from asyncengine.scheduler import Scheduler
 from asyncengine.scheduler.messages import Message, PrefixFound, PrefixLoaded
-from asyncengine.scheduler.restores import RestoreOrder
+from asyncengine.scheduler.restores import RestoreOrder, Wanted
 from asyncengine.step import Batch
 
 LAST_WRITES = 5.0
 """Seconds that an engine waits for its prefix cache to be written when it closes or falls asleep, at most."""
+
+Loaded = Callable[[PrefixLoaded], object]
+"""Takes the end of a reading, from any thread."""
+
+
+class Hit(NamedTuple):
+    """Pages that a source fills sooner than they are computed."""
+
+    pages: int = 0
+    """The first so many of a request, those in the cache included; 0: none."""
+    patience: float = 0.0
+    """Seconds to wait for them, at most."""
+    read: Callable[[RestoreOrder, Loaded], None] | None = None
+    """Fills pages of an order, and calls `Loaded` in any case but the engine's end."""
+
+
+class Source:
+    """A tier of the cache, which overrides what concerns it. Called on the engine's loop, but for `flush`."""
+
+    def attach(self, kv: KVCache) -> None:
+        """Called once, before all others. Who wants `save` to be called has `kv` keep notes (`KVCache.keep_saves`)."""
+
+    def find(self, wanted: Wanted, best: Hit, answer: Callable[[Hit], None]) -> None:
+        """Call `answer`, at once or later, with more pages than the `best` of the sources before, or with that."""
+        answer(best)
+
+    def save(self, notes: list[Unsaved]) -> None:
+        """Copy what was published, some time; a copy whose note `is_intact` afterwards is whole."""
+
+    def saw(self, batch: Batch, seconds: float) -> None:
+        """A step took so long."""
+
+    def forget(self) -> None:
+        """The model has other weights from now on, and nobody knows what they are called."""
+
+    def flush(self, patience: float) -> None:
+        """Wait up to `patience` seconds for what was handed over to be written and, once closed, for its threads."""
+
+    def close(self) -> None:
+        """Find and read no more; last writes go on. From any thread; idempotent."""
 
 
 class PrefixSources:
     """Looks up what requests begin with, and has it read. Every method is called on the engine's loop."""
 
     def __init__(
-        self, scheduler: Scheduler, clock: Clock, store: PrefixStore | None, apply: Callable[[Message], None],
-        post: Callable[[Message], object],
-    ) -> None:  # fmt: skip
+        self, scheduler: Scheduler, clock: Clock, apply: Callable[[Message], None], post: Callable[[Message], object]
+    ) -> None:
         """`apply` and `post` hand a message to the engine at once, or from any thread."""
         self._scheduler, self._clock, self._apply, self._post = scheduler, clock, apply, post
-        self.store = store
-        self.peers: PeerPrefixes | None = None
-        """Other engines that may have what a request begins with (`share`)."""
+        self.tiers: list[Source] = []
+        """Sources in the order in which they are asked (`add`)."""
+        self._looking = False
         self.imports: dict[int, Future[RestoreOrder]] = {}
         """Callers that wait for the answer to an `ImportPrefix`, by its number."""
         self.updated = False
         """The model has other weights than those that were loaded."""
 
-    def share(self, peers: PeerPrefixes) -> None:
-        """Ask `peers` for prefixes from now on."""
-        self.peers = peers
-        self._scheduler.restores.enabled = True
+    def add(self, source: Source) -> None:
+        """Ask `source` from now on, after those before it."""
+        source.attach(self._scheduler.kv)
+        self.tiers.append(source)
+        self._scheduler.restores.enabled = self._scheduler.kv.prefix_caching
 
     def turn(self) -> None:
         """Look up what requests want, between two steps, and start what is to be read."""
-        restores = self._scheduler.restores
-        if restores.enabled:
-            self._look_up()
-        for order in restores.take_orders():
-            reader = self.store if order.source is None else self.peers
-            if order.imported:
+        if self.tiers:
+            self._looking = True
+            for wanted in self._scheduler.restores.take_wanted():
+                self._ask(iter(self.tiers), wanted, Hit())
+            self._looking = False
+            self._save()
+        for order in self._scheduler.restores.take_orders():
+            if order.read is not None:
+                order.read(order, self._post)
+            else:
                 order.cancelled |= self.updated  # what other weights computed
                 self.imports.pop(order.imported).set_result(order)
-            elif reader is not None:
-                reader.load(order, self._loaded)
 
-    def _look_up(self) -> None:
-        """Look on the disk, or ask a peer, where that is worth it."""
-        restores, kv = self._scheduler.restores, self._scheduler.kv
-        near = None if kv.windows is None or kv.windows.lookback is None else kv.windows.lookback.first
-        for request, namespace, limit, cached in restores.take_wanted():
-            pages, patience, peer = 0, 0.0, request.spec.peer
-            if self.store is not None:
-                where = namespace, request.tokens, limit, cached
-                pages, patience = self.store.find(*where, near, kv.states is not None)
-            found = PrefixFound(request.ticket, pages, self._clock.now() + patience)
-            if self.peers is None or peer is None or peer.pages <= max(pages, cached // kv.page_size):
-                self._apply(found)
-            else:
-                self.peers.ask(peer, namespace, request.tokens[:limit], cached, found, self._post)
-        self._save()
-
-    def _loaded(self, number: int, pages: int, state: bool) -> None:
-        """The answer of the store or of a peer, from any thread."""
-        self._post(PrefixLoaded(number, pages, state))
+    def _ask(self, sources: Iterator[Source], wanted: Wanted, best: Hit) -> None:
+        """Ask one source after another, each when the one before has answered."""
+        source = next(sources, None)
+        if source is not None:
+            source.find(wanted, best, lambda hit: self._ask(sources, wanted, hit))
+            return
+        tell = self._apply if self._looking else self._post
+        tell(PrefixFound(wanted.request.ticket, best.pages, self._clock.now() + best.patience, best.read))
 
     def _save(self) -> None:
-        if self.store is not None:
-            self.store.save(self._scheduler.kv.take_unsaved())
+        notes = self._scheduler.kv.take_unsaved()
+        for source in self.tiers:
+            source.save(notes)
 
     def saw(self, batch: Batch, seconds: float) -> None:
         """A step took so long."""
-        if self.peers is not None:
-            self.peers.saw(batch, seconds)
+        for source in self.tiers:
+            source.saw(batch, seconds)
 
     def forget(self) -> None:
         """The model has other weights from now on."""
         self.updated = True
-        for source in (self.store, self.peers):
-            if source is not None:
-                source.forget()
+        for source in self.tiers:
+            source.forget()
 
     async def flush(self) -> None:
-        """Wait until all that was computed is stored."""
+        """Wait until all that was computed is stored and, once closed, until nothing runs; also when cancelled."""
         self._save()
-        if self.store is not None:
-            await anyio.to_thread.run_sync(self.store.flush, LAST_WRITES)
+        with anyio.CancelScope(shield=True):
+            for source in self.tiers:
+                await anyio.to_thread.run_sync(source.flush, LAST_WRITES)
 
     def close(self) -> None:
-        """Ask and read no more; last writes go on until `join`. Idempotent."""
+        """Ask and read no more; last writes go on. Idempotent."""
         for number in list(self.imports):
             self.imports.pop(number).cancel()
-        if self.peers is not None:
-            self.peers.close()
         self._save()
-        if self.store is not None:
-            self.store.close_soon()
-
-    async def join(self) -> None:
-        """Wait for the last writes, also when cancelled."""
-        if self.store is not None:
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(self.store.join, LAST_WRITES)
+        for source in self.tiers:
+            source.close()

@@ -16,14 +16,17 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from asyncengine.engine.prefix_sources import Hit, Loaded, Source
+from asyncengine.kvcache import KVCache
 from asyncengine.kvcache.radix_tree import Namespace
 from asyncengine.kvcache.saving import MOST_UNSAVED, Unsaved
 from asyncengine.kvcache.store.record import Header, digests_of, root_digest
-from asyncengine.kvcache.store.segments import Record, SegmentStore, StoreCounts
-from asyncengine.scheduler.restores import RestoreOrder
+from asyncengine.kvcache.store.segments import Record, SegmentStore
+from asyncengine.scheduler.messages import PrefixLoaded
+from asyncengine.scheduler.restores import RestoreOrder, Wanted
 from asyncengine.step import PageMemory, RecordPart
 
 logger = logging.getLogger("asyncengine")
@@ -45,9 +48,6 @@ _LEAST_PATIENCE = 0.1
 _NICE = 5
 """Priority of the writing thread, in steps below the program's own."""
 
-Loaded = Callable[[int, int, bool], None]
-"""Called from a reading thread with the number of an order, the pages that were filled, and whether the state was."""
-
 
 class Rates(NamedTuple):
     """The two rates that decide between reading and computing. None: not known, and reading is worth it."""
@@ -66,7 +66,7 @@ class Rates(NamedTuple):
         return _LEAST_PATIENCE + _PATIENCE * seconds
 
 
-class PrefixStore:
+class PrefixStore(Source):
     """Records of one engine's prefix cache. Every method but those of threads is called on the engine's loop."""
 
     def __init__(
@@ -81,6 +81,10 @@ class PrefixStore:
         self._salted = salted
         self._fingerprint: bytes | None = store.fingerprint
         """None: nothing is stored or found any more, as nobody knows what other weights are called."""
+        self._first_near: Callable[[int], int] | None = None
+        """The first position that one sees in layers with window pages; None: there are none."""
+        self._states = False
+        """A request can start only where there is a state."""
         self._roots: dict[bytes, None] = {}
         self._saves: queue.SimpleQueue[list[Unsaved] | threading.Event | None] = queue.SimpleQueue()
         self._loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
@@ -91,13 +95,15 @@ class PrefixStore:
         self.rates = Rates(self._measure(), prompt_rate)
 
     @property
-    def counts(self) -> StoreCounts:
-        return self.store.counts
-
-    @property
     def num_unwritten(self) -> int:
         """Pages and states that wait to be written."""
         return self._queued - self._done
+
+    def attach(self, kv: KVCache) -> None:
+        if kv.windows is not None and kv.windows.lookback is not None:
+            self._first_near = kv.windows.lookback.first
+        self._states = kv.states is not None
+        kv.keep_saves(self.root)
 
     def root(self, namespace: Namespace) -> bytes | None:
         """Digest of a namespace; None: nothing of it is stored."""
@@ -108,26 +114,18 @@ class PrefixStore:
         return root
 
     def forget(self) -> None:
-        """The model has other weights from now on."""
         self._fingerprint = None
 
     # ---------------------------------------------------------------- reading
 
-    def find(
-        self, namespace: Namespace, tokens: Sequence[int], limit: int, cached: int,
-        first_near: Callable[[int], int] | None, states: bool,
-    ) -> tuple[int, float]:  # fmt: skip
-        """(pages, seconds to wait at most): the first so many pages of `tokens[:limit]`, of which `cached` tokens are
-        in memory, are had by reading the others sooner than by computing them; (0, 0.0): nothing is.
-
-        `first_near`: the first position that one sees in layers with window pages; None: there are none. `states`: a
-        request can start only where there is a state.
-        """
-        root, size = self.root(namespace) if len(self.store) else None, self._page_size
+    def find(self, wanted: Wanted, best: Hit, answer: Callable[[Hit], None]) -> None:
+        root, size = self.root(wanted.namespace) if len(self.store) else None, self._page_size
         if root is None:
-            return 0, 0.0
-        known, found, total, near, nbytes = cached // size, 0, 0, 0, 0
-        for place, (_, packed, digest) in enumerate(digests_of(root, tokens[: limit // size * size], size)):
+            answer(best)
+            return
+        known, found, total, near, nbytes = wanted.cached // size, 0, 0, 0, 0
+        tokens = wanted.request.tokens[: wanted.limit // size * size]
+        for place, (_, packed, digest) in enumerate(digests_of(root, tokens, size)):
             if place < known:
                 continue
             page = self.store.find(digest, RecordPart.PAGE)
@@ -135,20 +133,20 @@ class PrefixStore:
                 break
             total += page.size
             end, extra = place + 1, 0
-            if first_near is not None:
+            if self._first_near is not None:
                 window = self.store.find(digest, RecordPart.WINDOW)
                 near = 0 if window is None else near + 1
                 extra = 0 if window is None else near * window.size
-                if end - near > max(known, first_near(end * size) // size):
+                if end - near > max(known, self._first_near(end * size) // size):
                     continue
-            if states:
+            if self._states:
                 state = self.store.find(digest, RecordPart.STATE)
                 if state is None:
                     continue
                 extra += state.size
             found, nbytes = end, total + extra
         patience = self.rates.patience((found - known) * size, nbytes)
-        return (found, patience) if patience else (0, 0.0)
+        answer(Hit(found, patience, self.load) if patience and found > best.pages else best)
 
     def load(self, order: RestoreOrder, loaded: Loaded) -> None:
         """Read what `order` says; `loaded` is called in any case."""
@@ -190,15 +188,17 @@ class PrefixStore:
     # ---------------------------------------------------------------- writing
 
     def save(self, notes: list[Unsaved]) -> None:
-        """Write what has been noted, some time. What is too much is left out."""
         if notes and self.store.writable and not self._closing and self.num_unwritten < MOST_UNSAVED:
             self._queued += len(notes)
             self._start()
             self._saves.put(notes)
 
     def flush(self, patience: float) -> None:
-        """Wait up to `patience` seconds until what was handed over is written. On a thread that may wait."""
-        if self._threads and not self._closing:
+        if self._closing:
+            until = time.monotonic() + patience
+            for thread in self._threads:
+                thread.join(max(0.0, until - time.monotonic()))
+        elif self._threads:
             written = threading.Event()
             self._saves.put(written)
             written.wait(patience)
@@ -248,8 +248,7 @@ class PrefixStore:
             self._threads.append(threading.Thread(target=work, name=f"asyncengine-{name}", daemon=True))
             self._threads[-1].start()
 
-    def close_soon(self) -> None:
-        """End when all that is noted is written. From any thread; idempotent."""
+    def close(self) -> None:
         if self._closing:
             return
         self._closing = True
@@ -258,12 +257,6 @@ class PrefixStore:
             self._loads.put(None)
         if not self._threads:
             self.store.close()
-
-    def join(self, patience: float) -> None:
-        """Wait up to `patience` seconds until the threads have ended."""
-        until = time.monotonic() + patience
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
 
 
 class _Load:
@@ -329,7 +322,7 @@ class _Load:
         pages = max(0, failed.get(RecordPart.PAGE, len(order.tokens) // self._owner._page_size) - order.start)
         if RecordPart.WINDOW in failed or (failed and order.windows):
             pages = 0
-        self._loaded(order.number, pages, bool(order.slot) and not failed)
+        self._loaded(PrefixLoaded(order.number, pages, bool(order.slot) and not failed))
 
 
 def _batches(notes: list[Unsaved], memory: PageMemory) -> Iterator[list[Unsaved]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncengine.engine.loop import EngineLoop
+from asyncengine.engine.prefix_store import PrefixStore
 from asyncengine.kvcache import StoreCounts
 from asyncengine.speculation.planner import SpeculationCounters
 from asyncengine.stats import EngineStats, ImageStats, SpeculationStats, Summary, ThreadStats
@@ -20,6 +21,7 @@ def snapshot(
     scheduler, meter = loop.scheduler, loop.meter
     running = list(scheduler.running.values())
     counters = scheduler.counters
+    stored = [source.store.counts for source in loop.sources.tiers if isinstance(source, PrefixStore)]
     tables = [table for r in running if (table := r.table) is not None]
     finished = dict(meter.finished)
     if loop.queue_limit.expired:
@@ -52,7 +54,7 @@ def snapshot(
         window_pages=scheduler.kv.window_counts(tables),
         states=scheduler.kv.state_counts(tables),
         restored_tokens=counters.restored_tokens,
-        stored=StoreCounts() if loop.sources.store is None else loop.sources.store.counts,
+        stored=stored[0] if stored else StoreCounts(),
         speculation=_speculation(scheduler.speculation),
         state="awake" if loop.asleep is None else loop.asleep.state,
         images=ImageStats(scheduler.encoding.encoded, scheduler.encoding.found, scheduler.encoding.nbytes),

@@ -65,7 +65,7 @@ def open_prefix_store(
     rate = measure_prompt_rate(runner, config, loaded.max_model_len)
     memory = runner.page_memory()
     prefixes = PrefixStore(store, memory, config.page_size, prompt_rate=rate, salted=config.kv_cache_salted)
-    undo.callback(prefixes.close_soon)
+    undo.callback(prefixes.close)
     return prefixes
 
 

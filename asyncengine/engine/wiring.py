@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -33,7 +33,7 @@ from asyncengine.engine.image_wiring import NO_IMAGES, LoadedImages, load_images
 from asyncengine.engine.info_wiring import info_of
 from asyncengine.engine.loop import EngineLoop, Recorder
 from asyncengine.engine.prefix_files import Prefixes
-from asyncengine.engine.prefix_store import PrefixStore
+from asyncengine.engine.prefix_sources import Source
 from asyncengine.engine.rank_wiring import spread, start_ranks
 from asyncengine.engine.store_wiring import identity_of, open_prefix_store
 from asyncengine.engine.threads import on_own_thread
@@ -254,8 +254,8 @@ def _load_frontend(
         )  # fmt: skip
         progress.say_compiled()
         identify = identity_of(config, checkpoint, loaded, runner)
-        prefixes = open_prefix_store(config, loaded, runner, identify, undo)
-        parts = tokenizer, runner, adapters, grammars, planner, config, vectors, images, prefixes, identify
+        tiers = [open_prefix_store(config, loaded, runner, identify, undo)]
+        parts = tokenizer, runner, adapters, grammars, planner, config, vectors, images, tiers, identify
         frontend = _assemble(path, loaded, *parts)
         undo.pop_all()
         return frontend
@@ -343,7 +343,7 @@ def _assemble(
     path: str, loaded: Loaded, tokenizer: TextTokenizer | None, runner: ModelRunner | EncoderRunner,
     adapters: AdapterRegistry | None, grammars: GrammarCompiler | None, planner: ChatPlanner | None,
     config: EngineConfig, vectors: VectorModel | None = None, images: LoadedImages = NO_IMAGES,
-    prefixes: PrefixStore | None = None, identify: Callable[[], Identity] | None = None,
+    tiers: Sequence[Source | None] = (), identify: Callable[[], Identity] | None = None,
 ) -> Frontend:  # fmt: skip
     info = info_of(bundled_name(path) or loaded.name, loaded, tokenizer, runner, images, config)
     if vectors is not None:
@@ -355,7 +355,7 @@ def _assemble(
     config = config.replace(speculation_costs=costs, draft_costs=runner.draft_costs, speculation_with_adapters=adapted)
     frontend = wire(
         runner, info, config, tokenizer=tokenizer, grammars=grammars, planner=planner, adapters=adapters,
-        vectors=vectors, images=images.prompts, prefixes=prefixes,
+        vectors=vectors, images=images.prompts, tiers=tiers,
     )  # fmt: skip
     frontend.prefixes = Prefixes(frontend.loop, identify, getattr(runner, "page_memory", None))
     if config.load_format != "dummy" and frontend.loop.write_again is not None:
@@ -380,10 +380,10 @@ def wire(
     recorder: Recorder | None = None,
     vectors: VectorModel | None = None,
     images: ImagePrompts | None = None,
-    prefixes: PrefixStore | None = None,
+    tiers: Sequence[Source | None] = (),
 ) -> Frontend:
     """Put an engine together around any executor (tests use a fake one). `vectors`: of a model that gives them.
-    `prefixes`: where its prefix cache is kept beside memory."""
+    `tiers`: places besides memory that have prefixes, in the order in which they are asked."""
     clock = clock or MonotonicClock()
     kv = KVCache(
         executor.num_pages,
@@ -399,9 +399,6 @@ def wire(
     info = _fit_context(info, config, info.max_model_len if whole else kv.longest)
     info = replace(info, window=None if kv.lookback is None else kv.lookback.span + 1)
     scheduler = Scheduler(config, kv, None if adapters is None else AdapterSlots(config.max_loras, adapters.get))
-    if prefixes is not None:
-        kv.keep_saves(prefixes.root)
-        scheduler.restores.enabled = config.prefix_caching
     loop = EngineLoop(
         config,
         scheduler,
@@ -409,11 +406,12 @@ def wire(
         clock,
         grammars=grammars,
         adapters=adapters,
-        prefixes=prefixes,
         queue_limit=QueueLimit(config.max_queued_requests, config.max_queued_tokens),
         table=None if tokenizer is None else tokenizer.table,
         recorder=recorder,
     )
+    for source in filter(None, tiers):
+        loop.sources.add(source)
     if planner is not None:
         form = planner.tool_format
         info = replace(info, tool_format=None if form is None else form.family, reasons=planner.reasoning is not None)

@@ -5,10 +5,11 @@ A new request is posted as its specification, nothing around it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncengine.request_spec import Peer, RequestSpec
+from asyncengine.request_spec import RequestSpec
 from asyncengine.step import GrammarMatcher
 
 
@@ -56,13 +57,14 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class PrefixFound:
-    """So many of the first pages of `ticket`, those in the cache included, can be had by reading from a disk, or from
-    `source`, sooner than by computing; 0: nothing can. It waits for that until the clock reads `until`."""
+    """So many of the first pages of `ticket`, those in the cache included, can be had by `read` sooner than by
+    computing; 0: nothing can. It waits for that until the clock reads `until`."""
 
     ticket: int
     pages: int
     until: float = 0.0
-    source: Peer | None = None
+    read: Callable[..., None] | None = None
+    """Function that the `RestoreOrder` is for (`engine.prefix_sources.Hit`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from asyncengine.kvcache import KVCache, PageTable
 from asyncengine.kvcache.kv_cache import TableAndTokens
 from asyncengine.kvcache.radix_tree import Namespace
-from asyncengine.request_spec import Peer
 from asyncengine.scheduler.messages import ImportPrefix, PrefixFound, PrefixLoaded
 from asyncengine.scheduler.request import Request, RequestState
 from asyncengine.step import RecordPart
@@ -25,6 +25,17 @@ from asyncengine.step import RecordPart
 MOST_TRIES = 3
 """Readings that a request waits for, at most: one that shares its beginning with several others may find more behind
 each."""
+
+
+class Wanted(NamedTuple):
+    """A request to be looked up."""
+
+    request: Request
+    namespace: Namespace
+    limit: int
+    """The number of its tokens that may be found, at most."""
+    cached: int
+    """The number of those that are in the cache."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,8 +54,8 @@ class RestoreOrder:
     """Window pages likewise."""
     slot: int = 0
     """The slot for the state after the last token; 0: there is none."""
-    source: Peer | None = None
-    """The engine that has them; None: they are on the disk."""
+    read: Callable[..., None] | None = None
+    """Function that fills them, of the `PrefixFound`; None: an import, which its caller fills."""
     until: float = 0.0
     """Clock reading until which the first request waits for it."""
     cancelled: bool = False
@@ -128,16 +139,15 @@ class Restores:
             if reading.waiting.pop(request.ticket, None) is not None and not reading.waiting:
                 reading.order.leave()
 
-    def take_wanted(self) -> list[tuple[Request, Namespace, int, int]]:
-        """Requests to be looked up since the last call, each with its namespace, the number of its tokens that may be
-        found at most, and that of those that are cached."""
+    def take_wanted(self) -> list[Wanted]:
+        """Requests to be looked up since the last call."""
         wanted, self._wanted = self._wanted, []
         found = []
         for request in wanted:
             if request.ticket in self.queue:
                 space, limit = self._namespace(request), self._match_limit(request)
                 cached = self._kv.peek(space, request.tokens, limit)
-                found.append((request, space, limit, cached))
+                found.append(Wanted(request, space, limit, cached))
         return found
 
     def take_orders(self) -> list[RestoreOrder]:
@@ -166,7 +176,7 @@ class Restores:
             request.restores += 1
             space, priority = self._namespace(request), request.spec.options.priority
             reading = self._shared(request) or self._begin(
-                space, request.tokens, answer.pages, priority, answer.until, running, peer=answer.source
+                space, request.tokens, answer.pages, priority, answer.until, running, answer.read
             )
             if reading is not None:
                 reading.waiting[request.ticket] = request
@@ -225,7 +235,7 @@ class Restores:
 
     def _begin(
         self, space: Namespace, tokens: list[int], pages: int, priority: int, until: float,
-        running: Iterable[TableAndTokens], *, peer: Peer | None = None, imported: int = 0,
+        running: Iterable[TableAndTokens], read: Callable[..., None] | None = None, *, imported: int = 0,
     ) -> _Reading | None:  # fmt: skip
         kv, size, slot = self._kv, self._kv.page_size, 0
         if kv.states is not None:
@@ -246,7 +256,7 @@ class Restores:
         order = RestoreOrder(
             self._number, space, tokens[: pages * size], table.num_shared,
             table.numbered(table.num_shared), () if table.window is None else table.window.numbered(table.num_shared),
-            slot, peer, until, imported=imported,
+            slot, read, until, imported=imported,
         )  # fmt: skip
         self._orders.append(order)
         reading = self._readings[order.number] = _Reading(order, table, priority, until)

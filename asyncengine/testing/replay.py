@@ -180,6 +180,8 @@ def _message_to_json(message: Message) -> list[Any]:
         message = replace(message, error=str(message.error))
     if isinstance(message, GrammarReady):
         message = replace(message, matcher=None)
+    if isinstance(message, PrefixFound):
+        message = replace(message, read=None)
     fields = asdict(message)
     if isinstance(message, RequestSpec):  # a scheduler knows nothing of the pixels
         fields["images"] = [[*span[1:], span.image.digest.hex(), *_sizes(span.image)] for span in message.images]

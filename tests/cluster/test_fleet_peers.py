@@ -189,8 +189,7 @@ async def test_a_peer_that_stands_still_in_mid_transfer() -> None:
     async with replica_and_other() as (replica, _, other):
         whole = await replica.engine.generate(PROMPT, PARAMS)
         assert whole.usage.restored_tokens == FULL * 16
-        prefixes = replica.engine.core.loop.sources.peers
-        assert prefixes is not None
+        prefixes = replica.engine.core.loop.sources.tiers[0]
         call, asked, over = prefixes._call, list[bytes](), asyncio.Event()
 
         async def call_and_stop(peer: Peer, question: bytes) -> bytes:

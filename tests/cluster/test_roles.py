@@ -291,7 +291,7 @@ async def test_pages_that_do_not_come_are_computed_and_after_some_nobody_is_aske
         assert scores(await fleet.generate(prompts[0], PARAMS)) == right[0]
         assert fleet.stats().prefills_failed == {"refused": 1}
         monkeypatch.setattr(there.replica, "_check_adapter", check)
-        prefixes = here.replica.engine.core.loop.sources.peers  # type: ignore[attr-defined]
+        prefixes = here.replica.engine.core.loop.sources.tiers[0]  # type: ignore[attr-defined]
         call, asked = prefixes._call, list[bytes]()
 
         async def say_nothing(peer: Peer, question: bytes) -> bytes:
@@ -339,7 +339,7 @@ async def test_prompts_are_exact_when_their_replica_is_killed_in_mid_transfer(
     async with local_fleet(monkeypatch, **APART, kind=MixedCluster) as (fleet, cluster):
         here, kill_at, killed = process_of(fleet, cluster, "decode"), [0], list[int]()
         await acquainted(fleet)
-        prefixes = here.replica.engine.core.loop.sources.peers  # type: ignore[attr-defined]
+        prefixes = here.replica.engine.core.loop.sources.tiers[0]  # type: ignore[attr-defined]
         call: Callable[[Peer, bytes], Awaitable[bytes]] = prefixes._call
 
         async def call_or_kill(peer: Peer, question: bytes) -> bytes:

@@ -118,11 +118,13 @@ async def test_the_stored_cache_is_found_after_sleep(tmp_path: Path, checkpoint:
     """What was not written yet when it fell asleep is written first."""
     settings = {"kv_cache_dir": str(tmp_path / "kv"), "page_size": 16, "dtype": "float32"}
     async with await engine_on(checkpoint("llama"), **settings) as engine:
-        engine.core.loop.sources.store.rates = engine.core.loop.sources.store.rates._replace(read=1e12, compute=1.0)
+        store = engine.core.loop.sources.tiers[0]
+        assert store is not None
+        store.rates = store.rates._replace(read=1e12, compute=1.0)
         before = await engine.generate(PROMPTS[0], PARAMS)
         await engine.sleep()
         await engine.wake()
-        engine.core.loop.sources.store.rates = engine.core.loop.sources.store.rates._replace(read=1e12, compute=1.0)
+        store.rates = store.rates._replace(read=1e12, compute=1.0)
         after = await engine.generate(PROMPTS[0], PARAMS)
         assert after.usage.restored_tokens >= 16
         assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from support.fake_engine import CACHE_KINDS, GREEDY, PATIENCE, SteppedExecutor, 
 from asyncengine import AsyncEngine
 from asyncengine.engine import peers, prefix_store
 from asyncengine.engine.peers import PeerPrefixes
+from asyncengine.engine.prefix_sources import Hit
 from asyncengine.outputs import Completion
 from asyncengine.request_spec import Peer
-from asyncengine.scheduler.messages import PrefixFound
+from asyncengine.scheduler.restores import Wanted
 from asyncengine.step import RecordPart
 from asyncengine.testing.fake_memory import FakePageMemory
 from asyncengine.testing.leaks import assert_nothing_held
@@ -87,7 +89,7 @@ def engine_of(kind: str, wire: Wire, identity: dict[str, str]) -> tuple[AsyncEng
     executor = SteppedExecutor(128, SIZE, **CACHE_KINDS[kind])
     core = make_core(executor)
     prefixes = PeerPrefixes(core.loop.scheduler.kv, identity, FakePageMemory(executor), core.loop.clock, wire)
-    core.loop.sources.share(prefixes)
+    core.loop.sources.add(prefixes)
     return AsyncEngine(lambda: core), prefixes
 
 
@@ -151,8 +153,7 @@ async def test_simultaneous_requests_share_one_pull() -> None:
 @pytest.mark.parametrize("planned", [False, True])
 async def test_a_peer_is_asked_only_where_that_is_worth_it_or_planned(planned: bool) -> None:
     async with pair_of() as pair:
-        prefixes = pair.here.core.loop.sources.peers
-        assert prefixes is not None
+        prefixes = pair.here.core.loop.sources.tiers[0]
         prefixes._compute, prefixes._read["there"] = 1e15, (1.0, float("inf"))
         pair.peer = pair.peer._replace(planned=planned)
         assert (await pair.ask()).usage.restored_tokens == planned * FULL * SIZE
@@ -327,8 +328,7 @@ async def test_an_engine_that_closes_waits_for_no_peer() -> None:
 
 async def test_other_weights_are_neither_asked_for_nor_given() -> None:
     async with pair_of() as pair:
-        mine, theirs = pair.here.core.loop.sources.peers, pair.wire.theirs
-        assert mine is not None
+        mine, theirs = pair.here.core.loop.sources.tiers[0], pair.wire.theirs
         assert theirs is not None
         theirs.forget()
         assert (await pair.ask()).usage.restored_tokens == 0
@@ -336,6 +336,7 @@ async def test_other_weights_are_neither_asked_for_nor_given() -> None:
         asked = len(pair.wire.questions)
         assert (await pair.ask([*PROMPT[:40], *range(20, 60)])).usage.restored_tokens == 0
         assert len(pair.wire.questions) == asked
-        found: list[PrefixFound] = []
-        mine.ask(pair.peer, ("", ""), PROMPT, 0, PrefixFound(1, 0), found.append)
-        assert found == [PrefixFound(1, 0)]
+        found: list[Hit] = []
+        request = SimpleNamespace(spec=SimpleNamespace(peer=pair.peer), tokens=PROMPT)
+        mine.find(Wanted(request, ("", ""), len(PROMPT), 0), Hit(), found.append)  # type: ignore[arg-type]
+        assert found == [Hit()]

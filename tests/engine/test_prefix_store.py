@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,16 @@ from support.fake_engine import CACHE_KINDS, GREEDY, PATIENCE, SteppedExecutor, 
 
 from asyncengine import AsyncEngine, EngineConfig
 from asyncengine.engine import prefix_store
+from asyncengine.engine.prefix_sources import Hit
 from asyncengine.engine.prefix_store import PrefixStore, Rates
-from asyncengine.kvcache.lookback import Lookback
+from asyncengine.kvcache import KVCache
 from asyncengine.kvcache.saving import Unsaved
 from asyncengine.kvcache.store import segments
 from asyncengine.kvcache.store.record import Header, digests_of
 from asyncengine.kvcache.store.segments import SegmentStore
 from asyncengine.outputs import Completion
+from asyncengine.scheduler.messages import PrefixLoaded
+from asyncengine.scheduler.restores import Wanted
 from asyncengine.step import RecordPart
 from asyncengine.testing import FakeExecutor
 from asyncengine.testing.fake_memory import FakePageMemory
@@ -74,7 +78,7 @@ def engine_on(
             prefixes = PrefixStore(SegmentStore(disk, "/kv", FINGERPRINT, 10**6), FakePageMemory(executor), SIZE)
         except OSError:  # with a real disk it would not have started
             prefixes = None
-        return make_core(executor, wiring={"prefixes": prefixes, "recorder": recorder}, **settings)
+        return make_core(executor, wiring={"tiers": [prefixes], "recorder": recorder}, **settings)
 
     return AsyncEngine(load, hosted=True)
 
@@ -165,7 +169,7 @@ async def test_nobody_else_waits_and_the_late_compute() -> None:
         disk.gate.set()
         await until(lambda: not scheduler.restores)
         assert_nothing_held(engine.core)
-        assert engine.core.loop.sources.store.rates.read is not None  # as slow as it was
+        assert engine.core.loop.sources.tiers[0].rates.read is not None  # as slow as it was
 
 
 @pytest.mark.parametrize("kind", CACHE_KINDS)
@@ -202,18 +206,18 @@ async def test_other_weights_wait_for_readings_and_end_the_store() -> None:
         assert (await waiting).token_ids == executor.model.oracle(PROMPT, 5, 0, (1,))
         written = engine.stats().stored.bytes_written
         assert (await ask(engine, [9, *PROMPT])).usage.restored_tokens == 0
-    assert core.loop.sources.store.counts.bytes_written == written
+    assert core.loop.sources.tiers[0].store.counts.bytes_written == written
 
 
 async def test_reading_must_be_worth_it() -> None:
     disk = Disk()
     await lived(disk, "pages", [PROMPT])
     async with engine_on(disk) as engine:
-        prefixes = engine.core.loop.sources.store
+        prefixes = engine.core.loop.sources.tiers[0]
         prefixes.rates = Rates(read=100.0, compute=1000.0)
         assert (await ask(engine, PROMPT)).usage.restored_tokens == 0
     async with engine_on(disk) as engine:
-        engine.core.loop.sources.store.rates = Rates(read=1e9, compute=1000.0)
+        engine.core.loop.sources.tiers[0].rates = Rates(read=1e9, compute=1000.0)
         assert (await ask(engine, PROMPT)).usage.restored_tokens == 28
 
 
@@ -244,11 +248,11 @@ async def test_a_recording_with_readings_replays(kind: str) -> None:
 
 
 def test_a_reading_of_windows_needs_those_in_sight() -> None:
-    near = Lookback.of([(9, 0)])
-    assert near is not None
     store = SegmentStore(VirtualDisk(random.Random(1)), "/kv", FINGERPRINT, 10**6)
     executor = FakeExecutor(20, SIZE, CACHE_KINDS["window pages"]["model"], num_window_pages=20)
-    prefixes = PrefixStore(store, FakePageMemory(executor), SIZE)
+    prefixes, plain = (PrefixStore(store, FakePageMemory(executor), SIZE) for _ in range(2))
+    prefixes.attach(KVCache(20, SIZE, windows=executor.windows, num_window_pages=20))
+    plain.attach(KVCache(20, SIZE))
     root = prefixes.root(("", ""))
     assert root is not None
     for place, (parent, packed, _) in enumerate(digests_of(root, PROMPT, SIZE)):
@@ -256,10 +260,11 @@ def test_a_reading_of_windows_needs_those_in_sight() -> None:
             if part is RecordPart.PAGE or place in (2, 3, 5):
                 store.append([(Header(FINGERPRINT, parent, packed, part, 3, 0), [b"abc"], lambda: True)])
     # behind page 4 one sees pages 2 and 3; behind page 6, pages 3 to 5, of which the fourth is missing
-    assert prefixes.find(("", ""), PROMPT, 29, 0, near.first, False)[0] == 4
-    assert prefixes.find(("", ""), PROMPT, 29, 16, near.first, False)[0] == 0
-    assert prefixes.find(("", ""), PROMPT, 29, 20, near.first, False)[0] == 6
-    assert prefixes.find(("", ""), PROMPT, 29, 0, None, False)[0] == 7
+    found: list[Hit] = []
+    for store, cached in ((prefixes, 0), (prefixes, 16), (prefixes, 20), (plain, 0)):
+        request: Any = SimpleNamespace(tokens=PROMPT)
+        store.find(Wanted(request, ("", ""), 29, cached), Hit(), found.append)
+    assert [hit.pages for hit in found] == [4, 0, 6, 7]
 
 
 # ---------------------------------------------------------------- what disks do
@@ -319,7 +324,7 @@ def publish_before_reading(patch: pytest.MonkeyPatch) -> None:
         for earlier in asked:
             load(self, earlier, lambda *answer: None)
         asked[:] = [order]
-        loaded(order.number, len(order.pages), True)
+        loaded(PrefixLoaded(order.number, len(order.pages), True))
 
     patch.setattr(PrefixStore, "load", hasty)
 

@@ -33,7 +33,7 @@ async def ask_all(folder: Path) -> tuple[int, PrefixStore]:
     executor = FakeExecutor(128, 4, num_states=12)
     store = PrefixStore(SegmentStore(SystemDisk(), str(folder), b"f" * 32, 10**6), FakePageMemory(executor), 4)
     restored = 0
-    async with AsyncEngine(lambda: make_core(executor, wiring={"prefixes": store}), hosted=True) as engine:
+    async with AsyncEngine(lambda: make_core(executor, wiring={"tiers": [store]}), hosted=True) as engine:
         for prompt in PROMPTS:
             answer = await engine.generate(prompt, GREEDY.replace(max_tokens=5, seed=0))
             assert answer.token_ids == executor.model.oracle(prompt, 5, 0, (1,)), "a wrong token"
@@ -59,7 +59,7 @@ async def live(pristine: Path, folder: Path, seed: int) -> int:
     shutil.copytree(pristine, folder)
     damage(folder, random.Random(seed))
     restored, store = await ask_all(folder)
-    assert not store.counts.failures
+    assert not store.store.counts.failures
     assert (await ask_all(folder))[0] >= restored
     shutil.rmtree(folder)
     return restored

@@ -156,7 +156,7 @@ class Replica:
         identity, memory = await asyncio.to_thread(core.prefixes.copied)
         self._peers = peers = PeerConnections(address)
         prefixes = PeerPrefixes(core.loop.scheduler.kv, identity, memory, core.loop.clock, peers.call)
-        core.loop.sources.share(prefixes)
+        core.loop.sources.add(prefixes)
         self._answering = asyncio.create_task(peers.serve(prefixes.answer))
         return peers.url, peers.public_key
 

@@ -90,7 +90,7 @@ class Life:
         )
         grammars = GrammarService(lambda: LettersBackend(self.world), setup.config)
         prefixes = None if self.disk is None else open_store(self.world, self.disk, setup, device)
-        core = wire(device, info, setup.config, clock=self, grammars=grammars, prefixes=prefixes)
+        core = wire(device, info, setup.config, clock=self, grammars=grammars, tiers=[prefixes])
         launch = core.loop.runner.launch
 
         def checked(batch: Batch) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,69 +36,47 @@ def launch_in_parts(batch: Batch, launch: Callable[[Batch], StepHandle], device:
     rows = batch.rows
     if len(rows) == 1:
         return FinishedStep(StepResult(batch.step, [-1], errors={0: OUT_OF_MEMORY}))
-    intact = tuple(index for index, row in enumerate(rows) if not row.moves_state)
+    intact = [index for index, row in enumerate(rows) if not row.moves_state]
     if len(intact) < len(rows):
         logger.warning("step %d does not fit in memory: some of its rows start again", batch.step)
-        if not intact:
-            return FinishedStep(StepResult(batch.step, [-1] * len(rows), lost=list(range(len(rows)))))
-        part = launch_in_parts(Batch(batch.step, tuple(rows[index] for index in intact)), launch, device)
-        return PartialStep(batch, intact, part)
-    half = len(rows) // 2
-    logger.warning("step %d does not fit in memory: its %d rows are halved", batch.step, len(rows))
-    first = launch_in_parts(Batch(batch.step, rows[:half]), launch, device)
-    return SplitStep(batch.step, (first, launch_in_parts(Batch(batch.step, rows[half:]), launch, device)), half)
+        places: list[Sequence[int]] = [intact] if intact else []
+    else:
+        logger.warning("step %d does not fit in memory: its %d rows are halved", batch.step, len(rows))
+        places = [range(len(rows) // 2), range(len(rows) // 2, len(rows))]
+    parts: list[tuple[Sequence[int], StepHandle]] = []
+    for part in places:
+        own = Batch(batch.step, tuple(rows[index] for index in part))
+        parts.append((part, launch_in_parts(own, launch, device)))
+    return JoinedStep(batch, parts)
 
 
 @dataclass(frozen=True, slots=True)
-class SplitStep:
-    """A `step.StepHandle` of a step that was launched in two parts, one after the other."""
+class JoinedStep:
+    """A `step.StepHandle` of a step that was launched in parts, one after the other."""
 
-    step: int
-    parts: tuple[StepHandle, StepHandle]
-    size: int
-    """Rows of the first part."""
+    batch: Batch
+    parts: Sequence[tuple[Sequence[int], StepHandle]]
+    """Each part, with the rows of `batch` that it computes. Rows of no part are lost."""
 
     @property
     def ready(self) -> bool:
-        return all(part.ready for part in self.parts)
+        return all(part.ready for _, part in self.parts)
 
     def block(self) -> None:
-        for part in self.parts:
+        for _, part in self.parts:
             part.block()
 
     def wait(self) -> StepResult:
-        first, second = (part.wait() for part in self.parts)
-        joined = StepResult(self.step, [*first.tokens, *second.tokens], seconds=first.seconds + second.seconds)
-        for name in _BY_ROW:
-            moved = {self.size + index: value for index, value in getattr(second, name).items()}
-            getattr(joined, name).update(getattr(first, name) | moved)
-        joined.lost = first.lost + [self.size + index for index in second.lost]
-        return joined
-
-
-@dataclass(frozen=True, slots=True)
-class PartialStep:
-    """A `step.StepHandle` of a step of which only some rows could be launched."""
-
-    batch: Batch
-    rows: tuple[int, ...]
-    """Rows of `batch` that `part` computes."""
-    part: StepHandle
-
-    @property
-    def ready(self) -> bool:
-        return self.part.ready
-
-    def block(self) -> None:
-        self.part.block()
-
-    def wait(self) -> StepResult:
-        part = self.part.wait()
-        whole = StepResult(self.batch.step, [-1] * len(self.batch.rows), seconds=part.seconds)
-        for place, index in enumerate(self.rows):
-            whole.tokens[index] = part.tokens[place]
-        for name in _BY_ROW:
-            getattr(whole, name).update({self.rows[place]: value for place, value in getattr(part, name).items()})
-        launched = {*self.rows} - {self.rows[place] for place in part.lost}
-        whole.lost = [index for index in range(len(self.batch.rows)) if index not in launched]
+        whole = StepResult(self.batch.step, [-1] * len(self.batch.rows))
+        lost = dict.fromkeys(range(len(whole.tokens)))
+        for rows, part in self.parts:
+            result = part.wait()
+            whole.seconds += result.seconds
+            for place, index in enumerate(rows):
+                whole.tokens[index] = result.tokens[place]
+                if place not in result.lost:
+                    del lost[index]
+            for name in _BY_ROW:
+                getattr(whole, name).update({rows[place]: value for place, value in getattr(result, name).items()})
+        whole.lost = list(lost)
         return whole

@@ -119,7 +119,6 @@ async def test_the_stored_cache_is_found_after_sleep(tmp_path: Path, checkpoint:
     settings = {"kv_cache_dir": str(tmp_path / "kv"), "page_size": 16, "dtype": "float32"}
     async with await engine_on(checkpoint("llama"), **settings) as engine:
         store = engine.core.loop.sources.tiers[0]
-        assert store is not None
         store.rates = store.rates._replace(read=1e12, compute=1.0)
         before = await engine.generate(PROMPTS[0], PARAMS)
         await engine.sleep()

@@ -278,7 +278,7 @@ def _load_encoder_frontend(
     grammars = make_grammars(tokenizer, loaded.eos_token_ids, loaded.vocab_size, config)
     planner = make_planner(tokenizer, grammars, config)
     _await_kernels(ahead, progress)
-    runner = build_encoder_runner(loaded, pooler, cores, progress)
+    runner = build_encoder_runner(loaded, pooler, cores, progress, scores=not pooling.modes)
     progress.say_compiled()
     return _assemble(path, loaded, tokenizer, runner, None, grammars, planner, config, vectors)
 

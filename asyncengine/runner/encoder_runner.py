@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import time
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -16,56 +14,14 @@ from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
 from asyncengine.models.encoder import Encoder
 from asyncengine.models.loading import LoadedEncoder
 from asyncengine.models.progress import LoadProgress
-from asyncengine.pooling.pool import NON_FINITE, Pooler, Span
+from asyncengine.pooling.pool import Pooler, Span
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.runner.first_steps import GREEDY, first_lengths
 from asyncengine.runner.model_runner import SMALL
 from asyncengine.runner.parts import launch_in_parts
+from asyncengine.runner.pending import PendingStep
 from asyncengine.stats import ThreadStats
-from asyncengine.step import Batch, Row, StepHandle, StepResult
-
-
-@dataclass(slots=True, eq=False)
-class PendingVectors:
-    """A `step.StepHandle` of a launched step of an encoder."""
-
-    batch: Batch
-    readback: Readback
-    numbers: torch.Tensor
-    """On the host once `readback` has arrived: hidden states [T, width], or scores [rows, labels]."""
-    pooler: Pooler | None
-    """None: these are scores."""
-    began: float = field(default_factory=time.perf_counter)
-    _result: StepResult | None = None
-
-    @property
-    def ready(self) -> bool:
-        return self.readback.ready
-
-    def block(self) -> None:
-        """Pools as well: that is not for the thread of an event loop."""
-        self.readback.wait()
-        self._result = self._read()
-
-    def wait(self) -> StepResult:
-        if self._result is None:
-            self.block()
-        assert self._result is not None
-        return self._result
-
-    def _read(self) -> StepResult:
-        rows = self.batch.rows
-        result = StepResult(self.batch.step, [-1] * len(rows))
-        if self.pooler is None:
-            for index, scores in enumerate(self.numbers.float().numpy()):
-                if np.isfinite(scores).all():
-                    result.vectors[index] = scores
-                else:
-                    result.errors[index] = NON_FINITE
-        else:
-            self.pooler.read(rows, _spans(rows), self.numbers, result)
-        result.seconds = time.perf_counter() - self.began
-        return result
+from asyncengine.step import Batch, Row, StepHandle
 
 
 class EncoderRunner:
@@ -80,15 +36,15 @@ class EncoderRunner:
     step_costs = draft_costs = None
     windows: tuple[tuple[int, int], ...] = ()
 
-    def __init__(self, loaded: LoadedEncoder, pooler: Pooler | None, cores: Cores | None = None) -> None:
-        """`pooler`: None for a classifier, whose head gives scores."""
-        self.cores = Cores(device=loaded.device) if cores is None else cores
+    def __init__(self, loaded: LoadedEncoder, pooler: Pooler, cores: Cores, *, scores: bool) -> None:
+        """`scores`: it is a classifier, whose head gives each text one row of scores to be pooled."""
+        self.cores, self._scores = cores, scores
         self.weights_bytes = loaded.weights_bytes
         self.fused, self.stored = loaded.fused, loaded.stored
         self._model: Encoder | None = loaded.model
         self._device = loaded.device
         self._copies = copy_stream(loaded.device)
-        self._pooler = pooler
+        self._pooler: Pooler | None = pooler
         self._small = loaded.weights_bytes <= SMALL
         self.batch_variance = loaded.model.unsteady
         self._compiled = self.batch_variance is None
@@ -97,21 +53,24 @@ class EncoderRunner:
         """Start one step, in parts where it does not fit in memory (`parts`). Raising means the runner is broken."""
         return launch_in_parts(batch, self._launch, self._device)
 
-    def _launch(self, batch: Batch) -> PendingVectors:
+    def _launch(self, batch: Batch) -> PendingStep:
         assert self._model is not None
+        assert self._pooler is not None
         counts = [row.num_scheduled for row in batch.rows]
         tokens: list[int] = []
         for row in batch.rows:
             if row.start or len(row.tokens) != row.num_scheduled:
                 raise ValueError(f"row of slot {row.slot}: a part of a text, and an encoder needs all of it")
             tokens += row.tokens
-        with torch.inference_mode(), on_device(self._device), self._threads():
+        cores = self.cores.step(torch_alone=self._compiled, small=self._small)
+        with torch.inference_mode(), on_device(self._device), cores:
             ids = upload(np.array(tokens, dtype=np.int64), self._device)
             numbers = self._model.forward(ids, counts, self._segments(batch))
-            if self._pooler is None:
-                numbers = self._model.classify(numbers, counts)
+            if self._scores:
+                numbers, counts = self._model.classify(numbers, counts), [1] * len(counts)
+            spans = [Span(row, *ends) for row, ends in enumerate(pairwise(accumulate(counts, initial=0)))]
             readback = Readback(self._copies)
-            pending = PendingVectors(batch, readback, readback.fetch(numbers), self._pooler)
+            pending = PendingStep(batch, readback, False, pooling=(self._pooler, spans, readback.fetch(numbers)))
             readback.send()
         return pending
 
@@ -125,9 +84,6 @@ class EncoderRunner:
             for row, begin in zip(batch.rows, begins, strict=True)
         ]
         return upload(np.concatenate(types).astype(np.int64), self._device)
-
-    def _threads(self) -> AbstractContextManager[None]:
-        return self.cores.step(torch_alone=self._compiled, small=self._small)
 
     def threads(self) -> ThreadStats:
         """The threads that compute steps. May be called from any thread."""
@@ -152,19 +108,11 @@ class EncoderRunner:
 
 
 def build_encoder_runner(
-    loaded: LoadedEncoder, pooler: Pooler | None, cores: Cores, progress: LoadProgress
+    loaded: LoadedEncoder, pooler: Pooler, cores: Cores, progress: LoadProgress, *, scores: bool
 ) -> EncoderRunner:
     """A runner that has run its first steps."""
-    runner = EncoderRunner(loaded, pooler, cores)
+    runner = EncoderRunner(loaded, pooler, cores, scores=scores)
     with progress:
         progress.stage("running a first step")
         runner.warm_up(loaded.max_model_len)
     return runner
-
-
-def _spans(rows: tuple[Row, ...]) -> list[Span]:
-    spans, end = [], 0
-    for index, row in enumerate(rows):
-        spans.append(Span(index, end, end + row.num_scheduled))
-        end += row.num_scheduled
-    return spans

@@ -83,9 +83,9 @@ def described(info: ModelInfo, model: VectorModel, tokenizer: TextTokenizer | No
     )
 
 
-def encoder_pooler(loaded: LoadedEncoder, spec: PoolingSpec, config: EngineConfig) -> tuple[Pooler | None, VectorModel]:
-    """The pooler (None where a head pools) and description of an encoder. Raises `UnsupportedModel`, `ModelNotFound`,
-    and `InvalidParameter` for adapters, which encoders do not take."""
+def encoder_pooler(loaded: LoadedEncoder, spec: PoolingSpec, config: EngineConfig) -> tuple[Pooler, VectorModel]:
+    """The pooler (of a head's scores, where that pools) and description of an encoder. Raises `UnsupportedModel`,
+    `ModelNotFound`, and `InvalidParameter` for adapters, which encoders do not take."""
     from asyncengine.pooling.pool import Pooler
 
     if config.adapters or config.adapter_root is not None:
@@ -96,7 +96,7 @@ def encoder_pooler(loaded: LoadedEncoder, spec: PoolingSpec, config: EngineConfi
         labels = loaded.model.num_labels
         if labels != len(spec.labels):
             raise UnsupportedModel(f"{loaded.name} has a head of {labels} labels, and names {len(spec.labels)}")
-        return None, VectorModel(spec, labels)
+        return Pooler(replace(spec, modes=("lasttoken",)), labels), VectorModel(spec, labels)
     pooler = Pooler(spec, loaded.model.hidden_size)
     return pooler, VectorModel(spec, pooler.dimensions)
 

@@ -126,8 +126,8 @@ class PrefixSources:
     async def flush(self) -> None:
         """Wait until all that was computed is stored and, once closed, until nothing runs; also when cancelled."""
         self._save()
-        with anyio.CancelScope(shield=True):
-            for source in self.tiers:
+        for source in self.tiers:
+            with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(source.flush, LAST_WRITES)
 
     def close(self) -> None:

@@ -8,19 +8,18 @@ a reading from the durable cache (`scheduler.restores`).
 from __future__ import annotations
 
 import os
-import secrets
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from asyncengine.engine.loop import EngineLoop
 from asyncengine.engine.threads import finished_blocking
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.errors import EngineClosed, InvalidParameter, RequestFailed
-from asyncengine.kvcache.store.disk import SystemDisk
+from asyncengine.kvcache.store.disk import SystemDisk, written_whole
 from asyncengine.kvcache.store.prefix_stream import PrefixReader, write_prefix
 from asyncengine.kvcache.store.record import Identity, RecordError
 from asyncengine.options import ChatMessages, Prompt
@@ -114,7 +113,7 @@ class Prefixes:
             if not tokens:
                 limit = f"is too short: pages have {kv.page_size} tokens, and it has {spec.prompt_len}"
                 raise InvalidParameter("prefix", limit)
-            with _written_whole(path) as file:
+            with written_whole(path) as file:
                 write_prefix(
                     file, identity, namespace, tokens, kv.page_size, places, memory, lambda: kv.is_pinned(ticket)
                 )
@@ -242,20 +241,3 @@ def path_of(file: Any) -> Path:
     if "\0" in str(path):
         raise InvalidParameter("file", "must be the path of a file", file)
     return path
-
-
-@contextmanager
-def _written_whole(path: Path) -> Iterator[BinaryIO]:
-    """A file for this user alone (0600) that takes the name `path` when it is written and on the disk."""
-    disk, unfinished = SystemDisk(), path.with_name(f".{secrets.token_hex(8)}.unfinished")
-    try:
-        with os.fdopen(disk.open(str(unfinished), create=True), "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-        disk.sync_folder(str(path.parent))
-    except BaseException:
-        with suppress(OSError):
-            unfinished.unlink()
-        raise

@@ -22,7 +22,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.engine.prefix_store import PrefixStore
 from asyncengine.errors import InvalidParameter
 from asyncengine.kernels.cache_folder import cache_root
-from asyncengine.kvcache.store.disk import SystemDisk
+from asyncengine.kvcache.store.disk import SystemDisk, written_whole
 from asyncengine.kvcache.store.record import Identity, fingerprint_of
 from asyncengine.kvcache.store.segments import SegmentStore
 
@@ -150,7 +150,11 @@ def weights_digest(files: Sequence[Path], folder: Path | None) -> str:
             known[key], new = _digest_of_file(file, file.stat().st_size), True
         digests.append(known[key])
     if new and folder is not None:
-        _write_known(folder / _KNOWN, dict(list(known.items())[-1000:]))
+        try:
+            with written_whole(folder / _KNOWN) as kept:
+                kept.write(json.dumps(dict(list(known.items())[-1000:])).encode())
+        except OSError as error:
+            logger.info("digests of weights are not kept: %s", error)
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
@@ -174,17 +178,6 @@ def _digest_of_file(file: Path, size: int) -> str:
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         return hashlib.sha256(b"".join(threads.map(digest, range(0, size, _PIECE)))).hexdigest()
-
-
-def _write_known(file: Path, known: dict[str, str]) -> None:
-    unfinished = file.with_name(f".{_KNOWN}.{os.getpid()}")
-    try:
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            json.dump(known, stream)
-        unfinished.replace(file)
-    except OSError as error:
-        logger.info("digests of weights are not kept: %s", error)
 
 
 def _follows_length(model_config: dict[str, Any]) -> bool:

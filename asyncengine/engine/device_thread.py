@@ -9,7 +9,6 @@ does, and a thread that waits for the device without the lock is all that is lef
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import queue
 import threading
 import time
@@ -21,10 +20,13 @@ import anyio
 
 from asyncengine.device.frozen_heap import HEAP
 from asyncengine.device.switching import INTERPRETER
+from asyncengine.engine.threads import finished, promised
 from asyncengine.step import Batch, Executor, StepHandle, StepResult
 
 _LATE = 0.005
 """Seconds of a step on the loop's thread after which timers that are due are looked at before its result is told."""
+_PATIENCE = 5.0
+"""Seconds that `DeviceThread.aclose` waits for its thread to end, at most."""
 
 
 class Runner(Protocol):
@@ -82,13 +84,7 @@ class DeviceThread:
     The threads are daemons: a forward pass that never returns must not keep the program from ending.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        name: str = "asyncengine-device",
-        switch_interval: float | None = None,
-        depth: int = 1,
-    ) -> None:
+    def __init__(self, executor: Executor, switch_interval: float | None, depth: int) -> None:
         """`switch_interval`: seconds, of the interpreter while the thread lives (`device.switching`). `depth`: steps in
         flight at a time.
 
@@ -110,10 +106,10 @@ class DeviceThread:
         self._handed_over = self._handled = 0
         """Jobs of the thread so far: the first is counted by the loop's, the second by itself."""
         self._closing = False
-        self._ended: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._ended = promised()
+        self._thread = threading.Thread(target=self._work, name="asyncengine-device", daemon=True)
         self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
-        self._waiter = threading.Thread(target=self._wait, name=f"{name}-results", daemon=True)
+        self._waiter = threading.Thread(target=self._wait, name="asyncengine-device-results", daemon=True)
 
     def launch(self, batch: Batch) -> asyncio.Future[StepResult]:
         self._start()
@@ -212,13 +208,7 @@ class DeviceThread:
                 self._serve()
             HEAP.end(self.executor.close)
         finally:
-            self._tell_ended()
-
-    def _tell_ended(self) -> None:
-        if self._ended is not None:
-            loop, ended = self._ended
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(_set, ended)
+            self._ended.set_result(None)
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -249,21 +239,14 @@ class DeviceThread:
         if not self._closing:
             self._closing = True
             self._jobs.put(None)
-            self._start()
+            self._start()  # if it never ran: the executor is closed on this thread in any case
 
-    async def aclose(self, patience: float = 5.0) -> None:
-        """Stop after the current step; wait up to `patience` seconds for the thread to end."""
-        if self._closing:
-            return
-        self._closing = True
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
-        self._ended = (loop, ended)
-        self._jobs.put(None)
-        self._start()  # if it never ran: the executor is closed on this thread in any case
-        with anyio.CancelScope(shield=True), anyio.move_on_after(patience):
-            await ended
-            self._thread.join(patience)
+    async def aclose(self) -> None:
+        if not self._closing:
+            self.close_soon()
+            with anyio.CancelScope(shield=True), anyio.move_on_after(_PATIENCE):
+                await finished(self._ended)
+                self._thread.join(_PATIENCE)
 
 
 def _outcome(work: Callable[[], Any]) -> Any:
@@ -288,11 +271,6 @@ def _read(launched: _Launched, failure: BaseException | None) -> None:
     result = launched.job.result
     if not result.done():
         _settle(result, _outcome(launched.handle.wait) if failure is None else failure)
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def _settle(result: asyncio.Future[Any], outcome: Any) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
 import importlib.util
 import threading
 import weakref
@@ -21,6 +20,7 @@ import anyio
 
 from asyncengine.device.process import PROCESS
 from asyncengine.engine.loop import CANCELLED, EngineLoop
+from asyncengine.engine.threads import finished, promised
 from asyncengine.errors import EngineClosed, InvalidParameter, WrongLoop
 from asyncengine.scheduler.messages import Drain
 
@@ -45,32 +45,6 @@ class Host(Protocol):
     def check_awaitable(self) -> None:
         """Raises `WrongLoop` where awaiting on the running loop would wait for ever."""
         ...
-
-
-class _Ending:
-    """The end of an engine's loop: told once, from any thread; awaited on any loop."""
-
-    def __init__(self) -> None:
-        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
-        self._lock = threading.Lock()
-        self._reported = False
-
-    def tell(self) -> None:
-        with self._lock:
-            self._reported = True
-            waiting, self._waiting = self._waiting, []
-        for loop, future in waiting:
-            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits there
-                loop.call_soon_threadsafe(_settle, future)
-
-    async def wait(self) -> None:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-        with self._lock:
-            if self._reported:
-                return
-            self._waiting.append((loop, future))
-        await future
 
 
 class _LoopWatch:
@@ -100,7 +74,7 @@ class OwnedHost:
 
     def __init__(self, engine: EngineLoop) -> None:
         self._engine = engine
-        self._ending = _Ending()
+        self._ending = promised()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: int | None = None
         self._watching: weakref.finalize[[], _LoopWatch] | None = None
@@ -135,13 +109,13 @@ class OwnedHost:
                 engine.end_all()
                 engine.runner.close_soon()
         finally:
-            self._ending.tell()
+            self._ending.set_result(None)
 
     async def wait_ended(self) -> None:
         loop = self._loop
         if loop is not None and not loop.is_closed() and not loop.is_running() and not self._engine.inbox.closed:
             raise WrongLoop("an owned engine ends on its own loop, which is not running: close it there")
-        await self._ending.wait()  # neither cancels it with the caller nor takes its cancellation for ours
+        await finished(self._ending)
 
     def drives_this_thread(self) -> bool:
         running = not self._engine.inbox.closed and self._engine.failure is None
@@ -165,7 +139,7 @@ class ThreadHost:
         self._born = PROCESS.generation
         self._engine = engine
         self._use_uvloop = use_uvloop
-        self._ending = _Ending()
+        self._ending = promised()
         engine.have_loop()
         # A daemon: a program that forgets to close its engine must still be able to end.
         self._thread = threading.Thread(target=self._main, name="asyncengine-loop", daemon=True)
@@ -186,10 +160,10 @@ class ThreadHost:
             anyio.run(self._engine.run, backend_options={"use_uvloop": self._use_uvloop})
         finally:
             atexit.unregister(self._close_at_exit)
-            self._ending.tell()
+            self._ending.set_result(None)
 
     async def wait_ended(self) -> None:
-        await self._ending.wait()
+        await finished(self._ending)
         self.join()
 
     def join(self, timeout: float | None = None) -> None:
@@ -202,8 +176,3 @@ class ThreadHost:
 
     def check_awaitable(self) -> None:
         return  # its loop is no caller's
-
-
-def _settle(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

@@ -7,7 +7,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from asyncengine.errors import EngineClosed
 
@@ -30,8 +30,7 @@ def begun(work: Callable[[], T], name: str) -> Future[T]:
 
 
 def _begin(work: Callable[[], T], name: str) -> tuple[threading.Thread, Future[T]]:
-    done: Future[T] = Future()
-    done.set_running_or_notify_cancel()
+    done: Future[T] = promised()
 
     def run() -> None:
         try:
@@ -42,6 +41,13 @@ def _begin(work: Callable[[], T], name: str) -> tuple[threading.Thread, Future[T
     thread = threading.Thread(target=run, name=name, daemon=True)  # leaving the program does not wait for it
     thread.start()
     return thread, done
+
+
+def promised() -> Future[Any]:
+    """A future that nobody who waits for it can cancel."""
+    done: Future[Any] = Future()
+    done.set_running_or_notify_cancel()
+    return done
 
 
 def finished_blocking(work: Future[T]) -> T:

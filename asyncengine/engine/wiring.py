@@ -402,7 +402,7 @@ def wire(
     loop = EngineLoop(
         config,
         scheduler,
-        DeviceThread(executor, switch_interval=config.switch_interval, depth=config.max_steps_in_flight or 1),
+        DeviceThread(executor, config.switch_interval, config.max_steps_in_flight or 1),
         clock,
         grammars=grammars,
         adapters=adapters,

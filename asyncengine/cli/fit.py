@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -19,10 +19,17 @@ from asyncengine.cluster.nodes import MAX_MEMORY
 from asyncengine.config import EngineConfig
 
 if TYPE_CHECKING:
-    from asyncengine.device.machine import Machine
     from asyncengine.models.memory.needs import ModelNeeds
 
 HERE = "this machine"
+
+
+class Machine(NamedTuple):
+    """Bytes that are free now."""
+
+    host_free: int
+    devices_free: tuple[int, ...] = ()
+    """Free bytes of each CUDA device, by index."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,12 +50,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(model: str, config: EngineConfig) -> tuple[ModelNeeds, Machine]:
     """Imports torch, which takes a second."""
-    from asyncengine.device.machine import this_machine
+    import torch
+
+    from asyncengine.device.memory import free_bytes
     from asyncengine.engine.wiring import resolve_model
     from asyncengine.models.memory.needs import read_needs
 
     needs = read_needs(resolve_model(model), config)
-    return (replace(needs, name=model) if model == "demo" else needs), this_machine()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    free = tuple(free_bytes(torch.device("cuda", index)) for index in range(count))
+    return (replace(needs, name=model) if model == "demo" else needs), Machine(free_bytes(torch.device("cpu")), free)
 
 
 def claim_of(needs: ModelNeeds, tokens: int, config: EngineConfig) -> Claim:
@@ -79,7 +90,7 @@ def as_dict(
         "kv_tokens": tokens,
         "total_bytes": needs.total(tokens),
         "claim": asdict(claim),
-        "machine": asdict(machine),
+        "machine": machine._asdict(),
         "fits": fits,
         "on": where(found) if isinstance(found, Placement) else None,
         "why_not": None if fits else str(found),

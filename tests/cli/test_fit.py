@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from asyncengine.cli import fit
+from asyncengine.cli.fit import Machine
 from asyncengine.cli.main import main
-from asyncengine.device.machine import Machine
 
 MIB = 2**20
 

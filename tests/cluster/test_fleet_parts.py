@@ -22,8 +22,7 @@ from asyncengine.cluster.fleet.replica import OutboxMailbox
 from asyncengine.cluster.fleet.stats import sum_stats
 from asyncengine.engine.inbox import Inbox
 from asyncengine.errors import AdapterInUse, AdapterNotFound, GrammarError
-from asyncengine.kvcache import PageCounts, StateCounts
-from asyncengine.kvcache.store import StoreCounts
+from asyncengine.kvcache import PageCounts, StateCounts, StoreCounts
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.outputs import Chunk, Usage
 from asyncengine.scheduler.messages import GrammarReady

@@ -9,8 +9,7 @@ from typing import Any
 
 from asyncengine.cluster.fleet.dispatcher import Dispatcher
 from asyncengine.cluster.routing import Role
-from asyncengine.kvcache import PageCounts, StateCounts
-from asyncengine.kvcache.store import StoreCounts
+from asyncengine.kvcache import PageCounts, StateCounts, StoreCounts
 from asyncengine.stats import EngineStats, ImageStats, Summary, ThreadStats
 
 

@@ -6,22 +6,21 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
 from math import inf
+from typing import NamedTuple
 
-from asyncengine.engine.mailbox import Waiter, wake_all
+from asyncengine.engine.threads import finished, promised
 from asyncengine.errors import EngineClosed, QueueFull
 
 
-@dataclass(slots=True, eq=False)
-class _QueuedSubmit:
+class _QueuedSubmit(NamedTuple):
     """One caller in line for places in the queue."""
 
     samples: int
     tokens: int
-    waiter: Waiter
-    granted: bool = False
-    expired: bool = False
+    granted: Future[bool]
+    """False: its time was up."""
 
 
 Left = Callable[[], float]
@@ -67,11 +66,10 @@ class QueueLimit:
 
         False: `left()`, the seconds it may still wait, came to 0 before; it has left the line.
         """
-        loop = asyncio.get_running_loop()
-        waiter = loop.create_future()
-        place = self._join_line(samples, tokens, waiter)
+        place = self._join_line(samples, tokens)
         if place is None:
             return True
+        loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle | None = None
 
         def look() -> None:
@@ -79,56 +77,50 @@ class QueueLimit:
             seconds = left()
             if seconds > 0:
                 timer = None if seconds == inf else loop.call_later(seconds, look)
-            elif self._leave_line_unless_granted(place) and not waiter.done():
-                waiter.set_result(None)
+            else:
+                self._expire(place)
 
         look()
         try:
-            await waiter
+            return await finished(place.granted)
         except BaseException:
-            self._leave_line(place)
+            self._give_up(place)
             raise
         finally:
             if timer is not None:
                 timer.cancel()
-        return self._granted(place)
 
     def enter_blocking(self, samples: int, tokens: int, left: Left = _for_ever) -> bool:
         """The same for a plain thread."""
-        place = self._join_line(samples, tokens, threading.Event())
+        place = self._join_line(samples, tokens)
         if place is None:
             return True
-        assert not isinstance(place.waiter, asyncio.Future)
         try:
-            while not place.waiter.is_set():
+            while not place.granted.done():
                 seconds = left()
-                if seconds <= 0 and self._leave_line_unless_granted(place):
-                    break
-                place.waiter.wait(None if seconds == inf else min(max(0.0, seconds), threading.TIMEOUT_MAX))
+                if seconds <= 0:
+                    self._expire(place)
+                wait([place.granted], None if seconds == inf else min(max(0.0, seconds), threading.TIMEOUT_MAX))
         except BaseException:  # KeyboardInterrupt
-            self._leave_line(place)
+            self._give_up(place)
             raise
-        return self._granted(place)
+        return place.granted.result()
 
     def leave(self, samples: int, tokens: int) -> None:
         """`samples` samples started, or ended before; `tokens` prompt tokens in all."""
         with self._lock:
-            self._requests -= samples
-            self._tokens -= tokens
-            woken = self._grant()
-        if woken:
-            wake_all(woken)
+            self._take(-samples, -tokens)
+            self._grant()
 
     def close(self) -> None:
         """Admit no more requests; those in line are refused. Called on the engine's loop."""
         with self._lock:
             self._closed = True
-            woken = [place.waiter for place in self._line]
-            self._line.clear()
-        if woken:
-            wake_all(woken)
+            while self._line:
+                error = EngineClosed("the engine closed while the request waited for a place in its queue")
+                self._line.popleft().granted.set_exception(error)
 
-    def _join_line(self, samples: int, tokens: int, waiter: Waiter) -> _QueuedSubmit | None:
+    def _join_line(self, samples: int, tokens: int) -> _QueuedSubmit | None:
         with self._lock:
             self._check_open()
             full = self._full(samples, tokens)
@@ -137,42 +129,33 @@ class QueueLimit:
             if full is None and not self._line:
                 self._take(samples, tokens)
                 return None
-            place = _QueuedSubmit(samples, tokens, waiter)
+            place = _QueuedSubmit(samples, tokens, promised())
             self._line.append(place)
             return place
 
-    def _leave_line_unless_granted(self, place: _QueuedSubmit) -> bool:
-        """Leave the line because the time is up. False: no longer in it, and the waiter is set or about to be."""
+    def _expire(self, place: _QueuedSubmit) -> None:
+        """The time of `place` is up, unless it is out of the line already."""
         with self._lock:
-            if place not in self._line:
-                return False
-            self._line.remove(place)
-            place.expired = True
-            self.expired += place.samples
-            woken = self._grant()
-        if woken:
-            wake_all(woken)
-        return True
-
-    def _leave_line(self, place: _QueuedSubmit) -> None:
-        with self._lock:
-            if place.granted:
-                self._requests -= place.samples
-                self._tokens -= place.tokens
-            elif place in self._line:
+            if place in self._line:
                 self._line.remove(place)
-            woken = self._grant()
-        if woken:
-            wake_all(woken)
+                self.expired += place.samples
+                place.granted.set_result(False)
+                self._grant()
 
-    def _grant(self) -> list[Waiter]:
-        woken: list[Waiter] = []
+    def _give_up(self, place: _QueuedSubmit) -> None:
+        """Nobody waits for `place` any more."""
+        with self._lock:
+            if place in self._line:
+                self._line.remove(place)
+            elif place.granted.exception() is None and place.granted.result():
+                self._take(-place.samples, -place.tokens)
+            self._grant()
+
+    def _grant(self) -> None:
         while self._line and self._full(self._line[0].samples, self._line[0].tokens) is None:
             place = self._line.popleft()
-            place.granted = True
             self._take(place.samples, place.tokens)
-            woken.append(place.waiter)
-        return woken
+            place.granted.set_result(True)
 
     def _take(self, samples: int, tokens: int) -> None:
         self._requests += samples
@@ -181,12 +164,6 @@ class QueueLimit:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosed("the engine is closed or draining: it takes no more requests")
-
-    def _granted(self, place: _QueuedSubmit) -> bool:
-        """False: its time was up."""
-        if not place.granted and not place.expired:
-            raise EngineClosed("the engine closed while the request waited for a place in its queue")
-        return place.granted
 
     def _behind_others(self) -> tuple[str, int] | None:
         return ("max_queued_requests", self._max_requests or 0) if self._line else None

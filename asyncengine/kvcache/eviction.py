@@ -1,53 +1,13 @@
-"""Which cached page goes first. One small object per rule; the tree keeps leaves before parents whatever the rule."""
+"""Which cached page goes first: one key by rule; the tree keeps leaves before parents whatever the rule."""
 
 from __future__ import annotations
 
-from asyncengine.errors import InvalidParameter
-from asyncengine.kvcache.radix_tree import EvictionStrategy, Node
+from asyncengine.kvcache.radix_tree import EvictionKey
 
-
-class LRU:
-    """Least recently used first."""
-
-    name = "lru"
-
-    def key(self, node: Node) -> tuple[int, ...]:
-        return (node.last_used,)
-
-
-class LFU:
-    """Least often matched first, then least recently used."""
-
-    name = "lfu"
-
-    def key(self, node: Node) -> tuple[int, ...]:
-        return (node.hits, node.last_used)
-
-
-class FIFO:
-    """Oldest first, used or not."""
-
-    name = "fifo"
-
-    def key(self, node: Node) -> tuple[int, ...]:
-        return (node.created,)
-
-
-class ByPriority:
-    """Pages of the least important request first (a request's larger `priority` number is less important), then LRU."""
-
-    name = "priority"
-
-    def key(self, node: Node) -> tuple[int, ...]:
-        return (-node.priority, node.last_used)
-
-
-_ALL: tuple[type[EvictionStrategy], ...] = (LRU, LFU, FIFO, ByPriority)
-STRATEGIES = {rule.name: rule for rule in _ALL}
-"""Strategies by name, the setting's choices."""
-
-
-def eviction_strategy(name: str) -> EvictionStrategy:
-    if name not in STRATEGIES:
-        raise InvalidParameter("eviction", "must be one of " + ", ".join(STRATEGIES), name)
-    return STRATEGIES[name]()
+STRATEGIES: dict[str, EvictionKey] = {
+    "lru": lambda node: (node.last_used,),
+    "lfu": lambda node: (node.hits, node.last_used),  # least often matched
+    "fifo": lambda node: (node.created,),  # oldest, used or not
+    "priority": lambda node: (-node.priority, node.last_used),  # a larger number is a less important request
+}
+"""Keys by name, the setting's choices."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.block_pool import BlockPool
 from asyncengine.kvcache.cache_log import CacheLog, CacheNews
-from asyncengine.kvcache.eviction import eviction_strategy
+from asyncengine.kvcache.eviction import STRATEGIES
 from asyncengine.kvcache.lookback import Lookback, Window
 from asyncengine.kvcache.page_group import BESIDE, PageCounts, PageGroup
 from asyncengine.kvcache.page_table import PageTable
@@ -49,7 +49,7 @@ class KVCache:
         self.pool = BlockPool(num_pages)
         self.lookback = None if num_states else self._worthwhile(Lookback.of(windows))
         """Positions that layers see; None: all before their own, or as many as there are pages for."""
-        strategy = eviction_strategy(eviction)
+        strategy = STRATEGIES[eviction]
         self.pages = PageGroup(self.pool, page_size, strategy, self.lookback, most_ahead, keep=prefix_caching)
         self.tree = self.pages.tree
         self.states = StateGroup(num_states) if num_states else None

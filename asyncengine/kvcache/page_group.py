@@ -24,7 +24,7 @@ from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.block_pool import BlockPool
 from asyncengine.kvcache.lookback import Lookback
 from asyncengine.kvcache.page_table import PageTable
-from asyncengine.kvcache.radix_tree import EvictionStrategy, Namespace, Node, RadixTree, Span
+from asyncengine.kvcache.radix_tree import EvictionKey, Namespace, Node, RadixTree, Span
 from asyncengine.kvcache.retiring import Retiring
 
 BESIDE = 3
@@ -70,7 +70,7 @@ class PageGroup:
     """Pure bookkeeping of one group of layers: integers in, integers out."""
 
     def __init__(
-        self, pool: BlockPool, page_size: int, strategy: EvictionStrategy, lookback: Lookback | None = None,
+        self, pool: BlockPool, page_size: int, strategy: EvictionKey, lookback: Lookback | None = None,
         most_ahead: int = sys.maxsize, *, padded: bool = True, keep: bool = True,
     ) -> None:  # fmt: skip
         """`lookback`: how far back its layers look; None: to the beginning. `most_ahead`: tokens of a request that

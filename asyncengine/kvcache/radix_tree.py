@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Protocol
 
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.cache_log import CacheLog, page_hash, root_hash
@@ -60,21 +59,15 @@ class Node:
         self.noted = -1  # likewise: when the page was created that was noted last
 
 
-class EvictionStrategy(Protocol):
-    """Which cached page goes first when memory is needed (`eviction`).
-
-    Smallest key is evicted first. A node's key may only grow while the node lives: the tree revalidates lazily.
-    """
-
-    name: str
-
-    def key(self, node: Node) -> Any: ...
+EvictionKey = Callable[[Node], tuple[int, ...]]
+"""Key of a cached page (`eviction`), of which the smallest goes first when memory is needed. It may only grow while the
+node lives: the tree revalidates lazily."""
 
 
 class RadixTree:
     """Cached pages by (namespace, tokens). Holds page ids only; giving evicted ids back is the caller's business."""
 
-    def __init__(self, page_size: int, strategy: EvictionStrategy, lookback: Lookback | None = None) -> None:
+    def __init__(self, page_size: int, strategy: EvictionKey, lookback: Lookback | None = None) -> None:
         """`lookback`: how far back the model looks; None: to the beginning, and there are no holes."""
         self.page_size = page_size
         self.strategy = strategy
@@ -281,8 +274,8 @@ class RadixTree:
         elif node.namespace is not None and not node.locks and not node.children:
             self._roots.pop(node.namespace, None)
 
-    def _key(self, node: Node) -> tuple[bool, Any]:
-        return not node.passed, self.strategy.key(node)
+    def _key(self, node: Node) -> tuple[bool, tuple[int, ...]]:
+        return not node.passed, self.strategy(node)
 
     def _pass(self, node: Node, passed: bool) -> None:
         """Note whether `node` has been passed. Its key becomes smaller, so it must be queued once more."""

@@ -12,7 +12,19 @@ import torch
 
 from asyncengine.device.pinned import on_device, send, upload
 
-__all__ = ["Readback", "copy_stream", "on_device", "send", "upload"]
+__all__ = ["Readback", "copy_stream", "is_plain_thread", "on_device", "send", "upload"]
+
+
+_C: Any = torch._C
+"""torch has no public name for the modes that a thread is in."""
+
+
+def is_plain_thread(device: torch.device) -> bool:
+    """Are torch's settings for this thread those of a new one? A caller's coroutine may await within a stream, a
+    default device, autocast or a mode that traces operators, and all else that its event loop runs is in it, too."""
+    if _C._len_torch_function_stack() or _C._len_torch_dispatch_stack() or torch.is_autocast_enabled(device.type):
+        return False
+    return device.type != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
 
 
 def copy_stream(device: torch.device) -> torch.cuda.Stream | None:

@@ -17,8 +17,7 @@ from asyncengine.attention.flashinfer import FlashInferBackend
 from asyncengine.device.cores import Cores
 from asyncengine.device.memory import release_cached
 from asyncengine.device.pinned import Int64Array
-from asyncengine.device.plain_thread import is_plain_thread
-from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
+from asyncengine.device.transfer import Readback, copy_stream, is_plain_thread, on_device, upload
 from asyncengine.kernels.elsewhere import elsewhere
 from asyncengine.layers.recorded import MOST_TOKENS
 from asyncengine.layers.states import LoneTokens, StatePools, StateSegments, state_step

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from asyncengine import DEMO_MODEL
 from asyncengine.config import EngineConfig
-from asyncengine.device.plain_thread import is_plain_thread
+from asyncengine.device.transfer import is_plain_thread
 from asyncengine.models.loading import load_model
 from asyncengine.request_spec import RequestSpec
 from asyncengine.runner.building import build_runner

@@ -23,7 +23,7 @@ from asyncengine.errors import (
 )
 from asyncengine.pooling.spec import PoolingSpec
 from asyncengine.request_spec import Pooled
-from asyncengine.testing.fake_vectors import fake_vector
+from asyncengine.testing.fake_runner import fake_vector
 from asyncengine.testing.leaks import assert_nothing_held
 
 WIDTH = 3

@@ -21,8 +21,7 @@ from asyncengine.scheduler import Output, Scheduler
 from asyncengine.scheduler.messages import Abort, Message, StopText
 from asyncengine.step import Batch, Row, StepResult
 from asyncengine.testing import FakeExecutor, FakeModel, Recording
-from asyncengine.testing.fake_runner import content
-from asyncengine.testing.fake_vectors import fake_vector
+from asyncengine.testing.fake_runner import content, fake_vector
 
 EOS = 1
 MAX_TURNS = 20_000

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
 from typing import TYPE_CHECKING
 
 from asyncengine.device.process import PROCESS
-from asyncengine.engine.delivery import Delivery, Receiver
 from asyncengine.engine.loop import EngineLoop
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.engine.vectors.batch import TextBatch
@@ -20,47 +18,6 @@ if TYPE_CHECKING:
     from asyncengine.lora.registry import AdapterRegistry
 
 
-class RequestIds:
-    """Tickets by request id, from any thread.
-
-    An id may be used again, and stands for all its requests that have not ended.
-    """
-
-    def __init__(self, delivery: Delivery) -> None:
-        self._delivery = delivery
-        self._tickets: dict[str, list[int]] = {}
-        self._lock = threading.Lock()
-
-    def remember(self, request_id: str, receivers: Mapping[int, Receiver]) -> None:
-        """Note the tickets of requests that are about to be posted, and have `delivery` expect them."""
-        delivery = self._delivery
-        with self._lock:
-            if len(self._tickets) > 64 + 2 * (len(delivery.streams) + len(delivery.expected)):
-                self._forget_ended()
-            known = self._tickets.setdefault(request_id, [])
-            if len(known) > 64 + 2 * len(receivers):  # many batches of one call
-                known[:] = [ticket for ticket in known if self._alive(ticket)]
-            known += receivers
-            delivery.expected.update(receivers)
-
-    def unfinished(self, request_id: str) -> list[int]:
-        """Tickets of the id's requests that have not ended."""
-        with self._lock:
-            return [ticket for ticket in self._tickets.get(request_id, ()) if self._alive(ticket)]
-
-    def _forget_ended(self) -> None:
-        """Ids of ended requests pile up; drop them now and then, so that each costs O(1) on average."""
-        for request_id, tickets in list(self._tickets.items()):
-            alive = [ticket for ticket in tickets if self._alive(ticket)]
-            if alive:
-                self._tickets[request_id] = alive
-            else:
-                del self._tickets[request_id]
-
-    def _alive(self, ticket: int) -> bool:
-        return ticket in self._delivery.expected or ticket in self._delivery.streams
-
-
 class LoopClient:
     """Posts requests to one engine's loop: the samples of a prompt, or a batch of texts."""
 
@@ -68,7 +25,6 @@ class LoopClient:
         self.loop = loop
         self.closing = False
         self._adapters = adapters
-        self._request_ids = RequestIds(loop.delivery)
         self._born = PROCESS.generation
 
     # ---------------------------------------------------------------- in
@@ -116,7 +72,7 @@ class LoopClient:
         tickets = group.tickets
         if self.loop.hooks:
             group.mailbox.context = copy_context()
-        self._request_ids.remember(group.spec.request_id, group.receivers)
+        self.loop.delivery.expected.update(group.receivers)
         if self.loop.inbox.post(*group.specs):
             return
         for ticket in tickets:
@@ -150,7 +106,9 @@ class LoopClient:
 
     def abort(self, request_id: str) -> bool:
         """Abort every unfinished request labelled `request_id`. True if there was one."""
-        tickets = self._request_ids.unfinished(request_id)
+        delivery = self.loop.delivery  # in this order: a receiver goes from the first into the second
+        receivers = [*list(delivery.expected.items()), *list(delivery.streams.items())]
+        tickets = list({ticket: None for ticket, each in receivers if each.spec.request_id == request_id})
         self.abort_tickets(tickets)
         return bool(tickets)
 

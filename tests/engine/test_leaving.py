@@ -257,28 +257,11 @@ async def test_a_stream_left_while_it_waits_for_a_place_never_runs():
 async def test_ids_of_ended_requests_do_not_pile_up():
     async with make_engine() as engine:
         for i in range(400):
-            await engine.generate([2 + i % 90], greedy(1))
-        assert len(engine.core.client._request_ids._tickets) < 150
-
-
-async def test_many_posts_before_the_engine_looks_stay_linear():
-    async with make_engine() as engine:
-        core = engine.core
-        scans = 0
-        forget = core.client._request_ids._forget_ended
-
-        def counted() -> None:
-            nonlocal scans
-            scans += 1
-            forget()
-
-        core.client._request_ids._forget_ended = counted  # type: ignore[method-assign]
-        streams = [engine.stream([2, 3], greedy(1)) for _ in range(600)]
-        for stream in streams:
-            await stream.__aenter__()
-        assert scans < 20
-        for stream in streams:
-            stream.abort()
+            await engine.generate([2 + i % 90], greedy(1), request_id=str(i))
+        delivery = engine.core.loop.delivery
+        assert not delivery.expected
+        assert not delivery.streams
+        assert not engine.abort("2")
 
 
 async def test_a_dropped_stream_may_be_collected_while_its_thread_posts():

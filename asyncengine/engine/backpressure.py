@@ -143,7 +143,7 @@ class QueueLimit:
                 self._grant()
 
     def _give_up(self, place: _QueuedSubmit) -> None:
-        """Nobody waits for `place` any more."""
+        """The caller in line at `place` waits no more."""
         with self._lock:
             if place in self._line:
                 self._line.remove(place)

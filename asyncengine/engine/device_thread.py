@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import anyio
 
@@ -27,32 +27,6 @@ _LATE = 0.005
 """Seconds of a step on the loop's thread after which timers that are due are looked at before its result is told."""
 _PATIENCE = 5.0
 """Seconds that `DeviceThread.aclose` waits for its thread to end, at most."""
-
-
-class Runner(Protocol):
-    """Launches steps without blocking the event loop; results come back in launch order."""
-
-    def launch(self, batch: Batch) -> asyncio.Future[StepResult]: ...
-
-    def expect(self, result: asyncio.Future[StepResult]) -> None:
-        """The loop has nothing to do before this result of `launch`, the oldest that is not there, has come."""
-        ...
-
-    def call(self, work: Callable[[], None]) -> asyncio.Future[None]:
-        """Run `work` where steps run, after those that were launched before it."""
-        ...
-
-    def have_loop(self) -> None:
-        """The event loop that launches is nobody else's: short steps may be computed on its thread."""
-        ...
-
-    async def aclose(self) -> None:
-        """Stop after the current step and leave nothing behind. Idempotent."""
-        ...
-
-    def close_soon(self) -> None:
-        """The same without waiting, from any thread: the event loop that launched is closed."""
-        ...
 
 
 class _Job(NamedTuple):
@@ -73,7 +47,7 @@ class _Launched(NamedTuple):
 
 
 class DeviceThread:
-    """A `Runner`: launches steps first in first out, on one thread of its own or on that of the event loop.
+    """Launches steps without blocking the event loop, first in first out, on a thread of its own or on the loop's.
 
     The loop's thread launches what the executor says is brief, where the device computes meanwhile, or where the loop
     is nobody else's: handing a step over and its result back takes 100 us or more, of which most is waiting for a
@@ -112,6 +86,7 @@ class DeviceThread:
         self._waiter = threading.Thread(target=self._wait, name="asyncengine-device-results", daemon=True)
 
     def launch(self, batch: Batch) -> asyncio.Future[StepResult]:
+        """Launch a step; results come back in launch order."""
         self._start()
         loop = asyncio.get_running_loop()
         result: asyncio.Future[StepResult] = loop.create_future()
@@ -120,6 +95,7 @@ class DeviceThread:
         return result
 
     def have_loop(self) -> None:
+        """The event loop that launches is nobody else's: short steps may be computed on its thread."""
         self._may_launch_here = True
 
     def _advance(self) -> None:
@@ -173,6 +149,7 @@ class DeviceThread:
         return None
 
     def expect(self, result: asyncio.Future[StepResult]) -> None:
+        """The loop has nothing to do before this result of `launch`, the oldest that is not there, has come."""
         self._expected = result
         if self._flying and self._flying[0].job.result is result:
             launched = self._flying.popleft()
@@ -187,6 +164,7 @@ class DeviceThread:
         self._launched.put(launched)
 
     def call(self, work: Callable[[], None]) -> asyncio.Future[None]:
+        """Run `work` where steps run, after those that were launched before it."""
         self._start()
         loop = asyncio.get_running_loop()
         result: asyncio.Future[None] = loop.create_future()
@@ -235,13 +213,14 @@ class DeviceThread:
             del launched  # as above
 
     def close_soon(self) -> None:
-        """`aclose` for whoever has no event loop left: nobody waits for the current step."""
+        """Stop after the current step and leave nothing behind. From any thread; idempotent."""
         if not self._closing:
             self._closing = True
             self._jobs.put(None)
             self._start()  # if it never ran: the executor is closed on this thread in any case
 
     async def aclose(self) -> None:
+        """Stop as `close_soon` does, and wait some seconds for the thread's end."""
         if not self._closing:
             self.close_soon()
             with anyio.CancelScope(shield=True), anyio.move_on_after(_PATIENCE):

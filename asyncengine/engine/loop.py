@@ -24,7 +24,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.engine.backpressure import QueueLimit
 from asyncengine.engine.clock import Clock
 from asyncengine.engine.delivery import Delivery
-from asyncengine.engine.device_thread import Runner
+from asyncengine.engine.device_thread import DeviceThread
 from asyncengine.engine.inbox import Inbox
 from asyncengine.engine.prefix_sources import PrefixSources
 from asyncengine.engine.turns import Sleep, WeightUpdate, refusal
@@ -74,7 +74,7 @@ class EngineLoop:
         self,
         config: EngineConfig,
         scheduler: Scheduler,
-        runner: Runner,
+        runner: DeviceThread,
         clock: Clock,
         *,
         grammars: GrammarCompiler | None = None,

@@ -65,7 +65,7 @@ async def step_too_large(settings: Settings, folder: Path) -> str:
 
 def greedy_for_memory(engine: AsyncEngine) -> None:
     """From now on a step with a marked request really asks the device for a petabyte."""
-    executor: Any = engine.core.loop.runner.executor  # type: ignore[attr-defined]
+    executor: Any = engine.core.loop.runner.executor
     run = executor._run
 
     def hungry(pending: Any, masks: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -41,7 +42,7 @@ async def check_prompts(session: Session, folder: object, reference: Reference, 
 
 def _steps_without_logits(engine: AsyncEngine) -> list[int]:
     """The numbers of those that the engine will have launched."""
-    executor = engine.core.loop.runner.executor  # type: ignore[attr-defined]
+    executor: Any = engine.core.loop.runner.executor
     launch, seen = executor.launch, list[int]()
 
     def watched(batch: object) -> object:

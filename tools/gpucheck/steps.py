@@ -56,7 +56,7 @@ class StepClock:
         self._turn = dict.fromkeys(PARTS, 0.0)
         self._began = self._last = time.perf_counter()
         self._loop: Any = engine.core.loop
-        self._executor: Any = engine.core.loop.runner.executor  # type: ignore[attr-defined]
+        self._executor: Any = engine.core.loop.runner.executor
         self._methods = [method for method in _METHODS.values() if hasattr(self._loop, method)]
         for name, method in _METHODS.items():
             if method in self._methods:
@@ -70,7 +70,7 @@ class StepClock:
             taken.launch = time.perf_counter() - began
             return _TimedHandle(handle, taken)
 
-        self._executor.launch = timed_launch
+        self._executor.launch = timed_launch  # type: ignore[method-assign]
         self._stop_listening = engine.on_event(self._hear)
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ async def check_kind(settings: Settings, folder: Path, kind: str, forbid: Forbid
 
     async with small_engine(settings, folder, dtype="bfloat16", max_steps_in_flight=2, prefix_caching=False) as engine:
         await ask(engine)  # what is done once may wait
-        with watched(engine.core.loop.runner.executor, forbid) as seen:  # type: ignore[attr-defined]
+        with watched(engine.core.loop.runner.executor, forbid) as seen:
             await ask(engine)
     if seen.waits:
         raise CheckFailed(f"{len(seen.waits)} of {seen.launches} launches wait for the device, first {seen.waits[0]}")

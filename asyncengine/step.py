@@ -231,6 +231,24 @@ class StepResult:
     seconds: float = 0.0
     """Time the device worked on it."""
 
+    def put(self, index: int, row: Row, produced: Sequence[int]) -> None:
+        """Note the tokens of a row of this index: at least one."""
+        self.tokens[index] = produced[0]
+        if len(produced) > 1:
+            self.further[index] = list(produced[1:])
+        if row.drafts:
+            self.accepted[index] = num_agreed(row.drafts, produced)
+            self.drafted[index] = len(row.drafts)
+
+
+def num_agreed(drafts: Sequence[int], tokens: Sequence[int]) -> int:
+    """The number of `drafts` that are the first of `tokens`."""
+    most = min(len(drafts), len(tokens))
+    for count in range(most):
+        if drafts[count] != tokens[count]:
+            return count
+    return most
+
 
 class RecordPart(IntEnum):
     """The kind of memory that is kept of a prefix."""

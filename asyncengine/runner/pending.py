@@ -16,7 +16,16 @@ from asyncengine.pooling.pool import Pooler, Span
 from asyncengine.sampling.logprobs import LogprobTensors, token_logprobs
 from asyncengine.sampling.masks import AwaitedToken, FilledMasks, grammar_failed
 from asyncengine.sampling.sampler import NON_FINITE, Sampled, Sampler
-from asyncengine.step import Batch, ConstrainedToken, Row, StepResult, TokenLogprob, first_scored, sampling_places
+from asyncengine.step import (
+    Batch,
+    ConstrainedToken,
+    Row,
+    StepResult,
+    TokenLogprob,
+    first_scored,
+    num_agreed,
+    sampling_places,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -176,7 +185,8 @@ class PendingStep:
                     used = [(first + count, token) for count, token in enumerate(produced)]
                 else:
                     produced, used = self._constrained(row, first, tokens[first:sound], index, result)
-                self._put(result, index, row, produced)
+                if produced:  # else its matcher failed
+                    result.put(index, row, produced)
                 if scored and used and used[0][0] in scored:
                     result.logprobs[index] = [self._logprob(scored[place], place, token) for place, token in used]
             first = beyond
@@ -191,20 +201,8 @@ class PendingStep:
             index = self.sampling[first]
             row = self.batch.rows[index]
             beyond = first + 1 + len(row.drafts)
-            self._put(
-                result, index, row, _accepted(row.drafts, tokens[first:beyond]) if row.drafts else [tokens[first]]
-            )
+            result.put(index, row, _accepted(row.drafts, tokens[first:beyond]) if row.drafts else [tokens[first]])
             first = beyond
-
-    def _put(self, result: StepResult, index: int, row: Row, produced: list[int]) -> None:
-        if not produced:
-            return  # its matcher failed
-        result.tokens[index] = produced[0]
-        if len(produced) > 1:
-            result.further[index] = produced[1:]
-        if row.drafts:
-            result.accepted[index] = _agreed(row.drafts, produced)
-            result.drafted[index] = len(row.drafts)
 
     def _logprob(self, found: TokenLogprob, place: int, token: int) -> TokenLogprob:
         entry = found if found.token_id == token else self._score(place, token, len(found.top))
@@ -252,16 +250,7 @@ class PendingStep:
 
 def _accepted(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
     """The tokens that stand: each was sampled behind drafts that equal those before it."""
-    return list(sampled[: _agreed(drafts, sampled) + 1])
-
-
-def _agreed(drafts: Sequence[int], tokens: Sequence[int]) -> int:
-    """The number of `drafts` that are the first of `tokens`."""
-    most = min(len(drafts), len(tokens))
-    for count in range(most):
-        if drafts[count] != tokens[count]:
-            return count
-    return most
+    return list(sampled[: num_agreed(drafts, sampled) + 1])
 
 
 def every_place(batch: Batch, sampling: Sequence[int]) -> list[Row]:

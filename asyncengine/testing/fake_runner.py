@@ -304,23 +304,11 @@ class FakeExecutor:
             scored.append(TokenLogprob(token, -float(token) / self.model.vocab_size))
             if made.complete or produced != list(row.drafts[: len(produced)]):
                 break
-        self._put(index, row, result, produced, scored, made)
-
-    def _put(
-        self, index: int, row: Row, result: StepResult, produced: list[int], scored: list[TokenLogprob],
-        made: ConstrainedToken,
-    ) -> None:  # fmt: skip
-        result.tokens[index] = self.last_token[row.slot] = produced[0]
+        result.put(index, row, produced)
+        self.last_token[row.slot] = produced[0]
         if row.grammar is not None:
             result.constrained[index] = made
             self.confirmed[row.slot] = not (made.replaced or made.complete or len(produced) > 1)
-        if len(produced) > 1:
-            result.further[index] = produced[1:]
-        if row.drafts:
-            pairs = zip(row.drafts, produced, strict=False)
-            wrong = (count for count, (draft, token) in enumerate(pairs) if draft != token)
-            result.accepted[index] = next(wrong, min(len(row.drafts), len(produced)))
-            result.drafted[index] = len(row.drafts)
         if row.spec.params.logprobs:
             result.logprobs[index] = scored
 

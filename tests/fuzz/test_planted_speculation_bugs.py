@@ -15,7 +15,6 @@ from asyncengine.scheduler.request import Request
 from asyncengine.scheduler.scheduler import Scheduler
 from asyncengine.speculation.draft_pages import DraftPages
 from asyncengine.step import StepResult
-from asyncengine.testing import FakeExecutor
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -34,23 +33,23 @@ def publish_beyond_the_accepted(patch: pytest.MonkeyPatch) -> None:
 
 def count_one_too_many(patch: pytest.MonkeyPatch) -> None:
     """The token that was drawn last is taken to be computed as well."""
-    put = FakeExecutor._put
+    put = StepResult.put
 
-    def broken(self: FakeExecutor, index: int, row: Any, result: StepResult, *rest: Any) -> None:
-        put(self, index, row, result, *rest)
+    def broken(self: StepResult, index: int, row: Any, produced: Any) -> None:
+        put(self, index, row, produced)
         if row.drafts:
-            result.accepted[index] = min(len(row.drafts), result.accepted[index] + 1)
+            self.accepted[index] = min(len(row.drafts), self.accepted[index] + 1)
 
-    patch.setattr(FakeExecutor, "_put", broken)
+    patch.setattr(StepResult, "put", broken)
 
 
 def believe_every_draft(patch: pytest.MonkeyPatch) -> None:
-    put = FakeExecutor._put
+    put = StepResult.put
 
-    def broken(self: FakeExecutor, index: int, row: Any, result: StepResult, produced: Any, *rest: Any) -> None:
-        put(self, index, row, result, [*row.drafts, produced[-1]] if row.drafts else produced, *rest)
+    def broken(self: StepResult, index: int, row: Any, produced: Any) -> None:
+        put(self, index, row, [*row.drafts, produced[-1]] if row.drafts else produced)
 
-    patch.setattr(FakeExecutor, "_put", broken)
+    patch.setattr(StepResult, "put", broken)
 
 
 def launch_behind_drafts(patch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ from asyncengine.attention.flashinfer_plan import (
     pack_step,
     uploaded_size,
 )
-from asyncengine.device.pinned import CudaMemory, DeviceMemory, Int32Array
+from asyncengine.device.pinned import CudaMemory, Int32Array
 from asyncengine.device.shared_pools import SharedPools
 from asyncengine.kernels.cuda import triton_missing
 
@@ -80,7 +80,7 @@ class _Planned:
     a lone row stands for as many steps as a page has places.
     """
 
-    def __init__(self, wrapper: Any, memory: DeviceMemory, again: Any = None) -> None:
+    def __init__(self, wrapper: Any, memory: CudaMemory, again: Any = None) -> None:
         """`again`: in a graph, `flashinfer.fast_decode_plan`, which leaves the buffers to whoever fills them."""
         self._wrapper, self._again = wrapper, again
         self._event = memory.event()
@@ -139,7 +139,7 @@ class FlashInferBackend:
         max_pages_per_row: int,
         kv_dtype: torch.dtype | None = None,
         flashinfer: Any = None,
-        memory: DeviceMemory | None = None,
+        memory: CudaMemory | None = None,
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size

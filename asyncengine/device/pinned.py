@@ -6,7 +6,7 @@ What a plan needs is one small object, so that the host half of a GPU backend ca
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,47 +40,64 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-class Event(Protocol):
-    """A mark in the device's stream."""
+class Event:
+    """A mark in the current stream of its device, whichever device is current."""
+
+    def __init__(self, device: torch.device) -> None:
+        kind: Any = torch.cuda.Event  # untyped in torch
+        self._event = kind()
+        self._device = device
 
     def record(self) -> None:
         """Put the mark behind all work queued so far."""
-        ...
+        self._event.record(torch.cuda.current_stream(self._device))
 
     def synchronize(self) -> None:
         """Wait until the device has passed the mark."""
-        ...
+        self._event.synchronize()
 
 
-class DeviceMemory(Protocol):
-    """The operations on device memory that a plan needs. Copies are queued in the current stream; nothing here waits
-    for them."""
+class CudaMemory:
+    """The operations on the memory of a CUDA device that a plan needs. Copies are queued in the current stream; nothing
+    here waits for them. Tests have a stand-in on a CPU.
 
-    device: torch.device
+    Host arrays come from torch's pinned allocator, which hands memory out again only after the copies that read it
+    have run; so arrays are made anew each time instead of being reused, and no copy can race with the next step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def host(self, count: int) -> torch.Tensor:
         """A fresh int32 host array that can be copied without waiting."""
-        ...
+        return torch.empty(count, dtype=torch.int32, pin_memory=True)
 
     def reserve(self, count: int) -> torch.Tensor:
         """A zeroed int32 device array."""
-        ...
+        return torch.zeros(count, dtype=torch.int32, device=self.device)
 
     def upload(self, source: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         """Queue a copy of `source` (of `host`) to a fresh device array, or to the front of `into`; returns the copy."""
-        ...
+        if into is None:
+            return source.to(self.device, non_blocking=True)
+        target = into[: source.numel()]
+        target.copy_(source, non_blocking=True)
+        return target
 
     def event(self) -> Event:
         """A new event, not recorded yet."""
-        ...
+        return Event(self.device)
 
     def processors(self) -> int:
         """Streaming multiprocessors of the device."""
-        ...
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     def hopper(self) -> bool:
-        """The answer of `is_hopper`."""
-        ...
+        return is_hopper(self.device)
+
+
+_TURNS = 3
+"""Pinned arrays that are used in turns."""
 
 
 class FixedInputs:
@@ -89,7 +106,7 @@ class FixedInputs:
     A pinned array is written again once the copy that read it has run: an event behind each copy says when.
     """
 
-    def __init__(self, memory: DeviceMemory, count: int, kept: int = 0, entries: int = 3) -> None:
+    def __init__(self, memory: CudaMemory, count: int, kept: int = 0) -> None:
         """`count`: int32 elements sent at most. `kept`: those before them in `device`, which no copy touches."""
         self._memory = memory
         with torch.inference_mode(False):  # written in place inside of inference mode and outside
@@ -97,8 +114,8 @@ class FixedInputs:
             """int32 [kept + count]"""
             self.sent = self.device[kept:]
             """The part that is sent: int32 [count]."""
-            self._hosts = [memory.host(count) for _ in range(entries)]
-        self._copied: list[Event | None] = [None] * entries
+            self._hosts = [memory.host(count) for _ in range(_TURNS)]
+        self._copied: list[Event | None] = [None] * _TURNS
         self._turn = 0
 
     def take(self) -> torch.Tensor:
@@ -115,51 +132,3 @@ class FixedInputs:
         copied = self._copied[self._turn] or self._memory.event()
         copied.record()
         self._copied[self._turn] = copied
-
-
-class _CudaEvent:
-    """Recorded in the current stream of its device, whichever device is current."""
-
-    def __init__(self, device: torch.device) -> None:
-        kind: Any = torch.cuda.Event  # untyped in torch
-        self._event = kind()
-        self._device = device
-
-    def record(self) -> None:
-        self._event.record(torch.cuda.current_stream(self._device))
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
-
-
-class CudaMemory:
-    """`DeviceMemory` of a CUDA device.
-
-    Host arrays come from torch's pinned allocator, which hands memory out again only after the copies that read it
-    have run; so arrays are made anew each time instead of being reused, and no copy can race with the next step.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def host(self, count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=torch.int32, pin_memory=True)
-
-    def reserve(self, count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.int32, device=self.device)
-
-    def upload(self, source: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        if into is None:
-            return source.to(self.device, non_blocking=True)
-        target = into[: source.numel()]
-        target.copy_(source, non_blocking=True)
-        return target
-
-    def event(self) -> Event:
-        return _CudaEvent(self.device)
-
-    def processors(self) -> int:
-        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
-
-    def hopper(self) -> bool:
-        return is_hopper(self.device)

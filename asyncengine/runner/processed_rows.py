@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncengine.device.pinned import DeviceMemory, FixedInputs, Int64Array
+from asyncengine.device.pinned import CudaMemory, FixedInputs, Int64Array
 from asyncengine.kernels.cuda.row_numbers import MASK, NUMBERS, PLACE, POSITION, SLOT
 from asyncengine.runner import step_buffers
 from asyncengine.sampling.masks import FilledMasks, StepMasks
@@ -29,7 +29,7 @@ class ProcessedRows:
     """Graphs for 1, 2, 4 ... rows that are processed, and the memory that they work with."""
 
     def __init__(
-        self, memory: DeviceMemory, logits: torch.Tensor, inputs: torch.Tensor,
+        self, memory: CudaMemory, logits: torch.Tensor, inputs: torch.Tensor,
         chosen: tuple[torch.Tensor, torch.Tensor], last_token: torch.Tensor, sampler: Any, tables: Any,
     ) -> None:  # fmt: skip
         """A step's graph leaves, with one place to spare, logits [most + 1, vocab], inputs int64 [most + 1], and

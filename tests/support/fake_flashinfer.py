@@ -50,7 +50,7 @@ class FakeEvent:
 
 
 class FakeMemory:
-    """`DeviceMemory` on CPU: remembers which arrays would be pinned, which on the device, and which copies pend."""
+    """`CudaMemory` on CPU: remembers which arrays would be pinned, which on the device, and which copies pend."""
 
     def __init__(self, hopper: bool = False) -> None:
         self.device = torch.device("cpu")

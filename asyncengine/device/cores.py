@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,32 +33,21 @@ _FIRST_REST, _LONGEST_REST = 0.5, 16.0
 """Seconds until more threads are tried again; doubled each time that fails."""
 
 
-class RunningStep(Protocol):
-    """A step that is being computed."""
-
-    most: int
-    """Threads that it would use alone."""
-
-    def limit(self, threads: int) -> None:
-        """From now on, so many threads at most."""
-        ...
-
-
 class Sharing:
-    """The steps that are running in a process, each with its share of the cores."""
+    """The steps that are running in a process, each (its `Cores`) with its share of the cores."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: list[RunningStep] = []
+        self._running: list[Cores] = []
 
-    def enter(self, step: RunningStep) -> int:
+    def enter(self, step: Cores) -> int:
         """Give the number of threads for a step that begins now. It and the others are limited to their shares."""
         with self._lock:
             self._running.append(step)
             self._limit()
             return self._share(step)
 
-    def leave(self, step: RunningStep) -> None:
+    def leave(self, step: Cores) -> None:
         with self._lock:
             self._running.remove(step)
             self._limit()
@@ -67,7 +56,7 @@ class Sharing:
         for step in self._running:
             step.limit(self._share(step))
 
-    def _share(self, step: RunningStep) -> int:
+    def _share(self, step: Cores) -> int:
         return max(1, step.most // len(self._running))
 
 

@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextvars import Context
-from typing import Protocol
 
 import anyio
 
@@ -27,24 +26,6 @@ from asyncengine.scheduler.messages import Drain
 EXIT_PATIENCE = 10.0
 """Seconds that a program's end waits for a step to finish."""
 WATCH_PERIOD = 60.0
-
-
-class Host(Protocol):
-    """Runs an `EngineLoop` from `start` to its end."""
-
-    def start(self) -> None: ...
-
-    async def wait_ended(self) -> None:
-        """Until the loop has ended and left nothing behind."""
-        ...
-
-    def drives_this_thread(self) -> bool:
-        """Would blocking the current thread stop the engine?"""
-        ...
-
-    def check_awaitable(self) -> None:
-        """Raises `WrongLoop` where awaiting on the running loop would wait for ever."""
-        ...
 
 
 class _LoopWatch:
@@ -112,16 +93,19 @@ class OwnedHost:
             self._ending.set_result(None)
 
     async def wait_ended(self) -> None:
+        """Wait until the loop has ended and left nothing behind. Raises `WrongLoop` where that would be for ever."""
         loop = self._loop
         if loop is not None and not loop.is_closed() and not loop.is_running() and not self._engine.inbox.closed:
             raise WrongLoop("an owned engine ends on its own loop, which is not running: close it there")
         await finished(self._ending)
 
     def drives_this_thread(self) -> bool:
+        """Would blocking the current thread stop the engine?"""
         running = not self._engine.inbox.closed and self._engine.failure is None
         return running and threading.get_ident() == self._thread
 
     def check_awaitable(self) -> None:
+        """Raises `WrongLoop` where awaiting on the running loop would wait for ever."""
         loop = self._loop
         if loop is not None and not loop.is_running() and self.drives_this_thread():
             raise WrongLoop(
@@ -176,3 +160,7 @@ class ThreadHost:
 
     def check_awaitable(self) -> None:
         return  # its loop is no caller's
+
+
+Host = OwnedHost | ThreadHost
+"""Runs an `EngineLoop` from `start` to its end."""

@@ -63,14 +63,13 @@ class PeerPrefixes(Source):
 
     def __init__(
         self, kv: KVCache, identity: Identity, memory: PageMemory, clock: Clock, call: Call,
-        prompt_rate: float | None = None,
     ) -> None:  # fmt: skip
-        """`identity`: what the numbers in `memory` depend on; peers of another one are of no use. `prompt_rate`: tokens
-        of a prompt that the model computes in a second; None: it is seen as prompts come."""
+        """`identity`: what the numbers in `memory` depend on; peers of another one are of no use."""
         self._kv, self._memory, self._clock, self._call = kv, memory, clock, call
         self._identity: Identity | None = identity
         self._fingerprint = fingerprint_of(identity).hex()
-        self._compute = prompt_rate
+        self._compute: float | None = None
+        """Tokens of a prompt that the model computes in a second, as seen in the last step with a prompt."""
         self._read: dict[str, tuple[float, float]] = {}
         """Bytes a second of each peer, by name, and the clock reading until which that counts; 0.0: it failed."""
         self._pulls, self._answers = asyncio.Semaphore(MOST_PULLS), asyncio.Semaphore(MOST_PULLS)

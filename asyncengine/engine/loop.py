@@ -79,7 +79,6 @@ class EngineLoop:
         *,
         grammars: GrammarCompiler | None = None,
         adapters: AdapterStore | None = None,
-        queue_limit: QueueLimit | None = None,
         table: TokenTable | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -89,7 +88,7 @@ class EngineLoop:
         self.clock = clock
         self.grammars = grammars
         self.adapters = adapters
-        self.queue_limit = queue_limit or QueueLimit(None, None)
+        self.queue_limit = QueueLimit(config.max_queued_requests, config.max_queued_tokens)
         self.inbox: Inbox[Message] = Inbox()
         self.sources = PrefixSources(scheduler, clock, self._apply, self.inbox.post)
         self.meter = Meter()

@@ -22,7 +22,6 @@ from asyncengine.demo import (
 )
 from asyncengine.device.process import PROCESS, LoadAttempt
 from asyncengine.engine.adapter_wiring import allocate_adapters, make_adapters
-from asyncengine.engine.backpressure import QueueLimit
 from asyncengine.engine.clock import Clock, MonotonicClock
 from asyncengine.engine.device_thread import DeviceThread
 from asyncengine.engine.draft_wiring import load_draft, open_draft
@@ -255,8 +254,10 @@ def _load_frontend(
         progress.say_compiled()
         identify = identity_of(config, checkpoint, loaded, runner)
         tiers = [open_prefix_store(config, loaded, runner, identify, undo)]
-        parts = tokenizer, runner, adapters, grammars, planner, config, vectors, images, tiers, identify
-        frontend = _assemble(path, loaded, *parts)
+        frontend = _assemble(
+            path, loaded, tokenizer, runner, config, adapters=adapters, grammars=grammars, planner=planner,
+            vectors=vectors, images=images, tiers=tiers, identify=identify,
+        )  # fmt: skip
         undo.pop_all()
         return frontend
 
@@ -275,12 +276,10 @@ def _load_encoder_frontend(
     config = _resolve_overlap(config, loaded.device.type)
     tokenizer = _load_tokenizer(path, checkpoint, loaded, config)
     pooler, vectors = encoder_pooler(loaded, pooling, config)
-    grammars = make_grammars(tokenizer, loaded.eos_token_ids, loaded.vocab_size, config)
-    planner = make_planner(tokenizer, grammars, config)
     _await_kernels(ahead, progress)
     runner = build_encoder_runner(loaded, pooler, cores, progress, scores=not pooling.modes)
     progress.say_compiled()
-    return _assemble(path, loaded, tokenizer, runner, None, grammars, planner, config, vectors)
+    return _assemble(path, loaded, tokenizer, runner, config, vectors=vectors)
 
 
 def _await_kernels(ahead: CompileAhead, progress: LoadProgress) -> None:
@@ -341,9 +340,8 @@ def _resolve_overlap(config: EngineConfig, device_type: str) -> EngineConfig:
 
 def _assemble(
     path: str, loaded: Loaded, tokenizer: TextTokenizer | None, runner: ModelRunner | EncoderRunner,
-    adapters: AdapterRegistry | None, grammars: GrammarCompiler | None, planner: ChatPlanner | None,
-    config: EngineConfig, vectors: VectorModel | None = None, images: LoadedImages = NO_IMAGES,
-    tiers: Sequence[Source | None] = (), identify: Callable[[], Identity] | None = None,
+    config: EngineConfig, *, images: LoadedImages = NO_IMAGES, vectors: VectorModel | None = None,
+    identify: Callable[[], Identity] | None = None, **parts: Any,
 ) -> Frontend:  # fmt: skip
     info = info_of(bundled_name(path) or loaded.name, loaded, tokenizer, runner, images, config)
     if vectors is not None:
@@ -353,13 +351,11 @@ def _assemble(
     adapted = config.speculation_with_adapters
     adapted = info.dtype == "float32" if adapted is None else adapted
     config = config.replace(speculation_costs=costs, draft_costs=runner.draft_costs, speculation_with_adapters=adapted)
+    files = None if config.load_format == "dummy" else path
     frontend = wire(
-        runner, info, config, tokenizer=tokenizer, grammars=grammars, planner=planner, adapters=adapters,
-        vectors=vectors, images=images.prompts, tiers=tiers,
-    )  # fmt: skip
+        runner, info, config, tokenizer=tokenizer, vectors=vectors, images=images.prompts, files=files, **parts
+    )
     frontend.prefixes = Prefixes(frontend.loop, identify, getattr(runner, "page_memory", None))
-    if config.load_format != "dummy" and frontend.loop.write_again is not None:
-        frontend.loop.write_again = writing(runner.prepare_update, path, config)  # type: ignore[union-attr]
     if (ranks := getattr(runner, "ranks", None)) is not None:
         ranks.tell(frontend.loop.fail)
     if config.draft_model is not None and (draft := runner.memory.draft) is not None:  # type: ignore[union-attr]
@@ -381,9 +377,11 @@ def wire(
     vectors: VectorModel | None = None,
     images: ImagePrompts | None = None,
     tiers: Sequence[Source | None] = (),
+    files: str | None = None,
 ) -> Frontend:
     """Put an engine together around any executor (tests use a fake one). `vectors`: of a model that gives them.
-    `tiers`: places besides memory that have prefixes, in the order in which they are asked."""
+    `tiers`: places besides memory that have prefixes, in the order in which they are asked. `files`: the weights
+    that it is written with; None: those that `load_format="dummy"` makes up."""
     clock = clock or MonotonicClock()
     kv = KVCache(
         executor.num_pages,
@@ -406,7 +404,6 @@ def wire(
         clock,
         grammars=grammars,
         adapters=adapters,
-        queue_limit=QueueLimit(config.max_queued_requests, config.max_queued_tokens),
         table=None if tokenizer is None else tokenizer.table,
         recorder=recorder,
     )
@@ -421,7 +418,7 @@ def wire(
     update = getattr(executor, "prepare_update", None)
     frontend = Frontend(loop, validator, tokenizer, info, planner, adapters, threads, folder, update, vectors, images)
     frontend.prepare_release = getattr(executor, "prepare_release", None)
-    loop.write_again = None if update is None else writing(update, None, config)
+    loop.write_again = None if update is None else writing(update, files, config)
     return frontend
 
 

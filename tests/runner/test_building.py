@@ -207,7 +207,7 @@ def test_everything_is_built_on_its_device(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("asyncengine.models.reading.resolve_device", lambda _: CUDA)
     monkeypatch.setattr(loading, "load_model", told("model"))
     for name in ("make_adapters", "_assemble"):
-        monkeypatch.setattr(wiring, name, lambda *_: SimpleNamespace(list=list, close=lambda: None))
+        monkeypatch.setattr(wiring, name, lambda *_, **__: SimpleNamespace(list=list, close=lambda: None))
     monkeypatch.setattr("asyncengine.text.load_tokenizer", lambda *_, **__: None)
     monkeypatch.setattr("asyncengine.lora.layers.slots.install_lora", lambda *_: None)
     wiring.load_frontend("demo", EngineConfig())

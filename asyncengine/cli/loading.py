@@ -8,13 +8,13 @@ import gc
 import importlib
 import os
 import sys
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from typing import TypeVar
 
 from asyncengine import AsyncEngine, Engine, EngineConfig, shared_engine
 from asyncengine.cli.adapters import check_adapters
+from asyncengine.engine.threads import begun
 
 T = TypeVar("T")
 
@@ -62,16 +62,7 @@ async def open_async_engine(model: str, config: EngineConfig, *, hosted: bool = 
 
 def on_thread(work: Callable[[], T]) -> Future[T]:
     """Run `work` on a daemon thread: one that nobody has to wait for when the program is interrupted."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="asyncengine-import", daemon=True).start()
-    return done
+    return begun(work, "asyncengine-import")
 
 
 async def in_background(work: Callable[[], T]) -> T:

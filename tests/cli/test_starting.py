@@ -33,7 +33,7 @@ sys.meta_path.insert(0, Interrupt())
         ("asyncengine.cli.main fit demo", "asyncengine.config"),
         ("asyncengine fit demo", "asyncengine.cli.arguments"),
         ("asyncengine fit demo", "asyncengine.cli.fit"),
-        ("asyncengine fit demo", "asyncengine.device.machine"),
+        ("asyncengine fit demo", "asyncengine.device.memory"),
     ],
 )
 def test_ctrl_c_ends_a_command_that_starts(module: str, at: str, tmp_path: Path) -> None:

@@ -289,13 +289,7 @@ class StateGroup:
     def settle_reserved(self, slot: int, node: Node | None) -> None:
         """The reserved slot is the snapshot of `node` now, if that has none; None: it is nobody's."""
         del self._arriving[slot]
-        if node is None or node.state:
-            self._pool.give((slot,))
-        else:
-            node.state = slot
-            self._snapshots[slot] = Snapshot(slot, node)
-            if self.hung is not None:  # it may come from elsewhere than where they are kept
-                self.hung.append(self._snapshots[slot])
+        self._attach(slot, node)  # it may come from elsewhere than where they are kept
 
     def snapshot_of(self, node: Node) -> Snapshot | None:
         """The snapshot that hangs on `node`: another object for each time that one was taken."""
@@ -321,17 +315,21 @@ class StateGroup:
         """Make `slot` the snapshot of the node in `depth` pages on the path to `node`, if that has none."""
         while node.depth > depth:
             node = node.parent  # type: ignore[assignment]  # only a root has none, and its depth is 0
-        if node.depth < depth or node.state:
-            self._pool.give((slot,))
-        else:
-            node.state = slot
-            self._snapshots[slot] = Snapshot(slot, node)
-            if self.hung is not None:
-                self.hung.append(self._snapshots[slot])
+        self._attach(slot, None if node.depth < depth else node)
         origin = working.origin
         if node.depth > origin.depth and len(origin.children) < 2 and origin.state in self._snapshots:
             self._passed[origin.state] = self._snapshots.pop(origin.state)
         working.origin = node
+
+    def _attach(self, slot: int, node: Node | None) -> None:
+        """Make `slot` the snapshot of `node`; free again where there is none, or it has one."""
+        if node is None or node.state:
+            self._pool.give((slot,))
+            return
+        node.state = slot
+        self._snapshots[slot] = Snapshot(slot, node)
+        if self.hung is not None:
+            self.hung.append(self._snapshots[slot])
 
     def _take(self) -> int:
         """A free slot, else the one of the snapshot that is least worth keeping; 0: all are in use."""

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("asyncengine")
 
 
-def make_adapters(lora: LoraLayers, dtype: torch.dtype, config: AdapterSettings, max_passes: int) -> AdapterRegistry:
-    """Make the registry of a model's adapters, with those of the configuration already read.
+def make_adapters(
+    lora: LoraLayers, dtype: torch.dtype, config: AdapterSettings, max_passes: int, device: torch.device
+) -> AdapterRegistry:
+    """Make the registry of a model's adapters, with those of the configuration already read, and with memory on the
+    device for these, before the KV cache takes its share of what is free.
 
     Raises `AdapterError` for one that `config.adapters` names; one that was only found in `adapter_root` is left out.
     """
@@ -51,6 +54,7 @@ def make_adapters(lora: LoraLayers, dtype: torch.dtype, config: AdapterSettings,
         for name, loading in found.items():
             if (broken := loading.exception()) is not None:
                 logger.warning("adapter %s in adapter_root is left out: %s", name, broken)
+        allocate_adapters(lora, registry, device)
     except BaseException:
         registry.close()
         raise
@@ -58,7 +62,7 @@ def make_adapters(lora: LoraLayers, dtype: torch.dtype, config: AdapterSettings,
 
 
 def allocate_adapters(lora: LoraLayers, adapters: AdapterRegistry, device: torch.device) -> None:
-    """Memory for those that are there, before the KV cache takes its share of what is free."""
+    """Take memory for the adapters that are there."""
     from asyncengine.device.memory import in_words
 
     known = adapters.list()

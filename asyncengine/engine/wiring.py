@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from asyncengine.demo import (
     resolve_draft,
 )
 from asyncengine.device.process import PROCESS, LoadAttempt
-from asyncengine.engine.adapter_wiring import allocate_adapters, make_adapters
+from asyncengine.engine.adapter_wiring import make_adapters
 from asyncengine.engine.clock import Clock, MonotonicClock
 from asyncengine.engine.device_thread import DeviceThread
 from asyncengine.engine.draft_wiring import load_draft, open_draft
@@ -220,8 +220,7 @@ def _load_frontend(
         ahead.limit(threads_for(config.num_threads, device))
         ahead.expect()
         ranks, config = start_ranks(config, device, pooling, undo)
-        cores = Cores(config.num_threads, device)
-        undo.callback(cores.close)
+        cores = undo.enter_context(closing(Cores(config.num_threads, device)))
         if pooling is not None and pooling.whole:
             frontend = _load_encoder_frontend(path, checkpoint, config, device, pooling, progress, ahead, cores)
             undo.pop_all()
@@ -241,9 +240,7 @@ def _load_frontend(
             images = load_images(checkpoint, loaded, tokenizer, config, progress) if pooling is None else NO_IMAGES
         attempt.check()
         lora = install_lora(loaded.model, config.max_loras, config.max_lora_rank)
-        adapters = make_adapters(lora, loaded.dtype, config, config.max_passes)
-        undo.callback(adapters.close)
-        allocate_adapters(lora, adapters, device)
+        adapters = undo.enter_context(closing(make_adapters(lora, loaded.dtype, config, config.max_passes, device)))
         grammars = make_grammars(tokenizer, loaded.eos_token_ids, loaded.vocab_size, config)  # beside compilers
         planner = make_planner(tokenizer, grammars, config)
         _await_kernels(ahead, progress)
@@ -253,10 +250,10 @@ def _load_frontend(
         )  # fmt: skip
         progress.say_compiled()
         identify = identity_of(config, checkpoint, loaded, runner)
-        tiers = [open_prefix_store(config, loaded, runner, identify, undo)]
         frontend = _assemble(
             path, loaded, tokenizer, runner, config, adapters=adapters, grammars=grammars, planner=planner,
-            vectors=vectors, images=images, tiers=tiers, identify=identify,
+            vectors=vectors, images=images, identify=identify,
+            tiers=[open_prefix_store(config, loaded, runner, identify, undo)],
         )  # fmt: skip
         undo.pop_all()
         return frontend
@@ -351,10 +348,9 @@ def _assemble(
     adapted = config.speculation_with_adapters
     adapted = info.dtype == "float32" if adapted is None else adapted
     config = config.replace(speculation_costs=costs, draft_costs=runner.draft_costs, speculation_with_adapters=adapted)
-    files = None if config.load_format == "dummy" else path
-    frontend = wire(
-        runner, info, config, tokenizer=tokenizer, vectors=vectors, images=images.prompts, files=files, **parts
-    )
+    frontend = wire(runner, info, config, tokenizer=tokenizer, vectors=vectors, images=images.prompts, **parts)
+    if config.load_format != "dummy" and frontend.loop.write_again is not None:
+        frontend.loop.write_again = writing(runner.prepare_update, path, config)  # type: ignore[union-attr]
     frontend.prefixes = Prefixes(frontend.loop, identify, getattr(runner, "page_memory", None))
     if (ranks := getattr(runner, "ranks", None)) is not None:
         ranks.tell(frontend.loop.fail)
@@ -377,11 +373,9 @@ def wire(
     vectors: VectorModel | None = None,
     images: ImagePrompts | None = None,
     tiers: Sequence[Source | None] = (),
-    files: str | None = None,
 ) -> Frontend:
     """Put an engine together around any executor (tests use a fake one). `vectors`: of a model that gives them.
-    `tiers`: places besides memory that have prefixes, in the order in which they are asked. `files`: the weights
-    that it is written with; None: those that `load_format="dummy"` makes up."""
+    `tiers`: places besides memory that have prefixes, in the order in which they are asked."""
     clock = clock or MonotonicClock()
     kv = KVCache(
         executor.num_pages,
@@ -418,7 +412,7 @@ def wire(
     update = getattr(executor, "prepare_update", None)
     frontend = Frontend(loop, validator, tokenizer, info, planner, adapters, threads, folder, update, vectors, images)
     frontend.prepare_release = getattr(executor, "prepare_release", None)
-    loop.write_again = None if update is None else writing(update, files, config)
+    loop.write_again = None if update is None else writing(update, None, config)
     return frontend
 
 

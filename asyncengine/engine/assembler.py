@@ -127,7 +127,7 @@ class Assembler:
 
     def _sample(self, index: int) -> Sample:
         output = self._outputs[index]
-        last, text = output.last, "".join(output.texts)
+        last, text, check = output.last, "".join(output.texts), self.prepared.check_text
         reason = None if last is None else last.finish_reason
         return Sample(
             text=text,
@@ -137,7 +137,7 @@ class Assembler:
             error=None if last is None else last.error,
             tool_calls=[] if self._reader is None else self._reader.calls(index),
             reasoning="".join(output.reasoning),
-            schema_error=None if reason == "tool_calls" else self._schema_error(text),
+            schema_error=None if check is None or reason == "tool_calls" else check(text),
             broken_calls=[] if self._reader is None else self._reader.broken_calls(index),
             stop=None if last is None else last.stop,
             weight_versions=self.prepared.mailbox.weight_versions.get(index, ((0, len(output.token_ids)),)),
@@ -165,10 +165,6 @@ class Assembler:
                 result[begin - first : last - first] = experts[begin - start : last - start]
                 known[begin - first : last - first] = True
         return result if known.all() else None
-
-    def _schema_error(self, text: str) -> str | None:
-        check = self.prepared.check_text
-        return None if check is None else check(text)
 
 
 def merge(chunks: list[Chunk]) -> list[Chunk]:

@@ -56,9 +56,10 @@ class QueueLimit:
         """Take `samples` places, of `tokens` prompt tokens in all. Raises `QueueFull`."""
         with self._lock:
             self._check_open()
-            full = self._full(samples, tokens) or self._behind_others()
-            if full is not None:
+            if (full := self._full(samples, tokens)) is not None:
                 raise QueueFull(*full)
+            if self._line:
+                raise QueueFull("max_queued_requests", self._max_requests or 0)
             self._take(samples, tokens)
 
     async def enter_when_free(self, samples: int, tokens: int, left: Left = _for_ever) -> bool:
@@ -124,8 +125,9 @@ class QueueLimit:
         with self._lock:
             self._check_open()
             full = self._full(samples, tokens)
-            if full is not None and self._never_fits(samples, tokens):
-                raise QueueFull(*full)
+            limits = (self._max_requests, samples), (self._max_tokens, tokens)
+            if full is not None and any(limit is not None and 0 < limit < size for limit, size in limits):
+                raise QueueFull(*full)  # it never fits
             if full is None and not self._line:
                 self._take(samples, tokens)
                 return None
@@ -164,13 +166,6 @@ class QueueLimit:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosed("the engine is closed or draining: it takes no more requests")
-
-    def _behind_others(self) -> tuple[str, int] | None:
-        return ("max_queued_requests", self._max_requests or 0) if self._line else None
-
-    def _never_fits(self, samples: int, tokens: int) -> bool:
-        limits = ((self._max_requests, samples), (self._max_tokens, tokens))
-        return any(limit is not None and 0 < limit < size for limit, size in limits)
 
     def _full(self, samples: int, tokens: int) -> tuple[str, int] | None:
         """The setting that `samples` more would break, with its value."""

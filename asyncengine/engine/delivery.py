@@ -36,17 +36,14 @@ class OutputStream:
     def advance(self, token: int, ends: bool) -> tuple[str, bool]:
         """Text that `token` adds, and whether a stop string is complete with it."""
         self.num_tokens += 1
-        if self.detokenizer is None or (ends and self._is_left_out(token)):
+        left_out = ends and token in self.spec.stop_ids and not self.spec.params.include_stop
+        if self.detokenizer is None or left_out:
             return "", False
         text = self.detokenizer.push((token,))
         if self.stops is None or not text:
             return text, False
         text, matched = self.stops.push(text, armed=self.num_tokens > self.spec.params.min_tokens)
         return text, matched is not None
-
-    def _is_left_out(self, token: int) -> bool:
-        """Whether the text of an id that ends the output stays out of it."""
-        return token in self.spec.stop_ids and not self.spec.params.include_stop
 
     @property
     def stop(self) -> str | None:

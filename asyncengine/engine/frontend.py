@@ -149,7 +149,8 @@ class Frontend:
     ) -> tuple[str, list[int], tuple[ImageSpan, ...]]:  # fmt: skip
         """A chat as the model's template renders it, its token ids, and the pictures among these."""
         images = None if self._images is None else self._images.parts()
-        text = tokenizer.render_chat(self._with_content(messages), tools, images=images, **variables)
+        messages = messages if self.planner is None else self.planner.messages(messages)
+        text = tokenizer.render_chat(messages, tools, images=images, **variables)
         if self._images is None or images is None or not images.parts:
             return text, tokenizer.encode(text, add_special_tokens), ()
         return text, *self._images.encode(text, images.parts)
@@ -162,10 +163,6 @@ class Frontend:
         """See `AsyncEngine.token_texts`."""
         table = self._tokenizer("token_ids").table
         return [table.token_text(as_integer("token_ids", token, MIN_INT64, MAX_INT64)) for token in token_ids]
-
-    def _with_content(self, messages: ChatMessages) -> ChatMessages:
-        """`messages` as the template has to get them."""
-        return messages if self.planner is None else self.planner.messages(messages)
 
     def _tokenizer(self, field: str) -> TextTokenizer:
         if self.tokenizer is None:

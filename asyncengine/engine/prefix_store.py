@@ -94,11 +94,6 @@ class PrefixStore(Source):
         self._closing = False
         self.rates = Rates(self._measure(), prompt_rate)
 
-    @property
-    def num_unwritten(self) -> int:
-        """Pages and states that wait to be written."""
-        return self._queued - self._done
-
     def attach(self, kv: KVCache) -> None:
         if kv.windows is not None and kv.windows.lookback is not None:
             self._first_near = kv.windows.lookback.first
@@ -169,10 +164,6 @@ class PrefixStore(Source):
         self._memory.filled(header.part, index, buffers)
         return True
 
-    def note_slow(self, nbytes: int, seconds: float) -> None:
-        """A reading was given up after so many bytes: that is the rate from now on."""
-        self.rates = self.rates._replace(read=max(1.0, nbytes / seconds))
-
     def _measure(self) -> float | None:
         """Bytes a second at which records are read; None: there are none."""
         nbytes, began = 0, time.perf_counter()
@@ -188,7 +179,7 @@ class PrefixStore(Source):
     # ---------------------------------------------------------------- writing
 
     def save(self, notes: list[Unsaved]) -> None:
-        if notes and self.store.writable and not self._closing and self.num_unwritten < MOST_UNSAVED:
+        if notes and self.store.writable and not self._closing and self._queued - self._done < MOST_UNSAVED:
             self._queued += len(notes)
             self._start()
             self._saves.put(notes)
@@ -318,7 +309,8 @@ class _Load:
     def _tell(self) -> None:
         order, failed = self._order, self._failed
         if order.late:
-            self._owner.note_slow(self._nbytes, max(1e-3, time.monotonic() - self._begun))
+            rate = self._nbytes / max(1e-3, time.monotonic() - self._begun)  # so many bytes, until it was given up
+            self._owner.rates = self._owner.rates._replace(read=max(1.0, rate))
         pages = max(0, failed.get(RecordPart.PAGE, len(order.tokens) // self._owner._page_size) - order.start)
         if RecordPart.WINDOW in failed or (failed and order.windows):
             pages = 0

@@ -155,7 +155,11 @@ class RequestValidator:
                     name, f"must not exceed the {len(tokens)} tokens of the prompt", getattr(params, name)
                 )
         if params.grammar is not None:
-            params = params.replace(grammar=self._check_grammar(params, max_total - len(tokens)))
+            if self.grammars is None:
+                limit = "this engine takes no grammars: its grammar_backend is none, or no tokenizer"
+                raise GrammarError("grammar", limit)
+            grammar = self.grammars.check(params.grammar, max_total - len(tokens), params.on_budget)
+            params = params.replace(grammar=grammar)
         mailbox = Mailbox()
         stops = StopAutomaton(params.stop) if params.stop else None
         prediction = self._check_prediction(options.prediction, params)
@@ -163,11 +167,12 @@ class RequestValidator:
             _check_images(params, images, len(tokens))
             tokens = with_identity(tokens, images)
         specs = self._specify(tokens, params, options, max_total, arrival, prediction, images)
+        final = params.grammar if plan is None else plan.final
         return PreparedRequest(
             streams=tuple(self._stream(spec, mailbox, stops) for spec in specs),
             mailbox=mailbox,
             plan=plan,
-            check_text=self._text_check(params.grammar if plan is None else plan.final),
+            check_text=None if final is None or self.grammars is None else self.grammars.text_check(final),
         )
 
     def _specify(
@@ -248,13 +253,10 @@ class RequestValidator:
             changes["top_k"] = max(0, default)
         if params.repetition_penalty is None:
             changes["repetition_penalty"] = defaults.get("repetition_penalty", 1.0)
-        if "stop_strings" in defaults and not params.stop and self._ends_by_text(params):
+        textual = self.tokenizer is not None and params.grammar is None  # a grammar says itself where a text ends
+        if "stop_strings" in defaults and not params.stop and textual and not params.ignore_eos:
             changes["stop"] = defaults["stop_strings"]
         return params.replace(**changes) if changes else params
-
-    def _ends_by_text(self, params: SamplingParams) -> bool:
-        """Whether the model's own stop strings count: a grammar says itself where a text ends."""
-        return self.tokenizer is not None and params.grammar is None and not params.ignore_eos
 
     def _check_prompt(self, prompt: Sequence[int], images: tuple[ImageSpan, ...] = ()) -> tuple[int, ...]:
         if not prompt:
@@ -344,15 +346,6 @@ class RequestValidator:
             for token in ids:
                 if token >= vocab:
                     raise InvalidParameter(name, f"must be token ids below {vocab} (the vocabulary)", token)
-
-    def _text_check(self, grammar: Any) -> Callable[[str], str | None] | None:
-        """See `GrammarCompiler.text_check`."""
-        return None if grammar is None or self.grammars is None else self.grammars.text_check(grammar)
-
-    def _check_grammar(self, params: SamplingParams, budget: int) -> Any:
-        if self.grammars is None:
-            raise GrammarError("grammar", "this engine takes no grammars: its grammar_backend is none, or no tokenizer")
-        return self.grammars.check(params.grammar, budget, params.on_budget)
 
     def check_adapter(self, name: str | None) -> None:
         """Raises `AdapterNotFound`."""

@@ -199,7 +199,8 @@ class SegmentStore:
         if active is None or not active.staged:
             return
         self._disk.fsync(active.data)
-        entries = b"".join(map(_pack_entry, active.staged))
+        heads = (entry.header.pack() + struct.pack("<Q", entry.offset) for entry in active.staged)
+        entries = b"".join(head + struct.pack("<I", zlib.crc32(head)) for head in heads)
         if self._disk.pwritev(active.index, [entries], active.index_end) < len(entries):
             raise OSError(errno.ENOSPC, "an index was cut short")
         self._disk.fsync(active.index)
@@ -371,11 +372,6 @@ class SegmentStore:
 
 def _age(segment: tuple[str, int]) -> tuple[int, str]:
     return segment[1], segment[0]
-
-
-def _pack_entry(entry: Entry) -> bytes:
-    head = entry.header.pack() + struct.pack("<Q", entry.offset)
-    return head + struct.pack("<I", zlib.crc32(head))
 
 
 def read_whole(disk: Disk, descriptor: int) -> bytearray:

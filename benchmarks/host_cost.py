@@ -89,7 +89,7 @@ class DeviceExecutor(InstantExecutor):
 
 
 class InlineRunner:
-    """A `Runner` that executes on the event loop's own thread."""
+    """Executes on the event loop's own thread, in the place of a `DeviceThread`."""
 
     def __init__(self, executor: InstantExecutor) -> None:
         self.executor = executor

@@ -2,80 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from asyncengine.checks import as_integer, as_items, as_number
-from asyncengine.cluster.nodes import MAX_CPUS, MAX_DEVICES, MAX_TOTAL, Pairs, as_memory, as_name, as_pairs
+from asyncengine.checks import Positive, Settings, as_integer, as_items, number_in
+from asyncengine.cluster.nodes import (
+    MAX_DEVICES,
+    MAX_TOTAL,
+    Cpus,
+    Labels,
+    Memory,
+    Name,
+    as_labels,
+    as_mapping,
+    as_memory,
+    as_name,
+)
 from asyncengine.errors import InvalidParameter
 
 
+def _as_split(field: str, value: Any) -> tuple[int, ...]:
+    return tuple(as_integer(field, number, 1) for number in as_items(field, value))
+
+
+def _as_selection(field: str, value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    found: dict[str, tuple[int, ...]] = {}
+    for node, wanted in as_mapping(field, value, "must map nodes to indices of devices"):
+        name = as_name(field, node)
+        indices = tuple(as_integer(field, index, 0) for index in as_items(field, wanted))
+        if not indices or len(indices) > MAX_DEVICES:
+            raise InvalidParameter(field, f"must name 1 to {MAX_DEVICES} devices of {name!r}", len(indices))
+        if len(set(indices)) < len(indices) or name in found:
+            raise InvalidParameter(field, f"lists a device of {name!r} twice", indices)
+        found[name] = tuple(sorted(indices))
+    return tuple(sorted(found.items()))
+
+
+Total = Annotated[int, functools.partial(as_memory, low=1, high=MAX_TOTAL)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class Claim(Settings):
     """The needs of one instance of a model. At least one of `device_bytes` and `cpu_bytes` is given.
 
     Raises `InvalidParameter` naming the field.
     """
 
-    model: str
+    model: Name
     """Its name: instances of the same are spread, and nodes with its files preferred."""
-    device_bytes: int | None = None
+    device_bytes: Total | None = None
     """Memory over all its devices: weights, KV cache and what a step takes. None: it runs on no device."""
-    cpu_bytes: int | None = None
+    cpu_bytes: Total | None = None
     """Host memory of an instance that runs on the host's processors. None: it cannot."""
-    copied_bytes: int = 0
+    copied_bytes: Annotated[int, functools.partial(as_memory, high=MAX_TOTAL)] = 0
     """The part of `device_bytes` of which each of several devices has a copy, as of what a step takes; the rest is
     divided evenly."""
-    host_bytes: int = 0
+    host_bytes: Memory = 0
     """Host memory beside devices, on each of its nodes."""
-    cpus: float = 0.0
+    cpus: Cpus = 0.0
     """Logical CPUs, on each of its nodes."""
-    utilization: float = 0.0
+    utilization: Annotated[float, number_in(0.0, 1.0)] = 0.0
     """0: it takes its share of `device_bytes` of each device. Above 0, the share of each device that it takes whatever
     it needs, as vLLM does (gpu_memory_utilization): only devices of which so much is free are considered."""
-    devices: int | None = None
+    devices: Positive | None = None
     """Number of devices; None: as few as suffice."""
-    split: tuple[int, ...] = ()
+    split: Annotated[tuple[int, ...], _as_split] = ()
     """Numbers that its devices on one node must divide: attention heads, vocabulary."""
     several_nodes: bool = False
     """True: it may span nodes."""
-    cluster: str | None = None
-    labels: Pairs = ()
+    cluster: Name | None = None
+    labels: Annotated[Labels, as_labels] = ()
     """Labels that a node must have."""
-    on: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    on: Annotated[tuple[tuple[str, tuple[int, ...]], ...], _as_selection] = ()
     """Only these devices: {node: [indices]}. Empty: any."""
-    backend: str | None = None
-    version: str | None = None
+    backend: Name | None = None
+    version: Name | None = None
     """Version of the backend; None: any."""
-    path: str | None = None
+    path: Name | None = None
     """A local path that must exist on its nodes."""
-    draft: str | None = None
+    draft: Name | None = None
     """Draft model of speculation, whose files a node should have, too."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", as_name("model", self.model))
-        for field in ("device_bytes", "cpu_bytes"):
-            if getattr(self, field) is not None:
-                object.__setattr__(self, field, as_memory(field, getattr(self, field), 1, MAX_TOTAL))
+        Settings.__post_init__(self)  # `super()` does not find its class in a dataclass with slots
         if self.device_bytes is None and self.cpu_bytes is None:
             raise InvalidParameter("device_bytes", "must be given where cpu_bytes is not")
-        most = 0 if self.device_bytes is None else self.device_bytes
-        object.__setattr__(self, "copied_bytes", as_memory("copied_bytes", self.copied_bytes, high=most))
-        object.__setattr__(self, "host_bytes", as_memory("host_bytes", self.host_bytes))
-        object.__setattr__(self, "cpus", as_number("cpus", self.cpus, 0.0, MAX_CPUS))
-        object.__setattr__(self, "utilization", as_number("utilization", self.utilization, 0.0, 1.0))
-        if self.devices is not None:
-            object.__setattr__(self, "devices", as_integer("devices", self.devices, 1))
-        split = tuple(as_integer("split", number, 1) for number in as_items("split", self.split))
-        object.__setattr__(self, "split", split)
-        if not isinstance(self.several_nodes, bool):
-            raise InvalidParameter("several_nodes", "must be True or False", self.several_nodes)
-        object.__setattr__(self, "labels", as_pairs("labels", self.labels))
-        object.__setattr__(self, "on", _as_selection(self.on))
-        for field in ("cluster", "backend", "version", "path", "draft"):
-            if getattr(self, field) is not None:
-                as_name(field, getattr(self, field))
+        as_integer("copied_bytes", self.copied_bytes, 0, self.device_bytes or 0)
         if self.version is not None and self.backend is None:
             raise InvalidParameter("version", "is of a backend: name that, too", self.version)
 
@@ -100,20 +113,3 @@ def rule_of_thumb(weight_bytes: int) -> int:
     GPUStack's rule; the factor is EleutherAI's for activations and caches ("Transformer Math 101").
     """
     return int(as_memory("weight_bytes", weight_bytes, 1, MAX_TOTAL // 2) * 1.2) + 2 * 2**30
-
-
-def _as_selection(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    if not isinstance(value, (Mapping, tuple)):
-        raise InvalidParameter("on", "must map nodes to indices of devices", value)
-    found: dict[str, tuple[int, ...]] = {}
-    for pair in value.items() if isinstance(value, Mapping) else value:
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            raise InvalidParameter("on", "must map nodes to indices of devices", value)
-        name = as_name("on", pair[0])
-        indices = tuple(as_integer("on", index, 0) for index in as_items("on", pair[1]))
-        if not indices or len(indices) > MAX_DEVICES:
-            raise InvalidParameter("on", f"must name 1 to {MAX_DEVICES} devices of {name!r}", len(indices))
-        if len(set(indices)) < len(indices) or name in found:
-            raise InvalidParameter("on", f"lists a device of {name!r} twice", indices)
-        found[name] = tuple(sorted(indices))
-    return tuple(sorted(found.items()))

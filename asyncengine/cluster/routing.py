@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Literal, TypeVar, get_args
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, TypeVar, get_args
 
-from asyncengine.checks import as_choice, as_number
+from asyncengine.checks import Settings, as_choice, number_in
 from asyncengine.errors import InvalidParameter
 from asyncengine.kvcache.cache_log import CacheNews
 
@@ -133,8 +133,12 @@ def _note(depths: dict[int, int], bits: int, depth: int) -> None:
         bits ^= bit
 
 
+MAX_WEIGHT = 1e6
+Weight = Annotated[float, number_in(0.0, MAX_WEIGHT)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingWeights:
+class RoutingWeights(Settings):
     """Weights of the router's rules. A replica's score for a request is
 
         prefix * (share of the prompt's pages it has) + adapter * (1 if it has used the adapter) \
@@ -152,20 +156,15 @@ class RoutingWeights:
     Raises `InvalidParameter` for what is no number or out of range.
     """
 
-    prefix: float = 1.0
-    adapter: float = 0.2
-    session: float = 0.1
-    load: float = 0.1
-    bound: float = 1.2
-    slack: float = 2.0
-    match: float = 0.1
-    cold: float = 0.5
-    warm: float = 0.5
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            low = 1.0 if item.name == "bound" else 0.0
-            object.__setattr__(self, item.name, as_number(item.name, getattr(self, item.name), low, 1e6))
+    prefix: Weight = 1.0
+    adapter: Weight = 0.2
+    session: Weight = 0.1
+    load: Weight = 0.1
+    bound: Annotated[float, number_in(1.0, MAX_WEIGHT)] = 1.2
+    slack: Weight = 2.0
+    match: Weight = 0.1
+    cold: Weight = 0.5
+    warm: Weight = 0.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from asyncengine.checks import Positive, Seconds, Settings, as_choice, as_integer, as_items, number_in
-from asyncengine.cluster.nodes import MAX_CPUS
+from asyncengine.cluster.nodes import MAX_CPUS, as_labels
 from asyncengine.cluster.routing import ROLES, Role, RoutingWeights
 from asyncengine.config import Memory
 from asyncengine.errors import InvalidParameter
@@ -28,10 +28,7 @@ def _printable(name: str, value: Any) -> str:
 
 
 def _labels(name: str, value: Any) -> dict[str, str]:
-    pairs = value.items() if isinstance(value, Mapping) else [(None, None)]
-    if not all(isinstance(label, str) and isinstance(wanted, str) for label, wanted in pairs):
-        raise InvalidParameter(name, "must map names of labels to values", value)
-    return dict(value)
+    return dict(as_labels(name, value))
 
 
 def _roles(name: str, value: Any) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from asyncengine.cluster.table import Cluster, Mask, cpu_units
 def in_cluster(table: Cluster, claim: Claim) -> Mask | None:
     if claim.cluster is None:
         return None
-    return np.asarray(table.cluster == table.clusters.get(claim.cluster, -1), np.bool_)
+    return table.rows_with(("cluster", claim.cluster))
 
 
 def has_chosen_devices(table: Cluster, claim: Claim) -> Mask | None:

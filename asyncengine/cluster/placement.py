@@ -12,7 +12,7 @@ from asyncengine.checks import as_choice, as_items
 from asyncengine.cluster import fit
 from asyncengine.cluster.claims import Claim
 from asyncengine.cluster.filters import passing
-from asyncengine.cluster.fit import Found, Shares, View, view_of
+from asyncengine.cluster.fit import Found, Shares, View
 from asyncengine.cluster.nodes import Instance, Node, Share, State
 from asyncengine.cluster.scores import STRATEGIES, score
 from asyncengine.cluster.table import Cluster
@@ -95,51 +95,46 @@ def place(
         if not len(table):
             raise InvalidParameter("nodes", "must be at least one")
     mask, fell = passing(table, model)
-    view = view_of(table, mask, model)
+    view = View(table, mask, model)
     for stage, find in fit.STAGES:
-        found = find(view, model)
+        found = find(view)
         if found:
-            return _best(table, view, model, strategy, stage, found)
-    reasons = [Reason(*each) for each in fell] + _did_not_fit(view, model)
-    devices = 0 if model.device_bytes is None else fit.largest_on_devices(view, model)
-    return Refusal(model.model, len(table), tuple(reasons), devices, fit.largest_on_processors(view, model))
+            return _best(table, view, strategy, stage, found)
+    reasons = (*(Reason(*each) for each in fell), *_did_not_fit(view))
+    return Refusal(model.model, len(table), reasons, fit.largest_on_devices(view), fit.largest_on_processors(view))
 
 
-def _best(table: Cluster, view: View, claim: Claim, strategy: str, stage: str, found: Found) -> Placement:
+def _best(table: Cluster, view: View, strategy: str, stage: str, found: Found) -> Placement:
     """The candidate of the highest score, the first of several."""
-    single, teams = score(strategy, table, view, claim, found)
+    single, teams = score(strategy, table, view, found)
     if found.teams:
         best = max(range(len(teams)), key=teams.__getitem__)
         shares, rows, highest = found.teams[best], range(len(found.teams[best].rows)), teams[best]
     else:
         best = int(single.argmax())
         shares, rows, highest = found.single, range(best, best + 1), float(single[best])
-    chosen = tuple(_share(view, table, shares, row, claim.cpus) for row in rows)
-    return Placement(claim.model, stage, chosen, highest, len(single) + len(teams))
+    chosen = tuple(_share(view, table, shares, row) for row in rows)
+    return Placement(view.claim.model, stage, chosen, highest, len(single) + len(teams))
 
 
-def _share(view: View, table: Cluster, shares: Shares, row: int, cpus: float) -> Share:
+def _share(view: View, table: Cluster, shares: Shares, row: int) -> Share:
     slot = int(view.slots[shares.rows[row]])
-    indices = table.index[slot, shares.columns[row]]
-    devices = tuple((int(index), int(taken)) for index, taken in zip(indices, shares.claims[row], strict=True))
-    return Share(node=table.name_of(slot), devices=devices, host_bytes=shares.host, cpus=cpus)
+    indices = table.index[slot, shares.columns[row]].tolist()
+    devices = tuple(zip(indices, shares.claims[row].tolist(), strict=True))
+    return Share(node=table.name_of(slot), devices=devices, host_bytes=shares.host, cpus=view.claim.cpus)
 
 
-def _did_not_fit(view: View, claim: Claim) -> list[Reason]:
+def _did_not_fit(view: View) -> list[Reason]:
     """Reasons why nodes that passed all filters cannot take the claim, with their numbers."""
-    nothing = np.zeros(len(view.slots), np.bool_)
-    has = (view.kind >= 0).any(axis=1) if claim.device_bytes is not None else nothing
-    enough = fit.host_suffices(view, claim)
-    device = has & enough
-    host = (has & ~enough) | (~has if claim.cpu_bytes is not None else nothing)
-    counts = {name: int(np.count_nonzero(mask)) for name, mask in (("device memory", device), ("host memory", host))}
-    counts["no device"] = len(view.slots) - sum(counts.values())
-    text = {
-        "device memory": "with too little free memory on devices",
-        "host memory": "with too little free host memory",
-        "no device": "without a device",
-    }
-    return [Reason(name, count, text[name]) for name, count in counts.items() if count]
+    claim, enough = view.claim, view.host_suffices
+    has = (view.kind >= 0).any(axis=1) & (claim.device_bytes is not None)
+    host = (has & ~enough) | (~has & (claim.cpu_bytes is not None))
+    reasons = (
+        ("device memory", has & enough, "with too little free memory on devices"),
+        ("host memory", host, "with too little free host memory"),
+        ("no device", ~has & ~host, "without a device"),
+    )
+    return [Reason(what, count, text) for what, mask, text in reasons if (count := int(np.count_nonzero(mask)))]
 
 
 def _gib(count: int) -> str:

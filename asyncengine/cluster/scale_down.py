@@ -14,15 +14,7 @@ import numpy as np
 from asyncengine.checks import as_choice, as_number
 from asyncengine.cluster.fit import Shares, free_memory
 from asyncengine.cluster.nodes import Instance, Share
-from asyncengine.cluster.scores import (
-    STRATEGIES,
-    Among,
-    Places,
-    binpack_of,
-    combine,
-    spread_over_devices,
-    spread_over_nodes,
-)
+from asyncengine.cluster.scores import STRATEGIES, Spread, binpack, combine
 from asyncengine.cluster.table import Cluster
 from asyncengine.errors import InvalidParameter
 
@@ -62,19 +54,18 @@ def rank_for_removal(
     if wanted is not None and len(found) < len(wanted):
         missing = next(name for name in wanted if name not in {each.name for each in found})
         raise InvalidParameter("names", f"{missing!r} is no instance of {model!r}")
-    places = Places.of(cluster, np.arange(len(cluster.alive)), model)
-    among = Among.of(*places.totals(np.flatnonzero(cluster.alive)))
-    free, host_free = free_memory(cluster, places.slots)
-
-    def spread_of(share: Shares) -> float:
-        nodes = spread_over_nodes(*places.totals(share.rows), among, PLACEMENT_MAX)
-        return float(spread_over_devices(places, share, nodes, PLACEMENT_MAX)[0])
+    if not found:
+        return ()
+    free, host_free = free_memory(cluster, np.arange(len(cluster.alive)))
+    spread = Spread(cluster, model, np.flatnonzero(cluster.alive), PLACEMENT_MAX)
 
     def placement(instance: Instance) -> float:
         shares = [_as_shares(cluster, share) for share in instance.shares]
         if strategy == "spread":
-            return sum(spread_of(share) for share in shares) / len(shares)
-        return combine([float(binpack_of(free, host_free, each, most=PLACEMENT_MAX, back=True)[0]) for each in shares])
+            scores = [spread.of(each.rows, each.columns) for each in shares]
+        else:
+            scores = [binpack(free, host_free, each, most=PLACEMENT_MAX, back=True) for each in shares]
+        return combine(strategy, np.concatenate(scores))
 
     ranked = [Ranked(each, (_status(cluster, each) + _offload(each) + placement(each)) * scale) for each in found]
     return tuple(sorted(ranked, key=lambda each: each.score))
@@ -93,7 +84,6 @@ def _offload(instance: Instance) -> float:
 
 
 def _as_shares(cluster: Cluster, share: Share) -> Shares:
-    columns = [cluster.column_of(share.node, index) for index, _ in share.devices]
+    row, columns = cluster.place_of(share)
     claims = [taken for _, taken in share.devices]
-    rows = np.array([cluster.row_of(share.node)])
-    return Shares(rows, np.array([columns], np.int64), np.array([claims], np.int64), share.host_bytes)
+    return Shares(np.array([row]), np.array([columns], np.int64), np.array([claims], np.int64), share.host_bytes)

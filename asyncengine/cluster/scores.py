@@ -16,14 +16,11 @@ once for each of its devices), and scores all nodes of an instance (there only t
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncengine.cluster.claims import Claim
 from asyncengine.cluster.fit import Found, Shares, View
-from asyncengine.cluster.table import Cluster, Counts, Int64Array
+from asyncengine.cluster.table import Cluster, Int64Array
 
 Float64Array = NDArray[np.float64]
 
@@ -40,48 +37,47 @@ _DRAFT = 0.5
 STRATEGIES = ("spread", "binpack")
 
 
-class Places(NamedTuple):
-    """Instances that run on the nodes of a view: of this model, and of all."""
+class Spread:
+    """Scores of nodes and devices by how few instances run there: of one model above all, and of others."""
 
-    slots: Int64Array
-    """[rows] rows of the table, for the rows of the view."""
-    current: Counts
-    every: Counts
+    def __init__(self, table: Cluster, model: str, compared: Int64Array, most: float = PLACEMENT_MAX) -> None:
+        """`compared`: [n] rows of the table among which the fewest and the most are looked for. `most`: the score of a
+        place where nothing runs."""
+        self._current, self._every, self._most = table.counts_of(model), table.counts(), most
+        current = self._current.nodes
+        near, far = _few(current, compared), _few(self._every.nodes - current, compared)
+        if current[compared].min() == 0:  # somewhere none of this model runs: that is better than anywhere else
+            scores = np.where(current == 0, 0.85 + 0.15 * far, 0.45 + 0.35 * near + 0.20 * far)
+        else:
+            scores = 0.50 + 0.25 * near + 0.15 * far
+        self._nodes: Float64Array = scores * most
 
-    @classmethod
-    def of(cls, table: Cluster, slots: Int64Array, model: str) -> Places:
-        return cls(slots, table.counts_of(model), table.counts())
-
-    def totals(self, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Instances of this model, and of others, on each node."""
-        slots = self.slots[rows]
-        current = self.current.nodes[slots]
-        return current, self.every.nodes[slots] - current
-
-    def on_devices(self, rows: Int64Array, columns: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Instances of this model, and of others, on one device of each node."""
-        places = self.slots[rows] * self.every.devices.shape[1] + columns  # flat indices are twice as fast as pairs
-        current = self.current.devices.ravel()[places]
-        return current, self.every.devices.ravel()[places] - current
-
-
-def score(strategy: str, table: Cluster, view: View, claim: Claim, found: Found) -> tuple[Float64Array, list[float]]:
-    """Scores of the rows of `single`, and of `teams`: placement and locality together."""
-    if strategy == "spread":
-        single, teams = spread(view, Places.of(table, view.slots, claim.model), found)
-    else:
-        single = binpack_of(view.free, view.host_free, found.single)
-        teams = [combine(binpack_of(view.free, view.host_free, team).tolist()) for team in found.teams]
-    single = single + _locality(view, table, claim, found.single.rows[:, None]) * LOCALITY_MAX
-    for number, team in enumerate(found.teams):
-        teams[number] += float(_locality(view, table, claim, team.rows[None, :])[0]) * LOCALITY_MAX
-    return single, teams
+    def of(self, rows: Int64Array, columns: Int64Array) -> Float64Array:
+        """[m] scores of the nodes in these rows [m] of the table, together with devices in the columns [m, k]."""
+        nodes: Float64Array = self._nodes[rows]
+        count = columns.shape[1]
+        if not count:
+            return nodes
+        total, width = np.zeros(len(nodes)), self._every.devices.shape[1]
+        for column in columns.T:
+            places = rows * width + column  # flat indices are twice as fast as pairs
+            current = self._current.devices.ravel()[places]
+            others = self._every.devices.ravel()[places] - current
+            total = total + 1 / (1 + current + others * _OTHERS)
+        scores: Float64Array = nodes * _NODE + total / count * self._most * _OF_DEVICES
+        return scores
 
 
-# ---------------------------------------------------------------- binpack
+def _few(counts: Int64Array, compared: Int64Array) -> Float64Array:
+    """Counts scaled to 1 for the fewest of those in the `compared` rows, and 0 for the most."""
+    fewest, most = int(counts[compared].min()), int(counts[compared].max())
+    if most <= fewest:
+        return np.ones(len(counts))
+    scaled: Float64Array = 1.0 - (counts - fewest) / (most - fewest)
+    return scaled
 
 
-def binpack_of(
+def binpack(
     free: Int64Array, host_free: Int64Array, shares: Shares, *, most: float = PLACEMENT_MAX, back: bool = False
 ) -> Float64Array:
     """Fullness of the fullest device of each row with the claims. `back`: these are part of what is not free."""
@@ -97,9 +93,11 @@ def binpack_of(
     return best
 
 
-def combine(scores: list[float]) -> float:
-    """Score of an instance from those of its nodes: their mean, with the first node at its weight."""
-    return (scores[0] * _LEADER + sum(scores[1:])) / (_LEADER + len(scores) - 1)
+def combine(strategy: str, scores: Float64Array) -> float:
+    """Score of an instance from those of its nodes: their mean, in binpack with the first node at its weight."""
+    weights = np.ones(len(scores))
+    weights[0] = _LEADER if strategy == "binpack" else 1.0
+    return float(np.average(scores, weights=weights))
 
 
 def _part(claim: Int64Array, free: Int64Array) -> Float64Array:
@@ -108,82 +106,29 @@ def _part(claim: Int64Array, free: Int64Array) -> Float64Array:
     return parts
 
 
-# ---------------------------------------------------------------- spread
-
-
-def spread(view: View, places: Places, found: Found) -> tuple[Float64Array, list[float]]:
-    compared = np.zeros(len(view.slots), np.bool_)
-    compared[np.concatenate([found.single.rows, *(team.rows for team in found.teams)])] = True
-    current, others = places.totals(np.arange(len(view.slots)))
-    nodes = spread_over_nodes(current, others, Among.of(current[compared], others[compared]))
-    single = spread_over_devices(places, found.single, nodes[found.single.rows])
-    teams = []
-    for team in found.teams:
-        teams.append(float(spread_over_devices(places, team, nodes[team.rows]).mean()))
-    return single, teams
-
-
-class Among(NamedTuple):
-    """Fewest and most instances, of this model and of others, on the nodes that are compared."""
-
-    current: tuple[int, int]
-    others: tuple[int, int]
-
-    @classmethod
-    def of(cls, current: Int64Array, others: Int64Array) -> Among:
-        if not len(current):
-            return cls((0, 0), (0, 0))
-        return cls((int(current.min()), int(current.max())), (int(others.min()), int(others.max())))
-
-
-def spread_over_nodes(
-    current: Int64Array, others: Int64Array, among: Among, most: float = PLACEMENT_MAX
-) -> Float64Array:
-    """Score of each node, at most `most`: high where few instances of this model and of others run."""
-    near, far = _few(current, *among.current), _few(others, *among.others)
-    if among.current[0] == 0:  # somewhere none of this model runs: that is better than anywhere else
-        scores = np.where(current == 0, 0.85 + 0.15 * far, 0.45 + 0.35 * near + 0.20 * far)
-    else:
-        scores = 0.50 + 0.25 * near + 0.15 * far
-    return scores * most
-
-
-def spread_over_devices(
-    places: Places, shares: Shares, nodes: Float64Array, most: float = PLACEMENT_MAX
-) -> Float64Array:
-    """Scores of the nodes in `shares` and of the devices there, together. `nodes`: scores of these nodes."""
-    count = shares.columns.shape[1]
-    if not count:
-        return nodes
-    total = np.zeros(len(nodes))
-    for column in shares.columns.T:
-        own, beside = places.on_devices(shares.rows, column)
-        total = total + 1 / (1 + own + beside * _OTHERS)
-    scores: Float64Array = nodes * _NODE + total / count * most * _OF_DEVICES
-    return scores
-
-
-def _few(counts: Int64Array, fewest: int, most: int) -> Float64Array:
-    """Counts scaled to 1 for the fewest and 0 for the most."""
-    if most <= fewest:
-        return np.ones(len(counts))
-    scaled: Float64Array = 1.0 - (counts - fewest) / (most - fewest)
-    return scaled
-
-
-# ---------------------------------------------------------------- locality
-
-
-def _locality(view: View, table: Cluster, claim: Claim, rows: Int64Array) -> Float64Array:
-    """Share of each candidate's nodes, `rows` [m, nodes], where the model's files lie; and half as important, where any
-    node of the cluster has them, those of its draft."""
-
-    def share(model: str) -> Float64Array:
-        if ("file", model) not in table.named:
-            return np.zeros(len(rows))
-        near: Float64Array = table.rows_with(("file", model))[view.slots[rows]].sum(axis=1) / rows.shape[1]
-        return near
-
+def _locality(table: Cluster, view: View) -> Float64Array:
+    """[rows of the view] 1 where the model's files lie; and half as important, where any node of the cluster has them,
+    those of its draft."""
+    claim = view.claim
+    near = table.rows_with(("file", claim.model))[view.slots].astype(np.float64)
     if claim.draft is None or ("file", claim.draft) not in table.named:
-        return share(claim.model)
-    return (share(claim.model) + _DRAFT * share(claim.draft)) / (1.0 + _DRAFT)
+        return near
+    return (near + _DRAFT * table.rows_with(("file", claim.draft))[view.slots]) / (1.0 + _DRAFT)
+
+
+def score(strategy: str, table: Cluster, view: View, found: Found) -> tuple[Float64Array, list[float]]:
+    """Scores of the rows of `single`, and of `teams`: placement and locality together."""
+    near = _locality(table, view) * LOCALITY_MAX
+    if strategy == "spread":
+        compared = np.zeros(len(table.alive), np.bool_)
+        for shares in (found.single, *found.teams):
+            compared[view.slots[shares.rows]] = True
+        spread = Spread(table, view.claim.model, np.flatnonzero(compared))
+
+    def scores_of(shares: Shares) -> Float64Array:
+        if strategy == "spread":
+            return spread.of(view.slots[shares.rows], shares.columns)
+        return binpack(view.free, view.host_free, shares)
+
+    teams = [combine(strategy, scores_of(team)) + float(near[team.rows].mean()) for team in found.teams]
+    return scores_of(found.single) + near[found.single.rows], teams

@@ -78,8 +78,8 @@ class Cluster:
         """Instances of each model, by device (the place in `used`, flattened) and by node (-1 - its row)."""
         self.kinds: dict[str, int] = {}
         self.named: dict[tuple[str, ...], set[int]] = {}
-        """Rows by what they have: ("cluster", name), ("label", key, value), ("file", model), ("path", path), ("backend",
-        name), ("backend", name, version)."""
+        """Rows by what they have: ("cluster", name), ("label", key, value), ("file", model), ("path", path),
+        ("backend", name), ("backend", name, version)."""
         self._rows: dict[str, int] = {}
         self._names: list[str] = []
         """Name of the node of each row, also of one that has gone."""

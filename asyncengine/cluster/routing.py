@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Annotated, Literal, TypeVar, get_args
 
 from asyncengine.checks import Settings, as_choice, number_in
@@ -44,19 +45,20 @@ class PrefixIndex:
         self._cached: dict[int, int] = {}
         self._expected: dict[int, int] = {}
         """Bits of the replicas, by hash."""
-        self._counts: dict[tuple[int, int], int] = {}
-        """Number of requests that will leave a page there, by (bit, hash), where it is more than one."""
         self._pages: dict[int, dict[int, None]] = {}
         """Pages that the replica's cache has, by its bit."""
+        self._requests: dict[int, dict[int, int]] = {}
+        """Number of requests that will leave a page at the replica, by its bit and by hash."""
 
     def add(self, bit: int) -> None:
         """Add a replica, named by an integer with one bit set, whose cache is empty."""
-        self._pages[bit] = {}
+        self._pages[bit], self._requests[bit] = {}, {}
 
     def remove(self, bit: int) -> None:
-        """Forget a replica. Requests that are still expected there may end later."""
+        """Forget a replica, at which no request is expected any more."""
         for page in self._pages.pop(bit):
             _clear(self._cached, page, bit)
+        del self._requests[bit]
 
     def num_pages(self, bit: int) -> int:
         return len(self._pages[bit])
@@ -64,11 +66,7 @@ class PrefixIndex:
     def update(self, bit: int, news: CacheNews) -> None:
         """Apply what a replica's cache said has changed."""
         pages = self._pages[bit]
-        if news.whole:
-            for page in pages:
-                _clear(self._cached, page, bit)
-            pages.clear()
-        for page in news.removed:
+        for page in list(pages) if news.whole else news.removed:
             if pages.pop(page, 0) is None:
                 _clear(self._cached, page, bit)
         for page in news.added:
@@ -77,23 +75,19 @@ class PrefixIndex:
 
     def expect(self, bit: int, pages: Iterable[int]) -> None:
         """Note that a request with these pages is on its way to the replica."""
+        requests = self._requests[bit]
         for page in pages:
-            bits = self._expected.get(page, 0)
-            if bits & bit:
-                self._counts[bit, page] = self._counts.get((bit, page), 1) + 1
-            else:
-                self._expected[page] = bits | bit
+            requests[page] = requests.get(page, 0) + 1
+            self._expected[page] = self._expected.get(page, 0) | bit
 
     def settle(self, bit: int, pages: Iterable[int]) -> None:
         """Note that such a request has ended: the cache says what it left."""
+        requests = self._requests[bit]
         for page in pages:
-            count = self._counts.get((bit, page), 1) - 1
-            if count == 0:
+            requests[page] -= 1
+            if not requests[page]:
+                del requests[page]
                 _clear(self._expected, page, bit)
-            elif count == 1:
-                del self._counts[bit, page]
-            else:
-                self._counts[bit, page] = count
 
     def match(self, pages: Sequence[int], *, expecting: bool = True) -> dict[int, int]:
         """Number of `pages`, from the first on, that each replica has, by its bit. Replicas with none are left out.
@@ -111,11 +105,6 @@ class PrefixIndex:
         if alive != -1:
             _note(depths, alive, len(pages))
         return depths
-
-    @property
-    def size(self) -> int:
-        """Number of entries: nothing may be left of replicas and requests that are gone."""
-        return len(self._cached) + len(self._expected) + len(self._counts)
 
 
 def _clear(table: dict[int, int], page: int, bit: int) -> None:
@@ -321,7 +310,7 @@ class Router:
         most = max(math.ceil(weights.bound * mean - 1e-9), mean + weights.slack)
         allowed = [replica for replica in replicas if replica.load + request.load <= most]
         if not allowed:  # one request of many samples may exceed any bound
-            allowed = [min(replicas, key=_load)]
+            allowed = [min(replicas, key=attrgetter("load"))]
         cold = self._cold(replicas, total / len(replicas))
         if cold is not None:
             return cold
@@ -337,19 +326,15 @@ class Router:
                 best, best_score = replica, score
         if known and best is not None:
             return best
-        return min(self._random.sample(allowed, min(2, len(allowed))), key=_load)
+        return min(self._random.sample(allowed, min(2, len(allowed))), key=attrgetter("load"))
 
     def _cold(self, replicas: list[_Replica], mean: float) -> _Replica | None:
         """The replica whose cache must be filled first, if there is one."""
-        quietest = min(replicas, key=_load)
+        quietest = min(replicas, key=attrgetter("load"))
         if mean < 1 or quietest.load >= self.weights.warm * mean:
             return None
         pages = sum(self.index.num_pages(replica.bit) for replica in replicas) / len(replicas)
         return quietest if self.index.num_pages(quietest.bit) < self.weights.cold * pages else None
-
-
-def _load(replica: _Replica) -> float:
-    return replica.load
 
 
 def _remember(table: dict[str, T], key: str, value: T) -> None:

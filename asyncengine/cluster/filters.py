@@ -20,7 +20,7 @@ def filters(table: Cluster, claim: Claim) -> Iterator[tuple[str, Mask, str]]:
     if claim.cluster is not None:
         yield "cluster", table.rows_with(("cluster", claim.cluster)), f"not in cluster {claim.cluster!r}"
     if claim.on:
-        yield "devices", table.chosen(claim.on).any(axis=1), "none of the chosen devices"
+        yield "devices", np.logical_or.reduce(table.chosen(claim.on), axis=1), "none of the chosen devices"
     if claim.labels:
         has = [table.rows_with(("label", key, value)) for key, value in claim.labels]
         words = ", ".join(f"{key}={value}" for key, value in claim.labels)

@@ -146,11 +146,12 @@ def on_several_devices(view: View) -> Found:
             continue
         part = claim.part(count)
         found = []
-        for order, given in view.ranked:
-            rows = np.flatnonzero(given[:, count - 1] >= part)
-            found.append((rows, order[rows, :count], given[rows, :count]))
+        for order, offered in view.ranked:
+            rows = np.flatnonzero(offered[:, count - 1] >= part)
+            found.append((rows, order[rows, :count], offered[rows, :count]))
         if any(len(rows) for rows, _, _ in found):
-            return Found(_shares(view, *map(np.concatenate, zip(*found, strict=True)), part))
+            rows, columns, given = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+            return Found(_shares(view, rows, columns, given, part))
     return NOTHING
 
 

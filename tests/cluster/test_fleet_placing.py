@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
-import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +22,8 @@ from asyncengine.cluster.fleet.placing import (
     removal_scores,
     try_read_claim,
 )
+from asyncengine.cluster.fleet.processes import Cluster, unpack
 from asyncengine.cluster.fleet.ray_cluster import RayCluster
-from asyncengine.cluster.fleet.replica import unpack
 from asyncengine.demo import MODEL_PATH
 from asyncengine.models.memory.needs import read_needs
 
@@ -241,9 +239,8 @@ class AskedRay:
 def cluster_on(ray: AskedRay, settings: FleetConfig) -> RayCluster:
     """One that is connected to it."""
     cluster = object.__new__(RayCluster)
-    cluster._ray, cluster._config, cluster._devices = ray, settings, {}
-    cluster._processes, cluster._lost_on, cluster._claim = {}, {}, None
-    cluster.name, cluster._serial, cluster._lock = "fleet", itertools.count(), threading.Lock()
+    Cluster.__init__(cluster, settings, "fleet")
+    cluster._ray, cluster._devices, cluster._lost_on, cluster._claim = ray, {}, {}, None
     return cluster
 
 

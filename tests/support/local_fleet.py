@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import pickle
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
@@ -16,7 +14,8 @@ from support.held_steps import HeldSteps
 from asyncengine import EngineConfig
 from asyncengine.cluster.fleet import Fleet, FleetConfig, frontend
 from asyncengine.cluster.fleet.connection import Connection, new_context
-from asyncengine.cluster.fleet.replica import Replica, unpack
+from asyncengine.cluster.fleet.processes import Cluster, Process
+from asyncengine.cluster.fleet.replica import Replica
 from asyncengine.device.process import LoadAttempt
 from asyncengine.errors import FleetError
 
@@ -25,10 +24,8 @@ ENGINE: dict[str, Any] = {
 }  # fmt: skip
 
 
-class LocalProcess:
-    """A `ReplicaProcess` on a thread. `lose` kills it; while `speaks` is not set its network is down."""
-
-    threads = None
+class LocalProcess(Process):
+    """A replica on a thread. `lose` kills it; while `speaks` is not set its network is down."""
 
     def __init__(self, name: str, node: str, silence_limit: float, context: Any) -> None:
         self.name, self.node = name, node
@@ -73,10 +70,10 @@ class LocalProcess:
     async def _here(self, work: Any) -> Any:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
-    async def call(self, method: str, *arguments: Any, timeout: float) -> Any:
+    async def ask(self, method: str, arguments: bytes) -> bytes:
         self._check()
         self.calls.append(method)
-        return unpack(await self._here(self.replica.answer(method, pickle.dumps(arguments))))
+        return await self._here(self.replica.answer(method, arguments))
 
     def post_by_ray(self, commands: bytes) -> None:
         if not self._gone.is_set():
@@ -108,20 +105,20 @@ class LocalProcess:
         self.loop.close()
 
 
-class LocalCluster:
-    """A `RayCluster` of `LocalProcess`es. `room`: replicas that fit at once."""
+class LocalCluster(Cluster[LocalProcess]):
+    """Processes on threads. `room`: replicas that fit at once."""
 
     def __init__(self, config: FleetConfig, name: str) -> None:
-        self.name, self.replicas = name, config.replicas
-        self._config = config
+        super().__init__(config, name)
+        assert isinstance(config.replicas, int)
+        self.replicas = config.replicas
         self._context = new_context()
         self.room = 100
         self.head = True
         self.scores: dict[str, float] = {}
         """Scores of keeping replicas; others have 1."""
-        self.processes: dict[str, LocalProcess] = {}
+        self.processes = self._processes
         self.ever: list[LocalProcess] = []
-        self._serial = itertools.count()
 
     def prepare(self, model: str, config: EngineConfig) -> None:
         pass
@@ -130,7 +127,7 @@ class LocalCluster:
         if len(self.processes) >= self.room:
             raise FleetError("no node has room")
         name, node = f"{self.name}/{next(self._serial)}", f"node-{len(self.ever)}"
-        process = LocalProcess(name, node, self._config.silence_limit, self._context)
+        process = LocalProcess(name, node, self.config.silence_limit, self._context)
         self.processes[name] = process
         self.ever.append(process)
         return process
@@ -175,13 +172,8 @@ class LocalCluster:
     def head_answers(self) -> bool:
         return self.head
 
-    def end(self, process: LocalProcess, *, lost: bool = False) -> None:
-        self.processes.pop(process.name, None)
-        process.kill()
-
     def close(self) -> None:
-        for process in list(self.processes.values()):
-            self.end(process)
+        super().close()
         if self._context is not None:
             self._context.destroy(linger=0)
 

@@ -100,7 +100,7 @@ class FleetFrontend(Frontend):
         self.fleet.manager.cluster.close()
 
 
-def open_cluster(settings: FleetConfig, name: str) -> Cluster:
+def open_cluster(settings: FleetConfig, name: str) -> Cluster[Any]:
     """The machines on which a fleet has its processes. Raises `FleetError`, `InvalidParameter`."""
     return OneMachine(settings, name) if runs_here(settings) else RayCluster(settings, name)
 

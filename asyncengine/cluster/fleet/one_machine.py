@@ -14,13 +14,12 @@ import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
-from typing import Any
 
 import anyio.to_thread
 
 from asyncengine.cluster.fleet import replica_program
 from asyncengine.cluster.fleet.placing import read_claim, read_devices
-from asyncengine.cluster.fleet.replica import unpack
+from asyncengine.cluster.fleet.processes import Cluster, Process
 from asyncengine.cluster.fleet.replica_program import LENGTH, framed, received
 from asyncengine.cluster.fleet.settings import FleetConfig
 from asyncengine.config import EngineConfig
@@ -40,7 +39,7 @@ def runs_here(config: FleetConfig) -> bool:
     return not (os.environ.get("RAY_ADDRESS") or (ray is not None and ray.is_initialized()))
 
 
-class OneMachine:
+class OneMachine(Cluster["LocalReplica"]):
     """The processes of one fleet on this machine. Blocking calls; any thread."""
 
     def __init__(self, config: FleetConfig, name: str) -> None:
@@ -49,21 +48,18 @@ class OneMachine:
             raise InvalidParameter("labels", "are those of a Ray cluster's nodes: give its address", config.labels)
         if os.name != "posix" or not can_start():
             raise FleetError("a fleet on one machine needs Linux or macOS and a program that is Python as such")
-        self._config, self.name = config, name
+        super().__init__(config, name)
         self._shares = divide(memory_nodes(), config.replicas if isinstance(config.replicas, int) else None)
         self.replicas = len(self._shares)
         self._gpus = self._divide_gpus() if config.num_gpus else [""] * self.replicas
         """Visible GPU of each share, as CUDA names it."""
-        self._serial = itertools.count()
         self._latest = [-1] * self.replicas
         """Serial number of the last replica that got each share."""
-        self._processes: dict[str, LocalReplica] = {}
-        self._lock = threading.Lock()
 
     def _divide_gpus(self) -> list[str]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         found = [str(index) for index in range(len(read_devices()))] if visible is None else visible.split(",")
-        each = [gpu for gpu in found if gpu for _ in range(int(1 / self._config.num_gpus))]
+        each = [gpu for gpu in found if gpu for _ in range(int(1 / self.config.num_gpus))]
         if len(each) < self.replicas:
             raise FleetError(f"no room for {self.replicas} replicas: {len(each)} fit on the GPUs of this machine")
         return each
@@ -71,8 +67,8 @@ class OneMachine:
     def prepare(self, model: str, config: EngineConfig) -> None:
         """Look whether the memory nodes are large enough. Raises `FleetError`, and what loading raises of the files."""
         smallest = min(self._shares, key=lambda share: share.memory)
-        if smallest.nodes and not self._config.num_gpus and os.path.exists(path := resolve_model(model)):
-            needed = read_claim(path, config, self._config).cpu_bytes or 0
+        if smallest.nodes and not self.config.num_gpus and os.path.exists(path := resolve_model(model)):
+            needed = read_claim(path, config, self.config).cpu_bytes or 0
             if needed > smallest.memory:
                 raise FleetError(
                     f"no room for a replica ({needed / 2**30:.2f} GiB): memory nodes {list(smallest.nodes)} have "
@@ -88,7 +84,7 @@ class OneMachine:
         with self._lock:
             used = Counter(process.place for process in self._processes.values())
             place = min(range(self.replicas), key=lambda place: (used[place], self._latest[place]))
-            if self._config.num_gpus and used[place]:
+            if self.config.num_gpus and used[place]:
                 raise FleetError("no room for a replica: every GPU has its own")
             self._latest[place] = number = next(self._serial)
             try:
@@ -104,25 +100,8 @@ class OneMachine:
             used = Counter(process.place for process in self._processes.values())
             return {name: 1 / used[process.place] for name, process in self._processes.items()}
 
-    def head_answers(self) -> bool:
-        """True: there is no head that could be gone."""
-        return True
 
-    def end(self, process: LocalReplica, *, lost: bool = False) -> None:
-        """End a replica's process. Idempotent."""
-        with self._lock:
-            self._processes.pop(process.name, None)
-        process.kill()
-
-    def close(self) -> None:
-        """End all processes. Idempotent."""
-        with self._lock:
-            processes, self._processes = list(self._processes.values()), {}
-        for process in processes:
-            process.kill()
-
-
-class LocalReplica:
+class LocalReplica(Process):
     """A process of this machine that hosts a `Replica`."""
 
     node = "this machine"
@@ -130,7 +109,7 @@ class LocalReplica:
     def __init__(self, name: str, place: int, share: Share, gpu: str) -> None:
         """Start it, bound to `share`, the machine's share of number `place`. It sees `gpu` alone. Raises `OSError`."""
         self.name, self.place = name, place
-        self.threads: int | None = len(share.cores)
+        self.threads = len(share.cores)
         self._numbers = itertools.count()
         self._asked: dict[int, Future[bytes]] = {}
         """Answers that are waited for, by the call's number."""
@@ -155,8 +134,7 @@ class LocalReplica:
         self._reader = threading.Thread(target=self._take_answers, name="asyncengine-calls", daemon=True)
         self._reader.start()
 
-    async def call(self, method: str, *arguments: Any, timeout: float) -> Any:
-        """Call a method of the replica. Raises what that raises, and `FleetError` if it does not answer."""
+    async def ask(self, method: str, arguments: bytes) -> bytes:
         answer: Future[bytes] = Future()
         answer.set_running_or_notify_cancel()  # who gives up waiting does not cancel it
         number = next(self._numbers)
@@ -164,17 +142,13 @@ class LocalReplica:
             if self._lost:
                 raise self.loss()
             self._asked[number] = answer
-        message = framed(pickle.dumps((number, method, pickle.dumps(arguments))))
+        message = framed(pickle.dumps((number, method, arguments)))
         try:
-            async with asyncio.timeout(timeout):
-                # on a thread: a process that stands still takes no more than the socket holds
-                await anyio.to_thread.run_sync(self._send, message, abandon_on_cancel=True)
-                found = await asyncio.wrap_future(answer)
-        except TimeoutError as error:
-            raise FleetError(f"replica {self.name} did not answer {method} within {timeout:g} s") from error
+            # on a thread: a process that stands still takes no more than the socket holds
+            await anyio.to_thread.run_sync(self._send, message, abandon_on_cancel=True)
+            return await asyncio.wrap_future(answer)
         except OSError as error:
             raise self.loss() from error
-        return unpack(found)
 
     def _send(self, message: bytes) -> None:
         with self._sending:
@@ -203,7 +177,6 @@ class LocalReplica:
         return FleetError(f"replica {self.name} was lost: {self._lost}")
 
     def kill(self) -> None:
-        """End the process. Idempotent."""
         end_children([self._child])
         self._reader.join()
         self._calls.close()

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from asyncengine.cluster import Claim, Cluster, Device, Instance, Node, Placement, Refusal, place, rank_for_removal
+from asyncengine.cluster.fleet.processes import packed
 from asyncengine.cluster.fleet.settings import FleetConfig
 from asyncengine.cluster.nodes import MAX_MEMORY
 from asyncengine.config import EngineConfig, parse_bytes
@@ -44,11 +44,11 @@ def read_claim(model: str, config: EngineConfig, settings: FleetConfig) -> Claim
 
 
 def try_read_claim(model: str, config: EngineConfig, settings: FleetConfig) -> bytes:
-    """`read_claim` on a node, pickled: (True, claim) or (False, error), so that errors keep their types."""
+    """`read_claim` on a node, packed, so that errors keep their types."""
     try:
-        return pickle.dumps((True, read_claim(model, config, settings)))
+        return packed(read_claim(model, config, settings))
     except EngineError as error:
-        return pickle.dumps((False, error))
+        return packed(None, error)
 
 
 def read_devices() -> tuple[int, ...]:

@@ -1,37 +1,104 @@
-"""The processes that host a fleet's replicas, as the fleet uses them: Ray's (`ray_cluster`), this machine's
-(`one_machine`)."""
+"""The processes that host a fleet's replicas: what Ray's (`ray_cluster`) and this machine's (`one_machine`) have in
+common."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import pickle
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
+from asyncengine.cluster.fleet.settings import FleetConfig
 from asyncengine.config import EngineConfig
+from asyncengine.errors import FleetError
 
 
-class Process(Protocol):
+class Process(ABC):
     """A process that hosts a `replica.Replica`."""
 
     name: str
     node: str
-    threads: int | None
+    threads: int | None = None
     """Threads of its engine where the settings leave them open; None: as many as torch uses there."""
     connection: Any
     """A `connection.Connection`, or what has its `address`, `post` and `updates`."""
 
-    async def call(self, method: str, *arguments: Any, timeout: float) -> Any: ...
-    def kill(self) -> None: ...
+    async def call(self, method: str, *arguments: Any, timeout: float) -> Any:
+        """Call a method of the replica. Raises what that raises, and `FleetError` if it does not answer."""
+        try:
+            async with asyncio.timeout(timeout):
+                answer = await self.ask(method, pickle.dumps(arguments))
+        except TimeoutError as error:
+            raise FleetError(f"replica {self.name} did not answer {method} within {timeout:g} s") from error
+        return unpack(answer)
+
+    @abstractmethod
+    async def ask(self, method: str, arguments: bytes) -> bytes:
+        """The answer of `replica.Replica.answer`. Raises `FleetError` if the process is lost."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the process. Idempotent."""
 
 
-class Cluster(Protocol):
-    """Makers and keepers of one fleet's processes. Blocking calls; any thread. `prepare` comes first."""
+P = TypeVar("P", bound=Process)
+
+
+class Cluster(ABC, Generic[P]):
+    """Maker and keeper of one fleet's processes. Blocking calls; any thread. `prepare` comes first."""
 
     replicas: int
     """Replicas that the fleet begins with."""
 
-    def prepare(self, model: str, config: EngineConfig) -> None: ...
-    def spawn(self) -> Process: ...
-    def removal_scores(self) -> Mapping[str, float]: ...
-    def head_answers(self) -> bool: ...
-    def end(self, process: Any, *, lost: bool = False) -> None: ...
-    def close(self) -> None: ...
+    def __init__(self, config: FleetConfig, name: str) -> None:
+        self.config, self.name = config, name
+        self._serial = itertools.count()
+        self._lock = threading.Lock()
+        self._processes: dict[str, P] = {}
+
+    @abstractmethod
+    def prepare(self, model: str, config: EngineConfig) -> None:
+        """Read what a replica needs from the model's files. Raises `FleetError`, and what loading raises of the
+        files."""
+
+    @abstractmethod
+    def spawn(self) -> P:
+        """Start a process for a replica. Nothing is loaded there yet. Raises `FleetError` where there is no room."""
+
+    @abstractmethod
+    def removal_scores(self) -> Mapping[str, float]:
+        """Score of keeping each replica where it is, by name: the lowest are wanted least. Raises `FleetError`."""
+
+    def head_answers(self) -> bool:
+        """Tell whether the cluster's head answers; True where there is none that could be gone."""
+        return True
+
+    def end(self, process: P, *, lost: bool = False) -> None:
+        """End a replica's process. Idempotent. `lost`: it ended by itself."""
+        with self._lock:
+            self._processes.pop(process.name, None)
+        process.kill()
+
+    def close(self) -> None:
+        """End all processes. Idempotent."""
+        with self._lock:
+            processes = list(self._processes.values())
+            self._processes.clear()
+        for process in processes:
+            process.kill()
+
+
+def packed(outcome: Any, error: Exception | None = None) -> bytes:
+    """An answer for `unpack`: a result, or the error that was raised instead, which keeps its type."""
+    return pickle.dumps((outcome, error))
+
+
+def unpack(answer: Any) -> Any:
+    """The result in an answer. Raises the error that is there instead."""
+    outcome, error = pickle.loads(answer)
+    if error is not None:
+        raise error
+    return outcome

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
-import pickle
 import socket
-import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
@@ -23,7 +20,8 @@ from asyncengine.cluster.fleet.placing import (
     removal_scores,
     try_read_claim,
 )  # fmt: skip
-from asyncengine.cluster.fleet.replica import Replica, unpack
+from asyncengine.cluster.fleet.processes import Cluster, Process, unpack
+from asyncengine.cluster.fleet.replica import Replica
 from asyncengine.cluster.fleet.settings import FleetConfig
 from asyncengine.config import EngineConfig
 from asyncengine.engine.threads import begun
@@ -55,7 +53,7 @@ def load_ray() -> Any:
     return ray
 
 
-class RayCluster:
+class RayCluster(Cluster["ReplicaProcess"]):
     """A Ray cluster, and the processes that one fleet has there. Blocking calls; any thread."""
 
     def __init__(self, config: FleetConfig, name: str) -> None:
@@ -65,19 +63,15 @@ class RayCluster:
             raise InvalidParameter(
                 "replicas", "must be a number with Ray, which knows no memory nodes", config.replicas
             )
+        super().__init__(config, name)
         self._ray = load_ray()
         self.replicas = config.replicas
-        """Replicas that the fleet begins with."""
-        self._config, self.name = config, name
         self._owns_ray = not self._ray.is_initialized()
-        self._serial = itertools.count()
-        self._processes: dict[str, ReplicaProcess] = {}
         self._lost_on: dict[str, int] = {}
         """Replicas lost on each node, by its id."""
         self._claim: Claim | None = None
         self._devices: dict[str, Sequence[int]] = {}
         """Memory in bytes of each GPU of the nodes that were asked, by node id."""
-        self._lock = threading.Lock()
         if self._owns_ray:
             self._connect()
         self._context = new_context()
@@ -91,7 +85,7 @@ class RayCluster:
             raise
 
     def _connect(self) -> None:
-        address = str(self._config.address or os.environ.get("RAY_ADDRESS"))
+        address = str(self.config.address or os.environ.get("RAY_ADDRESS"))
         bare = address.removeprefix("ray://")
         try:
             if bare.rpartition(":")[2].isdigit():  # not "auto"
@@ -123,12 +117,12 @@ class RayCluster:
 
         Raises `FleetError`, and what loading raises of the model's files.
         """
-        if self._config.replica_memory is not None or os.path.exists(resolve_model(model)):
-            self._claim = read_claim(model, config, self._config)
+        if self.config.replica_memory is not None or os.path.exists(resolve_model(model)):
+            self._claim = read_claim(model, config, self.config)
             return
-        ask = self._ray.remote(try_read_claim).options(num_cpus=0, label_selector=dict(self._config.labels) or None)
+        ask = self._ray.remote(try_read_claim).options(num_cpus=0, label_selector=dict(self.config.labels) or None)
         try:
-            answer = self._ray.get(ask.remote(model, config, self._config), timeout=self._config.start_timeout)
+            answer = self._ray.get(ask.remote(model, config, self.config), timeout=self.config.start_timeout)
         except self._ray.exceptions.RayError as error:
             raise FleetError(f"no node tells what {model} takes: {_first_line(error)}") from error
         self._claim = unpack(answer)
@@ -147,7 +141,7 @@ class RayCluster:
             with self._lock:
                 ours, lost = [process.placed for process in self._processes.values()], dict(self._lost_on)
             devices = self._devices_of(list(known.values()))
-            found = place_replica(claim, list(known.values()), ours, devices, lost, self._config)
+            found = place_replica(claim, list(known.values()), ours, devices, lost, self.config)
             if isinstance(found, Refusal):
                 others = f"; {len(full)} were taken by others meanwhile" if full else ""
                 raise FleetError(f"no room for a replica ({self._wanted()}): {found}{others}")
@@ -155,7 +149,7 @@ class RayCluster:
             group = self._reserve(found.shares[0])
             if group is not None:
                 placed = found.instance(name)
-                process = ReplicaProcess(self._ray, self._config, node, group, placed, self._context)
+                process = ReplicaProcess(self._ray, self.config, node, group, placed, self._context)
                 with self._lock:
                     self._processes[name] = process
                 return process
@@ -166,7 +160,7 @@ class RayCluster:
         known = self._known()
         with self._lock:
             ours = [process.placed for process in self._processes.values()]
-        return removal_scores(known, ours, self._devices_of(known), self._config)
+        return removal_scores(known, ours, self._devices_of(known), self.config)
 
     def _known(self) -> list[RayNode]:
         """Nodes that are alive, as Ray describes them now."""
@@ -187,7 +181,7 @@ class RayCluster:
 
     def _devices_of(self, known: list[RayNode]) -> dict[str, Sequence[int]]:
         """Memory in bytes of each GPU, by node id: from the node's label, else from the node, which is asked once."""
-        if not self._config.num_gpus:
+        if not self.config.num_gpus:
             return {}
         found: dict[str, Sequence[int]] = {}
         asked: dict[str, Any] = {}
@@ -206,7 +200,7 @@ class RayCluster:
         return found
 
     def _wanted(self) -> str:
-        config, claim = self._config, self._claim
+        config, claim = self.config, self._claim
         assert claim is not None
         labels = f", labels {dict(config.labels)}" if config.labels else ""
         gpus = claim.devices or 0
@@ -215,7 +209,7 @@ class RayCluster:
 
     def _reserve(self, share: Share) -> Any | None:
         """A placement group with what all ranks of a replica need of its node; None if that is not free any more."""
-        bundle = {"CPU": share.cpus, "GPU": self._config.num_gpus * len(share.devices), "memory": share.host_bytes}
+        bundle = {"CPU": share.cpus, "GPU": self.config.num_gpus * len(share.devices), "memory": share.host_bytes}
         bundle = {kind: amount for kind, amount in bundle.items() if amount}
         where = [{"ray.io/node-id": share.node}]
         group = self._ray.util.placement_group([bundle], strategy="STRICT_PACK", bundle_label_selector=where)
@@ -226,29 +220,24 @@ class RayCluster:
 
     def end(self, process: ReplicaProcess, *, lost: bool = False) -> None:
         """End a replica's process. Idempotent. `lost`: it ended by itself; its node is avoided from now on."""
-        with self._lock:
-            self._processes.pop(process.name, None)
-            if lost:
+        if lost:
+            with self._lock:
                 self._lost_on[process.node] = self._lost_on.get(process.node, 0) + 1
-        process.kill()
+        super().end(process)
 
     def close(self) -> None:
         """End all processes, and this program's connection where the fleet has made it. Idempotent."""
+        super().close()
         with self._lock:
-            processes, self._processes = list(self._processes.values()), {}
             owned, self._owns_ray = self._owns_ray, False
-        for process in processes:
-            process.kill()
         if owned:
             _try_for(CLOSE_SECONDS, self._ray.shutdown)
         if self._context is not None:
             self._context.destroy(linger=0)
 
 
-class ReplicaProcess:
-    """A Ray actor that hosts a `Replica`."""
-
-    threads: int | None = None  # Ray says how many by the environment
+class ReplicaProcess(Process):
+    """A Ray actor that hosts a `Replica`. Ray says by the environment how many threads it has."""
 
     def __init__(
         self, ray: Any, config: FleetConfig, node: RayNode, group: Any, placed: Instance, context: Any
@@ -272,15 +261,12 @@ class ReplicaProcess:
             ray.util.remove_placement_group(group)
             raise InvalidParameter("name", f"another fleet has it ({error})", self.name) from error
 
-    async def call(self, method: str, *arguments: Any, timeout: float) -> Any:
-        """Call a method of the replica. Raises what that raises, and `FleetError` if it does not answer."""
+    async def ask(self, method: str, arguments: bytes) -> bytes:
         try:
-            answer = self._actor.answer.remote(method, pickle.dumps(arguments))
-            return unpack(await asyncio.wait_for(asyncio.wrap_future(answer.future()), timeout))
-        except TimeoutError as error:
-            raise FleetError(f"replica {self.name} did not answer {method} within {timeout:g} s") from error
+            answer: bytes = await asyncio.wrap_future(self._actor.answer.remote(method, arguments).future())
         except self._ray.exceptions.RayError as error:
             raise FleetError(f"replica {self.name} was lost: {_first_line(error)}") from error
+        return answer
 
     def post_by_ray(self, commands: bytes) -> None:
         """Send commands as a call of Ray's, without waiting; in order."""

@@ -13,12 +13,12 @@ import logging
 import pickle
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from asyncengine import AsyncEngine, EngineConfig, __version__
 from asyncengine.cluster.fleet.connection import Listener
 from asyncengine.cluster.fleet.messages import VERSION, Loaded, RequestOutput, Submit, Update
 from asyncengine.cluster.fleet.peers import PeerConnections
+from asyncengine.cluster.fleet.processes import packed
 from asyncengine.engine.assembler import merge
 from asyncengine.engine.inbox import Inbox
 from asyncengine.engine.mailbox import Mailbox, Waiter
@@ -118,15 +118,15 @@ class Replica:
     # ---------------------------------------------------------------- called by the fleet
 
     async def answer(self, method: str, arguments: bytes) -> bytes:
-        """Call `method` and return (True, its result) or (False, its error), pickled: errors keep their types."""
+        """Call `method` and pack its result, or the error that it raises."""
         try:
-            outcome = (True, await getattr(self, method)(*pickle.loads(arguments)))
-        except Exception as error:
-            outcome = (False, error)
+            outcome, error = await getattr(self, method)(*pickle.loads(arguments)), None
+        except Exception as raised:
+            outcome, error = None, raised
         try:
-            return pickle.dumps(outcome)
-        except Exception as error:
-            return pickle.dumps((False, FleetError(f"a replica's answer cannot be sent: {error!r} ({outcome[1]!r})")))
+            return packed(outcome, error)
+        except Exception as unsent:
+            return packed(None, FleetError(f"a replica's answer cannot be sent: {unsent!r} ({error or outcome!r})"))
 
     async def hello(self) -> tuple[str, int]:
         """Release of this program, and version of the messages."""
@@ -280,11 +280,3 @@ def _rebase(spec: RequestSpec, now: float, sent_at: float) -> RequestSpec:
         deadline=here(spec.deadline),
         waiting_deadline=None if spec.resumed else here(spec.waiting_deadline),
     )
-
-
-def unpack(answer: Any) -> Any:
-    """The result in an `answer`. Raises the error that the method raised."""
-    fine, value = pickle.loads(answer)
-    if fine:
-        return value
-    raise value

@@ -42,7 +42,7 @@ MAX_ATTEMPTS = 5
 
 
 async def start_replicas(
-    cluster: Cluster, model: str, config: EngineConfig, settings: FleetConfig
+    cluster: Cluster[Any], model: str, config: EngineConfig, settings: FleetConfig
 ) -> list[tuple[Process, Loaded]]:
     """Start as many replicas as a fleet is to begin with, side by side. Raises what loading raises."""
     await anyio.to_thread.run_sync(cluster.prepare, model, config)
@@ -69,7 +69,7 @@ class ReplicaManager:
     """Starts, replaces and ends the replicas of one fleet."""
 
     def __init__(
-        self, cluster: Cluster, model: str, config: EngineConfig, settings: FleetConfig, dispatcher: Dispatcher,
+        self, cluster: Cluster[Any], model: str, config: EngineConfig, settings: FleetConfig, dispatcher: Dispatcher,
         first: Sequence[tuple[Process, Loaded]],
     ) -> None:  # fmt: skip
         """`config`: of each replica's engine. `first`: replicas that `start_replicas` has started."""

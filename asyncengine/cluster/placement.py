@@ -1,8 +1,13 @@
-"""Placement of one more instance of a model: filter the nodes, fit the claim, score the candidates."""
+"""Placement of one more instance of a model: filter the nodes, fit the claim, score the candidates.
+
+A node falls to the first filter that it does not pass. Their order and meaning are GPUStack's: cluster, devices chosen
+by hand, labels, status, backend, local path (which GPUStack looks at only where devices are chosen by hand); then CPUs,
+which it does not count.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,11 +16,10 @@ import numpy as np
 from asyncengine.checks import as_choice, as_items
 from asyncengine.cluster import fit
 from asyncengine.cluster.claims import Claim
-from asyncengine.cluster.filters import passing
 from asyncengine.cluster.fit import Found, Shares, View
 from asyncengine.cluster.nodes import Instance, Node, Share, State
 from asyncengine.cluster.scores import STRATEGIES, score
-from asyncengine.cluster.table import Cluster
+from asyncengine.cluster.table import Cluster, Mask, cpu_units
 from asyncengine.errors import InvalidParameter, OutOfMemory
 
 
@@ -94,14 +98,49 @@ def place(
         table = Cluster(nodes, instances)
         if not len(table):
             raise InvalidParameter("nodes", "must be at least one")
-    mask, fell = passing(table, model)
+    mask, fell = _passing(table, model)
     view = View(table, mask, model)
     for stage, find in fit.STAGES:
         found = find(view)
         if found:
             return _best(table, view, strategy, stage, found)
-    reasons = (*(Reason(*each) for each in fell), *_did_not_fit(view))
+    reasons = (*fell, *_did_not_fit(view))
     return Refusal(model.model, len(table), reasons, fit.largest_on_devices(view), fit.largest_on_processors(view))
+
+
+def _filters(table: Cluster, claim: Claim) -> Iterator[tuple[str, Mask, str]]:
+    """Name of each filter that the claim has something against nodes by, the rows that pass, and the words for a node
+    that does not."""
+    if claim.cluster is not None:
+        yield "cluster", table.rows_with(("cluster", claim.cluster)), f"not in cluster {claim.cluster!r}"
+    if claim.on:
+        yield "devices", np.logical_or.reduce(table.chosen(claim.on), axis=1), "none of the chosen devices"
+    if claim.labels:
+        has = [table.rows_with(("label", key, value)) for key, value in claim.labels]
+        words = ", ".join(f"{key}={value}" for key, value in claim.labels)
+        yield "labels", np.logical_and.reduce(has), f"without the labels {words}"
+    yield "status", table.ready, "not ready"
+    if claim.backend is not None:
+        wanted = (claim.backend,) if claim.version is None else (claim.backend, claim.version)
+        yield "backend", table.rows_with(("backend", *wanted)), f"without {' '.join(wanted)}"
+    if claim.path is not None:
+        yield "path", table.rows_with(("path", claim.path)), f"no path {claim.path!r}"
+    if claim.cpus:
+        enough: Mask = table.cpu_limit - table.cpu_used >= cpu_units(claim.cpus)
+        yield "cpus", enough, f"with fewer than {claim.cpus:g} free CPUs"
+
+
+def _passing(table: Cluster, claim: Claim) -> tuple[Mask, list[Reason]]:
+    """[rows] nodes that pass all filters; and the reasons why others do not."""
+    mask, left = table.alive, len(table)
+    fell: list[Reason] = []
+    for name, passes, words in _filters(table, claim):
+        mask = mask & passes
+        remaining = int(np.count_nonzero(mask))
+        if remaining < left:
+            fell.append(Reason(name, left - remaining, words))
+        left = remaining
+    return mask, fell
 
 
 def _best(table: Cluster, view: View, strategy: str, stage: str, found: Found) -> Placement:

@@ -15,6 +15,7 @@ from asyncengine.cli.loading import on_thread
 from asyncengine.cli.options import engine_config
 from asyncengine.cli.text import write, write_json
 from asyncengine.cluster import Claim, Cluster, Device, Node, Placement, Refusal, place
+from asyncengine.cluster.claims import claim_of
 from asyncengine.cluster.nodes import MAX_MEMORY
 from asyncengine.config import EngineConfig
 
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         as_integer("kv_tokens", args.kv_tokens, 1)
     needs, machine = on_thread(lambda: _read(args.model, config)).result()
     tokens = needs.kv_tokens(config) if args.kv_tokens is None else args.kv_tokens
-    claim = claim_of(needs, tokens, config)
+    claim = claim_here(needs, tokens, config)
     found = place(claim, Cluster([as_node(machine)]))
     if args.json:
         write_json(as_dict(needs, tokens, claim, machine, found))
@@ -62,16 +63,12 @@ def _read(model: str, config: EngineConfig) -> tuple[ModelNeeds, Machine]:
     return (replace(needs, name=model) if model == "demo" else needs), Machine(free_bytes(torch.device("cpu")), free)
 
 
-def claim_of(needs: ModelNeeds, tokens: int, config: EngineConfig) -> Claim:
+def claim_here(needs: ModelNeeds, tokens: int, config: EngineConfig) -> Claim:
     """The claim of one engine, which runs on a device for each rank or on the host's processors."""
-    total, ranks = needs.total(tokens), config.tensor_parallel
+    ranks = config.tensor_parallel
     copied = needs.step_bytes // ranks if ranks > 1 else 0
-    claim = Claim(
-        model=needs.name, cpu_bytes=total, device_bytes=total - (ranks - 1) * copied, copied_bytes=copied, devices=ranks
-    )  # fmt: skip
-    if config.device == "cpu" or config.pipeline_parallel > 1:  # whose stages compute on processors alone
-        return replace(claim, device_bytes=None)
-    return claim if config.device == "auto" else replace(claim, cpu_bytes=None)
+    device = "cpu" if config.pipeline_parallel > 1 else config.device  # stages compute on processors alone
+    return claim_of(needs.name, needs.total(tokens), ranks, copied, device)
 
 
 def as_node(machine: Machine) -> Node:

@@ -113,3 +113,13 @@ def rule_of_thumb(weight_bytes: int) -> int:
     GPUStack's rule; the factor is EleutherAI's for activations and caches ("Transformer Math 101").
     """
     return int(as_memory("weight_bytes", weight_bytes, 1, MAX_TOTAL // 2) * 1.2) + 2 * 2**30
+
+
+def claim_of(model: str, memory: int, ranks: int, copied: int, device: str) -> Claim:
+    """The claim of an engine whose ranks take `memory` bytes together: on a `device` each ("cuda"), on one host's
+    processors ("cpu"), or on either ("auto"). `copied`: bytes of `memory` that each rank has of its own."""
+    if device == "cpu":
+        return Claim(model=model, cpu_bytes=memory)
+    divided = memory - (ranks - 1) * copied
+    host = memory if device == "auto" else None
+    return Claim(model=model, device_bytes=divided, cpu_bytes=host, copied_bytes=copied, devices=ranks)

@@ -49,6 +49,7 @@ def test_figures_add_up_and_flags_change_them(
     assert report(capsys, 0, "--dtype", "float32")["weight_bytes"] == 2 * plain["weight_bytes"]
     assert report(capsys, 0, "--device", "cpu")["claim"]["device_bytes"] is None
     assert report(capsys, 0, "--pipeline-parallel", "2")["claim"]["device_bytes"] is None
+    assert report(capsys, 0, "--tensor-parallel", "2", "--device", "cpu")["claim"]["copied_bytes"] == 0
     ranks = report(capsys, 0, "--tensor-parallel", "2")["claim"]
     assert ranks["device_bytes"] == plain["claim"]["cpu_bytes"], "what a step takes is counted once, and copied"
     assert ranks["copied_bytes"] == plain["step_bytes"]

@@ -15,7 +15,6 @@ from asyncengine.cluster.fleet import FleetConfig
 from asyncengine.cluster.fleet.placing import (
     DEVICE_MEMORY,
     RayNode,
-    claim_of,
     place_replica,
     read_claim,
     read_devices,
@@ -41,7 +40,9 @@ def placed(
     lost: dict[str, int] | None = None, ranks: int = 1, copied: int = 0,
 ) -> Placement | Refusal:  # fmt: skip
     devices = {node.id: node.device_memory() or () for node in known}
-    claim = claim_of("some/model", memory, settings, ranks, copied)
+    claim = read_claim("some/model", EngineConfig(tensor_parallel=ranks), settings.replace(replica_memory=memory))
+    if copied:
+        claim = claim.replace(device_bytes=memory - (ranks - 1) * copied, copied_bytes=copied)
     return place_replica(claim, known, ours or [], devices, lost or {}, settings)
 
 

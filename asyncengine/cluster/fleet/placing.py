@@ -11,9 +11,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from asyncengine.cluster import Claim, Cluster, Device, Instance, Node, Placement, Refusal, place, rank_for_removal
+from asyncengine.cluster.claims import claim_of
 from asyncengine.cluster.fleet.processes import packed
 from asyncengine.cluster.fleet.settings import FleetConfig
 from asyncengine.cluster.nodes import MAX_MEMORY
@@ -37,10 +38,14 @@ def read_claim(model: str, config: EngineConfig, settings: FleetConfig) -> Claim
         raise InvalidParameter("num_gpus", "must be 0 with pipeline_parallel, which is for CPUs", settings.num_gpus)
     if ranks > 1 and settings.num_gpus not in (0.0, 1.0):
         raise InvalidParameter("num_gpus", "must be 0 or 1 for replicas of several ranks", settings.num_gpus)
+    device = "cuda" if settings.num_gpus else "cpu"
     if isinstance(settings.replica_memory, int):
-        return claim_of(model, settings.replica_memory, settings, ranks)
-    memory, copied = needed_memory(model, config, "cuda" if settings.num_gpus else "cpu")
-    return claim_of(model, memory, settings, ranks, copied)
+        memory, copied = settings.replica_memory, 0
+    else:
+        memory, copied = needed_memory(model, config, device)
+    claim = claim_of(model.rstrip("/").rsplit("/", 1)[-1], memory, ranks, copied, device)
+    # of a device that Ray divides, a replica takes its part
+    return claim.replace(cpus=settings.num_cpus * ranks, labels=settings.labels, utilization=settings.num_gpus)
 
 
 def try_read_claim(model: str, config: EngineConfig, settings: FleetConfig) -> bytes:
@@ -58,19 +63,6 @@ def read_devices() -> tuple[int, ...]:
     probe = "import torch; print(*(torch.cuda.mem_get_info(i)[1] for i in range(torch.cuda.device_count())))"
     said = subprocess.run([sys.executable, "-c", probe], env=visible, capture_output=True, text=True, check=True)
     return tuple(int(count) for count in said.stdout.split())
-
-
-def claim_of(model: str, memory: int, settings: FleetConfig, ranks: int = 1, copied: int = 0) -> Claim:
-    """The claim of a replica whose ranks take `memory` bytes together of a device each, or of their host; of a device
-    that Ray divides, its part. `copied`: bytes of `memory` that each rank has of its own."""
-    name, cpus = model.rstrip("/").rsplit("/", 1)[-1], settings.num_cpus * ranks
-    claim = Claim(model=name, cpu_bytes=memory, cpus=cpus, labels=tuple(settings.labels.items()))
-    if not settings.num_gpus:
-        return claim
-    return replace(
-        claim, device_bytes=memory - (ranks - 1) * copied, copied_bytes=copied, cpu_bytes=None, devices=ranks,
-        utilization=settings.num_gpus,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

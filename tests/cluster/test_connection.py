@@ -49,7 +49,7 @@ class Host:
         self.running.add_done_callback(lambda done: end.close())
         return self.port or end.port, end.public_key
 
-    def take(self, body: bytes) -> None:
+    async def take(self, body: bytes) -> None:
         if body == b"?":
             raise ValueError(body)
         self.taken.append(body)
@@ -266,10 +266,13 @@ async def updates():
     yield b"I live"
     await asyncio.Event().wait()
 
+async def take(body):
+    print(body)
+
 async def main():
     end = Listener("127.0.0.1", sys.argv[1].encode())
     print(end.port, end.public_key.decode(), flush=True)
-    await end.run(print, updates())
+    await end.run(take, updates())
 
 asyncio.run(main())
 """

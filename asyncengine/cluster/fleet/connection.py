@@ -15,7 +15,7 @@ import contextlib
 import hmac
 import logging
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 from asyncengine.errors import FleetError
@@ -187,15 +187,25 @@ class Listener(Door):
         """Listen for the owner of the public key `fleet_key`. Raises `OSError` without pyzmq or a port."""
         super().__init__(address, [fleet_key], sndhwm=UNSENT, rcvhwm=0, sndbuf=BUFFER_BYTES)
 
-    async def run(self, take: Callable[[bytes], None], updates: AsyncIterator[bytes]) -> None:
-        """Give commands to `take` and send `updates`, both in order, until cancelled or one of them fails."""
+    async def run(self, post: Callable[[bytes], Awaitable[None]], updates: AsyncIterator[bytes]) -> None:
+        """Give commands to `post` and send `updates` (see `carry`)."""
+        await carry(post, updates, self._socket.recv, self._socket.send)
 
-        async def send() -> None:
-            async for update in updates:
-                await self._socket.send(update)
 
-        await self._socket.recv()  # before the fleet's end is there, no update may be taken
-        async with asyncio.TaskGroup() as both:
-            both.create_task(send())
-            while True:
-                take(await self._socket.recv())
+async def carry(
+    post: Callable[[bytes], Awaitable[None]],
+    updates: AsyncIterator[bytes],
+    receive: Callable[[], Awaitable[bytes]],
+    send: Callable[[bytes], Awaitable[object]],
+) -> None:
+    """Give what is received to `post` and send `updates`, both in order, until cancelled or one of them fails."""
+
+    async def send_all() -> None:
+        async for update in updates:
+            await send(update)
+
+    await receive()  # before the fleet's end is there, no update may be taken
+    async with asyncio.TaskGroup() as both:
+        both.create_task(send_all())
+        while True:
+            await post(await receive())

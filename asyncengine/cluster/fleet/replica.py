@@ -187,7 +187,14 @@ class Replica:
 
     async def post(self, commands: bytes) -> None:
         """Take commands, in order. An update says what is wrong with a request."""
-        self._take(commands)
+        for command in pickle.loads(commands):
+            if isinstance(command, Submit):
+                try:
+                    self._submit(command)
+                except Exception as error:
+                    self._outbox.post(_refusal(command, error))
+            else:
+                self.engine.core.client.abort_tickets([command.ticket])
 
     async def updates(self) -> AsyncIterator[bytes]:
         """Everything new, as often as the fleet takes it."""
@@ -205,19 +212,9 @@ class Replica:
 
     async def _serve(self, listener: Listener) -> None:
         try:
-            await listener.run(self._take, self.updates())
+            await listener.run(self.post, self.updates())
         except Exception:  # the fleet must not wait for what was not understood
             logger.exception("a replica's connection is given up")
-
-    def _take(self, commands: bytes) -> None:
-        for command in pickle.loads(commands):
-            if isinstance(command, Submit):
-                try:
-                    self._submit(command)
-                except Exception as error:
-                    self._outbox.post(_refusal(command, error))
-            else:
-                self.engine.core.client.abort_tickets([command.ticket])
 
     def _submit(self, submit: Submit) -> None:
         """Post a request to the engine. Raises `EngineError` if that takes it no more."""

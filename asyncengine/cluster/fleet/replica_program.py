@@ -10,6 +10,7 @@ import asyncio
 import pickle
 import socket
 
+from asyncengine.cluster.fleet.connection import carry
 from asyncengine.cluster.fleet.replica import Replica
 from asyncengine.device.child import run
 
@@ -41,20 +42,16 @@ async def _serve(calls: int, updates: int) -> None:
         answers.write(framed(pickle.dumps((number, await replica.answer(method, arguments)))))
 
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(_carry(replica, updates, tasks))
+        tasks.create_task(_carry(replica, updates))
         while True:
             tasks.create_task(answer(*pickle.loads(await received(asked))))
 
 
-async def _carry(replica: Replica, descriptor: int, tasks: asyncio.TaskGroup) -> None:
+async def _carry(replica: Replica, descriptor: int) -> None:
     commands, updates = await asyncio.open_unix_connection(sock=socket.socket(fileno=descriptor))
 
-    async def send() -> None:
-        async for update in replica.updates():
-            updates.write(framed(update))
-            await updates.drain()
+    async def send(update: bytes) -> None:
+        updates.write(framed(update))
+        await updates.drain()
 
-    await received(commands)  # before the fleet's end is there, no update may be taken
-    tasks.create_task(send())
-    while True:
-        await replica.post(await received(commands))
+    await carry(replica.post, replica.updates(), lambda: received(commands), send)

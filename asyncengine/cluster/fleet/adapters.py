@@ -80,13 +80,12 @@ class FleetAdapters:
             return tuple(replace(info, requests=used.count(info.digest)) for info in infos)
 
     def counts(self) -> dict[str, int]:
-        with self._lock:
-            names = self._names.values()
-            return {
-                "loaded": len(names),
-                "in_memory": sum(info.in_memory for info in names),
-                "nbytes": sum(info.nbytes for info in names),
-            }
+        infos = self.list()
+        return {
+            "loaded": len(infos),
+            "in_memory": sum(info.in_memory for info in infos),
+            "nbytes": sum(info.nbytes for info in infos),
+        }
 
     def close(self) -> None:
         with self._lock:

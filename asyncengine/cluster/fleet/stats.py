@@ -9,8 +9,11 @@ from typing import Any
 
 from asyncengine.cluster.fleet.dispatcher import Dispatcher
 from asyncengine.cluster.routing import Role
-from asyncengine.kvcache import PageCounts, StateCounts, StoreCounts
-from asyncengine.stats import EngineStats, ImageStats, Summary, ThreadStats
+from asyncengine.kvcache import PageCounts
+from asyncengine.stats import EngineStats, Summary, ThreadStats
+
+_OWN = ("first_token", "inter_token", "finished", "uptime", "loop_lag", "requests", "adapters", "state")
+"""Fields of `EngineStats` that the fleet's own process measures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,36 +78,30 @@ def fleet_stats(dispatcher: Dispatcher, started_at: float) -> FleetStats:
 
 def sum_stats(replicas: Mapping[str, EngineStats], own: EngineStats) -> dict[str, Any]:
     """Fields of `EngineStats`, by name: of `replicas` together, or of `own`, where this process measures them."""
-    each = list(replicas.values())
     values: dict[str, Any] = {}
     for item in fields(EngineStats):
-        name = item.name
-        of_each = [getattr(stats, name) for stats in each]
-        mine = getattr(own, name)
-        if name in ("first_token", "inter_token", "finished", "uptime", "loop_lag", "requests", "adapters", "state"):
-            values[name] = mine
-        elif isinstance(mine, int):
-            values[name] = sum(of_each)
+        mine = getattr(own, item.name)
+        of_each = [getattr(stats, item.name) for stats in replicas.values()]
+        if item.name in _OWN:
+            values[item.name] = mine
         elif isinstance(mine, Summary):
-            values[name] = max(of_each, key=lambda summary: summary.p50, default=mine)
-        elif isinstance(mine, (PageCounts, StateCounts, StoreCounts, ImageStats)):
-            values[name] = _added([mine, *of_each])
-        elif name == "speculation":
-            guessed = [stats for stats in of_each if stats is not None]
-            values[name] = _added(guessed) if guessed else None
+            values[item.name] = max(of_each, key=lambda summary: summary.p50, default=mine)
         elif isinstance(mine, ThreadStats):
-            values[name] = _threads(of_each)
+            values[item.name] = _threads(of_each)
+        else:
+            counts = [count for count in (mine, *of_each) if count is not None]
+            values[item.name] = _added(counts) if counts else None
     return values
 
 
 def _added(counts: Sequence[Any]) -> Any:
-    """Sums of counts of one type, field by field; of tuples, item by item."""
-    sums = {}
-    for item in fields(counts[0]):
-        each = [getattr(count, item.name) for count in counts]
-        several = isinstance(each[0], tuple)
-        sums[item.name] = tuple(map(sum, zip_longest(*each, fillvalue=0))) if several else sum(each)
-    return replace(counts[0], **sums)
+    """Sums of counts of one type: of dataclasses field by field, of tuples item by item."""
+    if isinstance(counts[0], tuple):
+        return tuple(map(sum, zip_longest(*counts, fillvalue=0)))
+    if isinstance(counts[0], (int, float)):
+        return sum(counts)
+    names = [item.name for item in fields(counts[0])]
+    return replace(counts[0], **{name: _added([getattr(count, name) for count in counts]) for name in names})
 
 
 def _threads(each: Sequence[ThreadStats]) -> ThreadStats:

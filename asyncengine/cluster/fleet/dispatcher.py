@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from itertools import groupby
 from typing import Any
 
 from asyncengine.cluster.fleet.adapters import FleetAdapters
@@ -57,26 +58,22 @@ class Dispatcher:
 
     def take(self, messages: Iterable[RequestSpec | Abort]) -> None:
         """Take up new requests and aborts, in order. Samples of one request are posted together."""
-        group: list[OutputStream] = []
-        for message in messages:
-            spec = message if isinstance(message, RequestSpec) else None
-            if group and (spec is None or spec.group is None or spec.group != group[0].spec.group):
-                self._start(FleetRequest(self._digest(group[0].spec), {each.spec.index: each for each in group}))
-                group = []
-            if isinstance(message, Abort):
-                self._abort(message.ticket)
+        for _, each in groupby(messages, key=_group):
+            first, *others = each
+            if isinstance(first, Abort):
+                self._abort(first.ticket)
                 continue
-            self.delivery.open(message.ticket)
-            receiver = self.delivery.streams[message.ticket]
-            if not isinstance(receiver, TextBatch):
-                group.append(receiver)
-            elif receiver.spec is message:  # the first text stands for all
-                self._start(FleetRequest(self._digest(message), texts=receiver))
-        if group:
-            self._start(FleetRequest(self._digest(group[0].spec), {each.spec.index: each for each in group}))
-
-    def _digest(self, spec: RequestSpec) -> str:
-        return self.adapters.claimed(spec.ticket)
+            specs = [first, *(spec for spec in others if isinstance(spec, RequestSpec))]
+            digest, streams = self.adapters.claimed(first.ticket), dict[int, OutputStream]()
+            for spec in specs:
+                self.delivery.open(spec.ticket)
+                receiver = self.delivery.streams[spec.ticket]
+                if not isinstance(receiver, TextBatch):
+                    streams[spec.index] = receiver
+                elif receiver.spec is spec:  # the first text stands for all
+                    self._start(FleetRequest(digest, texts=receiver))
+            if streams:
+                self._start(FleetRequest(digest, streams))
 
     def _start(self, request: FleetRequest) -> None:
         self.requests[request.key] = request
@@ -101,7 +98,8 @@ class Dispatcher:
     def _submit(self, request: FleetRequest, peer: Peer | None = None) -> None:
         """Send it to its replica. `peer`: the one that has computed its prompt."""
         assert request.route is not None
-        self._command(request, request.to_submit(self.clock.now(), peer or self._peer_for(request.route)))
+        submit = request.to_submit(self.clock.now(), peer or self._peer_for(request.route))
+        self._post(request.route.replica, submit)
 
     def _peer_for(self, route: Route) -> Peer | None:
         """The replica that has most of a request's prefix, if the one that computes it has less."""
@@ -111,10 +109,6 @@ class Dispatcher:
             if (peer := self.replicas[name].peer) is not None:
                 return peer._replace(pages=pages)
         return None
-
-    def _command(self, request: FleetRequest, command: Command) -> None:
-        assert request.route is not None
-        self._post(request.route.replica, command)
 
     def _post(self, replica: str, command: Command) -> None:
         self.replicas[replica].commands.append(command)
@@ -129,14 +123,14 @@ class Dispatcher:
         if request.route is None or request.prefill is not None:  # no replica knows of it
             self.end(request, "abort", tickets={ticket})
         else:
-            self._command(request, Abort(ticket))
+            self._post(request.route.replica, Abort(ticket))
 
     def abort_all(self) -> None:
         """End every request at once, on its replica and here."""
         for request in list(self.requests.values()):
             if request.route is not None:
                 for spec in request.specs:
-                    self._command(request, Abort(spec.ticket))
+                    self._post(request.route.replica, Abort(spec.ticket))
             self.end(request, "abort")
 
     def expire(self) -> None:
@@ -317,6 +311,11 @@ class Dispatcher:
             replica = self.replicas[route.replica]
             del replica.requests[request.key]
             replica.notify()
+
+
+def _group(message: RequestSpec | Abort) -> object:
+    """Key that the messages of one request's samples share."""
+    return message.group if isinstance(message, RequestSpec) and message.group is not None else (message.ticket,)
 
 
 def _reason(output: RequestOutput) -> FinishReason | None:

@@ -195,7 +195,7 @@ async def start_local_fleet(
         return made[0]
 
     monkeypatch.setattr(frontend, "open_cluster", cluster)
-    ours = {name: value for name, value in settings.items() if name in FleetConfig.names()}
+    ours = {name: value for name, value in settings.items() if name in FleetConfig.__dataclass_fields__}
     theirs = {name: value for name, value in settings.items() if name not in ours}
     attempt, config = LoadAttempt(), EngineConfig(**{**ENGINE, **theirs})
     fleet_config = FleetConfig(replicas=replicas, **ours)

@@ -131,6 +131,6 @@ class Fleet(AsyncEngine):
 
 def _split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings of the fleet, and those of its engines. Raises `InvalidParameter` for an unknown one."""
-    ours, engine = FleetConfig.names(), list(EngineConfig.__dataclass_fields__)
-    check_known(settings, [*ours, *engine])
+    ours = FleetConfig.__dataclass_fields__
+    check_known(settings, [*ours, *EngineConfig.__dataclass_fields__])
     return {n: v for n, v in settings.items() if n in ours}, {n: v for n, v in settings.items() if n not in ours}

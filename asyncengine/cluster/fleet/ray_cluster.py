@@ -183,17 +183,16 @@ class RayCluster(Cluster["ReplicaProcess"]):
         """Memory in bytes of each GPU, by node id: from the node's label, else from the node, which is asked once."""
         if not self.config.num_gpus:
             return {}
-        found: dict[str, Sequence[int]] = {}
-        asked: dict[str, Any] = {}
+        told = {node.id: self._devices.get(node.id, node.device_memory()) for node in known}
+        found: dict[str, Sequence[int]] = {node_id: memory for node_id, memory in told.items() if memory is not None}
         ask = self._ray.remote(read_devices)
-        for node in known:
-            memory = self._devices.get(node.id, node.device_memory())
-            if memory is not None:
-                found[node.id] = memory
-            else:
-                here = {"ray.io/node-id": node.id}
-                asked[node.id] = ask.options(num_cpus=0, label_selector=here).remote()
-        self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=DEVICE_SECONDS) if asked else None
+        asked = {
+            node_id: ask.options(num_cpus=0, label_selector={"ray.io/node-id": node_id}).remote()
+            for node_id in told
+            if node_id not in found
+        }
+        if asked:
+            self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=DEVICE_SECONDS)
         for node_id, answer in asked.items():
             with contextlib.suppress(self._ray.exceptions.RayError):  # no answer: nothing is placed there
                 found[node_id] = self._devices[node_id] = self._ray.get(answer, timeout=0)

@@ -80,10 +80,6 @@ class FleetConfig(Settings):
     weights: Annotated[RoutingWeights, _weights] = field(default_factory=RoutingWeights)
     """Weights by which the router chooses a replica for a request."""
 
-    @classmethod
-    def names(cls) -> list[str]:
-        return [*cls.__dataclass_fields__]
-
     def roles_of(self, replicas: int) -> list[Role]:
         """Role of each of the first `replicas`. Raises `InvalidParameter` where they cannot serve with these."""
         if len(self.roles) > replicas:

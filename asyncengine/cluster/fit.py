@@ -113,54 +113,40 @@ class Shares(NamedTuple):
     """Bytes of host memory on each node."""
 
 
-class Found(NamedTuple):
-    """Candidates: each row of `single`, or each of `teams`, whose first row leads."""
-
-    single: Shares
-    teams: tuple[Shares, ...] = ()
-
-    def __bool__(self) -> bool:
-        return len(self.single.rows) > 0 or len(self.teams) > 0
-
-
-NOTHING = Found(Shares(np.empty(0, np.int64), np.empty((0, 0), np.int64), np.empty((0, 0), np.int64), 0))
-
-
-def on_one_device(view: View) -> Found:
+def on_one_device(view: View) -> list[Shares]:
     claim = view.claim
     if claim.device_bytes is None or (claim.devices or 1) > 1:
-        return NOTHING
+        return []
     fits = view.offers >= claim.device_bytes
     masks = [fits] if len(view.kinds) < 2 else [fits & (view.kind == kind) for kind in view.kinds]
     rows, columns = np.concatenate([np.nonzero(mask) for mask in masks], axis=1)
-    return Found(_shares(view, rows, columns[:, None], view.offers[rows, columns][:, None], claim.device_bytes))
+    return _shares(view, rows, columns[:, None], view.offers[rows, columns][:, None], claim.device_bytes)
 
 
-def on_several_devices(view: View) -> Found:
+def on_several_devices(view: View) -> list[Shares]:
     """Place on the fewest devices of one node and one kind that suffice."""
     claim = view.claim
     if claim.device_bytes is None or claim.devices == 1:
-        return NOTHING
+        return []
     for count in view.counts(2):
         if claim.devices not in (None, count):
             continue
-        part = claim.part(count)
-        found = []
-        for order, offered in view.ranked:
-            rows = np.flatnonzero(offered[:, count - 1] >= part)
-            found.append((rows, order[rows, :count], offered[rows, :count]))
-        if any(len(rows) for rows, _, _ in found):
-            rows, columns, given = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
-            return Found(_shares(view, rows, columns, given, part))
-    return NOTHING
+        part, found = claim.part(count), list[Shares]()
+        for order, given in view.ranked:
+            rows = np.flatnonzero(given[:, count - 1] >= part)
+            found += _shares(view, rows, order[rows, :count], given[rows, :count], part)
+        if found:
+            rows, columns, claims = (np.concatenate(arrays) for arrays in list(zip(*found, strict=True))[:3])
+            return [Shares(rows, columns, claims, claim.host_bytes)]
+    return []
 
 
-def on_several_nodes(view: View) -> Found:
+def on_several_nodes(view: View) -> list[Shares]:
     """Place on equally many devices of one kind on each node: the fewest devices that suffice, then the fewest nodes. A
     team of each kind for which as few suffice. (One node never does: the stages before have tried that.)"""
     claim = view.claim
     if claim.device_bytes is None or not claim.several_nodes:
-        return NOTHING
+        return []
     best = (0, 0)
     teams: list[Shares] = []
     for order, given in view.ranked:
@@ -178,22 +164,24 @@ def on_several_nodes(view: View) -> Found:
             if (many * count, many) != best:
                 best, teams = (many * count, many), []
             rows = np.sort(nodes[:many])
-            teams.append(_shares(view, rows, order[rows, :count], given[rows, :count], claim.part(many * count)))
-    return Found(NOTHING.single, tuple(teams))
+            teams += _shares(view, rows, order[rows, :count], given[rows, :count], claim.part(many * count))
+    return teams
 
 
-def on_processors(view: View) -> Found:
+def on_processors(view: View) -> list[Shares]:
     """Place on the processors of one node."""
     if view.claim.cpu_bytes is None:
-        return NOTHING
+        return []
     rows = np.flatnonzero(view.host_free >= view.claim.cpu_bytes)
     none = np.empty((len(rows), 0), np.int64)
-    return Found(Shares(rows, none, none, view.claim.cpu_bytes))
+    return [Shares(rows, none, none, view.claim.cpu_bytes)] if len(rows) else []
 
 
-STAGES: tuple[tuple[str, Callable[[View], Found]], ...] = (
+STAGES: tuple[tuple[str, Callable[[View], list[Shares]]], ...] = (
     ("device", on_one_device), ("devices", on_several_devices), ("nodes", on_several_nodes), ("cpu", on_processors),
 )  # fmt: skip
+"""Name of each stage, and what finds its candidates: each row of one `Shares`, or where an instance takes several nodes
+("nodes") the rows of each together, the first of which leads. None: an empty list."""
 
 
 def largest_on_devices(view: View) -> int:
@@ -216,7 +204,8 @@ def largest_on_processors(view: View) -> int:
     return 0 if view.claim.cpu_bytes is None else int(view.host_free.max(initial=0))
 
 
-def _shares(view: View, rows: Int64Array, columns: Int64Array, given: Int64Array, part: int) -> Shares:
-    """Shares of devices that give so much: with a utilization all of it is taken, else `part` of each."""
+def _shares(view: View, rows: Int64Array, columns: Int64Array, given: Int64Array, part: int) -> list[Shares]:
+    """Shares of devices that give so much, if there are any: with a utilization all of it is taken, else `part` of
+    each."""
     claims = given if view.claim.utilization > 0 else np.full_like(given, part)
-    return Shares(rows, columns, claims, view.claim.host_bytes)
+    return [Shares(rows, columns, claims, view.claim.host_bytes)] if len(rows) else []

@@ -16,7 +16,7 @@ import numpy as np
 from asyncengine.checks import as_choice, as_items
 from asyncengine.cluster import fit
 from asyncengine.cluster.claims import Claim
-from asyncengine.cluster.fit import Found, Shares, View
+from asyncengine.cluster.fit import Shares, View
 from asyncengine.cluster.nodes import Instance, Node, Share, State
 from asyncengine.cluster.scores import STRATEGIES, score
 from asyncengine.cluster.table import Cluster, Mask, cpu_units
@@ -143,17 +143,15 @@ def _passing(table: Cluster, claim: Claim) -> tuple[Mask, list[Reason]]:
     return mask, fell
 
 
-def _best(table: Cluster, view: View, strategy: str, stage: str, found: Found) -> Placement:
+def _best(table: Cluster, view: View, strategy: str, stage: str, found: list[Shares]) -> Placement:
     """The candidate of the highest score, the first of several."""
-    single, teams = score(strategy, table, view, found)
-    if found.teams:
-        best = max(range(len(teams)), key=teams.__getitem__)
-        shares, rows, highest = found.teams[best], range(len(found.teams[best].rows)), teams[best]
-    else:
-        best = int(single.argmax())
-        shares, rows, highest = found.single, range(best, best + 1), float(single[best])
+    scores = score(strategy, table, view, found, together=stage == "nodes")
+    best = int(np.argmax(scores))
+    shares, rows = (
+        (found[best], range(len(found[best].rows))) if stage == "nodes" else (found[0], range(best, best + 1))
+    )
     chosen = tuple(_share(view, table, shares, row) for row in rows)
-    return Placement(view.claim.model, stage, chosen, highest, len(single) + len(teams))
+    return Placement(view.claim.model, stage, chosen, float(scores[best]), len(scores))
 
 
 def _share(view: View, table: Cluster, shares: Shares, row: int) -> Share:

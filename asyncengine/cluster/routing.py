@@ -199,8 +199,6 @@ class Router:
         self._random = random.Random(seed)
         self._replicas: dict[str, _Replica] = {}
         self._sessions: dict[str, str] = {}
-        self._next_bit = 1
-        self._free_bits: list[int] = []
 
     # ---------------------------------------------------------------- replicas
 
@@ -208,8 +206,8 @@ class Router:
         """Add a replica, whose cache is empty. Raises `InvalidParameter` for a known name."""
         if name in self._replicas:
             raise InvalidParameter("replica", "has this name already", name)
-        bit = self._free_bits.pop() if self._free_bits else self._next_bit
-        self._next_bit = max(self._next_bit, bit << 1)
+        taken = sum(replica.bit for replica in self._replicas.values())
+        bit = ~taken & (taken + 1)  # the lowest that is free
         self.index.add(bit)
         self._replicas[name] = _Replica(name, bit, role)
 
@@ -224,9 +222,6 @@ class Router:
             raise InvalidParameter("replica", f"{replica.load:g} requests have not been released", name)
         del self._replicas[name]
         self.index.remove(replica.bit)
-        self._free_bits.append(replica.bit)
-        for session in [session for session, at in self._sessions.items() if at == name]:
-            del self._sessions[session]
 
     def update(self, name: str, news: CacheNews) -> None:
         """Apply what the replica's prefix cache says has changed."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncengine.cluster.fit import Found, Shares, View
+from asyncengine.cluster.fit import Shares, View
 from asyncengine.cluster.table import Cluster, Int64Array
 
 Float64Array = NDArray[np.float64]
@@ -116,19 +116,21 @@ def _locality(table: Cluster, view: View) -> Float64Array:
     return (near + _DRAFT * table.rows_with(("file", claim.draft))[view.slots]) / (1.0 + _DRAFT)
 
 
-def score(strategy: str, table: Cluster, view: View, found: Found) -> tuple[Float64Array, list[float]]:
-    """Scores of the rows of `single`, and of `teams`: placement and locality together."""
+def score(strategy: str, table: Cluster, view: View, found: list[Shares], *, together: bool) -> Float64Array:
+    """Scores of the candidates, placement and locality together: of each `Shares`, whose rows are one instance
+    (`together`), else of the rows of the only one."""
     near = _locality(table, view) * LOCALITY_MAX
     if strategy == "spread":
         compared = np.zeros(len(table.alive), np.bool_)
-        for shares in (found.single, *found.teams):
+        for shares in found:
             compared[view.slots[shares.rows]] = True
         spread = Spread(table, view.claim.model, np.flatnonzero(compared))
-
-    def scores_of(shares: Shares) -> Float64Array:
-        if strategy == "spread":
-            return spread.of(view.slots[shares.rows], shares.columns)
-        return binpack(view.free, view.host_free, shares)
-
-    teams = [combine(strategy, scores_of(team)) + float(near[team.rows].mean()) for team in found.teams]
-    return scores_of(found.single) + near[found.single.rows], teams
+        placed = [spread.of(view.slots[shares.rows], shares.columns) for shares in found]
+    else:
+        placed = [binpack(view.free, view.host_free, shares) for shares in found]
+    if together:
+        return np.array(
+            [combine(strategy, each) + near[shares.rows].mean() for each, shares in zip(placed, found, strict=True)]
+        )
+    scores: Float64Array = placed[0] + near[found[0].rows]
+    return scores

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,18 +33,18 @@ GIB = 2**30
 def ray_node(id: str, free: dict[str, float] | None = None, **labels: str) -> RayNode:
     total = {"CPU": 4.0, "GPU": 2.0, "memory": 8.0 * GIB}
     named = {name.replace("__", "/").replace("_", "-"): value for name, value in labels.items()}
-    return RayNode(id, "10.0.0.1", named, total, {**total, **(free or {})})
+    node = RayNode(id, "10.0.0.1", named, total, {**total, **(free or {})})
+    return replace(node, devices=node.device_memory() or ())
 
 
 def placed(
     known: list[RayNode], settings: FleetConfig, *, memory: int = GIB, ours: list[Instance] | None = None,
     lost: dict[str, int] | None = None, ranks: int = 1, copied: int = 0,
 ) -> Placement | Refusal:  # fmt: skip
-    devices = {node.id: node.device_memory() or () for node in known}
     claim = read_claim("some/model", EngineConfig(tensor_parallel=ranks), settings.replace(replica_memory=memory))
     if copied:
         claim = claim.replace(device_bytes=memory - (ranks - 1) * copied, copied_bytes=copied)
-    return place_replica(claim, known, ours or [], devices, lost or {}, settings)
+    return place_replica(claim, known, ours or [], lost or {}, settings)
 
 
 def in_turn(known: list[RayNode], settings: FleetConfig, count: int, **changes: Any) -> list[tuple[str, list[int]]]:
@@ -80,11 +81,11 @@ def test_replicas_go_from_where_they_are_least_wanted(placement: str, where: str
         assert isinstance(found, Placement)
         ours.append(found.instance(f"fleet/{number}"))
     known = [ray_node(node) for node in "ab"]
-    scores = removal_scores(known, ours, {node.id: node.device_memory() or () for node in known}, settings)
+    scores = removal_scores(known, ours, settings)
     nodes = {one.name: one.shares[0].node if one.name in scores else "gone" for one in ours}
     least = min(scores.get(name, 0.0) for name in nodes)
     assert {node for name, node in nodes.items() if scores.get(name, 0.0) == least} == first
-    assert removal_scores(known, [], {}, settings) == {}
+    assert removal_scores(known, [], settings) == {}
 
 
 def test_a_refusal_counts_every_node_by_what_it_fell_to() -> None:
@@ -155,7 +156,7 @@ def test_ranks_of_a_replica_share_a_node_and_no_gpu() -> None:
     assert isinstance(one, Placement)
     told = [known[0], ray_node("b", {"GPU": 0.0, "CPU": 2.0}, **{DEVICE_MEMORY: "80GiB"})]  # its own are no other's
     ours = [one.instance("fleet/0")]
-    assert removal_scores(told, ours, {"a": (24 * GIB,) * 2, "b": (80 * GIB,) * 2}, whole).keys() == {"fleet/0"}
+    assert removal_scores(told, ours, whole).keys() == {"fleet/0"}
 
 
 def test_gpus_of_other_programs_are_left_alone() -> None:
@@ -263,10 +264,10 @@ def test_gpus_that_no_label_tells_of_are_asked_for_once() -> None:
     ray = AskedRay(lambda: next(answers))
     cluster = cluster_on(ray, FleetConfig(num_gpus=1))
     known = [ray_node("a"), ray_node("b", **{DEVICE_MEMORY: "24GiB"}), ray_node("c")]
-    assert cluster._devices_of(known) == {"a": (5 * GIB, 5 * GIB), "b": (24 * GIB, 24 * GIB)}
-    assert cluster._devices_of(known)["c"] == (GIB, GIB)  # it is asked again, the others are not
+    assert [node.devices for node in cluster._with_devices(known)] == [(5 * GIB, 5 * GIB), (24 * GIB, 24 * GIB), ()]
+    assert cluster._with_devices(known)[2].devices == (GIB, GIB)  # it is asked again, the others are not
     assert [options["label_selector"]["ray.io/node-id"] for options in ray.asked] == ["a", "c", "c"]
-    assert cluster_on(ray, FleetConfig())._devices_of(known) == {}
+    assert cluster_on(ray, FleetConfig())._with_devices(known) == known
 
 
 def test_a_bundle_has_what_all_ranks_of_a_replica_take() -> None:

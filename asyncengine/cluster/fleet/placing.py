@@ -76,6 +76,8 @@ class RayNode:
     """Resources by name: CPU, GPU, memory in bytes."""
     free: Mapping[str, float]
     """The part of these that is not reserved."""
+    devices: tuple[int, ...] = ()
+    """Memory in bytes of each GPU; empty where nobody knows it."""
 
     def device_memory(self) -> tuple[int, ...] | None:
         """Memory in bytes of each GPU, from the node's label; None without one. Raises `FleetError` for a bad label."""
@@ -96,44 +98,38 @@ def place_replica(
     claim: Claim,
     known: Sequence[RayNode],
     ours: Sequence[Instance],
-    devices: Mapping[str, Sequence[int]],
     lost_on: Mapping[str, int],
     settings: FleetConfig,
 ) -> Placement | Refusal:
-    """Place one more replica beside `ours`. Nodes on which fewer were lost come first, whatever runs on them.
-
-    `devices`: bytes of the GPUs of each node, by its id. Raises `InvalidParameter` for a node whose data make no sense.
-    """
+    """Place one more replica beside `ours`. Nodes on which fewer were lost (`lost_on`, by id) come first, whatever runs
+    on them. Raises `InvalidParameter` for a node whose data make no sense."""
     for most in sorted({lost_on.get(node.id, 0) for node in known}) or [0]:
         nodes = [node for node in known if lost_on.get(node.id, 0) <= most]
-        found = place(claim, _as_cluster(nodes, ours, devices, settings), strategy=settings.placement)
+        found = place(claim, _as_cluster(nodes, ours, settings), strategy=settings.placement)
         if isinstance(found, Placement):
             break
     return found
 
 
-def removal_scores(
-    known: Sequence[RayNode], ours: Sequence[Instance], devices: Mapping[str, Sequence[int]], settings: FleetConfig
-) -> dict[str, float]:
+def removal_scores(known: Sequence[RayNode], ours: Sequence[Instance], settings: FleetConfig) -> dict[str, float]:
     """Score of keeping each of `ours` where it is, by name. Those on nodes that are gone have none."""
-    table = _as_cluster(known, ours, devices, settings)
-    models = dict.fromkeys(one.model for one in ours)
-    ranked = (rank_for_removal(table, model, strategy=settings.placement) for model in models)
-    return {each.instance.name: each.score for some in ranked for each in some}
+    if not ours:
+        return {}
+    table = _as_cluster(known, ours, settings)
+    ranked = rank_for_removal(table, ours[0].model, strategy=settings.placement)  # all are of one model
+    return {each.instance.name: each.score for each in ranked}
 
 
-def _as_cluster(
-    known: Sequence[RayNode], ours: Sequence[Instance], devices: Mapping[str, Sequence[int]], settings: FleetConfig
-) -> Cluster:
+def _as_cluster(known: Sequence[RayNode], ours: Sequence[Instance], settings: FleetConfig) -> Cluster:
     """The nodes in `known`, and those of `ours` that are there."""
     there: dict[str, list[Instance]] = {node.id: [] for node in known}
     for one in ours:
         there.get(one.shares[0].node, []).append(one)
-    nodes = [_as_node(node, there[node.id], devices.get(node.id, ()), settings) for node in known]
+    nodes = [_as_node(node, there[node.id], settings) for node in known]
     return Cluster(nodes, [one for some in there.values() for one in some])
 
 
-def _as_node(each: RayNode, ours: Sequence[Instance], devices: Sequence[int], settings: FleetConfig) -> Node:
+def _as_node(each: RayNode, ours: Sequence[Instance], settings: FleetConfig) -> Node:
     """The node with everything free there and what `ours` have reserved: `place` takes theirs off again."""
     shares = [one.shares[0] for one in ours]
     memory = each.free.get("memory", 0) + sum(share.host_bytes for share in shares)
@@ -142,7 +138,7 @@ def _as_node(each: RayNode, ours: Sequence[Instance], devices: Sequence[int], se
     taken = {index for share in shares for index, _ in share.devices}
     ranks = sum(len(share.devices) for share in shares)
     others = each.total.get("GPU", 0) - each.free.get("GPU", 0) - settings.num_gpus * ranks
-    hidden = _not_ours(len(devices), taken, math.ceil(others - 1e-4))
+    hidden = _not_ours(len(each.devices), taken, math.ceil(others - 1e-4))
     return Node(
         name=each.id,
         # Ray tells of reservations a little later than they are made: a node never has more than all of it
@@ -150,7 +146,7 @@ def _as_node(each: RayNode, ours: Sequence[Instance], devices: Sequence[int], se
         cpus=min(cpus, each.total.get("CPU", 0)),
         devices=tuple(
             Device(index=index, memory=min(count, MAX_MEMORY), kind=kind)
-            for index, count in enumerate(devices)
+            for index, count in enumerate(each.devices)
             if index not in hidden
         ),
         labels=tuple(each.labels.items()),

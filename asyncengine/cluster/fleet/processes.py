@@ -61,8 +61,7 @@ class Cluster(ABC, Generic[P]):
 
     @abstractmethod
     def prepare(self, model: str, config: EngineConfig) -> None:
-        """Read what a replica needs from the model's files. Raises `FleetError`, and what loading raises of the
-        files."""
+        """Look at what a replica of the model needs. Raises `FleetError`, and what loading raises of the files."""
 
     @abstractmethod
     def spawn(self) -> P:
@@ -92,13 +91,14 @@ class Cluster(ABC, Generic[P]):
 
 
 def packed(outcome: Any, error: Exception | None = None) -> bytes:
-    """An answer for `unpack`: a result, or the error that was raised instead, which keeps its type."""
-    return pickle.dumps((outcome, error))
+    """An answer for `unpack`: a result, or the error that was raised instead, which keeps its type. Another release must
+    be able to say its version: this form does not change with `messages.VERSION`."""
+    return pickle.dumps((True, outcome) if error is None else (False, error))
 
 
-def unpack(answer: Any) -> Any:
+def unpack(answer: bytes) -> Any:
     """The result in an answer. Raises the error that is there instead."""
-    outcome, error = pickle.loads(answer)
-    if error is not None:
-        raise error
-    return outcome
+    fine, value = pickle.loads(answer)
+    if fine:
+        return value
+    raise value

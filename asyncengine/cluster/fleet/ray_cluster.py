@@ -7,7 +7,8 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from typing import Any
 
 from asyncengine.cluster import Claim, Instance, Refusal, Share
@@ -70,7 +71,7 @@ class RayCluster(Cluster["ReplicaProcess"]):
         self._lost_on: dict[str, int] = {}
         """Replicas lost on each node, by its id."""
         self._claim: Claim | None = None
-        self._devices: dict[str, Sequence[int]] = {}
+        self._devices: dict[str, tuple[int, ...]] = {}
         """Memory in bytes of each GPU of the nodes that were asked, by node id."""
         if self._owns_ray:
             self._connect()
@@ -140,8 +141,7 @@ class RayCluster(Cluster["ReplicaProcess"]):
             known = {node.id: node for node in self._known() if node.id not in full}
             with self._lock:
                 ours, lost = [process.placed for process in self._processes.values()], dict(self._lost_on)
-            devices = self._devices_of(list(known.values()))
-            found = place_replica(claim, list(known.values()), ours, devices, lost, self.config)
+            found = place_replica(claim, list(known.values()), ours, lost, self.config)
             if isinstance(found, Refusal):
                 others = f"; {len(full)} were taken by others meanwhile" if full else ""
                 raise FleetError(f"no room for a replica ({self._wanted()}): {found}{others}")
@@ -160,7 +160,7 @@ class RayCluster(Cluster["ReplicaProcess"]):
         known = self._known()
         with self._lock:
             ours = [process.placed for process in self._processes.values()]
-        return removal_scores(known, ours, self._devices_of(known), self.config)
+        return removal_scores(known, ours, self.config)
 
     def _known(self) -> list[RayNode]:
         """Nodes that are alive, as Ray describes them now."""
@@ -170,33 +170,32 @@ class RayCluster(Cluster["ReplicaProcess"]):
             nodes, free = self._ray.nodes(), state.available_resources_per_node()
         except Exception as error:
             raise FleetError(f"the Ray head does not answer: {error}") from error
-        return [
+        return self._with_devices([
             RayNode(
                 node["NodeID"], node["NodeManagerAddress"], node.get("Labels") or {}, node["Resources"],
                 free.get(node["NodeID"], {}),
             )
             for node in nodes
             if node["Alive"]
-        ]  # fmt: skip
+        ])  # fmt: skip
 
-    def _devices_of(self, known: list[RayNode]) -> dict[str, Sequence[int]]:
-        """Memory in bytes of each GPU, by node id: from the node's label, else from the node, which is asked once."""
+    def _with_devices(self, known: list[RayNode]) -> list[RayNode]:
+        """The nodes with the memory of their GPUs: from the node's label, else from the node, which is asked once."""
         if not self.config.num_gpus:
-            return {}
-        told = {node.id: self._devices.get(node.id, node.device_memory()) for node in known}
-        found: dict[str, Sequence[int]] = {node_id: memory for node_id, memory in told.items() if memory is not None}
+            return known
+        told = {node.id: node.device_memory() for node in known}
         ask = self._ray.remote(read_devices)
         asked = {
             node_id: ask.options(num_cpus=0, label_selector={"ray.io/node-id": node_id}).remote()
-            for node_id in told
-            if node_id not in found
+            for node_id, memory in told.items()
+            if memory is None and node_id not in self._devices
         }
         if asked:
             self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=DEVICE_SECONDS)
         for node_id, answer in asked.items():
             with contextlib.suppress(self._ray.exceptions.RayError):  # no answer: nothing is placed there
-                found[node_id] = self._devices[node_id] = self._ray.get(answer, timeout=0)
-        return found
+                self._devices[node_id] = self._ray.get(answer, timeout=0)
+        return [replace(node, devices=told[node.id] or self._devices.get(node.id, ())) for node in known]
 
     def _wanted(self) -> str:
         config, claim = self.config, self._claim

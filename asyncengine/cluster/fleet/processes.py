@@ -91,8 +91,8 @@ class Cluster(ABC, Generic[P]):
 
 
 def packed(outcome: Any, error: Exception | None = None) -> bytes:
-    """An answer for `unpack`: a result, or the error that was raised instead, which keeps its type. Another release must
-    be able to say its version: this form does not change with `messages.VERSION`."""
+    """An answer for `unpack`: a result, or the error that was raised instead, which keeps its type. Another release's
+    must be understood as far as its version: this form does not change with `messages.VERSION`."""
     return pickle.dumps((True, outcome) if error is None else (False, error))
 
 

@@ -183,11 +183,11 @@ class RayCluster(Cluster["ReplicaProcess"]):
         """The nodes with the memory of their GPUs: from the node's label, else from the node, which is asked once."""
         if not self.config.num_gpus:
             return known
-        told = {node.id: node.device_memory() for node in known}
+        labelled = {node.id: node.device_memory() for node in known}
         ask = self._ray.remote(read_devices)
         asked = {
             node_id: ask.options(num_cpus=0, label_selector={"ray.io/node-id": node_id}).remote()
-            for node_id, memory in told.items()
+            for node_id, memory in labelled.items()
             if memory is None and node_id not in self._devices
         }
         if asked:
@@ -195,7 +195,7 @@ class RayCluster(Cluster["ReplicaProcess"]):
         for node_id, answer in asked.items():
             with contextlib.suppress(self._ray.exceptions.RayError):  # no answer: nothing is placed there
                 self._devices[node_id] = self._ray.get(answer, timeout=0)
-        return [replace(node, devices=told[node.id] or self._devices.get(node.id, ())) for node in known]
+        return [replace(node, devices=labelled[node.id] or self._devices.get(node.id, ())) for node in known]
 
     def _wanted(self) -> str:
         config, claim = self.config, self._claim

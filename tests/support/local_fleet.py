@@ -59,9 +59,8 @@ class LocalProcess(Process):
         self.replica._outbox.post()
 
     def cut(self) -> None:
-        """Break its connection."""
-        if self.replica._connection is not None:
-            self.loop.call_soon_threadsafe(self.replica._connection.cancel)
+        """Break its connections."""
+        self.loop.call_soon_threadsafe(self.replica._tasks.cancel)
 
     def _check(self) -> None:
         if self._gone.is_set():

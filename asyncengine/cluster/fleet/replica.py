@@ -23,6 +23,7 @@ from asyncengine.engine.assembler import merge
 from asyncengine.engine.inbox import Inbox
 from asyncengine.engine.mailbox import Mailbox, Waiter
 from asyncengine.engine.peers import PeerPrefixes
+from asyncengine.engine.tasks import Tasks
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.engine.vectors.batch import TextBatch
 from asyncengine.errors import AdapterNotFound, EngineError, FleetError
@@ -108,12 +109,11 @@ class Replica:
         self._outbox: Outbox = Inbox()
         self._engine: AsyncEngine | None = None
         self._stopped = False
-        self._connection: asyncio.Task[None] | None = None
+        self._tasks = Tasks()
         self._stats_at = 0.0
         self._changed = True
         """True if something has happened since the last statistics."""
         self._peers: PeerConnections | None = None
-        self._answering: asyncio.Task[None] | None = None
 
     # ---------------------------------------------------------------- called by the fleet
 
@@ -136,9 +136,8 @@ class Replica:
         """Listen for the fleet, which then uses the connection instead of `post` and `updates`: returns the port, and
         the public key by which it knows this end. Raises `OSError`."""
         listener = Listener(address, fleet_key)
-        self._connection = asyncio.create_task(self._serve(listener))
         # However it ends, and be it before it began: the fleet then knows that nothing more comes.
-        self._connection.add_done_callback(lambda done: listener.close())
+        self._tasks.start(self._serve(listener)).add_done_callback(lambda done: listener.close())
         return listener.port, listener.public_key
 
     async def start(self, model: str, config: EngineConfig) -> Loaded:
@@ -157,7 +156,7 @@ class Replica:
         self._peers = peers = PeerConnections(address)
         prefixes = PeerPrefixes(core.loop.scheduler.kv, identity, memory, core.loop.clock, peers.call)
         core.loop.sources.add(prefixes)
-        self._answering = asyncio.create_task(peers.serve(prefixes.answer))
+        self._tasks.start(peers.serve(prefixes.answer))
         return peers.url, peers.public_key
 
     async def admit(self, keys: list[bytes]) -> None:
@@ -180,10 +179,7 @@ class Replica:
             await self._engine.aclose()
         self._stopped = True
         self._outbox.post()
-        ending = [task for task in (self._connection, self._answering) if task is not None]
-        for task in ending:
-            task.cancel()
-        await asyncio.gather(*ending, return_exceptions=True)
+        await self._tasks.end()
 
     async def post(self, commands: bytes) -> None:
         """Take commands, in order. An update says what is wrong with a request."""

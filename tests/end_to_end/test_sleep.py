@@ -25,6 +25,9 @@ FORMS: list[tuple[str, str, Any]] = [
     ("qwen3", "bfloat16", None), ("llama", "float32", None), ("qwen3", "float32", "int8"),
     ("llama", "bfloat16", "int4"), ("qwen3moe", "float32", None), ("qwen3next", "float32", None),
 ]  # fmt: skip
+SOME = [*((*form, True) for form in (*FORMS[::2], FORMS[-1])), (*FORMS[1], False)]
+"""What the short form tries: one of each kind of form with panels, and one without. Forms in 4 bits are rewritten by
+test_weight_updates.py."""
 
 
 def engine_on(folder: Path, **settings: Any) -> Any:
@@ -39,7 +42,7 @@ async def answers(engine: AsyncEngine) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("name", "dtype", "quantization", "panels"),
-    [*((*form, True) for form in FORMS), *((*form, False) for form in (FORMS if LONG else FORMS[:2]))],
+    [(*form, panels) for panels in (True, False) for form in FORMS] if LONG else SOME,
 )
 async def test_after_waking_answers_are_those_of_a_fresh_engine(
     name: str, dtype: str, quantization: Any, panels: bool, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch

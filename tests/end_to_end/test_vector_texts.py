@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.fake_engine import gather_all, until
 from support.held_steps import HeldSteps
+from support.long import LONG
 from support.sentence_folders import make_tokenizer, scorer_folder, sentence_folder
 
 from asyncengine import AsyncEngine, Engine
@@ -30,7 +31,7 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sentence_folder(tmp_path_factory.mktemp("m") / "m", normalize=True, settings=settings)
 
 
-@pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"])
+@pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"] if LONG else ["modernbert", "qwen3"])
 def test_a_text_s_bits_do_not_depend_on_its_company(family: str, tmp_path: Path) -> None:
     """Alone, among 2 to 256 others, in any order, in steps of any size, from the cache or not."""
     rng = random.Random(1)

@@ -66,10 +66,8 @@ async def greedy(engine: AsyncEngine, prompt: list[int], most: int) -> list[int]
     [
         ("gemma3", "compiled", 1, {"prefix_caching": False}),
         ("gpt-oss", "compiled", 7, {"preempt_every": 17}),
-        ("llama4", "torch", 16, {"preempt_every": 17, "prefix_caching": False}),
         ("gemma3", "torch", 96, {}),
-        ("gpt-oss", "torch", 16, {}),
-        ("llama4", "compiled", 96, {"max_steps_in_flight": 2, "preempt_every": 17}),
+        ("llama4", "compiled", 96, {"max_steps_in_flight": 2, "preempt_every": 17, "prefix_caching": False}),
     ],
 )
 async def test_layers_with_windows_beside_others_have_pages_of_their_own(

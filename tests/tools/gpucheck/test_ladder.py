@@ -32,7 +32,7 @@ def test_it_runs_from_end_to_end(
     calls = fake_gpu(monkeypatch)
     monkeypatch.setattr(environment, "flashinfer_missing", lambda: None)
     monkeypatch.setattr(environment, "_flashinfer", lambda: "a stand-in")
-    monkeypatch.setattr(Ladder, "_tokens", lambda self, count: max(2, count // 128))
+    monkeypatch.setattr(Ladder, "_tokens", lambda self, count: max(2, count // 1024))
     file = tmp_path / "ladder.json"
     code = main(["ladder", "--quick", "--skip", "peer", "--out", str(file)], CPU)
     said = capsys.readouterr().out

@@ -106,11 +106,6 @@ def close_one_token_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ByteClosing, "advance", lambda self, token, at_most: advance(self, token, at_most + 1))
 
 
-def never_close(patch: pytest.MonkeyPatch) -> None:
-    advance = ByteClosing.advance
-    patch.setattr(ByteClosing, "advance", lambda self, token, at_most: advance(self, token, 10**9))
-
-
 def reset_the_matcher_of_who_is_preempted(patch: pytest.MonkeyPatch) -> None:
     preempt = Roster.preempt
 

@@ -143,7 +143,7 @@ sys.exit(main(["generate", "demo", "hi"]))
     (100_000, '"$@" 2>&- > /dev/full', 1, ""),
 ])  # fmt: skip
 def test_the_way_out_of_a_real_process(size: int, shell: str, code: int, shown: str) -> None:
-    """The interpreter flushes once more at its end, and would say so. What is short fails there, what is long at once."""
+    """The interpreter flushes once more at its end, and would say so. What is short fails there."""
     command = ["bash", "-c", shell, "bash", sys.executable, "-c", PRINTS.format(size=size)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (code, shown)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from support import forked
 
 from asyncengine.device import memory
 from asyncengine.device.memory import free_bytes, in_words, is_out_of_memory, limited_by
@@ -40,21 +40,18 @@ print(resident() - before)
 """
 
 
-def growth(**environment: str) -> int:
-    """KiB that products of 1,500 different shapes leave behind."""
-    inherited = {key: value for key, value in os.environ.items() if "CACHE_CAPACITY" not in key}
-    run = subprocess.run(
-        [sys.executable, "-c", PROBE], env={**inherited, **environment}, capture_output=True, text=True, check=True
-    )
-    return int(run.stdout)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_compiled_kernels_do_not_pile_up_unless_the_user_wants_them() -> None:
+def test_compiled_kernels_do_not_pile_up_unless_the_user_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KiB that products of 1,500 different shapes leave behind in a process of their own."""
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("torch's products are not oneDNN's here")
-    much = growth(ONEDNN_PRIMITIVE_CACHE_CAPACITY="1024", LRU_CACHE_CAPACITY="1024")
-    assert growth() < much / 2
+    limits = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+    for name in limits:
+        monkeypatch.setenv(name, "1024")
+    much = int(forked.run(PROBE))
+    for name in limits:
+        monkeypatch.delenv(name)
+    assert int(forked.run(PROBE)) < much / 2
 
 
 @pytest.mark.parametrize(
@@ -189,10 +186,7 @@ except OutOfMemory as error:
 def test_the_limits_of_a_process_limit_what_is_free(kind: str, field: str, flag: str) -> None:
     """An address space that is nearly used up has no room for a model, however much memory the machine has; some is
     left here, or Python itself might find none for what it does next."""
-    command = [sys.executable, "-c", _LIMITED, kind, field, str(16 * 2**20)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    numbers, error = run.stdout.splitlines()
+    numbers, error = forked.run(_LIMITED, kind, field, str(16 * 2**20)).splitlines()
     before, free = map(int, numbers.split())
     assert before > 0
     assert free <= 16 * 2**20

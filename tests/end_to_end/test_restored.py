@@ -75,8 +75,8 @@ FAMILIES = {
     "qwen3.5": {}, "falcon-h1": {}, "lfm2": {}, "gguf": {"dtype": "auto"}, "starcoder2": {"attention_backend": "torch"},
 }  # fmt: skip
 ONE_OF_EACH = ("llama", "gemma3", "qwen3moe", "qwen3.5", "falcon-h1", "starcoder2")
-"""Families that the short form asks: pages of one pool and of two, experts, states of two kinds, torch's layout. Those of
-GGUF files are imported by test_prefix_files.py."""
+"""Families that the short form asks: pages of one pool and of two, experts, states of two kinds, torch's layout.
+test_prefix_files.py imports those of GGUF files."""
 
 
 @pytest.mark.parametrize("family", FAMILIES if LONG else ONE_OF_EACH)

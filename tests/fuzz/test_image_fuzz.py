@@ -118,8 +118,12 @@ def test_the_fuzz_finds(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
         live_on()
 
 
+FIRST = (46, 24, 18, 2)
+"""Lives that show what others seldom do: they are lived first, to be quick."""
+
+
 def live_on() -> None:
-    for seed in range(60):
+    for seed in (*FIRST, *range(60)):
         ImageLife(seed, books_every=8).run()  # as the long form does: it has to find them, too
 
 

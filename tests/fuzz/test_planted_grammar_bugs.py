@@ -201,6 +201,10 @@ def test_the_fuzz_finds(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
         live(40)
 
 
+FIRST = (13, 7, 4)
+"""Lives that show what others seldom do: they are lived first, to be quick."""
+
+
 def live(seeds: int) -> None:
-    for seed in range(seeds):
+    for seed in (*FIRST, *range(seeds)):
         GrammarLife(seed, depth=2 + seed % 2).run()

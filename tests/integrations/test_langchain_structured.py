@@ -12,6 +12,7 @@ import pytest
 from langchain_core.exceptions import ModelInvalidRequestError, OutputParserException
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from pydantic import BaseModel, ConfigDict, Field, RootModel, TypeAdapter
+from support.long import by_turns
 
 from asyncengine import EngineHandle
 from asyncengine.errors import BudgetTooSmall, GrammarUnsupported, InvalidParameter
@@ -122,13 +123,13 @@ def test_partial_objects_are_streamed(chat: ChatAsyncEngine, demo: EngineHandle,
     assert all(key == ["name", "age", "job"][: len(key)] for key in keys)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "kind",
-    [list[int], list[PersonData], dict[str, int], int | None, PersonData | Company, Literal["a", "b"], Size,
-     tuple[int, str], bool],
-    ids=str,
+PLAIN = (
+    list[int], list[PersonData], dict[str, int], int | None, PersonData | Company, Literal["a", "b"], Size,
+    tuple[int, str], bool,
 )  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "method"), by_turns(PLAIN, METHODS), ids=str)
 def test_plain_types_give_values_of_theirs(chat: ChatAsyncEngine, method: Any, kind: Any) -> None:
     model = chat.with_structured_output(kind, method=method)
     answer = model.invoke(TEXT)
@@ -216,19 +217,14 @@ def test_a_class_s_tool_and_its_format_require_the_same(demo: EngineHandle) -> N
     assert [definitions[name]["required"] for name in ("Cat", "Dog")] == [["mood", "kind"], ["trick", "kind"]]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "kind",
-    [
-        RootModel[Annotated[list[int], Field(max_length=2)]],
-        RootModel[Literal["a", "b"]],
-        RootModel[Owner],
-        Box[Literal[1, 2]],
-        Box[Annotated[list[bool], Field(max_length=2)]],
-        Titled,
-    ],
-)
-def test_generic_and_root_models_are_answered_by_every_method(demo: EngineHandle, method: Any, kind: Any) -> None:
+GENERIC = (
+    RootModel[Annotated[list[int], Field(max_length=2)]], RootModel[Literal["a", "b"]], RootModel[Owner],
+    Box[Literal[1, 2]], Box[Annotated[list[bool], Field(max_length=2)]], Titled,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "method"), by_turns(GENERIC, METHODS))
+def test_generic_and_root_models_are_answered(demo: EngineHandle, method: Any, kind: Any) -> None:
     hot = ChatAsyncEngine(model="demo", temperature=3.0, max_tokens=120)
     for seed in range(2):
         assert isinstance(hot.with_structured_output(kind, method=method, seed=seed).invoke("A value."), kind)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.long import LONG
+from support.long import by_turns
 from support.tiny_encoders import FAMILIES, VOCAB, make_encoder, texts
 
 from asyncengine.config import EngineConfig
@@ -84,14 +84,11 @@ def test_bfloat16(name: str, tmp_path: Path) -> None:
     assert 0 < error <= other
 
 
-def in_one_type(names: list[str]) -> list[tuple[str, str]]:
-    """Each in one of two types, by turns; in the long form each in both."""
-    dtypes = ("float32", "bfloat16")
-    return [(name, dtypes[(place + turn) % 2]) for turn in range(1 + LONG) for place, name in enumerate(names)]
+DTYPES = ("float32", "bfloat16")
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), in_one_type(["bert", "mpnet", "modernbert", "nomic_bert", "eurobert", "gemma3_text"])
+    ("name", "dtype"), by_turns(["bert", "mpnet", "modernbert", "nomic_bert", "eurobert", "gemma3_text"], DTYPES)
 )
 def test_same_bits_alone_and_among_others(name: str, dtype: str, tmp_path: Path) -> None:
     make_encoder(name, tmp_path)
@@ -105,7 +102,7 @@ def test_same_bits_alone_and_among_others(name: str, dtype: str, tmp_path: Path)
     assert all(torch.equal(left, right) for left, right in zip(together, backwards, strict=True))
 
 
-@pytest.mark.parametrize(("name", "dtype"), in_one_type([name for name in FAMILIES if name != "mpnet"]))
+@pytest.mark.parametrize(("name", "dtype"), by_turns([name for name in FAMILIES if name != "mpnet"], DTYPES))
 def test_few_tokens_are_replayed(name: str, dtype: str, tmp_path: Path) -> None:
     """Whatever texts they are of, and once more where more pages were needed meanwhile; to the bits of the layers."""
     make_encoder(name, tmp_path)

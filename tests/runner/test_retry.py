@@ -1,6 +1,6 @@
 """A step that runs out of memory somewhere is launched again as if it had never been: nothing of it may have stayed.
 
-Every second operation behind the forward is made to fail once, in turn, while the step before is still on its way; the
+Every third operation behind the forward is made to fail once, in turn, while the step before is still on its way; the
 long form takes every one.
 """
 
@@ -187,7 +187,7 @@ def test_wherever_memory_runs_out(runner: ModelRunner) -> None:
     counting = FailOnce(0)
     assert outputs(runner, counting)[0] == expected
     assert counting.seen > 20
-    for at in range(1 if LONG else 1 + (runner._graphs is None), counting.seen + 1, 1 if LONG else 2):
+    for at in range(1 if LONG else 1 + (runner._graphs is None), counting.seen + 1, 1 if LONG else 3):
         mode = FailOnce(at)
         found, scored = outputs(runner, mode)
         assert found == expected, f"after a failure of operation {at} of {counting.seen}"

@@ -12,7 +12,7 @@ from support.forwards import Forwards
 from support.gguf_files import checkpoint_of, model_of, write_gguf
 from support.gguf_models import make_model
 from support.gguf_reading import check_tensors, comes_back, decoder_of
-from support.long import LONG
+from support.long import by_turns
 from support.tiny_configs import changed
 
 from asyncengine.config import EngineConfig
@@ -49,12 +49,7 @@ def kinds_of(kind: str) -> Any:
     return lambda _, tensor: kind if tensor.shape[-1] % 32 == 0 else "F32"
 
 
-NAMES = [*CASES, "qwen3next of old"]
-BY_TURNS = [(name, ("Q8_0", "F32")[(place + turn) % 2]) for turn in range(1 + LONG) for place, name in enumerate(NAMES)]
-"""Each in one of two types, and in the long form in both."""
-
-
-@pytest.mark.parametrize(("name", "kind"), BY_TURNS)
+@pytest.mark.parametrize(("name", "kind"), by_turns([*CASES, "qwen3next of old"], ("Q8_0", "F32")))
 def test_comes_back(name: str, kind: str, tmp_path: Path) -> None:
     config = CASES[name.removesuffix(" of old")]()
     weights = checkpoint_of(make_model(config), tmp_path / "there")

@@ -15,15 +15,63 @@ import pytest
 import torch
 from support.attention_pair import make_flashinfer
 from support.bfloat16_dots import with_bfloat16_dots
-from support.cuda_kernels import CountedFlashInfer, use_cuda_kernels
+from support.device_modes import Launches
+from support.fake_flashinfer import FakeFlashInfer, FakeMemory, Wrapper
 from support.forwards import Forwards
 from support.wide_models import make_wide
+from triton.runtime.interpreter import InterpretedFunction
 
+from asyncengine.attention import flashinfer
 from asyncengine.config import EngineConfig
+from asyncengine.layers import kernels, options, rotary, weight_forms
+from asyncengine.layers.kernels import CudaKernels
 from asyncengine.lora.layers import slots
 from asyncengine.lora.layers.slots import LoraLayers, install_lora
 from asyncengine.models import loading
 from asyncengine.models.decoder import Decoder
+
+CPU = torch.device("cpu")
+
+
+class CountedFlashInfer(FakeFlashInfer):
+    """The stand-in, each of whose kernels counts as one launch."""
+
+    def __init__(self, launches: Launches) -> None:
+        super().__init__(FakeMemory())
+        self.launches = launches
+
+    def silu_and_mul(self, input: torch.Tensor) -> torch.Tensor:
+        with self.launches.kernel("silu_and_mul"):
+            return super().silu_and_mul(input)
+
+    def gelu_tanh_and_mul(self, input: torch.Tensor) -> torch.Tensor:
+        with self.launches.kernel("gelu_tanh_and_mul"):
+            return super().gelu_tanh_and_mul(input)
+
+
+def use_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> CountedFlashInfer:
+    """Models loaded and FlashInfer backends made from now on have them; `launches` of the result count."""
+    fake = CountedFlashInfer(Launches())
+    for module in (flashinfer, kernels, rotary, weight_forms, slots):
+        monkeypatch.setattr(module, "triton_missing", lambda device: None)
+    for module in (options, rotary):
+        monkeypatch.setattr(module, "compiler_missing", lambda *_: "as on a GPU")
+    monkeypatch.setattr(loading, "layer_kernels", lambda *_: CudaKernels(fake, CPU))
+    counted = (InterpretedFunction, "run", lambda self, *_: self.fn.__name__), (Wrapper, "launch", lambda _, name: name)
+    for owner, method, name_of in counted:
+        monkeypatch.setattr(owner, method, _counted(getattr(owner, method), name_of, fake.launches))
+    return fake
+
+
+def _counted(method: Callable[..., Any], name_of: Callable[..., str], launches: Launches) -> Callable[..., Any]:
+    def run(self: Any, *arguments: Any, **options: Any) -> Any:
+        with launches.kernel(name_of(self, *arguments[:1])):
+            if launches.only_counts and isinstance(self, InterpretedFunction):
+                return None
+            return method(self, *arguments, **options)
+
+    return run
+
 
 LAYERS = 3
 IDS = [3, 17, 40, 9, 3, 3, 88]
@@ -149,9 +197,9 @@ def test_kernels_of_a_decode_step_with_adapters(
     """Nothing is launched for products that no adapter changes; the answers are those of torch's products."""
     with_bfloat16_dots(monkeypatch)
     made: list[torch.Tensor] = []
-    for kernels in (True, False)[: min(rows, 2)]:
+    for launched in (True, False)[: min(rows, 2)]:
         model = load(folder, "qwen3", "bfloat16")
-        if not kernels:
+        if not launched:
             monkeypatch.setattr(slots, "triton_missing", lambda device: "as without Triton")
         lora = install_lora(model, 3, 8, masked=True)
         for slot in (1, 3):
@@ -166,7 +214,7 @@ def test_kernels_of_a_decode_step_with_adapters(
         with torch.inference_mode(), fake.launches:
             tokens, wanted = lora.begin_fixed(used)
             made.append(model.forward(ids, replace(context, adapters=tokens, row_adapters=wanted), every).float())
-        if kernels:
+        if launched:
             expected = Counter({"index_select": 1}) + Counter(OUTER) + Counter(outer)
             for _ in range(LAYERS):
                 expected += Counter(LAYER) + Counter(layer)

@@ -31,6 +31,7 @@ from asyncengine.kernels.cpu.matrix_unit import STEP, multiply_by_unit
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
 from asyncengine.kernels.cpu.vectors import FLOATS, LANES, LINE, LONG, WIDE, WORD, WORDS, at, cpu_has, load
+from asyncengine.kernels.cpu.widened import multiply_widened
 
 _VECTORS = 2
 WIDTH = _VECTORS * LANES
@@ -43,6 +44,8 @@ _NARROW = WIDTH // 8
 """Vectors of eight in a panel."""
 _PAIRED = not WIDE
 """One row has two panels at a time."""
+MANY = 21
+"""Rows from which on products go through widened blocks, where there are vectors of eight."""
 _STRETCH = 64
 """Words of x that are widened at a time, for tiles that have no registers left for it: they stay in the first cache."""
 _AHEAD = 4096
@@ -200,6 +203,9 @@ def _multiply_part(
     first, last = count * piece // pieces, count * (piece + 1) // pieces
     if vectors.UNIT and vectors.size_of(kind) == 2 and size % STEP == 0:
         multiply_by_unit(x, panels, bias, out, across, rows, size, first, last, block, out_size)
+        return
+    if _PAIRED and rows >= MANY:
+        multiply_widened(x, panels, bias, out, across, rows, size, first, last, kind, out_size)
         return
     lines = size * WIDTH // (_VECTORS * LINE)
     if _PAIRED and tile == 1:  # there is one row

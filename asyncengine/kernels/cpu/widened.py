@@ -1,0 +1,163 @@
+"""x W^T for many rows on CPUs with vectors of eight, or of four and twice as many: blocks of both in float32.
+
+Such CPUs have no registers left to widen bfloat16 beside the sums of six rows by sixteen outputs, which is what keeps
+their multipliers busy. So a block of x is widened once for some hundred outputs, and half a panel once for all rows of
+that block: it stays in the first-level cache, x in the second (the order of loops: Goto and van de Geijn 2008; six rows:
+Van Zee and van de Geijn, "BLIS", 2015). Sums wait in memory between two blocks of inputs, in float32, and go on from
+there: their order, and so their bits, are those of `packed`'s tiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from asyncengine.kernels.cpu import vectors
+from asyncengine.kernels.cpu.jit import array, narrow, pointer, room, serial_in_order, widen
+from asyncengine.kernels.cpu.vectors import EIGHT_FLOATS, FLOAT, LANES, LINE, LONG, WORDS, at, load
+
+_TILE = 6
+"""Rows of a tile."""
+_ROWS = 16 * _TILE
+"""Rows of a block of x."""
+_DEPTH = 256
+"""Inputs of a block: half a panel's are 16 KiB."""
+_PANELS = 8
+"""Panels whose sums wait in memory."""
+_WIDTH, _PARTS = 2 * LANES, LANES // 8
+_ACROSS = _PANELS * _WIDTH
+_STRIDE = _DEPTH + LANES
+"""Numbers from a row of a block of x to the next: no power of two, so that rows share no places in the cache."""
+_HELD, _HALF, _SUMS = _ROWS * _STRIDE, _DEPTH * LANES, _ROWS * _ACROSS
+"""Numbers of a block of x, of half a panel, and of sums: 218 KiB in all."""
+
+
+def _widen_half(_: Any, panel: Any, lines: Any, out: Any, kind: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, count, target = arguments[:3]
+        with cgutils.for_range(builder, count) as loop:
+            words = load(builder, builder.add(source, builder.mul(loop.index, LONG(2 * LINE))), WORDS)
+            made = vectors.sides(builder, words, kind)
+            place = builder.add(target, builder.mul(loop.index, LONG(len(made) * LINE)))
+            for index, side in enumerate(made):
+                vectors.store(builder, side, builder.add(place, LONG(index * LINE)))
+        return context.get_dummy_value()
+
+    return numba.types.void(*[numba.types.int64] * 3, kind), generate
+
+
+def _write_tile(builder: Any, x: Any, weights: Any, depth: Any, sums: Any, ahead: Any, share: Any) -> None:
+    cells = [(row, part) for row in range(_TILE) for part in range(_PARTS)]
+    places = {cell: builder.add(sums, LONG((cell[0] * _ACROSS + cell[1] * 8) * 4)) for cell in cells}
+    totals = {cell: cgutils.alloca_once(builder, EIGHT_FLOATS) for cell in cells}
+    for cell in cells:
+        builder.store(load(builder, places[cell], EIGHT_FLOATS), totals[cell])
+    pairs = builder.lshr(depth, LONG(1))
+    with cgutils.for_range(builder, pairs) as loop:
+        vectors.prefetch(builder, builder.add(ahead, builder.mul(loop.index, share)))
+        first = builder.shl(loop.index, LONG(1))
+        for index in range(2):
+            _add_input(builder, x, weights, builder.add(first, LONG(index)), totals)
+    with builder.if_then(builder.trunc(depth, ir.IntType(1))):
+        _add_input(builder, x, weights, builder.shl(pairs, LONG(1)), totals)
+    for cell in cells:
+        vectors.store(builder, builder.load(totals[cell]), places[cell])
+
+
+def _add_input(builder: Any, x: Any, weights: Any, index: Any, totals: dict[tuple[int, int], Any]) -> None:
+    line, offset = builder.add(weights, builder.mul(index, LONG(LINE))), builder.mul(index, LONG(4))
+    factors = [load(builder, builder.add(line, LONG(part * 32)), EIGHT_FLOATS) for part in range(_PARTS)]
+    for row in range(_TILE):
+        value = vectors.splat(builder, load(builder, at(builder, x, LONG(_STRIDE * 4), row, offset), FLOAT), 8)
+        for part, factor in enumerate(factors):
+            cell = totals[row, part]
+            builder.store(vectors.multiply_add(builder, value, factor, builder.load(cell)), cell)
+
+
+def _tile(_: Any, x: Any, weights: Any, depth: Any, sums: Any, ahead: Any, share: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _write_tile(builder, *arguments)
+        return context.get_dummy_value()
+
+    return numba.types.void(*[numba.types.int64] * 6), generate
+
+
+_widen_panel: Any = intrinsic(_widen_half)
+"""_widen_panel(panel, lines, out, kind): so many of a half's lines, 64 bytes of each 128, as float32 [inputs, 16]."""
+_add_tile: Any = intrinsic(_tile)
+"""_add_tile(x, weights, depth, sums, ahead, share): add products of six rows of a block of x and `depth` lines of half
+a panel. For each two, memory is asked for: at `ahead`, and `share` bytes on each time."""
+
+
+@serial_in_order
+def multiply_widened(
+    x: int, panels: int, bias: int, out: int, across: int, rows: int, size: int, first: int, last: int,
+    kind: np.generic, out_size: int,
+) -> None:  # fmt: skip
+    """Panels `first` to `last` for `rows` rows of x, of `size` bytes each, as `packed.multiply` has the rest."""
+    held, half = room(_HELD, np.float32(0)), room(_HALF, np.float32(0))
+    sums = room(_SUMS, np.float32(0))
+    for row in range(0, rows, _ROWS):
+        count = min(_ROWS, rows - row)
+        for begin in range(first, last, _PANELS):
+            end = min(begin + _PANELS, last)
+            _add_up(
+                x + row * size, panels + begin * size * _WIDTH, count, size, 2 * (end - begin), held.ctypes.data,
+                half.ctypes.data, sums.ctypes.data, kind,
+            )  # fmt: skip
+            added = bias + begin * _WIDTH * 4 if bias != 0 else 0
+            target = out + row * across + begin * _WIDTH * out_size
+            _store_rows(sums.ctypes.data, added, target, across, count, (end - begin) * _WIDTH, out_size)
+
+
+@serial_in_order
+def _add_up(
+    x: int, panels: int, rows: int, size: int, parts: int, held: int, half: int, sums: int, kind: np.generic
+) -> None:
+    """sums [rows, _ACROSS] of `parts` halves of panels, with room for as many rows as tiles have; `held`, `half`: room
+    for what is widened."""
+    number = vectors.size_of(kind)
+    inputs, tiles = size // number, (rows + _TILE - 1) // _TILE
+    totals = array(pointer(sums, np.float32(0)), (tiles * _TILE, _ACROSS))
+    for row in range(tiles * _TILE):
+        for index in range(_ACROSS):
+            totals[row, index] = np.float32(0)
+    share = (LINE * number + tiles - 1) // tiles  # of the next half, for two inputs
+    for begin in range(0, inputs, _DEPTH):
+        depth = min(_DEPTH, inputs - begin)
+        for row in range(tiles * _TILE):  # rows of the last tile that are not there are the last one
+            values = array(pointer(x + min(row, rows - 1) * size + begin * number, kind), (depth,))
+            widened = array(pointer(held + row * _STRIDE * 4, np.float32(0)), (depth,))
+            for index in range(depth):
+                widened[index] = widen(values[index])
+        for part in range(parts):
+            source = panels + part // 2 * size * _WIDTH + begin * number * _WIDTH + part % 2 * LINE
+            ahead = source + (LINE if part % 2 == 0 else size * _WIDTH - LINE)
+            _widen_panel(source, depth * number // 4, half, kind)
+            for tile in range(tiles):
+                place = sums + (tile * _TILE * _ACROSS + part * LANES) * 4
+                wanted = ahead + tile * (depth // 2) * share
+                _add_tile(held + tile * _TILE * _STRIDE * 4, half, depth, place, wanted, share)
+
+
+@serial_in_order
+def _store_rows(sums: int, bias: int, out: int, across: int, rows: int, count: int, out_size: int) -> None:
+    """out [rows, count] = sums + bias."""
+    totals, added = array(pointer(sums, np.float32(0)), (rows, _ACROSS)), array(pointer(bias, np.float32(0)), (count,))
+    for row in range(rows):
+        target = out + row * across
+        wide, short = array(pointer(target, np.float32(0)), (count,)), array(pointer(target, np.uint16(0)), (count,))
+        if bias != 0:
+            for index in range(count):
+                totals[row, index] += added[index]
+        if out_size == 2:
+            for index in range(count):
+                short[index] = narrow(totals[row, index], np.uint16(0))
+        else:
+            for index in range(count):
+                wide[index] = totals[row, index]

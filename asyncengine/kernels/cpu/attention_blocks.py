@@ -40,7 +40,7 @@ from asyncengine.kernels.cpu.attention_softmax import LOG2E, softcap, softmax
 from asyncengine.kernels.cpu.attention_tiles import BLOCK, SCORES
 from asyncengine.kernels.cpu.attention_unit import score_block_by_unit, sum_values_by_unit, takes_unit
 from asyncengine.kernels.cpu.jit import array, narrow, pointer, serial_in_order, widen
-from asyncengine.kernels.cpu.vectors import UNIT, size_of
+from asyncengine.kernels.cpu.vectors import UNIT, WIDE, size_of
 
 _WHOLE, _SINGLE, _PAGE = np.int64(0), np.float32(0), np.int32(0)
 
@@ -143,9 +143,10 @@ def _score_block(
     for first in range(0, count, 2):
         at, to = tiles + first * 8, out + first * wide * 4
         row = 0
-        while rows - row >= 8:
-            tile.scores8(query + row * query_size, query_size, at, steps, to + row * size, size, kind, lanes, operand)
-            row += 8
+        while rows - row >= tile.MOST:
+            own = query + row * query_size
+            tile.scores_most(own, query_size, at, steps, to + row * size, size, kind, lanes, operand)
+            row += tile.MOST
         if rows - row >= 4:
             tile.scores4(query + row * query_size, query_size, at, steps, to + row * size, size, kind, lanes, operand)
             row += 4
@@ -182,7 +183,7 @@ def _sum_values(
                     rows, first, width, at, number, length, size, place, to, out_size, shrink, kind, lanes, operand
                 )
                 column += 128
-            elif dim - column > 48:
+            elif dim - column > 48 and (WIDE or rows <= 2):
                 _sum_columns64(
                     rows, first, width, at, number, length, size, place, to, out_size, shrink, kind, lanes, operand
                 )

@@ -103,25 +103,28 @@ def _write_scores(
 ) -> None:  # fmt: skip
     words = ir.VectorType(WORD, lanes)
     zero = vectors.constant(ir.VectorType(FLOAT, lanes), 0.0)
-    sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(2)] for _ in range(rows)]
+    bytes_of_step = 8 if held == (_HALF, _FLOAT32) else 4
+    together = 2 if vectors.WIDE or rows <= 2 else 1  # of vectors of eight, more sums would not stay in registers
     places = [load(builder, builder.add(tiles, LONG(8 * tile)), LONG) for tile in range(2)]
     ahead = [load(builder, builder.add(tiles, LONG(8 * (tile + AHEAD))), LONG) for tile in range(2)]
-    bytes_of_step = 8 if held == (_HALF, _FLOAT32) else 4
-    with cgutils.for_range(builder, steps) as loop:
-        offset = builder.mul(loop.index, LONG(4 * lanes))
-        keys = [load(builder, builder.add(place, offset), words) for place in places]
-        keys = [_parts(builder, key, held) for key in keys]
-        for place in ahead:
-            vectors.prefetch(builder, builder.add(place, offset))
+    for first in range(0, 2, together):
+        own = range(first, first + together)
+        sums = [[cgutils.alloca_once_value(builder, zero) for _ in own] for _ in range(rows)]
+        with cgutils.for_range(builder, steps) as loop:
+            offset = builder.mul(loop.index, LONG(4 * lanes))
+            keys = [load(builder, builder.add(places[tile], offset), words) for tile in own]
+            keys = [_parts(builder, key, held) for key in keys]
+            for tile in own:
+                vectors.prefetch(builder, builder.add(ahead[tile], offset))
+            for row in range(rows):
+                place = vectors.at(builder, query, query_size, row, builder.mul(loop.index, LONG(bytes_of_step)))
+                factors = _factors(builder, place, held, lanes)
+                for total, key in zip(sums[row], keys, strict=True):
+                    _accumulate(builder, total, factors, key, held)
         for row in range(rows):
-            place = vectors.at(builder, query, query_size, row, builder.mul(loop.index, LONG(bytes_of_step)))
-            factors = _factors(builder, place, held, lanes)
-            for total, key in zip(sums[row], keys, strict=True):
-                _accumulate(builder, total, factors, key, held)
-    for row in range(rows):
-        for tile in range(2):
-            place = vectors.at(builder, out, out_size, row, LONG(4 * lanes * tile))
-            store(builder, builder.load(sums[row][tile]), place)
+            for tile, total in zip(own, sums[row], strict=True):
+                place = vectors.at(builder, out, out_size, row, LONG(4 * lanes * tile))
+                store(builder, builder.load(total), place)
 
 
 def _write_values(
@@ -209,6 +212,8 @@ def _accumulate(builder: Any, total: Any, factors: list[Any], parts: list[Any], 
     builder.store(found, total)
 
 
-scores1, scores2, scores4, scores8 = map(_make_scores, (1, 2, 4, 8))
-sum_values16, sum_values64 = (_make_sum_values(width, (4, 2, 1)) for width in (1, 4))
+MOST = 8 if vectors.WIDE else 6
+"""Rows of the largest tile of scores."""
+scores1, scores2, scores4, scores_most = map(_make_scores, (1, 2, 4, MOST))
+sum_values16, sum_values64 = _make_sum_values(1, (4, 2, 1) if vectors.WIDE else (6, 4, 2, 1)), _make_sum_values(4, (4, 2, 1))
 sum_values128 = _make_sum_values(8, (2, 1))

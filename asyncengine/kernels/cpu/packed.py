@@ -31,7 +31,7 @@ from asyncengine.kernels.cpu.matrix_unit import STEP, multiply_by_unit
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
 from asyncengine.kernels.cpu.vectors import FLOATS, LANES, LINE, LONG, WIDE, WORD, WORDS, at, cpu_has, load
-from asyncengine.kernels.cpu.widened import multiply_widened
+from asyncengine.kernels.cpu.widened import PANELS, multiply_widened
 
 _VECTORS = 2
 WIDTH = _VECTORS * LANES
@@ -172,6 +172,8 @@ def tiles_for(rows: int) -> tuple[int, int]:
 
 def _panels_at_once(rows: int, size: int) -> int:
     """Panels that are done for all rows of `size` bytes before the next."""
+    if _PAIRED and rows >= MANY:
+        return PANELS
     return 1 if rows * size <= _NEAR else max(1, _BLOCK // (size * WIDTH))
 
 

@@ -27,10 +27,10 @@ _ROWS = 16 * _TILE
 """Rows of a block of x."""
 _DEPTH = 256
 """Inputs of a block: half a panel's are 16 KiB."""
-_PANELS = 8
-"""Panels whose sums wait in memory."""
+PANELS = 8
+"""Panels for which x is widened once, and whose sums wait in memory."""
 _WIDTH, _PARTS = 2 * LANES, LANES // 8
-_ACROSS = _PANELS * _WIDTH
+_ACROSS = PANELS * _WIDTH
 _STRIDE = _DEPTH + LANES
 """Numbers from a row of a block of x to the next: no power of two, so that rows share no places in the cache."""
 _HELD, _HALF, _SUMS = _ROWS * _STRIDE, _DEPTH * LANES, _ROWS * _ACROSS
@@ -104,8 +104,8 @@ def multiply_widened(
     sums = room(_SUMS, np.float32(0))
     for row in range(0, rows, _ROWS):
         count = min(_ROWS, rows - row)
-        for begin in range(first, last, _PANELS):
-            end = min(begin + _PANELS, last)
+        for begin in range(first, last, PANELS):
+            end = min(begin + PANELS, last)
             _add_up(
                 x + row * size, panels + begin * size * _WIDTH, count, size, 2 * (end - begin), held.ctypes.data,
                 half.ctypes.data, sums.ctypes.data, kind,

@@ -14,7 +14,7 @@ import llvmlite.binding as llvm
 import numba
 from llvmlite import ir
 
-from asyncengine.kernels.cpu import packed, quantized_tiles, vectors
+from asyncengine.kernels.cpu import packed, quantized_tiles, vectors, widened
 from asyncengine.kernels.cpu.panel_form import PanelForm
 
 TRIPLE = "aarch64-unknown-linux-gnu"
@@ -60,6 +60,11 @@ def test_products_of_floats(rows: int, panels: int, kind: Any) -> None:
     names = compiled(lambda builder, *arguments: write(builder, rows, panels, kind, *arguments), 10)
     sides = 1 if kind == numba.types.float32 else 2
     assert names.count("fmla") >= rows * panels * sides * packed.WIDTH // 4
+
+
+def test_products_of_widened_blocks() -> None:
+    names = compiled(widened._write_tile, 6)
+    assert names.count("fmla") == 3 * 6 * packed.WIDTH // 2 // 4  # of two inputs, then of an odd one
 
 
 FORMS = [

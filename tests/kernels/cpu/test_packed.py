@@ -12,7 +12,8 @@ from support.teams import team_of
 
 pytest.importorskip("numba")
 
-from asyncengine.kernels.cpu import packed, vectors
+from asyncengine.kernels.cpu import packed, vectors, widened
+from asyncengine.kernels.cpu.jit import kind_of
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 FORMS = [(FLOAT, FLOAT), (HALF, FLOAT), (HALF, HALF)]
@@ -171,6 +172,25 @@ def test_no_nan_is_rounded_to_a_number(bits: int) -> None:
     bias.view(torch.int32)[5] = bits
     found = product(random(4, 2, dtype=HALF), random(32, 2, dtype=HALF), HALF, bias)
     assert found.isnan().nonzero()[:, 1].tolist() == [5] * 4
+
+
+@forms
+@pytest.mark.parametrize(("panels", "inputs"), [(1, 34), (9, 258), (2, 600), (3, 257)])
+def test_widened_blocks(panels: int, inputs: int, dtype: torch.dtype, result: torch.dtype) -> None:
+    """On any CPU: one row or hundreds, whole blocks or parts of them have the bits of tiles in float32."""
+    inputs += inputs % 2 if dtype == HALF else 0
+    x, weight, bias = random(133, inputs, dtype=dtype), random(32 * panels, inputs, dtype=dtype), random(32 * panels)
+    size, across, packs = inputs * dtype.itemsize, 32 * panels * result.itemsize, pack(weight)
+    for added in (None, bias):
+        expected = product(x.float(), weight.float(), FLOAT, added).to(result)
+        for rows in (1, 6, 21, 96, 97, 133):
+            memory, out = within(torch.zeros((rows, 32 * panels), dtype=result), 7.0)
+            widened.multiply_widened(
+                x.data_ptr(), packs.data_ptr(), 0 if added is None else added.data_ptr(), out.data_ptr(), across, rows,
+                size, 0, panels, kind_of(dtype), result.itemsize,
+            )  # fmt: skip
+            assert torch.equal(out, expected[:rows])
+            assert untouched(memory, 7.0)
 
 
 # ---------------------------------------------------------------- memory

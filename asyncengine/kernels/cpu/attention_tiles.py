@@ -215,5 +215,6 @@ def _accumulate(builder: Any, total: Any, factors: list[Any], parts: list[Any], 
 MOST = 8 if vectors.WIDE else 6
 """Rows of the largest tile of scores."""
 scores1, scores2, scores4, scores_most = map(_make_scores, (1, 2, 4, MOST))
-sum_values16, sum_values64 = _make_sum_values(1, (4, 2, 1) if vectors.WIDE else (6, 4, 2, 1)), _make_sum_values(4, (4, 2, 1))
+sum_values16 = _make_sum_values(1, (4, 2, 1) if vectors.WIDE else (6, 4, 2, 1))
+sum_values64 = _make_sum_values(4, (4, 2, 1))
 sum_values128 = _make_sum_values(8, (2, 1))

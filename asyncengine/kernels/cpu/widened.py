@@ -1,10 +1,10 @@
 """x W^T for many rows on CPUs with vectors of eight, or of four and twice as many: blocks of both in float32.
 
-Such CPUs have no registers left to widen bfloat16 beside the sums of six rows by sixteen outputs, which is what keeps
-their multipliers busy. So a block of x is widened once for some hundred outputs, and half a panel once for all rows of
-that block: it stays in the first-level cache, x in the second (the order of loops: Goto and van de Geijn 2008; six rows:
-Van Zee and van de Geijn, "BLIS", 2015). Sums wait in memory between two blocks of inputs, in float32, and go on from
-there: their order, and so their bits, are those of `packed`'s tiles.
+Such CPUs have no registers left to widen bfloat16 beside the sums of six rows by sixteen outputs, which keep their
+arithmetic busy. So a block of x is widened once for some hundred outputs, and half a panel once for all rows of that
+block: it stays in the first-level cache, x in the second (the order of loops: Goto and van de Geijn, 2008; six rows:
+Van Zee and van de Geijn, "BLIS", 2015). Between two blocks of inputs sums are kept in memory, in float32: their order,
+and so their bits, are those of `packed`'s tiles.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ROWS = 16 * _TILE
 _DEPTH = 256
 """Inputs of a block: half a panel's are 16 KiB."""
 PANELS = 8
-"""Panels for which x is widened once, and whose sums wait in memory."""
+"""Panels for which x is widened once, and whose sums are kept in memory."""
 _WIDTH, _PARTS = 2 * LANES, LANES // 8
 _ACROSS = PANELS * _WIDTH
 _STRIDE = _DEPTH + LANES

@@ -2,22 +2,23 @@
 
 `CountedClosing` follows the output through the grammar's shape (`tracker`), which knows after each byte what the rest
 costs at most, however long it is: a token is taken if that still fits. Tokens to steer by are made one at a time, and
-what comes next of them is checked by the library. Where the library says otherwise, a `ByteClosing` takes over for
-good.
+what comes next of them is checked by the library. Where the library says otherwise, it is followed in
+place of the shape, and ways are looked for with it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from asyncengine.grammar.closing import FAR, ByteClosing
+from asyncengine.errors import GrammarError
 from asyncengine.grammar.prices import Prices, Segment
+from asyncengine.grammar.search import Effort
 from asyncengine.grammar.shapes import Opaque, Shape
-from asyncengine.grammar.tracker import MAX_STEPS, Leaf, Lost, Standing, Tracker
+from asyncengine.grammar.tracker import MAX_STEPS, Lost, Standing, Tracker
 from asyncengine.grammar.vocabulary import Vocabulary
-from asyncengine.grammar.walks import Effort
 from asyncengine.grammar.ways import UNREACHABLE
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 AHEAD = 64
 """Tokens of a way that are checked by the library."""
+FAR = 256
+"""Tokens left with which the end is far."""
 CLOSE = 4
 """Times the budget that a way may cost by its parts to be spelled as a whole: mostly it takes half of that."""
 ACCOUNT, REFILL = 200_000, 100
@@ -34,10 +37,10 @@ ACCOUNT, REFILL = 200_000, 100
 class Counted:
     """The common part of all outputs of one grammar: its shape and the prices in it."""
 
-    def __init__(self, shape: Shape, prices: Prices, leaf: Callable[[Opaque], Leaf]) -> None:
-        """Raises `Unmodelled` for a shape that is too large."""
+    def __init__(self, shape: Shape, prices: Prices, leaf: Callable[[Opaque], Any], lexed: bool = False) -> None:
+        """`lexed`: as for a `Tracker`."""
         self.prices = prices
-        self.tracker = Tracker(shape, prices, leaf)
+        self.tracker = Tracker(shape, prices, leaf, lexed)
         self.cost = self.tracker.cost(self.tracker.begin)
         """Tokens of the cheapest output, as the sum of its parts."""
 
@@ -57,23 +60,21 @@ def unrolled(way: Iterable[Segment]) -> Iterator[int]:
 class CountedClosing:
     """The nearest complete output known from where one output stands. Moves along with it; belongs to one request.
 
-    Invariant, here and of a `ByteClosing`: `cost` tokens, beginning with `first()`, lead to a complete output. It may
-    exceed the true minimum only where the grammar is too rich to search; where that hid any way at all from it, `cost`
-    is beyond all budgets and `first()` raises `GrammarError`.
+    Invariant: `cost` tokens, beginning with `first()`, lead to a complete output. Where none is known, `cost` is beyond
+    all budgets and `first()` raises `GrammarError`: a token is not forbidden for that while the budget is far from
+    spent.
     """
 
-    def __init__(
-        self, source: LlgTemplate, counted: Counted, vocabulary: Vocabulary, searching: Callable[[], ByteClosing]
-    ) -> None:
-        """`searching` makes what takes over, at the beginning of the output."""
+    def __init__(self, source: LlgTemplate, counted: Counted, vocabulary: Vocabulary) -> None:
         self._source = source
         self._vocabulary = vocabulary
         self._tracker = counted.tracker
         self._standing = counted.tracker.begin
+        """Empty where nothing is known of it."""
         self._effort = Effort(ACCOUNT)
         self._said: list[int] = []
-        self._searching = searching
-        self._other: ByteClosing | None = None
+        self._alone = False
+        """The library is followed in place of the shape, or cannot be."""
         self._matcher: Any = None
         """Behind the first `_checked` tokens that were said; None: not needed so far."""
         self._checked = 0
@@ -88,64 +89,60 @@ class CountedClosing:
     @property
     def cost(self) -> int:
         """Tokens to a complete output, end-of-sequence not counted; 0 where the output may end here."""
-        if self._other is not None:
-            return self._other.cost
-        if self._plan is not None:
-            return self._left
-        return self._tracker.nearest(self._standing)[0]
+        return self._left if self._plan is not None else self._tracker.nearest(self._standing)[0]
 
     def first(self) -> int:
         """The next token on the way; an end-of-sequence id where `cost` is 0."""
-        if self._other is None and not self._planned():
-            self._search(self._left)
-        if self._other is not None:
-            return self._other.first()
+        if not self._planned():
+            self._follow_library()
+            if not self._planned():
+                raise GrammarError("grammar", "no way to a complete output was found in time")
         return self._vocabulary.eos_ids[0] if self._next is None else self._next
 
     def advance(self, token: int, at_most: int) -> bool:
         """Move past `token` if a completion of at most `at_most` tokens is known from there, or if there may be one and
         `at_most` is far from 0. Else False, unmoved."""
-        if self._other is not None:
-            return self._other.advance(token, at_most)
         if token in self._vocabulary.eos_ids:
-            return self._tracker.cost(self._standing) == 0
+            return not self._standing or self._tracker.cost(self._standing) == 0
         standing = self._step(token)
-        if standing is None:
-            return self._search(at_most + 1).advance(token, at_most)
+        if standing is None and not self._alone:
+            self._follow_library()
+            standing = self._step(token)
+        standing = standing or ()
         if self._plan is not None and token == self._next and self._left - 1 <= at_most:
             self._next = next(self._plan, None)
             self._left -= 1
         elif self._fits(standing, at_most):
             self._plan = None
-        elif self._planned():
+        elif self._planned() or self._alone:
             return False
         else:
-            return self._search(at_most + 1).advance(token, at_most)
+            self._follow_library()
+            return self.advance(token, at_most)
         self._standing = standing
         self._said.append(token)
         return True
 
     def _step(self, token: int) -> Standing | None:
         """Past `token`; None where the shape does not follow it."""
-        if token in self._vocabulary.special_ids:
-            return None
-        data = bytes(self._vocabulary.symbols(token))
-        self._effort.left = min(ACCOUNT, self._effort.left + REFILL * len(data))
+        symbols = self._vocabulary.symbols(token)
+        self._effort.left = min(ACCOUNT, self._effort.left + REFILL * len(symbols))
         effort = self._effort.part(min(MAX_STEPS, self._effort.left))
         try:
-            return self._tracker.step(self._standing, data, effort)
+            return self._tracker.step(self._standing, symbols, effort)
         except Lost:
             return None
         finally:
             self._effort.regain(effort)
 
     def _fits(self, standing: Standing, at_most: int) -> bool:
-        """A way of at most `at_most` tokens leads on from there; or none was found so far, and the end is far."""
+        """A way of at most `at_most` tokens leads on from there; or none was found so far, and the end is far
+        or there is nothing else to do."""
         cost = self._tracker.cost(standing)
         if cost <= at_most:
             return True
         if cost >= UNREACHABLE:
-            return at_most >= FAR
+            return at_most >= FAR or (self._alone and self.cost >= UNREACHABLE)
         return cost <= CLOSE * at_most and self._tracker.nearest(standing)[0] <= at_most
 
     def _planned(self) -> bool:
@@ -181,9 +178,14 @@ class CountedClosing:
                 return True
         return bool(agreed)
 
-    def _search(self, at_most: int) -> ByteClosing:
-        """From now on look for ways."""
-        self._other = self._searching()
+    def _follow_library(self) -> None:
+        """The shape does not say what the library does: from now on search with the library, if that can follow."""
+        if self._alone:
+            return
+        self._alone, self._plan, self._standing = True, None, ()
+        matcher = self._source.new_bytes()
         symbols = [symbol for token in self._said for symbol in self._vocabulary.symbols(token)]
-        self._other.catch_up(symbols, at_most)
-        return self._other
+        with contextlib.suppress(GrammarError):
+            tracker = self._source.searched().tracker
+            if matcher.try_consume_tokens(symbols) == len(symbols):
+                self._tracker, self._standing = tracker, tracker.inside(matcher)

@@ -24,6 +24,7 @@ _TOKEN = re.compile(
     | (?P<keyword> %[A-Za-z_]{1,32} )
     | (?P<name>    [A-Za-z_][A-Za-z0-9_-]* )
     | (?P<number>  [0-9]+ )
+    | (?P<mark>    <[^<>\s]+> )
     | (?P<space>   \s+ )
     | (?P<other>   . )
     """,
@@ -63,12 +64,13 @@ def _slash(match: re.Match[str]) -> str:
 
 
 def tokens(text: str) -> Iterator[tuple[str, str]]:
-    """(kind, text) of a Lark text: string, regex, json (the value after `%json`), keyword, name, number, other.
+    """(kind, text) of a Lark text: string, regex, json (the value after `%json`), keyword, name, number, mark (a
+    special token), other.
 
     The text after `%json` must be JSON: `GrammarError` if it is none, `GrammarTooLarge` if it nests beyond Python's
     recursion limit. Anything else malformed passes as `other`.
     """
-    for kind, token, _ in _placed(text):
+    for kind, token, _ in placed(text):
         yield kind, token
 
 
@@ -76,7 +78,7 @@ def replace_json(text: str, replacement: Callable[[str], str | None]) -> str:
     """`text` with each `%json {...}` replaced by what `replacement` makes of the value; None leaves it as it is."""
     out = []
     done = 0
-    for kind, token, begin in _placed(text):
+    for kind, token, begin in placed(text):
         instead = replacement(token) if kind == "json" else None
         if instead is not None:
             out += [text[done : text.rindex("%json", done, begin)], instead]
@@ -84,7 +86,7 @@ def replace_json(text: str, replacement: Callable[[str], str | None]) -> str:
     return "".join(out) + text[done:]
 
 
-def _placed(text: str) -> Iterator[tuple[str, str, int]]:
+def placed(text: str) -> Iterator[tuple[str, str, int]]:
     """(kind, text, where it begins), see `tokens`."""
     position = 0
     while position < len(text):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,22 +27,23 @@ import llguidance
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge
 from asyncengine.grammar.backend import JointFill, Mask
-from asyncengine.grammar.closing import ByteClosing
 from asyncengine.grammar.counted import AHEAD, Counted, CountedClosing, length, unrolled
 from asyncengine.grammar.keywords import explain, summary
-from asyncengine.grammar.lower import to_llguidance, with_rules
+from asyncengine.grammar.lower import Written, to_llguidance, with_rules
 from asyncengine.grammar.prices import Prices, Speller
-from asyncengine.grammar.samples import ways_out
 from asyncengine.grammar.schema_shapes import shape_of
-from asyncengine.grammar.search import EFFORT, LONGEST, Search
-from asyncengine.grammar.shapes import Opaque, Shape, Unmodelled
+from asyncengine.grammar.search import Effort, shortest
+from asyncengine.grammar.shapes import Opaque, Unmodelled
 from asyncengine.grammar.spec import Grammar
-from asyncengine.grammar.tracker import LEAF_EFFORT, Leaf
+from asyncengine.grammar.tracker import LEAF_EFFORT
 from asyncengine.grammar.trial import Trial, known_safe
 from asyncengine.grammar.vocabulary import Vocabulary
-from asyncengine.grammar.walks import Effort
-from asyncengine.grammar.ways import UNREACHABLE, Way
+from asyncengine.grammar.ways import UNREACHABLE
 
+LONGEST = 400_000
+"""Tokens of the longest first way: more than any text that the limits on grammars allow."""
+EFFORT = 300_000
+"""Effort of the search for a way through a grammar that only the library knows, a fifth of a second."""
 TEMPLATE_BYTES = 600_000
 """Memory of a compiled grammar after use, measured over 285 schemas at 150,000 tokens; llguidance does not say."""
 CHECKED = 8
@@ -62,7 +63,7 @@ class LlguidanceBackend:
         self.vocabulary = vocabulary
         self.speller = Speller(vocabulary)
         self._trial = Trial()
-        self._leaves: dict[str, Leaf] = {}
+        self._leaves: dict[str, Any] = {}
         self._executor: Any = None
         self._lane_maker = ThreadPoolExecutor(1, "asyncengine-lexers")
 
@@ -105,27 +106,21 @@ class LlguidanceBackend:
         self._executor.unsafe_compute_mask_ptr(jobs, masks.ctypes.data, masks.strides[0], len(masks))
         return {place for place, state in states.items() if not state.matcher.is_error()}
 
-    def leaf(self, opaque: Opaque) -> Leaf:
-        """A matcher of what only the library knows, by itself, and a search in it. A millisecond at its first use."""
+    def leaf(self, opaque: Opaque) -> Any:
+        """A matcher of what only the library knows, by itself, over bytes. A millisecond at its first use."""
         leaf = self._leaves.get(opaque.text)
         if leaf is None:
             if len(self._leaves) >= MAX_LEAVES:
                 self._leaves.clear()
-            lark = llguidance.LLMatcher.grammar_from_lark(f"start: {opaque.text}\n")
-            if not opaque.text.startswith("%"):
-                lark = llguidance.LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {opaque.text}\n")
-            grammar = Grammar("lark", lark)
-            matcher = self.matcher(grammar, lark, self.vocabulary.byte_tokenizer)
-            leaf = self._leaves[opaque.text] = Leaf(matcher, Search(self.vocabulary, ways_out(grammar, opaque.text)))
+            rule = opaque.text if opaque.text.startswith("%") else f"TEXT\nTEXT: {opaque.text}"
+            lark = llguidance.LLMatcher.grammar_from_lark(f"start: {rule}\n")
+            leaf = self.matcher(Grammar("lark", lark), lark, self.vocabulary.byte_tokenizer)
+            self._leaves[opaque.text] = leaf
         return leaf
 
-    def sample(self, opaque: Opaque) -> bytes | None:
+    def sample(self, opaque: Opaque) -> Sequence[int] | None:
         """A short text of what only the library knows; None if none was found."""
-        if opaque.sample is not None:
-            return opaque.sample
-        leaf = self.leaf(opaque)
-        symbols = leaf.search.shortest(leaf.matcher.deep_copy(), LEAF_EFFORT, Effort(LEAF_EFFORT))
-        return None if symbols is None else bytes(symbols)
+        return opaque.sample or shortest(self.leaf(opaque).deep_copy(), self.vocabulary.end, Effort(LEAF_EFFORT))
 
     def close(self) -> None:
         """End the process in which grammars are tried. Idempotent."""
@@ -140,7 +135,7 @@ class LlgTemplate:
     def __init__(self, backend: LlguidanceBackend, grammar: Grammar) -> None:
         self.backend = backend
         self.grammar = grammar
-        self.text, rules = with_rules(grammar)
+        self.text, schemas = with_rules(grammar)
         self._matcher = backend.matcher(grammar, self.text, backend.vocabulary.ll_tokenizer)
         self.lanes = [self._matcher]
         """Matchers at the beginning that share no lexer: states copy them in turns."""
@@ -148,12 +143,11 @@ class LlgTemplate:
         self._made = 0
         self._bytes: Any = None
         self._spoiled = False
-        self._searched: tuple[Search, Way] | None = None
-        self.refined = False
-        self._counted = self._count(shape_of(grammar, rules))
-        if self._counted is None:
-            self._searched = self._first_way()
-            self.min_tokens = self._searched[1].cost(0)
+        self._searched: Counted | None = None
+        self._counted = self._count(schemas) or self.searched()
+        way = list(itertools.islice(self._counted.way(), CHECKED))
+        self.refined = len(way) < CHECKED
+        self.min_tokens = length(way) if self.refined else self._counted.cost
 
     def own_bytes(self) -> Any:
         """A matcher over bytes, at the beginning, that shares nothing with any other."""
@@ -168,24 +162,24 @@ class LlgTemplate:
         """The error for `matcher`, which hit a limit."""
         return explain(self.grammar, matcher.get_error())
 
-    def _count(self, shape: Shape | None) -> Counted | None:
-        """The grammar's costs, with the fewest tokens; None where they are unknown, or the library does not agree."""
+    def _count(self, schemas: Sequence[Written]) -> Counted | None:
+        """The grammar's costs; None where they are unknown, or the library does not agree with the cheapest way."""
         vocabulary = self.backend.vocabulary
-        if shape is None:
-            return None
         try:
-            counted = Counted(shape, Prices(shape, self.backend.speller, self.backend.sample), self.backend.leaf)
+            shape = shape_of(self.grammar, schemas, vocabulary)
+            prices = Prices(shape, self.backend.speller, self.backend.sample)
+            counted = Counted(shape, prices, self.backend.leaf, self.grammar.kind == "lark")
         except Unmodelled:
             return None
         if counted.cost >= UNREACHABLE:
             return None
         if counted.cost > LONGEST:
             raise GrammarTooLarge("grammar", f"its shortest output must not exceed {LONGEST} tokens", counted.cost)
-        way = list(itertools.islice(counted.way(), CHECKED))
-        ahead = list(itertools.islice(unrolled(way), CHECKED * AHEAD))
+        ahead = list(itertools.islice(unrolled(itertools.islice(counted.way(), CHECKED)), CHECKED * AHEAD))
         probe = self._matcher.deep_copy()
         agreed = probe.validate_tokens(ahead) == len(ahead)
-        text = b"".join(map(bytes, map(vocabulary.symbols, ahead[:MASKED])))[:MASKED]
+        plain = itertools.takewhile(lambda token: token not in vocabulary.special_ids, ahead[:MASKED])
+        text = b"".join(vocabulary.token_bytes[token] for token in plain)[:MASKED]
         for token in map(vocabulary.by_bytes.get, (text[at : at + 1] for at in range(len(text)))):
             if not probe.compute_ff_bytes():  # where there is a choice
                 probe.compute_bitmask()
@@ -194,73 +188,36 @@ class LlgTemplate:
             probe.consume_token(token)
         if probe.is_error():  # outputs would end in it
             raise self.broken(probe)
-        if not agreed:
-            return None
-        self.refined = len(way) < CHECKED
-        self.min_tokens = length(way) if self.refined else counted.cost
-        return counted
+        return counted if agreed else None
 
-    def _first_way(self) -> tuple[Search, Way]:
-        """The first way found, and the search that found it: JSON spellings, or for Lark those that lead there sooner.
-
-        Raises `GrammarImpossible` or `GrammarTooLarge` if there is none.
-        """
-        hints = ways_out(self.grammar, self.text)
-        vocabulary = self.backend.vocabulary
-        if self._counted is not None:
-            tokens = unrolled(self._counted.way())
-            return Search(vocabulary, hints), Way(
-                [s for token in tokens for s in vocabulary.symbols(token)], vocabulary
-            )
-        spellings = [(hints, False), (hints, True)] if self.grammar.kind == "lark" else [(hints, False)]
-        found: list[tuple[int, Search, Way]] = []
-        reason: GrammarError = GrammarImpossible("grammar", "allows no complete output")
-        for exits, prose in (*spellings, ((), False)):
-            if found and not exits:
-                break  # without hints only where they led nowhere
-            search = Search(vocabulary, exits, prose=prose)
-            effort, probe = Effort(EFFORT), self.new_bytes()
-            walk, _, cut, _ = search.find(probe, LONGEST, effort)
-            probe.compute_bitmask()  # a lexer that was broken on the way says so only here
-            if probe.is_error():
-                self._bytes = None
-            if walk is not None:
-                way = Way(walk.symbols, vocabulary)
-                found.append((way.cost(0), search, way))
-            elif probe.is_error():  # there may be one, but the library could not follow it
-                reason = self.broken(probe)
-            elif cut:
-                reason = GrammarTooLarge("grammar", f"no complete output was found within {EFFORT} steps of the search")
-        if not found:
-            raise reason
-        cost, search, way = min(found, key=lambda item: item[0])
-        if cost >= UNREACHABLE:
-            raise GrammarImpossible("grammar", "this model's tokens cannot spell any output found for it")
-        return search, way
-
-    def refine(self) -> None:
-        """Look for a shorter output: for a budget below `min_tokens`. Takes up to a tenth of a second. One thread at a
-        time; requests may be served meanwhile."""
-        if self.refined:
-            return
-        if self._counted is not None:
-            self.min_tokens = length(self._counted.way())
-        elif self._searched is not None:
-            search, way = self._searched
-            matcher = self.new_bytes()
-            symbols = search.shortest(matcher, LONGEST, Effort(EFFORT))
-            matcher.compute_bitmask()
+    def searched(self) -> Counted:
+        """The grammar as something that only the library knows, with a way found by a search. Raises
+        `GrammarImpossible` or `GrammarTooLarge` if there is none."""
+        if self._searched is None:
+            effort, matcher = Effort(EFFORT), self.new_bytes()
+            way = shortest(matcher, self.backend.vocabulary.end, effort)
             if matcher.is_error():
                 self._bytes = None
-            if symbols is not None and (shorter := Way(symbols, self.backend.vocabulary)).cost(0) < way.cost(0):
-                self._searched = search, shorter
-                self.min_tokens = shorter.cost(0)
-        self.refined = True
+                raise self.broken(matcher)
+            if way is None and effort.left > 0:
+                raise GrammarImpossible("grammar", "allows no complete output")
+            if way is None:
+                raise GrammarTooLarge("grammar", f"no complete output was found within {EFFORT} steps of the search")
+            shape = Opaque("")
+            prices = Prices(shape, self.backend.speller, lambda _: way)
+            self._searched = Counted(shape, prices, lambda _: self.new_bytes())
+        return self._searched
+
+    def refine(self) -> None:
+        """Spell the whole of the cheapest output: for a budget below `min_tokens`, the sum of its parts. One thread at
+        a time; requests may be served meanwhile."""
+        if not self.refined:
+            self.min_tokens = length(self._counted.way())
+            self.refined = True
 
     @property
     def nbytes(self) -> int:
-        counted = 0 if self._counted is None else self._counted.prices.nbytes
-        return TEMPLATE_BYTES + 4 * len(self.text) + counted
+        return TEMPLATE_BYTES + 4 * len(self.text) + self._counted.prices.nbytes
 
     def new_state(self) -> LlgState:
         self._made += 1
@@ -272,16 +229,8 @@ class LlgTemplate:
         self.lanes.append(self.fresh_matcher())
         self.widening = False
 
-    def new_closing(self) -> CountedClosing | ByteClosing:
-        if self._counted is None:
-            return self._searching()
-        return CountedClosing(self, self._counted, self.backend.vocabulary, self._searching)
-
-    def _searching(self) -> ByteClosing:
-        if self._searched is None:
-            self._searched = self._first_way()
-        search, way = self._searched
-        return ByteClosing(self, search, self.backend.vocabulary, self.new_bytes(), way)
+    def new_closing(self) -> CountedClosing:
+        return CountedClosing(self, self._counted, self.backend.vocabulary)
 
     def new_matcher(self) -> Any:
         """A matcher at the beginning. Others share its lexer, unless one of them has broken it: an output that goes on

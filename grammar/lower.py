@@ -30,6 +30,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 _MENDED = ("[^", '"format"')
 """Signs that a schema has something the functions below change."""
+Written = tuple[Rules, str]
+"""Rules, and the name of the first one."""
 MAX_RETRIES = 64
 """Keywords that are left out one after the other where that is allowed."""
 _CLASS = re.compile(r"\\.|\[\^(?P<inside>\]?(?:\\.|[^\]\\])*)\]", re.DOTALL)
@@ -40,32 +42,29 @@ def to_llguidance(grammar: Grammar) -> str:
     return with_rules(grammar)[0]
 
 
-def with_rules(grammar: Grammar) -> tuple[str, tuple[Rules, str] | None]:
-    """The same, and the rules of a schema with the first one's name, where they are ours. Raises likewise."""
+def with_rules(grammar: Grammar) -> tuple[str, list[Written]]:
+    """The same, and the rules of each schema in the grammar, in its order. Raises likewise."""
     from llguidance import LLMatcher
 
     if grammar.kind == "json_schema":
         lenient = grammar.unsupported != "error"
         schema = _object(grammar.text, lenient, grammar.formats == "strict")
         options = {**OPTIONS[grammar.whitespace], "key_order": grammar.key_order}
-        text, rules = _rules(grammar, schema, options, lenient)
-        return str(LLMatcher.grammar_from_lark(text)), rules
+        rules, start = _rules(schema, options, lenient)
+        return str(LLMatcher.grammar_from_lark(rules.lark(start))), [(rules, start)]
     if grammar.kind == "lark":
-        return str(LLMatcher.grammar_from_lark(replace_json(grammar.text, partial(_embedded, grammar)))), None
-    return str(LLMatcher.grammar_from_lark(f"start: OUTPUT\nOUTPUT: {fragment(grammar)}\n")), None
+        schemas: list[Written] = []
+        return str(LLMatcher.grammar_from_lark(replace_json(grammar.text, partial(_embedded, schemas)))), schemas
+    return str(LLMatcher.grammar_from_lark(f"start: OUTPUT\nOUTPUT: {fragment(grammar)}\n")), []
 
 
-def _rules(
-    grammar: Grammar, schema: dict[str, Any], options: dict[str, Any], lenient: bool
-) -> tuple[str, tuple[Rules, str]]:
-    """Lark for a schema, with the rules that it was written from and the first one's name. If `lenient`, keywords that
-    stand in the way are left out. Raises as `schema_grammar`."""
+def _rules(schema: dict[str, Any], options: dict[str, Any], lenient: bool) -> Written:
+    """Rules for a schema. If `lenient`, keywords that stand in the way are left out. Raises as `schema_grammar`."""
     own = schema.pop("x-guidance", None)
     merged = {**options, **(own if isinstance(own, dict) else {}), "lenient": lenient}
     for left in range(MAX_RETRIES, -1, -1):
         try:
-            rules, start = schema_grammar(schema, merged)
-            return rules.lark(start), (rules, start)
+            return schema_grammar(schema, merged)
         except GrammarUnsupported as error:
             if not left or not lenient or not sum(_drop(schema, pointer) for _, pointer in error.features):
                 raise
@@ -81,12 +80,14 @@ def _drop(schema: dict[str, Any], pointer: str) -> bool:
     return isinstance(here, dict) and here.pop(unescape(last), None) is not None
 
 
-def _embedded(grammar: Grammar, text: str) -> str:
-    """The rule for `%json text` in a Lark grammar."""
+def _embedded(schemas: list[Written], text: str) -> str:
+    """The rule for `%json text` in a Lark grammar; its rules are added to `schemas`."""
     schema = json.loads(text)
     own = schema.get("x-guidance") if isinstance(schema, dict) else None
     lenient = isinstance(own, dict) and own.get("lenient") is True
-    return "%lark {\n" + _rules(grammar, _object(text, lenient), {}, lenient)[0] + "}"
+    rules, start = _rules(_object(text, lenient), {}, lenient)
+    schemas.append((rules, start))
+    return "%lark {\n" + rules.lark(start) + "}"
 
 
 def fragment(grammar: Grammar) -> str:

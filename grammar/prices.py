@@ -22,7 +22,9 @@ from asyncengine.grammar.shapes import (
     Chain,
     Either,
     Letters,
+    Lexeme,
     Literal,
+    Mark,
     Opaque,
     Shape,
     Times,
@@ -84,7 +86,7 @@ class Speller:
         if way is None:
             if len(self._ways) >= MAX_KEPT:
                 self._ways.clear()
-            ways = [Way(list(said), self.vocabulary) for said in _with_blanks(text)]
+            ways = [Way(said, self.vocabulary) for said in _with_blanks(text)]
             way = self._ways[text] = min(ways, key=lambda way: way.cost(0))
         return way
 
@@ -152,17 +154,18 @@ class Speller:
 class Prices:
     """The prices of all shapes in one grammar, for one vocabulary. Any number of threads may share them."""
 
-    def __init__(self, root: Shape, speller: Speller, sample: Callable[[Opaque], bytes | None]) -> None:
-        """`sample`: a short text of what only the library knows; None: there is none, or none was found. Raises
-        `Unmodelled` for a shape that is too large."""
+    def __init__(self, root: Shape, speller: Speller, sample: Callable[[Opaque], Sequence[int] | None]) -> None:
+        """`sample`: symbols of a short text of what only the library knows; None: there is none, or none was found.
+        Raises `Unmodelled` for a shape that is too large."""
         self.speller = speller
         self._sample = sample
         self._costs: dict[Shape, int] = {}
         self._best: dict[Shape, Shape] = {}
         """The cheapest of alternatives."""
-        self._samples: dict[Shape, bytes] = {}
+        self._samples: dict[Shape, Sequence[int]] = {}
         """Texts of letters and of what only the library knows."""
         self._suffixes: dict[Chain, list[int]] = {}
+        self._blanks: dict[Times, bool] = {}
         self._units: dict[Shape, Unit | None] = {}
         """The units of repetitions by their bodies."""
         self._settle(root)
@@ -173,6 +176,8 @@ class Prices:
 
     def rest(self, shape: Shape, index: Any) -> int:
         """Tokens of the cheapest text behind a place in a shape (`tracker.Place`)."""
+        if isinstance(shape, Lexeme):
+            return 0
         if isinstance(shape, Literal):
             return self.speller.cost(shape.data, index + 1)
         if isinstance(shape, Chain):
@@ -206,9 +211,15 @@ class Prices:
         whole, rest = _split(shape, unit, count)
         return whole * len(unit.tokens) + len(unit.fewer[rest])
 
-    def samples(self, shape: Opaque) -> list[bytes]:
+    def samples(self, shape: Opaque) -> list[Sequence[int]]:
         """Its short text, if one is known."""
         return [self._samples[shape]] if self.cost(shape) < UNREACHABLE else []
+
+    def said(self, symbols: Sequence[int]) -> Iterator[Piece]:
+        """Symbols of the byte vocabulary, special tokens apart."""
+        for special, found in itertools.groupby(symbols, lambda symbol: symbol >= 256):
+            run = list(found)
+            yield ([self.speller.vocabulary.marks[symbol - 256] for symbol in run], 1) if special else bytes(run)
 
     # ---------------------------------------------------------------- the texts
 
@@ -220,6 +231,10 @@ class Prices:
             shape, begin = stack.pop()
             if isinstance(shape, Literal):
                 yield shape.data[begin:]
+            elif isinstance(shape, Mark):
+                yield [shape.token], 1
+            elif isinstance(shape, Lexeme):
+                stack += [(shape.body, 0)] * (begin == 0)
             elif isinstance(shape, Chain):
                 stack += [(item, 0) for item in reversed(shape.items[begin:])]
             elif isinstance(shape, Unordered) and (begin or shape.needed):
@@ -229,12 +244,14 @@ class Prices:
             elif isinstance(shape, Words):
                 yield min(shape.endings(begin or b""), key=self.speller.cost)
             elif not isinstance(shape, Times):
-                yield self._samples[shape]
-            elif shape.least == begin == 0 and shape.most != 0 and self._text(shape.body) == b" ":
+                yield from self.said(self._samples[shape])
+            elif shape.least == begin == 0 and self._is_blank(shape):
                 yield BLANK
+            elif shape.least <= begin:
+                continue
             elif shape.least - begin == 1 or (unit := self._unit_of(shape)) is None:
-                stack += [(shape.body, 0)] * max(0, shape.least - begin)
-            elif shape.least > begin:
+                stack += [(shape.body, 0)] * (shape.least - begin)
+            else:
                 whole, rest = _split(shape, unit, shape.least - begin)
                 table = self.speller.vocabulary.token_bytes
                 if short := whole * len(unit.tokens) <= SHORT // 8:
@@ -254,6 +271,13 @@ class Prices:
                 text = text[SHORT:]
             if piece and not isinstance(piece, bytes):
                 yield piece
+
+    def _is_blank(self, shape: Times) -> bool:
+        """It may be left out, or is a blank."""
+        if shape not in self._blanks:
+            self._blanks[shape] = False  # should its text lead to itself
+            self._blanks[shape] = shape.most != 0 and self._text(shape.body) == b" "
+        return self._blanks[shape]
 
     def _text(self, shape: Shape) -> bytes | None:
         """The cheapest text, where it is very short."""
@@ -317,16 +341,22 @@ class Prices:
             return sum(map(known.__getitem__, shape.items))
         if isinstance(shape, Times):
             return self.times(shape, shape.least)
+        if isinstance(shape, Lexeme):
+            return known.get(shape.body, UNREACHABLE)
+        if isinstance(shape, Mark):
+            return 1
         if isinstance(shape, Literal):
             return self.speller.cost(shape.data)
         if isinstance(shape, Words):
             return self.rest(shape, b"")
         text = self._one(shape)
-        return UNREACHABLE if text is None else self.speller.cost(text)
+        if text is None:
+            return UNREACHABLE
+        return sum(len(one[0]) if isinstance(one, tuple) else self.speller.cost(one) for one in self.said(text))
 
-    def _one(self, shape: Shape) -> bytes | None:
+    def _one(self, shape: Shape) -> Sequence[int] | None:
         """A text of letters, or of what is not read here."""
-        text: bytes | None = None
+        text: Sequence[int] | None = None
         if isinstance(shape, Letters):
             text = self.speller.letter(shape.mask)
             for low, _, tail in shape.tails if text is None else ():

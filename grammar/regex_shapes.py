@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import re
+import string
 import unicodedata
-from collections.abc import Callable
 from typing import Any
 
-from asyncengine.grammar.samples import sre
+from asyncengine.grammar.automata import Words
 from asyncengine.grammar.shapes import (
     MAX_CODE,
     Chain,
@@ -25,27 +26,47 @@ from asyncengine.grammar.shapes import (
     union,
 )
 
-_PLAIN_FLAGS = re.UNICODE.value | re.DOTALL.value
+sre: Any = importlib.import_module("re._parser")
+"""Python's own parser of patterns; private, so whatever it raises or changes leaves a pattern to the library."""
+_DOTALL, _ANY_CASE = re.DOTALL.value, re.IGNORECASE.value
+_READ_FLAGS = re.UNICODE.value | re.VERBOSE.value | _DOTALL | _ANY_CASE
 _NEWLINE = [(10, 10)]
-_CATEGORIES: dict[str, Ranges] = {"WORD": [(48, 57), (65, 90), (95, 95), (97, 122)], "SPACE": [(9, 13), (32, 32)]}
-"""ASCII only, and what is not in them likewise: an output with others of their kind is not followed. Read only."""
-_ASCII = [(0, 127)]
+_CATEGORIES: dict[str, Ranges] = {
+    "WORD": [(48, 57), (65, 90), (95, 95), (97, 122)],
+    "SPACE": [(9, 13), (32, 32), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029),
+              (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000)],
+}  # fmt: skip
+"""What is beyond ASCII may be a part of a word or not. Read only."""
+_ASCII, _BEYOND = (0, 127), (128, MAX_CODE)
+_SAME = [(char, char.upper(), *{"k": "\u212a", "s": "\u017f"}.get(char, "")) for char in string.ascii_lowercase]
+"""Characters that are the same where case does not matter."""
 RAW: Ranges = [(32, 33), (35, 91), (93, 126), (128, MAX_CODE)]
 """Characters that stand for themselves in a JSON string."""
+_CODE = re.compile(r"\\(?:[xu]\{([0-9A-Fa-f]{1,6})\}|.)", re.DOTALL)
+_LISTED = re.compile(r"\(\?:((?:[^\\()\[\]{}.*+?^$]|\\[^A-Za-z0-9])+)\)", re.DOTALL)
+_WORD = re.compile(r"(?:[^|\\]|\\.)+", re.DOTALL)
+_CONTROL = r"\\u00(?:[01][0-9A-Fa-f]|7[Ff])"
 _ESCAPES = {34: b'\\"', 92: b"\\\\", 8: b"\\b", 12: b"\\f", 10: b"\\n", 13: b"\\r", 9: b"\\t"}
 
-Spelling = Callable[[Ranges], Shape]
-"""The function that writes one character of a set."""
 
-
-def regex_shape(pattern: str) -> Shape:
-    """Texts that `pattern` matches from end to end. Raises `Unmodelled`."""
-    return _Reader(letters).all_of(_parsed(pattern), searching=False)
+def regex_shape(pattern: str, flags: str = "") -> Shape:
+    """Texts that `pattern` matches from end to end; `flags`: letters of those that hold in all of it. Raises
+    `Unmodelled`."""
+    if not flags and (listed := _LISTED.fullmatch(pattern)) is not None:
+        words = (re.sub(r"\\(.)", r"\1", word, flags=re.DOTALL) for word in _WORD.findall(listed[1]))
+        return Words([word.encode("utf-8", "replace") for word in words])
+    parsed = _parsed(f"(?{flags})" + pattern if flags else pattern)
+    return _Reader(False).either([list(parsed)], parsed.state.flags)
 
 
 def searched_shape(pattern: str) -> Shape:
     """The shape between the quotes of JSON strings in which `pattern` is found. Raises `Unmodelled`."""
-    return _Reader(json_letters).all_of(_parsed(pattern), searching=True)
+    parsed = _parsed(pattern)
+    reader, items = _Reader(True), list(parsed)
+    branches = [items]
+    if len(items) == 1 and str(items[0][0]) == "BRANCH":
+        branches = [list(branch) for branch in items[0][1][1]]
+    return Either([reader.found(branch, parsed.state.flags) for branch in branches])
 
 
 def json_letters(ranges: Ranges) -> Shape:
@@ -54,6 +75,8 @@ def json_letters(ranges: Ranges) -> Shape:
     held = union(ranges)
     spelled = [text for code, text in _ESCAPES.items() if any(first <= code <= last for first, last in held)]
     options = ([letters(plain)] if plain else []) + [literal(text) for text in spelled]
+    if held[:1] and held[0][0] < 32:
+        options.append(regex_shape(_CONTROL))
     if not options:
         raise Unmodelled
     return options[0] if len(options) == 1 else Either(options)
@@ -61,62 +84,74 @@ def json_letters(ranges: Ranges) -> Shape:
 
 def _parsed(pattern: str) -> Any:
     try:
-        parsed = sre.parse(pattern)
+        parsed = sre.parse(_CODE.sub(lambda code: re.escape(chr(int(code[1], 16))) if code[1] else code[0], pattern))
     except Exception:
         raise Unmodelled from None
-    if parsed.state.flags & ~_PLAIN_FLAGS:
+    if parsed.state.flags & ~_READ_FLAGS:
         raise Unmodelled
     return parsed
 
 
 class _Reader:
-    def __init__(self, spelling: Spelling) -> None:
-        self._spelling = spelling
+    def __init__(self, json: bool) -> None:
+        """`json`: characters are written as in a JSON string."""
+        self._json = json
 
-    def all_of(self, parsed: Any, searching: bool) -> Shape:
-        """The whole pattern; `searching`: with any text around it where it is not anchored."""
-        self._dotall = bool(parsed.state.flags & re.DOTALL.value)
-        items = list(parsed)
-        branches = [items]
-        if len(items) == 1 and str(items[0][0]) == "BRANCH":
-            branches = [list(branch) for branch in items[0][1][1]]
-        if not searching:
-            return Either([self._sequence(branch) for branch in branches])
-        return Either([self._found(branch) for branch in branches])
+    def either(self, branches: Any, flags: int) -> Shape:
+        return Either([self._sequence(branch, flags) for branch in branches])
 
-    def _found(self, items: list[Any]) -> Shape:
-        anything = Times(self._spelling([(0, MAX_CODE)]), 0, None)
+    def found(self, items: list[Any], flags: int) -> Shape:
+        """The pattern with any text around it where it is not anchored."""
+        anything = Times(self._spelled([(0, MAX_CODE)]), 0, None)
         before: list[Shape] = [anything]
         after: list[Shape] = [anything]
         if items and _anchor(items[0], "AT_BEGINNING", "AT_BEGINNING_STRING"):
             before, items = [], items[1:]
         if items and _anchor(items[-1], "AT_END", "AT_END_STRING"):
             after, items = [], items[:-1]
-        return Chain([*before, self._sequence(items), *after])
+        return Chain([*before, self._sequence(items, flags), *after])
 
-    def _sequence(self, items: Any) -> Shape:
-        return chain(self._one(str(operator), argument) for operator, argument in items)
+    def _sequence(self, items: Any, flags: int) -> Shape:
+        return chain(self._one(str(operator), argument, flags) for operator, argument in items)
 
-    def _one(self, operator: str, argument: Any) -> Shape:
+    def _one(self, operator: str, argument: Any, flags: int) -> Shape:
         match operator:
             case "LITERAL":
-                return self._spelling([(argument, argument)])
+                return self._set([(argument, argument)], flags)
             case "NOT_LITERAL":
-                return self._spelling(complement([(argument, argument)]))
+                return self._set(complement([(argument, argument)]), flags)
             case "ANY":
-                return self._spelling(complement([] if self._dotall else _NEWLINE))
+                return self._spelled(complement([] if flags & _DOTALL else _NEWLINE))
             case "IN":
-                return self._spelling(_set(argument))
+                return self._set(_set(argument), flags)
             case "MAX_REPEAT" | "MIN_REPEAT":
                 least, most, inner = argument
-                return Times(self._sequence(inner), int(least), None if str(most) == "MAXREPEAT" else int(most))
+                return Times(self._sequence(inner, flags), int(least), None if str(most) == "MAXREPEAT" else int(most))
             case "SUBPATTERN":
-                if argument[1] or argument[2]:  # flags for this group only
+                _, more, less, inner = argument
+                if (more | less) & ~_READ_FLAGS:
                     raise Unmodelled
-                return self._sequence(argument[-1])
+                return self._sequence(inner, (flags | more) & ~less)
             case "BRANCH":
-                return Either([self._sequence(branch) for branch in argument[1]])
+                return self.either(argument[1], flags)
         raise Unmodelled
+
+    def _set(self, ranges: Ranges, flags: int) -> Shape:
+        """One of a set, and where case does not matter what is the same in ASCII."""
+        if flags & _ANY_CASE:
+            held = [same for same in _SAME if any(low <= ord(one) <= high for low, high in ranges for one in same)]
+            ranges = union([*ranges, *((ord(one), ord(one)) for same in held for one in same)])
+            if any(high > 127 for _, high in ranges if high not in (0x17F, 0x212A, MAX_CODE)):
+                raise Unmodelled
+        return self._spelled(ranges)
+
+    def _spelled(self, ranges: Ranges) -> Shape:
+        return _spelled(self._json, tuple(ranges))
+
+
+@functools.lru_cache(1024)
+def _spelled(json: bool, ranges: tuple[tuple[int, int], ...]) -> Shape:
+    return (json_letters if json else letters)([*ranges])
 
 
 @functools.cache
@@ -131,8 +166,8 @@ def _anchor(item: Any, *names: str) -> bool:
 
 
 def _set(items: Any) -> Ranges:
+    """A set, perhaps with more characters beyond ASCII than are in it."""
     found: Ranges = []
-    ascii_only = False
     negated = str(items[0][0]) == "NEGATE"
     for operator, argument in items[negated:]:
         match str(operator):
@@ -142,16 +177,13 @@ def _set(items: Any) -> Ranges:
                 found.append(tuple(argument))
             case "CATEGORY":
                 _, _, name = str(argument).partition("CATEGORY_")
-                if name in ("DIGIT", "NOT_DIGIT"):
-                    found += digits() if name == "DIGIT" else complement(digits())
-                    continue
-                known = _CATEGORIES.get(name.removeprefix("NOT_"))
+                known = digits() if name.endswith("DIGIT") else _CATEGORIES.get(name.removeprefix("NOT_"))
                 if known is None:
                     raise Unmodelled
-                found += meet(complement(known), _ASCII) if name.startswith("NOT_") else known
-                ascii_only = True
+                known = complement(known) if name.startswith("NOT_") else known
+                if name.endswith("WORD"):
+                    known = meet(known, [_ASCII]) if negated else [*known, _BEYOND]
+                found += known
             case _:
                 raise Unmodelled
-    if not negated:
-        return union(found)
-    return meet(complement(found), _ASCII) if ascii_only else complement(found)
+    return complement(found) if negated else union(found)

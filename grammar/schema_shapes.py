@@ -10,26 +10,33 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from asyncengine.grammar.automata import OtherKey, Words
 from asyncengine.grammar.canonical import parse_json
-from asyncengine.grammar.regex_shapes import regex_shape, searched_shape
+from asyncengine.grammar.lark import regex
+from asyncengine.grammar.lark_shapes import expression_shape, lark_shape
+from asyncengine.grammar.products import Product
+from asyncengine.grammar.regex_shapes import json_letters, regex_shape, searched_shape
 from asyncengine.grammar.rules import Members, Repeat, Rules, Symbol
-from asyncengine.grammar.samples import samples
 from asyncengine.grammar.schema_members import KEY, PLAIN_KEY
 from asyncengine.grammar.shapes import (
+    MAX_CODE,
     Chain,
     Either,
+    Lexeme,
+    Name,
     Opaque,
     Shape,
     Times,
     Unmodelled,
     Unordered,
     literal,
+    resolve,
 )
 from asyncengine.grammar.spec import Grammar
+from asyncengine.grammar.vocabulary import Vocabulary
 
 FORMATS = {
     "email": "a@a", "hostname": "a", "ipv4": "0.0.0.0", "ipv6": "::", "uri": "a:",
@@ -38,51 +45,37 @@ FORMATS = {
 """Short texts of the formats that the library enforces."""
 MAX_LEAVES = 4096
 """Shapes of strings and patterns that are kept from one schema to the next."""
-_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_REGEX = re.compile(r"/((?:[^/\\]|\\.)*)/(\?)?", re.DOTALL)
-_TERMINAL = re.compile(
-    r"(?P<but>~?)/(?:\(\?:(?P<words>\"(?:[^/\\]|\\.)*)\)|(?P<regex>(?:[^/\\]|\\.)*))/(?: & |\Z)", re.DOTALL
-)
-_WORD = re.compile(r"(?:[^|\\]|\\.)+", re.DOTALL)
+_OTHERS = [(f"{regex(key)} & ~", key == KEY) for key in (KEY, PLAIN_KEY)]
+"""The beginnings of the keys that are none of some, and whether those may have escapes. Read only."""
 
 
-def shape_of(grammar: Grammar, rules: tuple[Rules, str] | None) -> Shape | None:
-    """The shape of a grammar; None for one that has none. `rules`: those of a schema, and the first one's name."""
-    try:
-        if grammar.kind == "regex":
-            return regex_shape(grammar.text)
-        if grammar.kind == "choice":
-            return Words([text.encode("utf-8", "replace") for text in parse_json(grammar.text)])
-        return None if rules is None else _Reader(*rules).start
-    except Unmodelled:
-        return None
-
-
-class _Name(Shape):
-    """Stands for the shape of a rule while others are read."""
-
-    target: Shape
+def shape_of(grammar: Grammar, schemas: Sequence[tuple[Rules, str]], vocabulary: Vocabulary) -> Shape:
+    """The shape of a grammar. `schemas`: the rules of each in it, with the first one's name. Raises `Unmodelled`."""
+    if grammar.kind == "regex":
+        return regex_shape(grammar.text)
+    if grammar.kind == "choice":
+        return Words([text.encode("utf-8", "replace") for text in parse_json(grammar.text)])
+    if grammar.kind == "json_schema":
+        return _Reader(*schemas[0], lexed=False).start
+    return lark_shape(grammar.text, [_Reader(*rules, lexed=True).start for rules in schemas], vocabulary)
 
 
 class _Reader:
     """Shapes of rules, each once."""
 
-    def __init__(self, rules: Rules, start: str) -> None:
+    def __init__(self, rules: Rules, start: str, lexed: bool) -> None:
+        """`lexed`: what else the grammar has may be taken for a part of the schema's texts."""
         self._rules = rules
+        self._lexed = lexed
         self._texts = {name: text for text, name in rules.names()}
         self._shapes: dict[str, Shape] = {}
-        self._pending: list[tuple[_Name, str]] = []
+        self._pending: list[tuple[Name, str]] = []
         self._made: list[Chain | Either | Times | Unordered] = []
         first = self._named(start)
         for named, name in self._pending:  # grows while it is walked
             found = [self._sequence(symbols) for symbols in rules.alternatives[name]]
             named.target = found[0] if len(found) == 1 else self._keep(Either(found))
-        for shape in self._made:
-            if isinstance(shape, Times):
-                shape.body = _itself(shape.body)
-            else:
-                shape.items = tuple(map(_itself, shape.items))
-        self.start = _itself(first)
+        self.start = resolve(self._made, first)
 
     def _keep(self, shape: Chain | Either | Times | Unordered) -> Shape:
         self._made.append(shape)
@@ -111,95 +104,73 @@ class _Reader:
         shape = self._shapes.get(name)
         if shape is None:
             if name in self._rules.alternatives:
-                shape = named = _Name()
+                shape = named = Name()
                 self._pending.append((named, name))
             else:
                 shape = leaf_shape(self._texts.get(name, name))
+                shape = Lexeme(shape) if self._lexed else shape
             self._shapes[name] = shape
         return shape
-
-
-def _itself(shape: Shape) -> Shape:
-    """The shape that a name stands for in the end: with names, half of all shapes would be one."""
-    while isinstance(shape, _Name):
-        shape = shape.target
-    return shape
 
 
 @functools.lru_cache(MAX_LEAVES)
 def leaf_shape(text: str) -> Shape:
     """The shape of Lark text that stands for itself: a literal, a terminal, or a schema of strings or numbers."""
-    if _TEXT.fullmatch(text):
-        return literal(json.loads(text).encode())
-    if text.startswith("%lark "):
-        return Opaque(text)
     if text.startswith("%json "):
         return _json(text, json.loads(text[6:]))
-    match = _REGEX.fullmatch(text)
-    if match is None or text.startswith('/(?:"'):
-        return _terminal(text)
     try:
-        shape = regex_shape(match[1].replace("\\/", "/"))
+        for begin, escapes in _OTHERS:
+            if text.startswith(begin) and type(words := expression_shape(text.removeprefix(begin))) is Words:
+                return OtherKey([name[1:-1].decode() for name in words.words], escapes=escapes)
+        return expression_shape(text)
     except Unmodelled:
         return Opaque(text)
-    return Times(shape, 0, 1) if match[2] else shape
 
 
-def _terminal(text: str) -> Shape:
-    """An expression over patterns: those that a text matches, and what it must not be."""
-    found = list(_TERMINAL.finditer(text))
-    if sum(len(part[0]) for part in found) < len(text):  # nested, as look-aheads are
-        return Opaque(text)
-    matched, wrong = (
-        [part["regex"].replace("\\/", "/") for part in found if part["regex"] is not None and bool(part["but"]) is but]
-        for but in (False, True)
-    )
-    listed = [word for part in found if part["words"] for word in _WORD.findall(part["words"])]
-    names = [re.sub(r"\\(.)", r"\1", word) for word in listed]
-    if not matched and not wrong:
-        return Words([name.encode("utf-8", "replace") for name in names])
-    if matched in ([KEY], [PLAIN_KEY]) and not wrong:
-        return OtherKey([name[1:-1] for name in names], escapes=matched == [KEY])
-    for sample in (sample for pattern in matched for sample in samples(pattern)):
-        if sample not in names and _all(re.fullmatch, matched, sample) and not _any(re.fullmatch, wrong, sample):
-            return Opaque(text, sample.encode())
-    return Opaque(text)
-
-
-def _all(match: Callable[[str, str], Any], patterns: Sequence[str], text: str) -> bool:
-    """Whether `text` matches all of `patterns`, as Python reads them."""
-    try:
-        return all(match(pattern, text) for pattern in patterns)
-    except (re.error, RecursionError, OverflowError):
-        return False
-
-
-def _any(match: Callable[[str, str], Any], patterns: Sequence[str], text: str) -> bool:
-    return any(not _all(lambda one, two: not match(one, two), [pattern], text) for pattern in patterns)
+def json_text(least: int = 0, most: int | None = None) -> Shape:
+    """So many characters as they may be written in a JSON string."""
+    return Times(json_letters([(0, MAX_CODE)]), least, most)
 
 
 def _json(text: str, schema: dict[str, Any]) -> Shape:
     said = schema.get("allOf", [schema])
     if any(part.get("type") != "string" for part in said):
         return Opaque(text)
-    if schema.keys() <= {"x-guidance", "type", "pattern"}:
-        with contextlib.suppress(Unmodelled):
-            return Chain([literal(b'"'), searched_shape(schema.get("pattern", "")), literal(b'"')])
-    return Opaque(text, _string_sample(said))
+    if any("format" in part for part in said):
+        return Opaque(text, _sample(said))
+    with contextlib.suppress(Unmodelled):
+        parts = [shape for part in said for shape in _demands(part)] or [json_text()]
+        inside = parts[0] if len(parts) == 1 else Product(parts)
+        return Chain([literal(b'"'), inside, literal(b'"')])
+    return Opaque(text)
 
 
-def _string_sample(said: list[dict[str, Any]]) -> bytes | None:
-    """A short string that is valid under all of `said`, as far as Python can tell."""
-    patterns = [part["pattern"] for part in said if "pattern" in part]
-    formats = dict.fromkeys(part["format"] for part in said if "format" in part)
-    found = [FORMATS.get(name) for name in formats] or [text for pattern in patterns for text in samples(pattern)]
-    for text in found if len(formats) <= 1 else ():
-        if text is not None and _all(re.search, patterns, text) and all(_holds(part, text) for part in said):
-            return json.dumps(text, ensure_ascii=False).encode()
-    return None
+def _demands(part: dict[str, Any]) -> Iterator[Shape]:
+    """What one schema of strings says of the text between the quotes."""
+    if "enum" in part:
+        yield Words([json.dumps(one, ensure_ascii=False)[1:-1].encode("utf-8", "replace") for one in part["enum"]])
+    if "pattern" in part:
+        yield searched_shape(part["pattern"])
+    if "minLength" in part or "maxLength" in part:
+        yield json_text(part.get("minLength", 0), part.get("maxLength"))
+
+
+def _sample(said: list[dict[str, Any]]) -> bytes | None:
+    """A short string of a format that is valid under all of `said`, as far as Python can tell."""
+    formats = {part["format"] for part in said if "format" in part}
+    text = FORMATS.get(formats.pop(), "")
+    if formats or not text or not all(_holds(part, text) for part in said):
+        return None
+    return json.dumps(text).encode()
 
 
 def _holds(part: dict[str, Any], text: str) -> bool:
-    """`text` keeps the length and is among the values of a schema."""
+    """`text` keeps the length and the pattern and is among the values of a schema."""
     size = len(text)
-    return part.get("minLength", 0) <= size <= part.get("maxLength", size) and text in part.get("enum", (text,))
+    try:
+        found = re.search(part.get("pattern", ""), text) is not None
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return (
+        found and part.get("minLength", 0) <= size <= part.get("maxLength", size) and text in part.get("enum", (text,))
+    )

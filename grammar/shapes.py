@@ -95,6 +95,27 @@ class Unordered(Shape):
         return [self.items[index + count if said or place else index] for place, index in enumerate(todo)]
 
 
+class Lexeme(Shape):
+    """Texts that a lexer takes as long as it can (`lazy`: up to where the first of them ends) before what follows."""
+
+    __slots__ = ("body", "lazy")
+
+    def __init__(self, body: Shape, lazy: bool = False) -> None:
+        self.body = body
+        self.lazy = lazy
+
+
+class Mark(Shape):
+    """A special token."""
+
+    __slots__ = ("symbol", "token")
+
+    def __init__(self, token: int, symbol: int) -> None:
+        """`symbol`: what it is in the byte vocabulary."""
+        self.token = token
+        self.symbol = symbol
+
+
 class Opaque(Shape):
     """Texts that the library alone knows: `text` is Lark for them. `sample`: one that is probably among them."""
 
@@ -105,7 +126,31 @@ class Opaque(Shape):
         self.sample = sample
 
 
+class Name(Shape):
+    """Stands for the shape of a rule while others are read."""
+
+    __slots__ = ("target",)
+
+    target: Shape
+
+
 NOTHING = Chain(())
+
+
+def resolve(made: Iterable[Chain | Either | Times | Unordered], first: Shape) -> Shape:
+    """Put the shapes that names stand for in place of these: with names, half of all shapes would be one."""
+    for shape in made:
+        if isinstance(shape, Times):
+            shape.body = _itself(shape.body)
+        else:
+            shape.items = tuple(map(_itself, shape.items))
+    return _itself(first)
+
+
+def _itself(shape: Shape) -> Shape:
+    while isinstance(shape, Name):
+        shape = shape.target
+    return shape
 
 
 def literal(data: bytes) -> Shape:
@@ -208,7 +253,7 @@ def parts(shape: Shape) -> Sequence[Shape]:
     """The shapes that a shape is made of."""
     if isinstance(shape, (Chain, Either, Unordered)):
         return shape.items
-    if isinstance(shape, Times):
+    if isinstance(shape, (Times, Lexeme)):
         return (shape.body,)
     if isinstance(shape, Letters):
         return [tail for _, _, tail in shape.tails]

@@ -4,18 +4,20 @@ Every reading is a chain of places, innermost first, each with the cost of what 
 complete output is known after each byte, without looking for it. Readings that have come to the same place are one, and
 where a byte leads from a place is found out once for all outputs of a grammar. In what only the library knows, a
 matcher of the library for that part alone says what may come.
+
+Where a grammar is read by a lexer, a reading inside a lexeme that can go on rules out all those that have left theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from asyncengine.grammar.automata import Words
-from asyncengine.grammar.prices import Piece, Prices, Segment
-from asyncengine.grammar.search import Search
-from asyncengine.grammar.shapes import Chain, Either, Letters, Literal, Opaque, Shape, Times, Unordered
-from asyncengine.grammar.walks import Effort, leads
+from asyncengine.grammar.prices import BLANK, Piece, Prices, Segment
+from asyncengine.grammar.search import Effort, leads, shortest
+from asyncengine.grammar.shapes import Chain, Either, Letters, Lexeme, Literal, Mark, Opaque, Shape, Times, Unordered
 from asyncengine.grammar.ways import UNREACHABLE
 
 MAX_STEPS = 20_000
@@ -24,6 +26,8 @@ MAX_PLACES = 4096
 """Places that are kept for outputs to come; those of an output that goes on stay."""
 TOGETHER = 128
 """Tokens to the end from which on all that is left is spelled together."""
+AHEAD = 64
+"""Symbols of a way that are tried where a lexer may read them otherwise."""
 TRIED = 4
 """Readings whose way to the end is spelled."""
 LEAF_EFFORT = 20_000
@@ -40,21 +44,24 @@ class Lost(Exception):
 
 class Place:
     """A place behind item `index` of a sequence, byte `index` of a text, round `index` of a repetition (from the least
-    on all are one where there is no most), the members with the bits `index`, or the state `index` of words."""
+    on all are one where there is no most), the members with the bits `index`, the state `index` of words, or the end
+    of a lexeme."""
 
-    __slots__ = ("_prices", "_rest", "index", "moves", "next", "outer", "shape", "spelled")
+    __slots__ = ("_prices", "_rest", "index", "inside", "moves", "next", "outer", "shape", "spelled")
 
     def __init__(self, shape: Shape, index: Any, outer: Place | None, prices: Prices) -> None:
         self.shape = shape
         self.index = index
         self.outer = outer
+        self.inside: bool = outer is not None and (outer.inside or isinstance(outer.shape, Lexeme))
+        """In the midst of a lexeme."""
         self._prices = prices
         self._rest: int | None = None if outer else 0
         self.spelled: int | None = None
         """`rest` with neighbours spelled together; None: not counted so far."""
         self.moves: Moves | None = None
         """None: not asked so far."""
-        self.next: dict[int, tuple[Place | Inside, ...]] = {}
+        self.next: dict[int, tuple[Standing, Standing]] = {}
 
     @property
     def rest(self) -> int:
@@ -71,62 +78,63 @@ class Place:
         return self._rest or 0
 
 
-Moves = dict[int, list[tuple[Shape, Place]]]
-"""The shapes that may come next, with the place behind each: texts by their first byte, all others by `ANY`."""
+Moves = dict[int, list[tuple[Shape, "Place", bool]]]
+"""The shapes that may come next, with the place behind each, and whether a lexeme ends before it: texts by their first
+byte, all others by `ANY`."""
 ANY = -1
-
-
-class Leaf(NamedTuple):
-    """A language that only the library knows: a matcher at its beginning, not to be moved, and a search in it."""
-
-    matcher: Any
-    search: Search
+END, LAZY = -2, -3
+"""The end of the whole may come next, or a lazy lexeme ends."""
 
 
 class Inside:
     """A place inside what only the library knows."""
 
-    __slots__ = ("_guesses", "_leaf", "_matcher", "_prices", "_wait", "_way", "outer")
+    __slots__ = ("_guesses", "_matcher", "_prices", "_wait", "_way", "outer")
 
     def __init__(
-        self, leaf: Leaf, prices: Prices, matcher: Any, outer: Place, guesses: Sequence[bytes], wait: int
+        self,
+        prices: Prices,
+        matcher: Any,
+        outer: Place,
+        guesses: Sequence[Sequence[int]] = (),
+        wait: int = 0,
     ) -> None:
-        """`guesses`: texts that may lead to its end; `wait`: bytes until it is worth to search for one."""
-        self._leaf = leaf
+        """`matcher`: the library's, not to be moved; `guesses`: symbols that may lead to its end; `wait`: symbols until
+        it is worth to search for some."""
         self._prices = prices
         self._matcher = matcher
         self._guesses = guesses
         self._wait = wait
-        self._way: bytes | None = None
+        self._way: Sequence[int] | None = None
         self.outer = outer
 
     @property
-    def way(self) -> bytes | None:
-        """A text that leads to its end; None if none was found."""
+    def inside(self) -> bool:
+        return self.outer.inside or isinstance(self.outer.shape, Lexeme)
+
+    @property
+    def way(self) -> Sequence[int] | None:
+        """Symbols that lead to its end; None if none were found."""
         if self._way is None and self._wait <= 0:
-            self._way = self._found()
+            copy = self._matcher.deep_copy()
+            end = self._prices.speller.vocabulary.end
+            known = (guess for guess in self._guesses if leads(copy, [*guess, end]))
+            self._way = next(known, None) or shortest(copy, end, Effort(LEAF_EFFORT))
             self._wait = MAX_WAIT if self._way is None else 0
         return self._way
 
-    def _found(self) -> bytes | None:
-        copy = self._matcher.deep_copy()
-        for guess in self._guesses:
-            if leads(copy, [*guess, self._leaf.search.end]):
-                return guess
-        walk = self._leaf.search.find(copy, LEAF_EFFORT, Effort(LEAF_EFFORT)).walk
-        return None if walk is None else bytes(walk.symbols)
-
     @property
     def rest(self) -> int:
-        way = self.way
-        if way is None:
+        if self.way is None:
             return UNREACHABLE
-        return self.outer.rest + sum(len(tokens) * times for tokens, times in self._prices.segments([way]))
+        return self.outer.rest + sum(
+            len(tokens) * times for tokens, times in self._prices.segments(self._prices.said(self.way))
+        )
 
-    def on(self, byte: int) -> Iterator[Place | Inside]:
-        """Places behind `byte`."""
+    def on(self, symbol: int) -> Iterator[Place | Inside]:
+        """Places behind `symbol`."""
         matcher = self._matcher.deep_copy()
-        if not matcher.try_consume_tokens([byte]):
+        if not matcher.try_consume_tokens([symbol]):
             matcher.compute_bitmask()  # says what a broken lexer keeps to itself when it refuses
             if matcher.is_error():
                 raise Lost
@@ -135,9 +143,9 @@ class Inside:
             yield self.outer
         if not matcher.is_stopped():
             known = self._guesses if self._way is None else [self._way]
-            guesses = dict.fromkeys([*(guess[1:] for guess in known if guess[:1] == bytes([byte])), *known])
-            wait = max(0, self._wait - 1)
-            yield Inside(self._leaf, self._prices, matcher, self.outer, list(guesses)[:GUESSES], wait)
+            guesses = {tuple(guess[1:]): None for guess in known if guess[:1] and guess[0] == symbol}
+            found = [*guesses, *(tuple(guess) for guess in known)]
+            yield Inside(self._prices, matcher, self.outer, found[:GUESSES], max(0, self._wait - 1))
 
 
 Standing = tuple[Place | Inside, ...]
@@ -147,22 +155,67 @@ Standing = tuple[Place | Inside, ...]
 class Tracker:
     """Follows outputs through one shape. Any number of threads may share it."""
 
-    def __init__(self, root: Shape, prices: Prices, leaf: Callable[[Opaque], Leaf]) -> None:
-        """`leaf`: how to follow what only the library knows."""
+    def __init__(self, root: Shape, prices: Prices, leaf: Callable[[Opaque], Any], lexed: bool = False) -> None:
+        """`leaf`: a matcher of the library at the beginning of what only it knows; `lexed`: there are lexemes."""
         self._prices = prices
         self._leaf = leaf
         self._known: dict[tuple[int, Any, int], Place] = {}
+        self._lexed = lexed
+        self._taken: dict[Standing, Standing] = {}
+        self._lazy = False
+        """Some lexeme is lazy."""
         self._end = Place(Chain(()), 0, None, prices)
         self.begin: Standing = (self._place(Chain([root]), -1, self._end),)
 
+    def inside(self, matcher: Any) -> Standing:
+        """The standing in a whole that only the library knows, where `matcher` stands."""
+        return (Inside(self._prices, matcher, self._end),)
+
+    def ends(self, standing: Iterable[Place | Inside]) -> bool:
+        """Whether the text may end here, nothing in it being known to the library alone."""
+        moves = (self._moves(place, Effort(MAX_STEPS)) for place in standing if isinstance(place, Place))
+        return any(END in found for found in moves)
+
     def cost(self, standing: Standing) -> int:
         """Tokens of the nearest complete output, at most: the sum of its parts."""
-        return min(place.rest for place in standing)
+        return min((place.rest for place in self._open(standing)), default=UNREACHABLE)
 
     def nearest(self, standing: Standing) -> tuple[int, Place | Inside]:
         """Tokens of the nearest complete output with neighbours spelled together, and the place it goes on from."""
-        found = sorted(standing, key=lambda place: place.rest)[:TRIED]
-        return min(((self._spelled(place), place) for place in found), key=lambda item: item[0])
+        found = sorted(self._open(standing), key=lambda place: place.rest)[:TRIED]
+        ways = ((self._spelled(place), place) for place in found)
+        return min(ways, key=lambda item: item[0], default=(UNREACHABLE, self._end))
+
+    def _open(self, standing: Standing) -> Standing:
+        """The readings that count: where there is a lexer, the nearest ones that it lets go on as they want to."""
+        if not self._lexed:
+            return standing
+        known = self._taken.get(standing)
+        if known is None:
+            if len(self._taken) >= MAX_PLACES:
+                self._taken.clear()
+            found = sorted(standing, key=lambda place: place.rest)[:TRIED]
+            known = self._taken[standing] = tuple(place for place in found if self._takes(standing, place))
+        return known
+
+    def _takes(self, standing: Standing, place: Place | Inside) -> bool:
+        """Whether all of a standing goes along with what one reading wants."""
+        if not 0 < place.rest < UNREACHABLE:
+            return place.rest == 0
+        symbols = [*itertools.islice(self._symbols(place), AHEAD)]
+        try:
+            found = self.step(standing, symbols, Effort(MAX_STEPS))
+        except Lost:
+            return False
+        return found is not None and (len(symbols) == AHEAD or any(one.rest == 0 for one in found))
+
+    def _symbols(self, place: Place | Inside) -> Iterator[int]:
+        vocabulary = self._prices.speller.vocabulary
+        for piece in self._pieces(place, to_the_end=True):
+            if isinstance(piece, bytes):
+                yield from piece.replace(BLANK, b"")
+            else:
+                yield from (symbol for token in piece[0] * piece[1] for symbol in vocabulary.symbols(token))
 
     def segments(self, place: Place | Inside) -> Iterator[Segment]:
         """Tokens of the output that `nearest` counted."""
@@ -177,7 +230,7 @@ class Tracker:
         here: Place | Inside | None = place
         while here is not None and here.outer is not None:
             if isinstance(here, Inside):
-                yield here.way or b""
+                yield from self._prices.said(here.way or ())
             else:
                 own = isinstance(here.shape, (Times, Unordered, Words))
                 yield from self._prices.pieces(here.shape, here.index if own else here.index + 1)
@@ -204,50 +257,64 @@ class Tracker:
             above.spelled = total - before
         return total
 
-    def step(self, standing: Standing, data: bytes, effort: Effort) -> Standing | None:
-        """Past `data`; None if no reading goes on with it. Raises `Lost`."""
-        for byte in data:
-            found: dict[Place | Inside, None] = {}
+    def step(self, standing: Iterable[Place | Inside], symbols: Iterable[int], effort: Effort) -> Standing | None:
+        """Past `symbols`; None if no reading goes on with it. Raises `Lost`."""
+        for symbol in symbols:
+            going_on: dict[Place | Inside, None] = {}
+            leaving: dict[Place | Inside, None] = {}
             for place in standing:
                 if isinstance(place, Inside):
-                    following = tuple(place.on(byte))
-                elif byte in place.next:
-                    following = place.next[byte]
-                else:
-                    following = place.next[byte] = tuple(self._on(place, byte, effort))
-                for item in following:
-                    found[item] = None
+                    found = tuple(place.on(symbol))
+                    (going_on if place.inside else leaving).update(dict.fromkeys(found))
+                    continue
+                if symbol not in place.next:
+                    place.next[symbol] = self._on(place, symbol, effort)
+                for item in place.next[symbol][0]:
+                    going_on[item] = None
+                for item in place.next[symbol][1]:
+                    leaving[item] = None
+            standing = tuple(going_on or leaving)
             effort.left -= len(standing)
-            if not found:
+            if not standing:
                 return None
             if effort.left < 0:
                 raise Lost
-            standing = tuple(found)
-        return standing
+            if self._lazy:
+                standing = tuple(dict.fromkeys(self._lazy_ends(standing, effort))) or standing
+        return tuple(standing)
 
-    def _on(self, place: Place, byte: int, effort: Effort) -> Iterator[Place | Inside]:
+    def _on(self, place: Place, symbol: int, effort: Effort) -> tuple[Standing, Standing]:
+        """Places behind `symbol`: those within the lexeme, and those behind its end."""
         if place.outer is not None and isinstance(place.shape, (Literal, Words)):
-            yield from self._within(place.shape, place.index, place.outer, byte)
-            return
-        if place.moves is None:
-            place.moves = self._look(place, effort)
-        for shape, outer in place.moves.get(byte, ()):
-            yield from self._within(shape, -1, outer, byte)
-        for shape, outer in place.moves.get(ANY, ()):
-            if isinstance(shape, Letters):
-                if shape.mask >> byte & 1:
-                    yield outer
-                for low, high, tail in shape.tails if byte >= 0x80 else ():
-                    if low <= byte <= high:
-                        yield self._place(tail, -1, outer)
-            elif isinstance(shape, Opaque):
-                leaf = self._leaf(shape)
-                yield from Inside(leaf, self._prices, leaf.matcher, outer, self._prices.samples(shape), 0).on(byte)
-            else:
-                yield from self._within(shape, b"", outer, byte)
+            found = tuple(self._within(place.shape, place.index, place.outer, symbol))
+            return (found, ()) if place.inside else ((), found)
+        going_on: list[Place | Inside] = []
+        leaving: list[Place | Inside] = []
+        moves = self._moves(place, effort)
+        for shape, outer, left in (*moves.get(symbol, ()), *moves.get(ANY, ())):
+            (leaving if left else going_on).extend(self._into(shape, outer, symbol))
+        return tuple(going_on), tuple(leaving)
+
+    def _into(self, shape: Shape, outer: Place, symbol: int) -> Iterator[Place | Inside]:
+        """Places behind the first symbol of a shape."""
+        if isinstance(shape, Letters):
+            if shape.mask >> symbol & 1:
+                yield outer
+            for low, high, tail in shape.tails if symbol >= 0x80 else ():
+                if low <= symbol <= high:
+                    yield self._place(tail, -1, outer)
+        elif isinstance(shape, Mark):
+            if shape.symbol == symbol:
+                yield outer
+        elif isinstance(shape, Opaque):
+            yield from Inside(self._prices, self._leaf(shape), outer, self._prices.samples(shape)).on(symbol)
+        else:
+            yield from self._within(shape, -1 if isinstance(shape, Literal) else b"", outer, symbol)
 
     def _within(self, shape: Shape, index: Any, outer: Place, byte: int) -> Iterator[Place]:
         """Places behind `byte` in a text or in words."""
+        if byte >= 256:
+            return
         if isinstance(shape, Literal):
             if shape.data[index + 1] == byte:
                 last = index + 2 == len(shape.data)
@@ -259,24 +326,43 @@ class Tracker:
             if state is not None:
                 yield self._place(shape, state, outer)
 
+    def _lazy_ends(self, standing: Standing, effort: Effort) -> Iterator[Place]:
+        """The ends of lazy lexemes that have been reached: they go on no further."""
+        for place in standing:
+            if isinstance(place, Place) and isinstance(place.shape, Lexeme) and place.shape.lazy:
+                yield place
+            elif isinstance(place, Place) and place.inside:
+                yield from (end for _, end, _ in self._moves(place, effort).get(LAZY, ()))
+
+    def _moves(self, place: Place, effort: Effort) -> Moves:
+        if isinstance(place.shape, (Literal, Words)) and place.outer is not None:
+            return {}  # in the midst of a text
+        if place.moves is None:
+            place.moves = self._look(place, effort)
+        return place.moves
+
     def _look(self, place: Place, effort: Effort) -> Moves:
-        seen: set[tuple[Shape | None, Place]] = {(None, place)}
+        seen: set[tuple[Shape | None, Place, bool]] = {(None, place, not place.inside)}
         found: Moves = {}
-        for shape, outer in (todo := list(seen)):  # grows while it is walked
+        for shape, outer, left in (todo := list(seen)):  # grows while it is walked
             if isinstance(shape, Literal):
-                found.setdefault(shape.data[0], []).append((shape, outer))
+                found.setdefault(shape.data[0], []).append((shape, outer, left))
                 continue
-            if isinstance(shape, (Letters, Opaque, Words)):
-                found.setdefault(ANY, []).append((shape, outer))
+            if isinstance(shape, (Letters, Mark, Opaque, Words)):
+                found.setdefault(ANY, []).append((shape, outer, left))
                 empty = isinstance(shape, Words) and b"" in shape.words[:1]
                 steps: list[tuple[Shape | None, Place]] = [(None, outer)] if empty else []
             elif shape is not None:
-                steps = self._following(shape, -1 if isinstance(shape, Chain) else 0, outer)
+                steps = self._following(shape, -1 if isinstance(shape, (Chain, Lexeme)) else 0, outer)
             elif outer.outer is not None:
                 steps = self._following(outer.shape, outer.index, outer.outer)
             else:
+                found[END] = []
                 continue
-            for step in steps:
+            gone = left or (shape is None and isinstance(outer.shape, Lexeme))
+            if gone and not left and isinstance(outer.shape, Lexeme) and outer.shape.lazy:
+                found.setdefault(LAZY, []).append((outer.shape, outer, True))
+            for step in ((*step, gone) for step in steps):
                 if step not in seen:
                     seen.add(step)
                     todo.append(step)
@@ -292,6 +378,9 @@ class Tracker:
             if at >= size:
                 return [(None, outer)]
             return [(shape.items[at], outer if at + 1 == size else self._place(shape, at, outer))]
+        if isinstance(shape, Lexeme):
+            self._lazy = self._lazy or shape.lazy
+            return [(None, outer) if index == 0 else (shape.body, self._place(shape, 0, outer))]
         if isinstance(shape, Either):
             return [(item, outer) for item in shape.items]
         if isinstance(shape, Unordered):

@@ -153,6 +153,11 @@ class Vocabulary:
         ordinary = set(self.eos_ids)
         return tuple(i for i in sorted(self.special_ids) if i not in ordinary and i < len(self.token_bytes))
 
+    @property
+    def end(self) -> int:
+        """The symbol of the byte vocabulary that ends an output."""
+        return 256 + len(self.marks)
+
     @cached_property
     def byte_tokenizer(self) -> Any:
         """llguidance's view of a vocabulary of single bytes: symbol 0-255, then `marks`, then one end of sequence.

@@ -71,7 +71,7 @@ def test_no_output_is_lost_from_the_stated_minimum_on(
 ) -> None:
     """Nor searched for: the costs are known wherever the output goes."""
     template, least = templates[name], templates[name].min_tokens
-    monkeypatch.setattr(template, "_searching", lambda: pytest.fail("a search took over"))
+    monkeypatch.setattr(template, "searched", lambda: pytest.fail("a search took over"))
     for seed in range(4 if least > 500 else 20):
         rng = random.Random(f"{name} {seed}")
         budget = least + rng.choice([0, 0, 1, 3, 9, 40])

@@ -10,7 +10,6 @@ from support.small_grammars import shared_vocabulary
 
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
-from asyncengine.grammar.samples import ways_out
 
 
 def closed(properties: dict[str, Any]) -> dict[str, Any]:
@@ -35,9 +34,3 @@ def test_an_embedded_schema_compiles_as_it_does_by_itself(name: str) -> None:
     alone = backend.compile(Grammar.json_schema(SCHEMAS[name]), 10)
     inside = backend.compile(Grammar.lark(f'start: "<" %json {json.dumps(SCHEMAS[name])} ">"'), 10)
     assert inside.min_tokens <= alone.min_tokens + 4
-
-
-def test_ways_out_of_embedded_schemas() -> None:
-    schema = SCHEMAS["quotes"]
-    grammar = Grammar.lark(f"start: %json {json.dumps(schema)}")
-    assert rb"\"AA\\aa\"".lower() in {way.lower() for way in ways_out(grammar, grammar.text)}

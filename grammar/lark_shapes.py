@@ -1,0 +1,339 @@
+"""Shapes of Lark text as llguidance reads it: rules are made of lexemes, and each terminal is one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from asyncengine.grammar.lark import placed
+from asyncengine.grammar.products import Product
+from asyncengine.grammar.regex_shapes import regex_shape
+from asyncengine.grammar.shapes import (
+    NOTHING,
+    Chain,
+    Either,
+    Letters,
+    Lexeme,
+    Mark,
+    Name,
+    Shape,
+    Times,
+    Unmodelled,
+    Unordered,
+    chain,
+    letters,
+    literal,
+    parts,
+    resolve,
+    span,
+)
+from asyncengine.grammar.vocabulary import Vocabulary
+
+_OPEN, _CLOSE = ("(", "[", "{"), (")", "]", "}")
+_ENDS = ("", "|", "&", *_CLOSE)
+_COUNTS = {"?": (0, 1), "*": (0, None), "+": (1, None)}
+_PREFIX = re.compile(r"(?m)^([ \t]*)[?!](?=[A-Za-z_])")
+_ANY = Times(Letters(span(0, 255)), 0, None)
+_UNREAD = ("%import", "%declare", "%override", "%extend")
+Token = tuple[str, str, int]
+"""(kind, text, where it begins), see `lark.placed`."""
+
+
+def expression_shape(text: str) -> Shape:
+    """The shape of a terminal's expression without names. Raises `Unmodelled`."""
+    return _Parser([*placed(text)], None).whole()
+
+
+def lark_shape(text: str, embedded: list[Shape], vocabulary: Vocabulary) -> Shape:
+    """The shape of a grammar. `embedded`: those of the schemas in it, in its order. Raises `Unmodelled`."""
+    tokens = [*placed(_PREFIX.sub(r"\1 ", text))]
+    places = (begin for kind, _, begin in tokens if kind == "json")
+    return _Scope(tokens, dict(zip(places, embedded, strict=True)), vocabulary).start()
+
+
+class _Definition(NamedTuple):
+    body: list[Token]
+    attributes: list[Token]
+
+
+class _Scope:
+    """The names of one grammar and their shapes."""
+
+    def __init__(self, tokens: list[Token], embedded: Mapping[int, Shape], vocabulary: Vocabulary) -> None:
+        self.embedded = embedded
+        self.vocabulary = vocabulary
+        self.made: list[Chain | Either | Times | Unordered] = []
+        self.skipped: list[Shape] = []
+        self._known: dict[str, _Definition] = {}
+        self._terminals: dict[str, Shape] = {}
+        self._rules: dict[str, Shape] = {}
+        self._pending: list[tuple[Name, str]] = []
+        for body in self._define(tokens):
+            self.skipped.append(Lexeme(_Parser(body, self, lexed=False).whole()))
+
+    def _define(self, tokens: list[Token]) -> list[list[Token]]:
+        """Take definitions apart, which begin at `name:` or `name[...]:`. Returns what is ignored between lexemes."""
+        body: list[Token] = []
+        ignored: list[list[Token]] = []
+        depth = at = 0
+        while at < len(tokens):
+            kind, said, _ = tokens[at]
+            colon = _behind_attributes(tokens, at + 1) if kind == "name" and not depth else at
+            if kind == "name" and not depth and _said(tokens, colon) == ":":
+                self._known[said] = _Definition(body := [], tokens[at + 1 : colon])
+                at = colon
+            elif kind == "keyword" and said in ("%ignore", "%llguidance", *_UNREAD):
+                if said in _UNREAD:
+                    raise Unmodelled
+                body = []
+                if said == "%ignore":
+                    ignored.append(body)
+            else:
+                depth += (said in _OPEN) - (said in _CLOSE)
+                body.append(tokens[at])
+            at += 1
+        return ignored
+
+    def start(self) -> Shape:
+        first = self.rule("start")
+        for named, name in self._pending:  # grows while it is walked
+            named.target = self._without_left_recursion(named, _Parser(self._known[name].body, self).whole())
+        if any(self._begins(named) for named, _ in self._pending):
+            raise Unmodelled
+        return resolve(self.made, first)
+
+    def terminal(self, name: str) -> Shape:
+        if name not in self._known:
+            raise Unmodelled
+        if name not in self._terminals:
+            self._terminals[name] = _Parser(self._known[name].body, self, lexed=False).whole()
+        return self._terminals[name]
+
+    def rule(self, name: str) -> Shape:
+        if name not in self._rules:
+            if name not in self._known:
+                raise Unmodelled
+            end = _lazy_end(self._known[name].attributes)
+            if name.lstrip("_")[:1].isupper():
+                self._rules[name] = self.lexeme(self.terminal(name))
+            elif end is not None:
+                self._rules[name] = self.lexeme(chain([self.terminal(name), _Parser(end, None).whole()]), lazy=True)
+            else:
+                self._rules[name] = named = Name()
+                self._pending.append((named, name))
+        return self._rules[name]
+
+    def _begins(self, named: Name) -> bool:
+        """A rule begins with itself, others between: what is around the first of them has no end."""
+        seen: dict[Shape, None] = {}
+        todo: list[Shape] = [named.target]
+        for shape in todo:  # grows while it is walked
+            if shape is named:
+                return True
+            if shape in seen or isinstance(shape, Lexeme):
+                continue
+            seen[shape] = None
+            if isinstance(shape, Name):
+                todo.append(shape.target)
+            else:
+                todo += shape.items[:1] if isinstance(shape, Chain) else parts(shape)
+        return False
+
+    def keep(self, shape: Chain | Either | Times) -> Shape:
+        self.made.append(shape)
+        return shape
+
+    def lexeme(self, shape: Shape, lazy: bool = False) -> Shape:
+        """A lexeme, with what may be ignored before it."""
+        found = Lexeme(shape, lazy)
+        return Chain([Times(Either(self.skipped), 0, None), found]) if self.skipped else found
+
+    def _without_left_recursion(self, named: Name, shape: Shape) -> Shape:
+        """`a: a "x" | "b"` as `"b" "x"*`: a place before all of it would have no end of others around it."""
+        options = shape.items if isinstance(shape, Either) else (shape,)
+        again = [one.items[1:] for one in options if isinstance(one, Chain) and one.items[:1] == (named,)]
+        others = [one for one in options if not (isinstance(one, Chain) and one.items[:1] == (named,))]
+        first = self.keep(Either(others))
+        if not again:
+            return first
+        more = self.keep(Times(self.keep(Either([self.keep(Chain(items)) for items in again])), 0, None))
+        return self.keep(Chain([first, more]))
+
+
+class _Parser:
+    """Reads one expression: of rules, where each text is a lexeme, or of a terminal."""
+
+    def __init__(self, tokens: list[Token], scope: _Scope | None, lexed: bool = True) -> None:
+        self._tokens = tokens
+        self._scope = scope
+        self._lexed = lexed and scope is not None
+        self._at = 0
+
+    def whole(self) -> Shape:
+        shape = self._either()
+        if self._at < len(self._tokens):
+            raise Unmodelled
+        return shape
+
+    def _next(self, ahead: int = 0) -> str:
+        return _said(self._tokens, self._at + ahead)
+
+    def _take(self, *texts: str) -> bool:
+        if all(self._next(ahead) == text for ahead, text in enumerate(texts)):
+            self._at += len(texts)
+            return True
+        return False
+
+    def _keep(self, shape: Chain | Either | Times) -> Shape:
+        return self._scope.keep(shape) if self._lexed and self._scope is not None else shape
+
+    def _either(self) -> Shape:
+        options = [self._meet()]
+        while self._take("|"):
+            options.append(self._meet())
+        return options[0] if len(options) == 1 else self._keep(Either(options))
+
+    def _meet(self) -> Shape:
+        """Sequences that a text matches all, and those behind `~`, which it must not match."""
+        parts: list[Shape] = []
+        wrong: list[Shape] = []
+        while True:
+            without = self._take("~")
+            (wrong if without else parts).append(self._sequence())
+            if not self._take("&"):
+                break
+        if not wrong and len(parts) == 1:
+            return parts[0]
+        if self._lexed:
+            raise Unmodelled
+        return Product(parts or [_ANY], wrong)
+
+    def _sequence(self) -> Shape:
+        found: list[Shape] = []
+        while self._next() not in _ENDS:
+            if self._take("-", ">"):  # what it is called
+                self._at += 1
+                break
+            found.append(self._counted(self._atom()))
+        if self._lexed:
+            return found[0] if len(found) == 1 else self._keep(Chain(found))
+        return chain(found)
+
+    def _counted(self, shape: Shape) -> Shape:
+        while True:
+            if (counts := _COUNTS.get(self._next())) is not None:
+                self._at += 1
+            elif self._next() == "{" or (self._next() == "~" and self._next(1).isdecimal()):
+                counts = self._bounds()
+            else:
+                return shape
+            shape = self._keep(Times(shape, *counts))
+
+    def _bounds(self) -> tuple[int, int | None]:
+        """The bounds in `{m}`, `{m,n}`, `{m,}`, `{,n}`, `~m` or `~m..n`."""
+        brace = self._take("{")
+        if not brace:
+            self._at += 1
+        least = self._number() or 0
+        most: int | None = least
+        if self._take(",") or self._take(".", "."):
+            most = self._number()
+        if brace and not self._take("}"):
+            raise Unmodelled
+        return least, most
+
+    def _number(self) -> int | None:
+        if not self._next().isdecimal():
+            return None
+        self._at += 1
+        return int(self._next(-1)[:9])
+
+    def _atom(self) -> Shape:
+        kind, said, begin = self._tokens[self._at]
+        self._at += 1
+        match kind:
+            case "string":
+                return self._lexeme(self._text(said))
+            case "regex":
+                pattern, _, flags = said[1:].rpartition("/")
+                return self._lexeme(regex_shape(pattern.replace("\\/", "/"), flags))
+        if kind == "other" and said in ("(", "["):
+            inner = self._either()
+            if not self._take(")" if said == "(" else "]"):
+                raise Unmodelled
+            return inner if said == "(" else self._keep(Times(inner, 0, 1))
+        scope = self._scope
+        if scope is not None and kind == "name":
+            return scope.rule(said) if self._lexed else scope.terminal(said)
+        if scope is None or not self._lexed:
+            raise Unmodelled
+        if kind == "json":
+            return scope.embedded[begin]
+        if kind == "mark":
+            return self._mark(said, scope.vocabulary)
+        if said == "%lark" and self._next() == "{":
+            end = _closing(self._tokens, self._at)
+            inside, self._at = self._tokens[self._at + 1 : end], end + 1
+            return _Scope(inside, scope.embedded, scope.vocabulary).start()
+        raise Unmodelled
+
+    def _lexeme(self, shape: Shape) -> Shape:
+        return self._scope.lexeme(shape) if self._lexed and self._scope is not None and shape is not NOTHING else shape
+
+    def _text(self, said: str) -> Shape:
+        text, any_case = _unquoted(said)
+        if self._take(".", "."):
+            last, _ = _unquoted(self._next())
+            self._at += 1
+            if len(text) != 1 or len(last) != 1:
+                raise Unmodelled
+            return letters([(ord(text), ord(last))])
+        return regex_shape(re.escape(text), "i") if any_case else literal(text.encode("utf-8", "replace"))
+
+    def _mark(self, said: str, vocabulary: Vocabulary) -> Shape:
+        """A special token by its name or number."""
+        number = said[2:-2] if said[1] == "[" else ""
+        names = {vocabulary.token_bytes[token]: token for token in vocabulary.marks}
+        token = int(number[:9]) if number.isdecimal() else names.get(said.encode(), -1)
+        if token not in vocabulary.marks:
+            raise Unmodelled
+        return Mark(token, vocabulary.symbols(token)[0])
+
+
+def _said(tokens: list[Token], at: int) -> str:
+    return tokens[at][1] if at < len(tokens) else ""
+
+
+def _behind_attributes(tokens: list[Token], at: int) -> int:
+    """The index behind `[...]`, if that is at `at`."""
+    return _closing(tokens, at) + 1 if _said(tokens, at) == "[" else at
+
+
+def _closing(tokens: list[Token], at: int) -> int:
+    """The index of the bracket that closes the one at `at`."""
+    depth = 0
+    for index in range(at, len(tokens)):
+        depth += (tokens[index][1] in _OPEN) - (tokens[index][1] in _CLOSE)
+        if not depth:
+            return index
+    return len(tokens)
+
+
+def _lazy_end(attributes: list[Token]) -> list[Token] | None:
+    """What ends a lazy rule besides its own text; None for one that is not."""
+    said = [text for _, text, _ in attributes]
+    for name in ("suffix", "stop"):
+        if name in said:
+            return attributes[said.index(name) + 2 : said.index(name) + 3]
+    return [] if "lazy" in said else None
+
+
+def _unquoted(said: str) -> tuple[str, bool]:
+    """The text of a Lark string, and whether its case does not matter."""
+    try:
+        text = json.loads(said.removesuffix("i"))
+    except ValueError:
+        raise Unmodelled from None
+    return str(text), said.endswith("i")

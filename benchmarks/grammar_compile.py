@@ -102,7 +102,7 @@ class Bench:
         began = clock()
         grammar = Grammar.json_schema(schema)
         check_limits(grammar)
-        template = self.backend.compile(grammar, 60)
+        template = self.backend.compile(grammar)
         if tight:
             template.refine()
         matcher = Matcher(template, template.min_tokens + (0 if tight else AMPLE), "close")

@@ -76,7 +76,7 @@ class Bench:
             grammar = grammar_of(self.constraint)
             check_limits(grammar)
             checked = clock()
-            template = self.backend.compile(grammar, 120.0)
+            template = self.backend.compile(grammar)
         except EngineError as error:
             self.refused = f"{type(error).__name__}: {error}"
             return None

@@ -49,7 +49,7 @@ BY_NAME = {constraint.name: constraint for constraint in CONSTRAINTS}
 def count(backend: LlguidanceBackend, constraint: Constraint, whitespace: str, layout: str) -> dict[str, int]:
     """Over all samples: `tokens`, of them `forced`, `ends` sampled, `beginning` (forced before the first sampled one,
     which the engine samples all the same), and `recut`: forced tokens other than the tokenizer's."""
-    template = backend.compile(grammar_of(constraint, whitespace=whitespace), 60)
+    template = backend.compile(grammar_of(constraint, whitespace=whitespace))
     total = dict.fromkeys(("tokens", "forced", "ends", "beginning", "recut"), 0)
     for text in laid_out(constraint, layout):
         state = template.new_state()

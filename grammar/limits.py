@@ -31,6 +31,9 @@ from asyncengine.grammar.spec import Grammar
 
 MAX_CHAIN = 256
 """Most rules or schemas open at once, counted through references: a seventh of what overflows 8 MiB."""
+MAX_LEVELS = 16_000
+"""Rules and groups in one Lark text, all of which might be open at once: three quarters of a compiling thread's stack
+(`service.STACK_BYTES`)."""
 MAX_REPEAT = 10_000
 """Largest count in `{m,n}`, `minItems` and `minProperties`."""
 MAX_OPTIONAL = 2_000
@@ -228,5 +231,8 @@ def _check_lark(text: str, max_depth: int, check: _Patterns) -> None:
             if depth > max_depth:
                 raise _too_large("Lark", f"{max_depth} levels of nesting (max_grammar_depth)", depth)
         previous = token
-    if rule_chain(lark_rules(found)) > MAX_CHAIN:
+    rules = lark_rules(found)
+    if (levels := len(rules) + sum(token in ("(", "[") for _, token in found)) > MAX_LEVELS:
+        raise _too_large("Lark", f"{MAX_LEVELS} rules and groups", levels)
+    if rule_chain(rules) > MAX_CHAIN:
         raise _too_large("rules that begin one another", f"{MAX_CHAIN} rules in a chain")

@@ -29,14 +29,13 @@ from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge
 from asyncengine.grammar.backend import JointFill, Mask
 from asyncengine.grammar.counted import AHEAD, Counted, CountedClosing, length, unrolled
 from asyncengine.grammar.keywords import explain, summary
-from asyncengine.grammar.lower import Written, to_llguidance, with_rules
+from asyncengine.grammar.lower import Written, with_rules
 from asyncengine.grammar.prices import Prices, Speller
 from asyncengine.grammar.schema_shapes import shape_of
 from asyncengine.grammar.search import Effort, shortest
 from asyncengine.grammar.shapes import Opaque, Unmodelled
 from asyncengine.grammar.spec import Grammar
 from asyncengine.grammar.tracker import LEAF_EFFORT
-from asyncengine.grammar.trial import Trial, known_safe
 from asyncengine.grammar.vocabulary import Vocabulary
 from asyncengine.grammar.ways import UNREACHABLE
 
@@ -62,20 +61,16 @@ class LlguidanceBackend:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self.speller = Speller(vocabulary)
-        self._trial = Trial()
         self._leaves: dict[str, Any] = {}
         self._executor: Any = None
         self._lane_maker = ThreadPoolExecutor(1, "asyncengine-lexers")
 
-    def compile(self, grammar: Grammar, timeout: float) -> LlgTemplate:
-        """Blocking, bounded by llguidance's own fuel (under two seconds at worst); `timeout` is for what is tried in a
-        process apart first because it could crash this one (`trial`).
+    def compile(self, grammar: Grammar) -> LlgTemplate:
+        """Blocking, bounded by llguidance's own fuel. Needs a stack of `service.STACK_BYTES` at worst.
 
         Raises `GrammarUnsupported`, `GrammarTooLarge`, `GrammarImpossible`, `GrammarError`.
         """
         try:
-            if not known_safe(grammar):
-                self._trial(to_llguidance(grammar), timeout)
             return LlgTemplate(self, grammar)
         except Exception:
             raise
@@ -123,8 +118,7 @@ class LlguidanceBackend:
         return opaque.sample or shortest(self.leaf(opaque).deep_copy(), self.vocabulary.end, Effort(LEAF_EFFORT))
 
     def close(self) -> None:
-        """End the process in which grammars are tried. Idempotent."""
-        self._trial.close()
+        """End the threads. Idempotent."""
         self._lane_maker.shutdown(cancel_futures=True)
         self._executor = None
 

@@ -23,13 +23,16 @@ from asyncengine.grammar.interface import GrammarDone, GrammarOrder
 from asyncengine.grammar.limits import check_limits
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.spec import Grammar
-from asyncengine.grammar.trial import STACK_BYTES
 from asyncengine.grammar.validation import text_check
 from asyncengine.sampling_params import OnBudget
 from asyncengine.step import GrammarMatcher
 
 if TYPE_CHECKING:
     from asyncengine.grammar.llguidance_backend import LlgTemplate, LlguidanceBackend
+
+STACK_BYTES = 64 << 20
+"""Stack of a thread that compiles: llguidance recurses, 3 kB for each of the rules and groups that `check_limits`
+lets a grammar have at most. Only what is used takes memory."""
 
 
 @dataclass(slots=True)
@@ -180,7 +183,7 @@ class GrammarService:
         outcome: LlgTemplate | Exception
         try:
             if known is None or isinstance(known, GrammarError):
-                known = self._library().compile(spec, self._config.grammar_timeout)
+                known = self._library().compile(spec)
                 self.compiled += 1
             if any(_wants_shorter(known, waiter.order) for waiter in list(job.waiters.values())):
                 known.refine()

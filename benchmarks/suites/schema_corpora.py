@@ -124,7 +124,7 @@ class Runner:
             return made, self.backend.matcher(_LIBRARY, text, self.backend.vocabulary.byte_tokenizer)
         grammar = Grammar.json_schema(schema, key_order=self._key_order)  # type: ignore[arg-type]
         check_limits(grammar)
-        template = self.backend.compile(grammar, 60)
+        template = self.backend.compile(grammar)
         return template, template.own_bytes()
 
     def _walk(self, made: Any, text: str) -> None:

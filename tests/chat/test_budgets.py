@@ -93,7 +93,7 @@ def test_whatever_the_budget_the_chat_is_complete(family: str) -> None:
             if plan.grammar is None:
                 assert wish == "none"
                 continue
-            template = backend.compile(plan.grammar, 10)
+            template = backend.compile(plan.grammar)
             least = max(template.min_tokens, 1)
             for budget in (least, *(least + rng.randrange(160) for _ in range(CASES_EACH))):
                 prefer = structure if rng.random() < 0.5 else ()

@@ -53,7 +53,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def templates(vocabulary: Vocabulary) -> dict[str, LlgTemplate]:
     backend = LlguidanceBackend(vocabulary)
-    return {name: backend.compile(Grammar.json_schema(schema), 10) for name, schema in SCHEMAS.items()}
+    return {name: backend.compile(Grammar.json_schema(schema)) for name, schema in SCHEMAS.items()}
 
 
 def matcher(template: LlgTemplate, budget: int) -> Matcher:
@@ -87,7 +87,7 @@ def test_the_least_budget_is_the_number_of_tokens_of_the_shortest_output(templat
 
 def test_an_output_that_may_end_is_ended_by_an_end_of_sequence(vocabulary: Vocabulary) -> None:
     """The sampled token would need more than is left; the output is complete as it is."""
-    template = LlguidanceBackend(vocabulary).compile(Grammar.regex("a(bbbbbbbb)?"), 10)
+    template = LlguidanceBackend(vocabulary).compile(Grammar.regex("a(bbbbbbbb)?"))
     output = matcher(template, 2)
     assert output.accept(ord("a")) == [ord("a")]
     assert output.accept(ord("b")) == [EOS]
@@ -122,7 +122,7 @@ def test_without_steering_an_output_is_what_was_sampled(
 )
 def test_a_grammar_without_any_output_is_refused(vocabulary: Vocabulary, grammar: Grammar) -> None:
     with pytest.raises((GrammarImpossible, GrammarTooLarge)):
-        LlguidanceBackend(vocabulary).compile(grammar, 10)
+        LlguidanceBackend(vocabulary).compile(grammar)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_grammar_without_any_output_is_refused(vocabulary: Vocabulary, grammar
     ],
 )
 def test_free_text_ends_where_the_grammar_needs_it_to(vocabulary: Vocabulary, lark: str, needed: int) -> None:
-    template = LlguidanceBackend(vocabulary).compile(Grammar.lark(lark), 10)
+    template = LlguidanceBackend(vocabulary).compile(Grammar.lark(lark))
     assert template.min_tokens <= needed
     rng = random.Random(1)
     for budget in range(template.min_tokens, 30):

@@ -62,7 +62,7 @@ def test_every_valid_text_is_taken_and_every_invalid_one_refused(
 ) -> None:
     wrong = []
     for case in compilable()[part::4]:
-        template = backend.compile(Grammar.json_schema(case.schema), 10)
+        template = backend.compile(Grammar.json_schema(case.schema))
         wrong += [(case.name, "refused", text) for text in valid_texts(case) if not takes(template, vocabulary, text)]
         invalid = invalid_texts(case)
         assert invalid, case.name
@@ -75,7 +75,7 @@ def test_a_way_to_the_end_stays_known_along_every_valid_text(
 ) -> None:
     """With budget to spare no token of a valid output is ever replaced."""
     for case in compilable()[::7]:
-        template = backend.compile(Grammar.json_schema(case.schema), 10)
+        template = backend.compile(Grammar.json_schema(case.schema))
         closing = template.new_closing()
         tokens = vocabulary.tokenize(valid_texts(case)[0])
         assert all(closing.advance(token, 4000) for token in tokens), case.name
@@ -84,7 +84,7 @@ def test_a_way_to_the_end_stays_known_along_every_valid_text(
 
 def refusal(backend: LlguidanceBackend, grammar: Grammar) -> GrammarError | None:
     try:
-        backend.compile(grammar, 10)
+        backend.compile(grammar)
     except GrammarError as error:
         return error
     return None
@@ -98,7 +98,7 @@ def test_what_is_refused_is_refused_with_a_reason(backend: LlguidanceBackend, vo
     for case in cases:
         grammar = Grammar.json_schema(case.schema)
         if case.name not in REFUSED and not case.name.startswith("refused/impossible"):
-            template = backend.compile(grammar, 10)
+            template = backend.compile(grammar)
             assert all(takes(template, vocabulary, text) for text in valid_texts(case)), case.name
             assert not any(takes(template, vocabulary, text) for text in invalid_texts(case)), case.name
             continue
@@ -113,7 +113,7 @@ def test_holes_and_narrowings_of_the_library(backend: LlguidanceBackend, vocabul
     that it does not write. A failure here means that the library was mended: take the entry out of `corpus.known`."""
 
     def taken(cases: list[Difference]) -> set[str]:
-        templates = {case.name: backend.compile(Grammar.json_schema(case.schema), 10) for case in cases}
+        templates = {case.name: backend.compile(Grammar.json_schema(case.schema)) for case in cases}
         return {case.name for case in cases if takes(templates[case.name], vocabulary, case.text)}
 
     assert all(Checker(case.schema).text_fault(case.text) for case in LOOSE)

@@ -59,7 +59,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def templates(vocabulary: Vocabulary) -> dict[str, LlgTemplate]:
     backend = LlguidanceBackend(vocabulary)
-    made = {name: backend.compile(Grammar.json_schema(schema), 10) for name, schema in SCHEMAS.items()}
+    made = {name: backend.compile(Grammar.json_schema(schema)) for name, schema in SCHEMAS.items()}
     for template in made.values():
         template.refine()
     return made
@@ -117,7 +117,7 @@ def test_an_output_beyond_all_budgets_is_refused(vocabulary: Vocabulary) -> None
     kinds = {f"k{i}": {"type": "array", "items": {"$ref": f"#/$defs/k{i + 1}"}, "minItems": 2} for i in range(30)}
     schema = {"$defs": {**kinds, "k30": {"type": "null"}}, "$ref": "#/$defs/k0"}
     with pytest.raises(GrammarTooLarge, match="shortest output"):
-        LlguidanceBackend(vocabulary).compile(Grammar.json_schema(schema), 10)
+        LlguidanceBackend(vocabulary).compile(Grammar.json_schema(schema))
 
 
 def test_a_bound_costs_what_it_says_and_no_more(vocabulary: Vocabulary) -> None:
@@ -126,7 +126,7 @@ def test_a_bound_costs_what_it_says_and_no_more(vocabulary: Vocabulary) -> None:
     def spelled(**more: Any) -> int:
         backend = LlguidanceBackend(vocabulary)
         properties = {**{f"p{i}": STRING for i in range(40)}, **more}
-        backend.compile(Grammar.json_schema({"type": "object", "properties": properties}), 10)
+        backend.compile(Grammar.json_schema({"type": "object", "properties": properties}))
         return len(backend.speller._ways)
 
     plain = spelled(a=STRING)
@@ -140,5 +140,5 @@ def test_blanks_are_said_where_that_takes_fewer_tokens() -> None:
     pieces = [b'{"', b'": ', b', "', b"null", b"<eos>"]
     vocabulary = Vocabulary([*(bytes([byte]) for byte in range(256)), *pieces], [260], [], 261)
     schema = closed({"a": {"type": "null"}, "b": {"type": "null"}}, "a", "b")
-    template = LlguidanceBackend(vocabulary).compile(Grammar.json_schema(schema), 10)
+    template = LlguidanceBackend(vocabulary).compile(Grammar.json_schema(schema))
     assert template.min_tokens == len(['{"', "a", '": ', "null", ', "', "b", '": ', "null", "}"])

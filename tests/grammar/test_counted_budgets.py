@@ -98,7 +98,7 @@ def checked(vocabulary: Vocabulary, grammar: Grammar, tree: Tree, rng: random.Ra
     Between the least budget there is and the least known lie outputs of odd tokens (`": "` is a string of two letters).
     """
     exact = least_tokens(tree, ORDINARY)
-    template = LlguidanceBackend(vocabulary).compile(grammar, 10)
+    template = LlguidanceBackend(vocabulary).compile(grammar)
     if exact < template.min_tokens:
         template.refine()  # as the service does
     known = template.min_tokens
@@ -107,7 +107,7 @@ def checked(vocabulary: Vocabulary, grammar: Grammar, tree: Tree, rng: random.Ra
         try:
             matcher = Matcher(template, budget, "close")
         except GrammarError:  # the last output hit a limit of the library: the service compiles again, too
-            template = LlguidanceBackend(vocabulary).compile(grammar, 10)
+            template = LlguidanceBackend(vocabulary).compile(grammar)
             matcher = Matcher(template, budget, "close")
         tokens, _ = walk(vocabulary, matcher, budget, rng, jump=bool(budget % 2))
         assert len(tokens) <= budget
@@ -150,7 +150,7 @@ def test_whatever_fits_is_written_and_nothing_else_is_begun(vocabulary: Vocabula
 def test_the_least_budget_is_exact_up_to_where_counted_parts_meet(
     vocabulary: Vocabulary, grammar: Grammar, tree: Tree
 ) -> None:
-    template = LlguidanceBackend(vocabulary).compile(grammar, 10)
+    template = LlguidanceBackend(vocabulary).compile(grammar)
     least = least_tokens(tree, ORDINARY)
     assert least <= template.min_tokens <= least + 1
 
@@ -158,13 +158,13 @@ def test_the_least_budget_is_exact_up_to_where_counted_parts_meet(
 def test_a_long_text_is_neither_begun_nor_searched_for(vocabulary: Vocabulary) -> None:
     """60,000 letters and 700 tokens: the least number needed is known as soon as the grammar is compiled."""
     schema = {"type": "object", "properties": {"note": {"type": "string", "minLength": 60_000}}, "required": ["note"]}
-    template = LlguidanceBackend(vocabulary).compile(Grammar.json_schema(schema), 10)
+    template = LlguidanceBackend(vocabulary).compile(Grammar.json_schema(schema))
     assert 12_000 <= template.min_tokens < 12_010
 
 
 def test_an_output_that_the_counting_loses_is_searched_for(vocabulary: Vocabulary) -> None:
     """Other scripts' letters are letters too, which the counting does not know."""
-    template = LlguidanceBackend(vocabulary).compile(Grammar.regex(r"\w{40}x"), 10)
+    template = LlguidanceBackend(vocabulary).compile(Grammar.regex(r"\w{40}x"))
     matcher = Matcher(template, 400, "close")
     output = [matcher.accept(token, jump=False)[0] for token in "\u03b1".encode()]
     rest, _ = walk(vocabulary, matcher, 400 - len(output), random.Random(2))

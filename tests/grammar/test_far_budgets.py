@@ -26,7 +26,7 @@ def note(**limits: Any) -> dict[str, Any]:
 
 
 def compiled(vocabulary: Vocabulary, schema: dict[str, Any]) -> LlgTemplate:
-    return LlguidanceBackend(vocabulary).compile(Grammar.json_schema(schema), 10)
+    return LlguidanceBackend(vocabulary).compile(Grammar.json_schema(schema))
 
 
 def write(vocabulary: Vocabulary, matcher: Matcher, text: str, budget: int) -> list[int]:

@@ -100,7 +100,7 @@ def test_a_refusal_names_its_limit(name: str, kind: type[GrammarError], says: st
     backend = LlguidanceBackend(shared_vocabulary())
     service = GrammarService(lambda: backend, EngineConfig())
     with pytest.raises(kind, match=says.replace("$", r"\$")):
-        backend.compile(service.check(REFUSED[name](), 100, "close"), 10)
+        backend.compile(service.check(REFUSED[name](), 100, "close"))
 
 
 async def test_a_compilation_that_takes_too_long_ends_its_own_request_only() -> None:

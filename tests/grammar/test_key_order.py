@@ -117,7 +117,7 @@ def test_more_keys_than_there_are_bits_keep_the_order(count: int) -> None:
 def test_every_budget_from_the_least_on_ends_in_a_valid_output(vocabulary: Vocabulary, seed: int) -> None:
     schema = objects(seed)
     validator = jsonschema.Draft202012Validator(schema)
-    template = LlguidanceBackend(vocabulary).compile(Grammar.json_schema(schema, key_order="any"), 10)
+    template = LlguidanceBackend(vocabulary).compile(Grammar.json_schema(schema, key_order="any"))
     template.refine()
     rng = random.Random(seed)
     for budget in (*range(template.min_tokens, template.min_tokens + 8), 2 * template.min_tokens, 120):
@@ -136,7 +136,7 @@ def test_the_least_budget_does_not_depend_on_the_order(vocabulary: Vocabulary) -
         schema = objects(seed)
         found = []
         for order in ("schema", "any"):
-            template = backend.compile(Grammar.json_schema(schema, key_order=order), 10)  # type: ignore[arg-type]
+            template = backend.compile(Grammar.json_schema(schema, key_order=order))  # type: ignore[arg-type]
             template.refine()
             found.append(template.min_tokens)
         assert found[0] == found[1], schema

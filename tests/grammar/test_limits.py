@@ -108,6 +108,12 @@ REFUSED = {
     "Lark rules, 5,000": (lambda: Grammar.lark(rules(5_000)), "256 rules"),
     "Lark rules backwards": (lambda: Grammar.lark(rules(5_000, -1)), "256 rules"),
     "Lark rules scattered": (lambda: Grammar.lark(scattered(5_000)), "256 rules"),
+    "Lark rules side by side": (
+        lambda: Grammar.lark(
+            "start: " + " | ".join(f"r{i}" for i in range(16_000)) + "".join(f'\nr{i}: "a"' for i in range(16_000))
+        ),
+        "16000 rules and groups",
+    ),
     "Lark terminals": (lambda: Grammar.lark(rules(5_000).replace("r", "R").replace("staRt", "start")), "256 rules"),
     "Lark repetition": (lambda: Grammar.lark('start: "a"{1000000}'), "10000 times"),
     "Lark regex": (lambda: Grammar.lark("start: /a{1000000}/"), "10000 times"),

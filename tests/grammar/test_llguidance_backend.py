@@ -35,13 +35,13 @@ def spell(state: LlgState, text: str) -> bool:
 def test_masks_cover_the_padded_vocabulary_and_all_ends_of_sequence(
     backend: LlguidanceBackend, vocabulary: Vocabulary
 ) -> None:
-    state = backend.compile(Grammar.regex("(abc)?"), 10).new_state()
+    state = backend.compile(Grammar.regex("(abc)?")).new_state()
     assert ids(state, vocabulary) == {ord("a"), 256 + PIECES.index("abc"), EOS, SECOND_EOS}
     assert vocabulary.mask_words == -(-LOGITS // 32)
 
 
 def test_a_refused_token_changes_nothing(backend: LlguidanceBackend, vocabulary: Vocabulary) -> None:
-    state = backend.compile(Grammar.regex("abc"), 10).new_state()
+    state = backend.compile(Grammar.regex("abc")).new_state()
     for token in (ord("x"), EOS, MARK, LOGITS - 1, 256 + PIECES.index("zz")):
         assert not state.consume(token)
     assert spell(state, "abc")
@@ -50,7 +50,7 @@ def test_a_refused_token_changes_nothing(backend: LlguidanceBackend, vocabulary:
 
 def test_rollback_counts_ends_of_sequence(backend: LlguidanceBackend, vocabulary: Vocabulary) -> None:
     """llguidance's own rollback does not count an end of sequence consumed after the grammar had stopped."""
-    state = backend.compile(Grammar.regex("a{2,3}b"), 10).new_state()
+    state = backend.compile(Grammar.regex("a{2,3}b")).new_state()
     assert spell(state, "aab")
     assert state.is_terminated()
     assert ids(state, vocabulary) == {EOS, SECOND_EOS}
@@ -67,7 +67,7 @@ def test_rollback_counts_ends_of_sequence(backend: LlguidanceBackend, vocabulary
 
 
 def test_every_prefix_can_be_rolled_back(backend: LlguidanceBackend, vocabulary: Vocabulary) -> None:
-    template = backend.compile(Grammar.json_schema({"type": "object", "additionalProperties": {"type": "integer"}}), 10)
+    template = backend.compile(Grammar.json_schema({"type": "object", "additionalProperties": {"type": "integer"}}))
     state, masks = template.new_state(), []
     tokens = list(b'{"a": 10, "b":2}')
     for token in tokens:
@@ -93,7 +93,7 @@ def test_forced_tokens_are_the_tokenizers_own_cut(vocabulary: Vocabulary) -> Non
         "required": ["name"],
         "additionalProperties": False,
     }
-    state = LlguidanceBackend(own).compile(Grammar.json_schema(schema, whitespace="compact"), 10).new_state()
+    state = LlguidanceBackend(own).compile(Grammar.json_schema(schema, whitespace="compact")).new_state()
     forced = state.forced()
     assert calls
     assert b"".join(own.token_bytes[t] for t in forced).startswith(b'{"name":')
@@ -104,7 +104,7 @@ def test_forced_tokens_are_the_tokenizers_own_cut(vocabulary: Vocabulary) -> Non
 
 def test_a_limit_is_an_error_and_never_a_silent_end(backend: LlguidanceBackend, vocabulary: Vocabulary) -> None:
     """In its error state the library allows the end of sequence only: an output would stop in the middle, unnoticed."""
-    template = backend.compile(Grammar.json_schema({"type": "array", "items": {"type": "string"}}), 10)
+    template = backend.compile(Grammar.json_schema({"type": "array", "items": {"type": "string"}}))
     state = template.new_state()
     assert spell(state, '["a')
     broken = llguidance.LLMatcher(vocabulary.ll_tokenizer, llguidance.LLMatcher.grammar_from_regex("a"), log_level=0)
@@ -120,7 +120,7 @@ def test_a_limit_is_an_error_and_never_a_silent_end(backend: LlguidanceBackend, 
 def test_a_state_that_cannot_heal_raises(
     backend: LlguidanceBackend, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = backend.compile(Grammar.regex("a+"), 10).new_state()
+    state = backend.compile(Grammar.regex("a+")).new_state()
     broken = llguidance.LLMatcher(vocabulary.ll_tokenizer, llguidance.LLMatcher.grammar_from_regex("a"), log_level=0)
     broken.consume_token(ord("z"))
     state.matcher = broken
@@ -130,7 +130,7 @@ def test_a_state_that_cannot_heal_raises(
 
 
 def test_error_texts_do_not_quote_the_output(backend: LlguidanceBackend, vocabulary: Vocabulary) -> None:
-    text = backend.compile(Grammar.json_schema({"type": "string"}), 10).text
+    text = backend.compile(Grammar.json_schema({"type": "string"})).text
     matcher = backend.matcher(Grammar.json_schema({"type": "string"}), text, vocabulary.ll_tokenizer)
     for token in b'"SECRET':
         matcher.consume_token(token)
@@ -141,14 +141,14 @@ def test_error_texts_do_not_quote_the_output(backend: LlguidanceBackend, vocabul
 
 def test_special_tokens_match_by_name_and_by_number_only(backend: LlguidanceBackend, vocabulary: Vocabulary) -> None:
     for reference in ("<|mark|>", f"<[{MARK}]>"):
-        state = backend.compile(Grammar.lark(f'start: {reference} "x"'), 10).new_state()
+        state = backend.compile(Grammar.lark(f'start: {reference} "x"')).new_state()
         assert ids(state, vocabulary) == {MARK}
-    text = backend.compile(Grammar.regex(r"<\|mark\|>"), 10).new_state()
+    text = backend.compile(Grammar.regex(r"<\|mark\|>")).new_state()
     assert MARK not in ids(text, vocabulary)
 
 
 def test_copies_share_nothing_but_the_lexer(backend: LlguidanceBackend, vocabulary: Vocabulary) -> None:
-    template = backend.compile(Grammar.json_schema({"type": "array", "items": {"type": "integer"}}), 10)
+    template = backend.compile(Grammar.json_schema({"type": "array", "items": {"type": "integer"}}))
     rng = random.Random(3)
     matchers = [Matcher(template, 60, "close") for _ in range(12)]
     outputs: list[list[int]] = [[] for _ in matchers]
@@ -164,16 +164,16 @@ def test_copies_share_nothing_but_the_lexer(backend: LlguidanceBackend, vocabula
 def test_what_cannot_be_enforced_is_refused_by_name(backend: LlguidanceBackend) -> None:
     schema = {"type": "object", "properties": {"a": {"not": {"multipleOf": 3}}}}
     with pytest.raises(GrammarUnsupported) as refused:
-        backend.compile(Grammar.json_schema(schema), 10)
+        backend.compile(Grammar.json_schema(schema))
     assert refused.value.features == (("not", "/properties/a/not"),)
-    backend.compile(Grammar.json_schema(schema, unsupported="ignore"), 10)
+    backend.compile(Grammar.json_schema(schema, unsupported="ignore"))
 
 
 def test_walks_match_the_pattern(backend: LlguidanceBackend, vocabulary: Vocabulary) -> None:
     import re
 
     pattern = r"[a-z]+( [a-z]+)*\.(日本|é)?"
-    template, rng = backend.compile(Grammar.regex(pattern), 10), random.Random(2)
+    template, rng = backend.compile(Grammar.regex(pattern)), random.Random(2)
     for budget in range(template.min_tokens, 40):
         tokens, _ = walk(vocabulary, Matcher(template, budget, "close"), budget, rng)
         assert re.fullmatch(pattern, text_of(vocabulary, tokens))
@@ -183,11 +183,11 @@ def test_masks_of_many_at_once_are_those_one_by_one(
     backend: LlguidanceBackend, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In any rows of memory that holds anything; what is broken heals, or is an error of its own."""
-    template = backend.compile(Grammar.json_schema({"type": "array", "items": {"type": "string"}}), 10)
+    template = backend.compile(Grammar.json_schema({"type": "array", "items": {"type": "string"}}))
     matchers = {place: Matcher(template, 40, "truncate") for place in (5, 0, 3, 4, 1)}
     for place, matcher in matchers.items():
         assert all(matcher.accept(byte, False) for byte in b'["ab"]'[:place])
-    matchers[2] = ended = Matcher(backend.compile(Grammar.regex("a"), 10), 40, "truncate")
+    matchers[2] = ended = Matcher(backend.compile(Grammar.regex("a")), 40, "truncate")
     ended.accept(ord("a"), False)
     ended.accept(EOS, False)
     masks = np.full((7, vocabulary.mask_words), -1, dtype=np.int32)
@@ -218,7 +218,7 @@ def test_masks_of_many_at_once_are_those_one_by_one(
 
 def test_many_states_of_one_grammar_get_more_lexers(backend: LlguidanceBackend, vocabulary: Vocabulary) -> None:
     """A fault of one lexer does not reach states of another."""
-    template = backend.compile(Grammar.regex("(ab)+"), 10)
+    template = backend.compile(Grammar.regex("(ab)+"))
     states = dict(enumerate(template.new_state() for _ in range(PER_LANE + 1)))
     masks = np.zeros((len(states), vocabulary.mask_words), dtype=np.int32)
     backend.fill_all(masks, {0: states[0]})

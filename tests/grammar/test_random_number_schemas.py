@@ -58,7 +58,7 @@ def test_what_is_generated_keeps_every_bound() -> None:
     for index in range(SCHEMAS):
         schema = nested(rng, 3)
         try:
-            template = backend.compile(Grammar.json_schema(schema), 10)
+            template = backend.compile(Grammar.json_schema(schema))
         except GrammarError:
             continue  # impossible, or refused by name
         checker = Checker(schema)

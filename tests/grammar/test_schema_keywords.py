@@ -128,7 +128,7 @@ def test_it_means_what_json_schema_says(name: str) -> None:
 @pytest.mark.parametrize("name", [*OBJECTS, *OTHERS])
 def test_it_is_completed_within_any_budget(name: str, vocabulary: Vocabulary) -> None:
     schema = {**OBJECTS, **OTHERS}[name]
-    template = LlguidanceBackend(vocabulary).compile(Grammar.json_schema(schema), 10)
+    template = LlguidanceBackend(vocabulary).compile(Grammar.json_schema(schema))
     validator = Draft202012Validator(schema)
     template.refine()
     for extra in (0, 1, 2, 5, 30):
@@ -143,7 +143,7 @@ def test_it_is_completed_within_any_budget(name: str, vocabulary: Vocabulary) ->
 def test_the_stated_minimum_is_that_of_a_short_value(name: str, vocabulary: Vocabulary) -> None:
     """Of the letters of a set one stands for all, so that another may be a token less."""
     schema = {**OBJECTS, **OTHERS}[name]
-    template = LlguidanceBackend(vocabulary).compile(Grammar.json_schema(schema), 10)
+    template = LlguidanceBackend(vocabulary).compile(Grammar.json_schema(schema))
     template.refine()
     validator = Draft202012Validator(schema)
     texts = [json.dumps(value, separators=(",", ":")) for value in VALUES if validator.is_valid(value)]

@@ -247,7 +247,7 @@ STEERED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", STEERED)
 def test_a_number_is_completed_within_any_budget(name: str, vocabulary: Vocabulary) -> None:
     schema = STEERED[name]
-    template = LlguidanceBackend(vocabulary).compile(Grammar.json_schema(schema), 10)
+    template = LlguidanceBackend(vocabulary).compile(Grammar.json_schema(schema))
     checker = Checker(schema)
     template.refine()
     for extra in (0, 1, 3, 8):
@@ -261,7 +261,7 @@ def test_a_number_is_completed_within_any_budget(name: str, vocabulary: Vocabula
 def test_the_errors_of_malformed_numbers_are_typed() -> None:
     for schema in ({"multipleOf": 0}, {"multipleOf": -3}, {"minimum": 10**450}, {"minimum": [1]}, {"const": 10**450}):
         with pytest.raises(GrammarError):
-            LlguidanceBackend(shared_vocabulary()).compile(Grammar.json_schema(schema), 10)
+            LlguidanceBackend(shared_vocabulary()).compile(Grammar.json_schema(schema))
 
 
 def test_blanks_before_a_string_are_bounded_beside_a_choice() -> None:

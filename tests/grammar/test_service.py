@@ -86,7 +86,7 @@ class Backend:
         self.outcome: Callable[[Grammar], Any] = lambda grammar: Template()
         self.closed = False
 
-    def compile(self, grammar: Grammar, timeout: float) -> Any:
+    def compile(self, grammar: Grammar) -> Any:
         self.compiled.append(grammar.text)
         self.threads.append(threading.current_thread().name)
         self.begun.release()

@@ -51,7 +51,7 @@ def torture(vocabulary: Vocabulary, cases: Sequence[Case], seeds: Sequence[int])
     backend, tally = LlguidanceBackend(vocabulary), Tally()
     for case in cases:
         try:
-            template = backend.compile(Grammar.json_schema(case.schema), 10)
+            template = backend.compile(Grammar.json_schema(case.schema))
             template.refine()
         except GrammarError as error:
             tally.lost.append(f"{case.name}: {error}")

@@ -32,10 +32,10 @@ class SlowBackend(LlguidanceBackend):
         self.go.set()
         self.began: list[str] = []
 
-    def compile(self, grammar: Grammar, timeout: float) -> LlgTemplate:
+    def compile(self, grammar: Grammar) -> LlgTemplate:
         self.began.append(grammar.text)
         self.go.wait(120)
-        return super().compile(grammar, timeout)
+        return super().compile(grammar)
 
     def close(self) -> None:
         self.go.set()

@@ -55,7 +55,7 @@ def shared_vocabulary() -> Vocabulary:
 @cache
 def small_grammar(name: str) -> SmallGrammar:
     grammar, validate = _made(name)
-    return SmallGrammar(grammar, LlguidanceBackend(shared_vocabulary()).compile(grammar, 10), validate)
+    return SmallGrammar(grammar, LlguidanceBackend(shared_vocabulary()).compile(grammar), validate)
 
 
 def _made(name: str) -> tuple[Grammar, Callable[[str], None]]:

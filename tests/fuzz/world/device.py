@@ -155,12 +155,13 @@ class LettersTemplate:
 class LettersBackend:
     """A library that compiles such grammars: at once, slowly, or not at all, as their text says."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, timeout: float) -> None:
         self._world = world
+        self._timeout = timeout
 
-    def compile(self, grammar: Grammar, timeout: float) -> LettersTemplate:
+    def compile(self, grammar: Grammar) -> LettersTemplate:
         remainder, length, kind = grammar.text.split("-")
-        self._world.sleep(timeout * 2 if kind == "slow" else self._world.rng.random())
+        self._world.sleep(self._timeout * 2 if kind == "slow" else self._world.rng.random())
         if kind == "broken":
             raise GrammarError("grammar", "is broken, as planned")
         return LettersTemplate(int(remainder), int(length))

@@ -88,7 +88,7 @@ class Life:
         info = ModelInfo(
             "fake", VOCABULARY, 10**6, (1,), "int", "cpu", setup.num_pages, setup.config.page_size, has_tokenizer=False
         )
-        grammars = GrammarService(lambda: LettersBackend(self.world), setup.config)
+        grammars = GrammarService(lambda: LettersBackend(self.world, setup.config.grammar_timeout), setup.config)
         prefixes = None if self.disk is None else open_store(self.world, self.disk, setup, device)
         core = wire(device, info, setup.config, clock=self, grammars=grammars, tiers=[prefixes])
         launch = core.loop.runner.launch

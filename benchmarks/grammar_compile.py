@@ -103,8 +103,6 @@ class Bench:
         grammar = Grammar.json_schema(schema)
         check_limits(grammar)
         template = self.backend.compile(grammar)
-        if tight:
-            template.refine()
         matcher = Matcher(template, template.min_tokens + (0 if tight else AMPLE), "close")
         matcher.fill_mask(self.mask)
         allowed = np.unpackbits(self.mask.view(np.uint8), bitorder="little")

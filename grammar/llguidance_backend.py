@@ -139,9 +139,7 @@ class LlgTemplate:
         self._spoiled = False
         self._searched: Counted | None = None
         self._counted = self._count(schemas) or self.searched()
-        way = list(itertools.islice(self._counted.way(), CHECKED))
-        self.refined = len(way) < CHECKED
-        self.min_tokens = length(way) if self.refined else self._counted.cost
+        self.min_tokens = length(self._counted.way())
 
     def own_bytes(self) -> Any:
         """A matcher over bytes, at the beginning, that shares nothing with any other."""
@@ -201,13 +199,6 @@ class LlgTemplate:
             prices = Prices(shape, self.backend.speller, lambda _: way)
             self._searched = Counted(shape, prices, lambda _: self.new_bytes())
         return self._searched
-
-    def refine(self) -> None:
-        """Spell the whole of the cheapest output: for a budget below `min_tokens`, the sum of its parts. One thread at
-        a time; requests may be served meanwhile."""
-        if not self.refined:
-            self.min_tokens = length(self._counted.way())
-            self.refined = True
 
     @property
     def nbytes(self) -> int:

@@ -85,7 +85,7 @@ class GrammarService:
                 raise QueueFull("max_pending_grammars", self._config.max_pending_grammars)
         if isinstance(known, GrammarError):
             raise _again(known)
-        if known is not None and known.refined:
+        if known is not None:
             _check_budget(known, budget, on_budget)
         return spec
 
@@ -111,8 +111,6 @@ class GrammarService:
         known = self._cache.get(key)
         if known is None or isinstance(known, GrammarError):
             return known and _again(known)
-        if _wants_shorter(known, order):
-            return None  # a worker looks for one
         try:
             _check_budget(known, order.budget, order.on_budget)
             return Matcher(known, order.budget, order.on_budget)
@@ -185,8 +183,6 @@ class GrammarService:
             if known is None or isinstance(known, GrammarError):
                 known = self._library().compile(spec)
                 self.compiled += 1
-            if any(_wants_shorter(known, waiter.order) for waiter in list(job.waiters.values())):
-                known.refine()
             outcome = known
         except Exception as error:  # a library's fault is the fault of those who use this grammar
             outcome = (
@@ -240,11 +236,6 @@ def _outcome(compiled: LlgTemplate | Exception, order: GrammarOrder) -> GrammarM
         return Matcher(compiled, order.budget, order.on_budget)
     except Exception as error:  # must reach the waiter, whatever it is
         return error
-
-
-def _wants_shorter(template: LlgTemplate, order: GrammarOrder) -> bool:
-    """The budget is below the shortest output known so far, and nobody has looked for a shorter one yet."""
-    return not template.refined and order.on_budget != "truncate" and order.budget < template.min_tokens
 
 
 def _check_budget(template: LlgTemplate, budget: int, on_budget: OnBudget) -> None:

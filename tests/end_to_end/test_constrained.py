@@ -53,7 +53,7 @@ class Desk:
         self.backend: Any = service._make()
         assert isinstance(self.backend, LlguidanceBackend)
         self.answers = cache(self._answers)
-        self.template = cache(lambda grammar: self.backend.compile(grammar))
+        self.template = cache(self.backend.compile)
         self.jobs = [
             self._job(grammar, index + index // 8, index * 3 + index // 8) for index, grammar in enumerate(GRAMMARS * 2)
         ]

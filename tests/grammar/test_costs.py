@@ -59,10 +59,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def templates(vocabulary: Vocabulary) -> dict[str, LlgTemplate]:
     backend = LlguidanceBackend(vocabulary)
-    made = {name: backend.compile(Grammar.json_schema(schema)) for name, schema in SCHEMAS.items()}
-    for template in made.values():
-        template.refine()
-    return made
+    return {name: backend.compile(Grammar.json_schema(schema)) for name, schema in SCHEMAS.items()}
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

@@ -99,8 +99,6 @@ def checked(vocabulary: Vocabulary, grammar: Grammar, tree: Tree, rng: random.Ra
     """
     exact = least_tokens(tree, ORDINARY)
     template = LlguidanceBackend(vocabulary).compile(grammar)
-    if exact < template.min_tokens:
-        template.refine()  # as the service does
     known = template.min_tokens
     assert exact <= known <= AMPLE * exact, (exact, known, grammar.text)
     for budget in (known, known + 1, known + rng.randrange(2, 9), 2 * known, AMPLE * known):

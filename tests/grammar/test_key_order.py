@@ -118,7 +118,6 @@ def test_every_budget_from_the_least_on_ends_in_a_valid_output(vocabulary: Vocab
     schema = objects(seed)
     validator = jsonschema.Draft202012Validator(schema)
     template = LlguidanceBackend(vocabulary).compile(Grammar.json_schema(schema, key_order="any"))
-    template.refine()
     rng = random.Random(seed)
     for budget in (*range(template.min_tokens, template.min_tokens + 8), 2 * template.min_tokens, 120):
         output = Matcher(template, budget, "close")
@@ -137,7 +136,6 @@ def test_the_least_budget_does_not_depend_on_the_order(vocabulary: Vocabulary) -
         found = []
         for order in ("schema", "any"):
             template = backend.compile(Grammar.json_schema(schema, key_order=order))  # type: ignore[arg-type]
-            template.refine()
             found.append(template.min_tokens)
         assert found[0] == found[1], schema
 

@@ -249,7 +249,6 @@ def test_a_number_is_completed_within_any_budget(name: str, vocabulary: Vocabula
     schema = STEERED[name]
     template = LlguidanceBackend(vocabulary).compile(Grammar.json_schema(schema))
     checker = Checker(schema)
-    template.refine()
     for extra in (0, 1, 3, 8):
         budget = template.min_tokens + extra
         for seed in range(2):

@@ -59,11 +59,6 @@ class Template:
         self.nbytes = nbytes
         self.min_tokens = min_tokens
         self.broken = False
-        self.refined = True
-
-    def refine(self) -> None:
-        self.refined = True
-        self.min_tokens -= 2
 
     def new_state(self) -> State:
         if self.broken:
@@ -250,30 +245,6 @@ async def test_a_budget_below_the_shortest_output_is_refused_with_the_number_nee
         assert desk.service.check(A, 7, "close") == A
         assert desk.service.check(A, 6, "truncate") == A
         assert not isinstance(await desk.start(2, A, budget=6, on_budget="truncate"), Exception)
-
-
-async def test_a_shorter_output_is_looked_for_only_when_a_budget_needs_it():
-    made: list[Template] = []
-
-    def compile_(grammar: Grammar) -> Template:
-        made.append(Template(min_tokens=7))
-        made[-1].refined = False
-        return made[-1]
-
-    async with Desk() as desk:
-        desk.backend.outcome = compile_
-        assert not isinstance(await desk.start(1, A, budget=9), Exception)
-        assert not made[0].refined
-        assert desk.service.check(A, 5, "close") == A, "not known yet"
-        assert not isinstance(await desk.start(2, A, budget=6, on_budget="truncate"), Exception)
-        assert not made[0].refined
-        assert not isinstance(await desk.start(3, A, budget=5), Exception)
-        assert made[0].refined
-        assert isinstance(await desk.start(4, A, budget=4), BudgetTooSmall)
-        with pytest.raises(BudgetTooSmall, match="takes 5 tokens"):
-            desk.service.check(A, 4, "close")
-        assert not isinstance(await desk.start(5, B, budget=5), Exception), "at once where it is known to be needed"
-        assert desk.backend.compiled == ["a+", "b+"]
 
 
 async def test_a_broken_template_is_compiled_again():

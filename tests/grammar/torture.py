@@ -52,7 +52,6 @@ def torture(vocabulary: Vocabulary, cases: Sequence[Case], seeds: Sequence[int])
     for case in cases:
         try:
             template = backend.compile(Grammar.json_schema(case.schema))
-            template.refine()
         except GrammarError as error:
             tally.lost.append(f"{case.name}: {error}")
             continue

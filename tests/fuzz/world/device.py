@@ -105,15 +105,11 @@ class LettersTemplate:
     """A compiled grammar of so many letters. One output's state in it, and the nearest end, are as simple as it is."""
 
     nbytes = 1000
-    refined = True
 
     def __init__(self, remainder: int, length: int) -> None:
         self.min_tokens = length
         self._remainder = remainder
         self._taken = 0
-
-    def refine(self) -> None:
-        return
 
     def new_state(self) -> LettersTemplate:
         return LettersTemplate(self._remainder, self.min_tokens)

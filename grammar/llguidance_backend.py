@@ -27,7 +27,7 @@ import llguidance
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge
 from asyncengine.grammar.backend import JointFill, Mask
-from asyncengine.grammar.counted import AHEAD, Counted, CountedClosing, length, unrolled
+from asyncengine.grammar.closing import AHEAD, Counted, Closing, length, unrolled
 from asyncengine.grammar.keywords import explain, summary
 from asyncengine.grammar.lower import Written, with_rules
 from asyncengine.grammar.prices import Prices, Speller
@@ -214,8 +214,8 @@ class LlgTemplate:
         self.lanes.append(self.fresh_matcher())
         self.widening = False
 
-    def new_closing(self) -> CountedClosing:
-        return CountedClosing(self, self._counted, self.backend.vocabulary)
+    def new_closing(self) -> Closing:
+        return Closing(self, self._counted, self.backend.vocabulary)
 
     def new_matcher(self) -> Any:
         """A matcher at the beginning. Others share its lexer, unless one of them has broken it: an output that goes on

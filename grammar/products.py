@@ -23,7 +23,9 @@ MAX_STATES = 20_000
 """States whose ends are kept."""
 MAX_PART = 20_000
 """Shapes in one part."""
-_USUAL = bytes([*range(97, 123), *range(48, 58), *range(65, 91), *range(33, 48), 32, *range(58, 65), *range(91, 97)])
+_USUAL = bytes(
+    [34, *range(97, 123), *range(48, 58), *range(65, 91), *range(33, 48), 32, *range(58, 65), *range(91, 97)]
+)
 _STEP = 1_000
 """Readings of one shape that one byte may look at."""
 
@@ -90,20 +92,23 @@ class Product(Words):
         """Look for a text to an end in some bytes; with all of them, it is known in the end that there is none."""
         came: dict[State, tuple[State, int] | None] = {state: None}
         left = MAX_STEPS
+        if self._accepts(state):
+            self._known[state] = [b""]
+            return
         for here in (todo := [state]):  # grows while it is walked
-            known = [b""] if self._accepts(here) else self._known.get(here)
-            if known:
-                self._keep(came, here, known[0])
-                return
-            if here in self._known:
-                continue
             left -= len(alphabet)
             if left < 0:
                 break
             for byte in alphabet:
                 following = self._after(here, byte)
-                if following is not None and following not in came:
-                    came[following] = here, byte
+                if following is None or following in came:
+                    continue
+                came[following] = here, byte
+                known = [b""] if self._accepts(following) else self._known.get(following)
+                if known:
+                    self._keep(came, following, known[0])
+                    return
+                if following not in self._known:
                     todo.append(following)
         if alphabet == self.bytes:
             if left < 0:
@@ -137,8 +142,8 @@ def _masks(shape: Shape) -> frozenset[int]:
 @functools.lru_cache(1024)
 def _alphabet(masks: frozenset[int]) -> bytes:
     """One byte for each kind that any of `masks` tells apart."""
-    kinds: dict[tuple[int, ...], int] = {}
-    for byte in (*_USUAL, *range(33), *range(123, 256)):
-        if any(kind := tuple(mask >> byte & 1 for mask in masks)):
-            kinds.setdefault(kind, byte)
-    return bytes(kinds.values())
+    kinds, some = [span(0, 255)], functools.reduce(int.__or__, masks, 0)
+    for mask in masks:
+        kinds = [part for kind in kinds for part in (kind & mask, kind & ~mask) if part]
+    usual = (*_USUAL, *range(33), *range(123, 256))
+    return bytes(sorted((next(b for b in usual if kind >> b & 1) for kind in kinds if kind & some), key=usual.index))

@@ -9,7 +9,7 @@ import pytest
 from fuzz.grammar_fuzz import Breaking, GrammarLife
 
 from asyncengine.errors import EngineError
-from asyncengine.grammar.counted import CountedClosing
+from asyncengine.grammar.closing import Closing
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.scheduler import results, rows
 from asyncengine.scheduler.request import Request
@@ -102,8 +102,8 @@ def count_no_forced_tokens(patch: pytest.MonkeyPatch) -> None:
 
 
 def close_one_token_late(patch: pytest.MonkeyPatch) -> None:
-    advance = CountedClosing.advance
-    patch.setattr(CountedClosing, "advance", lambda self, token, at_most: advance(self, token, at_most + 1))
+    advance = Closing.advance
+    patch.setattr(Closing, "advance", lambda self, token, at_most: advance(self, token, at_most + 1))
 
 
 def reset_the_matcher_of_who_is_preempted(patch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
-"""The nearest complete output of a grammar whose shape is known, by arithmetic in place of a search.
+"""The nearest complete output beside a growing one (contract line 15: budget-aware closing), by arithmetic.
 
-`CountedClosing` follows the output through the grammar's shape (`tracker`), which knows after each byte what the rest
-costs at most, however long it is: a token is taken if that still fits. Tokens to steer by are made one at a time, and
-what comes next of them is checked by the library. Where the library says otherwise, it is followed in
-place of the shape, and ways are looked for with it.
+`Closing` follows the output through the grammar's shape (`tracker`), which knows after each byte what the rest costs at
+most, however long it is: a token is taken if that still fits. Tokens to steer by are made one at a time, and what comes
+next of them is checked by the library. Where the library says otherwise, it is followed in place of the shape, and ways
+are looked for with it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def unrolled(way: Iterable[Segment]) -> Iterator[int]:
     return (token for tokens, times in way for _ in range(times) for token in tokens)
 
 
-class CountedClosing:
+class Closing:
     """The nearest complete output known from where one output stands. Moves along with it; belongs to one request.
 
     Invariant: `cost` tokens, beginning with `first()`, lead to a complete output. Where none is known, `cost` is beyond

@@ -27,7 +27,7 @@ import llguidance
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge
 from asyncengine.grammar.backend import JointFill, Mask
-from asyncengine.grammar.closing import AHEAD, Counted, Closing, length, unrolled
+from asyncengine.grammar.closing import AHEAD, Closing, Counted, length, unrolled
 from asyncengine.grammar.keywords import explain, summary
 from asyncengine.grammar.lower import Written, with_rules
 from asyncengine.grammar.prices import Prices, Speller

@@ -8,24 +8,27 @@ found by walking from state to state. States that have come to the same places a
 from __future__ import annotations
 
 import functools
+import heapq
+import itertools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from asyncengine.grammar.automata import Words
-from asyncengine.grammar.prices import Prices
+from asyncengine.grammar.prices import Prices, Speller
 from asyncengine.grammar.search import Effort
 from asyncengine.grammar.shapes import Letters, Literal, Opaque, Shape, Unmodelled, span, within
 from asyncengine.grammar.tracker import Lost, Tracker
+from asyncengine.grammar.vocabulary import Vocabulary
 
 MAX_STEPS = 30_000
 """Steps from state to state that one search for an end may take, some 50 milliseconds."""
 MAX_STATES = 20_000
 """States whose ends are kept."""
+MAX_TRACKERS = 256
+"""Shapes whose trackers are kept: many terminals have the same parts."""
 MAX_PART = 20_000
 """Shapes in one part."""
-_USUAL = bytes(
-    [34, *range(97, 123), *range(48, 58), *range(65, 91), *range(33, 48), 32, *range(58, 65), *range(91, 97)]
-)
+_USUAL = b'"abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ ' + bytes([*range(33, 48), *range(58, 97)])
 _STEP = 1_000
 """Readings of one shape that one byte may look at."""
 
@@ -44,20 +47,17 @@ class Product(Words):
             raise Unmodelled
         self.masks = frozenset().union(*map(_masks, found))
         self.bytes = _alphabet(self.masks)
-        # nothing is priced in them
-        self._parts, self._wrong = (
-            [Tracker(one, cast(Prices, None), _refuse) for one in each] for each in (parts, wrong)
-        )
+        self._parts, self._wrong = ([*map(_tracker, each)] for each in (parts, wrong))
         self._begin: State = tuple(frozenset(one.begin) for one in (*self._parts, *self._wrong))
         self._known: dict[State, list[bytes] | None] = {}
         """A text to an end from each state, none where there is none; None: none was found in time."""
-        super().__init__([b""] if self._accepts(self._begin) else [])
+        super().__init__([b""] if self._left(self._begin) == 0 else [])
 
     def on(self, state: Any, byte: int) -> tuple[Any, bool]:
         following = self._after(state or self._begin, byte)
         if following is None or self._ending(following) == []:
             return None, False
-        return following, self._accepts(following)
+        return following, self._left(following) == 0
 
     def endings(self, state: Any) -> list[bytes]:
         return self._ending(state or self._begin) or []
@@ -74,55 +74,77 @@ class Product(Words):
             found.append(frozenset(standing or ()))
         return tuple(found)
 
-    def _accepts(self, state: State) -> bool:
+    def _left(self, state: State) -> int:
+        """Bytes to an end at least; 0 only where it may end."""
         count = len(self._parts)
-        return all(map(Tracker.ends, self._parts, state)) and not any(map(Tracker.ends, self._wrong, state[count:]))
+        left = max(min(place.rest for place in standing) for standing in state[:count])
+        return left or int(any(place.rest == 0 for standing in state[count:] for place in standing))
 
     def _ending(self, state: State) -> list[bytes] | None:
         if state not in self._known:
             if len(self._known) >= MAX_STATES:
                 self._known.clear()
-            plain = bytes(byte for byte in self.bytes if 32 <= byte < 127 and byte != 92)
-            self._search(state, plain)
-            if state not in self._known:
-                self._search(state, self.bytes)
+            if self._left(state) == 0:
+                self._known[state] = [b""]
+            elif (text := self._of_a_part(state)) is not None:
+                self._known[state] = [text]
+            else:
+                self._search(state)
         return self._known[state]
 
-    def _search(self, state: State, alphabet: bytes) -> None:
-        """Look for a text to an end in some bytes; with all of them, it is known in the end that there is none."""
+    def _of_a_part(self, state: State) -> bytes | None:
+        """The nearest end of one of the shapes, if it is one of all."""
+        for tracker, standing in zip(self._parts, state, strict=False):
+            _, place = tracker.nearest(tuple(standing))
+            text = b"".join(bytes(tokens) * times for tokens, times in tracker.segments(place))
+            here: State | None = state
+            for byte in text:
+                here = here and self._after(here, byte)
+            if here is not None and self._left(here) == 0:
+                return text
+        return None
+
+    def _search(self, state: State) -> None:
+        """Look for a text to an end, nearest states first."""
         came: dict[State, tuple[State, int] | None] = {state: None}
-        left = MAX_STEPS
-        if self._accepts(state):
-            self._known[state] = [b""]
-            return
-        for here in (todo := [state]):  # grows while it is walked
-            left -= len(alphabet)
-            if left < 0:
-                break
-            for byte in alphabet:
-                following = self._after(here, byte)
-                if following is None or following in came:
-                    continue
-                came[following] = here, byte
-                known = [b""] if self._accepts(following) else self._known.get(following)
-                if known:
-                    self._keep(came, following, known[0])
-                    return
-                if following not in self._known:
-                    todo.append(following)
-        if alphabet == self.bytes:
+        count, left = itertools.count(), MAX_STEPS
+        heap = [(0, 0, next(count), state)]
+        while heap:
+            _, length, _, here = heapq.heappop(heap)
+            if not self._left(here):
+                self._keep(came, here)
+                return
+            left -= len(self.bytes)
             if left < 0:
                 self._known[state] = None
-            for here in came if left >= 0 else ():
-                self._known.setdefault(here, [])
+                return
+            for byte in self.bytes:
+                following = self._after(here, byte)
+                if following is not None and following not in came and self._known.get(following) != []:
+                    came[following] = here, byte
+                    heapq.heappush(heap, (length + self._left(following), length + 1, next(count), following))
+        for here in came:
+            self._known[here] = []
 
-    def _keep(self, came: dict[State, tuple[State, int] | None], here: State, text: bytes) -> None:
-        """The text from the first state to `here` and on to an end by `text`; kept for each state on the way."""
-        self._known[here] = [text]
+    def _keep(self, came: dict[State, tuple[State, int] | None], here: State) -> None:
+        """The text from the first state to `here`, an end; kept for each state on the way."""
+        self._known[here], text = [b""], b""
         while (before := came[here]) is not None:
             here, byte = before
             text = bytes([byte]) + text
             self._known[here] = [text]
+
+
+@functools.cache
+def _bytes() -> Speller:
+    """A speller whose tokens are single bytes."""
+    return Speller(Vocabulary([*(bytes([byte]) for byte in range(256)), b""], [256], [], 257))
+
+
+@functools.lru_cache(MAX_TRACKERS)
+def _tracker(shape: Shape) -> Tracker:
+    """The shape priced in bytes."""
+    return Tracker(shape, Prices(shape, _bytes(), _refuse), _refuse)
 
 
 def _refuse(_: Opaque) -> Any:
@@ -145,5 +167,5 @@ def _alphabet(masks: frozenset[int]) -> bytes:
     kinds, some = [span(0, 255)], functools.reduce(int.__or__, masks, 0)
     for mask in masks:
         kinds = [part for kind in kinds for part in (kind & mask, kind & ~mask) if part]
-    usual = (*_USUAL, *range(33), *range(123, 256))
+    usual = (*_USUAL, *range(256))
     return bytes(sorted((next(b for b in usual if kind >> b & 1) for kind in kinds if kind & some), key=usual.index))

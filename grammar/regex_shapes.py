@@ -30,6 +30,8 @@ sre: Any = importlib.import_module("re._parser")
 """Python's own parser of patterns; private, so whatever it raises or changes leaves a pattern to the library."""
 _DOTALL, _ANY_CASE = re.DOTALL.value, re.IGNORECASE.value
 _READ_FLAGS = re.UNICODE.value | re.VERBOSE.value | _DOTALL | _ANY_CASE
+MAX_KEPT = 2048
+"""Patterns whose shapes are kept."""
 _NEWLINE = [(10, 10)]
 _CATEGORIES: dict[str, Ranges] = {
     "WORD": [(48, 57), (65, 90), (95, 95), (97, 122)],
@@ -49,6 +51,7 @@ _CONTROL = r"\\u00(?:[01][0-9A-Fa-f]|7[Ff])"
 _ESCAPES = {34: b'\\"', 92: b"\\\\", 8: b"\\b", 12: b"\\f", 10: b"\\n", 13: b"\\r", 9: b"\\t"}
 
 
+@functools.lru_cache(MAX_KEPT)
 def regex_shape(pattern: str, flags: str = "") -> Shape:
     """Texts that `pattern` matches from end to end; `flags`: letters of those that hold in all of it. Raises
     `Unmodelled`."""

@@ -11,7 +11,7 @@ Where a grammar is read by a lexer, a reading inside a lexeme that can go on rul
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from asyncengine.grammar.automata import Words
@@ -82,14 +82,14 @@ Moves = dict[int, list[tuple[Shape, "Place", bool]]]
 """The shapes that may come next, with the place behind each, and whether a lexeme ends before it: texts by their first
 byte, all others by `ANY`."""
 ANY = -1
-END, LAZY = -2, -3
-"""The end of the whole may come next, or a lazy lexeme ends."""
+LAZY = -2
+"""A lazy lexeme ends."""
 
 
 class Inside:
     """A place inside what only the library knows."""
 
-    __slots__ = ("_guesses", "_matcher", "_prices", "_wait", "_way", "outer")
+    __slots__ = ("_guesses", "_matcher", "_prices", "_wait", "_way", "next", "outer")
 
     def __init__(
         self,
@@ -106,6 +106,8 @@ class Inside:
         self._guesses = guesses
         self._wait = wait
         self._way: Sequence[int] | None = None
+        self.next: dict[int, tuple[Standing, Standing]] = {}
+        """Nothing is kept: no output stands in this one again."""
         self.outer = outer
 
     @property
@@ -170,11 +172,6 @@ class Tracker:
     def inside(self, matcher: Any) -> Standing:
         """The standing in a whole that only the library knows, where `matcher` stands."""
         return (Inside(self._prices, matcher, self._end),)
-
-    def ends(self, standing: Iterable[Place | Inside]) -> bool:
-        """Whether the text may end here, nothing in it being known to the library alone."""
-        moves = (self._moves(place, Effort(MAX_STEPS)) for place in standing if isinstance(place, Place))
-        return any(END in found for found in moves)
 
     def cost(self, standing: Standing) -> int:
         """Tokens of the nearest complete output, at most: the sum of its parts."""
@@ -257,23 +254,15 @@ class Tracker:
             above.spelled = total - before
         return total
 
-    def step(self, standing: Iterable[Place | Inside], symbols: Iterable[int], effort: Effort) -> Standing | None:
+    def step(self, standing: Collection[Place | Inside], symbols: Iterable[int], effort: Effort) -> Standing | None:
         """Past `symbols`; None if no reading goes on with it. Raises `Lost`."""
         for symbol in symbols:
-            going_on: dict[Place | Inside, None] = {}
-            leaving: dict[Place | Inside, None] = {}
-            for place in standing:
-                if isinstance(place, Inside):
-                    found = tuple(place.on(symbol))
-                    (going_on if place.inside else leaving).update(dict.fromkeys(found))
-                    continue
-                if symbol not in place.next:
-                    place.next[symbol] = self._on(place, symbol, effort)
-                for item in place.next[symbol][0]:
-                    going_on[item] = None
-                for item in place.next[symbol][1]:
-                    leaving[item] = None
-            standing = tuple(going_on or leaving)
+            found = [place.next.get(symbol) or self._on(place, symbol, effort) for place in standing]
+            if len(found) == 1:
+                standing = found[0][0] or found[0][1]
+            else:
+                going_on = dict.fromkeys(itertools.chain.from_iterable(on for on, _ in found))
+                standing = tuple(going_on or dict.fromkeys(itertools.chain.from_iterable(left for _, left in found)))
             effort.left -= len(standing)
             if not standing:
                 return None
@@ -283,17 +272,23 @@ class Tracker:
                 standing = tuple(dict.fromkeys(self._lazy_ends(standing, effort))) or standing
         return tuple(standing)
 
-    def _on(self, place: Place, symbol: int, effort: Effort) -> tuple[Standing, Standing]:
+    def _on(self, place: Place | Inside, symbol: int, effort: Effort) -> tuple[Standing, Standing]:
         """Places behind `symbol`: those within the lexeme, and those behind its end."""
-        if place.outer is not None and isinstance(place.shape, (Literal, Words)):
-            found = tuple(self._within(place.shape, place.index, place.outer, symbol))
-            return (found, ()) if place.inside else ((), found)
         going_on: list[Place | Inside] = []
-        leaving: list[Place | Inside] = []
-        moves = self._moves(place, effort)
-        for shape, outer, left in (*moves.get(symbol, ()), *moves.get(ANY, ())):
-            (leaving if left else going_on).extend(self._into(shape, outer, symbol))
-        return tuple(going_on), tuple(leaving)
+        leaving = going_on if place.inside else list[Place | Inside]()
+        if isinstance(place, Inside):
+            leaving.extend(place.on(symbol))
+        elif place.outer is not None and isinstance(place.shape, (Literal, Words)):
+            leaving.extend(self._within(place.shape, place.index, place.outer, symbol))
+        else:
+            leaving = []
+            moves = self._moves(place, effort)
+            for shape, outer, left in (*moves.get(symbol, ()), *moves.get(ANY, ())):
+                (leaving if left else going_on).extend(self._into(shape, outer, symbol))
+        found = (tuple(going_on), () if leaving is going_on else tuple(leaving))
+        if isinstance(place, Place):
+            place.next[symbol] = found
+        return found
 
     def _into(self, shape: Shape, outer: Place, symbol: int) -> Iterator[Place | Inside]:
         """Places behind the first symbol of a shape."""
@@ -357,7 +352,6 @@ class Tracker:
             elif outer.outer is not None:
                 steps = self._following(outer.shape, outer.index, outer.outer)
             else:
-                found[END] = []
                 continue
             gone = left or (shape is None and isinstance(outer.shape, Lexeme))
             if gone and not left and isinstance(outer.shape, Lexeme) and outer.shape.lazy:

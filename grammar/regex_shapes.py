@@ -7,6 +7,7 @@ import importlib
 import re
 import string
 import unicodedata
+from collections.abc import Iterator
 from typing import Any
 
 from asyncengine.grammar.automata import Words
@@ -64,12 +65,21 @@ def regex_shape(pattern: str, flags: str = "") -> Shape:
 
 def searched_shape(pattern: str) -> Shape:
     """The shape between the quotes of JSON strings in which `pattern` is found. Raises `Unmodelled`."""
-    parsed = _parsed(pattern)
-    reader, items = _Reader(True), list(parsed)
-    branches = [items]
-    if len(items) == 1 and str(items[0][0]) == "BRANCH":
-        branches = [list(branch) for branch in items[0][1][1]]
-    return Either([reader.found(branch, parsed.state.flags) for branch in branches])
+    parsed, reader = _parsed(pattern), _Reader(True)
+    return Either([reader.found(branch, parsed.state.flags) for branch in _apart(list(parsed))])
+
+
+def _apart(items: list[Any]) -> Iterator[list[Any]]:
+    """The alternatives of a pattern: those of groups with an anchor, too, one by one."""
+    for at, (operator, argument) in enumerate(items):
+        options: list[Any] = argument[1] if str(operator) == "BRANCH" else []
+        if str(operator) == "SUBPATTERN" and not argument[1] | argument[2]:  # no flags of its own
+            options = [argument[-1]]
+        if options and (len(items) == 1 or "AT_" in repr(argument)):
+            for option in options:
+                yield from _apart([*items[:at], *option, *items[at + 1 :]])
+            return
+    yield items
 
 
 def json_letters(ranges: Ranges) -> Shape:

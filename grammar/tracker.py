@@ -175,7 +175,9 @@ class Tracker:
 
     def cost(self, standing: Standing) -> int:
         """Tokens of the nearest complete output, at most: the sum of its parts."""
-        return min((place.rest for place in self._open(standing)), default=UNREACHABLE)
+        if self._lexed:
+            standing = self._open(standing)
+        return min([place.rest for place in standing]) if standing else UNREACHABLE
 
     def nearest(self, standing: Standing) -> tuple[int, Place | Inside]:
         """Tokens of the nearest complete output with neighbours spelled together, and the place it goes on from."""
@@ -257,12 +259,14 @@ class Tracker:
     def step(self, standing: Collection[Place | Inside], symbols: Iterable[int], effort: Effort) -> Standing | None:
         """Past `symbols`; None if no reading goes on with it. Raises `Lost`."""
         for symbol in symbols:
-            found = [place.next.get(symbol) or self._on(place, symbol, effort) for place in standing]
-            if len(found) == 1:
-                standing = found[0][0] or found[0][1]
+            if len(standing) == 1:
+                for place in standing:
+                    going_on, leaving = place.next.get(symbol) or self._on(place, symbol, effort)
+                standing = going_on or leaving
             else:
-                going_on = dict.fromkeys(itertools.chain.from_iterable(on for on, _ in found))
-                standing = tuple(going_on or dict.fromkeys(itertools.chain.from_iterable(left for _, left in found)))
+                found = [place.next.get(symbol) or self._on(place, symbol, effort) for place in standing]
+                on = dict.fromkeys(itertools.chain.from_iterable(on for on, _ in found))
+                standing = tuple(on or dict.fromkeys(itertools.chain.from_iterable(left for _, left in found)))
             effort.left -= len(standing)
             if not standing:
                 return None
@@ -284,7 +288,12 @@ class Tracker:
             leaving = []
             moves = self._moves(place, effort)
             for shape, outer, left in (*moves.get(symbol, ()), *moves.get(ANY, ())):
-                (leaving if left else going_on).extend(self._into(shape, outer, symbol))
+                behind = leaving if left else going_on
+                if isinstance(shape, Letters) and symbol < 0x80:
+                    if shape.mask >> symbol & 1:
+                        behind.append(outer)
+                else:
+                    behind.extend(self._into(shape, outer, symbol))
         found = (tuple(going_on), () if leaving is going_on else tuple(leaving))
         if isinstance(place, Place):
             place.next[symbol] = found
@@ -356,8 +365,8 @@ class Tracker:
             gone = left or (shape is None and isinstance(outer.shape, Lexeme))
             if gone and not left and isinstance(outer.shape, Lexeme) and outer.shape.lazy:
                 found.setdefault(LAZY, []).append((outer.shape, outer, True))
-            for step in ((*step, gone) for step in steps):
-                if step not in seen:
+            for following, behind in steps:
+                if (step := (following, behind, gone)) not in seen:
                     seen.add(step)
                     todo.append(step)
             if len(todo) > MAX_STEPS:

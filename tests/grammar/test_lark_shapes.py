@@ -1,0 +1,87 @@
+"""Hand-written grammars: their shortest ends are known by arithmetic, longest and lazy matches of the lexer included."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from support.grammar_walks import text_of, walk
+from support.long import TIMES
+
+from asyncengine.grammar import Grammar
+from asyncengine.grammar.llguidance_backend import LlguidanceBackend
+from asyncengine.grammar.matcher import Matcher
+from asyncengine.grammar.vocabulary import Vocabulary
+
+CHESS = r"""
+root   ::= "1. " move " " move "\n" ([1-9] [0-9]? ". " move " " move "\n")+
+move   ::= (pawn | nonpawn | castle) [+#]?
+nonpawn ::= [NBKQR] [a-h]? [1-8]? "x"? [a-h] [1-8]
+pawn   ::= ([a-h] "x")? [a-h] [1-8] ("=" [NBKQR])?
+castle ::= "O-O" "-O"?
+"""
+SUM = """
+?start: sum
+?sum: product | sum "+" product | sum "-" product
+?product: atom | product "*" atom
+?atom: NUMBER | "-" atom | "(" sum ")"
+NUMBER: /[0-9]+/
+"""
+PERSON = (
+    '{"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}, "required": ["name"]}'
+)
+GRAMMARS = {
+    "a lexeme that hides another": ('start: A B | C\nA: "ab"\nB: "c"\nC: "abd"', "abd"),
+    "a lexeme that goes on": ('start: (T | "x"+) "y"\nT: /x{2}/', "xy"),
+    "text that nothing leads out of": ('start: T "<t>" b "<"\nT: /(?s:.*)/ & ~/(?s:.*<t>.*)/\nb: /[0-9]/', "<t>0<"),
+    "any text but one": ('start: X "!"\nX: ~/ab!?/', "!"),
+    "a lazy rule": ('start: head %json {"type": "null"}\nhead[lazy]: /(?s:.*)/ "</think>"', "</think>null"),
+    "a suffix": ('start: "a" x "b"\nx[suffix="."]: /[a-z]*/', "a.b"),
+    "blanks between": ('start: "a" b\nb: /[0-9]+/\n%ignore / +/', "a0"),
+    "a special token": ('start: TEXT <|mark|> "x"\nTEXT: /a*/', "<|mark|>x"),
+    "letters of either case": ('start: "ab"i "c".."d" "e"~2..3', "abcee"),
+    "something optional": ('start: [a] "z"\na: "q"{2,}', "z"),
+    "left recursion": (SUM, "0"),
+    "itself twice": ('start: start start | "a"', "a"),
+    "a grammar inside": ('start: "a" %lark {\nstart: "b"+ x\nx: "c"\n} "d"', "abcd"),
+    "a schema inside": (f'start: "<" %json {PERSON} ">"', '<{"name":""}>'),
+    "moves of chess": (Grammar.ebnf(CHESS).text, "1. a1 a1\n1. a1 a1\n"),
+}  # fmt: skip
+"""Lark, and a shortest text."""
+SHORT = ("letters of either case", "itself twice", "left recursion", "a lexeme that goes on", "blanks between")
+"""Grammars whose outputs mostly end by themselves."""
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_no_output_of_lark_is_lost_from_the_stated_minimum_on(
+    name: str, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lark, shortest = GRAMMARS[name]
+    template = LlguidanceBackend(vocabulary).compile(Grammar.lark(lark))
+    assert template.min_tokens <= len(vocabulary.tokenize(shortest)) + 2
+    monkeypatch.setattr(template, "searched", lambda: pytest.fail("a search took over"))
+    steered = 0
+    for seed in range(12 * TIMES):
+        rng = random.Random(f"{name} {seed}")
+        budget = template.min_tokens + rng.choice([0, 0, 1, 2, 5, 9, 30])
+        matcher = Matcher(template, budget, "close")
+        tokens, _ = walk(vocabulary, matcher, budget, rng, jump=bool(seed % 2))
+        assert matcher.overrun() is None
+        assert text_of(vocabulary, tokens)
+        steered += matcher.steered
+    assert steered or name in SHORT
+
+
+@pytest.mark.parametrize(
+    "lark",
+    ['start: x\nx: y "b" | "a"\ny: x "c"', 'start: "<" %regex {"substring_words": "a b c"} ">"'],
+    ids=["rules that begin one another", "an expression of the library's own"],
+)
+def test_what_has_no_shape_is_searched(lark: str, vocabulary: Vocabulary) -> None:
+    template = LlguidanceBackend(vocabulary).compile(Grammar.lark(lark))
+    assert template.min_tokens <= 3
+    for seed in range(6):
+        budget = template.min_tokens + 3 * seed
+        matcher = Matcher(template, budget, "close")
+        walk(vocabulary, matcher, budget, random.Random(seed))
+        assert matcher.overrun() is None

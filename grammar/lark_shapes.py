@@ -36,7 +36,6 @@ _ENDS = ("", "|", "&", *_CLOSE)
 _COUNTS = {"?": (0, 1), "*": (0, None), "+": (1, None)}
 _PREFIX = re.compile(r"(?m)^([ \t]*)[?!](?=[A-Za-z_])")
 _ANY = Times(Letters(span(0, 255)), 0, None)
-_UNREAD = ("%import", "%declare", "%override", "%extend")
 Token = tuple[str, str, int]
 """(kind, text, where it begins), see `lark.placed`."""
 
@@ -84,12 +83,10 @@ class _Scope:
             if kind == "name" and not depth and _said(tokens, colon) == ":":
                 self._known[said] = _Definition(body := [], tokens[at + 1 : colon])
                 at = colon
-            elif kind == "keyword" and said in ("%ignore", "%llguidance", *_UNREAD):
-                if said in _UNREAD:
-                    raise Unmodelled
-                body = []
-                if said == "%ignore":
-                    ignored.append(body)
+            elif said == "%ignore" and kind == "keyword":
+                ignored.append(body := [])
+            elif said == "%llguidance" and kind == "keyword":
+                body = []  # its options
             else:
                 depth += (said in _OPEN) - (said in _CLOSE)
                 body.append(tokens[at])

@@ -7,6 +7,7 @@ found by walking from state to state. States that have come to the same places a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import heapq
 import itertools
@@ -19,10 +20,12 @@ from asyncengine.grammar.search import Effort
 from asyncengine.grammar.shapes import Letters, Literal, Opaque, Shape, Unmodelled, span, within
 from asyncengine.grammar.tracker import Lost, Tracker
 from asyncengine.grammar.vocabulary import Vocabulary
+from asyncengine.grammar.ways import UNREACHABLE
 
-MAX_STEPS = 30_000
-"""Steps from state to state that one search for an end may take, some 50 milliseconds."""
-MAX_STATES = 20_000
+MAX_STEPS, LEAST_STEPS = 30_000, 500
+"""Steps from state to state that one search for an end may take, a third of a second; fewer after one that found none
+in time."""
+MAX_STATES = 4_000
 """States whose ends are kept."""
 MAX_TRACKERS = 256
 """Shapes whose trackers are kept: many terminals have the same parts."""
@@ -38,7 +41,7 @@ State = tuple[frozenset[Any], ...]
 class Product(Words):
     """Texts of all of some shapes that are none of others."""
 
-    __slots__ = ("_begin", "_known", "_parts", "_wrong", "bytes", "masks")
+    __slots__ = ("_begin", "_known", "_parts", "_steps", "_wrong", "bytes", "masks")
 
     def __init__(self, parts: Sequence[Shape], wrong: Sequence[Shape] = ()) -> None:
         """Raises `Unmodelled` for what only the library knows."""
@@ -50,7 +53,8 @@ class Product(Words):
         self._parts, self._wrong = ([*map(_tracker, each)] for each in (parts, wrong))
         self._begin: State = tuple(frozenset(one.begin) for one in (*self._parts, *self._wrong))
         self._known: dict[State, list[bytes] | None] = {}
-        """A text to an end from each state, none where there is none; None: none was found in time."""
+        """The results of `_ending`."""
+        self._steps = MAX_STEPS
         super().__init__([b""] if self._left(self._begin) == 0 else [])
 
     def on(self, state: Any, byte: int) -> tuple[Any, bool]:
@@ -81,16 +85,16 @@ class Product(Words):
         return left or int(any(place.rest == 0 for standing in state[count:] for place in standing))
 
     def _ending(self, state: State) -> list[bytes] | None:
-        if state not in self._known:
-            if len(self._known) >= MAX_STATES:
-                self._known.clear()
-            if self._left(state) == 0:
-                self._known[state] = [b""]
-            elif (text := self._of_a_part(state)) is not None:
-                self._known[state] = [text]
-            else:
-                self._search(state)
-        return self._known[state]
+        """A text to an end, none where there is none; None: none was found in time."""
+        with contextlib.suppress(KeyError):
+            return self._known[state]
+        if len(self._known) >= MAX_STATES:
+            self._known.clear()
+        text = b"" if self._left(state) == 0 else self._of_a_part(state)
+        found = self._search(state) if text is None else [text]
+        self._steps = MAX_STEPS if found else max(LEAST_STEPS, self._steps // 4)
+        self._known[state] = found
+        return found
 
     def _of_a_part(self, state: State) -> bytes | None:
         """The nearest end of one of the shapes, if it is one of all."""
@@ -104,35 +108,36 @@ class Product(Words):
                 return text
         return None
 
-    def _search(self, state: State) -> None:
-        """Look for a text to an end, nearest states first."""
+    def _search(self, state: State) -> list[bytes] | None:
+        """The same by walking from state to state, nearest first."""
         came: dict[State, tuple[State, int] | None] = {state: None}
-        count, left = itertools.count(), MAX_STEPS
+        count, steps = itertools.count(), self._steps
         heap = [(0, 0, next(count), state)]
         while heap:
             _, length, _, here = heapq.heappop(heap)
             if not self._left(here):
-                self._keep(came, here)
-                return
-            left -= len(self.bytes)
-            if left < 0:
-                self._known[state] = None
-                return
+                return [self._keep(came, here)]
+            steps -= len(self.bytes)
+            if steps < 0:
+                return None
             for byte in self.bytes:
                 following = self._after(here, byte)
-                if following is not None and following not in came and self._known.get(following) != []:
+                if following is None or following in came or self._known.get(following) == []:
+                    continue
+                if (left := self._left(following)) < UNREACHABLE:
                     came[following] = here, byte
-                    heapq.heappush(heap, (length + self._left(following), length + 1, next(count), following))
-        for here in came:
-            self._known[here] = []
+                    heapq.heappush(heap, (length + left, length + 1, next(count), following))
+        self._known.update((here, []) for here in came)
+        return []
 
-    def _keep(self, came: dict[State, tuple[State, int] | None], here: State) -> None:
+    def _keep(self, came: dict[State, tuple[State, int] | None], here: State) -> bytes:
         """The text from the first state to `here`, an end; kept for each state on the way."""
-        self._known[here], text = [b""], b""
+        text = b""
         while (before := came[here]) is not None:
+            self._known[here] = [text]
             here, byte = before
             text = bytes([byte]) + text
-            self._known[here] = [text]
+        return text
 
 
 @functools.cache

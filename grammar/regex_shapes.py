@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import re
 import string
 import unicodedata
@@ -31,6 +32,8 @@ sre: Any = importlib.import_module("re._parser")
 """Python's own parser of patterns; private, so whatever it raises or changes leaves a pattern to the library."""
 _DOTALL, _ANY_CASE = re.DOTALL.value, re.IGNORECASE.value
 _READ_FLAGS = re.UNICODE.value | re.VERBOSE.value | _DOTALL | _ANY_CASE
+MAX_APART = 256
+"""Alternatives of a pattern that are taken apart."""
 MAX_KEPT = 2048
 """Patterns whose shapes are kept."""
 _NEWLINE = [(10, 10)]
@@ -66,7 +69,10 @@ def regex_shape(pattern: str, flags: str = "") -> Shape:
 def searched_shape(pattern: str) -> Shape:
     """The shape between the quotes of JSON strings in which `pattern` is found. Raises `Unmodelled`."""
     parsed, reader = _parsed(pattern), _Reader(True)
-    return Either([reader.found(branch, parsed.state.flags) for branch in _apart(list(parsed))])
+    branches = [*itertools.islice(_apart(list(parsed)), MAX_APART)]
+    if len(branches) == MAX_APART:
+        raise Unmodelled
+    return Either([reader.found(branch, parsed.state.flags) for branch in branches])
 
 
 def _apart(items: list[Any]) -> Iterator[list[Any]]:

@@ -19,7 +19,6 @@ MAX_TOKEN_BYTES = 32
 """Longer tokens (runs of blanks and dashes, mostly) are not looked for when a text is cut into few tokens."""
 ANCHOR = "\n"
 """A text put before another where a tokenizer changes the beginning of what it encodes."""
-NEVER_IN_UTF8 = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
 
 
 class Vocabulary:
@@ -136,11 +135,6 @@ class Vocabulary:
         return max(runs, key=lambda data: (len(data), data[0]))[0] if runs else ord("a")
 
     @cached_property
-    def spells_bytes(self) -> bool:
-        """Every byte that UTF-8 uses is a token by itself."""
-        return all(bytes([byte]) in self.by_bytes for byte in range(256) if byte not in NEVER_IN_UTF8)
-
-    @cached_property
     def ll_tokenizer(self) -> Any:
         """llguidance's view of the whole vocabulary. Half a second at 150,000 tokens, holding the interpreter lock."""
         padding = [b""] * (self.vocab_size - len(self.token_bytes))  # never allowed by any mask
@@ -184,7 +178,6 @@ class Vocabulary:
         """Build now what would be built at first use."""
         self.ll_tokenizer  # noqa: B018
         self.byte_tokenizer  # noqa: B018
-        self.spells_bytes  # noqa: B018
         self.filler  # noqa: B018
         self.longest  # noqa: B018
         self.lengths  # noqa: B018

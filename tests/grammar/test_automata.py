@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 
 import pytest
 
 from asyncengine.grammar.automata import OtherKey, Words
+from asyncengine.grammar.lark_shapes import expression_shape
 
 NAMES = ["a", "ab", "abc", "", "é", "éa", "€", "中文", "\U0001f600", 'q"t', "b\\s", "n\n", "line\u0001"]
 LETTERS = [*"abcq", "é", "ê", "€", "中", "丮", "\U0001f600", "\U0001f601", "ࠀ", "퟿", "\U0010ffff", '"', "\\", "\n"]
@@ -82,3 +84,30 @@ def test_words_are_said_in_full() -> None:
                 assert said(shape, bytes(text)) == (bytes(text) in words), text
     assert not Words([]).endings(b"")
     assert shape.endings(b"") == sorted(shape.endings(b""), key=len)
+
+
+def test_products_are_what_all_of_some_patterns_match_and_none_of_others() -> None:
+    """Against Python's own matching, for every text of a few letters; and none leads to an end where there is none."""
+    rng = random.Random(6)
+    some = ["[ab]*", "(ab|a)*1?", ".{3}", "a.*|1", "(.*b)?a{2,}.*", "[^b]+", "(?s:.*)1(?s:.*)", "(?i:AB)+", "b*|a+"]
+    texts = ["".join(letters) for size in range(5) for letters in itertools.product("ab1", repeat=size)]
+    for _ in range(12):
+        parts, wrong = rng.sample(some, 2), rng.sample(some, rng.randrange(2))
+        shape = expression_shape(" & ".join([*(f"/{one}/" for one in parts), *(f"~/{one}/" for one in wrong)]))
+        assert isinstance(shape, Words)
+        right = [
+            text
+            for text in texts
+            if all(re.fullmatch(one, text) for one in parts) and not any(re.fullmatch(one, text) for one in wrong)
+        ]
+        for text in texts[1:]:
+            state: object = b""
+            for index, byte in enumerate(text.encode()):
+                state, ended = shape.on(state, byte)
+                assert ended == (text[: index + 1] in right), (parts, wrong, text)
+                if state is None:
+                    assert not any(one.startswith(text[: index + 1]) and one != text[: index + 1] for one in right)
+                    break
+                assert all(taken(shape, state, ending) or ending == b"" for ending in shape.endings(state))
+                assert shape.endings(state), (parts, wrong, text)
+        assert (b"" in shape.words) == ("" in right)

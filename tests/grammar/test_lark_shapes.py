@@ -1,4 +1,4 @@
-"""Hand-written grammars: their shortest ends are known by arithmetic, longest and lazy matches of the lexer included."""
+"""Hand-written grammars: their shortest ends are known by arithmetic, where the lexer is greedy or lazy, too."""
 
 from __future__ import annotations
 

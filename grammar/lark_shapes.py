@@ -319,7 +319,7 @@ def _closing(tokens: list[Token], at: int) -> int:
 
 
 def _lazy_end(attributes: list[Token]) -> list[Token] | None:
-    """What ends a lazy rule besides its own text; None for one that is not."""
+    """The end of a lazy rule besides its own text; None for a rule that is not lazy."""
     said = [text for _, text, _ in attributes]
     for name in ("suffix", "stop"):
         if name in said:

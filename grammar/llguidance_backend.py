@@ -191,10 +191,9 @@ class LlgTemplate:
             if matcher.is_error():
                 self._bytes = None
                 raise self.broken(matcher)
-            if way is None and effort.left > 0:
-                raise GrammarImpossible("grammar", "allows no complete output")
             if way is None:
-                raise GrammarTooLarge("grammar", f"no complete output was found within {EFFORT} steps of the search")
+                limit = f"no complete output was found within {EFFORT} steps of the search"
+                raise (GrammarImpossible if effort.left > 0 else GrammarTooLarge)("grammar", limit)
             shape = Opaque("")
             prices = Prices(shape, self.backend.speller, lambda _: way)
             self._searched = Counted(shape, prices, lambda _: self.new_bytes())

@@ -42,7 +42,7 @@ _CATEGORIES: dict[str, Ranges] = {
     "SPACE": [(9, 13), (32, 32), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029),
               (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000)],
 }  # fmt: skip
-"""What is beyond ASCII may be a part of a word or not. Read only."""
+"""Letters of words in ASCII (others may be a part of a word or not), and blanks. Read only."""
 _ASCII, _BEYOND = (0, 127), (128, MAX_CODE)
 _SAME = [(char, char.upper(), *{"k": "\u212a", "s": "\u017f"}.get(char, "")) for char in string.ascii_lowercase]
 """Characters that are the same where case does not matter."""

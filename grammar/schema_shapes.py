@@ -146,7 +146,7 @@ def _json(text: str, schema: dict[str, Any]) -> Shape:
 
 
 def _demands(part: dict[str, Any]) -> Iterator[Shape]:
-    """What one schema of strings says of the text between the quotes."""
+    """The demands of one schema of strings on the text between the quotes."""
     if "enum" in part:
         yield Words([json.dumps(one, ensure_ascii=False)[1:-1].encode("utf-8", "replace") for one in part["enum"]])
     if "pattern" in part:

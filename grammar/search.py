@@ -1,9 +1,10 @@
 """Completions of what only the grammar library knows, looked for symbol by symbol with the library as the oracle.
 
 llguidance can say what may come next and whether a text may end, not how far the end is. So a matcher runs over single
-bytes, where a step costs a microsecond, and paths are followed by their length, shortest first. Places that allow the
-same symbols are taken for the same one, unless a run of one symbol leads from one to the other. What is found is always
-a completion; it can be longer than the shortest.
+bytes, where a step costs a microsecond. Paths are followed by their length, shortest first; places that allow the same
+symbols are taken for the same one, unless a run of one symbol leads from one to the other. If that finds none, one path
+is followed by the most promising symbol in each place. What is found is always a completion; it can be longer than the
+shortest.
 """
 
 from __future__ import annotations
@@ -48,7 +49,14 @@ def leads(matcher: Any, symbols: Sequence[int]) -> bool:
 
 def shortest(matcher: Any, end: int, effort: Effort) -> list[int] | None:
     """Symbols that lead from where `matcher` stands (it is left there) to a complete text, few of them; None if none
-    were found. `end`: the symbol of the end, those below are bytes and special tokens."""
+    were found, which proves nothing. `end`: the symbol of the end, those below are bytes and special tokens."""
+    part = effort.part(effort.left // 2)
+    found = _nearest(matcher, end, part)
+    effort.regain(part)
+    return found or (found if found == [] else _straight(matcher, end, effort))
+
+
+def _nearest(matcher: Any, end: int, effort: Effort) -> list[int] | None:
     heap: list[tuple[int, int, list[int], bytes]] = [(0, 0, [], b"")]
     count = itertools.count(1)
     visits: dict[bytes, int] = {}
@@ -72,6 +80,20 @@ def shortest(matcher: Any, end: int, effort: Effort) -> list[int] | None:
         if matcher.is_error():
             return None
     return None
+
+
+def _straight(matcher: Any, end: int, effort: Effort) -> list[int] | None:
+    """The same by the most promising symbol in each place: a long list, of which all that is open is closed."""
+    path: list[int] = []
+    while not matcher.is_accepting() and effort.left > 0 and not matcher.is_error():
+        effort.left -= STEP
+        symbols = _tried(int.from_bytes(matcher.compute_bitmask(), "little"), end)[:1]
+        if not symbols or not matcher.try_consume_tokens(symbols):
+            break
+        path += symbols
+    found = matcher.is_accepting() and not matcher.is_error()
+    matcher.rollback(len(path))
+    return path if found else None
 
 
 def _tried(bits: int, end: int) -> list[int]:

@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import llguidance
@@ -34,6 +32,7 @@ from asyncengine.grammar.prices import Prices, Speller
 from asyncengine.grammar.schema_shapes import shape_of
 from asyncengine.grammar.search import Effort, shortest
 from asyncengine.grammar.shapes import Opaque, Unmodelled
+from asyncengine.grammar.shared_masks import SharedMasks
 from asyncengine.grammar.spec import Grammar
 from asyncengine.grammar.tracker import LEAF_EFFORT
 from asyncengine.grammar.vocabulary import Vocabulary
@@ -50,8 +49,8 @@ CHECKED = 8
 MASKED = 16
 """Bytes of it whose masks are made, for a limit of the library that they would hit: what they warm is of use later."""
 MAX_LEAVES = 64
-MOST_LANES, PER_LANE = 12, 4
-"""Lexers of one grammar at most, and the states beyond which another one is made."""
+MASK_BYTES = 16 * 2**20
+"""Memory for masks that outputs share: 880 of 150,000 tokens."""
 _TOKEN_ID = re.compile(r"<\[(\d+)\]>")
 
 
@@ -63,7 +62,7 @@ class LlguidanceBackend:
         self.speller = Speller(vocabulary)
         self._leaves: dict[str, Any] = {}
         self._executor: Any = None
-        self._lane_maker = ThreadPoolExecutor(1, "asyncengine-lexers")
+        self.masks = SharedMasks(MASK_BYTES)
 
     def compile(self, grammar: Grammar) -> LlgTemplate:
         """Blocking, bounded by llguidance's own fuel. Needs a stack of `service.STACK_BYTES` at worst.
@@ -88,16 +87,9 @@ class LlguidanceBackend:
         return matcher
 
     def fill_all(self, masks: Mask, states: Mapping[int, LlgState]) -> set[int]:
-        """A `JointFill` on four fifths of the cores, in threads that the library keeps.
-
-        States that share a lexer wait for each other: a grammar of many states gets more lexers, for those to come.
-        """
+        """A `JointFill` on four fifths of the cores, in threads that the library keeps."""
         self._executor = self._executor or llguidance.LLExecutor()
-        for template, count in Counter(state.template for state in states.values()).items():
-            if count > PER_LANE * len(template.lanes) and len(template.lanes) < MOST_LANES and not template.widening:
-                template.widening = True
-                self._lane_maker.submit(template.widen)
-        jobs = [(state.matcher, place) for place, state in sorted(states.items(), key=lambda item: item[1].lane)]
+        jobs = [(state.matcher, place) for place, state in states.items()]
         self._executor.unsafe_compute_mask_ptr(jobs, masks.ctypes.data, masks.strides[0], len(masks))
         return {place for place, state in states.items() if not state.matcher.is_error()}
 
@@ -119,7 +111,6 @@ class LlguidanceBackend:
 
     def close(self) -> None:
         """End the threads. Idempotent."""
-        self._lane_maker.shutdown(cancel_futures=True)
         self._executor = None
 
 
@@ -131,10 +122,7 @@ class LlgTemplate:
         self.grammar = grammar
         self.text, schemas = with_rules(grammar)
         self._matcher = backend.matcher(grammar, self.text, backend.vocabulary.ll_tokenizer)
-        self.lanes = [self._matcher]
-        """Matchers at the beginning that share no lexer: states copy them in turns."""
-        self.widening = False
-        self._made = 0
+        self.masks = backend.masks
         self._bytes: Any = None
         self._spoiled = False
         self._searched: Counted | None = None
@@ -204,14 +192,10 @@ class LlgTemplate:
         return TEMPLATE_BYTES + 4 * len(self.text) + self._counted.prices.nbytes
 
     def new_state(self) -> LlgState:
-        self._made += 1
-        lane = self._made % len(self.lanes)
-        return LlgState(self, self._copy(self.lanes[lane]), lane)
-
-    def widen(self) -> None:
-        """Make another lane."""
-        self.lanes.append(self.fresh_matcher())
-        self.widening = False
+        copy = self._matcher.deep_copy()
+        if self._spoiled or copy.is_error():
+            raise GrammarError("grammar", "its compiled form is broken")
+        return LlgState(self, copy)
 
     def new_closing(self) -> Closing:
         return Closing(self, self._counted, self.backend.vocabulary)
@@ -229,12 +213,6 @@ class LlgTemplate:
         copy = self._bytes.deep_copy()
         return self.own_bytes() if self._spoiled or copy.is_error() else copy
 
-    def _copy(self, matcher: Any) -> Any:
-        copy = matcher.deep_copy()
-        if self._spoiled or copy.is_error():
-            raise GrammarError("grammar", "its compiled form is broken")
-        return copy
-
     def fresh_matcher(self) -> Any:
         """A matcher that shares its lexer with nobody."""
         return self.backend.matcher(self.grammar, self.text, self.backend.vocabulary.ll_tokenizer)
@@ -243,14 +221,23 @@ class LlgTemplate:
 class LlgState:
     """The state of one output in its grammar, over one `LLMatcher`. One thread at a time."""
 
-    def __init__(self, template: LlgTemplate, matcher: Any, lane: int = 0) -> None:
+    def __init__(self, template: LlgTemplate, matcher: Any) -> None:
         self.template = template
-        self.lane = lane
         self.matcher = matcher
         self._vocabulary = template.backend.vocabulary
         self._tokens: list[int] = []
         self._ends = 0
         """Ends of sequence consumed: counted here only."""
+
+    @property
+    def ended(self) -> bool:
+        """An end of sequence was consumed."""
+        return self._ends > 0
+
+    @property
+    def last(self) -> int:
+        """The token consumed last; -1: none so far."""
+        return self._tokens[-1] if self._tokens else -1
 
     @property
     def joint_fill(self) -> JointFill | None:

@@ -18,6 +18,7 @@ from asyncengine.sampling_params import OnBudget
 
 if TYPE_CHECKING:
     from asyncengine.grammar.llguidance_backend import LlgState, LlgTemplate
+    from asyncengine.grammar.shared_masks import Key
 
 
 class Matcher:
@@ -40,17 +41,38 @@ class Matcher:
         return Matcher(self._template, self._budget, self._on_budget)
 
     def fill_mask(self, mask: Mask) -> None:
+        key, known = self._shared()
+        if known is not None:
+            mask[:] = known
+            return
         self._state.fill(mask)
+        if key is not None:
+            self._template.masks.keep(key, mask)
 
     @staticmethod
     def fill_all(masks: Mask, matchers: Mapping[int, Matcher]) -> dict[int, Exception]:
         """`fill_mask` of each matcher into masks[place], on all cores if its library can. Returns errors by place."""
         errors: dict[int, Exception] = {}
         joint: dict[JointFill, dict[int, LlgState]] = {}
+        alike: dict[Key, list[int]] = {}
+        done: set[int] = set()
         for place, matcher in matchers.items():
+            key, known = matcher._shared()
+            if known is not None:
+                masks[place] = known
+                done.add(place)
+                continue
+            if key is not None:
+                alike.setdefault(key, []).append(place)
+                if len(alike[key]) > 1:
+                    continue  # gets a copy
             if (fill := matcher._state.joint_fill) is not None:
                 joint.setdefault(fill, {})[place] = matcher._state
-        done: set[int] = set().union(*(fill(masks, states) for fill, states in joint.items()))
+        done = done.union(*(fill(masks, states) for fill, states in joint.items()))
+        for key, (first, *others) in alike.items():
+            if first in done and matchers[first]._template.masks.keep(key, masks[first]):
+                masks[others] = masks[first]
+                done.update(others)
         for place, matcher in matchers.items():
             try:
                 if place not in done:
@@ -58,6 +80,11 @@ class Matcher:
             except Exception as error:
                 errors[place] = error
         return errors
+
+    def _shared(self) -> tuple[Key | None, Mask | None]:
+        """`SharedMasks.find` of where the output stands; None, None where that is not known."""
+        position = None if self._closing is None or self._state.ended else self._closing.position
+        return (None, None) if position is None else self._template.masks.find(position, self._state.last)
 
     def fill_along(self, masks: Mask, drafts: Sequence[int]) -> int:
         self._state.fill(masks[0])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from typing import Any
 
 import llguidance
 import numpy as np
@@ -12,8 +14,12 @@ from support.small_vocabulary import EOS, LOGITS, MARK, PIECES, SECOND_EOS
 
 from asyncengine.errors import GrammarError, GrammarUnsupported
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.llguidance_backend import PER_LANE, LlgState, LlguidanceBackend
+from asyncengine.grammar.backend import Mask
+from asyncengine.grammar.llguidance_backend import LlgState, LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
+from asyncengine.grammar.shapes import Chain
+from asyncengine.grammar.shared_masks import SharedMasks
+from asyncengine.grammar.tracker import Place
 from asyncengine.grammar.vocabulary import Vocabulary
 
 
@@ -216,19 +222,69 @@ def test_masks_of_many_at_once_are_those_one_by_one(
     assert np.array_equal(masks[others], wanted[others])
 
 
-def test_many_states_of_one_grammar_get_more_lexers(backend: LlguidanceBackend, vocabulary: Vocabulary) -> None:
-    """A fault of one lexer does not reach states of another."""
-    template = backend.compile(Grammar.regex("(ab)+"))
-    states = dict(enumerate(template.new_state() for _ in range(PER_LANE + 1)))
-    masks = np.zeros((len(states), vocabulary.mask_words), dtype=np.int32)
-    backend.fill_all(masks, {0: states[0]})
-    assert not template.widening
-    for _ in range(2):
-        assert backend.fill_all(masks, states) == set(states)
-        backend._lane_maker.submit(int).result()
-    assert len(template.lanes) == 2
-    later = {place: template.new_state() for place in states}
-    assert {state.lane for state in later.values()} == {0, 1}
-    found = np.full_like(masks, -1)
-    assert backend.fill_all(found, later) == set(later)
-    assert np.array_equal(found, masks)
+PRICES: Any = None
+"""Nobody asks."""
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "minLength": 2}, "many": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["name", "many"],
+}
+
+
+def test_outputs_at_one_position_share_a_mask(
+    backend: LlguidanceBackend, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However they came there, together or one after the other, the library is asked once."""
+    template = backend.compile(Grammar.json_schema(SCHEMA))
+    texts = [b'{"name": "ab', b'{"name": "\xc3\xbcz', b'{ "name":"xyz', b'{"n', b'{"n', b'{"name": "a']
+    wanted = np.zeros((len(texts), vocabulary.mask_words), dtype=np.int32)
+    found = np.full_like(wanted, -1)
+    asked: list[int] = []
+    fill_all = LlguidanceBackend.fill_all
+
+    def counted(self: LlguidanceBackend, masks: Mask, states: Mapping[int, LlgState]) -> set[int]:
+        asked.extend(states)
+        return fill_all(self, masks, states)
+
+    monkeypatch.setattr(LlguidanceBackend, "fill_all", counted)
+    for turn in range(2):
+        matchers = {place: Matcher(template, 99, "close") for place in range(len(texts))}
+        for place, matcher in matchers.items():
+            for byte in texts[place]:
+                matcher.accept(byte, False)
+            LlgState.fill(matcher._state, wanted[place])
+        assert Matcher.fill_all(found, matchers) == {}
+        assert np.array_equal(found, wanted)
+        for place, matcher in matchers.items():
+            found[place] = -1
+            matcher.fill_mask(found[place])
+        assert np.array_equal(found, wanted)
+        assert asked == ([0, 3, 5] if turn == 0 else []), "of those at one place the first"
+        asked.clear()
+
+
+def test_masks_of_forced_text_are_shared_behind_the_same_token() -> None:
+    """Which token the library allows there depends on the one before, not on others."""
+    masks, position = SharedMasks(2**20), (Place(Chain(()), 0, None, PRICES),)
+    first, second = np.array([[0, 4, 0], [0, -(2**31), 0]], dtype=np.int32)
+    key, known = masks.find(position, 7)
+    assert (key, known) == (position, None)
+    assert not masks.keep(key, first), "others at this position may need another one"
+    for before, mask in ((7, first), (8, second)):
+        key, known = masks.find(position, before)
+        assert key != position
+        assert known is None
+        assert masks.keep(key, mask)
+    assert masks.find(position, 7)[1].tolist() == first.tolist()  # type: ignore[union-attr]
+    assert masks.find(position, 8)[1].tolist() == second.tolist()  # type: ignore[union-attr]
+
+
+def test_memory_for_shared_masks_is_bounded() -> None:
+    """Those used last are kept longest."""
+    mask = np.full(8, 3, dtype=np.int32)
+    masks, positions = SharedMasks(3 * mask.nbytes), [(Place(Chain(()), at, None, PRICES),) for at in range(4)]
+    for position in positions[:3]:
+        assert masks.keep(position, mask)
+    assert masks.find(positions[0], 1)[1] is not None
+    assert masks.keep(positions[3], mask)
+    assert [masks.find(position, 1)[1] is not None for position in positions] == [True, False, True, True]

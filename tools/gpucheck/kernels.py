@@ -86,9 +86,9 @@ def chosen(session: Session) -> list[Case]:
 
 
 def run_compile(session: Session) -> None:
-    """Build all modules of FlashInfer's that later sections call, several at a time. Takes seconds on a machine that has
-    them in its cache. What is not built when the section's time is up is built in the background: whoever calls one
-    earlier waits for it."""
+    """Build all modules of FlashInfer's that later sections call, several at a time. Takes seconds on a machine that
+    has them in its cache. What is not built when the section's time is up is built in the background: whoever calls
+    one earlier waits for it."""
     missing = flashinfer_missing()
     if missing is not None:
         raise CheckFailed(missing)

@@ -86,13 +86,14 @@ def run(work: Callable[[], object], parent: int, life: int) -> NoReturn:
     threading.Thread(target=_end_with, args=(alive, parent), daemon=True).start()
     try:
         work()
-    except (EOFError, ConnectionError):  # the parent is gone, and so are we
-        os._exit(0)
     except BaseException as error:
-        text = f"{error!r}\n{traceback.format_exc()}"
-        alive.sendall(text[:_LAST_WORDS].encode())
-        os._exit(1)
-    os._exit(0)
+        gone = BaseExceptionGroup("", [error]).subgroup((EOFError, ConnectionError))  # of a group's errors any
+        if gone is None:
+            text = f"{error!r}\n{traceback.format_exc()}"
+            with suppress(OSError):
+                alive.sendall(text[:_LAST_WORDS].encode())
+            os._exit(1)
+    os._exit(0)  # else the parent is gone, and so are we
 
 
 def _end_with(alive: socket.socket, parent: int) -> None:

@@ -17,7 +17,7 @@ from asyncengine.errors import GrammarError
 from asyncengine.grammar.prices import Prices, Segment
 from asyncengine.grammar.search import Effort
 from asyncengine.grammar.shapes import Opaque, Shape
-from asyncengine.grammar.tracker import MAX_STEPS, Inside, Lost, Standing, Tracker
+from asyncengine.grammar.tracker import MAX_STEPS, Lost, Place, Position, Standing, Tracker
 from asyncengine.grammar.vocabulary import Vocabulary
 from asyncengine.grammar.ways import UNREACHABLE
 
@@ -87,12 +87,11 @@ class Closing:
         """Tokens of the way."""
 
     @property
-    def position(self) -> Standing | None:
+    def position(self) -> Position | None:
         """All readings of the output: two that have the same may go on alike. None where that is not known: in what
         only the library knows."""
-        if not self._standing or any(isinstance(place, Inside) for place in self._standing):
-            return None
-        return self._standing
+        numbers = tuple([place.number for place in self._standing if isinstance(place, Place)])
+        return numbers if numbers and len(numbers) == len(self._standing) else None
 
     @property
     def cost(self) -> int:

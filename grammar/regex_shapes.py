@@ -7,11 +7,11 @@ import importlib
 import itertools
 import re
 import string
-import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
 from asyncengine.grammar.automata import Words
+from asyncengine.grammar.classes import characters
 from asyncengine.grammar.shapes import (
     MAX_CODE,
     Chain,
@@ -37,13 +37,7 @@ MAX_APART = 256
 MAX_KEPT = 2048
 """Patterns whose shapes are kept."""
 _NEWLINE = [(10, 10)]
-_CATEGORIES: dict[str, Ranges] = {
-    "WORD": [(48, 57), (65, 90), (95, 95), (97, 122)],
-    "SPACE": [(9, 13), (32, 32), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029),
-              (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000)],
-}  # fmt: skip
-"""Letters of words in ASCII (others may be a part of a word or not), and blanks. Read only."""
-_ASCII, _BEYOND = (0, 127), (128, MAX_CODE)
+_CATEGORIES = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
 _SAME = [(char, char.upper(), *{"k": "\u212a", "s": "\u017f"}.get(char, "")) for char in string.ascii_lowercase]
 """Characters that are the same where case does not matter."""
 RAW: Ranges = [(32, 33), (35, 91), (93, 126), (128, MAX_CODE)]
@@ -136,13 +130,13 @@ class _Reader:
     def _one(self, operator: str, argument: Any, flags: int) -> Shape:
         match operator:
             case "LITERAL":
-                return self._set([(argument, argument)], flags)
+                return self._set([(operator, argument)], flags)
             case "NOT_LITERAL":
-                return self._set(complement([(argument, argument)]), flags)
+                return self._set([("NEGATE", None), ("LITERAL", argument)], flags)
             case "ANY":
                 return self._spelled(complement([] if flags & _DOTALL else _NEWLINE))
             case "IN":
-                return self._set(_set(argument), flags)
+                return self._set(argument, flags)
             case "MAX_REPEAT" | "MIN_REPEAT":
                 least, most, inner = argument
                 return Times(self._sequence(inner, flags), int(least), None if str(most) == "MAXREPEAT" else int(most))
@@ -155,14 +149,16 @@ class _Reader:
                 return self.either(argument[1], flags)
         raise Unmodelled
 
-    def _set(self, ranges: Ranges, flags: int) -> Shape:
+    def _set(self, items: Any, flags: int) -> Shape:
         """One of a set, and where case does not matter what is the same in ASCII."""
+        negated = str(items[0][0]) == "NEGATE"
+        ranges = _listed(items[negated:])
         if flags & _ANY_CASE:
             held = [same for same in _SAME if any(low <= ord(one) <= high for low, high in ranges for one in same)]
             ranges = union([*ranges, *((ord(one), ord(one)) for same in held for one in same)])
             if any(high > 127 for _, high in ranges if high not in (0x17F, 0x212A, MAX_CODE)):
                 raise Unmodelled
-        return self._spelled(ranges)
+        return self._spelled(complement(ranges) if negated else union(ranges))
 
     def _spelled(self, ranges: Ranges) -> Shape:
         return _spelled(self._json, tuple(ranges))
@@ -173,22 +169,14 @@ def _spelled(json: bool, ranges: tuple[tuple[int, int], ...]) -> Shape:
     return (json_letters if json else letters)([*ranges])
 
 
-@functools.cache
-def digits() -> Ranges:
-    """Decimal digits of all scripts. Unicode has them from 0 to 9 in a row, one of which is a multiple of ten."""
-    found = ((code, unicodedata.decimal(chr(code), None)) for code in range(0, MAX_CODE + 1, 10))
-    return union((code - value, code - value + 9) for code, value in found if value is not None)
-
-
 def _anchor(item: Any, *names: str) -> bool:
     return str(item[0]) == "AT" and str(item[1]) in names
 
 
-def _set(items: Any) -> Ranges:
-    """A set, perhaps with more characters beyond ASCII than are in it."""
+def _listed(items: Any) -> Ranges:
+    """The characters of a set, as they are listed."""
     found: Ranges = []
-    negated = str(items[0][0]) == "NEGATE"
-    for operator, argument in items[negated:]:
+    for operator, argument in items:
         match str(operator):
             case "LITERAL":
                 found.append((argument, argument))
@@ -196,13 +184,9 @@ def _set(items: Any) -> Ranges:
                 found.append(tuple(argument))
             case "CATEGORY":
                 _, _, name = str(argument).partition("CATEGORY_")
-                known = digits() if name.endswith("DIGIT") else _CATEGORIES.get(name.removeprefix("NOT_"))
-                if known is None:
+                if (sign := _CATEGORIES.get(name.removeprefix("NOT_"))) is None:
                     raise Unmodelled
-                known = complement(known) if name.startswith("NOT_") else known
-                if name.endswith("WORD"):
-                    known = meet(known, [_ASCII]) if negated else [*known, _BEYOND]
-                found += known
+                found += complement(characters(sign)) if name.startswith("NOT_") else characters(sign)
             case _:
                 raise Unmodelled
-    return complement(found) if negated else union(found)
+    return found

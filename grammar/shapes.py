@@ -174,7 +174,7 @@ def chain(items: Iterable[Shape]) -> Shape:
 def letters(ranges: Ranges) -> Shape:
     """One character of `ranges`, in UTF-8. Surrogates, which it cannot spell, are left out."""
     mask = 0
-    tails: list[tuple[int, int, Shape]] = []
+    beyond: list[tuple[tuple[int, int], ...]] = []
     low, high = _SURROGATES
     apart = union(
         (part for first, last in ranges for part in ((first, min(last, low - 1)), (max(first, high + 1), last)))
@@ -182,11 +182,30 @@ def letters(ranges: Ranges) -> Shape:
     for first, last in apart:
         for code in range(first, min(last, 0x7F) + 1):
             mask |= 1 << code
-        for (begin, end), *rest in _sequences(max(first, 0x80), last):
-            tails.append((begin, end, Chain([Letters(span(*part)) for part in rest])))
-    if not mask and not tails:
+        beyond += map(tuple, _sequences(max(first, 0x80), last))
+    if not mask and not beyond:
         raise Unmodelled
-    return Letters(mask, tails)
+    return Letters(mask, _tails(beyond))
+
+
+def _tails(sequences: Iterable[tuple[tuple[int, int], ...]]) -> list[tuple[int, int, Shape]]:
+    """Products of ranges of bytes, none a part of another, by their first bytes: each leads to one shape."""
+    behind: dict[int, list[tuple[tuple[int, int], ...]]] = {}
+    for (begin, end), *rest in sequences:
+        for byte in range(begin, end + 1):
+            behind.setdefault(byte, []).append(tuple(rest))
+    found: list[tuple[int, int, Shape]] = []
+    shapes: dict[tuple[tuple[tuple[int, int], ...], ...], Shape] = {}
+    for byte, rests in behind.items():
+        shape = shapes.get(key := tuple(rests))
+        if shape is None:
+            bits = [span(*rest[0]) for rest in rests if len(rest) == 1]
+            shape = shapes[key] = Chain([Letters(sum(bits)) if bits else Letters(0, _tails(rests))])
+        if found and found[-1][1:] == (byte - 1, shape):
+            found[-1] = (found[-1][0], byte, shape)
+        else:
+            found.append((byte, byte, shape))
+    return found
 
 
 def span(first: int, last: int) -> int:

@@ -10,35 +10,36 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from threading import Lock
-from typing import Any
 
 import numpy as np
 
 from asyncengine.grammar.backend import Mask
-from asyncengine.grammar.tracker import Standing
+from asyncengine.grammar.tracker import Position
 
-Key = tuple[Any, ...]
-"""A position, and behind it, where text is forced, the token before."""
+Key = tuple[Position, int | None]
+"""A position, and where text is forced, the token before."""
+KEY_BYTES, READING_BYTES = 300, 40
+"""Memory of a key beside its mask, and of each reading in it."""
 
 
 class SharedMasks:
     """The masks of one vocabulary by position, those used last kept longest. Thread-safe."""
 
     def __init__(self, nbytes: int) -> None:
-        """`nbytes` of masks at most."""
+        """`nbytes` of masks and keys at most."""
         self._room = nbytes
         self._known: OrderedDict[Key, Mask | None] = OrderedDict()
         """None: text is forced there."""
         self._lock = Lock()
 
-    def find(self, position: Standing, before: int) -> tuple[Key, Mask | None]:
+    def find(self, position: Position, before: int) -> tuple[Key, Mask | None]:
         """(what to keep the mask under, the mask; None: not known so far). `before`: the token before."""
-        key: Key = position
+        key: Key = (position, None)
         with self._lock:
             mask = self._known.get(key)
             if mask is None and key in self._known:
                 self._known.move_to_end(key)
-                mask = self._known.get(key := (*position, before))
+                mask = self._known.get(key := (position, before))
             if mask is not None:
                 self._known.move_to_end(key)
         return key, mask
@@ -46,12 +47,16 @@ class SharedMasks:
     def keep(self, key: Key, mask: Mask) -> bool:
         """Remember `mask`. False: it is of forced text, and the position was not known to be so."""
         words = mask[mask != 0].view(np.uint32)
-        forced = not isinstance(key[-1], int) and len(words) == 1 and int(words[0]).bit_count() == 1
+        forced = key[1] is None and len(words) == 1 and int(words[0]).bit_count() == 1
         with self._lock:
-            if key not in self._known:
-                self._room -= mask.nbytes
-            self._known[key] = None if forced else mask.copy()
+            if key in self._known:
+                self._room += _size(key, self._known[key])
+            self._known[key] = kept = None if forced else mask.copy()
+            self._room -= _size(key, kept)
             while self._room < 0:
-                self._known.popitem(last=False)
-                self._room += mask.nbytes
+                self._room += _size(*self._known.popitem(last=False))
         return not forced
+
+
+def _size(key: Key, mask: Mask | None) -> int:
+    return KEY_BYTES + READING_BYTES * len(key[0]) + (0 if mask is None else mask.nbytes)

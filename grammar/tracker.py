@@ -24,6 +24,7 @@ MAX_STEPS = 20_000
 """Steps from place to place that one byte may take, some twenty milliseconds."""
 MAX_PLACES = 4096
 """Places that are kept for outputs to come; those of an output that goes on stay."""
+_numbers = itertools.count()
 TOGETHER = 128
 """Tokens to the end from which on all that is left is spelled together."""
 AHEAD = 64
@@ -47,12 +48,14 @@ class Place:
     on all are one where there is no most), the members with the bits `index`, the state `index` of words, or the end
     of a lexeme."""
 
-    __slots__ = ("_prices", "_rest", "index", "inside", "moves", "next", "outer", "shape", "spelled")
+    __slots__ = ("_prices", "_rest", "index", "inside", "moves", "next", "number", "outer", "shape", "spelled")
 
     def __init__(self, shape: Shape, index: Any, outer: Place | None, prices: Prices) -> None:
         self.shape = shape
         self.index = index
         self.outer = outer
+        self.number = next(_numbers)
+        """No other place has it, also when this one is gone."""
         self.inside: bool = outer is not None and (outer.inside or isinstance(outer.shape, Lexeme))
         """In the midst of a lexeme."""
         self._prices = prices
@@ -152,6 +155,8 @@ class Inside:
 
 Standing = tuple[Place | Inside, ...]
 """All readings of what was said: places that have just been reached."""
+Position = tuple[int, ...]
+"""The numbers of all readings: they keep nothing of a grammar in memory."""
 
 
 class Tracker:
@@ -401,6 +406,13 @@ class Tracker:
         place = self._known.get(key)
         if place is None:
             if len(self._known) >= MAX_PLACES:
-                self._known.clear()
+                self._forget()
             place = self._known[key] = Place(shape, index, outer, self._prices)
         return place
+
+    def _forget(self) -> None:
+        """Let go of all places but those of outputs that go on: each leads to those behind it."""
+        known, self._known, self._taken = self._known, {}, {}
+        for place in (*known.values(), *self.begin):
+            if isinstance(place, Place):
+                place.moves, place.next = None, {}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Mapping
-from typing import Any
 
 import llguidance
 import numpy as np
@@ -13,13 +13,11 @@ from support.grammar_walks import allowed, text_of, walk
 from support.small_vocabulary import EOS, LOGITS, MARK, PIECES, SECOND_EOS
 
 from asyncengine.errors import GrammarError, GrammarUnsupported
-from asyncengine.grammar import Grammar
+from asyncengine.grammar import Grammar, tracker
 from asyncengine.grammar.backend import Mask
 from asyncengine.grammar.llguidance_backend import LlgState, LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
-from asyncengine.grammar.shapes import Chain
-from asyncengine.grammar.shared_masks import SharedMasks
-from asyncengine.grammar.tracker import Place
+from asyncengine.grammar.shared_masks import KEY_BYTES, READING_BYTES, SharedMasks
 from asyncengine.grammar.vocabulary import Vocabulary
 
 
@@ -222,8 +220,6 @@ def test_masks_of_many_at_once_are_those_one_by_one(
     assert np.array_equal(masks[others], wanted[others])
 
 
-PRICES: Any = None
-"""Nobody asks."""
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "minLength": 2}, "many": {"type": "array", "items": {"type": "integer"}}},
@@ -265,14 +261,13 @@ def test_outputs_at_one_position_share_a_mask(
 
 def test_masks_of_forced_text_are_shared_behind_the_same_token() -> None:
     """Which token the library allows there depends on the one before, not on others."""
-    masks, position = SharedMasks(2**20), (Place(Chain(()), 0, None, PRICES),)
+    masks, position = SharedMasks(2**20), (3, 5)
     first, second = np.array([[0, 4, 0], [0, -(2**31), 0]], dtype=np.int32)
     key, known = masks.find(position, 7)
-    assert (key, known) == (position, None)
+    assert known is None
     assert not masks.keep(key, first), "others at this position may need another one"
     for before, mask in ((7, first), (8, second)):
         key, known = masks.find(position, before)
-        assert key != position
         assert known is None
         assert masks.keep(key, mask)
     assert masks.find(position, 7)[1].tolist() == first.tolist()  # type: ignore[union-attr]
@@ -280,11 +275,61 @@ def test_masks_of_forced_text_are_shared_behind_the_same_token() -> None:
 
 
 def test_memory_for_shared_masks_is_bounded() -> None:
-    """Those used last are kept longest."""
+    """Those used last are kept longest, and the readings of a position count."""
     mask = np.full(8, 3, dtype=np.int32)
-    masks, positions = SharedMasks(3 * mask.nbytes), [(Place(Chain(()), at, None, PRICES),) for at in range(4)]
+    masks, positions = SharedMasks(3 * (mask.nbytes + KEY_BYTES + READING_BYTES)), [(at,) for at in range(4)]
     for position in positions[:3]:
-        assert masks.keep(position, mask)
+        assert masks.keep((position, None), mask)
     assert masks.find(positions[0], 1)[1] is not None
-    assert masks.keep(positions[3], mask)
+    assert masks.keep((positions[3], None), mask)
     assert [masks.find(position, 1)[1] is not None for position in positions] == [True, False, True, True]
+    masks.keep(((4,) * 9, None), mask)
+    assert [masks.find(position, 1)[1] is not None for position in positions] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "texts"),
+    [
+        (r"\wa{2}|\Wb{3}", ["é", "–", "Ж", "\U00011f50", "\U00013460"]),
+        (r"\da{2}|\Db{3}", ["٣", "é", "\U00011f50"]),
+        (r"[^\w]a|[\w-]b|\S\S", ["é", "–"]),
+        (r"(?i:[^k]a{2}|[^l]b)", ["k", "l", "L", "m", "\u212a"]),
+    ],
+)
+def test_who_has_a_mask_of_its_own(
+    pattern: str, texts: list[str], backend: LlguidanceBackend, vocabulary: Vocabulary
+) -> None:
+    """Two characters lead to one position only where they are the same to the library, and no budget is misjudged."""
+    template = backend.compile(Grammar.regex(pattern))
+    mask, own = (np.zeros(vocabulary.mask_words, dtype=np.int32) for _ in range(2))
+    for text in texts:
+        for budget in range(template.min_tokens, 10):
+            matcher = Matcher(template, budget, "close")
+            taken: list[int] = []
+            for byte in [*text.encode(), *b"ab"]:
+                matcher.fill_mask(mask)
+                matcher._state.fill(own)
+                assert np.array_equal(mask, own)
+                if mask[byte // 32] >> byte % 32 & 1 and len(taken) < budget:
+                    taken += matcher.accept(byte)
+            while len(taken) < budget and not matcher.is_terminated():
+                matcher.fill_mask(mask)
+                taken += matcher.accept(int(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[0]))
+            assert matcher.overrun() is None, (text, budget)
+
+
+def test_an_output_leaves_nothing_behind_in_its_grammar(
+    backend: LlguidanceBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Places that were come to are let go: each leads to those behind it."""
+    monkeypatch.setattr(tracker, "MAX_PLACES", 256)
+    template = backend.compile(Grammar.lark('start: "(" start* ")" | "[" start "]" | "x"'))
+    rng = random.Random(1)
+    for _ in range(8):
+        closing = template.new_closing()
+        for _ in range(150):
+            assert closing.advance(rng.choice(b"(["), 10**6)
+    del closing
+    gc.collect()
+    places = [one for one in gc.get_objects() if isinstance(one, tracker.Place)]
+    assert sum(place._prices is template._counted.prices for place in places) < 600

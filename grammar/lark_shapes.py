@@ -143,9 +143,13 @@ class _Scope:
         return shape
 
     def lexeme(self, shape: Shape, lazy: bool = False) -> Shape:
-        """A lexeme, with what may be ignored before it."""
-        found = Lexeme(shape, lazy)
-        return Chain([Times(Either(self.skipped), 0, None), found]) if self.skipped else found
+        """A lexeme, with what may be ignored behind it."""
+        return self.behind(Lexeme(shape, lazy))
+
+    def behind(self, shape: Shape) -> Shape:
+        """A shape with what may be ignored behind it: the library allows that where a lexeme may follow, after the
+        first."""
+        return Chain([shape, Times(Either(self.skipped), 0, None)]) if self.skipped else shape
 
     def _without_left_recursion(self, named: Name, shape: Shape) -> Shape:
         """`a: a "x" | "b"` as `"b" "x"*`: a place before all of it would have no end of others around it."""
@@ -267,13 +271,13 @@ class _Parser:
         if scope is None or not self._lexed:
             raise Unmodelled
         if kind == "json":
-            return scope.embedded[begin]
+            return scope.behind(scope.embedded[begin])
         if kind == "mark":
-            return self._mark(said, scope.vocabulary)
+            return scope.behind(self._mark(said, scope.vocabulary))
         if said == "%lark" and self._next() == "{":
             end = _closing(self._tokens, self._at)
             inside, self._at = self._tokens[self._at + 1 : end], end + 1
-            return _Scope(inside, scope.embedded, scope.vocabulary).start()
+            return scope.behind(_Scope(inside, scope.embedded, scope.vocabulary).start())
         raise Unmodelled
 
     def _lexeme(self, shape: Shape) -> Shape:

@@ -38,6 +38,8 @@ GRAMMARS = {
     "a lazy rule": ('start: head %json {"type": "null"}\nhead[lazy]: /(?s:.*)/ "</think>"', "</think>null"),
     "a suffix": ('start: "a" x "b"\nx[suffix="."]: /[a-z]*/', "a.b"),
     "blanks between": ('start: "a" b\nb: /[0-9]+/\n%ignore / +/', "a0"),
+    "blanks before a special token": ('start: "a" <|mark|> b?\nb: "q"\n%ignore / /', "a<|mark|>"),
+    "blanks behind nothing": ('start: A? "b" c*\nA: "a"?\nc: "c"\n%ignore / /', "b"),
     "a special token": ('start: TEXT <|mark|> "x"\nTEXT: /a*/', "<|mark|>x"),
     "letters of either case": ('start: "ab"i "c".."d" "e"~2..3', "abcee"),
     "something optional": ('start: [a] "z"\na: "q"{2,}', "z"),
@@ -48,7 +50,8 @@ GRAMMARS = {
     "moves of chess": (Grammar.ebnf(CHESS).text, "1. a1 a1\n1. a1 a1\n"),
 }  # fmt: skip
 """Lark, and a shortest text."""
-SHORT = ("letters of either case", "itself twice", "left recursion", "a lexeme that goes on", "blanks between")
+SHORT = ("letters of either case", "itself twice", "left recursion", "a lexeme that goes on", "blanks between",
+         "blanks before a special token", "blanks behind nothing")  # fmt: skip
 """Grammars whose outputs mostly end by themselves."""
 
 

@@ -16,6 +16,7 @@ What the library does not do for us, each with a test:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -26,12 +27,13 @@ import llguidance
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge
 from asyncengine.grammar.backend import JointFill, Mask
 from asyncengine.grammar.closing import AHEAD, Closing, Counted, length, unrolled
+from asyncengine.grammar.endless import may_be_endless
 from asyncengine.grammar.keywords import explain, summary
 from asyncengine.grammar.lower import Written, with_rules
 from asyncengine.grammar.prices import Prices, Speller
 from asyncengine.grammar.schema_shapes import shape_of
 from asyncengine.grammar.search import Effort, shortest
-from asyncengine.grammar.shapes import Opaque, Unmodelled
+from asyncengine.grammar.shapes import Opaque, Shape, Unmodelled
 from asyncengine.grammar.shared_masks import SharedMasks
 from asyncengine.grammar.spec import Grammar
 from asyncengine.grammar.tracker import LEAF_EFFORT
@@ -51,6 +53,8 @@ MASKED = 16
 MAX_LEAVES = 64
 MASK_BYTES = 16 * 2**20
 """Memory for masks that outputs share: 880 of 150,000 tokens."""
+_UNFORCED = '\n%llguidance {"no_forcing": true}\n'
+"""Behind a grammar: the library does not look for text that has to come. The last one counts."""
 _TOKEN_ID = re.compile(r"<\[(\d+)\]>")
 
 
@@ -100,7 +104,7 @@ class LlguidanceBackend:
             if len(self._leaves) >= MAX_LEAVES:
                 self._leaves.clear()
             rule = opaque.text if opaque.text.startswith("%") else f"TEXT\nTEXT: {opaque.text}"
-            lark = llguidance.LLMatcher.grammar_from_lark(f"start: {rule}\n")
+            lark = llguidance.LLMatcher.grammar_from_lark(f"start: {rule}{_UNFORCED}")
             leaf = self.matcher(Grammar("lark", lark), lark, self.vocabulary.byte_tokenizer)
             self._leaves[opaque.text] = leaf
         return leaf
@@ -126,13 +130,19 @@ class LlgTemplate:
         self._bytes: Any = None
         self._spoiled = False
         self._searched: Counted | None = None
-        self._counted = self._count(schemas) or self.searched()
+        shape = self._shape(schemas)
+        if grammar.kind == "lark" and (shape is None or may_be_endless(shape)):
+            self.text += _UNFORCED
+            self._matcher = self.fresh_matcher()
+        self._counted = self._count(shape) or self.searched()
         self.min_tokens = length(self._counted.way())
 
     def own_bytes(self) -> Any:
         """A matcher over bytes, at the beginning, that shares nothing with any other."""
         vocabulary = self.backend.vocabulary
-        return self.backend.matcher(self.grammar, _in_bytes(self.text, vocabulary), vocabulary.byte_tokenizer)
+        return self.backend.matcher(
+            self.grammar, _in_bytes(self.text, vocabulary) + _UNFORCED, vocabulary.byte_tokenizer
+        )
 
     def spoil(self) -> None:
         """A limit of the library was hit by what shares a lexer with this: it makes no further states."""
@@ -142,11 +152,18 @@ class LlgTemplate:
         """The error for `matcher`, which hit a limit."""
         return explain(self.grammar, matcher.get_error())
 
-    def _count(self, schemas: Sequence[Written]) -> Counted | None:
+    def _shape(self, schemas: Sequence[Written]) -> Shape | None:
+        """None where the grammar has none."""
+        with contextlib.suppress(Unmodelled):
+            return shape_of(self.grammar, schemas, self.backend.vocabulary)
+        return None
+
+    def _count(self, shape: Shape | None) -> Counted | None:
         """The grammar's costs; None where they are unknown, or the library does not agree with the cheapest way."""
         vocabulary = self.backend.vocabulary
+        if shape is None:
+            return None
         try:
-            shape = shape_of(self.grammar, schemas, vocabulary)
             prices = Prices(shape, self.backend.speller, self.backend.sample)
             counted = Counted(shape, prices, self.backend.leaf, self.grammar.kind == "lark")
         except Unmodelled:

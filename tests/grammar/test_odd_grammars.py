@@ -7,9 +7,11 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.long import TIMES
 from support.small_grammars import shared_vocabulary
@@ -33,6 +35,55 @@ def test_a_panic_of_the_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(GrammarError, match="panicked: index out of bounds"):
         backend.compile(Grammar.regex("a"))
     backend.close()
+
+
+ENDLESS = {
+    "no end at all": "start: /./ / +/ / +/",
+    "one alternative of two": 'start: "0" | /[a-z]/ / +/ / +/',
+    "of several bytes": 'start: "0" | /é+/ /é+/',
+    "a product": 'start: "0" | "a" A A\nA: /[ab]*/ & ~/(?s:.*)b(?s:.*)/ & ~/a?/',
+    "what only the library reads": 'start: "0" | "a" A A\nA: /(?i:é)+/',
+    "inside, by its own options": 'start: "0" | "a" %lark {\n%llguidance {"no_forcing": false}\nstart: / +/ / +/\n}',
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_text_that_has_to_come_for_ever_is_not_looked_for(name: str) -> None:
+    """The library would look for its end for ever: in a worker, or in the thread that all outputs wait for."""
+    vocabulary = shared_vocabulary()
+    ended: list[object] = []
+
+    def work() -> None:
+        try:
+            template = LlguidanceBackend(vocabulary).compile(Grammar.lark(ENDLESS[name]))
+        except GrammarError as error:
+            ended.append(error)
+            return
+        state = template.new_state()
+        mask = np.zeros(vocabulary.mask_words, dtype=np.int32)
+        taken = [state.consume(byte) for byte in (*b"a  ", *"éé".encode())]
+        state.fill(mask)
+        state.forced()
+        ended.append(taken)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert ended
+
+
+@pytest.mark.parametrize(
+    ("lark", "endless"),
+    [
+        ('start: "a" / +/ "b"', True), ('start: / +x/ "b"', False), ("start: /[ab]+/", False),
+        ("start: /a{2,9}/", False),
+        ("start: A\nA: /(?s:.*)/ & ~/(?s:.*)<t>(?s:.*)/", False), ("start: a\na[lazy]: /a+/", False),
+    ],
+)  # fmt: skip
+def test_where_it_may_be_looked_for(lark: str, endless: bool) -> None:
+    """Otherwise text that has to come is cut as the tokenizer would, and costs no steps."""
+    template = LlguidanceBackend(shared_vocabulary()).compile(Grammar.lark(lark))
+    assert ("no_forcing" in template.text) == endless
 
 
 def random_grammar(rng: random.Random) -> Grammar:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from asyncengine.grammar.lark import placed
@@ -102,11 +102,26 @@ class _Scope:
         return resolve(self.made, first)
 
     def terminal(self, name: str) -> Shape:
+        """The shape of a terminal; those that it is made of are read before it, for a chain of them may be long."""
         if name not in self._known:
             raise Unmodelled
-        if name not in self._terminals:
-            self._terminals[name] = _Parser(self._known[name].body, self, lexed=False).whole()
+        begun = set[str]()
+        stack = [] if name in self._terminals else [(name, self._names(name))]
+        while stack:
+            here, names = stack[-1]
+            begun.add(here)
+            missing = next((one for one in names if one not in self._terminals), None)
+            if missing in begun:
+                raise Unmodelled
+            if missing is not None:
+                stack.append((missing, self._names(missing)))
+            else:
+                self._terminals[here] = _Parser(self._known[here].body, self, lexed=False).whole()
+                stack.pop()
         return self._terminals[name]
+
+    def _names(self, name: str) -> Iterator[str]:
+        return (said for kind, said, _ in self._known[name].body if kind == "name" and said in self._known)
 
     def rule(self, name: str) -> Shape:
         if name not in self._rules:

@@ -40,6 +40,10 @@ GRAMMARS = {
     "blanks between": ('start: "a" b\nb: /[0-9]+/\n%ignore / +/', "a0"),
     "blanks before a special token": ('start: "a" <|mark|> b?\nb: "q"\n%ignore / /', "a<|mark|>"),
     "blanks behind nothing": ('start: A? "b" c*\nA: "a"?\nc: "c"\n%ignore / /', "b"),
+    "a chain of terminals": (
+        "start: T0\n" + "".join(f'T{at}: "b"? T{at + 1}\n' for at in range(250)) + 'T250: "a"',
+        "a",
+    ),
     "a special token": ('start: TEXT <|mark|> "x"\nTEXT: /a*/', "<|mark|>x"),
     "letters of either case": ('start: "ab"i "c".."d" "e"~2..3', "abcee"),
     "something optional": ('start: [a] "z"\na: "q"{2,}', "z"),

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import inspect
 import struct
 import weakref
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from numba.core.registry import cpu_target
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncengine.kernels.cpu.compiling import Kernel, noting
+from asyncengine.kernels.cpu.compiling import CallForm, Kernel, noting
 
 _LINE = 64
 _LONG = ir.IntType(64)
@@ -140,7 +139,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._arena = arena
         self._inputs = [(place, own.data_ptr(), own.data_ptr() + own.nbytes) for place, own in inputs if own.nbytes]
-        self._operations: list[tuple[tuple[Any, ...], int, list[int]]] = []
+        self._operations: list[tuple[CallForm, list[int]]] = []
         self._changing: list[tuple[int, int, int]] = []
         self._words = 0
         self._reads = _Reads(self)
@@ -166,9 +165,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def record(self) -> Record:
         """All that was noted."""
-        signatures = [types for types, *_ in self._operations]
-        callers = _callers(tuple(dict.fromkeys(signatures)))
-        return Record([(callers[types], code, words) for types, code, words in self._operations], self._changing)
+        _make_callers([form for form, _ in self._operations if not form.caller])
+        return Record([(form.caller, form.code, words) for form, words in self._operations], self._changing)
 
     def refuse(self, what: str) -> None:
         """Note something that would be missing from a replay."""
@@ -176,15 +174,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
         found = kernel.run(arguments)
-        types, code = kernel.code_for(arguments)
-        if kernel.overloads[types].signature.return_type != numba.types.none:
+        form = kernel.form_for(arguments)
+        if form.returns:
             self.refuse(f"the result of {kernel.py_func.__name__}")
             return found
-        team = _team_at(kernel.py_func)
         words: list[int] = []
-        for index, (argument, kind) in enumerate(zip(arguments, types, strict=True)):
+        for index, (argument, kind) in enumerate(zip(arguments, form.types, strict=True)):
             change = None
-            if index == team:
+            if index == form.team:
                 change = TEAM, 0
             elif isinstance(argument, Symbol):
                 change = argument.place, 0
@@ -194,7 +191,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if change is not None:
                 self._changing.append((self._words + len(words), *change))
             words.append(_word(argument, kind))
-        self._operations.append((types, code, words))
+        self._operations.append((form, words))
         self._words += len(words)
         return found
 
@@ -227,23 +224,18 @@ class _Reads(TorchFunctionMode):
         return function(*arguments, **(named or {}))
 
 
-@functools.cache
-def _team_at(function: Any) -> int:
-    """The place of the parameter that is the team; -1: there is none."""
-    names = list(inspect.signature(function).parameters)
-    return names.index("team") if "team" in names else -1
-
-
 def _word(argument: Any, kind: Any) -> int:
     """64 bits that stand for an argument."""
     if argument is None:
         return 0
-    if kind in (numba.types.float32, numba.types.float64):
+    if isinstance(argument, (float, np.floating)):
         packed = struct.pack("<f4x" if kind == numba.types.float32 else "<d", argument)
         return int(struct.unpack("<q", packed)[0])
     return int(argument)
 
 
+_known_callers: dict[tuple[Any, ...], int] = {}
+"""Addresses of callers by types of arguments."""
 _KEPT: list[Any] = []
 """Compiled modules, which stay as long as the process."""
 
@@ -256,18 +248,18 @@ def _compile(module: ir.Module, names: Sequence[str]) -> list[int]:
     return [engine.get_function_address(name) for name in names]
 
 
-_known_callers: dict[tuple[Any, ...], int] = {}
-
-
-def _callers(signatures: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], int]:
-    """Addresses of functions (code, address of words) that call code of these types of arguments."""
-    missing = [types for types in signatures if types not in _known_callers]
+def _make_callers(forms: Sequence[CallForm]) -> None:
+    """Make the callers of these forms: functions (code, address of words), one for all of the same types."""
+    for form in forms:
+        form.caller = _known_callers.get(form.types, 0)
+    missing = list(dict.fromkeys(form.types for form in forms if not form.caller))
     if missing:
         module, names = ir.Module(), [f"caller{index}" for index in range(len(missing))]
         for name, types in zip(names, missing, strict=True):
             _write_caller(module, name, [cpu_target.target_context.get_value_type(kind) for kind in types])
         _known_callers.update(zip(missing, _compile(module, names), strict=True))
-    return _known_callers
+        for form in forms:
+            form.caller = _known_callers[form.types]
 
 
 def _write_caller(module: ir.Module, name: str, kinds: Sequence[Any]) -> None:

@@ -11,11 +11,14 @@ What a kernel consists of is the same either way, and so are its results.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numba
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler, Flags
 from numba.core.dispatcher import _FunctionCompiler  # type: ignore[attr-defined]
@@ -122,12 +125,28 @@ class KernelCompiler(Compiler):  # type: ignore[misc]
         return super().define_pipelines()
 
 
+@dataclass(slots=True, eq=False)
+class CallForm:
+    """A kernel as it is called with arguments of some types."""
+
+    types: tuple[Any, ...]
+    code: int
+    """The address of its code, as C calls it."""
+    team: int
+    """The place of the argument that is the team; -1: there is none."""
+    returns: bool
+    """Whether it has a result."""
+    caller: int = 0
+    """The address of a function that calls it with words (`kernels.recording`); 0: none was made yet."""
+
+
 class Kernel(CPUDispatcher):  # type: ignore[misc]
     """A compiled function as Python calls it. Compiled functions that call it see its `part`."""
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
         super().__init__(function, targetoptions={**options, "nopython": True}, pipeline_class=KernelCompiler)
         self._cache = KernelCache(function)
+        self._forms: dict[tuple[type, ...], CallForm] = {}
 
     def __call__(self, *arguments: Any) -> Any:
         note = noting.get()
@@ -145,11 +164,17 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
         function = next(name for name, own in vars(sys.modules[module]).items() if own is self)
         return f"{module}:{function}:({', '.join(str(self.typeof_pyval(each)) for each in arguments)})"
 
-    def code_for(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], int]:
-        """(types of these arguments, the address of the code for them as C calls it). It has been compiled."""
-        types = tuple(map(self.typeof_pyval, arguments))
-        found = self.overloads[types]
-        return types, found.library.get_pointer_to_function(found.fndesc.llvm_cfunc_wrapper_name)
+    def form_for(self, arguments: tuple[Any, ...]) -> CallForm:
+        """The form of a call with these numbers, below 2**63 each. It has been compiled."""
+        # by Python's types: numba goes through every argument and hashes its type, half the time of a recording
+        key = tuple(map(type, arguments))
+        if key not in self._forms:
+            types = tuple(map(self.typeof_pyval, arguments))
+            found, names = self.overloads[types], list(inspect.signature(self.py_func).parameters)
+            code = found.library.get_pointer_to_function(found.fndesc.llvm_cfunc_wrapper_name)
+            team = names.index("team") if "team" in names else -1
+            self._forms[key] = CallForm(types, code, team, found.signature.return_type != numba.types.none)
+        return self._forms[key]
 
     @functools.cached_property
     def part(self) -> _InnerKernel:

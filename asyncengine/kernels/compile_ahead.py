@@ -71,6 +71,9 @@ _BY_MOST = (
 )
 """Kernels that most models call: compiled until the model is known, which is after torch is imported."""
 
+had: set[str] = set()
+"""Names of kernels that this process has read or compiled, whatever model they were for."""
+
 Progress = Callable[[str, int], None]
 """Called with the name of a kernel that has been compiled, and with how many are known to be needed."""
 
@@ -105,9 +108,9 @@ class CompileAhead:
 
     @property
     def left(self) -> Sequence[str]:
-        """The names of `later` that nobody compiles or has compiled."""
+        """The names that no process compiles or has compiled."""
         with self._changed:
-            return [] if self._alive or set(self._others) <= set(self.kept) else self._others
+            return [] if self._alive else [name for name in (*self._names, *self._others) if name not in self.kept]
 
     def expect(self, *, first_time: bool = False, float32: bool = False) -> None:
         """Start the processes at once if nothing has been compiled on this machine by this version: names will come,
@@ -136,6 +139,9 @@ class CompileAhead:
         """Have these compiled, "module:function:(types)" each, unless they all are in the cache; `later`: those that
         are called after a first answer, if at all. Returns at once."""
         self._names, self._others = names, later
+        if names and had.issuperset((*names, *later)):  # of an earlier model
+            self.kept = [*names, *later]
+            return
         if not names or not self._can_start() or not self._folder.writable:
             return
         if self._folder.find(self._mark("first_load")) is not None:

@@ -21,7 +21,7 @@ _FEW = 64
 """Positions up to which rows are copied without letting go of the interpreter's lock."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class RotaryConfig:
     """Frequencies that do not change between steps.
 

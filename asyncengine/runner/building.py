@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,6 +20,7 @@ from asyncengine.device.memory import free_bytes, in_words, release_cached
 from asyncengine.device.transfer import on_device
 from asyncengine.errors import InvalidParameter
 from asyncengine.lora.layers.slots import LoraLayers
+from asyncengine.models.decoder import Decoder
 from asyncengine.models.first_kernels import sampling_kernels
 from asyncengine.models.loading import LoadedModel
 from asyncengine.models.memory.caches import num_states_for, pool_sizes, room_for, state_bytes
@@ -75,7 +76,7 @@ def build_runner(
     `cores`: the threads of the engine; None: as `config` says. `pooler`: of a model that is asked for vectors. `draft`:
     a smaller model that guesses; it raises `InvalidParameter` where nothing can be guessed. `two_pools`: rows will name
     window pages, where there are any (`Row.window`). `kept`: the kernels that Python calls, if all that a first answer
-    needs are in the cache; `left`: those that first steps do not call and nobody else compiles. `images`: of a model
+    needs are in the cache; `left`: those that nobody else compiles, first steps' own included. `images`: of a model
     that reads pictures. `ranks`: the other processes that have a part of the model each.
     """
     with on_device(model.device), progress or LoadProgress(config.show_progress) as bar:
@@ -259,9 +260,23 @@ def _measure_steps(runner: ModelRunner, config: EngineConfig, *, guesses: bool =
         seconds = runner.profile_run(Batch(0, (row,))).seconds
         return time.perf_counter() - began if guesses else seconds
 
-    times = measure_steps(run)
+    times = measure_steps(run, _followed(runner, config, guesses))
     runner.cores.forget()
     return times
+
+
+def _followed(runner: ModelRunner, config: EngineConfig, guesses: bool) -> Hashable:
+    """All that step times follow from on one machine, beside weights; None: that is not known of transformers'
+    modules."""
+    model = runner.model
+    if not isinstance(model, Decoder):
+        return None
+    options = model.options
+    return (
+        model.config, model.dtype, model.device, model.max_model_len, options.kernels.name, options.bits,
+        tuple(options.forms.items()), tuple(model.describe()), config.page_size, config.kv_cache_dtype,
+        config.tensor_parallel, config.pipeline_parallel, runner.num_window_pages > 0, runner.cores.most, guesses,
+    )  # fmt: skip
 
 
 def first_state(num_states: int, slot: int) -> StateUse | None:

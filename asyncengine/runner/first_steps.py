@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from asyncengine.kernels.compile_ahead import had
 from asyncengine.layers.recorded import MOST_TOKENS
 from asyncengine.sampling_params import SamplingParams
 
@@ -33,6 +34,7 @@ def read_kept(names: Sequence[str]) -> bool:
     try:
         for name in names:
             compile_named(name)
+            had.add(name)
     except Exception:
         logger.debug("kernels are not read ahead", exc_info=True)
         return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 
 from asyncengine.speculation.costs import SIZES
@@ -26,16 +26,27 @@ _MAX_FALL = 1.5
 _USUAL = (1.0, 1.75, 4.75)
 """Steps of `SIZES`, in the smallest, that are assumed where nothing can be measured."""
 
+_MAX_KEPT = 64
+_kept: dict[Hashable, tuple[float, ...]] = {}
+"""Measured times of this process by what they follow from, so that a model loaded again is not measured again."""
+
 Run = Callable[[int], float]
 """Seconds of one step of so many tokens."""
 
 
-def measure_steps(run: Run) -> tuple[float, ...]:
-    """Positive seconds of steps of `SIZES` tokens."""
+def measure_steps(run: Run, key: Hashable = None) -> tuple[float, ...]:
+    """Positive seconds of steps of `SIZES` tokens. `key`: what they follow from in this process, of which they are
+    measured once; None: they are measured anew."""
+    if key is not None and key in _kept:
+        return _kept[key]
     times: tuple[float, ...] = ()
     for _ in range(2):
         times = _measured(run)
         if is_sound(times):
+            if key is not None:
+                _kept[key] = times
+                for oldest in list(_kept)[:-_MAX_KEPT]:
+                    _kept.pop(oldest, None)
             return times
     logger.info("step times cannot be measured here, usual ones are taken: %s", times)
     unit = min((value for value in times if 0 < value < math.inf), default=_BRIEF)

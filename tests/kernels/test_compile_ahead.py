@@ -38,6 +38,7 @@ UNKNOWN = f"{_CPU}gather:nothing_of_the_kind:(int64)"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, of this process and of those it starts."""
     monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setattr(compile_ahead, "had", set())
     kernel_folder.cache_clear()
     yield tmp_path
     kernel_folder.cache_clear()
@@ -163,7 +164,7 @@ def test_nobody_waits_for_processes_that_are_gone(folder: Path, monkeypatch: pyt
     ahead.wait()
     assert not ahead.wait_for(module, types)
     assert elsewhere == []
-    assert ahead.left == [CALLS_OTHERS]
+    assert ahead.left == [SMALL, CALLS_OTHERS]
     assert kept(folder) == []
 
 
@@ -173,7 +174,20 @@ def test_what_nobody_compiles_is_left_to_the_load(most: int, folder: Path, monke
     ahead = CompileAhead(most)
     ahead.start([SMALL], [CALLS_OTHERS])
     ahead.finish(lambda name, most: pytest.fail("nobody compiled"))
-    assert (ahead.kept, ahead.left) == ((), [CALLS_OTHERS])
+    assert (ahead.kept, ahead.left) == ((), [SMALL, CALLS_OTHERS])
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_what_this_process_has_is_not_looked_for(most: int, folder: Path) -> None:
+    """As for a model loaded before, or another one with the same kernels."""
+    compile_ahead.had.update([SMALL, CALLS_OTHERS])
+    ahead = CompileAhead(most)
+    ahead.start([SMALL], [CALLS_OTHERS])
+    assert (ahead.kept, ahead.left, ahead._threads) == ([SMALL, CALLS_OTHERS], [], [])
+    ahead.finish(lambda name, most: pytest.fail("nothing is left to be compiled"))
+    other = CompileAhead(1)
+    other.start([SMALL, UNKNOWN])
+    assert (other.kept, other.left) == ((), [SMALL, UNKNOWN])
 
 
 def test_a_kernel_is_not_compiled_here_while_others_are_at_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import forked
 
-from asyncengine import DEMO_MODEL
+from asyncengine import DEMO_MODEL, Engine
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.models.decoder import Decoder
@@ -20,6 +20,7 @@ from asyncengine.request_spec import RequestSpec
 from asyncengine.runner.building import build_runner
 from asyncengine.runner.first_steps import GREEDY, read_kept
 from asyncengine.runner.model_runner import ModelRunner
+from asyncengine.speculation.costs import SIZES
 from asyncengine.step import OPEN, Batch, Row, StepResult
 
 if compiler_missing(torch.float32, torch.device("cpu")) is not None:
@@ -83,6 +84,21 @@ def test_every_kind_of_step_is_run_where_kernels_are_not_kept(
 
 def test_one_step_is_run_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lengths_of_first_steps(monkeypatch, None) == [1]
+
+
+def test_a_model_loaded_again_runs_one_step_and_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, run = list[list[int]](), ModelRunner.profile_run
+
+    def noted(self: ModelRunner, batch: Batch) -> StepResult:
+        lengths[-1].append(sum(row.num_scheduled for row in batch.rows))
+        return run(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "profile_run", noted)
+    for settings in (dict[str, Any](), {}, {"num_threads": 2}):
+        lengths.append([])
+        Engine.from_pretrained("demo", kv_cache_memory="8MiB", show_progress=False, **settings).close()
+    assert lengths[1] == [1]
+    assert max(lengths[2]) == max(SIZES)  # other threads, other costs
 
 
 def test_what_is_read_is_there_when_it_is_called() -> None:

@@ -9,7 +9,7 @@ import pytest
 from asyncengine import DEMO_MODEL
 from asyncengine.config import EngineConfig
 from asyncengine.models.loading import load_model
-from asyncengine.runner import building
+from asyncengine.runner import building, step_times
 from asyncengine.runner.building import build_runner
 from asyncengine.runner.step_times import is_sound, measure_steps, shortest
 from asyncengine.speculation.costs import SIZES
@@ -105,9 +105,22 @@ def test_where_nothing_can_be_measured_usual_times_are_taken(nonsense: tuple[flo
     assert EngineConfig(speculation_costs=found).speculation_costs == found
 
 
+def test_sound_times_of_the_same_steps_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_times, "_kept", {})
+    disturbed = Steps(dict(zip(SIZES, NONSENSE[0], strict=True)))
+    assert measure_steps(disturbed, "one") != TIMES
+    assert measure_steps(steps(), "one") == TIMES
+    assert measure_steps(steps(2.0), "one") == TIMES
+    assert measure_steps(steps(2.0), "other") == tuple(2 * time for time in TIMES)
+    for key in range(100):
+        measure_steps(steps(), key)
+    assert len(step_times._kept) == step_times._MAX_KEPT
+    assert measure_steps(steps(3.0), "one") == tuple(3 * time for time in TIMES)
+
+
 def test_given_costs_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(max_num_seqs=4, kv_cache_memory="8MiB", show_progress=False)
-    monkeypatch.setattr(building, "measure_steps", lambda run: pytest.fail("they are given"))
+    monkeypatch.setattr(building, "measure_steps", lambda run, key: pytest.fail("they are given"))
     given = config.replace(speculation_costs=TIMES)
     runner = build_runner(load_model(str(DEMO_MODEL), given), given)
     if runner.no_speculation is None:

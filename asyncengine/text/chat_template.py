@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -135,8 +136,10 @@ class ChatTemplate:
             return ""
 
 
+@functools.lru_cache(maxsize=8)
 def _compiled(template: str) -> tuple[TemplateEnvironment, Template]:
-    """The sandbox of a template, and the template in it. Raises `InvalidParameter` if it is not a valid one."""
+    """The sandbox of a template, and the template in it, which any number of threads may render. Raises
+    `InvalidParameter` if it is not a valid one."""
     from asyncengine.text.template_environment import MAX_TEMPLATE_CHARS, TemplateEnvironment
 
     if len(template) > MAX_TEMPLATE_CHARS:

@@ -10,6 +10,7 @@ tokenizer_config.json must be known. `read_plain_tokenizer` gives None for all o
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,16 +58,18 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 class PlainTokenizer:
     """The part of a transformers tokenizer that an engine uses: ids, text, special tokens and the chat template.
 
-    `special`: {name: token} of the named ones. Any number of threads may use it.
+    `special`: {name: token} of the named ones. `digest`: that of the file which `backend` was made of. Any number of
+    threads may use it.
     """
 
-    def __init__(self, backend: Any, special: Mapping[str, str], chat_template: str | None) -> None:
+    def __init__(self, backend: Any, special: Mapping[str, str], chat_template: str | None, digest: str) -> None:
         self.backend_tokenizer = backend
         self.special_tokens_map = dict(special)
         self.chat_template = chat_template
+        self.digest = digest
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PlainTokenizer, (self.backend_tokenizer, self.special_tokens_map, self.chat_template)
+        return PlainTokenizer, (self.backend_tokenizer, self.special_tokens_map, self.chat_template, self.digest)
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
@@ -122,7 +125,7 @@ def read_plain_tokenizer(folder: Path, family: str) -> PlainTokenizer | None:
         if kind is None or not _is_whole(folder, config, content, kind):
             return None
         special = _special(config, _QWEN_DEFAULTS if kind == "Qwen2Tokenizer" else {})
-        return PlainTokenizer(_backend(text), special, template)
+        return PlainTokenizer(_backend(text), special, template, hashlib.sha256(text.encode()).hexdigest())
     except (KeyError, TypeError, ValueError, AttributeError):  # no such file as it is expected here
         return None
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 from asyncengine.text.streams import (
     ByteStream,
@@ -228,6 +230,25 @@ class TokenTable:
         for trial in range(TRIALS):
             length = rng.randrange(1, 24) if trial else 300  # one long sequence moves the window several times
             yield [rng.choice(pool) for pool in rng.choices(pools, k=length)] if pools else []
+
+
+_SMALL = 2**15
+"""Tokens of a table that may stay when nobody uses it: a few megabytes."""
+_tables: WeakValueDictionary[str, TokenTable] = WeakValueDictionary()
+_recent: deque[TokenTable] = deque(maxlen=2)
+
+
+def table_of(tokenizer: Any) -> TokenTable:
+    """The table of a tokenizer. Those of a `PlainTokenizer` are shared by all that were made of the same file."""
+    digest = getattr(tokenizer, "digest", None)
+    if digest is None:
+        return TokenTable(tokenizer)
+    table = _tables.get(digest)
+    if table is None:
+        table = _tables.setdefault(digest, TokenTable(tokenizer))
+    if table.size <= _SMALL and table not in _recent:
+        _recent.append(table)
+    return table
 
 
 def byte_alphabet() -> dict[str, int]:

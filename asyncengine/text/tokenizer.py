@@ -16,7 +16,7 @@ from asyncengine.text.chat_template import ChatTemplate
 from asyncengine.text.detokenizer import Detokenizer
 from asyncengine.text.media import ImageParts
 from asyncengine.text.plain_tokenizer import read_plain_tokenizer
-from asyncengine.text.token_table import SAMPLES, TokenTable
+from asyncengine.text.token_table import SAMPLES, TokenTable, table_of
 
 MAX_CHAT_CHARS = 4_000_000
 TOKENIZER_FILES = (
@@ -122,7 +122,7 @@ class TextTokenizer:
         if self._table is None:
             with self._lock:
                 if self._table is None:
-                    self._table = TokenTable(self._hf)
+                    self._table = table_of(self._hf)
         return self._table
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:

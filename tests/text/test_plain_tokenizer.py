@@ -321,3 +321,25 @@ def test_the_loaded_tokenizer_gives_transformers_own_on_demand(tmp_path: Path) -
     assert found.hf is found.hf
     assert found.hf.encode(LINES[1]) == found.encode(LINES[1])
     assert isinstance(pickle.loads(pickle.dumps(found)).hf, PreTrainedTokenizerBase)
+
+
+def test_tokenizers_of_one_file_share_their_table(tmp_path: Path) -> None:
+    """And none has one of a file that was changed since; a transformers tokenizer has its own."""
+    folder = Path(shutil.copytree(MODEL_PATH, tmp_path / "model"))
+    known = native_config(json.loads((folder / "config.json").read_text()))
+    assert known is not None
+
+    def load() -> TextTokenizer:
+        found = load_tokenizer(folder, EngineConfig(), model_config=known)
+        assert found is not None
+        return found
+
+    first, second = load(), load()
+    assert first.table is second.table
+    assert TextTokenizer(first.hf).table is not first.table
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    last = content["added_tokens"][-1]
+    last["content"] = last["content"][::-1]  # a file of the same size
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    third = load()
+    assert third.table.token_bytes(last["id"]) == last["content"].encode() != first.table.token_bytes(last["id"])

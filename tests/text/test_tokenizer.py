@@ -148,7 +148,7 @@ def test_threads_build_one_table(folder: Path, monkeypatch: pytest.MonkeyPatch) 
             super().__init__(tokenizer)
             built.append(self)
 
-    monkeypatch.setattr("asyncengine.text.tokenizer.TokenTable", Counted)
+    monkeypatch.setattr("asyncengine.text.token_table.TokenTable", Counted)
     tokenizer = load(folder)
     with ThreadPoolExecutor(8) as pool:
         tables = set(pool.map(lambda _: tokenizer.table, range(32)))

@@ -8,7 +8,7 @@ sum that ends a branch and the norm that begins the next are one operation, also
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -322,6 +322,15 @@ class Decoder:
         if self.recorded is not None and self.recorded.obstacle is None:
             counts["recorded_layers"] = len(self.layers)
         return ["decoder x 1", *(f"{name} x {count}" for name, count in sorted(counts.items()))]
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for decoders that are computed by the same kernels on arrays of the same shapes."""
+        options = self.options
+        return (
+            self.config, self.dtype, self.device, self.max_model_len, options.kernels.name, options.bits,
+            options.stage, tuple(options.forms.items()), tuple(self.describe()), self.unsteady,
+        )  # fmt: skip
 
     def places(self) -> list[Place]:
         """Products that adapters may change, in the model's order."""

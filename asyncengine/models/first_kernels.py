@@ -8,7 +8,7 @@ called, which `tests/models` would find.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -38,16 +38,33 @@ class FirstKernels(NamedTuple):
     """Kernels of long contexts, and of requests that sample in another way than the model's own defaults."""
 
 
+_MAX_LISTED = 64
+_listed: dict[Hashable, FirstKernels] = {}
+"""Kernels of the decoders that this process has loaded: a list takes as long as several steps."""
+
+
 def kernels_of(decoder: Decoder, page_size: int, defaults: Mapping[str, Any]) -> FirstKernels:
     """`defaults`: the model's own sampling parameters, by name."""
     options = decoder.options
     if options.kernels.name != "compiled":
         return FirstKernels()
-    from asyncengine.kernels.listing import KernelList
-
     if options.ranks is not None:  # other processes do not run along
         alone = replace(options, ranks=None, memory=Arena())
         decoder = Decoder(decoder.config, alone, decoder.max_model_len)
+    key = decoder.key, page_size
+    if key not in _listed:
+        if len(_listed) >= _MAX_LISTED:
+            _listed.clear()
+        _listed[key] = _list(decoder, page_size)
+    (needed, later), (sampled, others) = _listed[key], _sampling(defaults)
+    first = dict.fromkeys((*needed, *sampled))
+    return FirstKernels(list(first), [name for name in (*others, *later) if name not in first])
+
+
+def _list(decoder: Decoder, page_size: int) -> FirstKernels:
+    """The decoder's own kernels."""
+    from asyncengine.kernels.listing import KernelList
+
     moved = all(layer.state is None or layer.state.kernel is not None for layer in decoder.layers)
     needed, later = KernelList(), KernelList()
     with needed:
@@ -55,9 +72,7 @@ def kernels_of(decoder: Decoder, page_size: int, defaults: Mapping[str, Any]) ->
             _run(decoder, page_size, 0, count)
     with later:
         _run(decoder, page_size, decoder.max_model_len - 1, 1)
-    sampled, others = _sampling(defaults)
-    first = dict.fromkeys((*needed.names, *sampled))
-    return FirstKernels(list(first), [name for name in (*others, *later.names) if name not in first])
+    return FirstKernels(needed.names, later.names)
 
 
 @torch.inference_mode()

@@ -271,11 +271,9 @@ def _followed(runner: ModelRunner, config: EngineConfig, guesses: bool) -> Hasha
     model = runner.model
     if not isinstance(model, Decoder):
         return None
-    options = model.options
     return (
-        model.config, model.dtype, model.device, model.max_model_len, options.kernels.name, options.bits,
-        tuple(options.forms.items()), tuple(model.describe()), config.page_size, config.kv_cache_dtype,
-        config.tensor_parallel, config.pipeline_parallel, runner.num_window_pages > 0, runner.cores.most, guesses,
+        model.key, config.page_size, config.kv_cache_dtype, config.tensor_parallel, config.pipeline_parallel,
+        runner.num_window_pages > 0, runner.cores.most, guesses,
     )  # fmt: skip
 
 

@@ -89,6 +89,21 @@ def test_no_other_process_is_waited_for() -> None:
     assert kernels_of(decoder, 4, {}) == kernels_of(Decoder(described, alone, 64), 4, {})
 
 
+def test_decoders_of_one_form_are_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one of another form has a list of its own."""
+    described = decoder_config_of(FAMILIES["qwen3"](), 64)
+    forms = [(torch.float32, None, 4), (torch.bfloat16, None, 4), (torch.bfloat16, 8, 4), (torch.bfloat16, 8, 32)]
+
+    def lists() -> list[Any]:
+        return [kernels_of(Decoder(described, options(dtype, bits=bits), 64), size, {}) for dtype, bits, size in forms]
+
+    first = lists()
+    monkeypatch.setattr("asyncengine.models.first_kernels._run", lambda *_: pytest.fail("it is known"))
+    assert lists() == first
+    assert len({tuple(sorted(each.needed)) for each in first[:3]}) == 3
+    assert kernels_of(Decoder(described, options(torch.float32), 64), 4, {"top_k": 5}) != first[0]
+
+
 def test_types_are_found_without_source(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a frozen program."""
     names = ["truncation:top_p_threshold", "truncation:top_k_threshold", "sampling:_draw"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from asyncengine.chat.formats import NUMBER, ToolFormat
@@ -63,6 +64,7 @@ def _call(form: ToolFormat, name: str, key: str, value: str, named: bool) -> str
     return head + arguments + part("call_close", _led(form.call_close))
 
 
+@lru_cache(maxsize=512)
 def _blanks(text: str) -> str:
     """A pattern for `text` with any blanks in place of its own, and numbers where they are marked."""
     patterns = {NUMBER: r"\d+"}

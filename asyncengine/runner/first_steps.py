@@ -32,7 +32,7 @@ def read_kept(names: Sequence[str]) -> bool:
     from asyncengine.kernels.cpu.calls import compile_named
 
     try:
-        for name in names:
+        for name in (name for name in names if name not in had):
             compile_named(name)
             had.add(name)
     except Exception:

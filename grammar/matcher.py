@@ -83,8 +83,10 @@ class Matcher:
 
     def _shared(self) -> tuple[Key | None, Mask | None]:
         """`SharedMasks.find` of where the output stands; None, None where that is not known."""
-        position = None if self._closing is None or self._state.ended else self._closing.position
-        return (None, None) if position is None else self._template.masks.find(position, self._state.last)
+        position = None if self._closing is None else self._closing.position
+        if position is None or self._state.ended:
+            return None, None
+        return self._template.masks.find(position, self._state.last)
 
     def fill_along(self, masks: Mask, drafts: Sequence[int]) -> int:
         self._state.fill(masks[0])

@@ -8,8 +8,8 @@ tokenizer itself would cut the text: that depends on the token before, too.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
-from threading import Lock
 
 import numpy as np
 
@@ -30,7 +30,7 @@ class SharedMasks:
         self._room = nbytes
         self._known: OrderedDict[Key, Mask | None] = OrderedDict()
         """None: text is forced there."""
-        self._lock = Lock()
+        self._lock = threading.Lock()
 
     def find(self, position: Position, before: int) -> tuple[Key, Mask | None]:
         """(what to keep the mask under, the mask; None: not known so far). `before`: the token before."""

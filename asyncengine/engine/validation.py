@@ -156,8 +156,9 @@ class RequestValidator:
                 )
         if params.grammar is not None:
             if self.grammars is None:
-                limit = "this engine takes no grammars: its grammar_backend is none, or no tokenizer"
-                raise GrammarError("grammar", limit)
+                raise GrammarError(
+                    "grammar", "this engine takes no grammars: its grammar_backend is none, or no tokenizer"
+                )
             grammar = self.grammars.check(params.grammar, max_total - len(tokens), params.on_budget)
             params = params.replace(grammar=grammar)
         mailbox = Mailbox()

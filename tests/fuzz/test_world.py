@@ -197,7 +197,7 @@ def test_a_finding_is_made_small_and_lives_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     give_pages_back_early(monkeypatch)
-    finding = next(filter(None, map(live, map(make_plan, (13, *range(40))))))  # the first shows it, to be quick
+    finding = next(filter(None, map(live, map(make_plan, (16, *range(40))))))  # the first shows it, to be quick
     assert PLANTS[give_pages_back_early] in finding.problem
     small = shrink(finding, most=12)
     assert len(small.plan.calls) < len(finding.plan.calls)

@@ -29,6 +29,7 @@ from asyncengine.errors import (
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.service import GrammarService
+from asyncengine.grammar.shared_masks import SharedMasks
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +135,9 @@ async def test_a_grammar_that_fails_in_mid_output_leaves_the_others_of_its_batch
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(state, "fill", broken)
+            patch.setattr(
+                SharedMasks, "find", lambda self, position, before: ((position, None), None)
+            )  # all is asked for
             jobs = [place.engine.generate([5, 9], constrained(small_grammar(name).grammar)) for name in names]
             made = await asyncio.gather(*jobs, return_exceptions=True)
         for name, one, other in zip(names, alone, made, strict=True):

@@ -105,6 +105,7 @@ class LettersTemplate:
     """A compiled grammar of so many letters. One output's state in it, and the nearest end, are as simple as it is."""
 
     nbytes = 1000
+    position = None
 
     def __init__(self, remainder: int, length: int) -> None:
         self.min_tokens = length

@@ -25,6 +25,8 @@ from asyncengine.grammar.ways import UNREACHABLE
 MAX_STEPS, LEAST_STEPS = 30_000, 500
 """Steps from state to state that one search for an end may take, a third of a second; fewer after one that found none
 in time."""
+READINGS = 4
+"""Readings in a state that cost no more than one."""
 MAX_STATES = 4_000
 """States whose ends are kept."""
 MAX_TRACKERS = 256
@@ -99,7 +101,9 @@ class Product(Words):
     def _of_a_part(self, state: State) -> bytes | None:
         """The nearest end of one of the shapes, if it is one of all."""
         for tracker, standing in zip(self._parts, state, strict=False):
-            _, place = tracker.nearest(tuple(standing))
+            left, place = tracker.nearest(tuple(standing))
+            if left >= UNREACHABLE:  # this one is a product, too, whose end was not found in time
+                continue
             text = b"".join(bytes(tokens) * times for tokens, times in tracker.segments(place))
             here: State | None = state
             for byte in text:
@@ -117,7 +121,7 @@ class Product(Words):
             _, length, _, here = heapq.heappop(heap)
             if not self._left(here):
                 return [self._keep(came, here)]
-            steps -= len(self.bytes)
+            steps -= len(self.bytes) * max(1, sum(map(len, here)) // READINGS)
             if steps < 0:
                 return None
             for byte in self.bytes:

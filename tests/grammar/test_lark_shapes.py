@@ -8,9 +8,10 @@ import pytest
 from support.grammar_walks import text_of, walk
 from support.long import TIMES
 
-from asyncengine.grammar import Grammar
+from asyncengine.grammar import Grammar, products
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
+from asyncengine.grammar.products import Product, State
 from asyncengine.grammar.vocabulary import Vocabulary
 
 CHESS = r"""
@@ -40,6 +41,7 @@ GRAMMARS = {
     "blanks between": ('start: "a" b\nb: /[0-9]+/\n%ignore / +/', "a0"),
     "blanks before a special token": ('start: "a" <|mark|> b?\nb: "q"\n%ignore / /', "a<|mark|>"),
     "blanks behind nothing": ('start: A? "b" c*\nA: "a"?\nc: "c"\n%ignore / /', "b"),
+    "a product in another that nothing matches": ('start: A | "x"\nA: /(?s:.)*/ & (~(/[a-z]+/) & /[a-z]/)', "x"),
     "a chain of terminals": (
         "start: T0\n" + "".join(f'T{at}: "b"? T{at + 1}\n' for at in range(250)) + 'T250: "a"',
         "a",
@@ -54,8 +56,10 @@ GRAMMARS = {
     "moves of chess": (Grammar.ebnf(CHESS).text, "1. a1 a1\n1. a1 a1\n"),
 }  # fmt: skip
 """Lark, and a shortest text."""
-SHORT = ("letters of either case", "itself twice", "left recursion", "a lexeme that goes on", "blanks between",
-         "blanks before a special token", "blanks behind nothing")  # fmt: skip
+SHORT = (
+    "letters of either case", "itself twice", "left recursion", "a lexeme that goes on", "blanks between",
+    "blanks before a special token", "blanks behind nothing", "a product in another that nothing matches",
+)  # fmt: skip
 """Grammars whose outputs mostly end by themselves."""
 
 
@@ -92,3 +96,20 @@ def test_what_has_no_shape_is_searched(lark: str, vocabulary: Vocabulary) -> Non
         matcher = Matcher(template, budget, "close")
         walk(vocabulary, matcher, budget, random.Random(seed))
         assert matcher.overrun() is None
+
+
+def test_looking_for_the_end_of_a_product_is_bounded(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many readings cost more than few: what counts is time."""
+    looked = 0
+    after = Product._after
+
+    def counted(self: Product, state: State, byte: int) -> State | None:
+        nonlocal looked
+        looked += sum(map(len, state))
+        return after(self, state, byte)
+
+    monkeypatch.setattr(Product, "_after", counted)
+    monkeypatch.setattr(products, "MAX_STEPS", 2_000)
+    parts = "/(a|b)*a(a|b){12}/ & /(a|b)*b(a|b){13}/ & ~/(a|b)*(aa|bb)(a|b){14}/"
+    LlguidanceBackend(vocabulary).compile(Grammar.lark(f"start: A\nA: {parts}"))
+    assert looked < 300_000

@@ -38,6 +38,9 @@ MAX_REPEAT = 10_000
 """Largest count in `{m,n}`, `minItems` and `minProperties`."""
 MAX_OPTIONAL = 2_000
 """Optional properties of one object; 10,000 keep a worker busy for 39 s."""
+MAX_LEFT_OUT = 2_000
+"""Items of one pattern or one Lark text that may be left out or repeated: of 20,000 in a row (`a?a?...`) a mask takes
+20 s and 1.6 GB, in the thread that all outputs wait for, of 5,000 2 s, of 2,000 0.3 s."""
 MAX_ALTERNATIVES = 20_000
 """Bars in one Lark text; 50,000 keep a worker busy for 8 s."""
 MAX_LITERAL = 64 << 10
@@ -112,8 +115,10 @@ class _Patterns:
             raise _too_large("a pattern", f"{self._max_regex} characters", len(pattern))
         # Per open group: (longest alternative so far, this alternative so far, its last item).
         groups = [(0, 0, 0)]
+        left_out = 0
         for match in _REGEX.finditer(pattern):
             token = match.group()
+            left_out += token in ("*", "?") or (match["low"] is not None and not match["low"].strip("0"))
             best, done, last = groups[-1]
             if token[0] == "(":
                 groups.append((0, 0, 0))
@@ -135,6 +140,8 @@ class _Patterns:
                 groups[-1] = (best, done + last, 1)
             if groups[-1][1] + groups[-1][2] > MAX_LITERAL:
                 raise _too_large("the shortest match of a pattern", f"{MAX_LITERAL} characters")
+        if left_out > MAX_LEFT_OUT:
+            raise _too_large("a pattern", f"{MAX_LEFT_OUT} items that may be left out", left_out)
 
 
 def _count(digits: str) -> int:
@@ -217,6 +224,9 @@ def _check_lark(text: str, max_depth: int, check: _Patterns) -> None:
     alternatives = sum(token == "|" for _, token in found)
     if alternatives > MAX_ALTERNATIVES:
         raise _too_large("Lark", f"{MAX_ALTERNATIVES} alternatives", alternatives)
+    left_out = sum(token in ("?", "*", "[") for kind, token in found if kind == "other")
+    if left_out > MAX_LEFT_OUT:
+        raise _too_large("Lark", f"{MAX_LEFT_OUT} items that may be left out", left_out)
     for kind, token in found:
         if kind == "json":
             _check_schema(token, max_depth, check)

@@ -34,8 +34,8 @@ _DOTALL, _ANY_CASE = re.DOTALL.value, re.IGNORECASE.value
 _READ_FLAGS = re.UNICODE.value | re.VERBOSE.value | _DOTALL | _ANY_CASE
 MAX_APART = 256
 """Alternatives of a pattern that are taken apart."""
-MAX_KEPT = 2048
-"""Patterns whose shapes are kept."""
+MAX_KEPT, MAX_KEPT_LENGTH = 2048, 2048
+"""Patterns whose shapes are kept, and characters in each: the shape of 64,000 takes 2 MB."""
 _NEWLINE = [(10, 10)]
 _CATEGORIES = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
 _SAME = [(char, char.upper(), *{"k": "\u212a", "s": "\u017f"}.get(char, "")) for char in string.ascii_lowercase]
@@ -49,15 +49,21 @@ _CONTROL = r"\\u00(?:[01][0-9A-Fa-f]|7[Ff])"
 _ESCAPES = {34: b'\\"', 92: b"\\\\", 8: b"\\b", 12: b"\\f", 10: b"\\n", 13: b"\\r", 9: b"\\t"}
 
 
-@functools.lru_cache(MAX_KEPT)
 def regex_shape(pattern: str, flags: str = "") -> Shape:
     """Texts that `pattern` matches from end to end; `flags`: letters of those that hold in all of it. Raises
     `Unmodelled`."""
+    return (_kept if len(pattern) <= MAX_KEPT_LENGTH else _read)(pattern, flags)
+
+
+def _read(pattern: str, flags: str) -> Shape:
     if not flags and (listed := _LISTED.fullmatch(pattern)) is not None:
         words = (re.sub(r"\\(.)", r"\1", word, flags=re.DOTALL) for word in _WORD.findall(listed[1]))
         return Words([word.encode("utf-8", "replace") for word in words])
     parsed = _parsed(f"(?{flags})" + pattern if flags else pattern)
     return _Reader(False).either([list(parsed)], parsed.state.flags)
+
+
+_kept = functools.lru_cache(MAX_KEPT)(_read)
 
 
 def searched_shape(pattern: str) -> Shape:

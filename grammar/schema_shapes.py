@@ -18,7 +18,7 @@ from asyncengine.grammar.canonical import parse_json
 from asyncengine.grammar.lark import regex
 from asyncengine.grammar.lark_shapes import expression_shape, lark_shape
 from asyncengine.grammar.products import Product
-from asyncengine.grammar.regex_shapes import json_letters, regex_shape, searched_shape
+from asyncengine.grammar.regex_shapes import MAX_KEPT_LENGTH, json_letters, regex_shape, searched_shape
 from asyncengine.grammar.rules import Members, Repeat, Rules, Symbol
 from asyncengine.grammar.schema_members import KEY, PLAIN_KEY
 from asyncengine.grammar.shapes import (
@@ -113,9 +113,12 @@ class _Reader:
         return shape
 
 
-@functools.lru_cache(MAX_LEAVES)
 def leaf_shape(text: str) -> Shape:
     """The shape of Lark text that stands for itself: a literal, a terminal, or a schema of strings or numbers."""
+    return (_kept_leaf if len(text) <= MAX_KEPT_LENGTH else _leaf)(text)
+
+
+def _leaf(text: str) -> Shape:
     if text.startswith("%json "):
         return _json(text, json.loads(text[6:]))
     try:
@@ -125,6 +128,9 @@ def leaf_shape(text: str) -> Shape:
         return expression_shape(text)
     except Unmodelled:
         return Opaque(text)
+
+
+_kept_leaf = functools.lru_cache(MAX_LEAVES)(_leaf)
 
 
 def json_text(least: int = 0, most: int | None = None) -> Shape:

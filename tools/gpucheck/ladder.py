@@ -53,12 +53,14 @@ ENGINES: dict[str, tuple[Shape | MixedShape, dict[str, Any]]] = {
     "tokenizer": (SMALL, _MODEST),
     "large": (LARGE, _MODEST),
     "large, 4 bits": (LARGE, {**_MODEST, "quantization": "int4"}),
-    "large, FP8": (LARGE, {**_MODEST, "load_format": "auto"}),
+    "large, FP8": (LARGE, _MODEST),
     "mixture": (MIXTURE, _MODEST),
     "hybrid": (HYBRID, {**_MODEST, "max_num_seqs": 64}),
-    "gpt-oss": (GPT_OSS, {**_MODEST, "load_format": "auto"}),
+    "gpt-oss": (GPT_OSS, _MODEST),
 }
-"""Shape and settings by name; all in bfloat16."""
+"""Shape and settings by name; all compute in bfloat16."""
+STORED = {"large, FP8": write_fp8, "gpt-oss": write_mxfp4}
+"""Writers of weights, by name of those engines that read some instead of making them up."""
 
 
 class Ladder:
@@ -140,15 +142,16 @@ class Ladder:
         folder = shape.write(self._session.folder / name.replace(" ", "-"))
         options = {
             "device": self._session.settings.device, "attention_backend": self._session.settings.backend,
-            "dtype": "bfloat16", "load_format": "dummy", "show_progress": False, **settings,
+            "dtype": "bfloat16", "load_format": "auto" if name in STORED else "dummy", "show_progress": False,
+            **settings,
         }  # fmt: skip
         if not on_gpu:
             options = {**options, "kv_cache_memory": "64MiB", "attention_backend": "auto", "max_num_seqs": 8}
         if name.startswith("adapters"):
             assert isinstance(shape, Shape)
             options["adapters"] = make_adapters(shape, _ADAPTERS, folder, everywhere=name != "adapters")
-        if options["load_format"] == "auto":
-            (write_fp8 if shape.name == LARGE.name else write_mxfp4)(folder, self._session.device)
+        if name in STORED:
+            STORED[name](folder, self._session.device)
         if name == "tokenizer":
             write_tokenizer(shape.config.vocab_size if isinstance(shape, Shape) else 512, folder)
         began = time.perf_counter()

@@ -61,9 +61,8 @@ async def storm(
     expected = None
     if reference is not None:
         expected = reference.generate([ask.prompt for ask in asks], want)
-        reference.gap(
-            asks[0].prompt, expected[0][0], expected[0][1]
-        )  # its copy in float32 is made now, and not counted
+        # its copy in float32 is made here, not while memory is watched
+        reference.gap(asks[0].prompt, expected[0][0], expected[0][1])
     options = {"kv_cache_memory": "2MiB", "preempt_every": 40, "max_num_seqs": 32, "dtype": "bfloat16"}
     async with small_engine(settings, folder, **options) as engine:
         await wave(engine, random_, count // 4)  # caches of bounded size fill

@@ -170,6 +170,9 @@ class Prices:
         """The units of repetitions by their bodies."""
         self._settle(root)
 
+    def shapes(self) -> Iterable[Shape]:
+        return self._costs.keys()
+
     def cost(self, shape: Shape) -> int:
         """Tokens of the cheapest text known; `UNREACHABLE` if there is none."""
         return self._costs[shape]

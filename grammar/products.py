@@ -72,7 +72,7 @@ class Product(Words):
         found = []
         for index, tracker in enumerate((*self._parts, *self._wrong)):
             try:
-                standing = tracker.step(state[index], (byte,), Effort(_STEP))
+                standing = tracker.step(tuple(state[index]), (byte,), Effort(_STEP))
             except Lost:
                 return None
             if standing is None and index < len(self._parts):

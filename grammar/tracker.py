@@ -11,19 +11,32 @@ Where a grammar is read by a lexer, a reading inside a lexeme that can go on rul
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from asyncengine.grammar.automata import Words
+from asyncengine.grammar.moves import Link, Moves
 from asyncengine.grammar.prices import BLANK, Piece, Prices, Segment
 from asyncengine.grammar.search import Effort, leads, shortest
-from asyncengine.grammar.shapes import Chain, Either, Letters, Lexeme, Literal, Mark, Opaque, Shape, Times, Unordered
+from asyncengine.grammar.shapes import (
+    Chain,
+    Letters,
+    Lexeme,
+    Literal,
+    Mark,
+    Opaque,
+    Shape,
+    Times,
+    Unmodelled,
+    Unordered,
+)
 from asyncengine.grammar.ways import UNREACHABLE
 
 MAX_STEPS = 20_000
 """Steps from place to place that one byte may take, some twenty milliseconds."""
-MAX_PLACES = 4096
-"""Places that are kept for outputs to come; those of an output that goes on stay."""
+MAX_PLACES = 16_384
+"""Places that are kept for outputs to come, some 700 bytes each; those of an output that goes on stay."""
 _numbers = itertools.count()
 TOGETHER = 128
 """Tokens to the end from which on all that is left is spelled together."""
@@ -48,7 +61,7 @@ class Place:
     on all are one where there is no most), the members with the bits `index`, the state `index` of words, or the end
     of a lexeme."""
 
-    __slots__ = ("_prices", "_rest", "index", "inside", "moves", "next", "number", "outer", "shape", "spelled")
+    __slots__ = ("_prices", "_rest", "index", "inside", "next", "number", "outer", "shape", "spelled")
 
     def __init__(self, shape: Shape, index: Any, outer: Place | None, prices: Prices) -> None:
         self.shape = shape
@@ -62,9 +75,8 @@ class Place:
         self._rest: int | None = None if outer else 0
         self.spelled: int | None = None
         """`rest` with neighbours spelled together; None: not counted so far."""
-        self.moves: Moves | None = None
-        """None: not asked so far."""
-        self.next: dict[int, tuple[Standing, Standing]] = {}
+        self.next: dict[int, tuple[Standing, Standing]] | None = None
+        """None: no symbol came here so far."""
 
     @property
     def rest(self) -> int:
@@ -81,18 +93,10 @@ class Place:
         return self._rest or 0
 
 
-Moves = dict[int, list[tuple[Shape, "Place", bool]]]
-"""The shapes that may come next, with the place behind each, and whether a lexeme ends before it: texts by their first
-byte, all others by `ANY`."""
-ANY = -1
-LAZY = -2
-"""A lazy lexeme ends."""
-
-
 class Inside:
     """A place inside what only the library knows."""
 
-    __slots__ = ("_guesses", "_matcher", "_prices", "_wait", "_way", "next", "outer")
+    __slots__ = ("_guesses", "_matcher", "_prices", "_wait", "_way", "outer")
 
     def __init__(
         self,
@@ -109,8 +113,6 @@ class Inside:
         self._guesses = guesses
         self._wait = wait
         self._way: Sequence[int] | None = None
-        self.next: dict[int, tuple[Standing, Standing]] = {}
-        """Nothing is kept: no output stands in this one again."""
         self.outer = outer
 
     @property
@@ -167,10 +169,11 @@ class Tracker:
         self._prices = prices
         self._leaf = leaf
         self._known: dict[tuple[int, Any, int], Place] = {}
+        self._looked: dict[tuple[Shape, Any], Moves] = {}
+        self._steps: dict[tuple[Standing, Sequence[int]], Standing] = {}
         self._lexed = lexed
         self._taken: dict[Standing, Standing] = {}
-        self._lazy = False
-        """Some lexeme is lazy."""
+        self._lazy = lexed and any(isinstance(shape, Lexeme) and shape.lazy for shape in prices.shapes())
         self._end = Place(Chain(()), 0, None, prices)
         self.begin: Standing = (self._place(Chain([root]), -1, self._end),)
 
@@ -206,7 +209,7 @@ class Tracker:
         """Whether all of a standing goes along with what one reading wants."""
         if not 0 < place.rest < UNREACHABLE:
             return place.rest == 0
-        symbols = [*itertools.islice(self._symbols(place), AHEAD)]
+        symbols = tuple(itertools.islice(self._symbols(place), AHEAD))
         try:
             found = self.step(standing, symbols, Effort(MAX_STEPS))
         except Lost:
@@ -261,145 +264,146 @@ class Tracker:
             above.spelled = total - before
         return total
 
-    def step(self, standing: Collection[Place | Inside], symbols: Iterable[int], effort: Effort) -> Standing | None:
+    def step(self, standing: Standing, symbols: Sequence[int], effort: Effort) -> Standing | None:
         """Past `symbols`; None if no reading goes on with it. Raises `Lost`."""
-        for symbol in symbols:
-            if len(standing) == 1:
-                for place in standing:
-                    going_on, leaving = place.next.get(symbol) or self._on(place, symbol, effort)
-                standing = going_on or leaving
-            else:
-                found = [place.next.get(symbol) or self._on(place, symbol, effort) for place in standing]
+        known = self._steps.get((standing, symbols))
+        if known is None:
+            known = self._walk(standing, symbols, effort)
+            if known is None or any(isinstance(place, Inside) for place in (*standing, *known)):
+                return known
+            if len(self._steps) >= MAX_PLACES:
+                self._steps.clear()
+            self._steps[standing, symbols] = known
+        return known
+
+    def _walk(self, standing: Standing, symbols: Sequence[int], effort: Effort) -> Standing | None:
+        at = 0
+        while standing and at < len(symbols):
+            taken, (first, *others) = 1, standing
+            if others:
+                found = [self._on(place, symbols[at], effort) for place in standing]
                 on = dict.fromkeys(itertools.chain.from_iterable(on for on, _ in found))
                 standing = tuple(on or dict.fromkeys(itertools.chain.from_iterable(left for _, left in found)))
+            elif isinstance(first, Place) and isinstance(first.shape, Literal):
+                taken, standing = self._along(first, symbols[at:])
+            else:
+                going_on, leaving = self._on(first, symbols[at], effort)
+                standing = going_on or leaving
+            at += taken
             effort.left -= len(standing)
-            if not standing:
-                return None
             if effort.left < 0:
                 raise Lost
             if self._lazy:
                 standing = tuple(dict.fromkeys(self._lazy_ends(standing, effort))) or standing
-        return tuple(standing)
+        return standing or None
+
+    def _along(self, place: Place, symbols: Sequence[int]) -> tuple[int, Standing]:
+        """The number of symbols that a text goes on with, and the place behind them."""
+        assert isinstance(place.shape, Literal)
+        assert place.outer is not None
+        rest = place.shape.data[place.index + 1 :]
+        taken = min(len(rest), len(symbols))
+        if any(map(operator.ne, rest, symbols)):
+            return 0, ()
+        ends = taken == len(rest)
+        return taken, (place.outer if ends else self._place(place.shape, place.index + taken, place.outer),)
 
     def _on(self, place: Place | Inside, symbol: int, effort: Effort) -> tuple[Standing, Standing]:
         """Places behind `symbol`: those within the lexeme, and those behind its end."""
-        going_on: list[Place | Inside] = []
-        leaving = going_on if place.inside else list[Place | Inside]()
         if isinstance(place, Inside):
-            leaving.extend(place.on(symbol))
+            found: Standing = tuple(place.on(symbol))
         elif place.outer is not None and isinstance(place.shape, (Literal, Words)):
-            leaving.extend(self._within(place.shape, place.index, place.outer, symbol))
+            found = tuple(self._within(place.shape, place.index, place.outer, symbol))
         else:
-            leaving = []
-            moves = self._moves(place, effort)
-            for shape, outer, left in (*moves.get(symbol, ()), *moves.get(ANY, ())):
-                behind = leaving if left else going_on
-                if isinstance(shape, Letters) and symbol < 0x80:
-                    if shape.mask >> symbol & 1:
-                        behind.append(outer)
-                else:
-                    behind.extend(self._into(shape, outer, symbol))
-        found = (tuple(going_on), () if leaving is going_on else tuple(leaving))
-        if isinstance(place, Place):
-            place.next[symbol] = found
-        return found
+            behind = place.next
+            if behind is None:
+                behind = place.next = {}
+            known = behind.get(symbol)
+            if known is None:  # `_forget` may come in between
+                known = behind[symbol] = self._leave(place, symbol, effort)
+            return known
+        return (found, ()) if place.inside else ((), found)
 
-    def _into(self, shape: Shape, outer: Place, symbol: int) -> Iterator[Place | Inside]:
+    def _leave(self, place: Place, symbol: int, effort: Effort) -> tuple[Standing, Standing]:
+        """The same for a place between parts of its shape."""
+        going_on, leaving = list[Place | Inside](), list[Place | Inside]()
+        behind = going_on if place.inside else leaving
+        here = place
+        while here.outer is not None:
+            moves = self._moves(here.shape, here.index, effort)
+            for text, link in moves.texts.get(symbol, ()):
+                behind += self._within(text, -1, self._at(link, here.outer), symbol)
+            for shape, link in moves.others:
+                if not isinstance(shape, Letters) or symbol >= 0x80:
+                    behind += self._into(shape, self._at(link, here.outer), symbol)
+                elif shape.mask >> symbol & 1:
+                    behind.append(self._at(link, here.outer))
+            if not moves.ends:
+                break
+            if isinstance(here.shape, Lexeme):
+                behind = leaving
+            here = here.outer
+        return _once(going_on), _once(leaving)
+
+    def _into(self, shape: Shape, outer: Place, symbol: int) -> Iterable[Place | Inside]:
         """Places behind the first symbol of a shape."""
         if isinstance(shape, Letters):
-            if shape.mask >> symbol & 1:
-                yield outer
-            for low, high, tail in shape.tails if symbol >= 0x80 else ():
-                if low <= symbol <= high:
-                    yield self._place(tail, -1, outer)
-        elif isinstance(shape, Mark):
-            if shape.symbol == symbol:
-                yield outer
-        elif isinstance(shape, Opaque):
-            yield from Inside(self._prices, self._leaf(shape), outer, self._prices.samples(shape)).on(symbol)
-        else:
-            yield from self._within(shape, -1 if isinstance(shape, Literal) else b"", outer, symbol)
+            tails = shape.tails if symbol >= 0x80 else ()
+            found = [self._place(tail, -1, outer) for low, high, tail in tails if low <= symbol <= high]
+            return [outer, *found] if shape.mask >> symbol & 1 else found
+        if isinstance(shape, Mark):
+            return [outer] if shape.symbol == symbol else []
+        if isinstance(shape, Opaque):
+            return Inside(self._prices, self._leaf(shape), outer, self._prices.samples(shape)).on(symbol)
+        return self._within(shape, b"", outer, symbol)
 
-    def _within(self, shape: Shape, index: Any, outer: Place, byte: int) -> Iterator[Place]:
+    def _within(self, shape: Shape, index: Any, outer: Place, byte: int) -> list[Place]:
         """Places behind `byte` in a text or in words."""
-        if byte >= 256:
-            return
         if isinstance(shape, Literal):
-            if shape.data[index + 1] == byte:
-                last = index + 2 == len(shape.data)
-                yield outer if last else self._place(shape, index + 1, outer)
-        elif isinstance(shape, Words):
-            state, ended = shape.on(index, byte)
-            if ended:
-                yield outer
-            if state is not None:
-                yield self._place(shape, state, outer)
+            if shape.data[index + 1] != byte:
+                return []
+            return [outer if index + 2 == len(shape.data) else self._place(shape, index + 1, outer)]
+        if byte >= 256:
+            return []
+        assert isinstance(shape, Words)
+        state, ended = shape.on(index, byte)
+        found = [outer] if ended else []
+        return found if state is None else [*found, self._place(shape, state, outer)]
 
     def _lazy_ends(self, standing: Standing, effort: Effort) -> Iterator[Place]:
         """The ends of lazy lexemes that have been reached: they go on no further."""
         for place in standing:
-            if isinstance(place, Place) and isinstance(place.shape, Lexeme) and place.shape.lazy:
-                yield place
-            elif isinstance(place, Place) and place.inside:
-                yield from (end for _, end, _ in self._moves(place, effort).get(LAZY, ()))
-
-    def _moves(self, place: Place, effort: Effort) -> Moves:
-        if isinstance(place.shape, (Literal, Words)) and place.outer is not None:
-            return {}  # in the midst of a text
-        if place.moves is None:
-            place.moves = self._look(place, effort)
-        return place.moves
-
-    def _look(self, place: Place, effort: Effort) -> Moves:
-        seen: set[tuple[Shape | None, Place, bool]] = {(None, place, not place.inside)}
-        found: Moves = {}
-        for shape, outer, left in (todo := list(seen)):  # grows while it is walked
-            if isinstance(shape, Literal):
-                found.setdefault(shape.data[0], []).append((shape, outer, left))
+            if isinstance(place, Inside):
                 continue
-            if isinstance(shape, (Letters, Mark, Opaque, Words)):
-                found.setdefault(ANY, []).append((shape, outer, left))
-                empty = isinstance(shape, Words) and b"" in shape.words[:1]
-                steps: list[tuple[Shape | None, Place]] = [(None, outer)] if empty else []
-            elif shape is not None:
-                steps = self._following(shape, -1 if isinstance(shape, (Chain, Lexeme)) else 0, outer)
-            elif outer.outer is not None:
-                steps = self._following(outer.shape, outer.index, outer.outer)
-            else:
-                continue
-            gone = left or (shape is None and isinstance(outer.shape, Lexeme))
-            if gone and not left and isinstance(outer.shape, Lexeme) and outer.shape.lazy:
-                found.setdefault(LAZY, []).append((outer.shape, outer, True))
-            for following, behind in steps:
-                if (step := (following, behind, gone)) not in seen:
-                    seen.add(step)
-                    todo.append(step)
-            if len(todo) > MAX_STEPS:
-                raise Lost
-        effort.left -= len(todo)
-        return found
+            here: Place | None = place
+            while here is not None and here.inside:
+                text = isinstance(here.shape, (Literal, Words))
+                ends = not text and self._moves(here.shape, here.index, effort).ends
+                here = here.outer if ends else None
+            if here is not None and isinstance(here.shape, Lexeme) and here.shape.lazy:
+                yield here
 
-    def _following(self, shape: Shape, index: int, outer: Place) -> list[tuple[Shape | None, Place]]:
-        """Shapes that follow a place; those that a shape begins with follow its first one."""
-        if isinstance(shape, Chain):
-            at, size = index + 1, len(shape.items)
-            if at >= size:
-                return [(None, outer)]
-            return [(shape.items[at], outer if at + 1 == size else self._place(shape, at, outer))]
-        if isinstance(shape, Lexeme):
-            self._lazy = self._lazy or shape.lazy
-            return [(None, outer) if index == 0 else (shape.body, self._place(shape, 0, outer))]
-        if isinstance(shape, Either):
-            return [(item, outer) for item in shape.items]
-        if isinstance(shape, Unordered):
-            members = [(item, self._place(shape, said, outer)) for item, said in shape.following(index)]
-            return [*members, (None, outer)] if index and not shape.left(index) else [*members]
-        assert isinstance(shape, Times)
-        found: list[tuple[Shape | None, Place]] = [(None, outer)] if index >= shape.least else []
-        if shape.most is None or index < shape.most:
-            counted = index + 1 if shape.most is not None else min(index + 1, shape.least)
-            found.append((shape.body, self._place(shape, counted, outer)))
-        return found
+    def _moves(self, shape: Shape, index: Any, effort: Effort) -> Moves:
+        moves = self._looked.get((shape, index))
+        if moves is None:
+            if len(self._looked) >= MAX_PLACES:
+                self._looked.clear()
+            try:
+                moves = self._looked[shape, index] = Moves(shape, index, MAX_STEPS)
+            except Unmodelled as error:
+                raise Lost from error
+            effort.left -= moves.steps
+        return moves
+
+    def _at(self, link: Link, outer: Place) -> Place:
+        """The place behind a move at a place inside `outer`."""
+        links = []
+        while link is not None:
+            links.append(link)
+            link = link[2]
+        for shape, index, _ in reversed(links):
+            outer = self._place(shape, index, outer)
+        return outer
 
     def _place(self, shape: Shape, index: Any, outer: Place) -> Place:
         key = id(shape), index, id(outer)
@@ -412,7 +416,11 @@ class Tracker:
 
     def _forget(self) -> None:
         """Let go of all places but those of outputs that go on: each leads to those behind it."""
-        known, self._known, self._taken = self._known, {}, {}
+        known, self._known, self._taken, self._steps = self._known, {}, {}, {}
         for place in (*known.values(), *self.begin):
             if isinstance(place, Place):
-                place.moves, place.next = None, {}
+                place.next = None
+
+
+def _once(places: list[Place | Inside]) -> Standing:
+    return tuple(places if len(places) < 2 else dict.fromkeys(places))

@@ -1,0 +1,83 @@
+"""The shapes that may come next behind a part of a shape, wherever this one stands in an output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncengine.grammar.automata import Words
+from asyncengine.grammar.shapes import (
+    Chain,
+    Either,
+    Letters,
+    Lexeme,
+    Literal,
+    Mark,
+    Opaque,
+    Shape,
+    Times,
+    Unmodelled,
+    Unordered,
+)
+
+Link = tuple[Shape, Any, "Link"] | None
+"""A place (`tracker.Place`) as its shape, the index in that and what is around it; None: around the first shape."""
+
+
+class Moves:
+    """The shapes that may come next at an index of a shape, each with the place behind it."""
+
+    __slots__ = ("ends", "others", "steps", "texts")
+
+    def __init__(self, shape: Shape, index: Any, most: int) -> None:
+        """Raises `Unmodelled` for more than `most` steps from shape to shape: some rule begins with itself."""
+        self.texts: dict[int, list[tuple[Literal, Link]]] = {}
+        """By their first byte."""
+        self.others: list[tuple[Shape, Link]] = []
+        self.ends = False
+        """The shape may end here."""
+        todo = following(shape, index, None)
+        seen = dict.fromkeys(todo)
+        for item, link in todo:  # grows while it is walked
+            steps: list[tuple[Shape | None, Link]] = []
+            if isinstance(item, Literal):
+                self.texts.setdefault(item.data[0], []).append((item, link))
+            elif isinstance(item, (Letters, Mark, Opaque, Words)):
+                self.others.append((item, link))
+                if isinstance(item, Words) and b"" in item.words[:1]:
+                    steps = [(None, link)]
+            elif item is not None:
+                steps = following(item, -1 if isinstance(item, (Chain, Lexeme)) else 0, link)
+            elif link is not None:
+                steps = following(*link)
+            else:
+                self.ends = True
+            for step in steps:
+                if step not in seen:
+                    seen[step] = None
+                    todo.append(step)
+            if len(todo) > most:
+                raise Unmodelled
+        self.steps = len(todo)
+
+
+def following(shape: Shape, index: int, outer: Link) -> list[tuple[Shape | None, Link]]:
+    """Shapes that follow an index of a shape, each with the place behind it; those that a shape begins with follow its
+    first index. None: what is around it goes on."""
+    if isinstance(shape, Chain):
+        at, size = index + 1, len(shape.items)
+        if at >= size:
+            return [(None, outer)]
+        return [(shape.items[at], outer if at + 1 == size else (shape, at, outer))]
+    if isinstance(shape, Lexeme):
+        return [(None, outer) if index == 0 else (shape.body, (shape, 0, outer))]
+    if isinstance(shape, Either):
+        return [(item, outer) for item in shape.items]
+    if isinstance(shape, Unordered):
+        members = [(item, (shape, said, outer)) for item, said in shape.following(index)]
+        return [*members, (None, outer)] if index and not shape.left(index) else [*members]
+    assert isinstance(shape, Times)
+    found: list[tuple[Shape | None, Link]] = [(None, outer)] if index >= shape.least else []
+    if shape.most is None or index < shape.most:
+        counted = index + 1 if shape.most is not None else min(index + 1, shape.least)
+        found.append((shape.body, (shape, counted, outer)))
+    return found

@@ -26,19 +26,19 @@ import llguidance
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge
 from asyncengine.grammar.backend import JointFill, Mask
-from asyncengine.grammar.closing import AHEAD, Closing, Counted, length, unrolled
-from asyncengine.grammar.endless import may_be_endless
+from asyncengine.grammar.closing.closing import AHEAD, Closing, Counted, length, unrolled
+from asyncengine.grammar.closing.endless import may_be_endless
+from asyncengine.grammar.closing.prices import Prices, Speller
+from asyncengine.grammar.closing.search import Effort, shortest
+from asyncengine.grammar.closing.tracker import LEAF_EFFORT
+from asyncengine.grammar.closing.ways import UNREACHABLE
 from asyncengine.grammar.keywords import explain, summary
 from asyncengine.grammar.lower import Written, with_rules
-from asyncengine.grammar.prices import Prices, Speller
-from asyncengine.grammar.schema_shapes import shape_of
-from asyncengine.grammar.search import Effort, shortest
-from asyncengine.grammar.shapes import Opaque, Shape, Unmodelled
+from asyncengine.grammar.shapes.nodes import Opaque, Shape, Unmodelled
+from asyncengine.grammar.shapes.schemas import shape_of
 from asyncengine.grammar.shared_masks import SharedMasks
 from asyncengine.grammar.spec import Grammar
-from asyncengine.grammar.tracker import LEAF_EFFORT
 from asyncengine.grammar.vocabulary import Vocabulary
-from asyncengine.grammar.ways import UNREACHABLE
 
 LONGEST = 400_000
 """Tokens of the longest first way: more than any text that the limits on grammars allow."""

@@ -10,11 +10,11 @@ from typing import Any
 
 from asyncengine.errors import GrammarUnsupported
 from asyncengine.grammar.canonical import canonical_json, parse_json
-from asyncengine.grammar.formats import keep_enforced
 from asyncengine.grammar.lark import literal, replace_json
 from asyncengine.grammar.regexes import expression, looks_ahead, quoted
-from asyncengine.grammar.rules import Rules
-from asyncengine.grammar.schema_rules import schema_grammar
+from asyncengine.grammar.schema.builder import schema_grammar
+from asyncengine.grammar.schema.formats import keep_enforced
+from asyncengine.grammar.schema.rules import Rules
 from asyncengine.grammar.schemas import pointed, subschemas, unescape, with_local_references
 from asyncengine.grammar.spec import Grammar
 

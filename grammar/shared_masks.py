@@ -14,7 +14,7 @@ from collections import OrderedDict
 import numpy as np
 
 from asyncengine.grammar.backend import Mask
-from asyncengine.grammar.tracker import Position
+from asyncengine.grammar.closing.tracker import Position
 
 Key = tuple[Position, int | None]
 """A position, and where text is forced, the token before."""

@@ -10,7 +10,7 @@ from asyncengine.chat.tools import Tool
 from asyncengine.chat.values import BARE_KEY, STRING_KEYS, ValueRules, chain, checked_key
 from asyncengine.errors import GrammarUnsupported
 from asyncengine.grammar.lower import inline_json
-from asyncengine.grammar.numbers import Numbers
+from asyncengine.grammar.schema.numbers import Numbers
 
 JSON_NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?"
 SCALARS = {"number": JSON_NUMBER, "boolean": "(true|false)", "null": "null"}

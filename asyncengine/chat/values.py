@@ -11,10 +11,10 @@ from asyncengine.chat.marks import Markers, literal_pattern, sequence
 from asyncengine.chat.schemas import Schema
 from asyncengine.chat.shapes import Reader, as_schema, type_of
 from asyncengine.errors import GrammarUnsupported
-from asyncengine.grammar.formats import DATES
 from asyncengine.grammar.lark import literal, regex
 from asyncengine.grammar.lower import inline_json
 from asyncengine.grammar.regexes import portable
+from asyncengine.grammar.schema.formats import DATES
 
 STRING_KEYS = ("type", "minLength", "maxLength", "pattern", "enum", "format")
 RAW_FORMATS = {**DATES, "uuid": "^[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$"}

@@ -15,7 +15,7 @@ from chat.zoo import CASES, DROPS, KIMI, SIGNS, Case
 from asyncengine.chat import TOOL_FORMATS, ChatPlan, ChatPlanner, find_tool_format
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter
-from asyncengine.grammar.numbers import WRITTEN_DIGITS
+from asyncengine.grammar.schema.numbers import WRITTEN_DIGITS
 from asyncengine.text import TextTokenizer
 
 START = "<|im_start|>assistant\n"

@@ -9,7 +9,7 @@ import pytest
 from fuzz.grammar_fuzz import Breaking, GrammarLife
 
 from asyncengine.errors import EngineError
-from asyncengine.grammar.closing import Closing
+from asyncengine.grammar.closing.closing import Closing
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.scheduler import results, rows
 from asyncengine.scheduler.request import Request

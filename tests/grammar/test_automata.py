@@ -9,8 +9,8 @@ import re
 
 import pytest
 
-from asyncengine.grammar.automata import OtherKey, Words
-from asyncengine.grammar.lark_shapes import expression_shape
+from asyncengine.grammar.shapes.automata import OtherKey, Words
+from asyncengine.grammar.shapes.lark import expression_shape
 
 NAMES = ["a", "ab", "abc", "", "é", "éa", "€", "中文", "\U0001f600", 'q"t', "b\\s", "n\n", "line\u0001"]
 LETTERS = [*"abcq", "é", "ê", "€", "中", "丮", "\U0001f600", "\U0001f601", "ࠀ", "퟿", "\U0010ffff", '"', "\\", "\n"]

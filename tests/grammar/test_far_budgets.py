@@ -168,7 +168,7 @@ def test_where_no_way_is_known_the_output_goes_on_while_the_budget_is_far(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ended by the model it is complete; ended by its budget it is an error, never passed off as complete."""
-    monkeypatch.setattr("asyncengine.grammar.tracker.LEAF_EFFORT", 0)
+    monkeypatch.setattr("asyncengine.grammar.closing.tracker.LEAF_EFFORT", 0)
     schema = note(pattern="^\\p{L}{200}end$")  # only the library knows such classes
     template = compiled(vocabulary, schema)
     good = '{"note":"' + "x" * 200 + 'end"}'

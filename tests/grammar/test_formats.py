@@ -12,8 +12,8 @@ from support.schema_check import is_format
 
 from asyncengine.errors import GrammarError, GrammarUnsupported
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.formats import LIBRARY, PATTERNS
 from asyncengine.grammar.lower import fragment
+from asyncengine.grammar.schema.formats import LIBRARY, PATTERNS
 from asyncengine.grammar.schemas import class_schema
 
 from .oracle import accepts, complaint, matcher

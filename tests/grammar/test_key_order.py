@@ -15,7 +15,7 @@ from asyncengine.errors import GrammarError, InvalidParameter
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
-from asyncengine.grammar.rules import MAX_KEYS
+from asyncengine.grammar.schema.rules import MAX_KEYS
 from asyncengine.grammar.vocabulary import Vocabulary
 
 from .oracle import accepts, complaint, matcher

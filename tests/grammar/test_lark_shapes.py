@@ -9,13 +9,14 @@ import pytest
 from support.grammar_walks import text_of, walk
 from support.long import TIMES
 
-from asyncengine.grammar import Grammar, products
+from asyncengine.grammar import Grammar
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
-from asyncengine.grammar.products import Product, State
-from asyncengine.grammar.regex_shapes import regex_shape
-from asyncengine.grammar.schema_shapes import leaf_shape
-from asyncengine.grammar.shapes import Shape
+from asyncengine.grammar.shapes import products
+from asyncengine.grammar.shapes.nodes import Shape
+from asyncengine.grammar.shapes.patterns import regex_shape
+from asyncengine.grammar.shapes.products import Product, State
+from asyncengine.grammar.shapes.schemas import leaf_shape
 from asyncengine.grammar.vocabulary import Vocabulary
 
 CHESS = r"""

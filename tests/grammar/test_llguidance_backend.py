@@ -13,8 +13,9 @@ from support.grammar_walks import allowed, text_of, walk
 from support.small_vocabulary import EOS, LOGITS, MARK, PIECES, SECOND_EOS
 
 from asyncengine.errors import GrammarError, GrammarUnsupported
-from asyncengine.grammar import Grammar, tracker
+from asyncengine.grammar import Grammar
 from asyncengine.grammar.backend import Mask
+from asyncengine.grammar.closing import tracker
 from asyncengine.grammar.llguidance_backend import LlgState, LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.shared_masks import KEY_BYTES, READING_BYTES, SharedMasks

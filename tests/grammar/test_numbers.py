@@ -15,7 +15,7 @@ import pytest
 from support.long import TIMES
 
 from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
-from asyncengine.grammar.numbers import Numbers, exact, of_schema
+from asyncengine.grammar.schema.numbers import Numbers, exact, of_schema
 
 RANGES = 1000 * TIMES
 CANONICAL = re.compile(r"(?:0|-?[1-9][0-9]*|-?(?:0|[1-9][0-9]*)\.[0-9]+)")

@@ -17,7 +17,7 @@ from asyncengine.grammar.canonical import canonical_json
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.lower import OPTIONS, _object, to_llguidance
 from asyncengine.grammar.matcher import Matcher
-from asyncengine.grammar.schema_rules import schema_grammar
+from asyncengine.grammar.schema.builder import schema_grammar
 from asyncengine.grammar.vocabulary import Vocabulary
 
 from .corpus import compilable, invalid_texts, valid_texts

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Collection
 from typing import Any
 
-from asyncengine.grammar.shapes import Shape
+from asyncengine.grammar.shapes.nodes import Shape
 
 FEW = 16
 """Texts to the end that are compared."""

@@ -15,11 +15,12 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from asyncengine.grammar.automata import Words
-from asyncengine.grammar.moves import Link, Moves
-from asyncengine.grammar.prices import BLANK, Piece, Prices, Segment
-from asyncengine.grammar.search import Effort, leads, shortest
-from asyncengine.grammar.shapes import (
+from asyncengine.grammar.closing.moves import Link, Moves
+from asyncengine.grammar.closing.prices import BLANK, Piece, Prices, Segment
+from asyncengine.grammar.closing.search import Effort, leads, shortest
+from asyncengine.grammar.closing.ways import UNREACHABLE
+from asyncengine.grammar.shapes.automata import Words
+from asyncengine.grammar.shapes.nodes import (
     Chain,
     Letters,
     Lexeme,
@@ -31,7 +32,6 @@ from asyncengine.grammar.shapes import (
     Unmodelled,
     Unordered,
 )
-from asyncengine.grammar.ways import UNREACHABLE
 
 MAX_STEPS = 20_000
 """Steps from place to place that one byte may take, some twenty milliseconds."""

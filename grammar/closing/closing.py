@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.errors import GrammarError
-from asyncengine.grammar.prices import Prices, Segment
-from asyncengine.grammar.search import Effort
-from asyncengine.grammar.shapes import Opaque, Shape
-from asyncengine.grammar.tracker import MAX_STEPS, Lost, Place, Position, Standing, Tracker
+from asyncengine.grammar.closing.prices import Prices, Segment
+from asyncengine.grammar.closing.search import Effort
+from asyncengine.grammar.closing.tracker import MAX_STEPS, Lost, Place, Position, Standing, Tracker
+from asyncengine.grammar.closing.ways import UNREACHABLE
+from asyncengine.grammar.shapes.nodes import Opaque, Shape
 from asyncengine.grammar.vocabulary import Vocabulary
-from asyncengine.grammar.ways import UNREACHABLE
 
 if TYPE_CHECKING:
     from asyncengine.grammar.llguidance_backend import LlgTemplate

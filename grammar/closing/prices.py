@@ -17,8 +17,9 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from asyncengine.grammar.automata import Words
-from asyncengine.grammar.shapes import (
+from asyncengine.grammar.closing.ways import UNREACHABLE, Way
+from asyncengine.grammar.shapes.automata import Words
+from asyncengine.grammar.shapes.nodes import (
     Chain,
     Either,
     Letters,
@@ -32,7 +33,6 @@ from asyncengine.grammar.shapes import (
     within,
 )
 from asyncengine.grammar.vocabulary import Vocabulary
-from asyncengine.grammar.ways import UNREACHABLE, Way
 
 SHORT = 512
 """Bytes of a text that are spelled together."""

@@ -18,11 +18,8 @@ from typing import Any
 from asyncengine.errors import GrammarImpossible, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar.canonical import canonical_json
 from asyncengine.grammar.lark import literal, regex
-from asyncengine.grammar.numbers import FRACTION, KEYWORDS
-from asyncengine.grammar.one_of import Branches
 from asyncengine.grammar.regexes import looks_ahead
-from asyncengine.grammar.rules import MAX_KEYS, MAX_RULES, Members, Rules, Symbol, repeat
-from asyncengine.grammar.schema_members import (
+from asyncengine.grammar.schema.members import (
     ARRAY,
     LEAF_OPTIONS,
     OBJECT,
@@ -38,7 +35,10 @@ from asyncengine.grammar.schema_members import (
     property_of,
     written,
 )
-from asyncengine.grammar.schema_terms import MADE, Alternatives, Conjunction, Entry, Term
+from asyncengine.grammar.schema.numbers import FRACTION, KEYWORDS
+from asyncengine.grammar.schema.one_of import Branches
+from asyncengine.grammar.schema.rules import MAX_KEYS, MAX_RULES, Members, Rules, Symbol, repeat
+from asyncengine.grammar.schema.terms import MADE, Alternatives, Conjunction, Entry, Term
 from asyncengine.grammar.schemas import escape
 
 MAX_PREFIX = 500

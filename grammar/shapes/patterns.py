@@ -10,9 +10,9 @@ import string
 from collections.abc import Iterator
 from typing import Any
 
-from asyncengine.grammar.automata import Words
-from asyncengine.grammar.classes import characters
-from asyncengine.grammar.shapes import (
+from asyncengine.grammar.shapes.automata import Words
+from asyncengine.grammar.shapes.classes import characters
+from asyncengine.grammar.shapes.nodes import (
     MAX_CODE,
     Chain,
     Either,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncengine.grammar.automata import Words
-from asyncengine.grammar.shapes import (
+from asyncengine.grammar.shapes.automata import Words
+from asyncengine.grammar.shapes.nodes import (
     Chain,
     Either,
     Letters,
@@ -31,7 +31,7 @@ class Moves:
     def __init__(self, shape: Shape, index: Any, most: int) -> None:
         """Raises `Unmodelled` for more than `most` steps from shape to shape: some rule begins with itself."""
         self.texts: dict[int, list[tuple[Literal, Link]]] = {}
-        """By their first byte."""
+        """Texts by their first byte."""
         self.others: list[tuple[Shape, Link]] = []
         self.ends = False
         """The shape may end here."""

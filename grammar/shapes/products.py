@@ -14,13 +14,13 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from asyncengine.grammar.automata import Words
-from asyncengine.grammar.prices import Prices, Speller
-from asyncengine.grammar.search import Effort
-from asyncengine.grammar.shapes import Letters, Literal, Opaque, Shape, Unmodelled, span, within
-from asyncengine.grammar.tracker import Lost, Tracker
+from asyncengine.grammar.closing.prices import Prices, Speller
+from asyncengine.grammar.closing.search import Effort
+from asyncengine.grammar.closing.tracker import Lost, Tracker
+from asyncengine.grammar.closing.ways import UNREACHABLE
+from asyncengine.grammar.shapes.automata import Words
+from asyncengine.grammar.shapes.nodes import Letters, Literal, Opaque, Shape, Unmodelled, span, within
 from asyncengine.grammar.vocabulary import Vocabulary
-from asyncengine.grammar.ways import UNREACHABLE
 
 MAX_STEPS, LEAST_STEPS = 30_000, 500
 """Steps from state to state that one search for an end may take, a third of a second; fewer after one that found none

@@ -6,9 +6,9 @@ from itertools import combinations
 from typing import Any
 
 from asyncengine.errors import GrammarError, GrammarUnsupported
-from asyncengine.grammar.numbers import Numbers
-from asyncengine.grammar.schema_members import at, bounds_of, items_of, property_of
-from asyncengine.grammar.schema_terms import MADE, Alternatives, Conjunction, Entry, Term
+from asyncengine.grammar.schema.members import at, bounds_of, items_of, property_of
+from asyncengine.grammar.schema.numbers import Numbers
+from asyncengine.grammar.schema.terms import MADE, Alternatives, Conjunction, Entry, Term
 
 MAX_DEPTH = 16
 """Values inside one another that are looked into."""

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
-from asyncengine.grammar.complements import ALL_TYPES, NoOpposite, opposites, structure
-from asyncengine.grammar.formats import PATTERNS
-from asyncengine.grammar.numbers import KEYWORDS, Numbers, exact, number_text, of_schema
+from asyncengine.grammar.schema.complements import ALL_TYPES, NoOpposite, opposites, structure
+from asyncengine.grammar.schema.formats import PATTERNS
+from asyncengine.grammar.schema.numbers import KEYWORDS, Numbers, exact, number_text, of_schema
 from asyncengine.grammar.schemas import escape, resolve
 
 _BOUNDS = frozenset(KEYWORDS)

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from llguidance import LLMatcher
 
 from asyncengine.errors import GrammarError, GrammarUnsupported
-from asyncengine.grammar.formats import LIBRARY, MAX_HOSTNAME
 from asyncengine.grammar.lark import regex
 from asyncengine.grammar.regexes import quoted, words
-from asyncengine.grammar.schema_terms import Entry, Term
+from asyncengine.grammar.schema.formats import LIBRARY, MAX_HOSTNAME
+from asyncengine.grammar.schema.terms import Entry, Term
 from asyncengine.grammar.schemas import escape
 
 LENGTHS = ("minLength", "maxLength")

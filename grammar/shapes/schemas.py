@@ -1,4 +1,4 @@
-"""Shapes of grammars: patterns, choices, and JSON schemas by way of the rules that `schema_rules` makes of them.
+"""Shapes of grammars: patterns, choices, and JSON schemas by way of the rules that `schema.builder` makes of them.
 
 A shape may allow a little more than the library does (other escapes), so that what an output says is followed; what is
 taken from it for a way to the end is checked by the library. What is not read here is left to the library (`Opaque`).
@@ -13,15 +13,13 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from asyncengine.grammar.automata import OtherKey, Words
 from asyncengine.grammar.canonical import parse_json
 from asyncengine.grammar.lark import regex
-from asyncengine.grammar.lark_shapes import expression_shape, lark_shape
-from asyncengine.grammar.products import Product
-from asyncengine.grammar.regex_shapes import MAX_KEPT_LENGTH, json_letters, regex_shape, searched_shape
-from asyncengine.grammar.rules import Members, Repeat, Rules, Symbol
-from asyncengine.grammar.schema_members import KEY, PLAIN_KEY
-from asyncengine.grammar.shapes import (
+from asyncengine.grammar.schema.members import KEY, PLAIN_KEY
+from asyncengine.grammar.schema.rules import Members, Repeat, Rules, Symbol
+from asyncengine.grammar.shapes.automata import OtherKey, Words
+from asyncengine.grammar.shapes.lark import expression_shape, lark_shape
+from asyncengine.grammar.shapes.nodes import (
     MAX_CODE,
     Chain,
     Either,
@@ -35,6 +33,8 @@ from asyncengine.grammar.shapes import (
     literal,
     resolve,
 )
+from asyncengine.grammar.shapes.patterns import MAX_KEPT_LENGTH, json_letters, regex_shape, searched_shape
+from asyncengine.grammar.shapes.products import Product
 from asyncengine.grammar.spec import Grammar
 from asyncengine.grammar.vocabulary import Vocabulary
 

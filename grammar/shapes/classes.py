@@ -6,7 +6,7 @@ import functools
 
 import llguidance
 
-from asyncengine.grammar.shapes import Ranges, union
+from asyncengine.grammar.shapes.nodes import Ranges, union
 from asyncengine.grammar.vocabulary import Vocabulary
 
 

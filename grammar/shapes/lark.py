@@ -8,9 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from asyncengine.grammar.lark import placed
-from asyncengine.grammar.products import Product
-from asyncengine.grammar.regex_shapes import regex_shape
-from asyncengine.grammar.shapes import (
+from asyncengine.grammar.shapes.nodes import (
     NOTHING,
     Chain,
     Either,
@@ -29,6 +27,8 @@ from asyncengine.grammar.shapes import (
     resolve,
     span,
 )
+from asyncengine.grammar.shapes.patterns import regex_shape
+from asyncengine.grammar.shapes.products import Product
 from asyncengine.grammar.vocabulary import Vocabulary
 
 _OPEN, _CLOSE = ("(", "[", "{"), (")", "]", "}")

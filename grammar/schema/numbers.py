@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
-from asyncengine.grammar.digits import ending_pattern, escaped_text, listed_pattern, range_pattern, spelled
+from asyncengine.grammar.schema.digits import ending_pattern, escaped_text, listed_pattern, range_pattern, spelled
 
 KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 MAX_DIGITS = 400

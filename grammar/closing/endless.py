@@ -8,9 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncengine.grammar.automata import Words
-from asyncengine.grammar.products import Product
-from asyncengine.grammar.shapes import Chain, Either, Letters, Lexeme, Literal, Opaque, Shape, Times, Unmodelled, within
+from asyncengine.grammar.shapes.automata import Words
+from asyncengine.grammar.shapes.nodes import (
+    Chain,
+    Either,
+    Letters,
+    Lexeme,
+    Literal,
+    Opaque,
+    Shape,
+    Times,
+    Unmodelled,
+    within,
+)
+from asyncengine.grammar.shapes.products import Product
 
 MAX_SHAPES = 100_000
 MAX_STATES = 64

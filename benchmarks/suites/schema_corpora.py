@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import llguidance
 import numpy as np
 
-from asyncengine.errors import EngineError, GrammarUnsupported
+from asyncengine.errors import EngineError, GrammarError, GrammarUnsupported
 from asyncengine.grammar import Grammar, check_limits
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.lower import FLEXIBLE
@@ -117,6 +117,8 @@ class Runner:
     def _compiled(self, schema: Any) -> tuple[Any, Any]:
         """Makes something with `fill` and `consume`, and a matcher over bytes."""
         if self._key_order == "library":
+            if isinstance(schema, bool):
+                raise GrammarError("grammar", "the library takes no whitespace for a Boolean schema")
             text = llguidance.LLMatcher.grammar_from_json_schema(
                 json.dumps(schema), overrides={"whitespace_pattern": FLEXIBLE}
             )

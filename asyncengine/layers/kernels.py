@@ -10,7 +10,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -48,11 +48,14 @@ PARAMETRIC: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
 """Activations with parameters, float32: a limit of numbers' sizes; slopes above and below 0, beta and eps (`xielu`)."""
 
 
-class LayerKernels(Protocol):
-    """The operations that a device offers. Rows are independent: no result depends on the rows beside it."""
+class LayerKernels:
+    """The operations of layers between their products, by torch's own on any device; subclasses have faster ones.
 
-    name: str
-    norm_dtype: torch.dtype | None
+    Rows are independent: no result depends on the rows beside it.
+    """
+
+    name = "torch"
+    norm_dtype: torch.dtype | None = None
     """The dtype of a norm's weight; None: the model's."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float = 0.0) -> torch.Tensor:
@@ -60,91 +63,6 @@ class LayerKernels(Protocol):
 
         x [..., width], weight [width].
         """
-        ...
-
-    def add_rms_norm(
-        self,
-        residual: torch.Tensor,
-        branch: torch.Tensor,
-        scale: float,
-        weight: torch.Tensor,
-        epsilon: float,
-        offset: float = 0.0,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(residual + branch * scale, its RMS norm). Neither input is changed."""
-        ...
-
-    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """(x - mean) / deviation * weight + bias over the last dimension, in float32 (Ba et al. 2016).
-
-        x [..., width]; weight and bias float32 [width].
-        """
-        ...
-
-    def add_layer_norm(
-        self, residual: torch.Tensor, branch: torch.Tensor, scale: float, weight: torch.Tensor,
-        bias: torch.Tensor, epsilon: float, kept: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """(residual + branch * scale, its layer norm). Not `kept`: anything may stand in the sum's place."""
-        ...
-
-    def add(self, y: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """y + other, both [rows, width]. y is overwritten and given back."""
-        ...
-
-    def add_gated(self, y: torch.Tensor, shared: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        """y + shared * sigmoid(gate of the row), both [rows, width], gates float32 [rows], in float32 and rounded once.
-        y may be overwritten."""
-        ...
-
-    def add_both(self, residual: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        """residual + first + second, all [rows, width], in float32 and rounded once."""
-        ...
-
-    def add_scaled(self, left: torch.Tensor, factor: float, right: torch.Tensor) -> torch.Tensor:
-        """left * factor + right, both [rows, width]; product and sum are rounded. left may be overwritten."""
-        ...
-
-    def scale_first(self, x: torch.Tensor, factor: float, columns: int) -> torch.Tensor:
-        """x [rows, width] with its first `columns` times `factor`, in place."""
-        ...
-
-    def scale_each(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """x [rows, width] with its first columns times `factors`, float32 [columns], in place."""
-        ...
-
-    def scale_rows(self, x: torch.Tensor, factors: torch.Tensor, columns: int) -> torch.Tensor:
-        """x [rows, width] with the first `columns` of each row times its factor, float32 [rows], in place."""
-        ...
-
-    def scaled_rows(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """[rows * count, width]: each row of x [rows, width] times each of its factors, float32 [rows, count]."""
-        ...
-
-    def joined(self, *parts: torch.Tensor) -> torch.Tensor:
-        """Parts [rows, (heads,) columns of each] side by side."""
-        ...
-
-    def widened(self, x: torch.Tensor) -> torch.Tensor:
-        """x in float32."""
-        ...
-
-    def activation(self, name: str, parameters: torch.Tensor | None = None) -> Activation:
-        """One of `ACTIVATIONS`, or of `PARAMETRIC` with these, which may overwrite what it is given."""
-        ...
-
-    def gated(self, activation: str) -> Activation | None:
-        """[..., 2 * width] -> [..., width]: the activation of the first half times the second, if there is one."""
-        ...
-
-
-class TorchKernels:
-    """torch's own operations, on any device."""
-
-    name = "torch"
-    norm_dtype: torch.dtype | None = None
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float = 0.0) -> torch.Tensor:
         if offset or weight.dtype != x.dtype:
             wide = functional.rms_norm(x.float(), (x.shape[-1],), None, epsilon)
             return (wide * (weight.float() + offset)).to(x.dtype)
@@ -159,61 +77,80 @@ class TorchKernels:
         epsilon: float,
         offset: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(residual + branch * scale, its RMS norm). Neither input is changed."""
         total = residual + (branch if scale == 1.0 else branch * scale)
         return total, self.rms_norm(total, weight, epsilon, offset)
 
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """(x - mean) / deviation * weight + bias over the last dimension, in float32 (Ba et al. 2016).
+
+        x [..., width]; weight and bias float32 [width].
+        """
         return functional.layer_norm(x.float(), (x.shape[-1],), weight, bias, epsilon).to(x.dtype)
 
     def add_layer_norm(
         self, residual: torch.Tensor, branch: torch.Tensor, scale: float, weight: torch.Tensor,
         bias: torch.Tensor, epsilon: float, kept: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """(residual + branch * scale, its layer norm). Not `kept`: anything may stand in the sum's place."""
         total = torch.add(residual.float(), branch, alpha=scale)
         normed = functional.layer_norm(total, (total.shape[-1],), weight, bias, epsilon)
         return total.to(residual.dtype), normed.to(residual.dtype)
 
     def add(self, y: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """y + other, both [rows, width]. y is overwritten and given back."""
         return y.add_(other)
 
     def add_gated(self, y: torch.Tensor, shared: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """y + shared * sigmoid(gate of the row), both [rows, width], gates float32 [rows], in float32 and rounded once.
+        y may be overwritten."""
         return torch.addcmul(y.float(), shared.float(), gates.sigmoid()[:, None]).to(y.dtype)
 
     def add_both(self, residual: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """residual + first + second, all [rows, width], in float32 and rounded once."""
         return (residual.float() + first + second).to(residual.dtype)
 
     def add_scaled(self, left: torch.Tensor, factor: float, right: torch.Tensor) -> torch.Tensor:
+        """left * factor + right, both [rows, width]; product and sum are rounded. left may be overwritten."""
         return (left if factor == 1.0 else left * factor) + right
 
     def scale_first(self, x: torch.Tensor, factor: float, columns: int) -> torch.Tensor:
+        """x [rows, width] with its first `columns` times `factor`, in place."""
         x[:, :columns] *= factor
         return x
 
     def scale_each(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """x [rows, width] with its first columns times `factors`, float32 [columns], in place."""
         x[:, : len(factors)] *= factors
         return x
 
     def scale_rows(self, x: torch.Tensor, factors: torch.Tensor, columns: int) -> torch.Tensor:
+        """x [rows, width] with the first `columns` of each row times its factor, float32 [rows], in place."""
         x[:, :columns] *= factors[:, None]
         return x
 
     def scaled_rows(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """[rows * count, width]: each row of x [rows, width] times each of its factors, float32 [rows, count]."""
         return (x[:, None] * factors[..., None]).to(x.dtype).flatten(0, 1)
 
     def joined(self, *parts: torch.Tensor) -> torch.Tensor:
+        """Parts [rows, (heads,) columns of each] side by side."""
         return torch.cat(parts, dim=-1)
 
     def widened(self, x: torch.Tensor) -> torch.Tensor:
+        """x in float32."""
         return x.float()
 
     def activation(self, name: str, parameters: torch.Tensor | None = None) -> Activation:
+        """One of `ACTIVATIONS`, or of `PARAMETRIC` with these, which may overwrite what it is given."""
         return ACTIVATIONS[name] if parameters is None else partial(PARAMETRIC[name], parameters)
 
     def gated(self, activation: str) -> Activation | None:
+        """[..., 2 * width] -> [..., width]: the activation of the first half times the second, if there is one."""
         return None
 
 
-class CompiledKernels(TorchKernels):
+class CompiledKernels(LayerKernels):
     """The compiled operations of `asyncengine.kernels.cpu`."""
 
     name = "compiled"
@@ -270,7 +207,7 @@ class CompiledKernels(TorchKernels):
         return self._gated.get(activation)
 
 
-class CudaKernels(TorchKernels):
+class CudaKernels(LayerKernels):
     """Norms in Triton, and FlashInfer's gated activations."""
 
     name = "cuda"
@@ -304,7 +241,7 @@ def layer_kernels(attention_backend: str, dtype: torch.dtype, device: torch.devi
             return CudaKernels(load_flashinfer(), device)
         except Exception as error:  # it touches compilers, drivers and the home directory on import
             logger.warning("layers run on torch's own operations: importing flashinfer failed: %s", error)
-    return TorchKernels()
+    return LayerKernels()
 
 
 def _flashinfer_serves(attention_backend: str, dtype: torch.dtype, device: torch.device) -> bool:

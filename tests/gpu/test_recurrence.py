@@ -11,7 +11,7 @@ from support.forwards import relative_error
 from support.segments import segments_of
 
 from asyncengine.layers.gated_delta import GatedDeltaConfig
-from asyncengine.layers.kernels import TorchKernels
+from asyncengine.layers.kernels import LayerKernels
 from asyncengine.layers.kimi_delta import KimiDeltaConfig
 from asyncengine.layers.mamba2 import Mamba2Config
 from asyncengine.layers.norm import NormConfig
@@ -34,7 +34,7 @@ NEAR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def make(name: str, dtype: torch.dtype) -> tuple[Any, StatePools]:
-    options = LayerOptions(dtype, torch.device("cuda"), TorchKernels())
+    options = LayerOptions(dtype, torch.device("cuda"), LayerKernels())
     layer = LAYERS[name].build(options, NormConfig(), "", 64, 0)
     generator = torch.Generator().manual_seed(2)
     for _, slot in layer.slots():

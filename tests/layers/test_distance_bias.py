@@ -7,13 +7,13 @@ import transformers
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
 from asyncengine.layers.distance_bias import DistanceBias
-from asyncengine.layers.kernels import TorchKernels
+from asyncengine.layers.kernels import LayerKernels
 from asyncengine.layers.options import LayerOptions
 
 
 def test_of_all_distances() -> None:
     theirs = MPNetEncoder(transformers.MPNetConfig(num_hidden_layers=0, num_attention_heads=3, hidden_size=12))
-    bias = DistanceBias(LayerOptions(torch.float32, torch.device("cpu"), TorchKernels()), "bias", 32, 3)
+    bias = DistanceBias(LayerOptions(torch.float32, torch.device("cpu"), LayerKernels()), "bias", 32, 3)
     [(name, slot)] = bias.slots()
     weight = torch.randn(slot.shape, generator=torch.Generator().manual_seed(0))
     theirs.relative_attention_bias.weight.data.copy_(weight)

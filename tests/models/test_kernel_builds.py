@@ -16,7 +16,7 @@ from transformers import Gemma2Config, Qwen3Config
 
 from asyncengine.attention.base import LayerSpec
 from asyncengine.config import EngineConfig
-from asyncengine.layers.kernels import TorchKernels
+from asyncengine.layers.kernels import LayerKernels
 from asyncengine.layers.options import LayerOptions
 from asyncengine.models import kernel_builds
 from asyncengine.models.decoder import Decoder
@@ -33,7 +33,7 @@ def built(monkeypatch: pytest.MonkeyPatch, config: Any, dtype: torch.dtype = HAL
     monkeypatch.setattr(kernel_builds, "load_flashinfer", lambda: modules)
     described = decoder_config_of(config, 64)
     assert described is not None
-    options = LayerOptions(dtype, torch.device("cpu"), TorchKernels())
+    options = LayerOptions(dtype, torch.device("cpu"), LayerKernels())
     for work in modules_of(Decoder(described, options, 64), EngineConfig(device="cpu", **fields), dtype):
         work()
     return modules.built

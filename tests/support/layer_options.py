@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from asyncengine.layers.kernels import TorchKernels, layer_kernels
+from asyncengine.layers.kernels import LayerKernels, layer_kernels
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.slots import TensorSlot
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 def options(dtype: torch.dtype = torch.float32, *, plain: bool = False, **fields: Any) -> LayerOptions:
     """On the CPU; with torch's own norms and activations if `plain`, else with the best there are."""
-    return LayerOptions(dtype, CPU, TorchKernels() if plain else layer_kernels("auto", dtype, CPU), **fields)
+    return LayerOptions(dtype, CPU, LayerKernels() if plain else layer_kernels("auto", dtype, CPU), **fields)
 
 
 def fill(part: Any, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -21,7 +21,7 @@ from asyncengine.attention.factory import kv_dtype
 from asyncengine.config import EngineConfig
 from asyncengine.device.memory import free_bytes, limited_by
 from asyncengine.errors import InvalidParameter, OutOfMemory
-from asyncengine.layers.kernels import TorchKernels
+from asyncengine.layers.kernels import LayerKernels
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.states import StateSpec
@@ -76,7 +76,7 @@ def outline_decoder(plan: ModelPlan, config: EngineConfig) -> tuple[Decoder, Wei
     """The decoder without memory, and its weights. Raises `ModelNotFound` for what `assign` refuses."""
     assert isinstance(plan.described, DecoderConfig)
     described = settle_tie(plan.described, plan.checkpoint)
-    decoder = Decoder(described, LayerOptions(plan.dtype, torch.device("meta"), TorchKernels()), 1)
+    decoder = Decoder(described, LayerOptions(plan.dtype, torch.device("meta"), LayerKernels()), 1)
     mixtures = [mixture.experts for layer in decoder.layers for mixture in layer.mixtures()]
     experts = [names for each in mixtures for names in each.side_by_side()]
     return decoder, _weights_of(plan, slots_of(decoder, plan.checkpoint), described.ignored, config, experts)
@@ -85,7 +85,7 @@ def outline_decoder(plan: ModelPlan, config: EngineConfig) -> tuple[Decoder, Wei
 def outline_encoder(plan: ModelPlan, config: EngineConfig) -> tuple[Encoder, Weights]:
     """The encoder without memory, and its weights. Raises `ModelNotFound` for what `assign` refuses."""
     assert isinstance(plan.described, EncoderConfig)
-    encoder = Encoder(plan.described, LayerOptions(plan.dtype, torch.device("meta"), TorchKernels()))
+    encoder = Encoder(plan.described, LayerOptions(plan.dtype, torch.device("meta"), LayerKernels()))
     slots = by_stored_name(encoder.slots(), plan.checkpoint.tensors, spelling_of(plan.hf_config.model_type))
     return encoder, _weights_of(plan, slots, plan.described.stack.ignored, config)
 

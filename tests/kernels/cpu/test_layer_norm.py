@@ -16,7 +16,7 @@ if compiler_missing(torch.float32, torch.device("cpu")) is not None:
 from asyncengine.kernels.cpu.activation import in_place
 from asyncengine.kernels.cpu.layer_norm import add_layer_norm, layer_norm
 from asyncengine.kernels.cpu.team import Team
-from asyncengine.layers.kernels import ACTIVATIONS, PARAMETRIC, CompiledKernels, TorchKernels
+from asyncengine.layers.kernels import ACTIVATIONS, PARAMETRIC, CompiledKernels, LayerKernels
 
 TYPES = [torch.float32, torch.bfloat16]
 
@@ -63,7 +63,7 @@ def test_a_width_of_no_whole_vectors_is_torchs() -> None:
     for name, more in (("layer_norm", (x,)), ("add_layer_norm", (x, branch, 1.0))):
         end = () if name == "layer_norm" else (True,)
         found, expected = (
-            getattr(kernels, name)(*more, weight, bias, 1e-5, *end) for kernels in (CompiledKernels(), TorchKernels())
+            getattr(kernels, name)(*more, weight, bias, 1e-5, *end) for kernels in (CompiledKernels(), LayerKernels())
         )
         assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
 

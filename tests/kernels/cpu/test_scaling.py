@@ -11,13 +11,13 @@ from asyncengine.kernels.cpu import compiler_missing
 if compiler_missing(torch.float32, torch.device("cpu")) is not None:
     pytest.skip("no compiler", allow_module_level=True)
 
-from asyncengine.layers.kernels import CompiledKernels, LayerKernels, TorchKernels
+from asyncengine.layers.kernels import CompiledKernels, LayerKernels
 
 TYPES = [torch.float32, torch.bfloat16]
 
 
 def every_kind() -> list[LayerKernels]:
-    return [CompiledKernels(), TorchKernels()]
+    return [CompiledKernels(), LayerKernels()]
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -21,7 +21,7 @@ from torch import nn
 
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu import compiler_missing
-from asyncengine.layers.kernels import TorchKernels, layer_kernels
+from asyncengine.layers.kernels import LayerKernels, layer_kernels
 from asyncengine.layers.options import LayerOptions
 from asyncengine.lora.layers.slots import install_lora
 from asyncengine.models.decoder import Decoder
@@ -218,7 +218,7 @@ def test_places_are_the_paths_of_modules(name: str) -> None:
     config = with_images(name.removeprefix("images of ")) if images else (FAMILIES | OPTIONS)[name]()
     described = decoder_config_of(config, 64)
     assert described is not None
-    decoder = Decoder(described, LayerOptions(torch.float32, torch.device("meta"), TorchKernels()), 1)
+    decoder = Decoder(described, LayerOptions(torch.float32, torch.device("meta"), LayerKernels()), 1)
     with torch.device("meta"):
         model = hf.AutoModelForCausalLM.from_config(config)
     kinds, apart = (nn.Linear, hf.pytorch_utils.Conv1D), ("model.vision", "model.multi", "model.embed_vision")

@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-
-
-class BaseModule(NamedTuple):
-    """One module of the base model, which an adapter must fit."""
-
-    inputs: int
-    """Features in; rows of the table for an embedding."""
-    outputs: int
-    kind: Literal["linear", "conv1d", "embedding"] = "linear"
-    """conv1d: GPT-2's linear, stored transposed. Its adapters look like any linear's."""
-    scale: float = 1.0
-    """The module's own factor of its output (Gemma 3's embedding); what an adapter adds is multiplied as well."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

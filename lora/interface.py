@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from asyncengine.step import AdapterSwap
 
 LONG = 24
 """Neighbouring rows of one adapter from which on matrix products are faster on a CPU, measured with bf16 and two
 threads. Their sums are not those of a row alone."""
+
+
+class ModuleDims(NamedTuple):
+    """One module that an adapter may change."""
+
+    inputs: int
+    """Features in; rows of the table for an embedding."""
+    outputs: int
+    kind: Literal["linear", "conv1d", "embedding"] = "linear"
+    """conv1d: GPT-2's linear, stored transposed. Its adapters look like any linear's."""
+    scale: float = 1.0
+    """The module's own factor of its output (Gemma 3's embedding): what adapters add must be multiplied as well."""
 
 
 class AdapterAdmission(Protocol):

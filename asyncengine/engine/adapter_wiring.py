@@ -27,13 +27,11 @@ def make_adapters(
 
     Raises `AdapterError` for one that `config.adapters` names; one that was only found in `adapter_root` is left out.
     """
-    from asyncengine.lora.adapter import BaseModule
     from asyncengine.lora.checkpoint.files import discover
     from asyncengine.lora.checkpoint.peft_loader import PeftLoader
     from asyncengine.lora.registry import AdapterRegistry
 
-    base = {name: BaseModule(*dims) for name, dims in lora.modules.items()}
-    loader = PeftLoader(base, dtype=dtype, max_rank=config.max_lora_rank, root=config.adapter_root)
+    loader = PeftLoader(lora.modules, dtype=dtype, max_rank=config.max_lora_rank, root=config.adapter_root)
     registry = AdapterRegistry(
         loader, max_bytes=int(config.adapter_memory), workers=config.adapter_workers, max_passes=max_passes
     )

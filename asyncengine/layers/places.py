@@ -3,21 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
-
-
-class ModuleDims(NamedTuple):
-    """One module that an adapter may change."""
-
-    inputs: int
-    """Features in; rows of the table for an embedding."""
-    outputs: int
-    kind: Literal["linear", "conv1d", "embedding"] = "linear"
-    """conv1d: GPT-2's linear, stored transposed."""
-    scale: float = 1.0
-    """The module's own factor of its output (Gemma 3's embedding): what adapters add must be multiplied as well."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,7 +20,6 @@ from asyncengine.device.cores import Cores
 from asyncengine.kernels.arena import Arena
 from asyncengine.layers.states import StatePools, StateSegments, StateStep
 from asyncengine.layers.step import StepContext
-from asyncengine.lora.adapter import BaseModule
 from asyncengine.lora.checkpoint.peft_loader import PeftLoader
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
 from asyncengine.models.decoder import Decoder
@@ -73,8 +72,7 @@ class ExactLayers:
         `AdapterError`."""
         if self._lora is None or self._lora.max_rank < rank:
             self._lora = LoraLayers(self.decoder, 1, rank)
-        base = {name: BaseModule(*dims) for name, dims in self._lora.modules.items()}
-        loader = PeftLoader(base, dtype=self.decoder.dtype, max_rank=rank)
+        loader = PeftLoader(self._lora.modules, dtype=self.decoder.dtype, max_rank=rank)
         self._lora.write(_SLOT, loader.take("trainer", tensors, config))
 
     def forward(

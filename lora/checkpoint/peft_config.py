@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncengine.errors import AdapterError
-from asyncengine.lora.adapter import BaseModule
 from asyncengine.lora.checkpoint.patterns import Patterns
+from asyncengine.lora.interface import ModuleDims
 
 _USED = (
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
@@ -66,7 +66,7 @@ class PeftConfig:
     def all_linear(self) -> bool:
         return isinstance(self.target_modules, str) and self.target_modules.lower() == "all-linear"
 
-    def targets(self, module: str, base: BaseModule) -> bool:
+    def targets(self, module: str, base: ModuleDims) -> bool:
         """Whether PEFT would put an adapter on `module`."""
         if self._named(self.exclude_modules, module, "exclude_modules"):
             return False

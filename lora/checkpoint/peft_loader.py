@@ -20,11 +20,12 @@ from typing import Any
 import torch
 
 from asyncengine.errors import AdapterError
-from asyncengine.lora.adapter import Adapter, BaseModule, LoraWeights
+from asyncengine.lora.adapter import Adapter, LoraWeights
 from asyncengine.lora.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, find_folder, open_file, read_config
 from asyncengine.lora.checkpoint.given import AdapterTensors, given_config
 from asyncengine.lora.checkpoint.peft_config import PeftConfig, read_peft_config
 from asyncengine.lora.checkpoint.tensor_file import TensorFile, parse_json, pieces
+from asyncengine.lora.interface import ModuleDims
 
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?P<weight>\.weight)?")
@@ -53,7 +54,7 @@ class PeftLoader:
 
     def __init__(
         self,
-        base: Mapping[str, BaseModule],
+        base: Mapping[str, ModuleDims],
         *,
         dtype: torch.dtype,
         max_rank: int,

@@ -18,8 +18,9 @@ from asyncengine.errors import AdapterError, InvalidParameter, InvariantViolatio
 from asyncengine.kernels.arena import Arena
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.kernels.cuda import triton_missing
-from asyncengine.layers.places import ModuleDims, Place
+from asyncengine.layers.places import Place
 from asyncengine.layers.step import AdapterRecords, CausalLM, RowAdapters
+from asyncengine.lora.interface import ModuleDims
 from asyncengine.lora.layers.compiled import CompiledStack, FactorTable
 from asyncengine.lora.layers.masked import KernelStack, MaskedStack, MaskedStep
 from asyncengine.lora.layers.rows import RowStack, RowStep

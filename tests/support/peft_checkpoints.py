@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 
-from asyncengine.lora.adapter import BaseModule
+from asyncengine.lora.interface import ModuleDims
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -30,16 +30,16 @@ def tiny_gpt2() -> Any:
     return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=2)).eval()
 
 
-def base_modules(model: Any) -> dict[str, BaseModule]:
+def base_modules(model: Any) -> dict[str, ModuleDims]:
     """What of `model` can take an adapter."""
     found = {}
     for path, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
-            found[path] = BaseModule(module.in_features, module.out_features)
+            found[path] = ModuleDims(module.in_features, module.out_features)
         elif isinstance(module, torch.nn.Embedding):
-            found[path] = BaseModule(module.num_embeddings, module.embedding_dim, "embedding")
+            found[path] = ModuleDims(module.num_embeddings, module.embedding_dim, "embedding")
         elif type(module).__name__ == "Conv1D":
-            found[path] = BaseModule(module.weight.shape[0], module.weight.shape[1], "conv1d")
+            found[path] = ModuleDims(module.weight.shape[0], module.weight.shape[1], "conv1d")
     return found
 
 

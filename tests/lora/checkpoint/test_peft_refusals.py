@@ -27,17 +27,17 @@ from support.peft_checkpoints import (
 )
 
 from asyncengine.errors import AdapterError, InvalidParameter
-from asyncengine.lora.adapter import BaseModule
 from asyncengine.lora.checkpoint.files import discover
 from asyncengine.lora.checkpoint.patterns import Patterns
 from asyncengine.lora.checkpoint.peft_loader import PeftLoader
+from asyncengine.lora.interface import ModuleDims
 
 Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 Q_B = Q_A.replace("lora_A", "lora_B")
 
 
 @pytest.fixture(scope="module")
-def base() -> dict[str, BaseModule]:
+def base() -> dict[str, ModuleDims]:
     return base_modules(tiny_llama())
 
 
@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
     return save_adapter(tmp_path / "root" / "one")
 
 
-def refused(base: dict[str, BaseModule], folder: Path, **settings: Any) -> AdapterError:
+def refused(base: dict[str, ModuleDims], folder: Path, **settings: Any) -> AdapterError:
     settings = {"dtype": torch.float32, "max_rank": 64, **settings}
     with pytest.raises(AdapterError) as caught:
         PeftLoader(base, **settings).load("one", folder)
@@ -85,7 +85,7 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("field", SETTINGS)
-def test_a_setting_that_cannot_be_honoured_is_named(field: str, base: dict[str, BaseModule], folder: Path):
+def test_a_setting_that_cannot_be_honoured_is_named(field: str, base: dict[str, ModuleDims], folder: Path):
     edit_config(folder, **{field: SETTINGS[field]})
     error = refused(base, folder)
     assert error.field == field
@@ -93,26 +93,26 @@ def test_a_setting_that_cannot_be_honoured_is_named(field: str, base: dict[str, 
 
 
 @pytest.mark.parametrize("value", ["pissa", "pissa_niter_4", "olora", "loftq", "corda", "lora_ga", "mica", 1, None])
-def test_initialisations_that_may_change_the_base_model(value: object, base: dict[str, BaseModule], folder: Path):
+def test_initialisations_that_may_change_the_base_model(value: object, base: dict[str, ModuleDims], folder: Path):
     edit_config(folder, init_lora_weights=value)
     assert refused(base, folder).field == "init_lora_weights"
 
 
 @pytest.mark.parametrize("value", [0, "", "(q_proj", "x" * 5000, None, {"q_proj": 1}, [1]])
-def test_malformed_targets(value: object, base: dict[str, BaseModule], folder: Path):
+def test_malformed_targets(value: object, base: dict[str, ModuleDims], folder: Path):
     edit_config(folder, target_modules=value)
     assert refused(base, folder).field == "target_modules"
 
 
 @pytest.mark.parametrize("field", ["lora_alpha", "r"])
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "1e400", "1e300"])
-def test_numbers_that_are_not_finite(field: str, text: str, base: dict[str, BaseModule], folder: Path):
+def test_numbers_that_are_not_finite(field: str, text: str, base: dict[str, ModuleDims], folder: Path):
     config = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps({**config, field: "@"}).replace('"@"', text))
     assert refused(base, folder).field in (field, CONFIG)
 
 
-def test_what_peft_saves_beside_the_adapter(base: dict[str, BaseModule], tmp_path: Path):
+def test_what_peft_saves_beside_the_adapter(base: dict[str, ModuleDims], tmp_path: Path):
     for name, extra, field in (
         ("dora", {"use_dora": True}, "use_dora"),
         ("saved", {"modules_to_save": ["lm_head"]}, "modules_to_save"),
@@ -168,21 +168,21 @@ MISFITS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 
 
 @pytest.mark.parametrize("misfit", MISFITS)
-def test_weights_that_do_not_fit(misfit: str, base: dict[str, BaseModule], folder: Path):
+def test_weights_that_do_not_fit(misfit: str, base: dict[str, ModuleDims], folder: Path):
     edit, field = MISFITS[misfit]
     edit_weights(folder, edit)  # type: ignore[arg-type]
     error = refused(base, folder)
     assert not field or error.field == field
 
 
-def test_ranks_above_the_limit(base: dict[str, BaseModule], tmp_path: Path):
+def test_ranks_above_the_limit(base: dict[str, ModuleDims], tmp_path: Path):
     assert refused(base, save_adapter(tmp_path / "r", r=9), max_rank=8).field == "r"
     one = save_adapter(tmp_path / "pattern", r=8, rank_pattern={"v_proj": 9})
     assert refused(base, one, max_rank=8).field == "rank_pattern"
     assert PeftLoader(base, dtype=torch.float32, max_rank=9).load("one", one).rank == 9
 
 
-def test_values_beyond_the_models_dtype(base: dict[str, BaseModule], folder: Path):
+def test_values_beyond_the_models_dtype(base: dict[str, ModuleDims], folder: Path):
     edit_weights(folder, put(Q_A, torch.full((4, 16), 1e5)))
     assert refused(base, folder, dtype=torch.float16).field == Q_A
     edit_weights(folder, put(Q_A, torch.ones(4, 16)))
@@ -194,7 +194,7 @@ def test_values_beyond_the_models_dtype(base: dict[str, BaseModule], folder: Pat
     assert "torch.float16" in str(error)
 
 
-def test_an_adapter_larger_than_the_memory_for_all(base: dict[str, BaseModule], folder: Path):
+def test_an_adapter_larger_than_the_memory_for_all(base: dict[str, ModuleDims], folder: Path):
     """What counts is what it takes in the model's dtype, without copies of base weights in the file."""
     edit_weights(folder, put("base_model.model.lm_head.base_layer.weight", torch.ones(40, 16)))
     for dtype in (torch.float32, torch.bfloat16):
@@ -205,13 +205,13 @@ def test_an_adapter_larger_than_the_memory_for_all(base: dict[str, BaseModule], 
             loader.fingerprint(folder, need - 1)
 
 
-def test_another_base_model(base: dict[str, BaseModule], folder: Path):
+def test_another_base_model(base: dict[str, ModuleDims], folder: Path):
     wider = base_modules(tiny_llama(hidden_size=32, num_attention_heads=4))
     assert "must have shape" in str(refused(wider, folder))
-    assert "the base model has no" in str(refused({"lm_head": BaseModule(16, 40)}, folder))
+    assert "the base model has no" in str(refused({"lm_head": ModuleDims(16, 40)}, folder))
 
 
-def test_no_weights_at_all(base: dict[str, BaseModule], folder: Path):
+def test_no_weights_at_all(base: dict[str, ModuleDims], folder: Path):
     edit_weights(folder, lambda tensors: tensors.clear())
     assert refused(base, folder).field == WEIGHTS
 
@@ -219,7 +219,7 @@ def test_no_weights_at_all(base: dict[str, BaseModule], folder: Path):
 # ---------------------------------------------------------------- hostile files
 
 
-def test_files_cut_off_anywhere(base: dict[str, BaseModule], folder: Path):
+def test_files_cut_off_anywhere(base: dict[str, ModuleDims], folder: Path):
     content = (folder / WEIGHTS).read_bytes()
     for length in [0, 1, 7, 8, 9, 100, len(content) // 2, len(content) - 1]:
         (folder / WEIGHTS).write_bytes(content[:length])
@@ -228,7 +228,7 @@ def test_files_cut_off_anywhere(base: dict[str, BaseModule], folder: Path):
     assert refused(base, folder).field == WEIGHTS
 
 
-def test_headers_that_lie(base: dict[str, BaseModule], folder: Path):
+def test_headers_that_lie(base: dict[str, ModuleDims], folder: Path):
     header, data = split_file(folder / WEIGHTS)
 
     def changed(**entry: Any) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def test_headers_that_lie(base: dict[str, BaseModule], folder: Path):
         assert refused(base, folder).field == Q_A
 
 
-def test_a_key_twice(base: dict[str, BaseModule], folder: Path):
+def test_a_key_twice(base: dict[str, ModuleDims], folder: Path):
     header, data = split_file(folder / WEIGHTS)
     entry = f"{json.dumps(Q_A)}:{json.dumps(header[Q_A])}"
     join_file(folder / WEIGHTS, json.dumps(header).encode()[:-1] + b"," + entry.encode() + b"}", data)
@@ -270,13 +270,13 @@ def test_a_key_twice(base: dict[str, BaseModule], folder: Path):
 
 
 @pytest.mark.parametrize("length", [2**63, 2**64 - 1, 10**6])
-def test_a_header_longer_than_the_file(length: int, base: dict[str, BaseModule], folder: Path):
+def test_a_header_longer_than_the_file(length: int, base: dict[str, ModuleDims], folder: Path):
     content = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(struct.pack("<Q", length) + content[8:])
     assert refused(base, folder).field == WEIGHTS
 
 
-def test_an_oversized_header_is_not_read(base: dict[str, BaseModule], folder: Path):
+def test_an_oversized_header_is_not_read(base: dict[str, ModuleDims], folder: Path):
     with (folder / WEIGHTS).open("wb") as stream:
         stream.write(struct.pack("<Q", 1 << 34))
         stream.truncate(1 << 35)  # sparse
@@ -284,12 +284,12 @@ def test_an_oversized_header_is_not_read(base: dict[str, BaseModule], folder: Pa
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{", b"\xff\xfe", b'{"r":' * 100_000, b'{"r": ' + b"9" * 10_000 + b"}"])
-def test_configurations_that_are_no_json(text: bytes, base: dict[str, BaseModule], folder: Path):
+def test_configurations_that_are_no_json(text: bytes, base: dict[str, ModuleDims], folder: Path):
     (folder / CONFIG).write_bytes(text)
     assert refused(base, folder).field == CONFIG
 
 
-def test_an_oversized_configuration(base: dict[str, BaseModule], folder: Path):
+def test_an_oversized_configuration(base: dict[str, ModuleDims], folder: Path):
     edit_config(folder, auto_mapping="x" * (1 << 20))
     assert refused(base, folder).field == CONFIG
 
@@ -307,7 +307,7 @@ EVIL = {
 
 @pytest.mark.parametrize("field", ["target_modules", "rank_pattern", "alpha_pattern", "exclude_modules"])
 @pytest.mark.parametrize("pattern", EVIL)
-def test_patterns_that_blow_up_are_refused(field: str, pattern: str, base: dict[str, BaseModule], folder: Path):
+def test_patterns_that_blow_up_are_refused(field: str, pattern: str, base: dict[str, ModuleDims], folder: Path):
     edit_config(folder, **{field: {EVIL[pattern]: 4} if field.endswith("pattern") else EVIL[pattern]})
     assert refused(base, folder).field == field
 
@@ -315,7 +315,7 @@ def test_patterns_that_blow_up_are_refused(field: str, pattern: str, base: dict[
 @pytest.mark.parametrize(
     "pattern", ["(a|a)*b", "([a-z._0-9]*)*([a-z._0-9]*)*!", "(.*)*(.*)*(.*)*(.*)*!", "(.|.)" * 40 + "!"]
 )
-def test_patterns_that_backtrack_do_not_hang(pattern: str, base: dict[str, BaseModule], folder: Path):
+def test_patterns_that_backtrack_do_not_hang(pattern: str, base: dict[str, ModuleDims], folder: Path):
     """Each of these takes `re` for ever on one of the module paths."""
     edit_config(folder, target_modules=pattern)
     assert refused(base, folder).field == "target_modules"
@@ -329,7 +329,7 @@ def test_matching_has_a_time_limit():
 # ---------------------------------------------------------------- paths
 
 
-def test_paths_that_leave_the_root(base: dict[str, BaseModule], folder: Path, tmp_path: Path):
+def test_paths_that_leave_the_root(base: dict[str, ModuleDims], folder: Path, tmp_path: Path):
     root = folder.parent
     outside = save_adapter(tmp_path / "outside")
     (root / "link").symlink_to(outside)
@@ -351,14 +351,14 @@ def test_paths_that_leave_the_root(base: dict[str, BaseModule], folder: Path, tm
             loader.fingerprint(path, 1 << 30)
 
 
-def test_nothing_is_told_about_what_lies_outside(base: dict[str, BaseModule], folder: Path):
+def test_nothing_is_told_about_what_lies_outside(base: dict[str, ModuleDims], folder: Path):
     loader = PeftLoader(base, dtype=torch.float32, max_rank=8, root=folder.parent)
     for path in ("..", "../missing", "/", "/missing"):
         with pytest.raises(AdapterError, match="leaves the folder"):
             loader.load("one", path)
 
 
-def test_paths_inside_the_root(base: dict[str, BaseModule], folder: Path):
+def test_paths_inside_the_root(base: dict[str, ModuleDims], folder: Path):
     root = folder.parent
     (root / "alias").symlink_to("one")
     (root / "blobs").mkdir()
@@ -378,7 +378,7 @@ def test_discovery_passes_over_what_leaves_the_root(folder: Path, tmp_path: Path
     assert discover(root) == {"one": folder}
 
 
-def test_pickles_are_never_read(base: dict[str, BaseModule], folder: Path):
+def test_pickles_are_never_read(base: dict[str, ModuleDims], folder: Path):
     (folder / WEIGHTS).rename(folder / "adapter_model.bin")
     error = refused(base, folder)
     assert "adapter_model.bin" in str(error)
@@ -386,13 +386,13 @@ def test_pickles_are_never_read(base: dict[str, BaseModule], folder: Path):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
-def test_a_pipe_does_not_block(base: dict[str, BaseModule], folder: Path):
+def test_a_pipe_does_not_block(base: dict[str, ModuleDims], folder: Path):
     (folder / WEIGHTS).unlink()
     os.mkfifo(folder / WEIGHTS)
     assert "regular file" in str(refused(base, folder))
 
 
-def test_a_file_that_changes_while_it_is_read(base: dict[str, BaseModule], folder: Path, monkeypatch: Any):
+def test_a_file_that_changes_while_it_is_read(base: dict[str, ModuleDims], folder: Path, monkeypatch: Any):
     from asyncengine.lora.checkpoint.tensor_file import TensorFile
 
     read = TensorFile.read

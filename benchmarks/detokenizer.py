@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from text.tokenizer_zoo import KINDS, LINES
 
 from asyncengine.config import EngineConfig
-from asyncengine.text import Detokenizer, StopAutomaton, StopStringMatcher, TokenTable, load_tokenizer
+from asyncengine.text import StopAutomaton, StopStringMatcher, TokenTable, load_tokenizer
 
 TEXTS = {"ascii": LINES[0], "mixed": "".join(LINES[:6])}
 STOPS = ("\n\nUser:", "</s>", "Observation:", "```")
@@ -46,13 +46,13 @@ def measure(tokenizer: Any) -> tuple[str, float, dict[str, float]]:
         ids = ids * (2000 // len(ids) + 1)
 
         def stream(ids: list[int] = ids) -> None:
-            detokenizer = Detokenizer(table)
+            detokenizer = table.stream()
             for token in ids:
                 detokenizer.push((token,))
             detokenizer.finish()
 
         def match(ids: list[int] = ids) -> None:
-            detokenizer, matcher = Detokenizer(table), StopStringMatcher(stops)
+            detokenizer, matcher = table.stream(), StopStringMatcher(stops)
             for token in ids:
                 matcher.push(detokenizer.push((token,)))
 

@@ -19,7 +19,7 @@ from asyncengine.scheduler import Output
 from asyncengine.scheduler.messages import Abort, StopText
 from asyncengine.stats import Meter
 from asyncengine.step import TokenLogprob
-from asyncengine.text import Detokenizer, StopStringMatcher, TokenTable
+from asyncengine.text import StopStringMatcher, Stream, TokenTable
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +28,7 @@ class OutputStream:
 
     spec: RequestSpec
     mailbox: Mailbox
-    detokenizer: Detokenizer | None = None
+    detokenizer: Stream | None = None
     stops: StopStringMatcher | None = None
     num_tokens: int = 0
     last_token_at: float = 0.0

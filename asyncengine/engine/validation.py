@@ -28,7 +28,7 @@ from asyncengine.lora.interface import AdapterStore
 from asyncengine.options import RequestOptions, predicted_content
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.sampling_params import GREEDY_BELOW, SamplingParams, as_params
-from asyncengine.text import Detokenizer, StopAutomaton, StopStringMatcher, TextTokenizer
+from asyncengine.text import StopAutomaton, StopStringMatcher, TextTokenizer
 
 if TYPE_CHECKING:
     from asyncengine.chat import ChatPlan
@@ -219,7 +219,7 @@ class RequestValidator:
         params = spec.params
         stream = OutputStream(spec, mailbox)
         if self.tokenizer is not None:
-            stream.detokenizer = Detokenizer(self.tokenizer.table, params.skip_special_tokens)
+            stream.detokenizer = self.tokenizer.table.stream(params.skip_special_tokens)
         if stops is not None:
             stream.stops = StopStringMatcher(stops, params.include_stop)
         return stream

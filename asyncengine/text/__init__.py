@@ -1,8 +1,8 @@
 """Text around the engine: tokenizers, incremental detokenization, stop strings and chat templates."""
 
-from asyncengine.text.detokenizer import Detokenizer
 from asyncengine.text.stop_strings import StopAutomaton, StopStringMatcher
+from asyncengine.text.streams import Stream
 from asyncengine.text.token_table import TokenTable
 from asyncengine.text.tokenizer import TextTokenizer, load_tokenizer
 
-__all__ = ["Detokenizer", "StopAutomaton", "StopStringMatcher", "TextTokenizer", "TokenTable", "load_tokenizer"]
+__all__ = ["StopAutomaton", "StopStringMatcher", "Stream", "TextTokenizer", "TokenTable", "load_tokenizer"]

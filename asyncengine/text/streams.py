@@ -1,7 +1,8 @@
 """Ways to turn token ids into text piece by piece. Each is exact for one class of decoders; `TokenTable` picks one.
 
 Common contract: the concatenation of everything `push` and `finish` return equals decoding all ids at once, and no
-emitted text is ever taken back. An id without a token (a padded vocabulary has such) has no text.
+emitted text is ever taken back, nor half a character emitted: U+FFFD appears only where the full decoding has it. An id
+without a token (a padded vocabulary has such) has no text.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ REPLACEMENT = "\ufffd"
 
 
 class Stream(Protocol):
-    """One output being decoded."""
+    """One output being decoded. One user at a time; `TokenTable.mode` says which tokenizers hold back what."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that became certain with these tokens."""
+        """The text that became certain with these tokens; often "" for a part of a character."""
 
     def finish(self) -> str:
         """The rest; the stream is spent afterwards."""

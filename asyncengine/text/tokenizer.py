@@ -13,7 +13,6 @@ from asyncengine.checks import MIN_INT64, as_integer, as_items, check_unicode
 from asyncengine.config import ModelSettings
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, UnsupportedModel, shorten
 from asyncengine.text.chat_template import ChatTemplate
-from asyncengine.text.detokenizer import Detokenizer
 from asyncengine.text.media import ImageParts
 from asyncengine.text.plain_tokenizer import read_plain_tokenizer
 from asyncengine.text.token_table import SAMPLES, TokenTable, table_of
@@ -124,9 +123,6 @@ class TextTokenizer:
                 if self._table is None:
                     self._table = table_of(self._hf)
         return self._table
-
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        return Detokenizer(self.table, skip_special_tokens)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. Names of special tokens in the text become those tokens.

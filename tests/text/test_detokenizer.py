@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from text.tokenizer_zoo import KINDS, LINES
 
-from asyncengine.text import Detokenizer, TokenTable
+from asyncengine.text import TokenTable
 
 SEQUENCES = 2000
 SMILE = "\U0001f642".encode()
@@ -72,7 +72,7 @@ def test_joined_text_equals_the_full_decoding(kind: tuple[str, Any, TokenTable])
         for skip in (True, False):
             whole = tokenizer.decode(ids, skip_special_tokens=skip) if ids else ""
             parts = [[token] for token in ids] if skip else list(chunks(ids, rng))
-            detokenizer = Detokenizer(table, skip_special_tokens=skip)
+            detokenizer = table.stream(skip_special_tokens=skip)
             text = ""
             for part in parts:
                 text += detokenizer.push(part)
@@ -85,7 +85,7 @@ def test_a_long_output_is_exact_and_flows(kind: tuple[str, Any, TokenTable]) -> 
     """Windows move, and every plan but the last shows nearly all text before the end."""
     _, tokenizer, table = kind
     ids = [token for line in LINES for token in encode(tokenizer, line)]
-    detokenizer = Detokenizer(table)
+    detokenizer = table.stream()
     shown = "".join(detokenizer.push([token]) for token in ids)
     whole = tokenizer.decode(ids, skip_special_tokens=True)
     assert shown + detokenizer.finish() == whole
@@ -100,7 +100,7 @@ def test_a_window_holds_back_no_more_than_it_must(name: str) -> None:
     tokenizer, table = build(name)
     ids = encode(tokenizer, "quick brown fox")
     for count in range(len(ids)):
-        shown = Detokenizer(table).push(ids[: count + 1])
+        shown = table.stream().push(ids[: count + 1])
         whole = tokenizer.decode(ids[: count + 1], skip_special_tokens=True)
         newest = tokenizer.decode(ids[count : count + 1], skip_special_tokens=True)
         assert len(whole) - len(shown) <= len(newest) + 1, "the newest token and the space before it"
@@ -111,7 +111,7 @@ def test_long_runs_of_one_token(kind: tuple[str, Any, TokenTable]) -> None:
     _, tokenizer, table = kind
     for token in random.Random(3).sample(range(table.size), min(40, table.size)):
         ids = [token] * 150 + [0, 1] + [token] * 150
-        detokenizer = Detokenizer(table, skip_special_tokens=False)
+        detokenizer = table.stream(skip_special_tokens=False)
         text = "".join(detokenizer.push([i]) for i in ids) + detokenizer.finish()
         assert text == tokenizer.decode(ids, skip_special_tokens=False)
 
@@ -120,7 +120,7 @@ def test_ids_beyond_the_tokenizer_have_no_text(kind: tuple[str, Any, TokenTable]
     """Models pad their vocabulary; sampling may pick such an id at any place."""
     _, tokenizer, table = kind
     ids = encode(tokenizer, LINES[0])
-    detokenizer = Detokenizer(table)
+    detokenizer = table.stream()
     text = "".join(detokenizer.push([table.size + 5, token, table.size]) for token in ids) + detokenizer.finish()
     assert text == tokenizer.decode(ids, skip_special_tokens=True)
 
@@ -128,7 +128,7 @@ def test_ids_beyond_the_tokenizer_have_no_text(kind: tuple[str, Any, TokenTable]
 def test_interleaved_outputs_share_one_table(kind: tuple[str, Any, TokenTable]) -> None:
     _, tokenizer, table = kind
     outputs = [encode(tokenizer, line) for line in LINES[:6]]
-    detokenizers = [Detokenizer(table) for _ in outputs]
+    detokenizers = [table.stream() for _ in outputs]
     texts = [""] * len(outputs)
     for position in range(max(map(len, outputs))):
         for number, ids in enumerate(outputs):
@@ -141,7 +141,7 @@ def test_interleaved_outputs_share_one_table(kind: tuple[str, Any, TokenTable]) 
 def test_byte_level_holds_back_exactly_the_incomplete_character(name: str) -> None:
     _, table = build(name)
     single = {table.token_bytes(i): i for i in range(table.size) if i not in table.special_ids}
-    detokenizer = Detokenizer(table)
+    detokenizer = table.stream()
     assert [detokenizer.push([single[bytes([b])]]) for b in SMILE] == ["", "", "", "\U0001f642"]
     assert detokenizer.push([single[b"\xf0"]]) == ""
     assert detokenizer.push([single[b"a"]]) == "\ufffda"
@@ -156,7 +156,7 @@ def test_a_special_token_inside_a_character_is_skipped() -> None:
     single = {table.token_bytes(i): i for i in range(table.size) if i not in table.special_ids}
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids = [single[bytes([b])] for b in SMILE]
-    detokenizer = Detokenizer(table)
+    detokenizer = table.stream()
     assert "".join(detokenizer.push([i, end]) for i in ids) == "\U0001f642"
 
 
@@ -165,7 +165,7 @@ def test_a_run_of_byte_tokens_is_held_until_it_ends() -> None:
     tokenizer, table = build("llama2")
     byte = {value: tokenizer.convert_tokens_to_ids(f"<0x{value:02X}>") for value in range(256)}
     the = tokenizer.convert_tokens_to_ids("e")
-    good, bad = Detokenizer(table), Detokenizer(table)
+    good, bad = table.stream(), table.stream()
     assert [good.push([byte[b]]) for b in SMILE] == [""] * 4
     assert good.push([the]) == "\U0001f642e"
     assert [bad.push([byte[b]]) for b in (*SMILE, 0xFF)] == [""] * 5
@@ -176,7 +176,7 @@ def test_a_run_of_byte_tokens_is_held_until_it_ends() -> None:
 def test_only_the_first_token_loses_its_space(name: str) -> None:
     tokenizer, table = build(name)
     word = next(i for i in range(table.size) if table.token_text(i).strip() and table.token_text(i)[0] == " ")
-    detokenizer = Detokenizer(table)
+    detokenizer = table.stream()
     begin = tokenizer.convert_tokens_to_ids("<s>")
     assert detokenizer.push([begin, word]) == table.token_text(word)[1:]
     assert detokenizer.push([word]) == table.token_text(word)
@@ -210,7 +210,7 @@ def test_a_table_is_shared_by_threads() -> None:
     whole = tokenizer.decode(ids, skip_special_tokens=True)
 
     def stream(_: int) -> str:
-        detokenizer = Detokenizer(table)
+        detokenizer = table.stream()
         return "".join([detokenizer.push([token]) for token in ids]) + detokenizer.finish()
 
     with ThreadPoolExecutor(8) as pool:

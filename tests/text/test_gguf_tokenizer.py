@@ -244,7 +244,7 @@ def test_texts_stream_token_by_token() -> None:
         assert built._backend is not None
         for text in TEXTS:
             ids = built.encode(text, add_special_tokens=False)
-            stream = built.detokenizer(skip_special_tokens=False)
+            stream = built.table.stream(skip_special_tokens=False)
             assert "".join([stream.push([token]) for token in ids]) + stream.finish() == built.decode(ids, False)
 
 

@@ -75,7 +75,7 @@ def test_special_tokens_are_added_only_when_asked() -> None:
 def test_a_detokenizer_of_the_loaded_tokenizer(folder: Path) -> None:
     tokenizer = load(folder)
     ids = tokenizer.encode(LINES[5])
-    detokenizer = tokenizer.detokenizer()
+    detokenizer = tokenizer.table.stream()
     assert "".join(detokenizer.push([i]) for i in ids) + detokenizer.finish() == LINES[5]
     assert tokenizer.table is tokenizer.table
 

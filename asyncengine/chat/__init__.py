@@ -3,9 +3,9 @@
 A `ChatPlanner` is made once per model; its `plan` is asked once per request.
 """
 
-from asyncengine.chat.detect import detect_reasoning, detect_tool_format, find_tool_format, reasoning_state
+from asyncengine.chat.detect import find_reasoning, find_tool_format, reasoning_state
 from asyncengine.chat.families import TOOL_FORMATS
-from asyncengine.chat.formats import Reasoning, ReasoningState, ToolFormat
+from asyncengine.chat.formats import Reasoning, ToolFormat
 from asyncengine.chat.parser import OutputParser, Parsed
 from asyncengine.chat.plan import ChatPlan, ChatPlanner
 from asyncengine.chat.reader import ChatReader
@@ -18,10 +18,8 @@ __all__ = [
     "OutputParser",
     "Parsed",
     "Reasoning",
-    "ReasoningState",
     "ToolFormat",
-    "detect_reasoning",
-    "detect_tool_format",
+    "find_reasoning",
     "find_tool_format",
     "reasoning_state",
 ]

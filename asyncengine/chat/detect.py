@@ -67,23 +67,11 @@ def find_tool_format(tokenizer: TextTokenizer) -> ToolFormat | None:
     return by_sign(template, tokenizer.get_vocab(), TOOL_FORMATS.values())
 
 
-def detect_tool_format(tokenizer: TextTokenizer) -> str | None:
-    """The family of `find_tool_format`, such as "hermes"."""
-    form = find_tool_format(tokenizer)
-    return None if form is None else form.family
-
-
-def detect_reasoning(tokenizer: TextTokenizer) -> tuple[str, str] | None:
-    """The (start, end) markers of reasoning that the template mentions.
+def find_reasoning(tokenizer: TextTokenizer) -> Reasoning | None:
+    """The markers of reasoning, and of an answer after it, that the template mentions, or a prompt of its.
 
     Having them as tokens says nothing: families share one vocabulary among models that reason and models that do not.
     """
-    found = find_reasoning(tokenizer)
-    return None if found is None else (found.start, found.end)
-
-
-def find_reasoning(tokenizer: TextTokenizer) -> Reasoning | None:
-    """The markers of reasoning, and of an answer after it, that the template mentions, or a prompt of its."""
     template = template_text(tokenizer)
     found = _markers_in(template)
     if found is None and template:  # there are templates that put the markers together

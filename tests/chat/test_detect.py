@@ -19,7 +19,7 @@ from chat.models import (
     tokenizer,
 )  # fmt: skip
 
-from asyncengine.chat import TOOL_FORMATS, Reasoning, detect_reasoning, detect_tool_format, find_tool_format
+from asyncengine.chat import TOOL_FORMATS, Reasoning, find_reasoning, find_tool_format
 from asyncengine.chat import reasoning_state as state_of
 from asyncengine.demo import MODEL_PATH
 from asyncengine.text import TextTokenizer
@@ -42,12 +42,11 @@ THINK = Reasoning("<think>", "</think>")
 def test_templates_write_their_familys_text(template: str, name: str) -> None:
     text = tokenizer(template)
     assert find_tool_format(text) == TOOL_FORMATS[name]
-    assert detect_tool_format(text) == TOOL_FORMATS[name].family
 
 
 @pytest.mark.parametrize("template", [None, SILENT, HERMES.replace("c.function.name", "'x'")])
 def test_a_template_without_calls_has_no_format(template: str | None) -> None:
-    assert detect_tool_format(tokenizer(template)) is None
+    assert find_tool_format(tokenizer(template)) is None
 
 
 def test_blanks_are_those_of_the_template() -> None:
@@ -64,7 +63,7 @@ def test_markers_that_a_template_puts_together() -> None:
     written = "{% set tag = 'think%s' | format(':opensource') %}" + HERMES.replace(
         "<|im_start|>assistant\n", "<|im_start|>assistant\n<{{ tag }}></{{ tag }}>"
     )
-    assert detect_reasoning(tokenizer(written)) == ("<think:opensource>", "</think:opensource>")
+    assert find_reasoning(tokenizer(written)) == Reasoning("<think:opensource>", "</think:opensource>")
 
 
 def test_tools_by_another_name() -> None:
@@ -95,7 +94,7 @@ def test_a_list_behind_another_marker() -> None:
 def test_the_template_that_is_used_with_tools_counts() -> None:
     text = tokenizer(None)
     text.hf.chat_template = {"default": SILENT, "tool_use": HERMES}
-    assert detect_tool_format(text) == "hermes"
+    assert find_tool_format(text) == TOOL_FORMATS["hermes"]
 
 
 def test_the_demo_model() -> None:
@@ -103,17 +102,19 @@ def test_the_demo_model() -> None:
 
     demo = TextTokenizer(AutoTokenizer.from_pretrained(str(MODEL_PATH)))
     assert find_tool_format(demo) == TOOL_FORMATS["hermes"]
-    assert detect_reasoning(demo) is None
+    assert find_reasoning(demo) is None
 
 
 def test_reasoning_markers_are_in_the_template() -> None:
-    assert detect_reasoning(tokenizer(THINKING)) == ("<think>", "</think>")
-    assert detect_reasoning(tokenizer(THINKING.replace("think>", "seed:think>"))) == ("<seed:think>", "</seed:think>")
-    assert detect_reasoning(tokenizer(None)) is None
+    assert find_reasoning(tokenizer(THINKING)) == Reasoning("<think>", "</think>")
+    assert find_reasoning(tokenizer(THINKING.replace("think>", "seed:think>"))) == Reasoning(
+        "<seed:think>", "</seed:think>"
+    )
+    assert find_reasoning(tokenizer(None)) is None
     # not every model of a vocabulary with such tokens reasons
-    assert detect_reasoning(tokenizer(HERMES, added=("<think>", "</think>"))) is None
+    assert find_reasoning(tokenizer(HERMES, added=("<think>", "</think>"))) is None
     replaced = TextTokenizer(tokenizer(HERMES).hf, chat_template=THINKING)
-    assert detect_reasoning(replaced) == ("<think>", "</think>")
+    assert find_reasoning(replaced) == Reasoning("<think>", "</think>")
 
 
 @pytest.mark.parametrize(

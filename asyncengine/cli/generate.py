@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from asyncengine.cli.adapters import chosen_adapter, given_adapters
@@ -13,7 +14,7 @@ from asyncengine.cli.errors import FAILED, CliError
 from asyncengine.cli.images import check_reads_images, image_part
 from asyncengine.cli.loading import open_engine
 from asyncengine.cli.options import engine_config, sampling_params, say_stopped, start_limited
-from asyncengine.cli.text import as_json, write, write_json
+from asyncengine.cli.text import write, write_json
 from asyncengine.grammar import Grammar
 from asyncengine.info import ModelInfo
 from asyncengine.outputs import Completion
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
             live = not args.json and params.n == 1
             completion = _show(stream) if live else stream.result()
         if args.json:
-            write_json(as_json(completion))
+            write_json(asdict(completion))
         elif not live:
             for index, sample in enumerate(completion.samples):
                 write(f"[{index}] {sample.text}\n")

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import json
 import os
 import sys
 from typing import Any, TextIO
-
-from asyncengine.outputs import Completion
 
 _CONTROLS = {code: None for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"}
 
@@ -28,9 +25,10 @@ def write(text: str, stream: TextIO | None = None) -> None:
 
 
 def write_json(data: Any) -> None:
-    """Print one JSON document; characters that the output's encoding lacks are escaped."""
+    """Print one JSON document; bytes become lists of integers, and characters that the output's encoding lacks are
+    escaped."""
     unicode = (sys.stdout.encoding or "utf-8").lower().replace("-", "").startswith("utf")
-    print(json.dumps(data, ensure_ascii=not unicode))
+    print(json.dumps(data, ensure_ascii=not unicode, default=list))
 
 
 def prepare_streams() -> bool:
@@ -50,19 +48,3 @@ def drop_output() -> None:
     """Discard further output: nothing can be printed, and the interpreter must not complain when it flushes at exit."""
     with contextlib.suppress(OSError, ValueError):  # no real file: a test's
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def as_json(completion: Completion) -> dict[str, Any]:
-    """A completion as plain JSON data; bytes become lists of integers."""
-    plain: dict[str, Any] = _plain(dataclasses.asdict(completion))
-    return plain
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, bytes):
-        return list(value)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value

@@ -109,11 +109,6 @@ class EngineSource:
         except EngineClosed:  # not started yet, or closed by its owner
             return None
 
-    def known_context(self) -> int | None:
-        """Most tokens of prompt and output together, if the model is loaded already."""
-        known = self.known()
-        return None if known is None else known.max_model_len
-
     def __deepcopy__(self, memo: dict[int, Any]) -> EngineSource:
         return self
 

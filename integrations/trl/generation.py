@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,6 @@ from asyncengine import SamplingParams
 from asyncengine.errors import AdapterError, InvalidParameter
 from asyncengine.grammar import Grammar
 from asyncengine.integrations.engine_source import AnyEngine, EngineSource
-from asyncengine.integrations.trl.weights import merged
 from asyncengine.training import active_adapter, named_weights
 
 logger = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ class EngineGeneration:
             if not hasattr(model, "peft_config"):
                 self._push(model)
             elif not (self._takes_adapter and self._push_adapter(model)):
-                with merged(model):
+                with _merged(model):
                     self._push(model)
 
     def _push(self, model: Any) -> None:
@@ -184,6 +183,25 @@ def _structure(given: Any) -> Grammar:
         raise InvalidParameter("generation_kwargs['structured_outputs']", f"must be a dict of one of {names}", given)
     [(name, part)] = parts.items()
     return STRUCTURES[name](part)
+
+
+@contextmanager
+def _merged(model: Any) -> Iterator[None]:
+    """Merge the PEFT adapter into `model` meanwhile. The weights below it are put back as they were, to the bit:
+    subtracting what was added would leave a rounding error behind at every step of a training."""
+    kept = {
+        name: tensor.detach().clone()
+        for name, tensor in model.named_parameters()
+        if "base_layer" in name and tensor.is_floating_point()
+    }
+    model.merge_adapter()
+    try:
+        yield
+    finally:
+        model.unmerge_adapter()
+        with torch.no_grad():
+            for name, tensor in kept.items():
+                model.get_parameter(name).copy_(tensor)
 
 
 def attach(trainer: Any, engine: AnyEngine, *, adapter: str = "trl-policy") -> EngineGeneration:

@@ -19,8 +19,6 @@ from asyncengine.lora.layers.stack import LoraStack
 class CompiledStack(LoraStack):
     """Factors as they come: rows of A and of B are read one after the other."""
 
-    by_input = False
-
     def __init__(
         self, place: Place, slots: int, rank: int, dtype: torch.dtype, device: torch.device, memory: Arena | None = None
     ) -> None:

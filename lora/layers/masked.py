@@ -48,8 +48,6 @@ class MaskedStep:
 class MaskedStack(LoraStack):
     """Factors laid out for products with all of them at once."""
 
-    by_input = False
-
     def add(self, x: torch.Tensor, y: torch.Tensor, step: MaskedStep) -> None:
         x, y = self._flat(x, y, step.size)
         parts = len(self.place.parts)
@@ -67,8 +65,6 @@ class MaskedStack(LoraStack):
 
 class KernelStack(LoraStack):
     """Factors as Triton's kernels read them; no embedding's."""
-
-    by_input = False
 
     def add(self, x: torch.Tensor, y: torch.Tensor, step: MaskedStep) -> None:
         x, y = self._flat(x, y, step.size)

@@ -26,7 +26,7 @@ def padded_rank(rank: int) -> int:
 class LoraStack(ABC):
     """The factors of `slots` adapters. As wide as the largest rank so far, however large ranks may be."""
 
-    by_input: ClassVar[bool]
+    by_input: ClassVar[bool] = False
     """Whether A lies [slots, in, parts, rank] in memory, not [slots, parts, rank, in]. Embeddings' always do."""
 
     def __init__(

@@ -7,7 +7,7 @@ import torch
 from support.layer_options import options
 from support.teams import team_of
 
-from asyncengine.layers.head_gate import HeadGate
+from asyncengine.layers.attention import HeadGate
 
 pytest.importorskip("numba")
 

@@ -41,6 +41,8 @@ from asyncengine.kernels.cpu.vectors import cpu_has
 
 _BYTES = 26
 """That could be read for a cost of 1."""
+_PAGE = 64
+"""Tokens of a page where sequences are attended to as a whole: each begins with one of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +230,30 @@ class CompiledBackend:
         if len(keys) == 0 or self._threads == 1 or len(keys) < len(step.counts):
             return False
         return int(keys.max()) * self._threads * EVEN > int(keys.sum()) * spec.num_kv_heads
+
+
+class CompiledSequences:
+    """`SequenceAttention` of encoders, by the kernels of `CompiledBackend` over a pool of the step alone."""
+
+    def __init__(self, layers: Sequence[LayerSpec], dtype: torch.dtype) -> None:
+        self._layers, self._dtype = tuple(layers), dtype
+        self._paged = CompiledBackend(self._layers, 1, _PAGE, dtype, one_pool=True)
+
+    def plan(self, counts: Sequence[int]) -> CompiledBackend:
+        """The pool grows to the longest step there was: one layer's keys and values of its tokens."""
+        lengths = np.array(counts, dtype=np.int64)
+        pages = -(-lengths // _PAGE)
+        ends = np.cumsum(pages)
+        needed = int(ends[-1])
+        if needed > self._paged.num_pages:
+            self._paged = CompiledBackend(self._layers, needed, _PAGE, self._dtype, one_pool=True)
+        table = (ends - pages)[:, None] + np.arange(pages.max())
+        bounds = np.concatenate(([0], np.cumsum(lengths)))
+        places = np.arange(bounds[-1]) + np.repeat((ends - pages) * _PAGE - bounds[:-1], lengths)
+        self._paged.plan(
+            StepView(np.zeros_like(lengths), lengths, bounds, table.astype(np.int32), torch.from_numpy(places))
+        )
+        return self._paged
 
 
 class _Memory:

@@ -139,7 +139,7 @@ class Encoder:
         specs = [layer.attention.spec for layer in self.layers if layer.attention is not None]
         if self.options.kernels.name != "compiled" or self.distance_bias is not None:
             return TorchSequences(specs, self.distance_bias)
-        from asyncengine.attention.cpu_whole import CompiledSequences
+        from asyncengine.attention.cpu import CompiledSequences
 
         return CompiledSequences(specs, self.dtype)
 

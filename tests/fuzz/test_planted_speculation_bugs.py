@@ -13,7 +13,7 @@ from asyncengine.grammar.matcher import Matcher
 from asyncengine.scheduler import scheduler as module
 from asyncengine.scheduler.request import Request
 from asyncengine.scheduler.scheduler import Scheduler
-from asyncengine.speculation.draft_pages import DraftPages
+from asyncengine.speculation.draft_model import DraftPages
 from asyncengine.step import StepResult
 
 Plant = Callable[[pytest.MonkeyPatch], None]

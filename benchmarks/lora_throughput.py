@@ -31,7 +31,7 @@ import torch
 
 from asyncengine import SamplingParams
 from asyncengine.config import EngineConfig
-from asyncengine.lora.layers.slots import LoraLayers, install_lora
+from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.models.loading import load_model
 from asyncengine.request_spec import RequestSpec
 from asyncengine.runner.building import build_runner
@@ -80,7 +80,7 @@ def main() -> None:
             max_model_len=options.input + options.output, kv_cache_memory=f"{options.kv_mib}MiB", show_progress=False,
         )  # fmt: skip
         model = load_model(folder, config)
-        lora = install_lora(model.model, options.slots, options.max_rank)
+        lora = LoraLayers(model.model, options.slots, options.max_rank)
         runner = build_runner(model, config, lora=lora)
     seconds_to_write = fill(lora, options)
     report = measure(runner, options)

@@ -204,7 +204,7 @@ def _load_frontend(
 ) -> Frontend:  # fmt: skip
     from asyncengine.device.cores import Cores, threads_for
     from asyncengine.device.memory import in_words
-    from asyncengine.lora.layers.slots import install_lora
+    from asyncengine.lora.layers.slots import LoraLayers
     from asyncengine.models.loading import load_model
     from asyncengine.models.progress import LoadProgress
     from asyncengine.models.purpose import is_headless, pooling_of
@@ -239,7 +239,7 @@ def _load_frontend(
             draft = load_draft(drafting, config, loaded, tokenizer, progress)
             images = load_images(checkpoint, loaded, tokenizer, config, progress) if pooling is None else NO_IMAGES
         attempt.check()
-        lora = install_lora(loaded.model, config.max_loras, config.max_lora_rank)
+        lora = LoraLayers(loaded.model, config.max_loras, config.max_lora_rank)
         adapters = undo.enter_context(closing(make_adapters(lora, loaded.dtype, config, config.max_passes, device)))
         grammars = make_grammars(tokenizer, loaded.eos_token_ids, loaded.vocab_size, config)  # beside compilers
         planner = make_planner(tokenizer, grammars, config)

@@ -15,7 +15,7 @@ from asyncengine.device.child import run
 from asyncengine.device.collective_gather import BACKENDS, Gather, open_gather
 from asyncengine.device.cores import Cores
 from asyncengine.device.transfer import on_device
-from asyncengine.lora.layers.slots import install_lora
+from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.models.loading import load_model
 from asyncengine.models.progress import LoadProgress
 from asyncengine.models.reading import resolve_device
@@ -66,7 +66,7 @@ def _compute(orders: Connection, gather: Gather, order: Order) -> None:
         orders.send(error)
         raise
     config = order.config
-    lora = install_lora(loaded.model, config.max_loras, config.max_lora_rank)
+    lora = LoraLayers(loaded.model, config.max_loras, config.max_lora_rank)
     orders.send(loaded.weights_bytes)
     _, (pages, window_pages, states, room) = _next(orders)
     make, memory = runner_of(loaded, config, gather, room)

@@ -6,7 +6,7 @@ output. Nothing here knows where adapters come from: `write` takes anything of t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 
 from asyncengine.device.pinned import Int64Array
 from asyncengine.device.transfer import upload
-from asyncengine.errors import AdapterError, InvalidParameter, InvariantViolation
+from asyncengine.errors import AdapterError, InvariantViolation
 from asyncengine.kernels.arena import Arena
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.kernels.cuda import triton_missing
@@ -76,33 +76,12 @@ class _Adapters:
         return self._table.records(paths, self._step)
 
 
-def install_lora(
-    model: CausalLM,
-    max_loras: int,
-    max_rank: int,
-    targets: Collection[str] | None = None,
-    *,
-    masked: bool | None = None,
-) -> LoraLayers:
-    """Make `model` ready for adapters in slots 1 .. max_loras.
-
-    `targets` limits what adapters may change to these paths. No memory is taken before `allocate` or `write`. `masked`:
-    apply them with the same shapes in every step, as CUDA graphs need it; None: wherever the device is not the CPU.
-    Raises `InvalidParameter` for a count below one or a target the model does not have.
-    """
-    for name, value in (("max_loras", max_loras), ("max_lora_rank", max_rank)):
-        if value < 1:
-            raise InvalidParameter(name, "must be at least 1", value)
-    layers = LoraLayers(model, max_loras, max_rank, masked)
-    if targets is not None:
-        layers.limit(targets)
-    return layers
-
-
 class LoraLayers:
     """Slots 1 .. max_loras of one model; slot 0 means no adapter. Used by one thread, between and before forwards."""
 
     def __init__(self, model: CausalLM, max_loras: int, max_rank: int, masked: bool | None = None) -> None:
+        """No memory is taken before `allocate` or `write`. `masked`: apply adapters with the same shapes in every step,
+        as CUDA graphs need it; None: wherever the device is not the CPU."""
         self.max_loras = max_loras
         self.max_rank = max_rank
         self.modules: dict[str, ModuleDims] = {}
@@ -133,19 +112,13 @@ class LoraLayers:
         all before it, and never shrinks."""
         return sum(stack.nbytes for stack in self._stacks.values())
 
-    def limit(self, targets: Collection[str]) -> None:
-        """Let adapters target these paths only. Raises `InvalidParameter` for one not in `modules`."""
-        for path in targets:
-            self._place("lora_targets", path)
-        self.modules = {path: dims for path, dims in self.modules.items() if path in targets}
-
     def allocate(self, paths: Iterable[str], rank: int | None = None) -> None:
         """Take the memory that adapters of these modules and this rank need, now instead of at the first `write`.
 
         `rank` None: as large as it may be.
         """
         for path in paths:
-            place, _ = self._place("lora_targets", path)
+            place, _ = self._place(path)
             if place.here:
                 self._make_room(place, self.max_rank if rank is None else min(rank, self.max_rank))
 
@@ -255,9 +228,7 @@ class LoraLayers:
 
     def _check(self, path: str, factors: LoraFactors) -> None:
         """Raises `AdapterError` if `factors` cannot belong to the module at `path`."""
-        place, part = self._place("adapter", path)
-        if path not in self.modules:
-            raise AdapterError("adapter", "its module is not among lora_targets", path)
+        place, part = self._place(path)
         if factors.embedding != place.embedding:
             raise AdapterError("adapter", "its weights do not belong to this kind of module", path)
         rank, width = factors.a.shape[0], place.parts[part][1]
@@ -269,9 +240,9 @@ class LoraLayers:
         if factors.a.dtype != self._dtype or factors.b.dtype != self._dtype:
             raise AdapterError("adapter", f"{path} must be in the model's {self._dtype}", str(factors.a.dtype))
 
-    def _place(self, field: str, path: str) -> tuple[Place, int]:
+    def _place(self, path: str) -> tuple[Place, int]:
         if path not in self._places:
-            raise AdapterError(field, "the model has no such module that an adapter can change", path)
+            raise AdapterError("adapter", "the model has no such module that an adapter can change", path)
         return self._places[path]
 
     def _check_slot(self, slot: int) -> None:

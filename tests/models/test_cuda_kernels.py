@@ -26,7 +26,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.layers import kernels, options, rotary, weight_forms
 from asyncengine.layers.kernels import CudaKernels
 from asyncengine.lora.layers import slots
-from asyncengine.lora.layers.slots import LoraLayers, install_lora
+from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.models import loading
 from asyncengine.models.decoder import Decoder
 
@@ -201,7 +201,7 @@ def test_kernels_of_a_decode_step_with_adapters(
         model = load(folder, "qwen3", "bfloat16")
         if not launched:
             monkeypatch.setattr(slots, "triton_missing", lambda device: "as without Triton")
-        lora = install_lora(model, 3, 8, masked=True)
+        lora = LoraLayers(model, 3, 8, masked=True)
         for slot in (1, 3):
             lora.write(slot, RandomAdapter(lora, ends, 8 if slot == 1 else 3, slot))
         forwards = on_flashinfer(model, fake, rows)

@@ -112,10 +112,10 @@ def test_adapters_of_experts_are_refused_by_name(checkpoint: Checkpoint) -> None
     """Those of attention and of shared experts are not."""
     from support.lora_reference import Weights
 
-    from asyncengine.lora.layers.slots import install_lora
+    from asyncengine.lora.layers.slots import LoraLayers
 
     model = load(checkpoint("qwen2moe"))
-    lora = install_lora(model, 1, 4)
+    lora = LoraLayers(model, 1, 4)
     assert "model.layers.0.mlp.shared_expert.up_proj" in lora.modules
     assert not [path for path in lora.modules if ".experts." in path]
     name = "model.layers.0.mlp.experts.1.up_proj"

@@ -209,7 +209,7 @@ def test_everything_is_built_on_its_device(monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("make_adapters", "_assemble"):
         monkeypatch.setattr(wiring, name, lambda *_, **__: SimpleNamespace(list=list, close=lambda: None))
     monkeypatch.setattr("asyncengine.text.load_tokenizer", lambda *_, **__: None)
-    monkeypatch.setattr("asyncengine.lora.layers.slots.install_lora", lambda *_: None)
+    monkeypatch.setattr("asyncengine.lora.layers.slots.LoraLayers", lambda *_: None)
     wiring.load_frontend("demo", EngineConfig())
     assert seen == [("model", [CUDA]), ("pool", [CUDA, CUDA])]
     assert not current

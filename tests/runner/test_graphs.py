@@ -20,7 +20,7 @@ from support.tiny_models import VOCAB
 from support.wide_models import make_wide
 
 from asyncengine import SamplingParams
-from asyncengine.lora.layers.slots import LoraLayers, install_lora
+from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.runner.graphs import graph_sizes
 from asyncengine.runner.model_runner import ModelRunner
 
@@ -131,7 +131,7 @@ def with_and_without(folder: Path, capture: Recall) -> tuple[list[list[int]], li
         kept: list[LoraLayers] = []
 
         def install(module: Any, kept: list[LoraLayers] = kept) -> LoraLayers:
-            kept.append(install_lora(module, 3, 32, masked=True))
+            kept.append(LoraLayers(module, 3, 32, masked=True))
             return kept[0]
 
         runner = on_fakes(folder, install)
@@ -159,7 +159,7 @@ def test_adapters_with_memory_are_captured_with_the_others(folder: Path) -> None
         kept: list[LoraLayers] = []
 
         def install(module: Any, kept: list[LoraLayers] = kept) -> LoraLayers:
-            kept.append(install_lora(module, 3, 32, masked=True))
+            kept.append(LoraLayers(module, 3, 32, masked=True))
             kept[0].allocate([path for path in kept[0].modules if path.endswith(("q_proj", "down_proj"))], 8)
             return kept[0]
 

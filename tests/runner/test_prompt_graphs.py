@@ -21,7 +21,7 @@ from support.wide_models import make_wide
 from asyncengine import SamplingParams
 from asyncengine.attention.base import MergedHeads
 from asyncengine.layers.rotary import Angles, rotate
-from asyncengine.lora.layers.slots import LoraLayers, install_lora
+from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.runner.prompt_graphs import prompt_graph_sizes
 from asyncengine.step import Batch
@@ -220,7 +220,7 @@ def test_adapters(early: bool, folder: Path) -> None:
         kept: list[LoraLayers] = []
 
         def install(module: Any, kept: list[LoraLayers] = kept) -> LoraLayers:
-            kept.append(install_lora(module, 3, 32, masked=True))
+            kept.append(LoraLayers(module, 3, 32, masked=True))
             if early:
                 kept[0].allocate(changed(kept[0]), 8)
             return kept[0]
@@ -250,7 +250,7 @@ def test_adapters_that_cannot_be_captured_run_without(folder: Path, caplog: pyte
         kept: list[LoraLayers] = []
 
         def install(module: Any, kept: list[LoraLayers] = kept) -> LoraLayers:
-            kept.append(install_lora(module, 3, 32, masked=True))
+            kept.append(LoraLayers(module, 3, 32, masked=True))
             return kept[0]
 
         runner, pieces = make_runner(folder, [16, 48] if fails else None, install)

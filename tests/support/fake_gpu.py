@@ -55,7 +55,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, capture: Any = Again) -> Counter[s
     """Every engine built from now on; counts what ran. What cannot run on FlashInfer stays on torch."""
     calls: Counter[str] = Counter()
     make, build, install, run = (
-        building.make_backend, building.build_runner, slots.install_lora, DecodeGraphs.run,
+        building.make_backend, building.build_runner, slots.LoraLayers, DecodeGraphs.run,
     )  # fmt: skip
 
     def make_backend(
@@ -85,6 +85,6 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, capture: Any = Again) -> Counter[s
     monkeypatch.setattr(loading, "layer_kernels", refusing(loading.layer_kernels))
     monkeypatch.setattr(building, "make_backend", make_backend)
     monkeypatch.setattr(building, "build_runner", build_runner)
-    monkeypatch.setattr(slots, "install_lora", lambda *arguments: install(*arguments, masked=True))
+    monkeypatch.setattr(slots, "LoraLayers", lambda *arguments: install(*arguments, masked=True))
     monkeypatch.setattr(DecodeGraphs, "run", counted)
     return calls

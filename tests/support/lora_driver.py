@@ -11,7 +11,7 @@ from support.lora_reference import LENGTHS, WANT
 from support.tiny_models import VOCAB
 
 from asyncengine.config import EngineConfig
-from asyncengine.lora.layers.slots import LoraLayers, install_lora
+from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.models.loading import load_model
 from asyncengine.runner.building import build_runner
 from asyncengine.runner.model_runner import ModelRunner
@@ -60,5 +60,5 @@ def make_driver(
         **{"page_size": 4, "max_num_seqs": 64, "kv_cache_memory": "24MiB", "dtype": "float32", **fields}
     )
     model = load_model(str(checkpoint(name)), config)
-    lora = install_lora(model.model, max_loras, max_rank, masked=masked)
+    lora = LoraLayers(model.model, max_loras, max_rank, masked=masked)
     return AdapterDriver(build_runner(model, config, lora=lora), lora)

@@ -23,7 +23,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.layers.kernels import LayerKernels, layer_kernels
 from asyncengine.layers.options import LayerOptions
-from asyncengine.lora.layers.slots import install_lora
+from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.families import decoder_config_of
 from asyncengine.models.loading import LoadedModel, load_model
@@ -52,7 +52,7 @@ def test_adapters_on_everything_equal_peft(name: str, checkpoint: Checkpoint) ->
     loaded = load(checkpoint(name, heavy=True))
     recording = Recording(loaded.model)
     loaded.model = recording  # type: ignore[assignment]
-    lora = install_lora(loaded.model, 2, 4)
+    lora = LoraLayers(loaded.model, 2, 4)
     base = make_model(name, heavy=True)
     table = base.get_input_embeddings()
     targets = [path for path, part in base.named_modules() if isinstance(part, torch.nn.Linear) or part is table]

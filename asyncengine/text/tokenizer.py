@@ -247,7 +247,6 @@ def load_tokenizer(
     config: ModelSettings,
     *,
     max_chat_chars: int = MAX_CHAT_CHARS,
-    chat_template: str | None = None,
     model_config: Any = None,
     beside: Path | None = None,
 ) -> TextTokenizer | None:
@@ -266,12 +265,11 @@ def load_tokenizer(
     try:
         plain = None if model_config is None else read_plain_tokenizer(folder, model_config.model_type)
         if plain is not None:
-            own = chat_template or (None if plain.chat_template else _template_beside(beside or folder))
+            own = None if plain.chat_template else _template_beside(beside or folder)
             return TextTokenizer(plain, max_chat_chars=max_chat_chars, chat_template=own, load_hf=load_hf)
         tokenizer = load_hf()
-        if chat_template is None and not getattr(tokenizer, "chat_template", None):
-            chat_template = _template_beside(beside or folder)
-        return TextTokenizer(tokenizer, max_chat_chars=max_chat_chars, chat_template=chat_template)
+        own = None if getattr(tokenizer, "chat_template", None) else _template_beside(beside or folder)
+        return TextTokenizer(tokenizer, max_chat_chars=max_chat_chars, chat_template=own)
     except BaseException as error:  # transformers raises many types for missing and broken files
         if isinstance(error, EngineError) or not (isinstance(error, Exception) or _panicked(error)):
             raise

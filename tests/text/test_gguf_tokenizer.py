@@ -148,7 +148,6 @@ def test_chat_templates_of_the_header() -> None:
     both = load_gguf_tokenizer(metadata)
     assert both.render_chat(chat) == "<|begin|>hi"
     assert both.render_chat(chat, [tool]) == "with 1hi"
-    assert load_gguf_tokenizer(metadata, chat_template="mine").render_chat(chat) == "mine"
 
 
 def test_channels_where_the_header_has_no_template() -> None:

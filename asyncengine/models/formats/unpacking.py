@@ -68,9 +68,7 @@ def floats(scales: torch.Tensor) -> NDArray[np.float32]:
     return found
 
 
-def form_of_groups(
-    inputs: int, groups: int, bits: int, kind: str, *, zeros: bool, known: str = ""
-) -> NumberForm | None:
+def form_of_groups(inputs: int, groups: int, bits: int, kind: str, *, zeros: bool) -> NumberForm | None:
     """The form of a matrix with `groups` scales of `kind` in a row, perhaps with a zero each.
 
     One scale in a row is the row's (`group` 0), unless zeros come with it. A group that is no power of two, or above

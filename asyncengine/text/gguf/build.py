@@ -31,16 +31,14 @@ ENDS_A_MESSAGE_ONLY = (({"<|return|>", "<|call|>"}, "<|end|>"), ({"<|flush|>", "
 _CHANNELS = frozenset(("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>"))
 
 
-def load_gguf_tokenizer(
-    metadata: Mapping[str, Any], *, max_chat_chars: int = MAX_CHAT_CHARS, chat_template: str | None = None
-) -> TextTokenizer:
+def load_gguf_tokenizer(metadata: Mapping[str, Any], *, max_chat_chars: int = MAX_CHAT_CHARS) -> TextTokenizer:
     """The tokenizer that a GGUF header describes: the same ids as the Hugging Face tokenizer of the same model.
 
     `metadata` has the keys of a GGUF header (`tokenizer.ggml.*`, `tokenizer.chat_template*`, `general.architecture`).
     Takes about half a second for 150,000 tokens. A header that carries the model's tokenizer.json
     (`tokenizer.huggingface.json`) is taken at that word. Any other header leaves out, and nothing restores, which of
-    the control tokens are not special, and which added tokens are looked for in normalized text. `chat_template`
-    replaces the header's own; gpt-oss gets one where its header has none.
+    the control tokens are not special, and which added tokens are looked for in normalized text. gpt-oss gets a
+    chat template where its header has none.
 
     Raises `ModelNotFound` for a header that is broken, `UnsupportedModel` for a kind of tokenizer that is not known.
     """
@@ -72,9 +70,7 @@ def load_gguf_tokenizer(
         chat_template=templates or None,
         clean_up_tokenization_spaces=False,
     )
-    return TextTokenizer(
-        wrapped, max_chat_chars=max_chat_chars, chat_template=chat_template, end_token_ids=_end_ids(header)
-    )
+    return TextTokenizer(wrapped, max_chat_chars=max_chat_chars, end_token_ids=_end_ids(header))
 
 
 class _HandedOver:

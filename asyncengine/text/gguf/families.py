@@ -55,12 +55,12 @@ def _cl100k(digits: str) -> str:
     return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}|{symbols}|{_SPACES}"
 
 
-def _o200k(contractions: str, digits: str, after_symbols: str = r"[\r\n/]*") -> str:
+def _o200k(contractions: str, digits: str) -> str:
     """OpenAI's o200k words: capitals begin a word."""
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     before = r"[^\r\n\p{L}\p{N}]?"
     words = rf"{before}{upper}*{lower}+{contractions}|{before}{upper}+{lower}*{contractions}"
-    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{after_symbols}|{_SPACES}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 
 
 _LLAMA3 = _cl100k(r"\p{N}{1,3}")

@@ -1,13 +1,15 @@
-"""The calls of one output as they are read, and what one push of text brings."""
+"""What parsers of output have in common: the calls of one output as they are read, and what one push of text brings."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import string
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from asyncengine.chat.scan import Balance
 from asyncengine.outputs import ToolCall, ToolCallDelta
 
 ALPHANUMERIC = string.ascii_letters + string.digits
@@ -31,21 +33,6 @@ class _Call:
     name: str
     pieces: list[str] = field(default_factory=list)
     complete: bool = False
-
-
-class Parser(Protocol):
-    """Takes one output apart while it is written: `push` its text as it comes, then `finish` once."""
-
-    @property
-    def in_reasoning(self) -> bool: ...
-
-    def push(self, text: str) -> Parsed: ...
-
-    def finish(self) -> Parsed: ...
-
-    def finished_calls(self) -> list[ToolCall]: ...
-
-    def broken_calls(self) -> list[ToolCall]: ...
 
 
 class Calls:
@@ -83,3 +70,57 @@ class Calls:
         """The complete calls in order, or the others."""
         found = [call for call in self._calls if call.complete is complete]
         return [ToolCall(call.id, call.name, "".join(call.pieces)) for call in found]
+
+
+class Parser(ABC):
+    """Takes one output apart while it is written: `push` its text as it comes, then `finish` once.
+
+    One thread at a time. It is always in one step: a method that takes what is known from the buffer and returns
+    whether to look again.
+    """
+
+    def __init__(self, first: Callable[[], bool], short_ids: bool = False) -> None:
+        """`first`: the step to begin with. `short_ids` as in `Calls`."""
+        self._buffer = ""
+        self._out = Parsed()
+        self._calls = Calls(short_ids)
+        self._balance = Balance()
+        self._step = first
+
+    @property
+    @abstractmethod
+    def in_reasoning(self) -> bool:
+        """The text pushed last ended inside the reasoning."""
+
+    def push(self, text: str) -> Parsed:
+        """The next piece of the output; may be empty."""
+        self._buffer += text
+        while self._step():
+            pass
+        return self._taken()
+
+    def finish(self) -> Parsed:
+        """There is no more. What had been held back comes out."""
+        rest, self._buffer = self._buffer, ""
+        if self.in_reasoning:
+            self._out.reasoning += rest
+        else:
+            self._end(rest)
+        self._step = lambda: False
+        return self._taken()
+
+    @abstractmethod
+    def _end(self, rest: str) -> None:
+        """Take what was held back outside of the reasoning."""
+
+    def finished_calls(self) -> list[ToolCall]:
+        """The calls whose arguments are complete JSON objects, in order."""
+        return self._calls.taken(complete=True)
+
+    def broken_calls(self) -> list[ToolCall]:
+        """Calls that went out in deltas but were cut off, or whose arguments are no JSON (unconstrained output)."""
+        return self._calls.taken(complete=False)
+
+    def _taken(self) -> Parsed:
+        out, self._out = self._out, Parsed()
+        return out

@@ -8,15 +8,14 @@ commentary to nobody is said before a call. `<|end|><|start|>assistant` stands b
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from asyncengine.chat.calls import Calls, Parsed
+from asyncengine.chat.calls import Parser
 from asyncengine.chat.formats import Reasoning
 from asyncengine.chat.lark import ANY, Answer
 from asyncengine.chat.marks import Markers, literal_pattern, sequence
 from asyncengine.chat.scan import Balance, partial_suffix, skip_blanks
 from asyncengine.grammar.lower import fragment, inline_json
-from asyncengine.outputs import ToolCall
 
 CHANNEL, MESSAGE, END, NEXT = "<|channel|>", "<|message|>", "<|end|>", "<|start|>assistant"
 MARKS = (CHANNEL, MESSAGE, END, "<|start|>", "<|constrain|>", "<|call|>", "<|return|>")
@@ -75,52 +74,22 @@ def _message(name: str, head: str, markers: Markers) -> str:
     return "\n".join(lines)
 
 
-class ChannelParser:
-    """Takes an answer in channels apart; used as an `OutputParser`. `names`: the tools that may be called."""
+class ChannelParser(Parser):
+    """Takes an answer in channels apart, and drops a header that was cut off. `names`: the tools that may be called."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
+        super().__init__(self._header)
         self._names = frozenset(names)
-        self._buffer = ""
-        self._out = Parsed()
-        self._calls = Calls(short_ids=False)
-        self._balance = Balance()
         self._said = False
         self._gap = False
-        self._step: Callable[[], bool] = self._header
 
     @property
     def in_reasoning(self) -> bool:
-        """The text pushed last ended inside the thoughts."""
         return self._step == self._thought
 
-    def push(self, text: str) -> Parsed:
-        """The next piece of the output; may be empty."""
-        self._buffer += text
-        while self._step():
-            pass
-        return self._taken()
-
-    def finish(self) -> Parsed:
-        """There is no more. What was held back comes out, but for a header that was cut off."""
-        rest, self._buffer = self._buffer, ""
-        if self._step == self._thought:
-            self._out.reasoning += rest
-        elif self._step == self._content:
+    def _end(self, rest: str) -> None:
+        if self._step == self._content:
             self._say(rest)
-        self._step = self._done
-        return self._taken()
-
-    def finished_calls(self) -> list[ToolCall]:
-        """The calls whose arguments are complete JSON objects, in order."""
-        return self._calls.taken(complete=True)
-
-    def broken_calls(self) -> list[ToolCall]:
-        """Calls that went out in deltas but were cut off."""
-        return self._calls.taken(complete=False)
-
-    def _taken(self) -> Parsed:
-        out, self._out = self._out, Parsed()
-        return out
 
     # -- each step returns whether to look again
 
@@ -200,6 +169,3 @@ class ChannelParser:
         self._calls.close()
         self._step = self._header
         return True
-
-    def _done(self) -> bool:
-        return False

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from asyncengine.chat.calls import Calls, Parsed
+from asyncengine.chat.calls import Parser
 from asyncengine.chat.formats import Reasoning, ReasoningState, ToolFormat
 from asyncengine.chat.readers import JsonReader, Reader, Types, reader
 from asyncengine.chat.scan import (
@@ -20,13 +20,10 @@ from asyncengine.chat.scan import (
     skip_blanks,
     text_head,
 )
-from asyncengine.outputs import ToolCall
-
-__all__ = ["OutputParser", "Parsed"]
 
 
-class OutputParser:
-    """One output's parser: `push` its text as it comes, then `finish` once. One thread at a time.
+class OutputParser(Parser):
+    """The parser of one output in a family's format of calls. A call cut off in its wrapper comes out as text.
 
     What `push` returns depends on the whole text only, not on how it was cut into pieces. Text is passed on at once
     but for an end that may become a marker, and blanks that may turn out to stand before a call. Dropped are blanks
@@ -49,21 +46,17 @@ class OutputParser:
         state: ReasoningState = "none",
         arguments: Mapping[str, Types] | None = None,
     ) -> None:
+        super().__init__(self._begin_answer, tool_format is not None and tool_format.family == "mistral")
         self._form = tool_format if names else None
         self._names = frozenset(names)
         self._types = arguments or {}
         self._whole = tool_format is not None and (tool_format.only_whole or not calls_after_text)
         self._reasoning = reasoning or Reasoning("", "")
         self._call_head = self._form.head if self._form is not None else ""
-        self._buffer = ""
-        self._out = Parsed()
-        self._calls = Calls(short_ids=tool_format is not None and tool_format.family == "mistral")
-        self._balance = Balance()
         self._reader: Reader = JsonReader()
         self._in_list = False
         self._later = False  # the next call follows another one
         self._named = False  # the call being read has been announced
-        self._step: Callable[[], bool] = self._begin_answer
         self._holding = (
             self._maybe_reasoning, self._maybe_marked, self._answer_start, self._content, self._plain, self._head,
         )  # fmt: skip
@@ -74,37 +67,11 @@ class OutputParser:
 
     @property
     def in_reasoning(self) -> bool:
-        """The text pushed last ended inside the reasoning."""
         return self._step in (self._begin_reasoning, self._reason)
 
-    def push(self, text: str) -> Parsed:
-        """The next piece of the output; may be empty."""
-        self._buffer += text
-        while self._step():
-            pass
-        return self._taken()
-
-    def finish(self) -> Parsed:
-        """There is no more. What had been held back comes out, a call cut off in its wrapper as text."""
-        rest, self._buffer = self._buffer, ""
-        if self.in_reasoning:
-            self._out.reasoning += rest
-        elif self._step in self._holding and not self._named:
+    def _end(self, rest: str) -> None:
+        if self._step in self._holding and not self._named:
             self._out.text += rest
-        self._step = self._done
-        return self._taken()
-
-    def finished_calls(self) -> list[ToolCall]:
-        """The calls whose arguments are complete JSON objects, in order."""
-        return self._calls.taken(complete=True)
-
-    def broken_calls(self) -> list[ToolCall]:
-        """Calls that went out in deltas but were cut off, or whose arguments are no JSON (unconstrained output)."""
-        return self._calls.taken(complete=False)
-
-    def _taken(self) -> Parsed:
-        out, self._out = self._out, Parsed()
-        return out
 
     # -- reasoning: each step returns whether to look again
 
@@ -378,6 +345,3 @@ class OutputParser:
 
     def _is_partial(self, trigger: str, at: int) -> bool:
         return may_begin(self._buffer, at, trigger) and not self._buffer.startswith(trigger, at)
-
-    def _done(self) -> bool:
-        return False

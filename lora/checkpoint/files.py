@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from asyncengine.errors import AdapterError
 
@@ -42,7 +42,7 @@ def _check_inside(real: Path, root: Path, given: str) -> None:
         raise AdapterError("path", "leaves the folder that adapters may be loaded from", given)
 
 
-def open_file(folder: Path, name: str, root: Path | None) -> BinaryIO:
+def open_file(folder: Path, name: str, root: Path | None) -> BufferedReader:
     """Open `folder/name` for reading. Raises `AdapterError` if it is missing, not a regular file, or leads outside."""
     try:
         real = (folder / name).resolve()

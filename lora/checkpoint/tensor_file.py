@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from typing import Any, BinaryIO, NamedTuple
+from io import BufferedReader
+from typing import Any, NamedTuple
 
 import torch
 
@@ -73,12 +74,12 @@ def parse_json(text: bytes, field: str) -> dict[str, Any]:
 class TensorFile:
     """An open safetensors file with a checked header."""
 
-    def __init__(self, stream: BinaryIO, field: str) -> None:
-        """`stream` at its beginning, unbuffered or not; the caller closes it. Raises `AdapterError`."""
+    def __init__(self, stream: BufferedReader, field: str) -> None:
+        """`stream` at its beginning; the caller closes it. Raises `AdapterError`."""
         self._stream = stream
         self.field = field
         self._opened = _state(stream)
-        size = self._opened.size
+        size = self._opened[0]
         length = int.from_bytes(stream.read(8), "little") if size >= 8 else 0
         if not 2 <= length <= size - 8:
             raise AdapterError(field, "is not a whole safetensors file: its header is cut off")
@@ -110,10 +111,6 @@ class TensorFile:
                 self.field, f"is truncated or has bytes left over: {size} of data, its header describes {end}"
             )
 
-    def nbytes(self, name: str) -> int:
-        extent = self.tensors[name]
-        return extent.end - extent.start
-
     def read(self, name: str) -> torch.Tensor:
         """The tensor, in memory of its own. Raises `AdapterError` for a dtype that is not a usual float, wrong
         extents, or a value that is not finite."""
@@ -125,7 +122,7 @@ class TensorFile:
             raise AdapterError(name, f"has {extent.end - extent.start} bytes, which is not its shape", extent.shape)
         content = bytearray(extent.end - extent.start)
         self._stream.seek(self._data + extent.start)
-        if _read_into(self._stream, memoryview(content)) != len(content):
+        if self._stream.readinto(content) != len(content):
             raise AdapterError(self.field, "was cut off while it was read")
         tensor = torch.frombuffer(content, dtype=dtype).reshape(extent.shape)
         check_finite(name, tensor)
@@ -137,21 +134,7 @@ class TensorFile:
             raise AdapterError(self.field, "changed while it was read; load it again when it is complete")
 
 
-class _State(NamedTuple):
-    size: int
-    modified: int
-
-
-def _state(stream: BinaryIO) -> _State:
+def _state(stream: BufferedReader) -> tuple[int, int]:
+    """Its size, and when it was written to last."""
     status = os.fstat(stream.fileno())
-    return _State(status.st_size, status.st_mtime_ns)
-
-
-def _read_into(stream: BinaryIO, view: memoryview) -> int:
-    done = 0
-    while done < len(view):
-        count = stream.readinto(view[done:])  # type: ignore[attr-defined]
-        if not count:
-            break
-        done += count
-    return done
+    return status.st_size, status.st_mtime_ns

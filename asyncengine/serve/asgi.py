@@ -74,7 +74,7 @@ def routes(serving: Serving) -> list[BaseRoute]:
         return JSONResponse(anthropic_messages.model_object(name) if is_anthropics(request) else row)
 
     async def health(_request: Request) -> Response:
-        alive, loaded = serving.models.alive, serving.models.loaded
+        alive, loaded = serving.models.group.alive, serving.models.group.loaded
         resting = {name: state for name, each in loaded.items() if (state := each.stats().state) != "awake"}
         status = {"status": "ok" if alive else "dead"}
         return JSONResponse({**status, "states": resting} if resting else status, 200 if alive else 503)

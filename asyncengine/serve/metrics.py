@@ -151,7 +151,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Every family, with the samples of each model."""
-        each = {name: engine.stats() for name, engine in self._serving.models.loaded.items()}
+        each = {name: engine.stats() for name, engine in self._serving.models.group.loaded.items()}
         for name, (kind, label, text, read) in FAMILIES.items():
             family = kind(name, text, labels=[*LABELS, label] if label else LABELS)
             for model, stats in each.items():
@@ -219,7 +219,7 @@ def routes(serving: Serving) -> list[Route]:
         return Response(text, media_type=PLAIN)
 
     async def stats(_request: Request) -> Response:
-        loaded = serving.models.loaded
+        loaded = serving.models.group.loaded
         return JSONResponse(
             {name: {"task": engine.info.task, **asdict(engine.stats())} for name, engine in loaded.items()}
         )

@@ -50,15 +50,10 @@ class Models:
         self._observers: list[Callable[[str, AsyncEngine], object]] = []
         self._shown: dict[str, AsyncEngine] = {}
 
-    @property
-    def loaded(self) -> Mapping[str, AsyncEngine]:
-        """Engines that run, by name."""
-        return self.group.loaded
-
     def watch(self, observer: Callable[[str, AsyncEngine], object]) -> None:
         """Have every engine that serves shown to `observer`, with its name: those there are now, and later ones."""
         self._observers.append(observer)
-        for name, engine in self.loaded.items():
+        for name, engine in self.group.loaded.items():
             self._shown[name] = engine
             observer(name, engine)
 
@@ -122,11 +117,6 @@ class Models:
     def _base(self, model: str | None) -> str:
         return self._find(model, "generate")[0]
 
-    @property
-    def alive(self) -> bool:
-        """True if every engine that is loaded would take a request."""
-        return self.group.alive
-
     def listing(self) -> list[dict[str, Any]]:
         """Objects of OpenAI's /v1/models: models, loaded or not, then adapters with the model that is under them."""
         return [self._row(adapter or base, base, adapter) for base, adapter in self._names()]
@@ -143,7 +133,7 @@ class Models:
             "owned_by": "asyncengine",
             "root": base,
             "parent": base if adapter else None,
-            "loaded": base in self.loaded,
+            "loaded": base in self.group.loaded,
         }
 
 

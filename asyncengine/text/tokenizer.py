@@ -147,34 +147,6 @@ class TextTokenizer:
         ids = [token for token in given if 0 <= token < self.table.size]
         return str(self._hf.decode(ids, skip_special_tokens=skip_special_tokens)) if ids else ""
 
-    def count_tokens(self, text: str, add_special_tokens: bool = True) -> int:
-        """Length of `encode` of the same arguments."""
-        return len(self.encode(text, add_special_tokens))
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Any],
-        tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **variables: Any,
-    ) -> list[int]:
-        """Token ids of a chat in the OpenAI shape, for the model to answer (or to continue its last message).
-
-        Contents are strings or lists of text blocks; a tool call's arguments are JSON text or a dict, and reach the
-        template in the form it reads. `variables` are template variables such as `enable_thinking`; one the template
-        does not read is refused. No beginning-of-sequence token is added to what the template writes.
-
-        Names of special tokens inside message contents are encoded as those tokens, as in transformers, so content
-        can imitate the template's markup; do not let the template be the only barrier between users and system text.
-        Encoding contents apart from their surroundings would avoid that, but would change the tokens at every border,
-        away from what models are trained on.
-
-        Takes long for long chats: call it off the event loop. Raises `InvalidParameter`.
-        """
-        text = self.render_chat(messages, tools, add_generation_prompt, continue_final_message, **variables)
-        return self.encode(text, add_special_tokens=False)
-
     def render_chat(
         self,
         messages: Sequence[Any],
@@ -184,7 +156,20 @@ class TextTokenizer:
         images: ImageParts | None = None,
         **variables: Any,
     ) -> str:
-        """The text `apply_chat_template` encodes. `images`: collects the chat's pictures, which are refused without."""
+        """The text of a chat in the OpenAI shape, for the model to answer (or to continue its last message). It is
+        encoded without adding special tokens: the template writes them.
+
+        Contents are strings or lists of text blocks; a tool call's arguments are JSON text or a dict, and reach the
+        template in the form it reads. `images`: collects the chat's pictures, which are refused without. `variables`
+        are template variables such as `enable_thinking`; one the template does not read is refused.
+
+        Names of special tokens inside message contents are encoded as those tokens, as in transformers, so content
+        can imitate the template's markup; do not let the template be the only barrier between users and system text.
+        Encoding contents apart from their surroundings would avoid that, but would change the tokens at every border,
+        away from what models are trained on.
+
+        Takes long for long chats: call it off the event loop. Raises `InvalidParameter`.
+        """
         if continue_final_message and add_generation_prompt:
             raise InvalidParameter("continue_final_message", "cannot go with add_generation_prompt")
         return self._template(tools).render(

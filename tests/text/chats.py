@@ -30,5 +30,5 @@ def with_template(template: str | dict[str, str] | None, **settings: Any) -> Tex
 
 def refuse(tokenizer: TextTokenizer, messages: object, **more: Any) -> InvalidParameter:
     with pytest.raises(InvalidParameter) as caught:
-        tokenizer.apply_chat_template(messages, **more)  # type: ignore[arg-type]
+        tokenizer.render_chat(messages, **more)  # type: ignore[arg-type]
     return caught.value

@@ -37,7 +37,6 @@ def test_loaded_tokenizer_encodes_and_decodes(folder: Path) -> None:
     assert tokenizer.decode(ids) == "Grüße, 世界 👩‍👩‍👧‍👦"
     assert tokenizer.decode(ids, skip_special_tokens=False).endswith("<|im_end|>")
     assert ids[-1] == tokenizer.eos_token_id
-    assert tokenizer.count_tokens("Grüße, 世界 👩‍👩‍👧‍👦<|im_end|>") == len(ids)
     assert tokenizer.vocab_size == tokenizer.table.size == 528
     assert tokenizer.encode("") == []
     assert tokenizer.decode([tokenizer.vocab_size + 7, -1]) == ""

@@ -218,6 +218,4 @@ class _Writer:
             if form.members is not None:
                 self._lines += member_rules(f"arguments_{i}", tool, form.members, self._markers)
                 continue
-            # options of a schema's own could allow unbounded blanks
-            schema = {key: value for key, value in tool.schema.items() if key != "x-guidance"}
-            self._lines.append(f"arguments_{i}: {inline_json(schema, lenient=not tool.strict)}")
+            self._lines.append(f"arguments_{i}: {inline_json(tool.schema, lenient=not tool.strict)}")

@@ -48,12 +48,10 @@ class _Writer:
     def _member(self, key: str, schema: Schema) -> str:
         own = self._members
         self._check(key)
-        if own.values != "raw":
-            return sequence(self._markers.lark(f"{own.key_open}{key}{own.key_close}"), self._values.rule(schema))
         head = self._markers.lark(f"{own.key_open}{key}{own.key_close}")
-        if not own.string_key_close:
-            return f"({self._raw(head, schema)})"
-        typed = self._markers.lark(f"{own.key_open}{key}{own.string_key_close}")
+        if own.values != "raw":
+            return sequence(head, self._values.rule(schema))
+        typed = own.string_key_close and self._markers.lark(f"{own.key_open}{key}{own.string_key_close}")
         return f"({self._raw(head, schema, typed)})"
 
     def _check(self, key: str) -> None:

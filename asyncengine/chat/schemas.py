@@ -79,6 +79,7 @@ def tool_schema(field: str, parameters: object, strict: bool = True, name: str =
     if not isinstance(parameters, Mapping):
         raise InvalidParameter(field, "must be a JSON schema of an object, as a dict", parameters)
     schema = with_json_types(f"tool {name!r}" if name else field, plain_json(field, parameters))
+    schema.pop("x-guidance", None)  # options of a schema's own could allow unbounded blanks
     if schema.get("type", "object") != "object":
         raise InvalidParameter(f"{field}.type", "a tool's arguments must be an object schema", schema["type"])
     if not isinstance(schema.get("properties", {}), dict):

@@ -171,7 +171,7 @@ def test_every_type_in_a_model(kind: str, tmp_path: Path) -> None:
         assert isinstance(stored, BlockMatrix)
         assert torch.equal(dense(stored, 40, 77), written[name][40:77])
         assert model.config["dtype"] == "bfloat16"
-    assert model.stored_types()[name] == kind
+    assert model.tensors[name].kind == kind
     model.release(stored)
     model.release(model.read("model.norm.weight"))
     assert torch.equal(values(model, name), written[name].float())
@@ -213,11 +213,10 @@ def test_mixed_types(tmp_path: Path) -> None:
     written = write_gguf(tmp_path / "m.gguf", config, dict(make_model(config).state_dict()), kind_of)
     model = open_gguf(tmp_path / "m.gguf")
     check_tensors(model, written)
-    types = model.stored_types()
+    types = {name: tensor.kind for name, tensor in model.tensors.items()}
     assert types["lm_head.weight"] == types["model.layers.1.mlp.down_proj.weight"] == "Q6_K"
     assert types["model.layers.0.mlp.down_proj.weight"] == "Q4_K"
     assert types["model.embed_tokens.weight"] == "Q5_0"
-    assert model.tensors["lm_head.weight"].kind == "Q6_K"
     assert model.weight_bytes < model.elements
 
 

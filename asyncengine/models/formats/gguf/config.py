@@ -16,7 +16,7 @@ from asyncengine.models.formats.gguf.architectures import (
 )
 from asyncengine.models.formats.gguf.container import Metadata, TensorPlace
 from asyncengine.models.formats.gguf.header import Header
-from asyncengine.models.formats.gguf.rope import Factors, rope_parameters
+from asyncengine.models.formats.gguf.rope import Factors, original_length, rope_parameters
 
 Reader = Callable[[Header], Any]
 
@@ -36,10 +36,6 @@ def _has(*tensors: str) -> Reader:
 def _experts(key: str) -> Reader:
     # dense models of a family with experts have no such key
     return lambda header: header.whole(key, None if header.has("ffn_gate_inp.weight") else 0)
-
-
-def _original_length(header: Header) -> int:
-    return header.whole("rope.scaling.original_context_length", header.whole("context_length"))
 
 
 def _width_of_shared_experts(header: Header) -> int:
@@ -83,7 +79,7 @@ READERS: Mapping[str, Reader] = {
     "norm_topk_prob": lambda header: header.flag("expert_weights_norm", True),
     "num_dense_layers": _whole("leading_dense_block_count", 0),
     "num_experts_per_tok": _experts("expert_used_count"),
-    "original_max_position_embeddings": _original_length,
+    "original_max_position_embeddings": original_length,
     # llama.cpp's switch for the Granite family
     "position_embedding_type": lambda header: "rope" if header.flag("rope.scaling.finetuned", True) else None,
     "projectors_bias": _has("ssm_out.bias"),

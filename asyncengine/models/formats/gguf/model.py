@@ -67,9 +67,6 @@ class GgufModel:
         """Sampling parameters under generation_config.json's names: Ollama's first, then the file's own."""
         return dict(self._defaults)
 
-    def stored_types(self) -> dict[str, str]:
-        return {name: stored.kind for name, stored in self.tensors.items()}
-
     def read(self, name: str) -> torch.Tensor | StoredMatrix:
         """A tensor under its name in transformers: mapped if nothing was done to it, or as it is stored."""
         return self._values[name].clone() if name in self._values else self._stored[name].read()

@@ -61,7 +61,8 @@ def rope_parameters(header: Header, row: Architecture, factors: Factors, head_di
     return {"full_attention": found, "sliding_attention": {"rope_type": "default", "rope_theta": given.local}}
 
 
-def _original_length(header: Header) -> int:
+def original_length(header: Header) -> int:
+    """The longest text without the scaling of frequencies."""
     return header.whole("rope.scaling.original_context_length", header.whole("context_length"))
 
 
@@ -72,7 +73,7 @@ def _yarn(header: Header, factor: float) -> dict[str, Any]:
     found: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": factor or 1.0,
-        "original_max_position_embeddings": _original_length(header),
+        "original_max_position_embeddings": original_length(header),
         "beta_fast": beta("beta_fast", 32.0),
         "beta_slow": beta("beta_slow", 1.0),
     }
@@ -84,5 +85,5 @@ def _yarn(header: Header, factor: float) -> dict[str, Any]:
 def _long(header: Header, long: NDArray[np.float32], short: NDArray[np.float32]) -> dict[str, Any]:
     return {
         "rope_type": "longrope", "long_factor": long.tolist(), "short_factor": short.tolist(),
-        "original_max_position_embeddings": _original_length(header),
+        "original_max_position_embeddings": original_length(header),
     }  # fmt: skip

@@ -11,7 +11,6 @@ from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput, ModelProfile
-from langchain_core.language_models.base import LangSmithParams
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult, LLMResult
 from langchain_core.runnables import Runnable, RunnableConfig
@@ -47,6 +46,7 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
     """
 
     model_config = ConfigDict(extra="forbid")
+    ls_model_type = "chat"
 
     # -- one request
 
@@ -243,13 +243,6 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
 
     # -- counting
 
-    def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of a text by the model's own tokenizer. Loads the model."""
-        if self.custom_get_token_ids is not None:
-            return self.custom_get_token_ids(text)
-        with mapped_errors():
-            return self._engines().sync().tokenize(text)
-
     def get_num_tokens_from_messages(
         self,
         messages: list[BaseMessage],
@@ -265,11 +258,6 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
     @property
     def _llm_type(self) -> str:
         return "asyncengine-chat"
-
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = self._langsmith_params(stop, kwargs)
-        params["ls_model_type"] = "chat"
-        return params
 
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
         """The key of LangChain's caches. The base class would take what `dumps` writes, which says nothing of a model

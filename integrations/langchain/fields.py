@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
 
 from langchain_core.language_models.base import LangSmithParams
 from pydantic import Field, SecretStr
@@ -11,6 +11,7 @@ from pydantic import Field, SecretStr
 from asyncengine.errors import InvalidParameter
 from asyncengine.grammar import Grammar
 from asyncengine.integrations.fields import OTHER_NAMES, Call, EngineFields
+from asyncengine.integrations.langchain.errors import mapped_errors
 from asyncengine.integrations.langchain.outputs import PROVIDER
 
 MAX_BATCH_THREADS = 256
@@ -18,6 +19,8 @@ MAX_BATCH_THREADS = 256
 
 
 class LangChainFields(EngineFields):
+    ls_model_type: ClassVar[Literal["chat", "llm"]]
+    """The kind of model that traces name."""
     streaming: bool = False
     """Produce whole answers through the stream, so that callbacks see tokens in `invoke` as well."""
     max_retries: int | None = None
@@ -74,10 +77,20 @@ class LangChainFields(EngineFields):
             raise InvalidParameter("n", "must be 1 when streaming", call.params.n)
         return call
 
-    def _langsmith_params(self, stop: list[str] | None, kwargs: Mapping[str, Any]) -> LangSmithParams:
-        """`ls_model_type` is left to the caller. Never raises: tracing must not break a call that would be refused."""
+    def get_token_ids(self, text: str) -> list[int]:
+        """Token ids of a text by the model's own tokenizer. Loads the model."""
+        own: Callable[[str], list[int]] | None = self.custom_get_token_ids  # type: ignore[attr-defined]
+        if own is not None:
+            return own(text)
+        with mapped_errors():
+            return self._engines().sync().tokenize(text)
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        """Never raises: tracing must not break a call that would be refused."""
         given = {**self._defaults(), **{OTHER_NAMES.get(name, name): value for name, value in kwargs.items()}}
-        params = LangSmithParams(ls_provider=PROVIDER, ls_model_name=self._name(kwargs))
+        params = LangSmithParams(
+            ls_provider=PROVIDER, ls_model_name=self._name(kwargs), ls_model_type=self.ls_model_type
+        )
         if isinstance(given.get("temperature"), (int, float)):
             params["ls_temperature"] = given["temperature"]
         if isinstance(given.get("max_tokens"), int):

@@ -8,7 +8,6 @@ from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseLLM
-from langchain_core.language_models.base import LangSmithParams
 from langchain_core.outputs import GenerationChunk, LLMResult
 from pydantic import ConfigDict
 
@@ -25,6 +24,7 @@ class AsyncEngineLLM(LangChainFields, BaseLLM):
     """
 
     model_config = ConfigDict(extra="forbid")
+    ls_model_type = "llm"
 
     def _generate(
         self,
@@ -102,18 +102,6 @@ class AsyncEngineLLM(LangChainFields, BaseLLM):
             finally:
                 stream.abort()  # never awaits: inside a cancelled anyio scope an await would raise again
 
-    def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of a text by the model's own tokenizer. Loads the model."""
-        if self.custom_get_token_ids is not None:
-            return self.custom_get_token_ids(text)
-        with mapped_errors():
-            return self._engines().sync().tokenize(text)
-
     @property
     def _llm_type(self) -> str:
         return "asyncengine"
-
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = self._langsmith_params(stop, kwargs)
-        params["ls_model_type"] = "llm"
-        return params

@@ -144,12 +144,8 @@ class GatedDelta:
 
     def mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
         """[T, value heads * value dim] of the projections [T, all]."""
-        if self.kernel is None:
-            return self._mix(projected, step)
-        return by_kernel(self.kernel, projected, step, self.index)
-
-    def _mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
-        """The same by torch's operations."""
+        if self.kernel is not None:
+            return by_kernel(self.kernel, projected, step, self.index)
         if self.config.interleaved:
             q, k, v, z, b, a = (projected.index_select(1, kind) for kind in self._kinds)
             inputs = torch.cat((q, k, v), dim=1)

@@ -121,12 +121,8 @@ class KimiDelta:
 
     def mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
         """[T, heads * head dim] of `projected`."""
-        if self.kernel is None:
-            return self._mix(projected, step)
-        return by_kernel(self.kernel, projected, step, self.index)
-
-    def _mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
-        """The same by torch's operations."""
+        if self.kernel is not None:
+            return by_kernel(self.kernel, projected, step, self.index)
         config, columns = self.config, self.config.columns
         inputs = projected[:, : 3 * config.size]
         rates, gates, forgets = (

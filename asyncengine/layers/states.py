@@ -16,6 +16,7 @@ the same bits in any chunk and any company, so that a snapshot equals what would
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -290,7 +291,4 @@ def _zeros(
 
 
 def _count(shape: tuple[int, ...]) -> int:
-    count = 1 if shape else 0
-    for size in shape:
-        count *= size
-    return count
+    return math.prod(shape) if shape else 0

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
+from numpy.lib.format import write_array_header_1_0
+
 from asyncengine.checks import as_integer
 from asyncengine.cli.errors import CliError
 from asyncengine.cli.loading import open_engine
@@ -29,8 +31,6 @@ CHUNK_LINES = 2048
 """Lines in memory at once, with their vectors: enough for many batches."""
 CHUNK_CHARACTERS = 4_000_000
 """The same for long lines; a chunk ends with the line that passes it."""
-HEADER_BYTES = 128
-"""Length of a .npy file's header; a multiple of 64, with room for any number of rows."""
 
 
 class Sink(Protocol):
@@ -156,10 +156,8 @@ def _plain(vector: NDArray[Any]) -> list[float]:
 
 
 class NpyFile:
-    """A .npy file that grows row by row: its header is written again at the end, when the number of rows is known.
-
-    Format: NumPy's `numpy.lib.format`, version 1.0.
-    """
+    """A .npy file that grows row by row: its header, in which NumPy leaves room for any number of rows, is written
+    again at the end."""
 
     def __init__(self, file: BinaryIO, columns: int) -> None:
         self._file, self._rows, self._columns = file, 0, columns
@@ -175,9 +173,8 @@ class NpyFile:
         self._header()
 
     def _header(self) -> None:
-        fields = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({self._rows}, {self._columns}), }}"
-        text = fields.encode().ljust(HEADER_BYTES - 11) + b"\n"
-        self._file.write(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text)
+        shape = (self._rows, self._columns)
+        write_array_header_1_0(self._file, {"descr": "<f4", "fortran_order": False, "shape": shape})
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What parsers of output have in common: the calls of one output as they are read, and what one push of text brings."""
+"""Calls of one output as they are read, what one push of text brings, and the base of both parsers of output."""
 
 from __future__ import annotations
 

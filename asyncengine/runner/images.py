@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,11 @@ from asyncengine.device.transfer import upload
 from asyncengine.images import ImageSpan
 from asyncengine.layers.step import StepImages
 from asyncengine.models.formats import first_line
-from asyncengine.models.vision import Encoded, VisionTower
+from asyncengine.models.vision import Encoded
 from asyncengine.step import Encode, Row
+
+if TYPE_CHECKING:
+    from asyncengine.models.vision.tower import TransformersTower
 
 logger = logging.getLogger("asyncengine")
 
@@ -44,7 +47,7 @@ class ImageRows(NamedTuple):
 class ImageStore:
     """Hidden states of pictures by digest. The scheduler says which are made and dropped (`scheduler/encoding.py`)."""
 
-    def __init__(self, tower: VisionTower, axes: bool, device: torch.device, *, near: bool = False) -> None:
+    def __init__(self, tower: TransformersTower, axes: bool, device: torch.device, *, near: bool = False) -> None:
         """`axes`: positions have three axes. `near`: tokens attend to each other both ways in layers with windows
         alone."""
         self._tower = tower

@@ -8,7 +8,8 @@ is recorded at load time, because some families drop them on the way.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -19,14 +20,9 @@ NAME = "asyncengine"
 _ATTRIBUTE = "asyncengine_attention"
 
 
-class AttentionHandler(Protocol):
-    """The handler attached to an attention module. query [1, heads, T, dim], key and value [1, kv heads, T, dim]."""
-
-    def __call__(
-        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: dict[str, Any]
-    ) -> torch.Tensor:
-        """-> [1, T, heads, value dim], contiguous."""
-        ...
+AttentionHandler = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]], torch.Tensor]
+"""Attached to an attention module: (module, query [1, heads, T, dim], key and value [1, kv heads, T, dim], further
+arguments) -> [1, T, heads, value dim], contiguous."""
 
 
 def attention_function(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -15,15 +14,3 @@ class Encoded(NamedTuple):
     """[n, width], in the place of embeddings."""
     deep: tuple[torch.Tensor, ...] = ()
     """[n, width] each, added behind the first layers (Qwen3-VL)."""
-
-
-class VisionTower(Protocol):
-    """The part of a model that encodes pictures, one at a time: each as if it were alone."""
-
-    nbytes: int
-    """Bytes of its weights."""
-
-    def encode(self, pixels: Mapping[str, Any]) -> Encoded:
-        """The picture of these `pixels` (and grids, masks, sizes), by the names of the tower's arguments. The tensors
-        are the caller's own."""
-        ...

@@ -21,13 +21,17 @@ _LANGUAGE = ("language_model", "text_model", "lm_head")
 
 
 class TransformersTower:
-    """A `VisionTower` that is a transformers model without its language model."""
+    """The part of a model that encodes pictures, one at a time, each as if it were alone: a transformers model without
+    its language model."""
 
     def __init__(self, module: Any, dtype: torch.dtype, device: torch.device) -> None:
         self._module, self._dtype, self._device = module, dtype, device
         self.nbytes = sum(each.nbytes for each in module.parameters())
+        """Bytes of its weights."""
 
     def encode(self, pixels: Mapping[str, Any]) -> Encoded:
+        """The picture of these `pixels` (and grids, masks, sizes), by the names of the tower's arguments. The tensors
+        are the caller's own."""
         given = {name: torch.as_tensor(each).to(self._device) for name, each in pixels.items()}
         found = self._module.get_image_features(**given, return_dict=True)
         return Encoded(

@@ -85,21 +85,17 @@ def _exchanged(
         yield some, place
 
 
-class _HeldWeight:
+class _HeldWeight(WeightForm):
     """The part of a `WeightForm` of some rows of a matrix that follows from `own`, the form of those rows."""
 
     def __init__(self, own: WeightForm, outputs: int, inputs: int, bounds: Sequence[int]) -> None:
         """`bounds`: of the whole matrix."""
-        self.own, self.outputs, self.inputs = own, outputs, inputs
+        self.own, self.name, self.outputs, self.inputs = own, own.name, outputs, inputs
         self.bias_dtype, self.compiled = own.bias_dtype, own.compiled
         # which rows wait for each other is the same in every rank: an update is refused by the first or by none
         self.waiting: Any = own.waiting
         if self.waiting is None and isinstance(own, QuantizedWeight) and any(bound % _PANEL for bound in bounds):
             self.waiting = object()
-
-    @property
-    def name(self) -> str:
-        return self.own.name
 
     @property
     def nbytes(self) -> int:

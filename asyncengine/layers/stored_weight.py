@@ -70,11 +70,9 @@ def panel_form(form: NumberForm) -> Any:
         return None
 
 
-class TakesStored:
+class TakesStored(WeightForm):
     """A weight that takes quantized matrices of one form only."""
 
-    name: str
-    inputs: int
     order: torch.Tensor | None
     _stored: StoredForm
     _rows: int
@@ -153,9 +151,6 @@ class GroupedWeight(TakesStored, PanelWeight):
 
 class ChunkedWeight(TakesStored):
     """A weight as it is stored, on an NVIDIA GPU whose kernels dequantize what they read (`cuda.packed_matmul`)."""
-
-    compiled = False
-    waiting = None
 
     def __init__(self, outputs: int, inputs: int, stored: StoredForm, device: torch.device) -> None:
         """Raises `ValueError` for a form that there is no kernel for (`chunk_group`)."""
@@ -298,20 +293,17 @@ def stored_weight(
     return made[0] if len(made) == 1 else SideBySide(made)
 
 
-class SideBySide:
+class SideBySide(WeightForm):
     """Several forms, whose outputs follow each other."""
 
     def __init__(self, forms: Sequence[WeightForm]) -> None:
         self.forms = tuple(forms)
+        self.name = " + ".join(dict.fromkeys(form.name for form in forms))
         self.inputs, self.outputs = forms[0].inputs, sum(form.outputs for form in forms)
         self.bias_dtype = torch.float32
         self.compiled = all(form.compiled for form in forms)
         self.waiting = next((form.waiting for form in forms if form.waiting is not None), None)
         self._firsts = [0, *accumulate(form.outputs for form in forms)]
-
-    @property
-    def name(self) -> str:
-        return " + ".join(dict.fromkeys(form.name for form in self.forms))
 
     @property
     def nbytes(self) -> int:
@@ -334,9 +326,6 @@ class SideBySide:
             own = None if bias is None else bias[begin : begin + form.outputs].to(form.bias_dtype)
             form.multiply(x, own, found[..., begin : begin + form.outputs])
         return found
-
-    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
-        return self.multiply(x, bias).float()
 
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         raise RuntimeError("rows of several forms side by side cannot be read")

@@ -6,8 +6,9 @@ then reach whatever has captured the address. `load` takes rows [first, first + 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.functional import linear
@@ -64,59 +65,49 @@ class WaitingRows:
         return whole
 
 
-class WeightForm(Protocol):
+class WeightForm(ABC):
     """The matrix [outputs, inputs] of one linear layer."""
 
+    name: str
+    """For `info`."""
     outputs: int
     inputs: int
     bias_dtype: torch.dtype
     """The dtype of the bias that `multiply` takes."""
+    compiled = False
+    """Whether a compiled kernel multiplies, so that a row's result does not depend on the rows beside it."""
+    waiting: WaitingRows | None = None
+    """Group whose rows wait for each other; None: they are taken as they come."""
 
     @property
-    def compiled(self) -> bool:
-        """Whether a compiled kernel multiplies, so that a row's result does not depend on the rows beside it."""
-        ...
-
-    @property
-    def waiting(self) -> WaitingRows | None:
-        """Group whose rows wait for each other; None: they are taken as they come."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """For `info`."""
-        ...
-
-    @property
+    @abstractmethod
     def nbytes(self) -> int: ...
 
+    @abstractmethod
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
         """Take rows from `first` on: weight [n, inputs] of any float dtype or quantized, perhaps mapped from a file."""
-        ...
 
     def takes(self, first: int) -> StoredForm | None:
         """The only form that rows from `first` on may be stored in; None: any, and plain numbers."""
-        ...
+        return None
 
+    @abstractmethod
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T + bias, [..., inputs] -> [..., outputs], in x's dtype; into `out`, whose rows may lie apart."""
-        ...
 
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
         """The same in float32, in `memory` where a kernel writes there."""
-        ...
+        return self.multiply(x, bias).float()
 
+    @abstractmethod
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         """out [n, inputs] = rows `ids` (int64 [n], contiguous, in range)."""
-        ...
 
 
-class DenseWeight:
+class DenseWeight(WeightForm):
     """A weight as torch has it: for GPUs, and for dtypes that nothing else takes."""
 
     name = "dense"
-    compiled = False
-    waiting = None
 
     def __init__(
         self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device, release: Release = keep_all,
@@ -142,9 +133,6 @@ class DenseWeight:
         for begin, part in parts_of(weight, self._release):
             self.weight[first + begin : first + begin + len(part)].copy_(part)
 
-    def takes(self, first: int) -> StoredForm | None:
-        return None
-
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
         if self._few is not None and out is None and self._few.pays(x, self.weight):
             return self._few.few_rows(x, self.weight, bias)  # type: ignore[no-any-return]
@@ -166,7 +154,7 @@ class DenseWeight:
         torch.index_select(self.weight, 0, ids, out=out)
 
 
-class PackedWeight:
+class PackedWeight(WeightForm):
     """In panels of thirty-two outputs (`kernels.cpu.packed`).
 
     A row's result depends neither on the rows beside it nor on the number of threads.
@@ -174,7 +162,6 @@ class PackedWeight:
 
     name = "packed"
     compiled = True
-    waiting = None
 
     def __init__(
         self, outputs: int, inputs: int, dtype: torch.dtype, release: Release = keep_all, empty: Empty = ordinary
@@ -194,9 +181,6 @@ class PackedWeight:
         for begin, part in parts_of(weight, self._release):
             self._panels.pack_rows(part, self.weight, first + begin)
 
-    def takes(self, first: int) -> StoredForm | None:
-        return None
-
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
         found = x.new_empty((*x.shape[:-1], self.outputs)) if out is None else out
         self._panels.gemm(x, self.weight, found, bias)
@@ -215,14 +199,13 @@ class PackedWeight:
         return LinearWeights(self.weight, bias, self.inputs, self.outputs)
 
 
-class PanelWeight:
+class PanelWeight(WeightForm):
     """Quantized, in panels of sixteen outputs (`kernels.cpu.gemm_quantized`); x is rounded to 8 bits as it comes.
 
     A row's result depends neither on the rows beside it nor on the number of threads.
     """
 
     compiled = True
-    waiting: WaitingRows | None = None
 
     def __init__(
         self, outputs: int, inputs: int, form: Any, row_scales: bool, ordered: bool, dtype: torch.dtype,
@@ -244,9 +227,6 @@ class PanelWeight:
     def nbytes(self) -> int:
         parts = (self.panels, self.row_scales, self.order)
         return sum(part.nbytes for part in parts if part is not None)
-
-    def takes(self, first: int) -> StoredForm | None:
-        return None
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
         found = x.new_empty((*x.shape[:-1], self.outputs)) if out is None else out
@@ -281,16 +261,12 @@ class QuantizedWeight(PanelWeight):
         from asyncengine.kernels.cpu.panel_form import PANEL, int_form
 
         super().__init__(outputs, inputs, int_form(bits), bits == 8, False, dtype, empty)
-        self.bits = bits
+        self.name, self.bits = f"int{bits}", bits
         self._quantizing = quantizing
         self._release = release
         self._panel = PANEL
         meets = any(bound % PANEL for bound in bounds)  # rows of two matrices share a panel
         self.waiting = WaitingRows(outputs, inputs, dtype) if meets else None
-
-    @property
-    def name(self) -> str:
-        return f"int{self.bits}"
 
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
         """Raises `ValueError` for rows that share a panel with others where `bounds` has not said so."""

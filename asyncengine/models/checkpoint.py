@@ -45,8 +45,8 @@ _LONGEST_HEADER = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A complete model folder: a `CheckpointSource`. Where weights are made up, it has no files and no tensors."""
+class Checkpoint(CheckpointSource):
+    """A complete model folder. Where weights are made up, it has no files and no tensors."""
 
     folder: Path
     config: dict[str, Any]

@@ -38,8 +38,8 @@ PLACEHOLDERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class TextPart:
-    """The language model's tensors of a checkpoint, a `CheckpointSource` by the names that the decoder has for them."""
+class TextPart(CheckpointSource):
+    """The language model's tensors of a checkpoint, by the names that the decoder has for them."""
 
     whole: CheckpointSource
     folder: Path

@@ -30,8 +30,8 @@ _KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 _GIVEN = Path("the update")
 
 
-class GivenTensors:
-    """Tensors of this process, as a `CheckpointSource`. They stay the caller's: nothing of them is kept."""
+class GivenTensors(CheckpointSource):
+    """Tensors of this process. They stay the caller's: nothing of them is kept."""
 
     files = (_GIVEN,)
     folder = _GIVEN
@@ -40,8 +40,7 @@ class GivenTensors:
         self, given: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], device: torch.device
     ) -> None:
         """They are read onto `device`. Raises `InvalidParameter` for what is no floating-point tensor with a name."""
-        self.config: dict[str, Any] = {}
-        self.metadata: Mapping[str, Any] = {}
+        self.config, self.metadata = {}, {}
         self.tensors: dict[str, StoredTensor] = {}
         self._given: dict[str, torch.Tensor] = {}
         self._device = device
@@ -60,9 +59,6 @@ class GivenTensors:
 
     def release(self, tensor: object) -> None:
         """Nothing of it is a file's."""
-
-    def generation_defaults(self) -> dict[str, Any]:
-        return {}
 
 
 def as_given(weights: WeightSource | None) -> WeightSource | None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncengine.errors import ModelNotFound, shorten
 
@@ -49,44 +50,31 @@ class StoredTensor(NamedTuple):
         return self.kind not in ITEM_BYTES and self.kind not in UNREAD
 
 
-class CheckpointSource(Protocol):
+class CheckpointSource(ABC):
     """A model on disk, before any of its weights is read."""
 
-    @property
-    def folder(self) -> Path:
-        """The folder it lies in, for messages."""
-        ...
+    folder: Path
+    """The folder it lies in, for messages."""
+    config: dict[str, Any]
+    """The content of config.json, or what it would be."""
+    files: tuple[Path, ...]
+    tensors: Mapping[str, StoredTensor]
+    """Tensors by the names that transformers gives them. `kind` is a dtype as safetensors calls it, or a quantized
+    type."""
+    metadata: Mapping[str, Any]
+    """Entries of the file beside the tensors: tokenizer, chat template, defaults. Empty where it says nothing."""
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """The content of config.json, or what it would be."""
-        ...
-
-    @property
-    def files(self) -> tuple[Path, ...]: ...
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        """Tensors by the names that transformers gives them. `kind` is a dtype as safetensors calls it, or a
-        quantized type."""
-        ...
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """Entries of the file beside the tensors: tokenizer, chat template, defaults. Empty where it says nothing."""
-        ...
-
+    @abstractmethod
     def read(self, name: str) -> torch.Tensor | StoredMatrix:
         """A tensor, mapped where it is stored plainly; a quantized one as it is stored."""
-        ...
 
+    @abstractmethod
     def release(self, tensor: torch.Tensor | StoredMatrix) -> None:
         """Let the system take back the pages of what `read` gave: it will not be read again."""
-        ...
 
     def generation_defaults(self) -> dict[str, Any]:
         """Defaults of sampling, under generation_config.json's names."""
-        ...
+        return {}
 
 
 def read_json(file: Path, path_or_id: str) -> dict[str, Any]:

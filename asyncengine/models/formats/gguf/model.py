@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from asyncengine.errors import ModelNotFound
 from asyncengine.layers.stored import StoredMatrix
-from asyncengine.models.formats import StoredTensor
+from asyncengine.models.formats import CheckpointSource, StoredTensor
 from asyncengine.models.formats.gguf.config import header_of, hugging_face_config
 from asyncengine.models.formats.gguf.container import GgufFile, Metadata, broken, open_files
 from asyncengine.models.formats.gguf.header import shortest
@@ -24,8 +24,8 @@ _FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
 
-class GgufModel:
-    """A `CheckpointSource`."""
+class GgufModel(CheckpointSource):
+    """A GGUF file, or a model's several."""
 
     def __init__(self, path: Path, files: tuple[GgufFile, ...], defaults: Mapping[str, Any]) -> None:
         self.path, self.folder = path, path
@@ -37,7 +37,7 @@ class GgufModel:
             raise broken(path, "two of its parts have a tensor of the same name")
         header, row = header_of(path, self.metadata, {name: place for name, (_, place) in places.items()})
         factors = {name: _vector(*places[f"{name}.weight"]) for name in _FACTORS if f"{name}.weight" in places}
-        self.config: dict[str, Any] = hugging_face_config(header, row, factors)
+        self.config = hugging_face_config(header, row, factors)
         try:
             check_sizes(self.config, len(places))
         except ModelNotFound as error:
@@ -49,19 +49,10 @@ class GgufModel:
             for key, (there, shape) in row.values.items()
             for layer, value in enumerate(header.each_layer(key))
         }
-        self.tensors: dict[str, StoredTensor] = {
+        self.tensors = {
             name: StoredTensor(tensor.kind, tensor.shape, tensor.parts[0].file.path)
             for name, tensor in self._stored.items()
         } | {name: StoredTensor("F32", tuple(tensor.shape), path) for name, tensor in self._values.items()}
-
-    @property
-    def elements(self) -> int:
-        return sum(stored.elements for stored in self.tensors.values())
-
-    @property
-    def weight_bytes(self) -> int:
-        parts = [part for tensor in self._stored.values() for part in tensor.parts]
-        return sum({(part.file.path, part.place.offset): part.place.nbytes for part in parts}.values())
 
     def generation_defaults(self) -> dict[str, Any]:
         """Sampling parameters under generation_config.json's names: Ollama's first, then the file's own."""

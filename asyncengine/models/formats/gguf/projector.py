@@ -17,7 +17,7 @@ import torch
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.layers.stored import StoredMatrix
-from asyncengine.models.formats import StoredTensor
+from asyncengine.models.formats import CheckpointSource, StoredTensor
 from asyncengine.models.formats.gguf.container import GgufFile, open_files
 from asyncengine.models.formats.gguf.header import Header
 from asyncengine.models.formats.gguf.model import GgufModel
@@ -26,8 +26,8 @@ from asyncengine.models.formats.gguf.projector_kinds import PARAMETERS, PROJECTO
 from asyncengine.models.formats.gguf.tensors import TensorPart
 
 
-class ProjectedModel:
-    """A `CheckpointSource` of two files: a language model and its image part."""
+class ProjectedModel(CheckpointSource):
+    """Two files: a language model and its image part."""
 
     def __init__(self, model: GgufModel, path: Path) -> None:
         """Raises `ModelNotFound` for a file that is broken, incomplete, or another model's, `UnsupportedModel` for a
@@ -49,14 +49,14 @@ class ProjectedModel:
         self.image_processor: dict[str, Any] = described.processor | tower.colors()
         """The content of preprocessor_config.json."""
         kept = ("architectures", "tie_word_embeddings", "dtype", "pad_token_id")
-        self.config: dict[str, Any] = {
+        self.config = {
             **{name: model.config[name] for name in kept if name in model.config}, "model_type": pair[0],
             **_token_ids(model, kind.tokens), **described.whole,
             "text_config": model.config | {"model_type": pair[1]} | described.text, "vision_config": described.vision,
         }  # fmt: skip
         self._names = {re.sub(r"^model\.", "model.language_model.", name): name for name in model.tensors}
         self._tower = _tensors(tower, kind, self._file)
-        self.tensors: dict[str, StoredTensor] = {name: model.tensors[own] for name, own in self._names.items()} | {
+        self.tensors = {name: model.tensors[own] for name, own in self._names.items()} | {
             name: StoredTensor("F32", tuple(self._whole(name, [_outline(part) for part in parts]).shape), path)
             for name, parts in self._tower.items()
         }

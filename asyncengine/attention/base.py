@@ -6,6 +6,7 @@ A backend owns the KV pool and its memory layout; nobody else reads or writes KV
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -140,43 +141,34 @@ class StepAttention(Protocol):
         ...
 
 
-class AttentionBackend(StepAttention, Protocol):
+class AttentionBackend(StepAttention):
     """Paged attention for one model on one device. Not thread-safe: one step at a time."""
 
     name: str
-    shared: SharedPools | None
+    shared: SharedPools | None = None
     """Memory in which its pages lie, if that of several processes; there is room for states, too."""
+    graphs = False
+    """Whether `write` and `attend` may be captured in a CUDA graph, as `FlashInferBackend`'s."""
+    num_pages: int
+    """Page 0 included."""
+    kv_bytes: int
+    """Bytes of the KV pool."""
 
-    @property
-    def graphs(self) -> bool:
-        """Whether `write` and `attend` may be captured in a CUDA graph, as `FlashInferBackend`'s."""
-        ...
-
-    @property
-    def num_pages(self) -> int:
-        """Page 0 included."""
-        ...
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of the KV pool."""
-        ...
-
+    @abstractmethod
     def plan(self, step: StepView) -> None:
         """Host work and uploads of one step, before the forward or the replay: once per group of equal layers.
 
         On a CPU the arrays of `step` are also those of later steps: nothing looks at them once the forward is done.
         Never part of a graph; `write` and `attend` after it only launch work on the device.
         """
-        ...
 
     def page_pools(self) -> Sequence[PagePool]:
         """Memory of every layer's keys and values. Nothing where it is not the host's."""
-        ...
+        return ()
 
+    @abstractmethod
     def close(self) -> None:
         """Free the pool."""
-        ...
 
 
 def first_seen(window: int | None, chunk: int | None, positions: Int64Array) -> Int64Array:

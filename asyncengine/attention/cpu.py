@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncengine.attention.base import LayerSpec, MergedHeads, PagePool, StepView, first_seen
+from asyncengine.attention.base import AttentionBackend, LayerSpec, MergedHeads, PagePool, StepView, first_seen
 from asyncengine.attention.cpu_short import (
     EVEN,
     FEW,
@@ -55,11 +55,10 @@ class _LayerGroup:
     num_kv_heads: int
 
 
-class CompiledBackend:
-    """`AttentionBackend` in compiled kernels. Construct it only where `compiler_missing` finds nothing missing."""
+class CompiledBackend(AttentionBackend):
+    """In compiled kernels. Construct it only where `compiler_missing` finds nothing missing."""
 
     name = "compiled"
-    graphs = False
     steady = True
     """Whether kernels are given the same addresses in every step."""
 

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncengine.attention.base import LayerSpec, MergedHeads, PagePool, StepView, page_bytes
+from asyncengine.attention.base import AttentionBackend, LayerSpec, MergedHeads, StepView, page_bytes
 from asyncengine.attention.flashinfer_plan import (
     LONG,
     DeviceArrays,
@@ -51,7 +51,6 @@ from asyncengine.attention.flashinfer_plan import (
     uploaded_size,
 )
 from asyncengine.device.pinned import CudaMemory, Int32Array
-from asyncengine.device.shared_pools import SharedPools
 from asyncengine.kernels.cuda import triton_missing
 
 logger = logging.getLogger("asyncengine")
@@ -116,15 +115,14 @@ class _DecodeGraph:
     """The first index of each of the arrays that grow by one from step to step."""
 
 
-class FlashInferBackend:
-    """`AttentionBackend` on FlashInfer. `num_pages` includes page 0, which belongs to padding rows.
+class FlashInferBackend(AttentionBackend):
+    """On FlashInfer. `num_pages` includes page 0, which belongs to padding rows.
 
     `max_rows` rows at most in a step, `max_pages_per_row` pages at most in a row. Key and value sizes are equal in
     each layer (`flashinfer_plan.why_not`). KV memory is of type `kv_dtype`: `dtype`, or float8_e4m3fn with scale 1.
     """
 
     name = "flashinfer"
-    shared: SharedPools | None = None
     graphs = True
 
     def __init__(
@@ -262,9 +260,6 @@ class FlashInferBackend:
             zeros = torch.zeros((count, group.num_heads, group.head_dim), dtype=self._dtype, device=self.memory.device)
             self.write(layer, zeros[:, : group.num_kv_heads], zeros[:, : group.num_kv_heads])
             self.attend(layer, zeros)
-
-    def page_pools(self) -> Sequence[PagePool]:
-        return ()
 
     def close(self) -> None:
         self._pools = []

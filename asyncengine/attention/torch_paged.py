@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from asyncengine.attention.base import LayerSpec, PagePool, StepView, first_seen, page_bytes
+from asyncengine.attention.base import AttentionBackend, LayerSpec, PagePool, StepView, first_seen, page_bytes
 from asyncengine.attention.masked import causal_bias, masked_attention
 from asyncengine.device.pinned import Int32Array, Int64Array, upload
 from asyncengine.device.shared_pools import SharedPools
@@ -77,11 +77,10 @@ class _GroupPlan:
     chunks: tuple[_PromptChunk, ...]
 
 
-class TorchPagedBackend:
-    """`AttentionBackend` in torch operations. `num_pages` includes page 0, which stays zero."""
+class TorchPagedBackend(AttentionBackend):
+    """In torch operations. `num_pages` includes page 0, which stays zero."""
 
     name = "torch"
-    graphs = False
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -99,7 +100,7 @@ class StepContext:
             self.routes.extend(mixture.chosen(residual, x) for mixture in mixtures())
 
 
-class CausalLM(Protocol):
+class CausalLM(ABC):
     """A decoder-only language model that a runner can run."""
 
     input_vocab_size: int
@@ -109,34 +110,28 @@ class CausalLM(Protocol):
     dtype: torch.dtype
     device: torch.device
 
-    @property
-    def specs(self) -> Sequence[LayerSpec]:
-        """One for each layer, as an attention backend needs them."""
-        ...
+    specs: Sequence[LayerSpec]
+    """One for each layer, as an attention backend needs them."""
+    states: Sequence[StateSpec] = ()
+    """One for each state layer; empty: the model keeps none."""
 
     @property
-    def states(self) -> Sequence[StateSpec]:
-        """One for each state layer; empty: the model keeps none."""
-        ...
-
-    @property
+    @abstractmethod
     def unsteady(self) -> str | None:
         """Why a token's numbers may depend on the tokens that are computed beside it; None: they do not, to the bit."""
-        ...
 
     @property
+    @abstractmethod
     def compiled(self) -> bool:
         """Whether short steps run in compiled kernels throughout, so that torch's threads have nothing to do."""
-        ...
 
+    @abstractmethod
     def forward(self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor) -> torch.Tensor:
         """Logits [N, vocab], float32 where a kernel makes them so, of `rows` (int64 [N], ascending) of ids [T]."""
-        ...
 
+    @abstractmethod
     def places(self) -> list[Place]:
         """Products that adapters may change, in the model's order."""
-        ...
 
-    def unbind(self) -> None:
-        """Let go of the attention backend of earlier forwards. Idempotent."""
-        ...
+    def unbind(self) -> None:  # noqa: B027
+        """Let go of the attention backend of earlier forwards. Idempotent. Here: nothing of a step is kept."""

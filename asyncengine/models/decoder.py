@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from asyncengine.attention.base import LayerSpec
 from asyncengine.layers.attention import AttentionConfig
 from asyncengine.layers.embedding import Embedding, LMHead
 from asyncengine.layers.latent_attention import LatentAttentionConfig
@@ -31,8 +30,8 @@ from asyncengine.layers.sharded import leave
 from asyncengine.layers.side_experts import SideExpertsConfig
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.sparse_mlp import MoEConfig
-from asyncengine.layers.states import StateConfig, StateSpec
-from asyncengine.layers.step import NO_IMAGES, StepContext
+from asyncengine.layers.states import StateConfig
+from asyncengine.layers.step import NO_IMAGES, CausalLM, StepContext
 from asyncengine.models.decoder_layer import DecoderLayer
 
 
@@ -101,8 +100,8 @@ class DecoderConfig:
     """Regular expressions of tensors that checkpoints of this family have and nobody needs."""
 
 
-class Decoder:
-    """A `CausalLM`. Its weights are whatever its memory held before `slots` are filled."""
+class Decoder(CausalLM):
+    """A model of `layers`. Its weights are whatever its memory held before `slots` are filled."""
 
     def __init__(self, config: DecoderConfig, options: LayerOptions, max_model_len: int) -> None:
         self.config, self.options, self.max_model_len = config, options, max_model_len
@@ -153,8 +152,8 @@ class Decoder:
         """Which of these each layer has; the last: none."""
         self._unrotated = Angles(options.zeros(1, 0), options.zeros(1, 0), "halves")
         attentions = [layer.attention for layer in self.layers if layer.attention is not None]
-        self.specs: Sequence[LayerSpec] = [own.spec for own in attentions if own.config.keys_of is None]
-        self.states: Sequence[StateSpec] = [layer.state.spec for layer in self.layers if layer.state is not None]
+        self.specs = [own.spec for own in attentions if own.config.keys_of is None]
+        self.states = [layer.state.spec for layer in self.layers if layer.state is not None]
         self.recorded: RecordedLayers | None = None
         """Short steps in one call, where compiled kernels make all products."""
         whole = all(layer.compiled for layer in self.layers)
@@ -343,9 +342,6 @@ class Decoder:
             kind: Any = "conv1d" if linear.transposed else "linear"
             found.append(Place(linear.inputs, linear.parts, kind, kept=linear.kept_outputs(), here=here))
         return [*found, Place(head.inputs, head.parts, head=True, here=first)]
-
-    def unbind(self) -> None:
-        """Nothing of a step is kept."""
 
 
 def _pools(layers: Sequence[LayerConfig]) -> list[int]:

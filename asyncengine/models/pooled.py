@@ -6,31 +6,21 @@ from collections.abc import Sequence
 
 import torch
 
-from asyncengine.attention.base import LayerSpec
 from asyncengine.layers.places import Place
-from asyncengine.layers.states import StateSpec
-from asyncengine.layers.step import StepContext
+from asyncengine.layers.step import CausalLM, StepContext
 from asyncengine.models.decoder import Decoder
 
 
-class PooledDecoder:
-    """A `CausalLM` whose `forward` gives, of the wanted rows, what is pooled: hidden states [N, width], or, of a model
+class PooledDecoder(CausalLM):
+    """A decoder whose `forward` gives, of the wanted rows, what is pooled: hidden states [N, width], or, of a model
     whose score is a logit, [N, 1]: that of the first of `tokens`, less that of the second if there is one."""
 
     def __init__(self, decoder: Decoder, tokens: Sequence[int] = ()) -> None:
-        self.decoder = decoder
+        self.decoder, self.specs, self.states = decoder, decoder.specs, decoder.states
         self.input_vocab_size, self.vocab_size = decoder.input_vocab_size, decoder.vocab_size
         self.dtype, self.device = decoder.dtype, decoder.device
         self.width = 1 if tokens else decoder.config.embedding_width or decoder.config.width
         self._tokens = list(tokens)
-
-    @property
-    def specs(self) -> Sequence[LayerSpec]:
-        return self.decoder.specs
-
-    @property
-    def states(self) -> Sequence[StateSpec]:
-        return self.decoder.states
 
     @property
     def unsteady(self) -> str | None:
@@ -49,6 +39,3 @@ class PooledDecoder:
 
     def places(self) -> list[Place]:
         return self.decoder.places()
-
-    def unbind(self) -> None:
-        self.decoder.unbind()

@@ -10,26 +10,23 @@ than keys and values is refused here instead of answering wrongly later. Code fr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from asyncengine.attention.base import StepAttention
 from asyncengine.layers.places import Place
-from asyncengine.layers.states import StateSpec
-from asyncengine.layers.step import StepContext
+from asyncengine.layers.step import CausalLM, StepContext
 from asyncengine.models.fallback.attention_function import LayerAttention, attach
 from asyncengine.models.fallback.places import CurrentStep, adapt
 from asyncengine.models.fallback.probing import Probed
 
 
-class TransformersModel:
-    """A `CausalLM` that is transformers' own module, with the engine's attention."""
+class TransformersModel(CausalLM):
+    """A family's module in transformers, with the engine's attention."""
 
     compiled = False
     unsteady: str | None = "it runs through transformers, whose sums depend on what is computed together"
-    states: Sequence[StateSpec] = ()
 
     def __init__(self, module: Any, probed: Probed) -> None:
         parameter = next(iter(module.parameters()))

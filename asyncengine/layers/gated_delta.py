@@ -22,10 +22,9 @@ from asyncengine.layers.causal_conv import CausalConv
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
-from asyncengine.layers.sharded import even_cuts, gathered, part_of, share_of
+from asyncengine.layers.sharded import even_cuts, part_of, share_of
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import StateSpec, StateStep, by_kernel, each_token, recur, recurrence
-from asyncengine.layers.step import StepContext
+from asyncengine.layers.states import StateLayer, StateSpec, StateStep, by_kernel, each_token, recur, recurrence
 
 _TINY = 1e-6
 """A term that keeps the division by a key's length finite: it is added to the square of the length."""
@@ -94,13 +93,12 @@ class GatedDeltaConfig:
         return GatedDelta(options, self, prefix + self.prefix, width, index)
 
 
-class GatedDelta:
-    """x [T, width] -> [T, width]; a `StateLayer`."""
+class GatedDelta(StateLayer):
+    """Many heads of the rule, of one projection of the input."""
 
     def __init__(self, options: LayerOptions, config: GatedDeltaConfig, prefix: str, width: int, index: int) -> None:
         self.index, units, rows, mixed = index, config.key_heads, config.rows, config.mixed
         self.share = share_of(options.ranks, even_cuts(options.ranks, units), rows, mixed[2])
-        """This rank's heads, whose states it keeps; None: it has all of them."""
         matrices = [Part(prefix + name, size) for name, size in config.projections]
         self.inputs = Linear(options, matrices, width, share=self.share)
         self.conv = CausalConv(
@@ -126,7 +124,6 @@ class GatedDelta:
         self._kinds = _kind_indices(config, options.device)
         heads = (config.key_heads, config.value_heads, config.key_dim, config.value_dim)
         self.rule = delta_rule(options, heads, self.rate, self.dt_bias)
-        self.kernel: Any = None
         if options.compiled:
             from asyncengine.kernels.cpu.gated_delta import GatedDeltaKernel
 
@@ -137,13 +134,7 @@ class GatedDelta:
                 columns, [*sizes, config.taps, config.key_heads * sum(rows)], *parts, config.epsilon
             )
 
-    def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        assert step.states is not None
-        mixed = self.mix(self.inputs.own(x, step.adapters), step.states)
-        return self.out(gathered(self.share, mixed), step.adapters)
-
     def mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
-        """[T, value heads * value dim] of the projections [T, all]."""
         if self.kernel is not None:
             return by_kernel(self.kernel, projected, step, self.index)
         if self.config.interleaved:
@@ -173,9 +164,6 @@ class GatedDelta:
     def _gated_norm(self, read: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         wide = functional.rms_norm(read, (read.shape[-1],), None, self.config.epsilon)
         return (wide * self.norm.weight.float() * each_token(functional.silu, z.float())).to(z.dtype)
-
-    def linears(self) -> list[Linear]:
-        return [self.inputs, self.out]
 
     def norms(self) -> list[Norm]:
         return [self.norm]

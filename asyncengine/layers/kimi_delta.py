@@ -22,9 +22,9 @@ from asyncengine.layers.gated_delta import Columns, delta_rule, learn, unit
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
-from asyncengine.layers.sharded import even_cuts, gathered, part_of, share_of
+from asyncengine.layers.sharded import even_cuts, part_of, share_of
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import StateSpec, StateStep, by_kernel, each_token, recur
+from asyncengine.layers.states import StateLayer, StateSpec, StateStep, by_kernel, each_token, recur
 from asyncengine.layers.step import StepContext
 
 
@@ -63,15 +63,14 @@ class KimiDeltaConfig:
         return KimiDelta(options, self, prefix + self.prefix, width, index)
 
 
-class KimiDelta:
-    """x [T, width] -> [T, width]; a `StateLayer`."""
+class KimiDelta(StateLayer):
+    """Many heads of the rule, of one projection of the input and two small ones behind it."""
 
     def __init__(self, options: LayerOptions, config: KimiDeltaConfig, prefix: str, width: int, index: int) -> None:
         self._whole, self.index, self._prefix, self._kernels = config, index, prefix, options.kernels
         matrices = [Part(f"{prefix}{name}_proj", size) for name, size in config.projections.items()]
         dim, cuts = config.head_dim, even_cuts(options.ranks, config.heads)
         self.share = share_of(options.ranks, cuts, [dim, dim, dim, 1], dim, copied=2 * dim)
-        """This rank's heads, whose states it keeps; None: it has all of them."""
         self.inputs = Linear(options, matrices, width, share=self.share)
         gates = share_of(options.ranks, cuts, [dim], dim)
         self.gate, self.forget = (
@@ -95,7 +94,6 @@ class KimiDelta:
         )
         heads = (config.heads, config.heads, config.head_dim, config.head_dim)
         self.rule = delta_rule(options, heads, self.rate, self.dt_bias)
-        self.kernel: Any = None
         if options.compiled:
             from asyncengine.kernels.cpu.gated_delta import GatedDeltaKernel
 
@@ -105,13 +103,7 @@ class KimiDelta:
             vectors = (self.conv.weight, self.rate, self.dt_bias, self.norm.weight)
             self.kernel = GatedDeltaKernel(columns, sizes, *vectors, config.epsilon, by_channel=True)
 
-    def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        assert step.states is not None
-        mixed = self.mix(self.projected(x, step), step.states)
-        return self.out(gathered(self.share, mixed), step.adapters)
-
     def projected(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """All projections of x side by side, [T, all], for the heads that are here."""
         first = self.inputs.own(x, step.adapters)
         dim, end = self.config.head_dim, sum(self.config.projections.values())
         joined = self._kernels.joined
@@ -120,7 +112,6 @@ class KimiDelta:
         return joined(first[:, :end], gate, forget)
 
     def mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
-        """[T, heads * head dim] of `projected`."""
         if self.kernel is not None:
             return by_kernel(self.kernel, projected, step, self.index)
         config, columns = self.config, self.config.columns

@@ -19,11 +19,11 @@ from torch.nn import functional
 
 from asyncengine.layers.causal_conv import CausalConv
 from asyncengine.layers.linear import Linear, Part
-from asyncengine.layers.norm import Norm, NormConfig
+from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.options import LayerOptions
-from asyncengine.layers.sharded import even_cuts, gathered, part_of, share_of
+from asyncengine.layers.sharded import even_cuts, part_of, share_of
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import StateSpec, StateStep, by_kernel, each_token, recur, recurrence
+from asyncengine.layers.states import StateLayer, StateSpec, StateStep, by_kernel, each_token, recur, recurrence
 from asyncengine.layers.step import StepContext
 from asyncengine.layers.stored import StoredMatrix, dense
 
@@ -71,8 +71,8 @@ class Mamba2Config:
         return Mamba2(options, self, prefix + self.name, width, index)
 
 
-class Mamba2:
-    """x [T, width] -> [T, width]. `index` is the place of its states among the pools.
+class Mamba2(StateLayer):
+    """Many heads of it, of one projection of the input.
 
     A state is [heads, state size, dimensions of a head]: sums over the state size cross no lanes.
     """
@@ -83,9 +83,8 @@ class Mamba2:
         sizes = [inner, inner, *[config.groups * config.state_size] * 2, config.heads]
         outputs, rows = sum(sizes), [size // units for size in sizes]
         self.share = share_of(options.ranks, even_cuts(options.ranks, units), rows, rows[0])
-        """This rank's heads, whose states it keeps; None: it has all of them."""
         parts = [Part(path + "in_proj", outputs)]
-        self.projection = Linear(options, parts, width, bias=config.bias, share=self.share)
+        self.inputs = Linear(options, parts, width, bias=config.bias, share=self.share)
         self.conv = CausalConv(
             options, path + "conv1d", sum(sizes[1:4]), config.taps, bias=config.conv_bias, activation="silu",
             spans=None if self.share is None else self.share.rows(rows[1:4]),
@@ -119,17 +118,11 @@ class Mamba2:
             (self.inner + self.shared, self.inner, 0), self.decay, self.step_bias, config.limits, self.skip,
         )  # fmt: skip
 
-    def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """[T, width] -> [T, width]."""
-        assert step.states is not None
-        projected = self.projection.own(x, step.adapters)
-        if self.scales is not None:
-            projected = self._kernels.scale_each(projected, self.scales)
-        mixed = self._mix(projected, step.states)
-        return self.out(gathered(self.share, mixed), step.adapters)
+    def projected(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        found = self.inputs.own(x, step.adapters)
+        return found if self.scales is None else self._kernels.scale_each(found, self.scales)
 
-    def _mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
-        """[T, heads * head dim] of the projection [T, all], by the heads that are here."""
+    def mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
         if self.kernel is not None:
             return by_kernel(self.kernel, projected, step, self.index)
         gate, mixed, times = torch.split(projected, self._sizes, dim=-1)
@@ -164,12 +157,6 @@ class Mamba2:
         y = functional.rms_norm(grouped, grouped.shape[-1:], None, self.config.epsilon).flatten(1) * self.weight
         return y if self.config.norm == "gated" else y * factor
 
-    def linears(self) -> list[Linear]:
-        return [self.projection, self.out]
-
-    def norms(self) -> list[Norm]:
-        return []
-
     @property
     def nbytes(self) -> int:
         """Bytes of everything outside its linears."""
@@ -178,7 +165,7 @@ class Mamba2:
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Tensors of the checkpoint that it takes, by name."""
-        for part in (self.projection, self.conv, self.out):
+        for part in (self.inputs, self.conv, self.out):
             yield from part.slots()
         count, size = self._whole.heads, self.out.inputs
         heads, inner = [(part_of(self.share, each), slice(None)) for each in (count, size)]

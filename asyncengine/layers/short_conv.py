@@ -10,12 +10,11 @@ import torch
 
 from asyncengine.layers.causal_conv import CausalConv
 from asyncengine.layers.linear import Linear, Part
-from asyncengine.layers.norm import Norm, NormConfig
+from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.options import LayerOptions
-from asyncengine.layers.sharded import even_cuts, gathered, share_of
+from asyncengine.layers.sharded import even_cuts, share_of
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import StateSpec, StateStep
-from asyncengine.layers.step import StepContext
+from asyncengine.layers.states import StateLayer, StateSpec, StateStep
 
 _UNIT = 32
 """Channels that one process has together: whole vectors of any machine."""
@@ -36,19 +35,15 @@ class ShortConvConfig:
         return ShortConv(options, self, prefix, width, index)
 
 
-class ShortConv:
-    """out(C * conv(B * x)) of the projection's three parts B, C and x. It remembers the last inputs of the convolution.
-
-    `index` is the place of its windows among the state pools.
-    """
+class ShortConv(StateLayer):
+    """out(C * conv(B * x)) of the projection's three parts B, C and x. It remembers the convolution's last inputs."""
 
     def __init__(self, options: LayerOptions, config: ShortConvConfig, prefix: str, width: int, index: int) -> None:
         self.index, units = index, width // _UNIT if width % _UNIT == 0 else 1
         each = width // units
         self.share = share_of(options.ranks, even_cuts(options.ranks, units), [each] * 3, each)
-        """This rank's channels, whose windows it keeps; None: it has all of them."""
         parts = [Part(prefix + config.projection, 3 * width)]
-        self.projection = Linear(options, parts, width, bias=config.bias, share=self.share)
+        self.inputs = Linear(options, parts, width, bias=config.bias, share=self.share)
         self.conv = CausalConv(
             options, prefix + config.conv, width, config.taps, bias=config.bias,
             spans=None if self.share is None else self.share.rows([each]),
@@ -57,29 +52,16 @@ class ShortConv:
         self.kernel = _kernel(options, self.conv)
         self.spec = StateSpec(window=self.conv.window, parts=units, divided=self.share is not None)
 
-    def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """[T, width] -> [T, width]."""
-        assert step.states is not None
-        made = self._mix(self.projection.own(x, step.adapters), step.states)
-        return self.out(gathered(self.share, made), step.adapters)
-
-    def _mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
-        """[T, channels] of the projection [T, 3 * channels], by the channels that are here."""
+    def mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
         if self.kernel is not None:
             made: torch.Tensor = self.kernel(projected, step.pools.windows[self.index], step.segments)
             return made
         before, after, inputs = projected.chunk(3, dim=-1)
         return self.conv(before * inputs, step, self.index).mul_(after)
 
-    def linears(self) -> list[Linear]:
-        return [self.projection, self.out]
-
-    def norms(self) -> list[Norm]:
-        return []
-
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Tensors of the checkpoint that it takes, by name."""
-        for part in (self.projection, self.conv, self.out):
+        for part in (self.inputs, self.conv, self.out):
             yield from part.slots()
 
     @property

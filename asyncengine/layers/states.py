@@ -17,6 +17,7 @@ the same bits in any chunk and any company, so that a snapshot equals what would
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -27,6 +28,7 @@ import torch
 from asyncengine.device.pinned import Int64Array, upload
 from asyncengine.device.shared_pools import SharedPools
 from asyncengine.kernels.cuda import triton_missing
+from asyncengine.layers.sharded import Share, gathered
 
 if TYPE_CHECKING:
     from asyncengine.layers.linear import Linear
@@ -238,29 +240,47 @@ def each_token(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
     return function(x) if x.device.type != "cpu" else torch.cat([function(row) for row in torch.split(x, 1)])
 
 
-class StateLayer(Protocol):
+class StateLayer(ABC):
     """A layer that mixes tokens by a state: x [T, width] -> [T, width]."""
 
+    index: int
+    """The place of its states among the pools."""
     spec: StateSpec
-    kernel: Any
+    inputs: Linear
+    out: Linear
+    share: Share | None
+    """This rank's heads or channels, whose states it keeps; None: it has all of them."""
+    kernel: Any = None
     """The compiled kernel that moves its states on a CPU; None: torch moves them, and no step is recorded."""
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Takes `step.states`; tokens of a row stand in order, rows in the order of the segments."""
-        ...
+        assert step.states is not None
+        mixed = self.mix(self.projected(x, step), step.states)
+        return self.out(gathered(self.share, mixed), step.adapters)
 
-    def linears(self) -> list[Linear]: ...
+    def projected(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """All projections of x side by side, [T, all], for the heads or channels that are here."""
+        return self.inputs.own(x, step.adapters)
 
-    def norms(self) -> list[Norm]: ...
+    @abstractmethod
+    def mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
+        """Numbers [T, those that are here] for the last projection, of `projected`."""
 
+    def linears(self) -> list[Linear]:
+        return [self.inputs, self.out]
+
+    def norms(self) -> list[Norm]:
+        return []
+
+    @abstractmethod
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Tensors of the checkpoint that it takes, by name; linears and norms included."""
-        ...
 
     @property
+    @abstractmethod
     def nbytes(self) -> int:
         """Bytes of everything outside its linears and norms."""
-        ...
 
 
 class StateConfig(Protocol):

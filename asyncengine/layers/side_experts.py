@@ -75,7 +75,3 @@ class SideExperts:
         yield self._scaled.path, TensorSlot(tuple(weight.shape), load, initial=1.0)
         yield from self.router.slots()
         yield from self.experts.slots()
-
-    def other_slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """None: checkpoints know one spelling."""
-        yield from ()

@@ -20,7 +20,7 @@ from asyncengine.layers.embedding import Embedding, LMHead
 from asyncengine.layers.latent_attention import LatentAttentionConfig
 from asyncengine.layers.layer_inputs import LayerInputConfig, LayerInputs
 from asyncengine.layers.linear import Linear, Part
-from asyncengine.layers.mlp import MLP, MLPConfig
+from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.places import Place
@@ -285,9 +285,8 @@ class Decoder(CausalLM):
     def other_slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Places of tensors that a checkpoint may hold instead of some of those."""
         for place, layer in enumerate(self.layers):
-            parts = [*layer.mixtures(), *([layer.mlp] if isinstance(layer.mlp, MLP) else [])]
-            for part in parts:
-                yield from ((name, self._here(slot, place)) for name, slot in part.other_slots())
+            others = () if layer.mlp is None else layer.mlp.other_slots()
+            yield from ((name, self._here(slot, place)) for name, slot in others)
 
     @property
     def nbytes(self) -> int:

@@ -52,11 +52,11 @@ class OnlyWrites:
     def flush(self) -> None: ...
 
 
-@pytest.mark.parametrize("kind", ["none", "closed", "only writes"])
+@pytest.mark.parametrize("kind", ["closed", "only writes"])
 def test_an_engine_serves_with_streams_that_the_program_has_set(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with open(os.devnull, "w", encoding="utf-8") as closed:
         pass
-    stream = {"none": None, "closed": closed, "only writes": OnlyWrites()}[kind]
+    stream = {"closed": closed, "only writes": OnlyWrites()}[kind]
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, stream)
     assert serve() == (4, 2)

@@ -20,7 +20,7 @@ from support.long import TIMES
 
 from asyncengine.testing import FakeExecutor, FakeModel, Recording, replay
 
-MIXED = 3
+MIXED = 2
 """Lives of each rarer kind with window pages."""
 
 
@@ -36,9 +36,9 @@ class Kind(NamedTuple):
 
 ENDS = ("stop", "length", "abort", "timeout")
 KINDS = {
-    "requests": Kind(Life, 12, {"requests": 55, "preemptions": 27, "cached_tokens": 110, "depth2": 1 / 6}, ENDS),
+    "requests": Kind(Life, 8, {"requests": 55, "preemptions": 27, "cached_tokens": 110, "depth2": 1 / 6}, ENDS),
     "states": Kind(
-        partial(Life, states=True), 6,
+        partial(Life, states=True), 4,
         {"requests": 60, "preemptions": 20, "state_hits": 15, "state_evictions": 15, "depth2": 1 / 6}, ENDS,
     ),
     "windows in all layers": Kind(
@@ -46,10 +46,10 @@ KINDS = {
         {"requests": 50, "windowed": 1 / 2, "beyond_the_pool": 3, "preemptions": 15, "cached_tokens": 150},
     ),
     "windows in some layers": Kind(
-        partial(Life, mixed=True), 6, {"requests": 50, "preemptions": 15, "cached_tokens": 150, "depth2": 1 / 6}
+        partial(Life, mixed=True), 4, {"requests": 50, "preemptions": 15, "cached_tokens": 150, "depth2": 1 / 6}
     ),
     "vectors": Kind(
-        lambda seed: Life(seed, vectors=1.0 if seed % 3 == 0 else 0.6), 9,
+        lambda seed: Life(seed, vectors=1.0 if seed % 3 == 0 else 0.6), 6,
         {"vectors": 20, "preemptions": 1, "cached_tokens": 30}, ENDS,
     ),
     "grammars": Kind(
@@ -58,10 +58,10 @@ KINDS = {
          "depth2": 1 / 6}, (*ENDS, "error"),
     ),
     "grammars and states": Kind(
-        lambda seed: GrammarLife(seed, 2 if seed % 2 else None, states=True), 8,
+        lambda seed: GrammarLife(seed, 2 if seed % 2 else None, states=True), 6,
         {"forced": 30, "preemptions": 14, "state_hits": 10},
     ),
-    "grammars and windows": Kind(lambda seed: GrammarLife(seed, 2 if seed % 2 else None, windows=True), 6),
+    "grammars and windows": Kind(lambda seed: GrammarLife(seed, 2 if seed % 2 else None, windows=True), 4),
     "grammars and window pages": Kind(lambda seed: GrammarLife(seed, 2 if seed % 2 else None, mixed=True), MIXED),
     "vectors and window pages": Kind(partial(Life, vectors=0.6, mixed=True), MIXED),
     "updates and window pages": Kind(partial(UpdateLife, mixed=True), MIXED),
@@ -100,8 +100,8 @@ def test_random_requests_with_drafts_and_window_pages() -> None:
 # ---------------------------------------------------------------- replay
 
 RECORDED = {
-    **{f"requests, seed {seed}": partial(Life, seed) for seed in (3, 11, 29)},
-    **{f"states, seed {seed}": partial(Life, seed, depth=2, states=True) for seed in (3, 11)},
+    **{f"requests, seed {seed}": partial(Life, seed) for seed in (3, 29)},
+    "states": partial(Life, 11, depth=2, states=True),
     "windows in all layers": partial(Life, 3, depth=2, windows=True),
     "windows in some layers": partial(Life, 3, depth=2, mixed=True),
     "vectors": partial(Life, 8, vectors=0.6),

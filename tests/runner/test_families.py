@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from packaging.version import Version
 from support.checkpoints import MakeRunner
 from support.drive import Driver, Job, from_a_snapshot, from_another_request, prompts
 from support.forwards import Recording, logits_of, transformers_logits
+from support.long import LONG
 from support.tiny_models import FAMILIES, OPTIONS, VOCAB, WINDOW, make_model, save
 
 from asyncengine.config import EngineConfig
@@ -93,9 +95,11 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [*WRITTEN, "granite, uneven"])
 def test_bfloat16_is_as_near_to_float32_as_transformers(name: str, tmp_path: Path) -> None:
-    """Greedy tokens cannot say, near ties go either way: the error of a token's logits, its median over tokens."""
+    """Greedy tokens cannot say, near ties go either way: the error of a token's logits, its median over tokens. Where
+    experts are chosen, or states carry errors on, it differs so much between models that the median is of three."""
     ours, theirs = [], []
-    for seed in (0, 1, 2):
+    steady = not re.search("expert|mamba|linear_|conv", str(FAMILIES.get(name, OPTIONS.get(name))().to_dict()))
+    for seed in (1,) if steady and not LONG else (0, 1, 2):
         model = make_model(name, seed, torch.bfloat16, heavy=name not in NOT_HEAVY)
         loaded, _ = load(name, model, tmp_path / str(seed))
         texts = prompts([90, 70], VOCAB, seed + 5)

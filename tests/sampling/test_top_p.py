@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.device_sampling import by_kernels as tokens_by_kernels
 from support.device_sampling import device_sampler, rows_of
+from support.long import LONG
 
 from asyncengine.kernels.cuda.sampling import _LEAST
 from asyncengine.sampling.top_p import _by_sorting, kept_threshold
@@ -52,14 +53,21 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="there the ke
 SHARES = (1e-6, 0.05, 0.5, 0.9, 0.999, 0.9999999)
 
 
-@pytest.mark.parametrize(
-    ("search", "share"),
-    [(_by_sorting, share) for share in SHARES]
-    + [pytest.param(by_kernels, share, marks=interpreted) for share in SHARES[::2]],
-)
-def test_the_smallest_set_that_reaches_top_p(search: Search, share: float) -> None:
+@pytest.mark.parametrize("shift", range(len(SHARES)))
+def test_the_smallest_set_that_reaches_top_p(shift: int) -> None:
+    check(_by_sorting, shift)
+
+
+@interpreted
+@pytest.mark.parametrize("shift", range(len(SHARES)) if LONG else [2])
+def test_kernels_find_the_smallest_set(shift: int) -> None:
+    check(by_kernels, shift)
+
+
+def check(search: Search, shift: int) -> None:
+    """Rows of all kinds, each with another share."""
     logits = rows()
-    top_p = torch.full((len(logits),), share)
+    top_p = torch.tensor([SHARES[(row + shift) % len(SHARES)] for row in range(len(logits))])
     assert_is_the_threshold(logits, search(logits, top_p), top_p)
 
 

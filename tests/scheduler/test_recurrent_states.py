@@ -13,7 +13,7 @@ from support.plug_points import Letters
 from asyncengine.scheduler.messages import GrammarReady
 
 PAGES = {"pages": 9000, "page_size": 16, "check_every": 50}
-COMERS = 64 if LONG else 24
+COMERS = 64 if LONG else 18
 """Requests that share a prefix: more than run at once."""
 
 

@@ -4,6 +4,7 @@ import random
 
 import pytest
 from support.fake_engine import Steps
+from support.long import LONG
 from support.plug_points import Letters
 
 from asyncengine.lora.admission import AdapterSlots
@@ -42,7 +43,7 @@ def test_every_request_of_a_random_soak_finishes(settings: dict):
     left: set[int] = set()
     constrained: dict[int, Letters] = {}
     compiling: list[int] = []
-    for _ in range(3000):
+    for _ in range(3000 if LONG else 1500):
         steps.now += 0.01
         if len(steps.scheduler.requests) < 12 and rng.random() < 0.4:
             prompt = [*rng.choice(prefixes), *(rng.randrange(2, 97) for _ in range(rng.randrange(1, 10)))]
@@ -94,5 +95,5 @@ def test_every_request_of_a_random_soak_finishes(settings: dict):
             assert steps.tokens[ticket] == steps.expected[ticket]
     counters = steps.scheduler.counters
     assert counters.left_queue == len(steps.ended)
-    assert counters.preemptions > 20
-    assert len(steps.ended) > 300
+    assert counters.preemptions > 10
+    assert len(steps.ended) > 200

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.exact import KINDS, TEMPERATURE, engine_on, exact_folder, rollout, train, trainer_of, weights_of
-from support.long import LONG
+from support.long import LONG, by_turns
 
 from asyncengine import SamplingParams
 from asyncengine.integrations.trl import named_weights
@@ -54,8 +54,7 @@ def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), by_turns(KINDS, ["float32", "bfloat16"]))
 def test_trainer_and_engine_agree_to_the_bit(kind: str, dtype: str, folders: Callable[..., Path]) -> None:
     """Sampled in company, in chunks, with cached prefixes, guesses and preemption; and again after some updates."""
     model = trainer_of(folders(kind, dtype), dtype)

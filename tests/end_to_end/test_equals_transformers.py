@@ -31,8 +31,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 ONE_OF_EACH = ("llama", "gemma3", "gpt-oss", "llama4", "mixtral", "qwen3.5", "mamba2", "kimi-linear")
 """Families whose schedules differ: dense, with windows, sinks, chunks, experts, states beside attention and alone,
-and latent attention. Each goes through two of the settings. What else families differ in is compared by tests/runner/test_families.py, for all chunk sizes;
-the long form runs them through whole engines as well, preempted."""
+and latent attention. Each goes through two of the settings. What else families differ in is compared by
+tests/runner/test_families.py, for all chunk sizes; the long form runs them through whole engines as well, preempted."""
 OTHERS = "chunks of 16, cache on, preempted"
 
 

@@ -27,7 +27,7 @@ KINDS: Mapping[str, Callable[[int], ImageLife]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_requests_with_pictures(kind: str) -> None:
-    tally, pictured, encoded, dropped, found, lives = Tally(), 0, 0, 0, 0, 6 * TIMES
+    tally, pictured, encoded, dropped, found, lives = Tally(), 0, 0, 0, 0, 4 * TIMES
     for seed in range(lives):
         life = KINDS[kind](seed)
         life.run()

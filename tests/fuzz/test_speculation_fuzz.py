@@ -6,7 +6,7 @@ from fuzz.schedule_fuzz import Tally
 from fuzz.speculation_fuzz import check_guesses, life_with_draft_model, speculative_grammar_life, speculative_life
 from support.long import TIMES
 
-SEEDS = 12 * TIMES
+SEEDS = 8 * TIMES
 
 
 def test_drafts_change_nothing() -> None:

@@ -16,7 +16,7 @@ from asyncengine.scheduler import Scheduler
 from asyncengine.scheduler.roster import Roster
 from asyncengine.scheduler.weight_updates import WeightUpdates
 
-LIVES = 12 * TIMES
+LIVES = 8 * TIMES
 
 
 def live(lives: int = LIVES) -> list[UpdateLife]:

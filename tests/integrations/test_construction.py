@@ -96,7 +96,7 @@ def test_keep_alive_is_checked_copied_and_not_for_an_explicit_engine(kind: Any, 
 
 AT_EXIT = """
 from asyncengine.integrations.langchain import ChatAsyncEngine
-for seats in (2, 3, 2):
+for seats in (2, 3):
     ChatAsyncEngine(model="demo", max_tokens=2, keep_alive=1e6, max_num_seqs=seats).invoke("Hello")
 """
 

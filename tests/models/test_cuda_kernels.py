@@ -126,7 +126,7 @@ def test_products_of_one_row(folder: Callable[[str], str], request: pytest.Fixtu
     plain = load(folder, "qwen3", "bfloat16")
     fake = request.getfixturevalue("fake")
     expected, found = Forwards(plain, backend="torch"), on_flashinfer(load(folder, "qwen3", "bfloat16"), fake)
-    for ids in (IDS, [5]):
+    for ids in (IDS[:5], [5]):
         logits, own = expected.step(ids).float(), found.step(ids).float()
         assert float((own - logits).abs().max()) < 0.05 * float(logits.abs().max())
     assert fake.launches.calls["_few_rows"] == 4 * LAYERS + 1

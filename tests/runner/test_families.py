@@ -23,8 +23,8 @@ from asyncengine.models.loading import load_model
 from asyncengine.runner.building import build_runner
 from asyncengine.sampling_params import SamplingParams
 
-WANT = 14
-LENGTHS = [70, 25, 36]
+WANT = 8
+LENGTHS = [70, 26, 41]
 PAGE = 4
 SCORED = SamplingParams(temperature=0.0, ignore_eos=True, prompt_logprobs=True)
 WRITTEN = [name for name, make in FAMILIES.items() if make().model_type in NATIVE]

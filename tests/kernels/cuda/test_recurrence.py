@@ -36,7 +36,7 @@ NEAR = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, torch.float32) for name in LAYERS), ("interleaved", torch.bfloat16), ("bounded mamba", torch.float16)],
+    [*((name, torch.float32) for name in LAYERS), ("small", torch.bfloat16), ("bounded mamba", torch.float16)],
 )
 def test_layers_by_the_kernel_are_those_by_torch(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

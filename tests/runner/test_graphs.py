@@ -40,30 +40,6 @@ def test_sizes() -> None:
     assert graph_sizes(1000)[-3:] == [240, 248, 256]
 
 
-@pytest.mark.parametrize("params", [SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.9)])
-def test_outputs_are_those_without_graphs(params: SamplingParams, folder: Path) -> None:
-    """Rows come and go, so that steps of 1 to 7 rows are padded; prompts and chunks run without."""
-    outputs = []
-    for graphs in (False, True):
-        runner = on_fakes(folder)
-        capture = Recall()
-        if graphs:
-            assert runner.use_graphs(SIZES, capture).sizes == SIZES
-            assert capture.captured == [8, 4, 2, 1]
-        driver = Driver(runner)
-        for chunk, preempt_every in ((None, None), (5, 4)):
-            jobs = [
-                driver.job(prompt, WANT - 2 * place, params, place)
-                for place, prompt in enumerate(prompts([3, 9, 22, 1, 6], VOCAB))
-            ]
-            outputs.append(driver.run(jobs, chunk, preempt_every))
-        if graphs:
-            assert set(capture.replays) == set(SIZES)
-        runner.close()
-    assert outputs[:2] == outputs[2:]
-    assert len({token for output in outputs[0] for token in output}) > 8
-
-
 def test_steps_that_no_graph_holds_run_without(folder: Path) -> None:
     runner = on_fakes(folder)
     capture = Recall()

@@ -54,6 +54,15 @@ def test_weights_are_those_that_the_card_has_the_rates_of(
             assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
 
 
+def test_texts_are_rendered_as_they_were_learned() -> None:
+    """Templates and tokenizers are those of the weights' training."""
+    digest = hashlib.sha256()
+    for folder in (MODEL_PATH, VISION_PATH):
+        for name in ("chat_template.jinja", "tokenizer.json"):
+            digest.update((folder / name).read_bytes())
+    assert digest.hexdigest().startswith("8d451c9bb8082886")
+
+
 def test_configurations_agree_with_one_another_and_name_no_machine() -> None:
     tokenizers = [json.loads((folder / "tokenizer.json").read_text()) for folder in (RERANKER_PATH, EMBEDDER_PATH)]
     assert tokenizers[0] == tokenizers[1]

@@ -1,24 +1,17 @@
-"""Training must optimize the very function that is served, on the very text that is served."""
+"""Training optimizes the very function that is served, and that of adapters writes PEFT's own files."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from asyncengine.demo import MODEL_PATH
-from tools.demo_model.batches import Encoder
-from tools.demo_model.conversations import make
 from tools.demo_model.export import export
 from tools.demo_model.llama import DRAFT, Llama, Shape
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(MODEL_PATH)
+from tools.demo_model.voices import VOICES
 
 
 def randomized(shape: Shape) -> Llama:
@@ -43,18 +36,19 @@ def test_logits_equal_transformers(shape: Shape, tmp_path: Path) -> None:
         torch.testing.assert_close(model(ids), served(ids).logits, atol=2e-3, rtol=1e-3)
 
 
-def test_packed_documents_do_not_see_each_other() -> None:
-    model = randomized(Shape(layers=2))
-    ids = torch.randint(3, 2000, (1, 40))
-    documents = torch.tensor([[0] * 15 + [1] * 25])
-    with torch.inference_mode():
-        packed = model.hidden_states(ids, documents, torch.float32)[:, 15:]
-        alone = model.hidden_states(ids[:, 15:], None, torch.float32)
-    torch.testing.assert_close(packed, alone, atol=1e-3, rtol=1e-3)
+def test_training_writes_peft_files(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from tools.demo_model import train_adapters
 
-
-def test_only_assistant_tokens_have_full_weight(tokenizer: Any) -> None:
-    ids, weights = Encoder(tokenizer).conversation(make("memory", 4))
-    answers = [message["content"] for message in make("memory", 4).messages if message["role"] == "assistant"]
-    learned = tokenizer.decode([token for token, weight in zip(ids, weights, strict=True) if weight == 1.0])
-    assert learned == "".join(f"{answer}<|im_end|>" for answer in answers)
+    model = train_adapters.train(VOICES["pirate"], train_adapters.Options(steps=2, rank=2, alpha=4, batch_tokens=256))
+    train_adapters.save(model, tmp_path / "pirate")
+    assert {path.name for path in (tmp_path / "pirate").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    config = json.loads((tmp_path / "pirate" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (2, 4, "demo")
+    assert config["target_modules"] == sorted(train_adapters.TARGETS)
+    assert str(tmp_path) not in json.dumps(config)
+    again = train_adapters.with_adapter(tmp_path / "pirate")
+    assert isinstance(again.model, peft.PeftModel)

@@ -14,7 +14,7 @@ from asyncengine import Engine
 from asyncengine.cli.main import main
 from asyncengine.demo import VISION_PATH
 from tools.demo_vision.build_tokenizer import IMAGE
-from tools.demo_vision.evaluate import GREEDY, answer, held_out
+from tools.demo_vision.evaluate import answer, held_out
 from tools.demo_vision.idefics import PLACED, TOKENS
 from tools.demo_vision.questions import MAKERS
 
@@ -68,25 +68,3 @@ def test_a_picture_drawn_by_a_reader(tmp_path: Path, capsys: pytest.CaptureFixtu
     red_circle().save(tmp_path / "circle.png")
     assert main(["generate", "demo-vision", "What is this?", "--image", str(tmp_path / "circle.png"), *FLAGS]) == 0
     assert capsys.readouterr().out.strip() == "A red circle."
-
-
-def test_a_conversation_about_two_pictures(engine: Engine) -> None:
-    square = Image.new("RGB", (96, 96), "white")
-    ImageDraw.Draw(square).rectangle((10, 10, 40, 40), fill="blue")
-    messages: list[dict[str, Any]] = []
-    for shown, text, wanted in (
-        (red_circle(), "What is this?", "A red circle."),
-        (None, "Where is the circle?", "In the center."),
-        (square, "What is this?", "A blue square."),
-        (None, "What color is the square?", "It is blue."),
-    ):
-        parts = [] if shown is None else [{"type": "image", "image": shown}]
-        messages.append({"role": "user", "content": [*parts, {"type": "text", "text": text}]})
-        found = engine.chat(messages, GREEDY).text
-        assert found == wanted
-        messages.append({"role": "assistant", "content": found})
-
-
-def test_without_a_picture_it_says_so(engine: Engine) -> None:
-    found = [engine.chat([{"role": "user", "content": text}], GREEDY).text for text in ("What is this?", "How many?")]
-    assert found == ["There is no picture."] * 2

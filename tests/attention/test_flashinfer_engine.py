@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.drive import Driver, prompts
 from support.fake_flashinfer import FakeFlashInfer, FakeMemory
+from support.long import LONG
 from support.tiny_models import VOCAB
 from support.wide_models import WIDE, make_wide
 
@@ -107,7 +108,7 @@ def make_runner(path: Path, **fields: Any) -> ModelRunner:
     return build_runner(load_model(str(path), config), config)
 
 
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("name", WIDE if LONG else ["qwen3", "qwen2", "gemma2", "llama4"])
 @pytest.mark.usefixtures("on_flashinfer")
 def test_runner_answers_as_on_torch(
     name: str, folder: Callable[[str], Path], expected: Callable[[str], Answers], fake: FakeFlashInfer

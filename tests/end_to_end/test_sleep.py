@@ -149,7 +149,7 @@ def resident() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("dtype", "tied"), [*LONG * [("float32", False)], ("bfloat16", True)])
+@pytest.mark.parametrize(("dtype", "tied"), [("bfloat16", False), *LONG * [("float32", True)]])
 async def test_memory_goes_back_to_the_system(dtype: str, tied: bool, tmp_path: Path) -> None:
     """At least 95 % of weights and of what was written of the cache, again in each cycle; nothing stays behind.
     `benchmarks.sleeping` is the long form."""

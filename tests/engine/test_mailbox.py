@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 from support.fake_engine import make_core, make_engine, until
+from support.long import TIMES
 
 from asyncengine import SamplingParams
 from asyncengine.engine import mailbox as mailbox_module
@@ -112,7 +113,7 @@ async def test_a_long_answer_is_not_as_many_objects_as_it_has_tokens(read: bool)
 def test_a_token_that_joins_a_chunk_under_its_reader(reader: str) -> None:
     """At any line: the engine's thread takes the last chunk back for a moment, and its reader finds all the same; a
     reader that has just announced itself again is not forgotten with its former announcement."""
-    for seed in range(100):
+    for seed in range(40 * TIMES):
         world = World(seed, switching=0.5)
         world.interrupt_lines_of([str(mailbox_module.__file__)], 1.0)
         found: list[int] = []

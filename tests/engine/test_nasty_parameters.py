@@ -176,7 +176,8 @@ async def test_prompts_and_chats(engine: AsyncEngine) -> None:
             await outcome(lambda shape=shape: engine.chat(shape, params), f"messages {shown(value)}")
         for prompt in (value, [5, value]):
             await outcome(lambda prompt=prompt: engine.generate(prompt, params), f"prompt {shown(value)}")
-        for name in ("flavour", "messages", "add_generation_prompt", "self", value if isinstance(value, str) else 5):
+        named = ("messages", "add_generation_prompt", "self") if value is None or isinstance(value, str | dict) else ()
+        for name in ("flavour", *named, value if isinstance(value, str) else 5):
             chat = [{"role": "user", "content": "hi"}]
             await outcome(
                 lambda kwargs={name: value}, chat=chat: engine.chat(chat, params, template_kwargs=kwargs),

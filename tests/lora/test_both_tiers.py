@@ -8,6 +8,7 @@ import random
 import pytest
 from support.fake_adapters import FakeLoader
 from support.fake_engine import Steps
+from support.long import LONG
 
 from asyncengine.errors import AdapterError
 from asyncengine.lora.admission import AdapterSlots
@@ -61,7 +62,7 @@ class Engine:
             wait = False
 
 
-@pytest.mark.parametrize(("room", "slots"), [(64, 4), (8, 4), (2, 4), (1, 1)])
+@pytest.mark.parametrize(("room", "slots"), [*LONG * [(64, 4), (8, 4)], (2, 4), (1, 1)])
 def test_a_thousand_requests_over_64_adapters(room: int, slots: int):
     engine = Engine(room, slots, seed=room)
     for name in ADAPTERS:

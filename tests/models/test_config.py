@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from support import forked
-from support.long import LONG
 from support.multimodal_models import CONFIGS
 from support.tiny_models import FAMILIES
 from transformers import AutoConfig, PreTrainedConfig
@@ -73,10 +72,9 @@ def test_a_saved_file(name: str) -> None:
 
 @pytest.mark.parametrize("family", NATIVE)
 def test_a_file_without_what_has_a_default(family: str) -> None:
-    """What is missing has the default of the class, or is left to it. In the short form, a third of the fields."""
+    """What is missing has the default of the class, or is left to it."""
     content, optional = {**of_type(family), **BESIDE.get(family, {})}, []
-    fields = sorted(content.keys() - {"model_type", "dtype"})
-    for field in ["dtype", *(fields if LONG else fields[[*NATIVE].index(family) % 3 :: 3])]:
+    for field in sorted(content.keys() - {"model_type"}):
         less = {key: value for key, value in content.items() if key != field}
         try:
             plain = native_config(copy.deepcopy(less))

@@ -10,6 +10,7 @@ import torch
 from support.checkpoints import Checkpoint, MakeRunner
 from support.drive import Driver, prompts
 from support.forwards import logits_of, relative_error
+from support.long import LONG
 from support.lora_driver import make_driver
 from support.lora_reference import Reference
 from support.reachable import tensors_in
@@ -88,7 +89,7 @@ def test_memory_is_that_of_the_quantized_weights(checkpoint: Checkpoint) -> None
 # ---------------------------------------------------------------- adapters
 
 
-@pytest.mark.parametrize("quantization", BOTH)
+@pytest.mark.parametrize("quantization", BOTH if LONG else BOTH[-1:])
 def test_adapters_add_to_the_quantized_product(quantization: str, checkpoint: Checkpoint) -> None:
     """Scores of a prompt with each adapter are near those without quantization, far from another adapter's."""
     pytest.importorskip("peft")

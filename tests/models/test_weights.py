@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from support.checkpoints import Checkpoint
 from support.forwards import logits_of
+from support.long import LONG
 from support.lora_driver import make_driver
 from support.lora_reference import Reference
 from support.panels import use_panels
@@ -190,7 +191,7 @@ def peak_kib() -> int:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads and resets what a process has used at most")
-@pytest.mark.parametrize(("tied", "quantization"), [(True, None), (False, "int8"), (True, "int4")])
+@pytest.mark.parametrize(("tied", "quantization"), [(True, None), (False, "int8"), *LONG * [(True, "int4")]])
 def test_no_weight_is_held_twice_while_loading(
     tied: bool, quantization: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,7 +187,7 @@ def test_wherever_memory_runs_out(runner: ModelRunner) -> None:
     counting = FailOnce(0)
     assert outputs(runner, counting)[0] == expected
     assert counting.seen > 20
-    for at in range(1 if LONG else 1 + (runner._graphs is None), counting.seen + 1, 1 if LONG else 3):
+    for at in range(1 if LONG else 1 + (runner._graphs is None), counting.seen + 1, 1 if LONG else 5):
         mode = FailOnce(at)
         found, scored = outputs(runner, mode)
         assert found == expected, f"after a failure of operation {at} of {counting.seen}"

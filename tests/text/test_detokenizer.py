@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from support.long import TIMES
 from text.tokenizer_zoo import KINDS, LINES
 
 from asyncengine.text import TokenTable
@@ -109,7 +110,7 @@ def test_a_window_holds_back_no_more_than_it_must(name: str) -> None:
 def test_long_runs_of_one_token(kind: tuple[str, Any, TokenTable]) -> None:
     """Repeated bytes that are no character, repeated spaces, repeats a decoder folds into one."""
     _, tokenizer, table = kind
-    for token in random.Random(3).sample(range(table.size), min(40, table.size)):
+    for token in random.Random(3).sample(range(table.size), min(12 * TIMES, table.size)):
         ids = [token] * 150 + [0, 1] + [token] * 150
         detokenizer = table.stream(skip_special_tokens=False)
         text = "".join(detokenizer.push([i]) for i in ids) + detokenizer.finish()

@@ -29,6 +29,7 @@ from asyncengine.grammar.schema.members import (
     bounds_of,
     contradictory,
     count_of,
+    hitting_sets,
     items_of,
     json_text,
     of_patterns,
@@ -313,7 +314,7 @@ class _Builder:
                 return
         least, most = bounds_of(entries, "minProperties", "maxProperties")
         free = self._free(entries, list(dict.fromkeys(keys)), named)
-        for wanted in itertools.product(*([*(key for key in pairs if key not in one), None] for one in unlisted)):
+        for wanted in hitting_sets([[*(key for key in pairs if key not in one), None] for one in unlisted]):
             members = [(pair, key in required or key in wanted) for key, pair in pairs.items()]
             self._members(name, members, free, (max(least, 1) if wanted else least, most), None in wanted)
 

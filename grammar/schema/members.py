@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
-from asyncengine.errors import GrammarError, GrammarUnsupported
+from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar.lark import regex
 from asyncengine.grammar.regexes import quoted, words
 from asyncengine.grammar.schema.formats import LIBRARY, MAX_HOSTNAME
@@ -30,6 +30,8 @@ LEAF_OPTIONS = ("json_allowed_escapes", "json_allow_general_unicode_escapes", "l
 """Options of llguidance that say something about a string."""
 STRING = (*LENGTHS, "pattern", "format", "enum", "const")
 
+MAX_HITTING = 256
+"""Sets of members of which an object must have one, where undeclared ones must not all be missing."""
 KEY = r'"(?:[^"\\\x00-\x1f\x7f]|\\["\\bfnrt])*"'
 """An undeclared key: one spelling for each, so that no declared key passes for one."""
 TEXT = r'"(?:[^"\\\x00-\x1f\x7f]|\\(?:["\\bfnrt]|u00(?:[01][0-9A-Fa-f]|7[Ff])))*"'
@@ -207,3 +209,18 @@ class Texts(NamedTuple):
 def contradictory(schema: str) -> bool:
     """The library says that no string is valid under a schema of strings."""
     return "Unsatisfiable" in LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
+
+
+def hitting_sets(choices: Iterable[Sequence[str | None]]) -> list[frozenset[str | None]]:
+    """The sets that have one of each of `choices`, but those that have another such set in them. Raises
+    `GrammarTooLarge` for more than `MAX_HITTING`."""
+    found: list[frozenset[str | None]] = [frozenset()]
+    for one in choices:
+        grown = {had if not had.isdisjoint(one) else had | {key} for had in found for key in one}
+        found = []
+        for had in sorted(grown, key=len):
+            if not any(less <= had for less in found):
+                found.append(had)
+        if len(found) > MAX_HITTING:
+            raise GrammarTooLarge("grammar", f"undeclared members must not be asked for in over {MAX_HITTING} ways")
+    return found

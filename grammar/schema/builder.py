@@ -38,7 +38,7 @@ from asyncengine.grammar.schema.members import (
 )
 from asyncengine.grammar.schema.numbers import FRACTION, KEYWORDS
 from asyncengine.grammar.schema.one_of import Branches
-from asyncengine.grammar.schema.rules import MAX_KEYS, MAX_RULES, Members, Rules, Symbol, repeat
+from asyncengine.grammar.schema.rules import MAX_KEYS, Members, Rules, Symbol, repeat
 from asyncengine.grammar.schema.terms import MADE, Alternatives, Conjunction, Entry, Term
 from asyncengine.grammar.schemas import escape
 
@@ -96,8 +96,6 @@ class _Builder:
             name, conjunction = self._todo.pop()
             for term in self._alternatives.of(conjunction):
                 self._term(name, term)
-            if len(self.rules.alternatives) > MAX_RULES:
-                raise GrammarTooLarge("grammar", f"a schema must not exceed {MAX_RULES} rules")
         self.rules.prune()
         if not self.rules.alternatives[start]:
             detail = f"; there is no {self._empty[0]}" if self._empty else ""

@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple
 
-MAX_RULES = 20_000
+from asyncengine.errors import GrammarTooLarge
+
+MAX_RULES, MAX_ALTERNATIVES = 20_000, 200_000
 MAX_NESTING = 62
 """Brackets open at once where a schema would let them nest without end. A chat's history takes 64 (`MAX_DEPTH` of
 `text/chat_messages.py`), some of which are the call's around the value; pydantic reads 200."""
@@ -57,9 +59,16 @@ class Rules:
         self._terminals: dict[str, str] = {}
         self._texts: dict[str, str] = {}
         self._deep: dict[str, bool] = {}
+        self._size = 0
+        """Alternatives of all rules."""
 
     def add(self, name: str, *alternatives: list[Symbol]) -> str:
+        """Raises `GrammarTooLarge` beyond `MAX_RULES` and `MAX_ALTERNATIVES`."""
         self.alternatives.setdefault(name, []).extend(alternatives)
+        self._size += len(alternatives)
+        if len(self.alternatives) > MAX_RULES or self._size > MAX_ALTERNATIVES:
+            limits = f"{MAX_RULES} rules and {MAX_ALTERNATIVES} alternatives in all of them"
+            raise GrammarTooLarge("grammar", f"a schema must not exceed {limits}")
         return name
 
     def new(self, *alternatives: list[Symbol]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from typing import Annotated, Any, Literal
@@ -10,8 +11,9 @@ import jsonschema
 import pytest
 from pydantic import BaseModel, Field, RootModel
 
-from asyncengine.errors import GrammarError, GrammarUnsupported
+from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar import Grammar
+from asyncengine.grammar.schema.members import hitting_sets
 
 from .oracle import accepts, complaint, matcher
 
@@ -190,3 +192,35 @@ def test_random_schemas_are_refused_or_exact() -> None:
         lost = [value for value in VALUES if value not in taken and validator.is_valid(value)]
         assert lost == [], schema
     assert compiled > 250
+
+
+def test_many_closed_objects_that_share_members() -> None:
+    """What a branch has that ten others lack is said in the fewest ways: all of them would be 5^10 alternatives."""
+    names = "abcdefghijk"
+    branches = [
+        closed({"type": {"const": name}, "label": {}, "size": {}, name: {}}, required=["type"]) for name in names
+    ]
+    loose = [closed({"label": {}, "size": {}, name: {}}, required=["label"]) for name in names]
+    for schema in ({"oneOf": branches}, {"oneOf": loose}):
+        grammar = Grammar.json_schema(schema)
+        for value in (
+            {"type": "a", "label": 1, "a": 2}, {"type": "a", "label": 1, "b": 2}, {"label": 1}, {"label": 1, "c": 0},
+            {"label": 1, "size": 2, "k": 0}, {"label": 1, "a": 0, "b": 0}, {"size": 1, "c": 0}, {"type": "z"},
+        ):  # fmt: skip
+            valid = jsonschema.Draft202012Validator(schema).is_valid(value)
+            assert accepts(grammar, json.dumps(value)) == valid, value
+
+
+def test_the_least_sets_that_have_one_of_each() -> None:
+    rng = random.Random(5)
+    for _ in range(200):
+        keys = "abcdef"[: rng.randint(1, 6)]
+        choices = [rng.sample(keys, rng.randint(1, len(keys))) for _ in range(rng.randint(0, 5))]
+        sets = [frozenset(found) for size in range(len(keys) + 1) for found in itertools.combinations(keys, size)]
+        having = [found for found in sets if all(not found.isdisjoint(one) for one in choices)]
+        least = {found for found in having if not any(other < found for other in having)}
+        found = hitting_sets(choices)
+        assert set(found) == least
+        assert len(found) == len(least)
+    with pytest.raises(GrammarTooLarge, match="256 ways"):
+        hitting_sets([[f"{index}{side}" for side in "ab"] for index in range(9)])

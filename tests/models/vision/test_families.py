@@ -46,8 +46,8 @@ PROCESSOR_CLASSES: dict[str, Any] = {
     "lfm2_vl": SimpleNamespace(replace_image_token=_lfm2),
 }  # fmt: skip
 WANT = 24
-USUAL = ("qwen3_5", "idefics3", "gemma4")
-"""Families that go through the ways of computing steps in the short form as well: positions of three axes and states,
+USUAL = ("qwen3_vl", "qwen3_5", "idefics3", "gemma4")
+"""Families that go through the ways of computing steps in the short form as well: positions of three axes, states,
 rows of pictures, and pictures that are never cut. Others differ from one of them in their tower alone."""
 some_models = pytest.mark.parametrize(
     "model", [name for name in PROCESSORS if LONG or name in USUAL], indirect=True, scope="module"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 VISITS = 3
@@ -74,7 +74,7 @@ def _nearest(matcher: Any, end: int, effort: Effort) -> list[int] | None:
             visits[mask] = visits.get(mask, 0) + (not runs)
             if visits[mask] <= VISITS:
                 following: Iterable[int] = path[-1:] if runs and bits >> path[-1] & 1 else _tried(bits, end)
-                for symbol in following:
+                for symbol in itertools.islice(following, MAX_TRIED):
                     heapq.heappush(heap, (len(path) + 1, next(count), [*path, symbol], mask))
         matcher.rollback(taken)
         if matcher.is_error():
@@ -87,7 +87,7 @@ def _straight(matcher: Any, end: int, effort: Effort) -> list[int] | None:
     path: list[int] = []
     while not matcher.is_accepting() and effort.left > 0 and not matcher.is_error():
         effort.left -= STEP
-        symbols = _tried(int.from_bytes(matcher.compute_bitmask(), "little"), end)[:1]
+        symbols = [*itertools.islice(_tried(int.from_bytes(matcher.compute_bitmask(), "little"), end), 1)]
         if not symbols or not matcher.try_consume_tokens(symbols):
             break
         path += symbols
@@ -96,9 +96,10 @@ def _straight(matcher: Any, end: int, effort: Effort) -> list[int] | None:
     return path if found else None
 
 
-def _tried(bits: int, end: int) -> list[int]:
+def _tried(bits: int, end: int) -> Iterator[int]:
     """One symbol of each kind that makes a difference, of those allowed (bit b: symbol b): special tokens first."""
-    marks = [symbol for symbol in range(256, end) if bits >> symbol & 1]
-    kinds = [next((byte for byte in kind if bits >> byte & 1), -1) for kind in _KINDS]
-    others = [byte for byte in range(256) if bits >> byte & 1 and byte not in _MARKUP]
-    return [*marks, *(byte for byte in kinds if byte >= 0), *others][:MAX_TRIED]
+    if bits >> 256:
+        yield from (symbol for symbol in range(256, end) if bits >> symbol & 1)
+    for kind in _KINDS:
+        yield from itertools.islice((byte for byte in kind if bits >> byte & 1), 1)
+    yield from (byte for byte in range(256) if bits >> byte & 1 and byte not in _MARKUP)

@@ -48,6 +48,8 @@ LEAF_EFFORT = 20_000
 """Effort of one search in what only the library knows, some ten milliseconds."""
 GUESSES = 4
 """Known texts that are tried before it is searched for one."""
+MAX_ENDS = 1024
+"""Ends of them that are tried: a microsecond each."""
 MAX_WAIT = 64
 """Bytes between two searches that find nothing."""
 
@@ -125,7 +127,8 @@ class Inside:
         if self._way is None and self._wait <= 0:
             copy = self._matcher.deep_copy()
             end = self._prices.speller.vocabulary.end
-            known = (guess for guess in self._guesses if leads(copy, [*guess, end]))
+            ends = (guess[begin:] for guess in self._guesses for begin in reversed(range(len(guess))))
+            known = (guess for guess in itertools.islice(ends, MAX_ENDS) if leads(copy, [*guess, end]))
             self._way = next(known, None) or shortest(copy, end, Effort(LEAF_EFFORT))
             self._wait = MAX_WAIT if self._way is None else 0
         return self._way

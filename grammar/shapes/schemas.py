@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -162,12 +163,16 @@ def _demands(part: dict[str, Any]) -> Iterator[Shape]:
 
 
 def _sample(said: list[dict[str, Any]]) -> bytes | None:
-    """A short string of a format that is valid under all of `said`, as far as Python can tell."""
+    """A short string of a format that is valid under all of `said`, as far as Python can tell; or one that is valid but
+    for the format, which may be of it."""
     formats = {part["format"] for part in said if "format" in part}
     text = FORMATS.get(formats.pop(), "")
-    if formats or not text or not all(_holds(part, text) for part in said):
-        return None
-    return json.dumps(text).encode()
+    if not formats and text and all(_holds(part, text) for part in said):
+        return json.dumps(text).encode()
+    with contextlib.suppress(Unmodelled):
+        demands = [*itertools.chain(*map(_demands, said))]
+        return next((b'"%s"' % found for found in Product(demands).endings(b"")), None) if demands else None
+    return None
 
 
 def _holds(part: dict[str, Any], text: str) -> bool:

@@ -44,6 +44,9 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "nested arrays": {"type": "array", "minItems": 2, "items": PAIRS},
     "pattern": closed({"id": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}(-[a-z]+)?$"}}),
     "formats": closed({"d": {"type": "string", "format": "date-time"}, "u": {"type": "string", "format": "uuid"}}),
+    "format and pattern": {
+        "type": "string", "format": "uri", "pattern": "^https://images-fe\\.example\\.com/.*?(no-image)?\\._SL160_\\.(gif|jpg)$",
+    },
     "enum": {"enum": ["red", "日本", "a much longer thing", 17, None]},
     "optional": closed({"a": {"type": "string"}, "b": PERSON, "c": {"type": "integer"}}, ["b"]),
     "map": {"type": "object", "additionalProperties": {"type": "integer"}},

@@ -103,13 +103,9 @@ class Vocabulary:
 
     @cached_property
     def _ascii_tokens(self) -> tuple[Any, Any, Any]:
-        """Ordinary tokens of several ASCII bytes, ascending, their lengths, and the sets of their bytes as two words of
-        64 bits each (bit b: byte b is in it)."""
-        tokens = [
-            token
-            for token, data in enumerate(self.token_bytes)
-            if len(data) > 1 and data.isascii() and token not in self.special_ids
-        ]
+        """Tokens in `by_bytes` of several ASCII bytes, ascending, their lengths, and the sets of their bytes as two
+        words of 64 bits each (bit b: byte b is in it)."""
+        tokens = sorted(token for data, token in self.by_bytes.items() if len(data) > 1 and data.isascii())
         lengths = np.array([len(self.token_bytes[token]) for token in tokens], np.int64)
         letters = np.frombuffer(b"".join(self.token_bytes[token] for token in tokens), np.uint8)
         bits = np.zeros((len(letters), 2), np.uint64)

@@ -20,7 +20,7 @@ from asyncengine.errors import GrammarError, GrammarTooLarge
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
-from asyncengine.grammar.vocabulary import Vocabulary
+from asyncengine.grammar.vocabulary import MAX_TOKEN_BYTES, Vocabulary
 
 from .torture import real_vocabulary
 from .unrolled import Tree, accepts, alt, least_tokens, seq, text, times
@@ -177,7 +177,20 @@ def test_tokens_within_a_set_of_letters_are_all_of_them(letters: str) -> None:
     allowed = {letter for letter in letters.encode() if letter < 128}
     wanted: dict[int, int] = {}
     for token, data in enumerate(vocabulary.token_bytes):
-        if len(data) > 1 and set(data) <= allowed and token not in vocabulary.special_ids:
+        if 1 < len(data) <= MAX_TOKEN_BYTES and set(data) <= allowed and token not in vocabulary.special_ids:
             wanted.setdefault(len(data), token)
     found = vocabulary.within(sum(1 << letter for letter in letters.encode()))
     assert list(found.items()) == sorted(wanted.items(), reverse=True)
+
+
+def test_tokens_too_long_to_be_looked_for_are_in_no_way_to_the_end() -> None:
+    """They are counted nowhere: a cost that one of them would keep is lost once the text is spelled."""
+    long = b"-" * (2 * MAX_TOKEN_BYTES)
+    pieces = [*(bytes([i]) for i in range(256)), b"--", b"-" * 10, long, b"<eos>"]
+    vocabulary = Vocabulary(pieces, [259], [], 260)
+    template = LlguidanceBackend(vocabulary).compile(Grammar.json_schema({"type": "string", "minLength": 30}))
+    assert template.min_tokens == 5  # two quotes, ten dashes three times
+    for budget in range(5, 20):
+        matcher = Matcher(template, budget, "close")
+        output, _ = walk(vocabulary, matcher, budget, random.Random(budget))
+        assert len(json.loads(text_of(vocabulary, output))) >= 30

@@ -128,30 +128,6 @@ def test_adapters_in_graphs(folder: Path) -> None:
     assert [a == b for a, b in zip(first, second, strict=True)] == [True, True, False, True, True]
 
 
-def test_adapters_with_memory_are_captured_with_the_others(folder: Path) -> None:
-    """Nobody waits for it later, as long as the memory is the same."""
-    outputs = []
-    for graphs in (True, False):
-        kept: list[LoraLayers] = []
-
-        def install(module: Any, kept: list[LoraLayers] = kept) -> LoraLayers:
-            kept.append(LoraLayers(module, 3, 32, masked=True))
-            kept[0].allocate([path for path in kept[0].modules if path.endswith(("q_proj", "down_proj"))], 8)
-            return kept[0]
-
-        runner = on_fakes(folder, install)
-        capture = Recall()
-        if graphs:
-            told: list[int] = []
-            runner.use_graphs(SIZES, capture, lambda told=told: told.append(1))  # type: ignore[misc]
-            assert capture.captured == [8, 4, 2, 1] * 2
-            assert len(told) == 8
-        outputs.append(adapted(runner, kept[0]))
-        if graphs:
-            assert capture.captured == [8, 4, 2, 1] * 2 + [8], "only what moved"
-    assert outputs[0] == outputs[1]
-
-
 def test_adapters_that_cannot_be_captured_run_without(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Fails(Recall):
         def __call__(self, work: Callable[[], torch.Tensor]) -> Recalled:

@@ -244,26 +244,6 @@ def test_adapters(early: bool, folder: Path) -> None:
     assert outputs[0] != outputs[1] != outputs[2]
 
 
-def test_adapters_that_cannot_be_captured_run_without(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    found = []
-    for fails in (False, True):
-        kept: list[LoraLayers] = []
-
-        def install(module: Any, kept: list[LoraLayers] = kept) -> LoraLayers:
-            kept.append(LoraLayers(module, 3, 32, masked=True))
-            return kept[0]
-
-        runner, pieces = make_runner(folder, [16, 48] if fails else None, install)
-        kept[0].write(1, random_adapter(kept[0], 8, torch.Generator().manual_seed(2)))
-        if fails:
-            kept[0].begin_fixed = None  # type: ignore[assignment, method-assign]
-        driver = AdapterDriver(runner, kept[0])
-        found.append(driver.run([driver.with_adapter(prompt, 1, 2) for prompt in prompts([9, 12], VOCAB)]))
-        assert not pieces.replays
-    assert found[0] == found[1]
-    assert caplog.text.count("steps with prompts with adapters run without CUDA graphs") == 1
-
-
 def changed(lora: LoraLayers) -> list[str]:
     return [path for path in lora.modules if path.endswith(("k_proj", "down_proj", "lm_head"))]
 

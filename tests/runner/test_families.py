@@ -23,8 +23,8 @@ from asyncengine.models.loading import load_model
 from asyncengine.runner.building import build_runner
 from asyncengine.sampling_params import SamplingParams
 
-WANT = 8
-LENGTHS = [70, 26, 41]
+WANT = 14
+LENGTHS = [70, 25, 36]
 PAGE = 4
 SCORED = SamplingParams(temperature=0.0, ignore_eos=True, prompt_logprobs=True)
 WRITTEN = [name for name, make in FAMILIES.items() if make().model_type in NATIVE]
@@ -98,8 +98,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(name: str, tmp_path: Pat
     """Greedy tokens cannot say, near ties go either way: the error of a token's logits, its median over tokens. Where
     experts are chosen, or states carry errors on, it differs so much between models that the median is of three."""
     ours, theirs = [], []
-    steady = not re.search("expert|mamba|linear_|conv", str(FAMILIES.get(name, OPTIONS.get(name))().to_dict()))
-    for seed in (1,) if steady and not LONG else (0, 1, 2):
+    for seed in (1, 0, 2):
         model = make_model(name, seed, torch.bfloat16, heavy=name not in NOT_HEAVY)
         loaded, _ = load(name, model, tmp_path / str(seed))
         texts = prompts([90, 70], VOCAB, seed + 5)
@@ -109,6 +108,10 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(name: str, tmp_path: Pat
         exact = torch.cat([transformers_logits(model, text) for text in texts])
         ours.append((found - exact).norm(dim=-1))
         theirs.append((rounded - exact).norm(dim=-1))
+        if not LONG and not any(
+            re.search("Expert|Mamba|ShortConv|Delta", type(each).__name__) for each in model.modules()
+        ):
+            break
     ratio = float(torch.cat(ours).median() / torch.cat(theirs).median())
     assert 0 < ratio <= 1.0, f"{ratio:.2f} times the error of transformers"
 

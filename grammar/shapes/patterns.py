@@ -158,13 +158,32 @@ class _Reader:
     def _set(self, items: Any, flags: int) -> Shape:
         """One of a set, and where case does not matter what is the same in ASCII."""
         negated = str(items[0][0]) == "NEGATE"
-        ranges = _listed(items[negated:])
+        ranges = self._listed(items[negated:])
         if flags & _ANY_CASE:
             held = [same for same in _SAME if any(low <= ord(one) <= high for low, high in ranges for one in same)]
             ranges = union([*ranges, *((ord(one), ord(one)) for same in held for one in same)])
             if any(high > 127 for _, high in ranges if high not in (0x17F, 0x212A, MAX_CODE)):
                 raise Unmodelled
         return self._spelled(complement(ranges) if negated else union(ranges))
+
+    def _listed(self, items: Any) -> Ranges:
+        """The characters of a set, as they are listed."""
+        found: Ranges = []
+        for operator, argument in items:
+            match str(operator):
+                case "LITERAL":
+                    found.append((argument, argument))
+                case "RANGE":
+                    found.append(tuple(argument))
+                case "CATEGORY":
+                    _, _, name = str(argument).partition("CATEGORY_")
+                    if (sign := _CATEGORIES.get(name.removeprefix("NOT_"))) is None:
+                        raise Unmodelled
+                    those = characters(sign, self._json)
+                    found += complement(those) if name.startswith("NOT_") else those
+                case _:
+                    raise Unmodelled
+        return found
 
     def _spelled(self, ranges: Ranges) -> Shape:
         return _spelled(self._json, tuple(ranges))
@@ -177,22 +196,3 @@ def _spelled(json: bool, ranges: tuple[tuple[int, int], ...]) -> Shape:
 
 def _anchor(item: Any, *names: str) -> bool:
     return str(item[0]) == "AT" and str(item[1]) in names
-
-
-def _listed(items: Any) -> Ranges:
-    """The characters of a set, as they are listed."""
-    found: Ranges = []
-    for operator, argument in items:
-        match str(operator):
-            case "LITERAL":
-                found.append((argument, argument))
-            case "RANGE":
-                found.append(tuple(argument))
-            case "CATEGORY":
-                _, _, name = str(argument).partition("CATEGORY_")
-                if (sign := _CATEGORIES.get(name.removeprefix("NOT_"))) is None:
-                    raise Unmodelled
-                found += complement(characters(sign)) if name.startswith("NOT_") else characters(sign)
-            case _:
-                raise Unmodelled
-    return found

@@ -49,14 +49,10 @@ def _check(value: Any) -> None:
         size += NODE_SIZE
         if isinstance(node, str):
             size += len(node)
-            if "\0" in node:
-                raise GrammarError("grammar", "must not contain NUL characters")
         elif isinstance(node, dict):
             for key in node:
                 if not isinstance(key, str):
                     raise GrammarError("grammar", "keys of JSON objects must be str", key)
-                if "\0" in key:
-                    raise GrammarError("grammar", "must not contain NUL characters")
                 size += len(key)
             stack.extend([(child, depth + 1) for child in node.values()])
         elif isinstance(node, (list, tuple)):

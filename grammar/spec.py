@@ -128,7 +128,10 @@ class Grammar:
                 raise GrammarError("grammar", "each option of a choice must be a str", item)
         if not items:
             raise GrammarError("grammar", "a choice needs at least one option")
-        return cls("choice", canonical_json(list(dict.fromkeys(str(item) for item in items))), backend=backend)
+        texts = list(dict.fromkeys(str(item) for item in items))
+        for text in texts:
+            check_text(text)
+        return cls("choice", canonical_json(texts), backend=backend)
 
     @classmethod
     def ebnf(cls, text: str) -> Grammar:

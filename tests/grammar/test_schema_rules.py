@@ -6,6 +6,7 @@ import json
 import random
 from typing import Any
 
+import jsonschema
 import pytest
 from support.grammar_walks import text_of, walk
 from support.schema_check import Checker
@@ -270,3 +271,17 @@ def test_blanks_before_a_string_are_bounded_beside_a_choice() -> None:
     grammar = Grammar.json_schema({"type": "object", "properties": content, "anyOf": either})
     assert accepts(grammar, '{"modifier": "dark","content":"a"}')
     assert not accepts(grammar, '{"modifier":  \n   \n   "dark","content":"a"}')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": "a\0b"}, {"enum": ["\0", "x"]}, {"type": "string", "pattern": "^/[^\0]+$"},
+        {"type": "string", "pattern": "^a\0b$"}, {"type": "string", "description": "\0"},
+        {"type": "object", "properties": {"k\0": {"type": "integer"}}, "required": ["k\0"]},
+    ],
+)  # fmt: skip
+def test_a_schema_may_speak_of_the_character_nul(schema: dict[str, Any]) -> None:
+    for value in ("a\0b", "ab", "\0", "x", "/a", "/a\0", {"k\0": 1}, {"k": 1}):
+        valid = jsonschema.Draft202012Validator(schema).is_valid(value)
+        assert accepts(Grammar.json_schema(schema), json.dumps(value)) == valid, value

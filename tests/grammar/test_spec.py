@@ -83,8 +83,6 @@ def test_true_is_any_json_and_false_is_nothing() -> None:
         {"minimum": float("nan")},
         {"minimum": float("inf")},
         '{"minimum": NaN}',
-        {"const": "a\0b"},
-        {"a\0": 1},
         {1: 2},
         {"const": {1, 2}},
         {"const": b"x"},

@@ -126,12 +126,10 @@ class Grammar:
         for item in items:
             if not isinstance(item, str):
                 raise GrammarError("grammar", "each option of a choice must be a str", item)
+            check_text(item)
         if not items:
             raise GrammarError("grammar", "a choice needs at least one option")
-        texts = list(dict.fromkeys(str(item) for item in items))
-        for text in texts:
-            check_text(text)
-        return cls("choice", canonical_json(texts), backend=backend)
+        return cls("choice", canonical_json(list(dict.fromkeys(str(item) for item in items))), backend=backend)
 
     @classmethod
     def ebnf(cls, text: str) -> Grammar:

@@ -29,7 +29,7 @@ from asyncengine.grammar.backend import JointFill, Mask
 from asyncengine.grammar.closing.closing import AHEAD, Closing, Counted, length, unrolled
 from asyncengine.grammar.closing.endless import may_be_endless
 from asyncengine.grammar.closing.prices import Prices, Speller
-from asyncengine.grammar.closing.search import Effort, leads, shortest
+from asyncengine.grammar.closing.search import Effort, completion, shortest
 from asyncengine.grammar.closing.tracker import LEAF_EFFORT
 from asyncengine.grammar.closing.ways import UNREACHABLE
 from asyncengine.grammar.keywords import explain, summary
@@ -111,9 +111,8 @@ class LlguidanceBackend:
 
     def sample(self, opaque: Opaque) -> Sequence[int] | None:
         """A short text of what only the library knows; None if none was found."""
-        matcher, end = self.leaf(opaque).deep_copy(), self.vocabulary.end
-        known = opaque.sample and leads(matcher, [*opaque.sample, end])
-        return opaque.sample if known else shortest(matcher, end, Effort(LEAF_EFFORT))
+        known = [opaque.sample] if opaque.sample else []
+        return completion(self.leaf(opaque).deep_copy(), self.vocabulary.end, known, Effort(LEAF_EFFORT))
 
     def close(self) -> None:
         """End the threads. Idempotent."""

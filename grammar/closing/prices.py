@@ -214,9 +214,9 @@ class Prices:
         whole, rest = _split(shape, unit, count)
         return whole * len(unit.tokens) + len(unit.fewer[rest])
 
-    def samples(self, shape: Opaque) -> list[Sequence[int]]:
-        """Its short text, if one is known."""
-        return [self._samples[shape]] if self.cost(shape) < UNREACHABLE else []
+    def sample(self, shape: Opaque) -> Sequence[int]:
+        """Its short text; empty if none is known."""
+        return self._samples[shape] if self.cost(shape) < UNREACHABLE else ()
 
     def said(self, symbols: Sequence[int]) -> Iterator[Piece]:
         """Symbols of the byte vocabulary, special tokens apart."""

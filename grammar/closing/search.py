@@ -47,6 +47,13 @@ def leads(matcher: Any, symbols: Sequence[int]) -> bool:
     return bool(symbols) and bool(matcher.validate_tokens(symbols) == len(symbols))
 
 
+def completion(matcher: Any, end: int, known: Iterable[Sequence[int]], effort: Effort) -> Sequence[int] | None:
+    """The first of `known` that leads from where `matcher` stands to a complete text, or else the `shortest` found."""
+    return next((symbols for symbols in known if leads(matcher, [*symbols, end])), None) or shortest(
+        matcher, end, effort
+    )
+
+
 def shortest(matcher: Any, end: int, effort: Effort) -> list[int] | None:
     """Symbols that lead from where `matcher` stands (it is left there) to a complete text, few of them; None if none
     were found, which proves nothing. `end`: the symbol of the end, those below are bytes and special tokens."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from asyncengine.grammar.closing.moves import Link, Moves
 from asyncengine.grammar.closing.prices import BLANK, Piece, Prices, Segment
-from asyncengine.grammar.closing.search import Effort, leads, shortest
+from asyncengine.grammar.closing.search import Effort, completion
 from asyncengine.grammar.closing.ways import UNREACHABLE
 from asyncengine.grammar.shapes.automata import Words
 from asyncengine.grammar.shapes.nodes import (
@@ -46,10 +46,8 @@ TRIED = 4
 """Readings whose way to the end is spelled."""
 LEAF_EFFORT = 20_000
 """Effort of one search in what only the library knows, some ten milliseconds."""
-GUESSES = 4
-"""Known texts that are tried before it is searched for one."""
 MAX_ENDS = 1024
-"""Ends of them that are tried: a microsecond each."""
+"""Ends of a known text that are tried before it is searched for one: a microsecond each."""
 MAX_WAIT = 64
 """Bytes between two searches that find nothing."""
 
@@ -98,21 +96,21 @@ class Place:
 class Inside:
     """A place inside what only the library knows."""
 
-    __slots__ = ("_guesses", "_matcher", "_prices", "_wait", "_way", "outer")
+    __slots__ = ("_known", "_matcher", "_prices", "_wait", "_way", "outer")
 
     def __init__(
         self,
         prices: Prices,
         matcher: Any,
         outer: Place,
-        guesses: Sequence[Sequence[int]] = (),
+        known: Sequence[int] = (),
         wait: int = 0,
     ) -> None:
-        """`matcher`: the library's, not to be moved; `guesses`: symbols that may lead to its end; `wait`: symbols until
-        it is worth to search for some."""
+        """`matcher`: the library's, not to be moved; `known`: symbols whose ends may lead to its end; `wait`: symbols
+        until it is worth to search for some."""
         self._prices = prices
         self._matcher = matcher
-        self._guesses = guesses
+        self._known = known
         self._wait = wait
         self._way: Sequence[int] | None = None
         self.outer = outer
@@ -126,10 +124,9 @@ class Inside:
         """Symbols that lead to its end; None if none were found."""
         if self._way is None and self._wait <= 0:
             copy = self._matcher.deep_copy()
+            ends = (self._known[begin:] for begin in reversed(range(len(self._known))))
             end = self._prices.speller.vocabulary.end
-            ends = (guess[begin:] for guess in self._guesses for begin in reversed(range(len(guess))))
-            known = (guess for guess in itertools.islice(ends, MAX_ENDS) if leads(copy, [*guess, end]))
-            self._way = next(known, None) or shortest(copy, end, Effort(LEAF_EFFORT))
+            self._way = completion(copy, end, itertools.islice(ends, MAX_ENDS), Effort(LEAF_EFFORT))
             self._wait = MAX_WAIT if self._way is None else 0
         return self._way
 
@@ -152,10 +149,8 @@ class Inside:
         if matcher.is_accepting():
             yield self.outer
         if not matcher.is_stopped():
-            known = self._guesses if self._way is None else [self._way]
-            guesses = {tuple(guess[1:]): None for guess in known if guess[:1] and guess[0] == symbol}
-            found = [*guesses, *(tuple(guess) for guess in known)]
-            yield Inside(self._prices, matcher, self.outer, found[:GUESSES], max(0, self._wait - 1))
+            known = self._known if self._way is None else self._way
+            yield Inside(self._prices, matcher, self.outer, known, max(0, self._wait - 1))
 
 
 Standing = tuple[Place | Inside, ...]
@@ -357,7 +352,7 @@ class Tracker:
         if isinstance(shape, Mark):
             return [outer] if shape.symbol == symbol else []
         if isinstance(shape, Opaque):
-            return Inside(self._prices, self._leaf(shape), outer, self._prices.samples(shape)).on(symbol)
+            return Inside(self._prices, self._leaf(shape), outer, self._prices.sample(shape)).on(symbol)
         return self._within(shape, b"", outer, symbol)
 
     def _within(self, shape: Shape, index: Any, outer: Place, byte: int) -> list[Place]:

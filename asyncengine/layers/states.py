@@ -11,7 +11,8 @@ without tokens copies. Segments of different rows touch different targets, and n
 segment of the same step writes, so rows may run in parallel.
 
 The state after a token is computed from the state before it and the token alone, one token after another, in float32:
-the same bits in any chunk and any company, so that a snapshot equals what would be computed.
+the same bits in any chunk and any company, so that a snapshot equals what would be computed. On a GPU, where sums have
+no fixed order anyway, prompts go many tokens at a time (`kernels.cuda.recurrence`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,21 @@
-"""Recurrent states moved over tokens, one after another, with a part of each head's state in registers.
+"""Recurrent states moved over tokens, with a part of each head's state in registers.
 
-The gated delta rule, by head or by channel, and Mamba-2 in one kernel: the arithmetic of `layers.gated_delta` and
-`layers.mamba2` without a launch for each operation. A program has some columns of one head's state, which no other
-column needs, and moves them over the tokens of one sequence (the idea of flash-linear-attention's fused recurrent
-kernels, Yang and Zhang 2024). States are read and written where they lie, by slot, so that a CUDA graph can hold steps
-whose states lie elsewhere at each replay.
+The gated delta rule, by head or by channel, and Mamba-2: the arithmetic of `layers.gated_delta` and `layers.mamba2`
+without a launch for each operation. A program has some columns of one head's state, which no other column needs. Two
+ways over the tokens of a sequence, both of flash-linear-attention (Yang and Zhang 2024):
+
+One after another, a token waiting for the state that the one before it leaves. States are read and written where they
+lie, by slot, so that a CUDA graph can hold steps whose states lie elsewhere at each replay.
+
+In chunks, for prompts: what the tokens of a chunk do to each other is matrix products that need no state, so all chunks
+are prepared at once, and a state then goes through four products a chunk. With b the sum of log decays from the chunk's
+begin on and A[i, j] = rate[i] (k[i] . k[j]) exp(b[i] - b[j]) for j < i, the changes that the tokens make are
+
+    (I + A)^-1 (rate v) - (I + A)^-1 (rate exp(b) k) S
+
+where S is the state before the chunk (the WY form of Yang et al. 2024, "Parallelizing Linear Transformers with the
+Delta Rule over Sequence Length"); Mamba-2 has no A (Dao and Gu 2024). Sums are float32, in another order. Gates by
+channel keep to the first way, since exp(b[i] - b[j]) is another number for each channel there.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -19,6 +30,10 @@ import triton.language as tl
 
 _COLUMNS = 16
 """Columns of a state in one program."""
+_CHUNK = 32
+"""Tokens of a chunk; a sequence with fewer goes token by token."""
+_PREPARED_BYTES = 64 << 20
+"""Bytes of prepared chunks at a time."""
 _TINY = 1e-6
 """Addend to the square of a key's length before it is divided by that, as in `layers.gated_delta`."""
 
@@ -59,6 +74,8 @@ class Recurrence:
         """
         tokens = len(rows)
         out = torch.empty((tokens, self.heads, self.value_dim), dtype=torch.float32, device=rows.device)
+        if slots is None and len(states) == 1 and tokens >= _CHUNK and len(self.bias) == self.heads:
+            return out, self._move_chunks(rows, learn, gates, states, out)
         sequences, moved = (len(states), torch.empty_like(states)) if slots is None else (len(slots[0]), states)
         sources, targets = (states, states) if slots is None else slots
         skip = self.rate if self.skip is None else self.skip
@@ -70,6 +87,44 @@ class Recurrence:
             self.skip is None, num_warps=1,
         )  # fmt: skip
         return out, moved
+
+    def _move_chunks(
+        self, rows: torch.Tensor, learn: torch.Tensor, gates: torch.Tensor, state: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """The `state` [1, heads, key dim, value dim] after these tokens of a sequence; `out` takes what is read."""
+        height, columns = max(16, triton.next_power_of_2(self.key_dim)), _COLUMNS
+        blocks = triton.cdiv(self.value_dim, columns)
+        width = 3 * height + _CHUNK + blocks * columns
+        count = triton.cdiv(len(rows), _CHUNK)
+        most = max(1, min(count, _PREPARED_BYTES // (4 * _CHUNK * self.heads * width)))
+        prepared = rows.new_empty((most, self.heads, _CHUNK, width), dtype=torch.float32)
+        decays = rows.new_empty((most, self.heads), dtype=torch.float32)
+        skip = self.rate if self.skip is None else self.skip
+        sizes = (self.heads, self.group, self.key_dim, self.value_dim, height, columns, _CHUNK, width)
+        for first in range(0, len(rows), most * _CHUNK):
+            part = slice(first, first + most * _CHUNK)
+            own = rows[part]
+            moved = torch.empty_like(state)
+            _prepare[(triton.cdiv(len(own), _CHUNK), self.heads)](
+                own, learn[part], gates[part], self.rate, self.bias, prepared, decays, own.stride(0), learn.stride(0),
+                gates.stride(0), len(own), self.key_dim**-0.5, _TINY, *self.limits, *self.firsts, *sizes, blocks,
+                self.skip is None, num_warps=8,
+            )  # fmt: skip
+            _sweep[(self.heads, blocks)](
+                own, prepared, decays, skip, state, moved, out[part], own.stride(0), len(own), self.firsts[2], *sizes,
+                self.skip is None, num_warps=4, num_stages=2,
+            )  # fmt: skip
+            state = moved
+        return state
+
+
+@triton.jit
+def _decay(gate, bias, rate, least, most):
+    """(the bounded softplus of gates, the logarithm of what is kept of a state)."""
+    gate += bias
+    soft = tl.where(gate > 20.0, gate, tl.log(1.0 + tl.exp(tl.minimum(gate, 20.0))))
+    soft = tl.minimum(tl.maximum(soft, least), most)
+    return soft, -rate * soft
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -105,10 +160,8 @@ def _move(
             gate = tl.load(gates + token * gate_stride + head * key_dim + line, mask=real, other=0.0).to(tl.float32)
         else:
             gate = tl.load(gates + token * gate_stride + head).to(tl.float32)
-        gate += bias
-        soft = tl.where(gate > 20.0, gate, tl.log(1.0 + tl.exp(tl.minimum(gate, 20.0))))
-        soft = tl.minimum(tl.maximum(soft, least), most)
-        kept = tl.exp(-rate * soft)
+        soft, kept = _decay(gate, bias, rate, least, most)
+        kept = tl.exp(kept)
         state = state * kept[:, None] if by_channel else state * kept
         if delta:
             query = query * (scale / tl.sqrt(tl.sum(query * query, 0) + tiny))
@@ -123,3 +176,92 @@ def _move(
             read += skip * value
         tl.store(out + (token * heads + head) * value_dim + column, read, mask=inside)
     tl.store(moved + target * size + place, state, mask=both)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _prepare(
+    rows, learn, gates, rates, biases, prepared, decays, row_stride, learn_stride, gate_stride, count, scale, tiny,
+    least, most, query_at: tl.constexpr, key_at: tl.constexpr, value_at: tl.constexpr, heads: tl.constexpr,
+    group: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr, height: tl.constexpr, columns: tl.constexpr,
+    chunk: tl.constexpr, width: tl.constexpr, blocks: tl.constexpr, delta: tl.constexpr,
+):  # fmt: skip
+    """One program for one chunk and head. For each of its tokens, side by side: what of the state its change is without
+    [height], its query on the state [height], its key at the chunk's end [height], how much it reads of each token's
+    change [chunk], and its change if the state was zero [blocks * columns]. Tokens behind the last change nothing."""
+    head = tl.program_id(1)
+    token, dim = tl.program_id(0) * chunk + tl.arange(0, chunk), tl.arange(0, height)
+    line, there = tl.arange(0, chunk), token < count
+    at, real = token.to(tl.int64), there[:, None] & (dim < key_dim)[None, :]
+    own = rows + at[:, None] * row_stride + head // group * key_dim + dim[None, :]
+    query = tl.load(own + query_at, mask=real, other=0.0).to(tl.float32)
+    key = tl.load(own + key_at, mask=real, other=0.0).to(tl.float32)
+    gate = tl.load(gates + at * gate_stride + head, mask=there, other=0.0).to(tl.float32)
+    soft, kept = _decay(gate, tl.load(biases + head), tl.abs(tl.load(rates + head)), least, most)
+    # Of sums in the thousands, as strong gates make them, differences of float32 would have four right digits.
+    total = tl.cumsum(tl.where(there, kept, 0.0).to(tl.float64), 0)
+    behind = line[:, None] >= line[None, :]
+    between = tl.exp(tl.where(behind, total[:, None] - total[None, :], 0.0).to(tl.float32))
+    begun, end = tl.exp(total.to(tl.float32)), tl.sum(tl.where(line == chunk - 1, total, 0.0), 0)
+    speed = soft
+    if delta:
+        query = query * (scale / tl.sqrt(tl.sum(query * query, 1) + tiny))[:, None]
+        key = key / tl.sqrt(tl.sum(key * key, 1) + tiny)[:, None]
+        speed = 1.0 / (1.0 + tl.exp(-tl.load(learn + at * learn_stride + head, mask=there, other=0.0).to(tl.float32)))
+    place = prepared + ((tl.program_id(0).to(tl.int64) * heads + head) * chunk + line[:, None]) * width
+    tl.store(place + height + dim[None, :], query * begun[:, None])
+    tl.store(place + 2 * height + dim[None, :], key * tl.exp((end - total).to(tl.float32))[:, None])
+    # Three products of TF32 have float32's digits and use tensor cores; "ieee" spills tens of kilobytes of registers.
+    seen = tl.dot(query, tl.trans(key), input_precision="tf32x3")
+    tl.store(place + 3 * height + line[None, :], tl.where(behind, seen * between, 0.0))
+    tl.store(decays + tl.program_id(0) * heads + head, tl.exp(end.to(tl.float32)))
+    if delta:
+        solved = tl.dot(key, tl.trans(key), input_precision="tf32x3") * between * -speed[:, None]
+        solved = tl.where(line[:, None] > line[None, :], solved, 0.0)
+        for step in range(1, chunk):  # rows in front of this one are those of (I + A)^-1 - I
+            row = tl.sum(tl.where(line[:, None] == step, solved, 0.0), 0)
+            row += tl.sum(row[:, None] * solved, 0)
+            solved = tl.where(line[:, None] == step, row[None, :], solved)
+        solved = tl.where(line[:, None] == line[None, :], 1.0, solved)
+        unknown = key * (speed * begun)[:, None]
+        tl.store(place + dim[None, :], tl.dot(solved, unknown, input_precision="tf32x3"))
+    for block in range(blocks):
+        column = block * columns + tl.arange(0, columns)
+        value = rows + at[:, None] * row_stride + value_at + head * value_dim + column[None, :]
+        value = tl.load(value, mask=there[:, None] & (column < value_dim)[None, :], other=0.0).to(tl.float32)
+        value *= speed[:, None]
+        if delta:
+            value = tl.dot(solved, value, input_precision="tf32x3")
+        tl.store(place + 3 * height + chunk + column[None, :], value)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _sweep(
+    rows, prepared, decays, skips, states, moved, out, row_stride, count, value_at: tl.constexpr, heads: tl.constexpr,
+    group: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr, height: tl.constexpr, columns: tl.constexpr,
+    chunk: tl.constexpr, width: tl.constexpr, delta: tl.constexpr,
+):  # fmt: skip
+    """One program for some columns of one head's state, over prepared chunks one after another."""
+    head, dim, line = tl.program_id(0), tl.arange(0, height), tl.arange(0, chunk)
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    inside = column < value_dim
+    at = (head * key_dim + dim[:, None]) * value_dim + column[None, :]
+    both = (dim < key_dim)[:, None] & inside[None, :]
+    state = tl.load(states + at, mask=both, other=0.0)
+    skip = tl.load(skips + head)
+    for step in range(tl.cdiv(count, chunk)):
+        first = prepared + (step * heads + head).to(tl.int64) * chunk * width
+        place = first + line[:, None] * width
+        change = tl.load(place + 3 * height + chunk + column[None, :])
+        if delta:
+            change -= tl.dot(tl.load(place + dim[None, :]), state, input_precision="tf32x3")
+        read = tl.dot(tl.load(place + height + dim[None, :]), state, input_precision="tf32x3")
+        read = tl.dot(tl.load(place + 3 * height + line[None, :]), change, read, input_precision="tf32x3")
+        token = step * chunk + line
+        valid = (token < count)[:, None] & inside[None, :]
+        if not delta:
+            value = rows + token.to(tl.int64)[:, None] * row_stride + value_at + head * value_dim + column[None, :]
+            read += skip * tl.load(value, mask=valid, other=0.0).to(tl.float32)
+        tl.store(out + (token.to(tl.int64)[:, None] * heads + head) * value_dim + column[None, :], read, mask=valid)
+        key = tl.load(first + 2 * height + dim[:, None] + line[None, :] * width)
+        state = tl.dot(key, change, state * tl.load(decays + step * heads + head), input_precision="tf32x3")
+    tl.store(moved + at, state, mask=both)

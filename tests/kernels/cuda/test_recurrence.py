@@ -1,7 +1,8 @@
-"""Recurrences in Triton, by its interpreter: layers with them are those without, for segments and lone tokens."""
+"""Recurrences in Triton, by its interpreter: layers with them are those without: lone tokens, segments, chunks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +12,16 @@ import torch
 from support.forwards import relative_error
 from support.layer_options import CPU, options
 from support.segments import segments_of
+from torch.nn import functional
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled here: tests/gpu", allow_module_level=True)
 
+from asyncengine.kernels.cuda import recurrence
+from asyncengine.kernels.cuda.recurrence import Recurrence
 from asyncengine.layers import states
-from asyncengine.layers.gated_delta import GatedDeltaConfig
+from asyncengine.layers.gated_delta import GatedDeltaConfig, learn, unit
 from asyncengine.layers.kimi_delta import KimiDeltaConfig
 from asyncengine.layers.mamba2 import Mamba2Config
 from asyncengine.layers.norm import NormConfig
@@ -64,3 +68,63 @@ def test_layers_by_the_kernel_are_those_by_torch(
     for plain, made in zip(*found, strict=True):
         assert relative_error(plain.double(), made.double()) < NEAR[dtype]
     assert torch.equal(found[0][2], found[1][2])
+
+
+KINDS = {"large": (4, 2, 128, 40), "small": (3, 1, 12, 20), "wide": (2, 1, 16, 64)}
+
+
+def moved(
+    name: str, tokens: int, gate: float, alike: bool, mamba: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """(reads, state after) of a sequence's tokens by the kernels, and by the formula in float64."""
+    heads, group, key_dim, value_dim = KINDS[name]
+    keys, generator = heads // group, torch.Generator().manual_seed(tokens)
+    rows = torch.randn(tokens, 2 * keys * key_dim + heads * value_dim + 3, generator=generator).to(dtype)[:, 1:-2]
+    if alike:
+        rows = rows[:1].expand(tokens, -1).contiguous()
+    learned, gates = (torch.randn(tokens, heads, generator=generator) for _ in range(2))
+    learned += 9.0 * alike
+    gates[5] = 3e4  # all but forgotten, by a logarithm that swallows the others' last digits
+    state = torch.randn(1, heads, key_dim, value_dim, generator=generator)
+    rate, bias, skip = torch.full((heads,), abs(gate)), torch.full((heads,), gate), torch.full((heads,), 0.7)
+    own = Recurrence(
+        heads, group, key_dim, value_dim, (0, keys * key_dim, 2 * keys * key_dim), rate, bias,
+        (0.01, 5.0) if mamba else (0.0, float("inf")), skip if mamba else None,
+    )  # fmt: skip
+    found = own.move(rows, learned, gates, state, None)
+    query, key, value = rows.double().split([keys * key_dim, keys * key_dim, heads * value_dim], 1)
+    query, key = (part.unflatten(1, (keys, key_dim)).repeat_interleave(group, 1) for part in (query, key))
+    value, state, reads = value.unflatten(1, (heads, value_dim)), state.double()[0], []
+    soft = functional.softplus(gates.double() + bias).clamp(*own.limits)
+    for t in range(tokens):
+        state = state * torch.exp(-rate * soft[t])[:, None, None]
+        if mamba:
+            state = state + key[t, ..., None] * (soft[t][:, None] * value[t])[:, None, :]
+            reads.append((state * query[t, ..., None]).sum(-2) + skip[:, None] * value[t])
+        else:
+            q, k = unit(query[t]) * key_dim**-0.5, unit(key[t])
+            read, state = learn(state, q, k, value[t], learned[t].double().sigmoid())
+            reads.append(read)
+    return found, (torch.stack(reads), state[None])
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "gate", "alike", "mamba"),
+    [("large", 16, -2.0, False, False), ("small", 43, -0.1, False, False), ("wide", 50, -6.0, True, False),
+     ("small", 40, 40.0, False, False), ("small", 43, -0.1, False, True), ("wide", 17, 3.0, True, True)],
+)  # fmt: skip
+def test_chunks_of_a_prompt_are_its_tokens_one_by_one(
+    name: str, tokens: int, gate: float, alike: bool, mamba: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`gate`: keys are forgotten slowly, or at once; `alike`: all keys are one, which the state learns wholly."""
+    monkeypatch.setattr(recurrence, "_CHUNK", 16)
+    monkeypatch.setattr(recurrence, "_PREPARED_BYTES", 2 * 16 * 4 * 3 * 96)  # a prompt in several parts
+    monkeypatch.delattr(recurrence, "_move")  # so it cannot go token by token
+    for made, wanted in zip(*moved(name, tokens, gate, alike, mamba), strict=True):
+        assert relative_error(wanted, made.double()) < 2e-6
+
+
+def test_a_chunk_of_its_usual_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(recurrence, "_move")
+    for made, wanted in zip(*moved("small", 40, -1.0, False, False, torch.bfloat16), strict=True):
+        assert relative_error(wanted, made.double()) < 2e-6

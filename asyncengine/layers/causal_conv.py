@@ -11,7 +11,7 @@ from torch.nn import functional
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.sharded import Spans, own_rows
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import StateStep, advance_segments, each_token
+from asyncengine.layers.states import Slots, StateStep, advance_segments, each_token, state_kernels
 
 ConvActivation = Literal["silu"]
 
@@ -43,6 +43,7 @@ class CausalConv:
         self.bias = options.zeros(channels, dtype=torch.float32) if bias else None
         self.window = (taps - 1, channels)
         """Shape of the inputs that it remembers of a sequence."""
+        self.on_device = state_kernels(options)
         self._kernel: Any = None
         if options.compiled:
             from asyncengine.kernels.cpu.causal_conv import convolve_segments
@@ -59,19 +60,29 @@ class CausalConv:
             return made
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
-        def advance(tokens: slice | torch.Tensor, _: Any, window: torch.Tensor | None) -> tuple[None, torch.Tensor]:
-            assert window is not None
-            out[tokens], window = self.advance(x[tokens], window)
-            return None, window
+        def advance(
+            tokens: slice | torch.Tensor, _: Any, windows: torch.Tensor, slots: Slots | None
+        ) -> tuple[None, torch.Tensor]:
+            out[tokens], windows = self.advance(x[tokens], windows, slots)
+            return None, windows
 
         advance_segments(step, index, advance)
         return out
 
-    def advance(self, x: torch.Tensor, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def advance(self, x: torch.Tensor, windows: torch.Tensor, slots: Slots | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(results [tokens, channels], the windows after them) of the next inputs x alike of some sequences, of which
-        each has equally many, by torch's operations. `window` [sequences, taps - 1, channels]."""
-        inputs = torch.cat((window, torch.unflatten(x, 0, (len(window), -1))), dim=1)
-        wide, tokens = inputs.float(), len(x) // len(window)
+        each has equally many, by other means than kernels of a CPU. `windows` [sequences, taps - 1, channels]; with
+        `slots` there is one token of each, and they are moved where they lie, in a pool."""
+        if self.on_device is not None:
+            found: tuple[torch.Tensor, torch.Tensor] = self.on_device.convolve(
+                x, windows, slots, self.weight, self.bias, self.activation is not None
+            )
+            return found
+        if slots is not None:
+            out, moved = self.advance(x, windows.index_select(0, slots[0]), None)
+            return out, windows.index_copy_(0, slots[1], moved)
+        inputs = torch.cat((windows, torch.unflatten(x, 0, (len(windows), -1))), dim=1)
+        wide, tokens = inputs.float(), len(x) // len(windows)
         total = wide[:, :tokens] * self.weight[0]
         if self.bias is not None:
             total = total + self.bias

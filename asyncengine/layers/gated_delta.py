@@ -24,7 +24,16 @@ from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.sharded import even_cuts, part_of, share_of
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import StateLayer, StateSpec, StateStep, by_kernel, each_token, recur, recurrence
+from asyncengine.layers.states import (
+    StateKernels,
+    StateLayer,
+    StateSpec,
+    StateStep,
+    by_kernel,
+    each_token,
+    recur,
+    state_kernels,
+)  # fmt: skip
 
 _TINY = 1e-6
 """A term that keeps the division by a key's length finite: it is added to the square of the length."""
@@ -123,7 +132,8 @@ class GatedDelta(StateLayer):
         )  # fmt: skip
         self._kinds = _kind_indices(config, options.device)
         heads = (config.key_heads, config.value_heads, config.key_dim, config.value_dim)
-        self.rule = delta_rule(options, heads, self.rate, self.dt_bias)
+        self.on_device = state_kernels(options)
+        self.rule = delta_rule(self.on_device, heads, self.rate, self.dt_bias)
         if options.compiled:
             from asyncengine.kernels.cpu.gated_delta import GatedDeltaKernel
 
@@ -145,6 +155,10 @@ class GatedDelta(StateLayer):
             sizes = [self.conv.channels, heads * self.config.value_dim]
             inputs, z, b, a = torch.split(projected[:, : sum(sizes) + 2 * heads], [*sizes, heads, heads], dim=1)
         read = recur(step, self.index, self.conv.advance, inputs, (b, a), self._token, self.rule)
+        if self.on_device is not None:
+            epsilon, weight = self.config.epsilon, self.norm.weight
+            made: torch.Tensor = self.on_device.gated_norm(read.flatten(1), z, weight, epsilon, len(weight))
+            return made
         return self._gated_norm(read, torch.unflatten(z, 1, (-1, self.config.value_dim))).flatten(1)
 
     def _token(
@@ -186,11 +200,15 @@ class GatedDelta(StateLayer):
         return self.conv.nbytes + self.rate.nbytes + self.dt_bias.nbytes
 
 
-def delta_rule(options: LayerOptions, heads: tuple[int, int, int, int], rate: torch.Tensor, bias: torch.Tensor) -> Any:
-    """The rule in Triton, of (key heads, value heads, key dim, value dim); None: it does not run here."""
+def delta_rule(
+    kernels: StateKernels | None, heads: tuple[int, int, int, int], rate: torch.Tensor, bias: torch.Tensor
+) -> Any:
+    """The rule in Triton, of (key heads, value heads, key dim, value dim); None: there are no such kernels."""
+    if kernels is None:
+        return None
     keys, count, key_dim, value_dim = heads
     firsts = (0, keys * key_dim, 2 * keys * key_dim)
-    return recurrence(options, count, count // keys, key_dim, value_dim, firsts, rate, bias)
+    return kernels.recurrence(count, count // keys, key_dim, value_dim, firsts, rate, bias)
 
 
 def learn(

@@ -143,38 +143,31 @@ def state_step(pools: StatePools, moves: StateSegments | LoneTokens, device: tor
     return StateStep(pools, others, LoneTokens(tokens if len(others.begins) else slice(None), *slots))
 
 
-Advance = Callable[
-    [slice | torch.Tensor, torch.Tensor | None, torch.Tensor | None], tuple[torch.Tensor | None, torch.Tensor | None]
-]
-"""(which tokens, recurrent states [sequences, ...], windows alike) -> the two after these tokens.
+Slots = tuple[torch.Tensor, torch.Tensor]
+"""(sources, targets) int64 [sequences]."""
+Advance = Callable[[slice | torch.Tensor, Any, Any, Slots | None], tuple[torch.Tensor | None, torch.Tensor | None]]
+"""(which tokens, recurrent states [sequences, ...], windows alike, None) -> the two after these tokens.
 
-Each sequence has equally many of them, and one's stand behind the other's."""
+Each sequence has equally many of them, and one's stand behind the other's. With slots in place of None, the states of
+sequences of one token lie there in pools, which are given whole and moved."""
 
 
-def advance_segments(step: StateStep, index: int, advance: Advance, *, by_slot: bool = False) -> None:
-    """Run the segments of state layer `index` in torch, one by one but for lone tokens: the reference, and the form for
-    other devices.
+def advance_segments(step: StateStep, index: int, advance: Advance) -> None:
+    """Run the segments of state layer `index`, one by one but for lone tokens, on devices other than a CPU or in torch.
 
-    `advance` is called for every segment with tokens and writes the layer's outputs of these tokens itself. `by_slot`:
-    it moves the recurrent states of lone tokens where they lie, is given None and returns None.
+    `advance` is called for every segment with tokens and writes the layer's outputs of these tokens itself.
     """
     recurrent, windows = step.pools.recurrent[index], step.pools.windows[index]
-    pools = recurrent, windows
     if step.alone is not None:
-        tokens, sources, targets = step.alone
-        state = None if recurrent is None or by_slot else recurrent.index_select(0, sources)
-        window = None if windows is None else windows.index_select(0, sources)
-        for pool, moved in zip(pools, advance(tokens, state, window), strict=True):
-            if pool is not None and moved is not None:
-                pool.index_copy_(0, targets, moved)
+        advance(step.alone.tokens, recurrent, windows, step.alone[1:])
     segments = step.segments
     for begin, end, source, target in zip(
         segments.begins.tolist(), segments.ends.tolist(), segments.sources.tolist(), segments.targets.tolist(),
         strict=True,
     ):  # fmt: skip
-        state, window = (None if pool is None else pool[source : source + 1] for pool in pools)
+        state, window = (None if pool is None else pool[source : source + 1] for pool in (recurrent, windows))
         if end > begin:
-            state, window = advance(slice(begin, end), state, window)
+            state, window = advance(slice(begin, end), state, window, None)
         elif source == target:
             continue
         if recurrent is not None and state is not None:
@@ -190,13 +183,26 @@ def by_kernel(kernel: Any, projected: torch.Tensor, step: StateStep, index: int)
     return made
 
 
-def recurrence(options: LayerOptions, *fields: Any) -> Any:
-    """A `kernels.cuda.recurrence.Recurrence` of these fields; None: it does not run here."""
+class StateKernels(NamedTuple):
+    """Kernels in Triton for layers of this kind."""
+
+    recurrence: Any
+    """The class `kernels.cuda.recurrence.Recurrence`."""
+    convolve: Any
+    """`kernels.cuda.causal_conv.convolve`"""
+    gated_norm: Any
+    """`kernels.cuda.norm.gated_norm`"""
+
+
+def state_kernels(options: LayerOptions) -> StateKernels | None:
+    """None: they do not run here."""
     if triton_missing(options.device) is not None:
         return None
+    from asyncengine.kernels.cuda.causal_conv import convolve
+    from asyncengine.kernels.cuda.norm import gated_norm
     from asyncengine.kernels.cuda.recurrence import Recurrence
 
-    return Recurrence(*fields)
+    return StateKernels(Recurrence, convolve, gated_norm)
 
 
 def recur(
@@ -206,29 +212,31 @@ def recur(
     """Reads of the recurrent states of layer `index`, float32 [T, heads, value dim].
 
     `inputs` [T, channels] go through `convolve`, a `CausalConv.advance`. Over what comes out and `gates` [T, any] the
-    states are moved by a `recurrence`, or by `token`: of what these are for a token of each sequence, and of the states
+    states are moved by a `Recurrence`, or by `token`: of what these are for a token of each sequence, and of the states
     [sequences, ...], it makes what is read and the states after.
     """
     pool = step.pools.recurrent[index]
     assert pool is not None
     out = torch.empty((len(inputs), pool.shape[1], pool.shape[3]), dtype=torch.float32, device=pool.device)
 
-    def advance(tokens: slice | torch.Tensor, state: Any, window: Any) -> tuple[torch.Tensor | None, torch.Tensor]:
-        rows, window = convolve(inputs[tokens], window)
+    def advance(
+        tokens: slice | torch.Tensor, states: torch.Tensor, windows: torch.Tensor, slots: Slots | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, windows = convolve(inputs[tokens], windows, slots)
         parts = rows, gates[0][tokens], gates[1][tokens]
-        if kernel is None:
-            reads = []
-            for place in zip(*(torch.unflatten(part, 0, (len(state), -1)).unbind(1) for part in parts), strict=True):
-                read, state = token(*place, state)
-                reads.append(read)
-            out[tokens] = torch.stack(reads, 1).flatten(0, 1)
-        elif state is None and step.alone is not None:
-            out[tokens], _ = kernel.move(*parts, pool, step.alone[1:])
-        else:
-            out[tokens], state = kernel.move(*parts, state, None)
-        return state, window
+        if kernel is not None:
+            made, states = kernel.move(*parts, states, slots, out[tokens] if isinstance(tokens, slice) else None)
+            if not isinstance(tokens, slice):
+                out[tokens] = made
+            return states, windows
+        moved, reads = states if slots is None else states.index_select(0, slots[0]), []
+        for place in zip(*(torch.unflatten(part, 0, (len(moved), -1)).unbind(1) for part in parts), strict=True):
+            read, moved = token(*place, moved)
+            reads.append(read)
+        out[tokens] = torch.stack(reads, 1).flatten(0, 1)
+        return moved if slots is None else states.index_copy_(0, slots[1], moved), windows
 
-    advance_segments(step, index, advance, by_slot=kernel is not None)
+    advance_segments(step, index, advance)
     return out
 
 

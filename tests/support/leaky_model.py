@@ -15,7 +15,7 @@ from asyncengine.layers.attention import AttentionConfig
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import StateSpec, advance_segments
+from asyncengine.layers.states import Slots, StateSpec, advance_segments
 from asyncengine.layers.step import StepContext
 from asyncengine.models.decoder import Decoder, DecoderConfig, LayerConfig
 from asyncengine.models.families.common import default_rotary
@@ -47,17 +47,18 @@ class LeakyLayer:
         out = torch.empty_like(x)
 
         def advance(
-            tokens: slice | torch.Tensor, state: torch.Tensor | None, window: torch.Tensor | None
+            tokens: slice | torch.Tensor, states: torch.Tensor, windows: torch.Tensor, slots: Slots | None
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            assert state is not None
-            assert window is not None
-            state, before = state.clone(), window[:, :, 0].clone()
+            sources: Any = slice(None) if slots is None else slots[0]
+            state, before = states[sources].clone(), windows[sources, :, 0].clone()
             made = []
             for own in torch.unflatten(x[tokens], 0, (len(state), -1)).unbind(1):
                 state = state * self.keep + own
                 made.append(state + 3 * before)
                 before = own.clone()
             out[tokens] = torch.stack(made, 1).flatten(0, 1)
+            if slots is not None:
+                states[slots[1]], windows[slots[1]] = state, before[:, :, None]
             return state, before[:, :, None]
 
         assert step.states is not None

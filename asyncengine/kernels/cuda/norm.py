@@ -1,9 +1,11 @@
-"""RMS norms, alone or with the residual sum before them, each in one kernel."""
+"""RMS norms, alone, with the residual sum before them or with a gate, each in one kernel."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # Triton compiles no parameter that is annotated with anything but constexpr
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import triton
@@ -74,3 +76,45 @@ def _launch(
         (rows, 1, 1), (x, branch, weight, total, normed), (float(scale), float(epsilon)), constants,
         num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip
+
+
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, epsilon: float, size: int, *,
+    norm: Literal["gated", "before gate"] | None = "before gate", activation: Literal["silu", "sigmoid"] = "silu",
+    scale: float = 1.0,
+) -> torch.Tensor:  # fmt: skip
+    """x [rows, width], float32, normalised by groups of `size` and multiplied by the activated gate, in that order or,
+    "gated", the other; None: not normalised. [rows, width] in the gate's dtype, times `scale`.
+
+    `gate` [rows, width], whose rows may be part of longer ones. `weight` [width], or [size]: that of every group.
+    """
+    (rows, width), block = x.shape, triton.next_power_of_2(size)
+    out = torch.empty((rows, width), dtype=gate.dtype, device=x.device)
+    _gated_norm[(rows, width // size)](
+        x, gate, weight, out, gate.stride(0), epsilon, scale, width, size, norm, activation == "silu",
+        len(weight) == size, block, num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _gated_norm(
+    x, gate, weight, out, gate_stride, epsilon, scale, width: tl.constexpr, size: tl.constexpr, norm: tl.constexpr,
+    silu: tl.constexpr, shared: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """One group of a row a program."""
+    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, block)
+    inside, column = place < size, tl.program_id(1) * size + place
+    values = tl.load(x + row * width + column, mask=inside, other=0.0)
+    gates = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    factor = 1.0 / (1.0 + tl.exp(-gates))
+    if silu:
+        factor *= gates
+    if norm == "gated":
+        values *= factor
+    if norm is not None:
+        values *= tl.rsqrt(tl.sum(values * values, 0) / size + epsilon)
+        values *= tl.load(weight + (place if shared else column), mask=inside, other=0.0).to(tl.float32)
+    if norm != "gated":
+        values *= factor
+    tl.store(out + row * width + column, (values * scale).to(out.dtype.element_ty), mask=inside)

@@ -64,16 +64,17 @@ class Recurrence:
 
     def move(
         self, rows: torch.Tensor, learn: torch.Tensor, gates: torch.Tensor, states: torch.Tensor,
-        slots: tuple[torch.Tensor, torch.Tensor] | None,
+        slots: tuple[torch.Tensor, torch.Tensor] | None, out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """(what is read, float32 [tokens, heads, value dim]; the states after).
+        """(what is read, float32 [tokens, heads, value dim], in `out` if that is given; the states after).
 
         `rows` [tokens, all], `learn` [tokens, heads] of the delta rule and `gates` [tokens, as `bias`] may be part of
         longer rows. `states` float32 [sequences, heads, key dim, value dim]: each sequence has equally many tokens, and
         one's stand behind the other's. With `slots`, (sources, targets) int64 [sequences], they lie there in a pool.
         """
         tokens = len(rows)
-        out = torch.empty((tokens, self.heads, self.value_dim), dtype=torch.float32, device=rows.device)
+        if out is None:
+            out = torch.empty((tokens, self.heads, self.value_dim), dtype=torch.float32, device=rows.device)
         if slots is None and len(states) == 1 and tokens >= _CHUNK and len(self.bias) == self.heads:
             return out, self._move_chunks(rows, learn, gates, states, out)
         sequences, moved = (len(states), torch.empty_like(states)) if slots is None else (len(slots[0]), states)

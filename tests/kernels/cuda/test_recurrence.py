@@ -25,6 +25,7 @@ from asyncengine.layers.gated_delta import GatedDeltaConfig, learn, unit
 from asyncengine.layers.kimi_delta import KimiDeltaConfig
 from asyncengine.layers.mamba2 import Mamba2Config
 from asyncengine.layers.norm import NormConfig
+from asyncengine.layers.short_conv import ShortConvConfig
 from asyncengine.layers.states import LoneTokens, StatePools, StateStep
 
 LARGE = GatedDeltaConfig(2, 4, 128, 40, 4, 1e-6)
@@ -32,7 +33,9 @@ LAYERS: dict[str, Any] = {
     "large": LARGE, "interleaved": replace(LARGE, key_dim=16, interleaved=True),
     "small": GatedDeltaConfig(3, 3, 12, 20, 3, 1e-6), "kimi": KimiDeltaConfig(3, 20, 4, 1e-6),
     "mamba": Mamba2Config(6, 40, 10, 2, 4, 1e-5),
-    "bounded mamba": Mamba2Config(4, 12, 32, 1, 4, 1e-5, norm="before gate", limits=(0.2, 0.9)),
+    "bounded mamba": Mamba2Config(4, 12, 32, 1, 4, 1e-5, norm="before gate", norm_groups=2, limits=(0.2, 0.9)),
+    "mamba without a norm": Mamba2Config(4, 12, 8, 1, 2, 1e-5, norm=None, conv_bias=False, out_scale=0.3),
+    "short conv": ShortConvConfig(3),
 }  # fmt: skip
 ROWS = [[(1, 0, 1)], [(9, 0, 2), (1, 2, 3)], [(1, 4, 4)], [(1, 5, 7)], [(1, 0, 2), (0, 2, 8)]]
 NEAR = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -51,23 +54,25 @@ def test_layers_by_the_kernel_are_those_by_torch(
     for triton in (False, True):
         monkeypatch.setattr(states, "triton_missing", lambda device, triton=triton: None if triton else "no")
         layer = LAYERS[name].build(own, NormConfig(), "", 32, 0)
-        assert (layer.rule is not None) == triton
+        assert (layer.conv.on_device is not None) == triton
         generator = torch.Generator().manual_seed(2)
         for _, slot in layer.slots():
             slot.load(torch.randn(slot.shape, generator=generator) * 0.3)
-        bias = layer.step_bias if name.endswith("mamba") else layer.dt_bias
-        bias[0] = 40.0  # softplus is the number itself there
+        for bias in ("step_bias", "dt_bias"):
+            if hasattr(layer, bias):
+                getattr(layer, bias)[0] = 40.0  # softplus is the number itself there
         pools = StatePools([layer.spec], 9, dtype, CPU)
-        assert pools.recurrent[0] is not None
-        pools.recurrent[0][1:] = torch.randn(pools.recurrent[0][1:].shape, generator=generator)
+        memory = [pool for pool in (*pools.recurrent, *pools.windows) if pool is not None]
+        for pool in memory:
+            pool[1:] = torch.randn(pool[1:].shape, generator=generator)
         others, alone = segments_of(ROWS).apart()
         step = StateStep(pools, others, LoneTokens(*torch.from_numpy(alone)))
         x = torch.randn(14, 32, generator=generator).to(dtype)
-        found.append((layer(x, SimpleNamespace(states=step, adapters=None)), pools.recurrent[0], pools.windows[0]))
-        assert not pools.recurrent[0][0].any()
+        found.append((layer(x, SimpleNamespace(states=step, adapters=None)), *memory))
+        assert not any(pool[0].any() for pool in memory)
     for plain, made in zip(*found, strict=True):
         assert relative_error(plain.double(), made.double()) < NEAR[dtype]
-    assert torch.equal(found[0][2], found[1][2])
+    assert torch.equal(found[0][-1], found[1][-1]), "windows"
 
 
 KINDS = {"large": (4, 2, 128, 40), "small": (3, 1, 12, 20), "wide": (2, 1, 16, 64)}

@@ -16,11 +16,10 @@ from outlines.types import dsl
 from asyncengine.errors import GrammarError, GrammarTooLarge
 from asyncengine.grammar.lark import ebnf_to_lark, literal, regex
 from asyncengine.grammar.lower import inline_json
-from asyncengine.grammar.python_types import is_json, is_union, json_of
 from asyncengine.grammar.regexes import escaped, portable
 from asyncengine.grammar.schema.formats import CLOCK, DATE
 from asyncengine.grammar.schema.numbers import WRITTEN_DIGITS
-from asyncengine.grammar.schemas import schema_text
+from asyncengine.grammar.schemas import is_json, is_union, json_of, schema_text
 from asyncengine.grammar.spec import Grammar
 
 MAX_TERM_DEPTH = 64

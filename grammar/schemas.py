@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, get_origin
 from urllib.parse import quote, unquote, urljoin
@@ -265,3 +267,50 @@ def schemas_of(grammar: Grammar) -> Iterator[Any]:
         yield json.loads(grammar.text)
     elif grammar.kind == "lark":
         yield from (json.loads(text) for kind, text in tokens(grammar.text) if kind == "json")
+
+
+def is_json(spec: Any) -> bool:
+    """Whether a type is written as JSON: models, containers, constrained types, functions (their arguments)."""
+    if is_typed_dict(spec) or isinstance(spec, (types.FunctionType, functools.partial)):
+        return True
+    if hasattr(spec, "__metadata__") or hasattr(spec, "__value__"):
+        return True
+    if isinstance(spec, type) and get_origin(spec) is None:
+        model = hasattr(spec, "model_json_schema") or (hasattr(spec, "__fields__") and hasattr(spec, "schema"))
+        return model or dataclasses.is_dataclass(spec) or spec in (list, tuple, dict, set, frozenset)
+    return isinstance(get_origin(spec), type) and not is_union(spec)
+
+
+def is_union(spec: Any) -> bool:
+    import typing
+
+    return get_origin(spec) is typing.Union or isinstance(spec, types.UnionType)
+
+
+def json_of(spec: Any) -> dict[str, Any]:
+    """The JSON schema of a type for which `is_json`."""
+    if isinstance(spec, (types.FunctionType, functools.partial)):
+        return arguments_schema(spec)
+    if isinstance(spec, type) and get_origin(spec) is None and spec not in (list, tuple, dict, set, frozenset):
+        return class_schema(spec)
+    return annotation_schema(spec)
+
+
+def arguments_schema(function: Any) -> dict[str, Any]:
+    """The keyword arguments a function takes, as a JSON object; those with a default may be left out."""
+    import inspect
+
+    import pydantic
+
+    name = getattr(function, "__name__", "Arguments")
+    try:
+        parameters = inspect.signature(function, eval_str=True).parameters.values()
+        if untyped := [parameter.name for parameter in parameters if parameter.annotation is parameter.empty]:
+            raise TypeError(f"{untyped[0]} has no type annotation")
+        fields: dict[str, Any] = {
+            parameter.name: (parameter.annotation, ... if parameter.default is parameter.empty else parameter.default)
+            for parameter in parameters
+        }
+        return closed(pydantic.create_model(name, **fields).model_json_schema())
+    except Exception as error:
+        raise GrammarError("grammar", f"no schema for the arguments of {name}: {str(error)[:120]}") from error

@@ -72,6 +72,22 @@ def test_the_comparison_can_fail(fake: FakeFlashInfer) -> None:
     assert pair.step([(0, 9)]) > 1e-3
 
 
+@pytest.mark.parametrize("prompt", [True, False], ids=["prompt", "decode"])
+def test_results_go_where_kernels_would_write_them(prompt: bool, fake: FakeFlashInfer) -> None:
+    """The stand-in refuses memory that torch would convert or stretch to fit, and kernels would not."""
+    pair = Pair(backend := make_flashinfer([BASE], fake), [BASE], rows=2)
+    pair.step([(0, 5), (1, 5)])
+    pair.step([(0, 3), (1, 3)] if prompt else [(0, 1), (1, 1)])
+    query = torch.zeros(6 if prompt else 2, 4, 64)
+    backend.attend_into(0, query, torch.empty_like(query))
+    wrong = {"shape": torch.empty(1, *query.shape), "dtype": torch.empty(query.shape, dtype=torch.float64)}
+    for field, out in wrong.items():
+        with pytest.raises(ValueError, match=f"Invalid {field} of out"):
+            backend.attend_into(0, query, out)
+    with pytest.raises(AssertionError, match="counts on through memory"):
+        backend.attend_into(0, query, torch.empty(*query.shape[:2], 128)[..., ::2])
+
+
 def test_groups_are_planned_once_a_step(fake: FakeFlashInfer) -> None:
     backend = make_flashinfer(GEMMA, fake)
     pair = Pair(backend, GEMMA, rows=2)

@@ -23,6 +23,7 @@ import torch
 from support.flashinfer_checks import (
     check_append,
     check_gated,
+    check_out,
     check_queries,
     check_workspace,
     refuse_empty,
@@ -255,9 +256,10 @@ def _check_cache(cache: torch.Tensor) -> tuple[int, int, int]:
 class Wrapper:
     """What both wrappers share: workspaces, the staging area, the checks of a plan, the arithmetic."""
 
-    @staticmethod
-    def put(made: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor | None, return_lse: bool) -> Any:
+    def put(self, made: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor | None, return_lse: bool) -> Any:
         """Where the caller wants it."""
+        if out is not None:
+            check_out(out, made[0], self.planned, self.fake.memory.is_pinned)
         found = made[0] if out is None else out.copy_(made[0])
         return (found, made[1]) if return_lse else found
 

@@ -113,3 +113,16 @@ def check_queries(q: torch.Tensor, cache: torch.Tensor, planned: dict[str, objec
     assert q.dim() == 3
     assert q.stride(-1) == 1, "it counts on through a head"
     aligned(q)
+
+
+def check_out(out: torch.Tensor, q: torch.Tensor, planned: dict[str, object], on_host: IsHost) -> None:
+    """`out` of both wrappers' `run`: `check_shape_dtype_device` (utils.py), which decode.py and prefill.py call;
+    csrc/batch_decode.cu and batch_prefill.cu pass on its address and no strides."""
+    if out.shape != q.shape:
+        raise ValueError(f"Invalid shape of out: expected {q.shape}, got {out.shape}")
+    if out.dtype != planned["o_data_type"]:
+        raise ValueError(f"Invalid dtype of out: expected {planned['o_data_type']}, got {out.dtype}")
+    if on_host(out):
+        raise ValueError("Invalid device of out")
+    assert out.is_contiguous(), "it counts on through memory"
+    aligned(out)

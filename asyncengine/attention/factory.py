@@ -12,7 +12,7 @@ from asyncengine.attention.base import AttentionBackend, LayerSpec
 from asyncengine.attention.flashinfer import FlashInferBackend, load_flashinfer
 from asyncengine.attention.flashinfer_plan import why_not
 from asyncengine.attention.torch_paged import TorchPagedBackend
-from asyncengine.config import EngineConfig
+from asyncengine.config import EngineConfig, MemorySettings
 from asyncengine.device.shared_pools import SharedPools
 from asyncengine.errors import InvalidParameter
 from asyncengine.kernels.cpu import compiler_missing
@@ -20,7 +20,7 @@ from asyncengine.kernels.cpu import compiler_missing
 logger = logging.getLogger("asyncengine")
 
 
-def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+def kv_dtype(config: MemorySettings, dtype: torch.dtype) -> torch.dtype:
     """Type of KV memory for a model of `dtype`."""
     return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
 

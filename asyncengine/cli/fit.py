@@ -17,7 +17,7 @@ from asyncengine.cli.text import write, write_json
 from asyncengine.cluster import Claim, Cluster, Device, Node, Placement, Refusal, place
 from asyncengine.cluster.claims import claim_of
 from asyncengine.cluster.nodes import MAX_MEMORY
-from asyncengine.config import EngineConfig
+from asyncengine.config import EngineConfig, ModelSettings
 
 if TYPE_CHECKING:
     from asyncengine.models.memory.needs import ModelNeeds
@@ -63,7 +63,7 @@ def _read(model: str, config: EngineConfig) -> tuple[ModelNeeds, Machine]:
     return (replace(needs, name=model) if model == "demo" else needs), Machine(free_bytes(torch.device("cpu")), free)
 
 
-def claim_here(needs: ModelNeeds, tokens: int, config: EngineConfig) -> Claim:
+def claim_here(needs: ModelNeeds, tokens: int, config: ModelSettings) -> Claim:
     """The claim of one engine, which runs on a device for each rank or on the host's processors."""
     ranks = config.tensor_parallel
     copied = needs.step_bytes // ranks if ranks > 1 else 0

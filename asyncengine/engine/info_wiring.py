@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncengine.config import EngineConfig
+from asyncengine.config import ModelSettings
 from asyncengine.engine.image_wiring import LoadedImages
 from asyncengine.info import ModelInfo
 from asyncengine.text import TextTokenizer
@@ -21,7 +21,7 @@ def info_of(
     tokenizer: TextTokenizer | None,
     runner: ModelRunner | EncoderRunner,
     images: LoadedImages,
-    config: EngineConfig,
+    config: ModelSettings,
 ) -> ModelInfo:
     """Describe a model by its parts; `wire` adds what its limits and its chats are."""
     from asyncengine.models.routes import why_unrouted  # which imports torch

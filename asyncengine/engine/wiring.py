@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from asyncengine.config import EngineConfig
+from asyncengine.config import BatchingSettings, EngineConfig
 from asyncengine.demo import (
     EMBEDDER_PATH,
     MODEL_PATH,
@@ -416,7 +416,7 @@ def wire(
     return frontend
 
 
-def _fit_context(info: ModelInfo, config: EngineConfig, capacity: int) -> ModelInfo:
+def _fit_context(info: ModelInfo, config: BatchingSettings, capacity: int) -> ModelInfo:
     """No request may be longer than the model's context, the configured limit, or the whole KV cache."""
     if config.max_model_len is not None and config.max_model_len > capacity:
         raise InvalidParameter(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from asyncengine.config import EngineConfig
+from asyncengine.config import EngineConfig, ModelSettings
 from asyncengine.errors import ModelNotFound, UnsupportedModel
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families import MULTIMODAL, NATIVE
@@ -20,7 +20,7 @@ _STATE_WEIGHTS = ("A_log", "dt_bias", ".A", ".D")
 """Last parts of the names of weights that recurrent layers have and attention has not."""
 
 
-def load_config(checkpoint: CheckpointSource, config: EngineConfig) -> Any:
+def load_config(checkpoint: CheckpointSource, config: ModelSettings) -> Any:
     """transformers' config object. Raises `UnsupportedModel` for an unknown family or one that needs its own code."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from asyncengine.attention.base import LayerSpec
-from asyncengine.config import EngineConfig
+from asyncengine.config import EngineConfig, ModelSettings, RequestSettings
 from asyncengine.device.cores import threads_for
 from asyncengine.device.memory import bound_kernel_caches
 from asyncengine.errors import InvalidParameter, ModelNotFound
@@ -225,13 +225,15 @@ def _stage_of(outline: Decoder, config: EngineConfig, ranks: Ranks) -> Stage:
     return Stage(ranks.rank, ranks.size, cuts or ())
 
 
-def check_split(config: EngineConfig, ranks: Ranks | None, reason: str | None) -> None:
+def check_split(config: ModelSettings, ranks: Ranks | None, reason: str | None) -> None:
     """Raises `InvalidParameter` for a model of several processes that has a reason to be computed by one."""
     if ranks is not None and reason is not None:
         raise InvalidParameter(config.parallel_field, f"this model cannot be split: {reason}", ranks.size)
 
 
-def _layer_options(plan: ModelPlan, weights: Weights, config: EngineConfig, ranks: Ranks | None = None) -> LayerOptions:
+def _layer_options(
+    plan: ModelPlan, weights: Weights, config: ModelSettings, ranks: Ranks | None = None
+) -> LayerOptions:
     """Options of the layers of a model whose weights fit. Raises `OutOfMemory` if they do not."""
     # the first looks before others have taken any of the memory that ranks of a CPU have in common
     parts = 1 if ranks is None or (ranks.exact and ranks.rank == 0) else ranks.size
@@ -242,7 +244,7 @@ def _layer_options(plan: ModelPlan, weights: Weights, config: EngineConfig, rank
 
 
 def _fill(
-    slots: Mapping[str, TensorSlot], plan: ModelPlan, weights: Weights, options: LayerOptions, config: EngineConfig,
+    slots: Mapping[str, TensorSlot], plan: ModelPlan, weights: Weights, options: LayerOptions, config: ModelSettings,
     bar: LoadProgress,
 ) -> None:  # fmt: skip
     """Weights into `slots`: made up, or from the checkpoint's files."""
@@ -306,7 +308,7 @@ def _make_module(plan: ModelPlan, config: EngineConfig) -> Any:
     return module.eval().requires_grad_(False)
 
 
-def _from_pretrained(plan: ModelPlan, config: EngineConfig) -> Any:
+def _from_pretrained(plan: ModelPlan, config: ModelSettings) -> Any:
     from transformers import AutoModelForCausalLM
 
     with quiet_transformers():
@@ -348,7 +350,7 @@ def quiet_transformers() -> Iterator[None]:
 _DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
-def _generation_defaults(checkpoint: CheckpointSource, config: EngineConfig) -> dict[str, Any]:
+def _generation_defaults(checkpoint: CheckpointSource, config: RequestSettings) -> dict[str, Any]:
     """The settings of generation_config.json. Raises `ModelNotFound` for a value that no request could use."""
     file, content = checkpoint.folder / "generation_config.json", checkpoint.generation_defaults()
     found = {key: value for key, value in content.items() if value is not None and not key.startswith("_")}

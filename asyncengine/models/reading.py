@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from asyncengine.config import EngineConfig
+from asyncengine.config import BatchingSettings, EngineConfig, ModelSettings
 from asyncengine.device.memory import is_out_of_memory
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, UnsupportedModel
 from asyncengine.layers.stored_weight import stored_missing
@@ -137,7 +137,7 @@ def read_config(
     return hf_config, None if refused else decoder_config_of(hf_config, length), length
 
 
-def _max_model_len(hf_config: Any, config: EngineConfig) -> int:
+def _max_model_len(hf_config: Any, config: BatchingSettings) -> int:
     text_config = hf_config.get_text_config()
     lengths = [getattr(text_config, name, None) for name in LENGTH_FIELDS]
     own = next((value for value in lengths if isinstance(value, int) and value > 0), None)
@@ -167,7 +167,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(
-    config: EngineConfig, hf_config: Any, checkpoint: CheckpointSource, device: torch.device
+    config: ModelSettings, hf_config: Any, checkpoint: CheckpointSource, device: torch.device
 ) -> torch.dtype:
     """The engine's setting, or else the type that the checkpoint declares or most of its numbers are stored in."""
     if config.dtype != "auto":
@@ -192,7 +192,7 @@ def _declared_dtype(hf_config: Any, checkpoint: CheckpointSource) -> torch.dtype
     return max(elements, key=lambda dtype: elements[dtype], default=torch.float32)
 
 
-def quantization_bits(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> int | None:
+def quantization_bits(config: ModelSettings, dtype: torch.dtype, device: torch.device) -> int | None:
     """Bits of a weight, None if they are to stay as they are. Raises `InvalidParameter` where it cannot be done."""
     if config.quantization is None:
         return None

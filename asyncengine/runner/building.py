@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from asyncengine.attention.factory import make_backend
-from asyncengine.config import EngineConfig
+from asyncengine.config import BatchingSettings, EngineConfig, MemorySettings
 from asyncengine.device.cores import Cores
 from asyncengine.device.memory import free_bytes, in_words, release_cached
 from asyncengine.device.transfer import on_device
@@ -159,7 +159,7 @@ def _compile_kernels(
     runner.fused = runner.fused if describe is None else describe()  # now it is known whether layers are recorded
 
 
-def _prompt_step(runner: ModelRunner, config: EngineConfig, count: int) -> Batch:
+def _prompt_step(runner: ModelRunner, config: MemorySettings, count: int) -> Batch:
     """A step that computes a prompt of so many tokens."""
     pages = list(range(1, 1 + -(-count // config.page_size)))
     spec = RequestSpec(0, (0,) * count, GREEDY, count + 1, pooled=wanted_of(runner.pooler))
@@ -312,7 +312,7 @@ def largest_step(
 
 
 def _capture_graphs(
-    runner: ModelRunner, config: EngineConfig, device: torch.device, progress: LoadProgress, *, adapted: bool
+    runner: ModelRunner, config: BatchingSettings, device: torch.device, progress: LoadProgress, *, adapted: bool
 ) -> None:
     """Capture all graphs, and say what they took. Without memory for them, steps run without.
 

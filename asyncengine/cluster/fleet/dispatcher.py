@@ -12,7 +12,7 @@ from asyncengine.cluster.fleet.prefill import Prefills
 from asyncengine.cluster.fleet.requests import FleetRequest, ReplicaHandle
 from asyncengine.cluster.fleet.settings import FleetConfig
 from asyncengine.cluster.routing import Role, Route, Router
-from asyncengine.config import EngineConfig
+from asyncengine.config import RequestSettings
 from asyncengine.engine.backpressure import QueueLimit
 from asyncengine.engine.clock import Clock
 from asyncengine.engine.delivery import Delivery, OutputStream
@@ -32,7 +32,7 @@ class Dispatcher:
     """All requests of one fleet. Lives on the fleet's loop; nothing here waits."""
 
     def __init__(
-        self, config: EngineConfig, settings: FleetConfig, clock: Clock, page_size: int, adapters: FleetAdapters
+        self, config: RequestSettings, settings: FleetConfig, clock: Clock, page_size: int, adapters: FleetAdapters
     ) -> None:
         self.clock, self.adapters = clock, adapters
         self.queue_limit = QueueLimit(config.max_queued_requests, config.max_queued_tokens)

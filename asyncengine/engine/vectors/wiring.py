@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncengine.config import EngineConfig
+from asyncengine.config import AdapterSettings, EngineConfig
 from asyncengine.engine.vectors.pair_templates import pair_template
 from asyncengine.engine.vectors.service import VectorModel
 from asyncengine.errors import InvalidParameter, UnsupportedModel
@@ -83,7 +83,7 @@ def described(info: ModelInfo, model: VectorModel, tokenizer: TextTokenizer | No
     )
 
 
-def encoder_pooler(loaded: LoadedEncoder, spec: PoolingSpec, config: EngineConfig) -> tuple[Pooler, VectorModel]:
+def encoder_pooler(loaded: LoadedEncoder, spec: PoolingSpec, config: AdapterSettings) -> tuple[Pooler, VectorModel]:
     """The pooler (of a head's scores, where that pools) and description of an encoder. Raises `UnsupportedModel`,
     `ModelNotFound`, and `InvalidParameter` for adapters, which encoders do not take."""
     from asyncengine.pooling.pool import Pooler

@@ -24,7 +24,7 @@ import torch
 
 from asyncengine.attention.base import LayerSpec, page_bytes
 from asyncengine.attention.factory import kv_dtype
-from asyncengine.config import EngineConfig
+from asyncengine.config import EngineConfig, MemorySettings
 from asyncengine.device.memory import limited_by
 from asyncengine.errors import InvalidParameter, OutOfMemory
 from asyncengine.layers.states import StateSpec
@@ -140,12 +140,12 @@ def num_pages_for(
     return pages
 
 
-def modest_pages(config: EngineConfig, max_model_len: int) -> int:
+def modest_pages(config: MemorySettings, max_model_len: int) -> int:
     """Pages of the smallest pool that is not refused, page 0 included."""
     return -(-min(MODEST_TOKENS, max_model_len) // config.page_size) + 1
 
 
-def _kv_budget(config: EngineConfig, device: torch.device, free_bytes: int) -> int:
+def _kv_budget(config: MemorySettings, device: torch.device, free_bytes: int) -> int:
     """Bytes that keys and values may take. Raises `OutOfMemory` if more are asked for than are free."""
     asked = config.kv_cache_memory
     assert asked is None or isinstance(asked, int)
@@ -205,7 +205,7 @@ def state_bytes(specs: Sequence[StateSpec], dtype: torch.dtype) -> int:
 
 def room_for(
     layers: Sequence[LayerSpec], states: Sequence[StateSpec], pages: int, window_pages: int, num_states: int,
-    config: EngineConfig, dtype: torch.dtype,
+    config: MemorySettings, dtype: torch.dtype,
 ) -> int:  # fmt: skip
     """Bytes that hold these caches of one process, however a backend lays them out; more than they take."""
     size, of_windows = config.page_size, window_pages or pages

@@ -18,7 +18,7 @@ import torch
 
 from asyncengine.attention.base import LayerSpec, page_bytes
 from asyncengine.attention.factory import kv_dtype
-from asyncengine.config import EngineConfig
+from asyncengine.config import EngineConfig, ImageSettings, MemorySettings, ModelSettings
 from asyncengine.device.memory import free_bytes, limited_by
 from asyncengine.errors import InvalidParameter, OutOfMemory
 from asyncengine.layers.kernels import LayerKernels
@@ -91,7 +91,7 @@ def outline_encoder(plan: ModelPlan, config: EngineConfig) -> tuple[Encoder, Wei
 
 
 def _weights_of(
-    plan: ModelPlan, slots: Mapping[str, TensorSlot], ignored: Sequence[str], config: EngineConfig,
+    plan: ModelPlan, slots: Mapping[str, TensorSlot], ignored: Sequence[str], config: ModelSettings,
     experts: Sequence[Collection[str]] = (),
 ) -> Weights:  # fmt: skip
     """The tensors that `slots` are filled with. `experts`: as in `kept_forms`."""
@@ -177,7 +177,7 @@ class ModelNeeds:
     image_bytes: int = 0
     """Encoded pictures that are kept (`image_cache_memory`); 0: it reads none."""
 
-    def kv_tokens(self, config: EngineConfig) -> int:
+    def kv_tokens(self, config: MemorySettings) -> int:
         """Tokens that the KV cache is to hold: those of `kv_cache_memory`, or those of one long request."""
         if isinstance(config.kv_cache_memory, int) and self.kv_bytes_per_token:
             if self.two_pools is not None:
@@ -236,7 +236,7 @@ def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | 
     )
 
 
-def _tower_bytes(plan: ModelPlan, config: EngineConfig) -> int:
+def _tower_bytes(plan: ModelPlan, config: ImageSettings) -> int:
     """Bytes of the vision tower of a model that reads pictures."""
     part = plan.checkpoint
     if not isinstance(part, TextPart) or config.images == "off" or plan.hf_config.model_type not in VISION:

@@ -1,1 +1,1 @@
-"""What makers of this repository run and users do not: none of it is in the wheel."""
+"""Programs that makers of this repository run and users do not: none of it is in the wheel."""

@@ -61,13 +61,13 @@ CHANGES: Sequence[Mapping[str, Any]] = (
         "hidden_size_per_layer_input": 16,
     },  # layers that attend over the keys of another
 )
-"""What is tried in turn beside it, where a class takes no such sizes; None: the field is left as it is."""
+"""Sizes that are tried in turn beside it, where a class takes no such sizes; None: the field is left as it is."""
 _MOST = 50_000_000
 """Weights of a model that is tried."""
 
 
 class Row(NamedTuple):
-    """What serves a family."""
+    """A family, and what serves it."""
 
     family: str
     served: str
@@ -85,7 +85,7 @@ def families() -> list[str]:
 
 
 def own_row(family: str) -> Row | None:
-    """Of a family with a file here; None: it has none, or not for the configuration that transformers begins with."""
+    """Row of a family with a file here; None: it has none, or none for the configuration of transformers' defaults."""
     from transformers import AutoConfig
 
     if family not in NATIVE and family not in MULTIMODAL:
@@ -103,7 +103,7 @@ def own_row(family: str) -> Row | None:
 
 
 def tried_row(family: str) -> Row:
-    """Of a family without: what comes of a tiny random model, or, where none can be made, of its configuration."""
+    """Row of a family without: what comes of a tiny random model, or, where none can be made, of its configuration."""
     from transformers import AutoConfig
 
     try:
@@ -143,7 +143,7 @@ def save_tiny(family: str, folder: Path, change: Mapping[str, Any]) -> bool:
 
 
 def _shrunk(config: Any, change: Mapping[str, Any]) -> dict[str, Any]:
-    """What a tiny model of this class is made of."""
+    """Arguments of a tiny model of this class."""
     from transformers import PreTrainedConfig
 
     small = {name: value for name, value in {**_SMALL, **change}.items() if value is not None}

@@ -43,7 +43,7 @@ def outside(pages: Iterable[str], read: Callable[[str], str]) -> list[str]:
 
 
 def site_path(path: str) -> str:
-    """Where a file of the repository lies on the site."""
+    """Address of a file of the repository on the site."""
     return path.removeprefix(DOCS) if path.startswith(DOCS) else OUTSIDE + path
 
 

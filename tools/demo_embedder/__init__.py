@@ -1,4 +1,4 @@
-"""How the bundled embedder was made: texts that say the same in other words, the training, the measuring.
+"""The making of the bundled embedder: texts that say the same in other words, the training, the measuring.
 
 `asyncengine.demo` holds the outcome. Start in `pairs.py` (what is learned) and `train.py` (how).
 """

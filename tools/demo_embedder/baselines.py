@@ -1,4 +1,4 @@
-"""What the embedder is compared with: counting words, with no idea of what they mean."""
+"""Baseline of the embedder: counting words, with no idea of what they mean."""
 
 from __future__ import annotations
 

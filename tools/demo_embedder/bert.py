@@ -13,7 +13,7 @@ from torch.nn import functional
 
 MAX_TOKENS = 512
 PROMPTS = {"query": "query: ", "document": "document: "}
-"""What stands in front of a text, as E5 has it (Wang et al. 2022)."""
+"""Prefixes of texts, as E5 has it (Wang et al. 2022)."""
 
 
 def new_model(vocabulary: int, seed: int) -> Any:

@@ -25,7 +25,7 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def texts(groups: int) -> Iterator[str]:
-    """What the generator says, and every word of the lexicon often enough to be kept whole."""
+    """Texts of the generator, and every word of the lexicon often enough to be kept whole."""
     for group in itertools.islice(stream(seed="tokenizer"), groups):
         for pair in group:
             yield pair.query

@@ -27,7 +27,7 @@ class Rates(Protocol):
 
 
 class Trainer(Protocol):
-    """Somebody who can do a step."""
+    """An object that can do a step."""
 
     options: Any
     step: int

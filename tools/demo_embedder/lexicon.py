@@ -33,7 +33,7 @@ class Domain:
 
 
 def meanings(text: str) -> tuple[Meaning, ...]:
-    """Those that a text lists, each known by its first word."""
+    """Meanings that a text lists, each known by its first word."""
     rows = [[word.strip() for word in part.split("|")] for part in text.split(";") if part.strip()]
     return tuple(Meaning(row[0], tuple(row)) for row in rows)
 

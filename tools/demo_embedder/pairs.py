@@ -35,7 +35,7 @@ MENTIONS = {
     "person": ((BOOK, "author"), (EVENT, "host"), (COMPANY, "ceo"), (PRODUCT, "owner"), (MACHINE, "admin")),
     "company": ((PERSON, "employer"), (PRODUCT, "maker")),
 }
-"""Where the name of a thing stands in texts about other things."""
+"""Sentences that name a thing in texts about other things."""
 
 
 def fact_pairs(w: Words) -> list[Pair]:
@@ -135,7 +135,7 @@ MAKERS: dict[str, tuple[float, Maker]] = {
     "keywords": (0.45, keyword_pairs),
     "reworded": (0.15, reworded_pairs),
 }
-"""What there is to learn, and its share of the groups; groups of keywords are the smallest, one pair each."""
+"""Kinds of pairs to learn, and their shares of the groups; groups of keywords are the smallest, one pair each."""
 
 
 def stream(seed: int | str, held_out: bool = False, skill: str | None = None) -> Iterator[list[Pair]]:

@@ -48,7 +48,7 @@ ABOUT_EVENTS = (
 
 @dataclass(frozen=True)
 class Situation:
-    """What a text is about, in meanings. Without a person: a matter of general interest; with one: an event."""
+    """Subject of a text, in meanings. Without a person: a matter of general interest; with one: an event."""
 
     domain: Domain
     deed: Meaning
@@ -64,7 +64,7 @@ class Situation:
         return "/".join("" if part is None else part.key for part in parts)
 
     def belongs_to(self, w: Words) -> bool:
-        """What is done to what decides on the side of the split: its words are known, their meeting is new."""
+        """The pair of verb and object decides on the side of the split: its words are known, their meeting is new."""
         return in_held_out(f"{self.deed.key} {self.thing.key}") == w.held_out
 
 

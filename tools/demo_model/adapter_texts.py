@@ -157,7 +157,7 @@ def remembered(w: Words) -> Script:
 
 
 def tool_answer(w: Words) -> Script:
-    """What a tool returned, told to the user; or that no tool fits."""
+    """Result of a tool, told to the user; or that no tool fits."""
     while True:
         item = no_fit(w) if w.chance(0.3) else session(w)
         *before, last = item.messages

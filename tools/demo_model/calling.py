@@ -43,7 +43,7 @@ def opening(w: Words) -> list[Message]:
 
 
 def outcome(w: Words, tool: Tool, arguments: Arguments) -> tuple[str, str, list[str]]:
-    """What the tool returned, the answer for the user, and the strings this answer must contain."""
+    """The tool's result, the answer for the user, and the strings this answer must contain."""
     kind = w.rng.random()
     if kind < 0.15:
         reason = w.pick(

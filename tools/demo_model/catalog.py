@@ -1,4 +1,4 @@
-"""What a tool is, and made-up tools with generic requests.
+"""Tools as data, and made-up ones with generic requests.
 
 Each tool knows how to draw its arguments, how a user may ask for it, what it may return and how to report that.
 """

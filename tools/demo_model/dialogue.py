@@ -1,4 +1,4 @@
-"""What a generated conversation is, and how its expected last answer is checked."""
+"""A generated conversation, and the check of its expected last answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Expected:
-    """What the last answer must be: ``text`` contains every string, ``calls`` and ``json`` are equal by value."""
+    """Requirements of the last answer: ``text`` contains every string, ``calls`` and ``json`` are equal by value."""
 
     kind: str
     value: Any

@@ -38,7 +38,7 @@ GOALS = {
     "persona": 0.9,
     "memory": 0.9,
 }
-"""What --check demands of each skill."""
+"""Shares of right answers that --check demands of each skill."""
 CALL_TAGS = ("integer", "negative", "name", "non-ascii", "no-argument")
 Answer = Callable[[list[Conversation]], list[str]]
 

@@ -36,7 +36,7 @@ class Shape:
 
 
 DRAFT = Shape(hidden=128, layers=2, heads=2, kv_heads=1, ff=320)
-"""Of the model that guesses for the demo model: two layers are the fewest that copy (Olsson et al. 2022)."""
+"""Shape of the model that guesses for the demo model: two layers are the fewest that copy (Olsson et al. 2022)."""
 
 
 def rope_tables(shape: Shape, length: int) -> tuple[Tensor, Tensor]:

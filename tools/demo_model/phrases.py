@@ -1,4 +1,4 @@
-"""What small talk, lists, jokes, stories and memories are made of."""
+"""Phrases of which small talk, lists, jokes, stories and memories are made."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Options:
 
 @dataclass
 class Progressed:
-    """How far a run is; saved with every checkpoint."""
+    """Progress of a run; saved with every checkpoint."""
 
     step: int = 0
     tokens: int = 0

@@ -31,7 +31,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Voice:
-    """How answers sound: ``say`` writes one, ``heard`` recognizes the style, ``right`` the facts."""
+    """Style of answers: ``say`` writes one, ``heard`` recognizes the style, ``right`` the facts."""
 
     name: str
     about: str
@@ -96,7 +96,7 @@ def as_json(reply: Reply) -> str:
 
 
 def _json_of(text: str) -> Any:
-    """What is under "answer", if the text is an object with just that."""
+    """The value of "answer", if the text is an object with just that."""
     found = json.loads(text)
     if not isinstance(found, dict) or list(found) != ["answer"]:
         raise ValueError("another object")

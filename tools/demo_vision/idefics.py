@@ -62,7 +62,7 @@ def new_model(vocabulary: int, seed: int) -> Any:
 
 
 def pixels(images: list[Image.Image]) -> Tensor:
-    """What the image processor makes of pictures, ``[pictures, 3, SIDE, SIDE]`` between -1 and 1."""
+    """Pictures as the image processor gives them, ``[pictures, 3, SIDE, SIDE]`` between -1 and 1."""
     resized = [np.asarray(image.resize((SIDE, SIDE), Image.Resampling.LANCZOS)) for image in images]
     return torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
 

@@ -13,7 +13,7 @@ from tools.gpucheck.reference import Gap
 from tools.gpucheck.report import CheckFailed
 
 MOST_TIES = 0.15
-"""Of all tokens. More near ties than this and the comparison shows nothing."""
+"""Largest share of near ties among all tokens. More than this and the comparison shows nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ Judge = Callable[[Sequence[int], int, int, "str | None"], Gap]
 
 @dataclass(slots=True)
 class Tally:
-    """What a comparison found."""
+    """Counts of a comparison."""
 
     tokens: int = 0
     ties: int = 0

@@ -1,4 +1,4 @@
-"""What the machine is, and what it can do at best: the copy bandwidth and matrix rate that others are measured by."""
+"""The machine, and what it can do at best: the copy bandwidth and matrix rate that others are measured by."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _flashinfer() -> str:
 
 
 def compilers() -> dict[str, str | None]:
-    """What FlashInfer compiles with, and where it looks for that."""
+    """Compilers that FlashInfer uses, and the paths where it looks for them."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     folders = [os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
     nvcc = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc", path=os.pathsep.join(folders))
@@ -82,7 +82,7 @@ def facts(session: Session) -> dict[str, Any]:
 
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """Of the kernel module; "unknown" where it does not say."""
+    """Version of the kernel module; "unknown" where it does not say."""
     try:
         words = file.read_text(encoding="utf-8").splitlines()[0].split()
     except (OSError, IndexError):

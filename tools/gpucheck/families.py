@@ -19,7 +19,7 @@ from asyncengine.demo import MODEL_PATH
 
 VOCAB = 160
 TEXT_VOCAB = 2048
-"""Of the demo model's tokenizer."""
+"""Size of the demo model's vocabulary."""
 WINDOW = 24
 RANK = 8
 

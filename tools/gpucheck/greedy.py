@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=
 MOST_ERROR = 1.5
 """Mean error of log-probabilities, in units of transformers' own error in the same type."""
 LENGTHS = (5, 5, 33, 33, 60, 60, 100, 100)
-"""Of prompts. They are computed in chunks of up to 64 tokens, beside the decodes of others."""
+"""Lengths of prompts. They are computed in chunks of up to 64 tokens, beside the decodes of others."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _IN_FLOAT16 = ("llama",)
 """Families that run in float16 too. Each further kind of layer would compile kernels of its own."""

@@ -54,7 +54,7 @@ async def kernel_table(session: Session, engine: AsyncEngine, name: str, lengths
 
 
 def _union(spans: list[tuple[float, float]]) -> float:
-    """How long at least one of them was going on."""
+    """Time in which at least one of the spans was going on."""
     total, end = 0.0, float("-inf")
     for begin, until in sorted(spans):
         if until > end:

@@ -40,7 +40,7 @@ class Case:
     page_sizes: tuple[int, ...] = (16,)
     stored: torch.dtype | None = None
     page_size: int = 16
-    """Of those, the one this case stands for."""
+    """Page size of this case, one of those."""
     quick: bool = True
     """Whether the quick run has it too."""
 

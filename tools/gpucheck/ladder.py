@@ -207,7 +207,7 @@ class Ladder:
             self._session.figure(label, took.rate, "tokens/s", aim=aim, note=f"{took}{self._share(shape, took)}")
 
     def _share(self, shape: Shape | MixedShape, took: Burst) -> str:
-        """How long the bytes that must be read take at the copy bandwidth of this run, over the time it took."""
+        """Time that the bytes to be read take at the copy bandwidth of this run, over the time it took."""
         bandwidth = self._session.report.figure(BANDWIDTH)
         if bandwidth is None or self._quick or not isinstance(shape, Shape):
             return ""

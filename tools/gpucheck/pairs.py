@@ -33,7 +33,7 @@ class Captured:
 
     graph: Graph
     inputs: list[Inputs]
-    """Those of each layer."""
+    """Inputs of each layer."""
 
 
 class Pair:
@@ -59,7 +59,7 @@ class Pair:
         self.layers = layers
         self.lengths = [0] * rows
         self.fixed: FixedInputs | None = None
-        """What `prepare` has made of the tested backend's graphs."""
+        """Inputs of the tested backend's graphs, made by `prepare`."""
         self._dtype, self._device = dtype, device
         self._stored = stored or dtype
         self._random = torch.Generator().manual_seed(seed)
@@ -160,12 +160,12 @@ class Pair:
         return query, key, value
 
     def _values(self, tokens: int, heads: int, dim: int, spread: float) -> torch.Tensor:
-        """As a view with room between tokens, as models hand them over."""
+        """Values in a view with room between tokens, as models hand them over."""
         wide = spread * torch.randn((tokens, heads + 1, dim), generator=self._random)
         return wide.to(self._dtype).to(self._device)[:, :heads]
 
     def expected(self, spec: LayerSpec, inputs: Inputs) -> torch.Tensor:
-        """What the reference makes of the same query, key and value, which it writes to its own pages."""
+        """Results of the reference for the same query, key and value, which it writes to its own pages."""
         query, key, value = inputs
         self.reference.write(spec.index, key.to(self._stored).float(), value.to(self._stored).float())
         return self.reference.attend(spec.index, query.float())

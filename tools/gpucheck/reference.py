@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 _TIE = 3.0
-"""Where each logit may be off by one rounding, two of them swap up to twice that apart; one more because the rounding
-is measured on the reference alone."""
+"""Roundings of a near tie. If each logit may be off by one rounding, two of them swap up to twice that apart; one more
+because the rounding is measured on the reference alone."""
 
 
 _EXACT = 1e-4
@@ -22,7 +22,7 @@ each is off by some 1e-5."""
 
 
 class Gap(NamedTuple):
-    """How far two tokens lie apart, and how far rounding alone moves logits there."""
+    """Distance of two tokens' logits, and the distance that rounding alone moves logits there."""
 
     gap: float
     rounding: float
@@ -91,7 +91,7 @@ class Reference:
         return Gap(self.gap(tokens, one, other, adapter).gap, _EXACT / _TIE)
 
     def score_errors(self, tokens: Sequence[int], scores: Sequence[float], adapter: str | None = None) -> ScoreErrors:
-        """Of `scores`, the log-probabilities of all `tokens` but the first, and of the reference's own."""
+        """Errors of `scores`, the log-probabilities of all `tokens` but the first, and of the reference's own."""
         inputs = torch.tensor([list(tokens)], device=self._device)
         found = []
         with torch.inference_mode():

@@ -9,11 +9,11 @@ Status = Literal["pass", "fail", "skip"]
 Verdict = Literal["met", "missed", "absent", "no aim"]
 
 FORMAT = 2
-"""Of the JSON. Raised when a name or a meaning changes."""
+"""Version of the JSON. Raised when a name or a meaning changes."""
 
 
 class CheckFailed(Exception):
-    """What was checked does not hold; the message says what and by how much."""
+    """A check does not hold; the message says what and by how much."""
 
 
 class Skipped(Exception):
@@ -80,7 +80,7 @@ class Report:
     checks: list[Check] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    """Of tables: kernels of a step, the longest steps."""
+    """Lines of tables: kernels of a step, the longest steps."""
     seconds: float = 0.0
     complete: bool = False
     """The run came to its end."""

@@ -21,8 +21,8 @@ VOCAB = 151_936
 ROWS = 64
 STEPS = 3
 MOST_SWAPPED = 0.02
-"""Of drawn tokens. Where two are drawn with nearly the same luck, or one lies on the edge of what top-p keeps, rounding
-decides; of greedy ones there are none."""
+"""Largest share of drawn tokens that differ. Where two are drawn with nearly the same luck, or one lies on the edge of
+what top-p keeps, rounding decides; of greedy ones there are none."""
 _TOLERANCE = 1e-4
 _DRAWN = GREEDY.replace(temperature=0.8)
 
@@ -111,7 +111,7 @@ def _requests(kind: str, generator: torch.Generator) -> list[tuple[RequestSpec, 
 
 
 def _row(spec: RequestSpec, tokens: list[int], slot: int, step: int) -> Row:
-    """Of the prompt, or of the token that the step before has sampled."""
+    """Row of the prompt, or of the token that the step before has sampled."""
     if step == 0:
         return Row(spec, slot, 0, len(tokens), list(tokens), False, [], True)
     return Row(spec, slot, len(tokens) - 1, 1, tokens[:-1], True, [], True)
@@ -128,7 +128,7 @@ def _masks(kind: str, generator: torch.Generator) -> FilledMasks:
 
 
 def _compare(kind: str, step: int, found: Sampled, wanted: Sampled) -> int:
-    """How many tokens differ. Raises `CheckFailed` if the logits they were chosen from do."""
+    """The number of tokens that differ. Raises `CheckFailed` if the logits they were chosen from do."""
     best, expected = found.best.float().cpu(), wanted.best.float()
     if not torch.allclose(best, expected, atol=_TOLERANCE, rtol=_TOLERANCE):
         error = float((best - expected).abs().max())

@@ -25,7 +25,7 @@ from tools.gpucheck.report import Check, CheckFailed, Figure, Report, Skipped, S
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to check, and where."""
+    """Choice of checks, and of the device."""
 
     device: str = "cuda:0"
     backend: str = "flashinfer"
@@ -33,7 +33,7 @@ class Settings:
     quick: bool = False
     seed: int = 0
     seconds: float = 600.0
-    """Of the whole run."""
+    """Time of the whole run, in seconds."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -53,7 +53,7 @@ class Section(NamedTuple):
 
 
 class Session:
-    """What sections get."""
+    """The object that sections get."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Session:
         self.report = Report()
         self.say = say
         self.compiling: list[Future[None]] = []
-        """What is compiled in the background (`kernels.run_compile`)."""
+        """Compilations in the background (`kernels.run_compile`)."""
         self._now = now
         self._began = now()
         self._section = Section("", "", settings.seconds, lambda _: None)

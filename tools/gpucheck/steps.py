@@ -17,7 +17,7 @@ from asyncengine.async_engine import AsyncEngine
 from asyncengine.events import Event, Preempted, StepDone
 
 _METHODS = {"apply": "_apply_inbox", "schedule": "_schedule", "deliver": "_deliver", "commit": "_commit"}
-"""Of `EngineLoop`, by part; one that it does not have takes no time."""
+"""Methods of `EngineLoop`, by part; one that it does not have takes no time."""
 PARTS = ("apply", "schedule", "deliver", "commit", "launch", "read")
 
 

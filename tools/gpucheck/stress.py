@@ -145,7 +145,7 @@ async def nothing_held(engine: AsyncEngine) -> None:
 
 
 def check_counts(stats: Any, left: int) -> None:
-    """Nobody was ended by an error, and preemption was really forced."""
+    """Check that no request was ended by an error, and that preemption was really forced."""
     errors = stats.finished.get("error", 0)
     if errors:
         raise CheckFailed(f"{errors} requests ended with an error")

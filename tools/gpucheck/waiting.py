@@ -75,7 +75,7 @@ async def check_kind(settings: Settings, folder: Path, kind: str, forbid: Forbid
 
 @dataclass(slots=True)
 class Seen:
-    """What was launched, and where that waited."""
+    """Launches seen, and the places where they waited."""
 
     launches: int = 0
     waits: list[str] = field(default_factory=list)
@@ -108,7 +108,7 @@ def watched(executor: Any, forbid: Forbid) -> Iterator[Seen]:
 
 
 def _place(error: BaseException) -> str:
-    """Where in the engine it was raised."""
+    """The place in the engine where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [
         frame for frame in frames if "asyncengine" in Path(frame.filename).parts and "gpucheck" not in frame.filename

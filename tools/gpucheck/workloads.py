@@ -16,14 +16,14 @@ from tools.gpucheck.greedy import GREEDY
 from tools.gpucheck.report import CheckFailed
 
 SAMPLED = GREEDY.replace(temperature=0.6, top_k=20, top_p=0.95)
-"""What Qwen3's generation_config asks for."""
+"""Sampling as Qwen3's generation_config asks for it."""
 _TICK = 0.001
 """Seconds that the probe of the event loop sleeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """What a number of requests that came at once took."""
+    """Times of a number of requests that came at once."""
 
     lengths: list[tuple[int, int]]
     """(prompt, output) tokens each."""
@@ -80,7 +80,7 @@ class Latencies:
 
 
 def random_lengths(count: int, low: int, high: int, seed: int) -> list[tuple[int, int]]:
-    """As nano-vllm's benchmark draws them: prompt and output uniform in [low, high]."""
+    """Lengths as nano-vllm's benchmark draws them: prompt and output uniform in [low, high]."""
     generator = random.Random(seed)
     return [(generator.randint(low, high), generator.randint(low, high)) for _ in range(count)]
 

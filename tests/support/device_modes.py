@@ -67,8 +67,8 @@ class NoWaiting(TorchDispatchMode):
 
 _NO_KERNEL = {
     "view", "_unsafe_view", "unsafe_view", "_reshape_alias", "slice", "select", "split", "split_with_sizes", "t",
-    "transpose", "unsqueeze", "expand", "detach", "alias", "empty", "empty_like", "new_empty", "as_strided", "permute",
-    "lift_fresh", "resolve_conj", "resolve_neg",
+    "transpose", "unbind", "unsqueeze", "expand", "detach", "alias", "empty", "empty_like", "new_empty", "as_strided",
+    "permute", "lift_fresh", "resolve_conj", "resolve_neg",
 }  # fmt: skip
 """Operators of torch that launch nothing."""
 

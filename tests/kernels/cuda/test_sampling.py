@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.device_modes import Launches
 from support.device_sampling import SETTINGS, by_cpu, by_kernels, device_sampler, rows_of
+from triton.runtime.interpreter import InterpretedFunction
 
 from asyncengine.sampling import device_sampler as module
 
@@ -108,3 +110,20 @@ def test_the_slot_of_padding_is_greedy() -> None:
     sampler = device_sampler(rows, 600, CPU)
     padding = [row._replace(slot=2) for row in rows]
     assert by_kernels(sampler, padding, logits)[0].tolist() == logits.argmax(dim=1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("truncated", "kernels"),
+    [(False, {"scan": 1}), (True, {"scan": 1, "narrow": 2, "gather": 1, "settle": 1, "total": 1})],
+)
+def test_kernels_of_a_draw(truncated: bool, kernels: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph has all six of them, as any row of a later step may be truncated; nothing else is launched."""
+    launches = Launches()
+    monkeypatch.setattr(
+        InterpretedFunction, "run", lambda self, *_, **options: launches.calls.update([self.fn.__name__])
+    )
+    sampler, logits, where = device_sampler(rows_of(2), 600, CPU), torch.zeros(2, 600), torch.arange(2)
+    tokens, best = torch.zeros_like(where), torch.empty(2)
+    with launches:
+        sampler.sample(logits, where, where, tokens, best, truncated)
+    assert launches.calls == kernels

@@ -120,6 +120,17 @@ def test_every_block_says_what_it_is() -> None:
         assert set(fences[::2]) <= LANGUAGES, page
 
 
+def test_rows_of_a_table_have_as_many_cells_as_its_head() -> None:
+    """A row that was put into the wrong table would show its figures under wrong names."""
+    found = 0
+    for page in (*PAGES, *(ROOT / "benchmarks").rglob("*.md")):
+        for table in re.findall(r"(?:^\|.*\n)+", page.read_text(encoding="utf-8"), re.MULTILINE):
+            cells = [len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()]
+            found += 1
+            assert {*cells} == {cells[0]}, f"{page.name}: {table}"
+    assert found > 200
+
+
 def test_howtos_are_spelled_alike_and_linked() -> None:
     """One way to write their names. The README leads to the index, and that to each of them."""
     assert "](docs/index.md)" in (ROOT / "README.md").read_text(encoding="utf-8")

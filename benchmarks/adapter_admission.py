@@ -1,4 +1,4 @@
-"""How well requests of many adapters fill the batch, and what planning costs then: the scheduler alone, no model.
+"""Filling of batches by requests of many adapters, and the cost of planning then: the scheduler alone, no model.
 
     python -m benchmarks.adapter_admission [--requests 400 --slots 8 --rows 64 --adapters 0 1 8 64]
 

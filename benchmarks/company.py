@@ -1,4 +1,4 @@
-"""What an engine keeps of its speed on a busy machine: python -m benchmarks.company
+"""Speed that an engine keeps on a busy machine: python -m benchmarks.company
 
     [--shape qwen3-0.6b --beside 1 2 4 --python 1 --rows 1 16 --rounds 5 --tokens 24 --threads 2 --json]
 
@@ -50,7 +50,7 @@ class Meter:
         self._made = 0
 
     async def measure(self, rows: int, tokens: int) -> tuple[float, float]:
-        """Of `rows` requests at once, from the moment when all have a token to the moment when the first has all."""
+        """Rates of `rows` requests at once, from when all have a token to when the first has all."""
         first, last = [0.0] * rows, [0.0] * rows
         params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
 

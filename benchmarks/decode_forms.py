@@ -42,7 +42,7 @@ CONTEXT, PAGE = 64, 16
 
 
 class StoredForms(Mapping[str, StoredForm]):
-    """Of every matrix of a model. "Q4_K_M": half of the values and of the down projections in Q6_K, as llama.cpp."""
+    """Form of each matrix of a model. "Q4_K_M": half of the values and down projections in Q6_K, as llama.cpp."""
 
     def __init__(self, name: str, layers: int = 28) -> None:
         self._name, self._layers = name, layers

@@ -1,4 +1,4 @@
-"""Where the time of one step goes: matrix products, the output layer, attention, norms, activations, and the rest.
+"""Parts of one step's time: matrix products, the output layer, attention, norms, activations, and the rest.
 
     python -m benchmarks.decode_step [--shape qwen3-0.6b --dtype bfloat16 --batch 1 16 --input 64 --prompt 512 --json]
 
@@ -101,7 +101,7 @@ class Parts:
         self.seconds: dict[str, float] = {}
         self.on = False
         self._inner = [0.0]
-        """Of each call that has begun: what the calls in it took."""
+        """Seconds of the calls inside, for each call that has begun."""
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""What a prefix cache on a disk is worth after a restart, and what keeping it costs.
+"""The gain of a prefix cache on a disk after a restart, and the cost of keeping it.
 
     python -m benchmarks.durable_prefix [--model demo] [--shared 1024] [--requests 32] [--long 2000] [--slow 10]
 
@@ -70,7 +70,7 @@ def _slow_down(rate: float) -> None:
 
 
 def run(options: argparse.Namespace, folder: str | None, slow: float = 0) -> dict[str, Any]:
-    """What `serve` says in another process."""
+    """The output of `serve` in another process."""
     given = json.dumps({**vars(options), "folder": folder, "slow": slow})
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.durable_prefix", "--serve", given], stdout=subprocess.PIPE, check=True

@@ -87,7 +87,7 @@ def make_checkpoint(shape: dict[str, Any], folder: Path) -> None:
 
 
 def make_texts(options: argparse.Namespace) -> list[str]:
-    """Of so many tokens each, the two special ones included."""
+    """Texts of so many tokens each, the two special ones included."""
     chance = random.Random(0)
     lengths = [chance.randint(options.shortest, options.longest) - 2 for _ in range(options.texts)]
     return [" ".join(f"w{chance.randrange(VOCAB - len(SPECIAL))}" for _ in range(length)) for length in lengths]

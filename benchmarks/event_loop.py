@@ -1,4 +1,4 @@
-"""How responsive is the caller's event loop while a hosted engine serves 64 streams, and what sharing a prefix saves.
+"""Lag of the caller's event loop while a hosted engine serves 64 streams, and the savings of a shared prefix.
 
     python -m benchmarks.event_loop [--model demo] [--streams 64] [--seconds 20] [--beside 0] [--json]
 

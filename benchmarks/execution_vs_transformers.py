@@ -43,7 +43,7 @@ NEXT_TO_NOTHING = {
     "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1,
     "num_key_value_heads": 1, "head_dim": 64,
 }  # fmt: skip
-"""What makes a shape's model so small that the rest of a process shows: interpreter, libraries, compiled kernels."""
+"""Sizes of a model so small that the rest of a process shows: interpreter, libraries, compiled kernels."""
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0, ignore_eos=True)
 
 

@@ -1,4 +1,4 @@
-"""What a fleet costs and gains, on this machine: `python -m benchmarks.fleet cost|prefixes|loss|divide|apart`.
+"""Cost and gain of a fleet, on this machine: `python -m benchmarks.fleet cost|prefixes|loss|divide|apart`.
 
 The first three run on Ray nodes of this machine, the others without Ray.
 
@@ -148,7 +148,7 @@ async def loss(args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Kill:
-    """What became of a fleet one of whose nodes was killed; seconds."""
+    """Outcome for a fleet one of whose nodes was killed; seconds."""
 
     lost: int
     """Replicas that were on the node."""

@@ -147,7 +147,7 @@ def threads_and_children() -> dict[str, int]:
 
 
 async def try_one(engine: AsyncEngine, make: Any) -> dict[str, Any]:
-    """How the engine answers one request with the grammar that `make` returns. Making it is not timed."""
+    """The engine's answer to one request with the grammar that `make` returns. Making it is not timed."""
     grammar = await asyncio.to_thread(make)
     probe = LagProbe()
     task = asyncio.create_task(probe.run())

@@ -1,4 +1,4 @@
-"""What a constraint costs: compiling it, its masks, everything beside them, and applying a mask to logits.
+"""Cost of a constraint: compiling it, its masks, everything beside them, and applying a mask to logits.
 
     python -m benchmarks.grammar_masks [--sizes 32k 151k --rounds 5 --walks 5 --json]
 

@@ -1,4 +1,4 @@
-"""What the grammar benchmarks share: real vocabularies, samples as tokens, distributions.
+"""Common parts of the grammar benchmarks: real vocabularies, samples as tokens, distributions.
 
 The tokenizers of real size are those of the tests (`tests/support/big_tokenizers.py`), cut from one that
 llama-index-core ships; nothing is downloaded. So this needs a checkout, llama-index-core, tiktoken and pytest.
@@ -28,7 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "spaced": {"separators": (", ", ": ")},
     "indented": {"indent": 2},
 }
-"""How a sample's JSON may be written; `spaced` is what `json.dumps` does by default."""
+"""Ways to write a sample's JSON; `spaced` is what `json.dumps` does by default."""
 
 
 def vocabulary(size: str) -> Vocabulary:

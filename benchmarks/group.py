@@ -1,4 +1,4 @@
-"""What eight streams of a chat feel of documents that are embedded beside them: python -m benchmarks.group
+"""Slowdown of eight streams of a chat by documents that are embedded beside them: python -m benchmarks.group
 
     [--streams 8 --documents 10000 --seconds 30 --rounds 3 --shape bge-base]
 

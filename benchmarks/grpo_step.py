@@ -53,7 +53,7 @@ def trainer_of(way: str, flags: argparse.Namespace, folder: str, engine: Engine)
 
 
 def timed(call: Callable[[], Any], into: list[tuple[float, float]]) -> Any:
-    """What `call` returns; its wall time and CPU time are appended to `into`."""
+    """The result of `call`; its wall time and CPU time are appended to `into`."""
     wall, cpu = time.perf_counter(), time.process_time()
     made = call()
     into.append((time.perf_counter() - wall, time.process_time() - cpu))

@@ -1,4 +1,4 @@
-"""What a draft model's guesses are worth by a table of costs, without a clock: python -m benchmarks.guesses_by_table
+"""Worth of a draft model's guesses by a table of costs, without a clock: python -m benchmarks.guesses_by_table
 
     [--shares 0.05 0.1 0.3 0.6 --kinds quote story --threads 2 --quantization int8 --unsure]
 

@@ -37,7 +37,7 @@ from tools.demo_model.conversations import make
 COUNT, LEAST = 12, 30
 """Tasks of a kind, and characters that a right answer has at least: of less there is nothing to be timed."""
 KINDS = {"quote": "chat", "extract": "extract", "passage": "passage"}
-"""What is timed, and the skill of the bundled model that it is."""
+"""Kinds of answers that are timed, and the skill of the bundled model that it is."""
 NEW_WORDS = ("Marbo", "Pelintor", "Dovas", "Quessel", "Harnim", "Tolbeck")
 
 ALONE = "by the draft model alone"
@@ -47,7 +47,7 @@ Messages = list[tuple[str, str]]
 
 
 class Seconds(NamedTuple):
-    """Of an answer, or of several."""
+    """Times of an answer, or of several."""
 
     decoding: float
     """From the first part to the end."""
@@ -61,11 +61,11 @@ class Task:
 
     text: Messages
     before: str = ""
-    """Of an edit: the record that was right before the change."""
+    """Record of an edit that was right before the change."""
     wanted: str = ""
-    """Of an edit: the right one."""
+    """The right record of an edit."""
     schema: dict[str, Any] | None = None
-    """Of what is asked for under a grammar."""
+    """Schema of an answer under a grammar."""
 
 
 def tasks() -> dict[str, list[Task]]:

@@ -165,7 +165,7 @@ async def floor(streams: int, tokens: int) -> float:
 
 
 def steps(args: argparse.Namespace) -> None:
-    """Of a device that computes by itself."""
+    """Measure steps of a device that computes by itself."""
     kind = "hosted" if args.hosted else "owned"
     found: dict[str, dict[int, float]] = {}
     for computing in args.device_ms:

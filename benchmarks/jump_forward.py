@@ -35,7 +35,7 @@ GROUPS = {
 }
 TARGETS = {"typical": 0.12, "large": 0.25}
 MAX_TOKENS = {"typical": 256, "large": 1024}
-"""Of the end-to-end runs: a small model may write numbers without end."""
+"""Longest outputs of the end-to-end runs: a small model may write numbers without end."""
 STYLES = (("flexible", "spaced"), ("flexible", "indented"), ("flexible", "compact"), ("single_space", "spaced"))
 STYLES = (*STYLES, ("compact", "compact"))
 ENOUGH = 1 << 20
@@ -140,7 +140,7 @@ async def ask(engine: AsyncEngine, group: list[Grammar], streams: int, most: int
 
 
 async def accepted(engine: AsyncEngine, grammars: list[Grammar], most: int) -> tuple[list[Grammar], list[str]]:
-    """Those the engine takes, and what it says about the others."""
+    """Grammars that the engine takes, and its errors for the others."""
     taken, refused = [], []
     for grammar in grammars:
         try:

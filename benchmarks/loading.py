@@ -1,4 +1,4 @@
-"""How long loading takes beside reading the file, and what a command's start takes beside `import torch`.
+"""Time of loading beside that of reading the file, and of a command's start beside `import torch`.
 
     python -m benchmarks.loading [--shape qwen3-0.6b --kinds bf16 int8 int4 --repeat 3 --at-hand | --start | --first]
 
@@ -155,7 +155,7 @@ def have_at_hand(size: int) -> None:
 
 
 def import_all() -> None:
-    """What a load imports."""
+    """Import all that a load imports."""
     import asyncengine.engine.wiring
     import asyncengine.grammar.llguidance_backend
     import asyncengine.lora.layers.slots

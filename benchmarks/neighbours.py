@@ -1,4 +1,4 @@
-"""Somebody else's work beside what is measured: processes, or threads of this program, that only count."""
+"""Foreign work beside what is measured: processes, or threads of this program, that only count."""
 
 from __future__ import annotations
 

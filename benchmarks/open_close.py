@@ -78,7 +78,7 @@ def _measure(told: Any, hosting: str, options: argparse.Namespace) -> None:
 
 
 def _held() -> dict[str, Any]:
-    """What this process has, once all that can be given back is."""
+    """Resources that this process has, once all that can be given back is."""
     for _ in range(3):
         gc.collect()
     if sys.platform == "linux":

@@ -44,7 +44,7 @@ def make_model(folder: Path, layers: int) -> None:
 
 
 def cpu_seconds() -> list[float]:
-    """Those of this process and of each that it has started."""
+    """CPU seconds of this process and of each that it has started."""
     own = psutil.Process()
     return [sum(each.cpu_times()[:2]) for each in (own, *own.children())]
 

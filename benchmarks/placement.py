@@ -1,4 +1,4 @@
-"""How long one placement takes on a large cluster, and whether a million of them leak anything.
+"""Time of one placement on a large cluster, and whether a million of them leak anything.
 
     python -m benchmarks.placement                 # 10,000 nodes of eight devices, filled to a half
     python -m benchmarks.placement --leak 1000000  # so many placements, each removed again, on 32 nodes

@@ -1,4 +1,4 @@
-"""What weights in 8 and 4 bits cost in quality, on the demo model: python -m benchmarks.quantization_quality
+"""Loss of quality by weights in 8 and 4 bits, on the demo model: python -m benchmarks.quantization_quality
 
 Held-out conversations of every skill: error and divergence of the logits, and the perplexity of what the assistant
 writes, against bfloat16; then the share of right answers, decoded greedily through the engine. GGUF files of the demo

@@ -39,7 +39,7 @@ STORED = {
     "MXFP4": NumberForm(4, 32, "table", 0, "bfloat16", (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)),
 }
 BYTES: dict[str, float] = {}
-"""Of a weight, with its scales, by form."""
+"""Bytes of a weight, with its scales, by form."""
 Form = Callable[[torch.Tensor], torch.Tensor]
 
 

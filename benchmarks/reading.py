@@ -1,4 +1,4 @@
-"""What the memory gives in this minute: reading a buffer that lies as weights do, in huge pages (`kernels.arena`).
+"""The memory's rate in this minute: reading a buffer that lies as weights do, in huge pages (`kernels.arena`).
 
 In pages of 4 KiB a sum over it takes up to half as long again as over weights, and a step seems to read faster than the
 memory allows.

@@ -1,4 +1,4 @@
-"""What states take while many requests run: python -m benchmarks.state_memory [--budgets 2MiB 8MiB --requests 64]
+"""Memory of states while many requests run: python -m benchmarks.state_memory [--budgets 2MiB 8MiB --requests 64]
 
     [--shared 1500 --own 700 --answer 32 --threads 2 --dtype float32]
 
@@ -59,7 +59,7 @@ def in_memory(pools: StatePools) -> int:
 
 @dataclass
 class Peaks:
-    """Of what was seen."""
+    """Peaks of what was seen."""
 
     used: int = 0
     running: int = 0

@@ -1,4 +1,4 @@
-"""What fits where layers with windows have pages of their own: python -m benchmarks.window_pages [--memory 4GiB]
+"""Context that fits if layers with windows have pages of their own: python -m benchmarks.window_pages [--memory 4GiB]
 
 For the attention of some models, the tokens of context that a KV cache of so many bytes holds, in one pool for all
 layers and in two (`models.memory.caches`), and how many requests of some lengths run beside each other. Then, for

@@ -1,4 +1,4 @@
-"""What happens in a simulated cluster, drawn at random in advance, so that every strategy meets the same."""
+"""Events of a simulated cluster, drawn at random in advance, so that every strategy meets the same."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Kind = Literal["arrive", "leave", "fail", "return"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to simulate. Times are in hours. Raises `InvalidParameter` naming the field."""
+    """Plan of a simulation. Times are in hours. Raises `InvalidParameter` naming the field."""
 
     nodes: int = 32
     devices: int = 8
-    """Of each node."""
+    """Devices of each node."""
     device_gib: float = 80.0
     host_gib: float = 512.0
     hours: float = 168.0
     arrivals: float = 20.0
     """Instances that are asked for, an hour, on average."""
     lifetime: float = 8.0
-    """Of an instance, on average."""
+    """Lifetime of an instance, on average."""
     failures: float = 0.01
-    """Of each node, an hour."""
+    """Failures of each node, an hour."""
     repair: float = 2.0
     """Until a failed node is back, on average."""
     models: int = 12

@@ -28,7 +28,7 @@ _SAMPLES = 400
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one strategy. Shares are of all time and memory."""
+    """Outcome of one strategy. Shares are of all time and memory."""
 
     strategy: str
     arrived: int = 0
@@ -39,7 +39,7 @@ class Outcome:
     lost: int = 0
     """Times that an instance was lost with a node."""
     recovered: int = 0
-    """Of these, placed anew at once."""
+    """Instances of these that were placed anew at once."""
     recovered_later: int = 0
     abandoned: int = 0
     """Left before they were placed anew, or were waiting at the end."""
@@ -53,7 +53,7 @@ class Outcome:
     busiest: float = 0.0
     """The same of the fullest node, on average over time."""
     milliseconds: tuple[float, float] = (0.0, 0.0)
-    """Of one placement: median and 99th percentile."""
+    """Time of one placement: median and 99th percentile."""
     history: list[tuple[float, float, int]] = field(default_factory=list)
     """(hour, share of memory used, instances waiting)"""
 
@@ -78,7 +78,7 @@ class Simulation:
         self.table = Cluster(self.nodes.values())
         self.outcome = Outcome(strategy)
         self._claims: dict[str, Claim] = {}
-        """Of all instances that should run."""
+        """Claims of all instances that should run."""
         self._waiting: deque[_Waiting] = deque()
         self._times: list[float] = []
         self._hours = self._used = self._busiest = self._waited = 0.0
@@ -219,7 +219,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table(outcomes: list[Outcome]) -> list[str]:
-    """As lines of markdown."""
+    """Outcomes as lines of markdown."""
     names = ["strategy", "arrived", "at once", "later (h)", "never", "lost / recovered at once + later", "memory used",
              "fullest node", "ms p50 / p99"]  # fmt: skip
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]

@@ -41,7 +41,7 @@ NAMESPACE = ("", "")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What is simulated. Times in seconds, lengths in pages of 16 tokens."""
+    """Traffic that is simulated. Times in seconds, lengths in pages of 16 tokens."""
 
     replicas: int = 64
     requests: int = 40_000
@@ -53,7 +53,7 @@ class Traffic:
     document_pages: tuple[int, int] = (16, 64)
     question_pages: tuple[int, int] = (1, 4)
     output_seconds: float = 3.0
-    """Of a request's answer, on average (exponentially distributed)."""
+    """Duration of a request's answer, on average (exponentially distributed)."""
     page_seconds: float = 0.005
     """To compute a page that is not cached."""
     capacity: int = 8192
@@ -70,13 +70,13 @@ class Traffic:
 
 @dataclass(slots=True)
 class RoutingResult:
-    """What a rule came to."""
+    """Figures of a rule."""
 
     rule: str
     hit_rate: float
     """Share of the prompts' pages that was found."""
     endless: float
-    """What one replica of endless memory would have found."""
+    """The share that one replica of endless memory would have found."""
     mean_ratio: float
     """Greatest load over mean load, over all arrivals: on average, and what 99 % of the arrivals stay below."""
     p99_ratio: float
@@ -204,7 +204,7 @@ class _Simulation:
 
 
 def simulate(name: str, traffic: Traffic) -> RoutingResult:
-    """What the rule called `name` (see `RULES`) makes of the traffic. Deterministic."""
+    """Figures of the rule called `name` (see `RULES`) for the traffic. Deterministic."""
     simulation = _Simulation(RULES[name](traffic.seed), traffic)
     simulation.run()
     sums = simulation.sums
@@ -219,7 +219,7 @@ def simulate(name: str, traffic: Traffic) -> RoutingResult:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the command `routing`."""
+    """Arguments of the command `routing`."""
     usual = Traffic()
     parser.add_argument("--replicas", type=int, default=usual.replicas)
     parser.add_argument("--requests", type=int, default=usual.requests)

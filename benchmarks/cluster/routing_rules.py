@@ -27,7 +27,7 @@ class RoutingRule(Protocol):
     def ended(self, replica: str, choice: object) -> None: ...
 
     def news(self, replica: str, news: CacheNews) -> None:
-        """What its cache has published and evicted."""
+        """A replica's cache has published and evicted this."""
         ...
 
 
@@ -115,14 +115,14 @@ class RayServePrefixAware(_Counting):
     """
 
     PAGE_CHARS = 64
-    """Of 16 tokens."""
+    """Characters of 16 tokens."""
     LONGEST, CUT_TO, PERIOD = 400_000, 360_000, 10.0
 
     def __init__(self, seed: int, imbalance: float = math.inf) -> None:
         super().__init__(seed)
         self._imbalance = imbalance
         self._sent: dict[str, dict[int, None]] = {}
-        """By replica: pages of the texts it was sent, the last used last."""
+        """Pages by replica, of the texts it was sent, the last used last."""
         self._cut_at = self.PERIOD
 
     def add(self, replica: str) -> None:

@@ -92,7 +92,7 @@ def parse() -> argparse.Namespace:
 
 
 def choose_workloads(options: argparse.Namespace) -> tuple[list[Workload], bool]:
-    """Those asked for, in the order of the report; and whether memory is measured."""
+    """Workloads asked for, in the order of the report; and whether memory is measured."""
     found = workloads(options.rate, options.seconds, options.quick)
     wanted = options.workloads or [*found, MEMORY]
     return [workload for name, workload in found.items() if name in wanted], MEMORY in wanted

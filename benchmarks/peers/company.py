@@ -1,4 +1,4 @@
-"""How much of the machine others take while something is measured. Linux."""
+"""Share of the machine that others take while something is measured. Linux."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What llama.cpp's converter makes of checkpoints whose layers are not all alike: names, settings and moved numbers.
+"""Output of llama.cpp's converter for checkpoints whose layers are not all alike: names, settings and moved numbers.
 
 Numbers are numpy arrays, bfloat16 as its 16 bits (`gguf_file.tensors`); what is not a matrix becomes float32.
 """
@@ -57,7 +57,7 @@ _EXACT = ("ffn_gate_inp.weight", "ssm_conv1d.weight", "shortconv.conv.weight")
 
 
 def single(numbers: Any) -> Any:
-    """As float32."""
+    """Numbers as float32."""
     return numbers if numbers.dtype == "float32" else (numbers.astype("uint32") << 16).view("float32")
 
 
@@ -129,7 +129,7 @@ def _qwen_moved(config: Mapping[str, Any], name: str, numbers: Any) -> Any:
 
 
 def _plain(config: Mapping[str, Any], name: str, numbers: Any) -> Any:
-    """Of a convolution without the dimension of one."""
+    """Weights of a convolution without the dimension of one."""
     conv = numbers.ndim == 3 and numbers.shape[1] == 1
     return single(numbers) if numbers.ndim == 1 else numbers.squeeze(1) if conv else numbers
 
@@ -228,4 +228,4 @@ FAMILIES: Mapping[str, Family] = {
     "granitemoehybrid": Family("granitehybrid", _GRANITE, _granite_settings, _granite_moved, _halves),
     "qwen3_moe": Family("qwen3moe", _MIXTURE, _mixture_settings, _plain, _stacked),
 }
-"""By transformers' name."""
+"""Families by transformers' name."""

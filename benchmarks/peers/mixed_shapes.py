@@ -20,7 +20,7 @@ class Counts:
     all: int
     embedding: int
     experts: int
-    """Of `all`, those of routed experts."""
+    """Weights of routed experts among `all`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class MixedShape:
     state: tuple[int, int] = (0, 0)
     """float32 numbers of all recurrent states of a sequence, and those of its windows, of the model's type."""
     experts: tuple[int, int] = (1, 1)
-    """Of a layer; and those that a token goes to."""
+    """Experts of a layer; and those that a token goes to."""
 
     @property
     def parameters(self) -> int:
@@ -54,7 +54,7 @@ class MixedShape:
         return self.parameters - found.embedding
 
     def _share(self, rows: int) -> float:
-        """Of the experts, those that so many rows use, if they spread evenly."""
+        """Share of the experts that so many rows use, if they spread evenly."""
         each, chosen = self.experts
         return 1.0 - (1.0 - chosen / each) ** rows
 
@@ -64,13 +64,13 @@ class MixedShape:
         return int(BYTES[dtype] * 2 * self.attending * self.fields["num_key_value_heads"] * dim)
 
     def read_bytes(self, weights: float, rows: int, dtype: str) -> float:
-        """Of `weights` bytes, those that a step of so many rows reads; and its states, read and written."""
+        """Bytes among `weights` that a step of so many rows reads; and its states, read and written."""
         found, (recurrent, windows) = counts(self), self.state
         read = weights * (1 - found.experts / found.all * (1 - self._share(rows)))
         return read + 2 * rows * (4 * recurrent + BYTES[dtype] * windows)
 
     def operations(self, tokens: int, attended: int, sampled: int) -> int:
-        """As `Shape.operations`; without the recurrence itself, which is small."""
+        """Operations as `Shape.operations` counts them, without the recurrence itself, which is small."""
         heads = self.fields["num_attention_heads"]
         dim = self.fields.get("head_dim") or self.fields["hidden_size"] // heads
         attention = 4 * self.attending * heads * dim * attended
@@ -100,7 +100,7 @@ def _counts(name: str) -> Counts:
 
 
 def counts(shape: MixedShape) -> Counts:
-    """Of the modules, without memory for their weights."""
+    """Counts of the modules, without memory for their weights."""
     return _counts(shape.name)
 
 
@@ -147,4 +147,4 @@ MIXED: dict[str, MixedShape] = {
         MixedShape("qwen3-30b-a3b-3l", "qwen3_moe", 32768, 8192, 0.8, _MIXTURE, 3, experts=(128, 8)),
     )
 }  # fmt: skip
-"""By the sizes of published ones; the mixture with three layers of 48, and a fifth of its vocabulary."""
+"""Shapes by the sizes of published ones; the mixture with three layers of 48, and a fifth of its vocabulary."""

@@ -68,7 +68,7 @@ class Worker:
         return [Trace(**trace) for trace in answer["traces"]]
 
     def measure(self) -> dict[str, float]:
-        """Of the driver `machine`."""
+        """Figures of the driver `machine`."""
         return self._ask({"do": "measure"})
 
     def pause(self) -> None:

@@ -1,4 +1,4 @@
-"""What was measured, kept value by value; medians and ratios are taken of it when they are asked for."""
+"""Measurements, kept value by value; medians and ratios are taken of it when they are asked for."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Results:
         return max(found, default=None)
 
     def advantage(self, figure: str, system: str, base: str, lower_is_better: bool) -> float | None:
-        """How many times better `base` is than `system`: the median of the ratios within each repetition."""
+        """Advantage of `base` over `system`, as a factor: the median of the ratios within each repetition."""
         mine, theirs = (self._values.get(figure, {}).get(name, {}) for name in (base, system))
         ratios = [
             (theirs[turn] / mine[turn] if lower_is_better else mine[turn] / theirs[turn])

@@ -1,4 +1,4 @@
-"""What the machine can do at best, and the least time that a piece of work takes at that.
+"""The machine's best rates, and the least time that a piece of work takes at that.
 
     python -m benchmarks.peers.roofline [--threads 2 --dtype bfloat16]
 

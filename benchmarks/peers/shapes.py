@@ -48,7 +48,7 @@ class Shape:
         return BYTES[dtype] * 2 * self.layers * self.kv_heads * self.head_dim
 
     def read_bytes(self, weights: float, rows: int, dtype: str) -> float:
-        """Of `weights` bytes, those that a step of so many rows reads: all of them."""
+        """Bytes among `weights` that a step of so many rows reads: all of them."""
         return weights
 
     def operations(self, tokens: int, attended: int, sampled: int) -> int:
@@ -108,7 +108,7 @@ def write_tokenizer(vocab: int, folder: Path) -> None:
 
 
 def as_text(tokens: Sequence[int]) -> str:
-    """What the tokenizer above turns into `tokens`."""
+    """The text that the tokenizer above turns into `tokens`."""
     return " ".join(map(str, tokens))
 
 

@@ -93,7 +93,7 @@ def _variant(system: System, form: str, suffix: str, *, gguf: bool) -> System:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where peers are."""
+    """Places of peers."""
 
     pythons: Mapping[str, str]
     server: str | None

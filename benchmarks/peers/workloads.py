@@ -1,4 +1,4 @@
-"""What is measured: requests made of random token ids, the same for every system, and the figures taken of a run."""
+"""Workloads: requests made of random token ids, the same for every system, and the figures taken of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Request:
 
 @dataclass(slots=True)
 class Trace:
-    """What one request got. Times are seconds after the start of the run."""
+    """Tokens that one request got, and when. Times are seconds after the start of the run."""
 
     tokens: list[int]
     end: float

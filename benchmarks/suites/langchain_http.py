@@ -26,7 +26,7 @@ URL = os.environ.get("SUITE_URL", "")
 
 
 class OverHTTP(ChatModelIntegrationTests):
-    """What the demo model can do, the same as in process; none of the suite's tests is changed."""
+    """Abilities of the demo model, the same as in process; none of the suite's tests is changed."""
 
     @property
     def has_tool_calling(self) -> bool:

@@ -64,7 +64,7 @@ def test_suite(folder: Path) -> list[Case]:
 
 
 def is_valid(schema: Any, instance: Any) -> bool:
-    """What `jsonschema` says of an instance; True where it cannot read the schema."""
+    """Verdict of `jsonschema` on an instance; True where it cannot read the schema."""
     from jsonschema.validators import Draft202012Validator, validator_for
 
     kind = validator_for(schema, default=Draft202012Validator)

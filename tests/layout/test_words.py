@@ -61,7 +61,7 @@ def names(nodes: Iterable[ast.AST]) -> Iterator[str]:
             yield node.attr
 
 
-@pytest.mark.parametrize("folder", [*FOLDERS, "tools"])
+@pytest.mark.parametrize("folder", [*FOLDERS, "benchmarks", "tools"])
 def test_docstrings_begin_with_a_sentence_or_a_noun(folder: str) -> None:
     files = files_in(folder)
     assert files

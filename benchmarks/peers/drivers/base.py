@@ -1,4 +1,4 @@
-"""What a driver is: one system, loaded in this process, that runs requests."""
+"""Protocol of a driver: one system, loaded in this process, that runs requests."""
 
 from __future__ import annotations
 

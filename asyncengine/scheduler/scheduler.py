@@ -346,10 +346,6 @@ class Scheduler:
         return None if self.roster.drafts is None else self.roster.drafts.counters
 
     @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
-
-    @property
     def num_waiting(self) -> int:
         """Requests that wait for their turn, or for other weights."""
         return self.roster.num_waiting

@@ -61,7 +61,7 @@ def test_every_row_names_the_slot_that_holds_its_adapter():
     wanted = {steps.add([2 + i, 3], 6, adapter="ABCDE"[i % 5]): "ABCDE"[i % 5] for i in range(25)}
     while steps.scheduler.requests or steps.launched:
         in_flight = [{row.adapter_slot: wanted[row.spec.ticket] for row in b.rows} for b in steps.batches[-2:]]
-        before, copied = steps.scheduler.num_in_flight, len(device.copies)
+        before, copied = len(steps.launched), len(device.copies)
         batch = steps.launch()
         device.take(batch.swaps if batch is not None else ())
         for slot, _ in device.copies[copied:]:  # the other step in flight does not name it

@@ -159,7 +159,7 @@ class LocalCluster(Cluster[LocalProcess]):
         for process in list(self.processes.values()):
             loop = process.replica.engine.core.loop
             await until(
-                lambda of=loop: not (of.scheduler.requests or of.scheduler.num_in_flight or of.delivery.streams),
+                lambda of=loop: not (of.scheduler.requests or of.in_flight or of.delivery.streams),
                 "an empty replica",
             )
             pages = process.replica.engine.stats().pages

@@ -114,8 +114,8 @@ def replay(
     The executor must answer as the recorded one did (a fake one does; a real model does up to its arithmetic). So must
     `adapters`, if the recorded scheduler had any. Each constrained request gets a fresh matcher: the recorded run used
     its own up, and a recording can be played any number of times. `matchers` makes those of a loaded recording,
-    `update` gives the executor the weights of the update of a number, `restore` puts into its pages what a disk had
-    (`FakePageMemory.restore`), or a file, where prefixes came from one.
+    `update` gives the executor the weights of the update of a number, `restore` puts into its pages what a disk had, or
+    a file, where prefixes came from one.
     """
     config = recording.config
     kv = KVCache(

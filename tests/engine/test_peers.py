@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.fake_engine import CACHE_KINDS, GREEDY, PATIENCE, SteppedExecutor, make_core, until
+from support.fake_memory import FakePageMemory
 
 from asyncengine import AsyncEngine
 from asyncengine.engine import peers, prefix_store
@@ -20,7 +21,6 @@ from asyncengine.outputs import Completion
 from asyncengine.request_spec import Peer
 from asyncengine.scheduler.restores import Wanted
 from asyncengine.step import RecordPart
-from asyncengine.testing.fake_memory import FakePageMemory
 from asyncengine.testing.leaks import assert_nothing_held
 
 SIZE = 4

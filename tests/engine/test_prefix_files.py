@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 from support.fake_engine import CACHE_KINDS, GREEDY, PATIENCE, SteppedExecutor, Steps, make_core, until
+from support.fake_memory import FakePageMemory
 
 from asyncengine import AsyncEngine, EngineClosed, InvalidParameter, RequestFailed
 from asyncengine.engine.prefix_files import Prefixes
 from asyncengine.outputs import Completion
 from asyncengine.scheduler.messages import ImportPrefix, PinPrefix, PrefixFound, PrefixLoaded, UnpinPrefix
 from asyncengine.step import RecordPart
-from asyncengine.testing.fake_memory import FakePageMemory
 from asyncengine.testing.leaks import assert_nothing_held
 from asyncengine.testing.replay import Recording, replay
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.fake_engine import CACHE_KINDS, GREEDY, PATIENCE, SteppedExecutor, make_core
+from support.fake_memory import FakePageMemory
 
 from asyncengine import AsyncEngine, EngineConfig
 from asyncengine.engine import prefix_store
@@ -27,7 +28,6 @@ from asyncengine.scheduler.messages import PrefixLoaded
 from asyncengine.scheduler.restores import Wanted
 from asyncengine.step import RecordPart
 from asyncengine.testing import FakeExecutor
-from asyncengine.testing.fake_memory import FakePageMemory
 from asyncengine.testing.leaks import assert_nothing_held
 from asyncengine.testing.replay import Recording, replay
 from asyncengine.testing.world import ProcessDied, VirtualDisk

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.fake_engine import GREEDY, PATIENCE, make_core
+from support.fake_memory import FakePageMemory
 from support.long import TIMES
 
 from asyncengine import AsyncEngine
@@ -20,7 +21,6 @@ from asyncengine.kvcache.store import segments
 from asyncengine.kvcache.store.disk import SystemDisk
 from asyncengine.kvcache.store.segments import SegmentStore
 from asyncengine.testing import FakeExecutor
-from asyncengine.testing.fake_memory import FakePageMemory
 from asyncengine.testing.leaks import assert_nothing_held
 
 DAMAGES = 30 * TIMES

@@ -87,11 +87,3 @@ async def _on_a_thread(work: Callable[..., Any], *args: Any, **options: Any) -> 
     """`anyio.to_thread.run_sync`, by a virtual thread."""
     with anyio.CancelScope(shield=True):
         return await asyncio.get_running_loop().run_in_executor(None, partial(work, *args))
-
-
-def engine_files() -> set[str]:
-    """Files of the code between callers and scheduler, which several threads run at once."""
-    packages = ("asyncengine.engine.", "asyncengine.grammar.service", "asyncengine.stream", "asyncengine.async_engine")
-    return {
-        str(module.__file__) for name, module in sys.modules.items() if name.startswith(packages) and module.__file__
-    }

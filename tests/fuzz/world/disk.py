@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from fuzz.world.plan import Plan, Setup
+from support.fake_memory import FakePageMemory
 
 from asyncengine.engine.prefix_store import PrefixStore
 from asyncengine.kvcache.store.segments import SegmentStore
-from asyncengine.testing.fake_memory import FakePageMemory
 from asyncengine.testing.fake_runner import FakeExecutor
 from asyncengine.testing.world import ProcessDied, VirtualDisk, World
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -31,12 +32,13 @@ from asyncengine.step import Batch
 from asyncengine.sync_engine import Engine
 from asyncengine.testing.leaks import assert_nothing_held
 from asyncengine.testing.world import VirtualDisk, World, simulate
-from asyncengine.testing.world.simulation import engine_files
 
 PATIENCE = 500.0
 """Seconds in which something happens, where anybody waits for anything."""
 REST = 100.0
 """Seconds in which an engine that has nothing to do comes to rest, and threads end after it."""
+_SHARED = ("asyncengine.engine.", "asyncengine.grammar.service", "asyncengine.stream", "asyncengine.async_engine")
+"""The code between callers and scheduler, which several threads run at once."""
 
 
 class Life:
@@ -50,7 +52,10 @@ class Life:
         self.disk = disk if disk is not None or not plan.stored else make_disk(plan)
         self.world = World(plan.seed * 1000 + order, switching=plan.switching, stalling=plan.stalling)
         if plan.interrupted:
-            self.world.interrupt_lines_of(engine_files(), plan.interrupted)
+            files = {
+                str(each.__file__) for name, each in sys.modules.items() if name.startswith(_SHARED) and each.__file__
+            }
+            self.world.interrupt_lines_of(files, plan.interrupted)
         self.records = {call.number: Record(call) for call in plan.calls}
         self.updates = [fault for fault in plan.faults if fault.is_update]
         self.devices = [

@@ -176,30 +176,17 @@ def _value(builder: Any, base: Any, part: int, held: Any, single: bool) -> list[
 def _parts(builder: Any, words: Any, held: Any) -> list[Any]:
     """A vector of words as what `_accumulate` multiplies: itself, or the one or two float32 in each word."""
     kind, operand = held
-    floats = ir.VectorType(FLOAT, words.type.count)
-    if operand == _HALF:
-        return [words]
-    if kind == _FLOAT32:
-        return [builder.bitcast(words, floats)]
-    low = builder.shl(words, vectors.constant(words.type, 16))
-    high = builder.and_(words, vectors.constant(words.type, 0xFFFF0000))
-    return [builder.bitcast(low, floats), builder.bitcast(high, floats)]
+    return [words] if operand == _HALF else vectors.sides(builder, words, kind)
 
 
 def _factors(builder: Any, place: Any, held: Any, lanes: int) -> list[Any]:
     """One step of a query or of weights, in all lanes."""
     kind, operand = held
     if operand == _HALF:
-        return [_splat(builder, load(builder, place, WORD), lanes)]
+        return [vectors.splat(builder, load(builder, place, WORD), lanes)]
     count = 2 if kind == _HALF else 1
     places = [builder.add(place, LONG(4 * index)) for index in range(count)]
-    return [_splat(builder, load(builder, each, FLOAT), lanes) for each in places]
-
-
-def _splat(builder: Any, value: Any, lanes: int) -> Any:
-    kind = ir.VectorType(value.type, lanes)
-    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, WORD(0))
-    return builder.shuffle_vector(first, first, vectors.constant(ir.VectorType(WORD, lanes), 0))
+    return [vectors.splat(builder, load(builder, each, FLOAT), lanes) for each in places]
 
 
 def _accumulate(builder: Any, total: Any, factors: list[Any], parts: list[Any], held: Any) -> None:
@@ -208,7 +195,7 @@ def _accumulate(builder: Any, total: Any, factors: list[Any], parts: list[Any], 
         if held[1] == _HALF:
             found = vectors.call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [found, factor, part])
         else:
-            found = vectors.call(builder, f"llvm.fma.v{found.type.count}f32", found.type, [factor, part, found])
+            found = vectors.multiply_add(builder, factor, part, found)
     builder.store(found, total)
 
 

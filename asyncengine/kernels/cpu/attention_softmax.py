@@ -20,7 +20,6 @@ from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LONG, WORD, WO
 LOG2E = 1.4426950408889634
 _POWERS = (1.0, 0.6931471825, 0.2402264625, 0.05550328642, 0.009618489072, 0.001339993207, 0.0001534580952)
 """2 ** x on [-1/2, 1/2], relative error 2e-9: least squares reweighted until the errors were level."""
-_HALF = numba.types.uint16
 FEW = 32
 """Keys of a block of a short text: further ones are not looked at where there are no more."""
 
@@ -77,10 +76,7 @@ def _write_weights(
     shift = vectors.splat(builder, now)
     weights = [exp2(builder, builder.fsub(block, shift)) for block in blocks]
     for place, part in enumerate(weights):
-        if operand == _HALF:
-            store(builder, vectors.narrow(builder, part), builder.add(out, LONG(2 * LANES * place)))
-        else:
-            store(builder, part, builder.add(out, LONG(4 * LANES * place)))
+        vectors.write(builder, part, builder.add(out, LONG(operand.bitwidth // 8 * LANES * place)), operand)
     shrink = builder.extract_element(shrink, WORD(0))
     found = _reduce(builder, weights, lambda builder, left, right: builder.fadd(left, right))
     store(builder, builder.fadd(builder.fmul(load(builder, total, FLOAT), shrink), found), total)
@@ -94,10 +90,8 @@ def _store_scaled(_: Any, values: Any, factor: Any, out: Any, count: Any, kind: 
         by = vectors.splat(builder, factor)
         with cgutils.for_range(builder, builder.udiv(count, LONG(LANES))) as loop:
             own = load(builder, builder.add(values, builder.mul(loop.index, LONG(4 * LANES))), FLOATS)
-            found = builder.fmul(own, by)
-            narrow = kind == _HALF
-            to = builder.add(out, builder.mul(loop.index, LONG((2 if narrow else 4) * LANES)))
-            store(builder, vectors.narrow(builder, found) if narrow else found, to)
+            to = builder.add(out, builder.mul(loop.index, LONG(kind.bitwidth // 8 * LANES)))
+            vectors.write(builder, builder.fmul(own, by), to, kind)
         return context.get_dummy_value()
 
     whole = numba.types.int64

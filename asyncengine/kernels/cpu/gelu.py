@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.attention_softmax import exp2
-from asyncengine.kernels.cpu.vectors import FLOATS, LANES, LONG, load, store
+from asyncengine.kernels.cpu.vectors import FLOATS, LANES, LONG
 
 _LOG2E = 1.4426950408889634
 _TAIL = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
@@ -20,14 +20,9 @@ _TAIL = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 def _gelu_row(_: Any, x: Any, width: Any, kind: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         address, count = arguments[:2]
-        half = kind == numba.types.uint16
         with cgutils.for_range(builder, builder.udiv(count, LONG(LANES))) as loop:
-            at = builder.add(address, builder.mul(loop.index, LONG(LANES * (2 if half else 4))))
-            if half:
-                numbers = vectors.widen_halves(builder, load(builder, at, vectors.HALF_WORDS), "bfloat16")
-                store(builder, vectors.narrow(builder, write_gelu(builder, numbers)), at)
-            else:
-                store(builder, write_gelu(builder, load(builder, at, FLOATS)), at)
+            at = builder.add(address, builder.mul(loop.index, LONG(LANES * kind.bitwidth // 8)))
+            vectors.write(builder, write_gelu(builder, vectors.read(builder, at, kind)), at, kind)
         return context.get_dummy_value()
 
     return numba.types.void(numba.types.int64, numba.types.int64, kind), generate

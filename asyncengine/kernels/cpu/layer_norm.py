@@ -19,7 +19,7 @@ from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.jit import kind_of, serial_in_order
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
-from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LONG, WORD, load, store
+from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LONG, WORD, load
 
 _WORK = 12
 """Bytes that could be read while an element is computed."""
@@ -71,7 +71,7 @@ def _row(alone: bool) -> Any:
     def typed(_: Any, residual: Any, branch: Any, weight: Any, bias: Any, total: Any, out: Any, width: Any, factor: Any,
               epsilon: Any, kind: Any) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _write_row(builder, alone, kind == numba.types.uint16, *arguments[:9])
+            _write_row(builder, alone, kind, *arguments[:9])
             return context.get_dummy_value()
 
         whole, single = numba.types.int64, numba.types.float32
@@ -81,10 +81,10 @@ def _row(alone: bool) -> Any:
 
 
 def _write_row(
-    builder: Any, alone: bool, half: bool, residual: Any, branch: Any, weight: Any, bias: Any, total: Any, out: Any,
+    builder: Any, alone: bool, kind: Any, residual: Any, branch: Any, weight: Any, bias: Any, total: Any, out: Any,
     width: Any, factor: Any, epsilon: Any,
 ) -> None:  # fmt: skip
-    size = 2 if half else 4
+    size = kind.bitwidth // 8
     factors = vectors.splat(builder, factor)
     count = builder.udiv(width, LONG(LANES))
     length = builder.uitofp(width, FLOAT)
@@ -93,10 +93,10 @@ def _write_row(
         return builder.add(base, builder.mul(index, LONG(LANES * bytes_each)))
 
     def value(index: Any) -> Any:
-        left = _numbers(builder, at(residual, index, size), half)
+        left = vectors.read(builder, at(residual, index, size), kind)
         if alone:
             return left
-        return vectors.multiply_add(builder, _numbers(builder, at(branch, index, size), half), factors, left)
+        return vectors.multiply_add(builder, vectors.read(builder, at(branch, index, size), kind), factors, left)
 
     mean = vectors.splat(builder, builder.fdiv(_sum(builder, count, value), length))
 
@@ -110,12 +110,12 @@ def _write_row(
     with cgutils.for_range(builder, count) as loop:
         found = value(loop.index)
         if not alone:
-            _keep(builder, found, at(total, loop.index, size), half)
+            vectors.write(builder, found, at(total, loop.index, size), kind)
         normed = builder.fmul(
             builder.fmul(builder.fsub(found, mean), scale), load(builder, at(weight, loop.index, 4), FLOATS)
         )
         normed = builder.fadd(normed, load(builder, at(bias, loop.index, 4), FLOATS))
-        _keep(builder, normed, at(out, loop.index, size), half)
+        vectors.write(builder, normed, at(out, loop.index, size), kind)
 
 
 def _sum(builder: Any, count: Any, value: Any) -> Any:
@@ -134,17 +134,6 @@ def _sum(builder: Any, count: Any, value: Any) -> Any:
     for part in range(1, 4):
         found = builder.fadd(found, builder.extract_element(four, WORD(part)))
     return found
-
-
-def _numbers(builder: Any, address: Any, half: bool) -> Any:
-    """Sixteen numbers as float32."""
-    if not half:
-        return load(builder, address, FLOATS)
-    return vectors.widen_halves(builder, load(builder, address, vectors.HALF_WORDS), "bfloat16")
-
-
-def _keep(builder: Any, floats: Any, address: Any, half: bool) -> None:
-    store(builder, vectors.narrow(builder, floats) if half else floats, address)
 
 
 _norm_row, _add_norm_row = _row(True), _row(False)

@@ -358,14 +358,6 @@ def _number(builder: Any, address: Any, kind: Any) -> Any:
     return builder.bitcast(builder.shl(bits, WORD(16)), FLOAT)
 
 
-def _numbers(builder: Any, address: Any, kind: Any) -> Any:
-    """The sixteen float32 from an address on."""
-    if kind != numba.types.uint16:
-        return load(builder, address, FLOATS)
-    bits = builder.zext(load(builder, address, ir.VectorType(ir.IntType(16), LANES)), WORDS)
-    return builder.bitcast(builder.shl(bits, vectors.constant(WORDS, 16)), FLOATS)
-
-
 def _make_add(rows: int, count: int) -> Any:
     """add(weights, across, rank, factor, stride, y, length, places, kind, out_kind): to 16 * count numbers of so many
     rows, the sum of `rank` rows of a factor, each times its float32 weight.
@@ -401,7 +393,7 @@ def _write_add(
         for line in range(count * LANES * size // LINE):  # of the block that follows
             vectors.prefetch(builder, builder.add(source, LONG(count * LANES * size + line * LINE)))
         for place in range(count):
-            numbers = _numbers(builder, builder.add(source, LONG(place * LANES * size)), kind)
+            numbers = vectors.read(builder, builder.add(source, LONG(place * LANES * size)), kind)
             for row in range(rows):
                 total = sums[row, place]
                 builder.store(vectors.multiply_add(builder, values[row], numbers, builder.load(total)), total)
@@ -410,8 +402,8 @@ def _write_add(
         begin = builder.add(y, builder.mul(number, length))
         for place in range(count):
             target = builder.add(begin, LONG(place * LANES * out_size))
-            found = builder.fadd(_numbers(builder, target, out_kind), builder.load(sums[row, place]))
-            vectors.store(builder, vectors.narrow(builder, found) if out_size == 2 else found, target)
+            found = builder.fadd(vectors.read(builder, target, out_kind), builder.load(sums[row, place]))
+            vectors.write(builder, found, target, out_kind)
 
 
 _add_vector, _add_row, _add_tile = _make_add(1, 1), _make_add(1, _BLOCK // LANES), _make_add(_TILE, _BLOCK // LANES)

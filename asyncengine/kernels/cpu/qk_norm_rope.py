@@ -20,12 +20,10 @@ from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
-from asyncengine.kernels.cpu.vectors import FLOATS, LANES, LONG, WORDS, load, size_of, square_sum, store
+from asyncengine.kernels.cpu.vectors import FLOATS, LANES, LONG, load, size_of, square_sum
 
 _WORK = 8
 """Bytes that could be read while a number is rotated."""
-_HALF = numba.types.uint16
-_HALVES = ir.VectorType(ir.IntType(16), LANES)
 
 
 def rotate_heads(
@@ -139,7 +137,7 @@ def _write_rotation(
         return builder.add(base, builder.mul(index, LONG(kind.bitwidth // 8)))
 
     def read(base: Any, index: Any) -> Any:
-        return _read(builder, place(base, index), kind)
+        return vectors.read(builder, place(base, index), kind)
 
     def normal(index: Any) -> Any:
         own = read(source, index)
@@ -157,30 +155,20 @@ def _write_rotation(
         high = builder.add(low, half)
         first, second = normal(low), normal(high)
         minus = builder.fsub(ir.Constant(FLOATS, [-0.0] * LANES), second)
-        _write(builder, builder.fadd(product(first, cos, low), product(minus, sin, low)), place(out, low), kind)
-        _write(builder, builder.fadd(product(second, cos, high), product(first, sin, high)), place(out, high), kind)
+        vectors.write(builder, builder.fadd(product(first, cos, low), product(minus, sin, low)), place(out, low), kind)
+        vectors.write(
+            builder, builder.fadd(product(second, cos, high), product(first, sin, high)), place(out, high), kind
+        )
     rest = builder.udiv(builder.sub(dim, rotary), LONG(LANES))
     with cgutils.for_range(builder, rest) as loop:
         index = builder.add(rotary, builder.mul(loop.index, LONG(LANES)))
-        _write(builder, normal(index), place(out, index), kind)
-
-
-def _read(builder: Any, address: Any, kind: Any) -> Any:
-    if kind != _HALF:
-        return load(builder, address, FLOATS)
-    return _widened(builder, load(builder, address, _HALVES))
-
-
-def _write(builder: Any, floats: Any, address: Any, kind: Any) -> None:
-    store(builder, vectors.narrow(builder, floats) if kind == _HALF else floats, address)
+        vectors.write(builder, normal(index), place(out, index), kind)
 
 
 def _rounded(builder: Any, floats: Any, kind: Any) -> Any:
-    return _widened(builder, vectors.narrow(builder, floats)) if kind == _HALF else floats
-
-
-def _widened(builder: Any, halves: Any) -> Any:
-    return builder.bitcast(builder.shl(builder.zext(halves, WORDS), vectors.constant(WORDS, 16)), FLOATS)
+    if kind != numba.types.uint16:
+        return floats
+    return vectors.widen_halves(builder, vectors.narrow(builder, floats), "bfloat16")
 
 
 _rotate_vectors: Any = intrinsic(_rotate)

@@ -78,11 +78,8 @@ def _square_sum(_: Any, address: Any, count: Any, kind: Any) -> Any:
                 if narrow_numbers:
                     number = builder.bitcast(builder.shl(builder.zext(number, WORD), WORD(16)), FLOAT)
                 number = builder.insert_element(constant(FLOATS, 0.0), number, WORD(0))
-            elif narrow_numbers:
-                halves = load(builder, place, ir.VectorType(ir.IntType(16), LANES))
-                number = builder.bitcast(builder.shl(builder.zext(halves, WORDS), constant(WORDS, 16)), FLOATS)
             else:
-                number = load(builder, place, FLOATS)
+                number = read(builder, place, kind)
             builder.store(multiply_add(builder, number, number, builder.load(into)), into)
 
         with cgutils.for_range(builder, builder.udiv(length, LONG(4 * LANES))) as loop:
@@ -252,6 +249,18 @@ def widen_halves(builder: Any, halves: Any, kind: str) -> Any:
     number = builder.bitcast(builder.fmul(builder.bitcast(number, floats), constant(floats, 2.0**112)), wide)
     sign = builder.shl(builder.and_(words, constant(wide, 0x8000)), constant(wide, 16))
     return builder.bitcast(builder.or_(number, sign), floats)
+
+
+def read(builder: Any, address: Any, kind: Any) -> Any:
+    """Sixteen numbers of that kind, as float32."""
+    if kind != numba.types.uint16:
+        return load(builder, address, FLOATS)
+    return widen_halves(builder, load(builder, address, HALF_WORDS), "bfloat16")
+
+
+def write(builder: Any, floats: Any, address: Any, kind: Any) -> None:
+    """Sixteen float32 as numbers of that kind."""
+    store(builder, narrow(builder, floats) if kind == numba.types.uint16 else floats, address)
 
 
 def by_parts(builder: Any, whole: Any, lanes: int, make: Callable[[Any, Any], Any]) -> Any:

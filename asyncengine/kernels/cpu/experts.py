@@ -33,7 +33,7 @@ from asyncengine.kernels.cpu.gemm_quantized import (
 )
 from asyncengine.kernels.cpu.jit import allocates, array, inline, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.linears import BIAS, CODE, MATRIX, PRODUCT_FIELDS, LinearWeights, forms_of
-from asyncengine.kernels.cpu.packed import SIZES, WIDTH, multiply_part, panels_at_once
+from asyncengine.kernels.cpu.packed import WIDTH, multiply_part
 from asyncengine.kernels.cpu.panel_form import GROUP, PANEL
 from asyncengine.kernels.cpu.quantized_tiles import PANELS
 from asyncengine.kernels.cpu.team import use_team
@@ -47,7 +47,6 @@ UP, DOWN = range(2)
 _ORDER, _PLACE, _BEGINS, _ACTIVE, _GATHERED, _BOTH, _INNER, _MADE, _ROUNDED = range(9)
 _PARTS = 9
 _LINE = 64
-_MOST = SIZES[-1]
 _EVEN = 8
 """Rows of an expert whose arithmetic takes about as long as reading its panels."""
 _CHUNK = 2**18
@@ -271,25 +270,12 @@ def _packed_part(
     expert = array(pointer(active, np.int64(0)), (piece // chunks + 1,))[piece // chunks]
     firsts = array(pointer(begins, np.int64(0)), (expert + 2,))
     begin, rows = firsts[expert], firsts[expert + 1] - firsts[expert]
-    tile, tiles = _tiles_for(rows)
     added = bias + expert * panels * WIDTH * 4 if bias != 0 else 0
     arguments = (
         piece % chunks, chunks, worker, x + begin * step, weights + expert * panels * WIDTH * row_size, added,
-        out + begin * panels * WIDTH * size, panels * WIDTH * size, rows, row_size, panels, tile, tiles,
-        panels_at_once(rows, row_size), kind, size,
+        out + begin * panels * WIDTH * size, panels * WIDTH * size, rows, row_size, panels, kind, size,
     )  # fmt: skip
     call(multiply_part, arguments)
-
-
-@inline
-def _tiles_for(rows: int) -> tuple[int, int]:
-    """Tiles for so many rows, as `packed.tiles_for`."""
-    tiles = (rows + _MOST - 1) // _MOST
-    while True:
-        for size in SIZES:
-            if size <= rows <= size * tiles:
-                return size, tiles
-        tiles += 1
 
 
 @inline

@@ -166,7 +166,7 @@ def multiply_rounded(
     inputs, outputs, chunks = matrix[INPUTS], matrix[OUTPUTS], matrix[CHUNKS]
     groups = chunks * matrix[CHUNK_INPUTS] // GROUP
     parallel_for(
-        _round_part,
+        round_part,
         team,
         pieces_of(rows * inputs * _ROUNDING, rows, team),
         (x, matrix[ORDER], scratch, rows, inputs, groups, matrix[SUMMED], matrix[SUM_FORM], kind, size),
@@ -179,7 +179,7 @@ def multiply_rounded(
 
 @serial_in_order
 @allocates
-def _round_part(
+def round_part(
     piece: int, pieces: int, worker: int,
     x: int, order: int, scratch: int, rows: int, inputs: int, groups: int, summed: int, sum_form: int,
     kind: np.generic, size: int,
@@ -334,7 +334,3 @@ def _held(source: int, target: Any, count: int) -> int:
         target[index] = given[index]
     address: int = target.ctypes.data
     return address
-
-
-round_part = _round_part
-"""For a loop over several weights (`experts`)."""

@@ -11,8 +11,7 @@ Memory: [outputs / 32 (rounded up), inputs / step, 2, 16, step], where `step` is
 
 from __future__ import annotations
 
-import functools
-import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numba
@@ -40,6 +39,7 @@ _STEPS = {torch.bfloat16: 2, torch.float32: 1}
 SIZES = (1, 2, 3, 4, 6, 8, 12) if WIDE else (1, 2, 4)
 """Rows of x in the tiles there are: as many as their sums have registers for. Others are made of tiles that overlap.
 AVX2 and NEON have registers for equally many numbers, and half of them hold the sums of four rows."""
+_MOST = SIZES[-1]
 _NARROW = WIDTH // 8
 """Vectors of eight in a panel."""
 _PAIRED = not WIDE
@@ -130,7 +130,7 @@ def gemm(x: torch.Tensor, panels: torch.Tensor, out: torch.Tensor, bias: torch.T
     if whole:
         multiply(
             x.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), across, rows, size,
-            whole, *tiles_for(rows), _panels_at_once(rows, size), kind_of(x.dtype), out.element_size(), use_team(),
+            whole, kind_of(x.dtype), out.element_size(), use_team(),
         )  # fmt: skip
     if rest:
         first = outputs - rest
@@ -160,16 +160,18 @@ def read_rows(ids: torch.Tensor, panels: torch.Tensor, out: torch.Tensor) -> Non
     read(ids.data_ptr(), panels.data_ptr(), out.data_ptr(), ids.numel(), steps, step, kind_of(out.dtype), team)
 
 
-@functools.lru_cache(maxsize=4096)
+@inline
 def tiles_for(rows: int) -> tuple[int, int]:
     """(rows of a tile, tiles) for so many rows of x: as few tiles as will do, then as small ones."""
-    for tiles in itertools.count(-(-rows // SIZES[-1])):
+    tiles = (rows + _MOST - 1) // _MOST
+    while True:
         for size in SIZES:
             if size <= rows <= size * tiles:
                 return size, tiles
-    raise AssertionError
+        tiles += 1
 
 
+@inline
 def _panels_at_once(rows: int, size: int) -> int:
     """Panels that are done for all rows of `size` bytes before the next."""
     if _PAIRED and rows >= MANY:
@@ -177,32 +179,29 @@ def _panels_at_once(rows: int, size: int) -> int:
     return 1 if rows * size <= _NEAR else max(1, _BLOCK // (size * WIDTH))
 
 
-panels_at_once = inline(_panels_at_once)
-"""The same for kernels."""
-
-
 @serial_in_order
 def multiply(
-    x: int, panels: int, bias: int, out: int, across: int, rows: int, size: int, count: int, tile: int, tiles: int,
-    block: int, kind: np.generic, out_size: int, team: int,
+    x: int, panels: int, bias: int, out: int, across: int, rows: int, size: int, count: int, kind: np.generic,
+    out_size: int, team: int,
 ) -> None:  # fmt: skip
-    """`count` panels for `rows` rows of x, in `tiles` tiles of `tile` rows each (`tiles_for`). `across` is bytes from a
-    row of `out` to the next, `out_size` those of a number there: 4, or as many as x's have."""
-    most = -(-count // block)
+    """`count` panels for `rows` rows of x. `across` is bytes from a row of `out` to the next, `out_size` those of a
+    number there: 4, or as many as x's have."""
+    most = -(-count // _panels_at_once(rows, size))
     parallel_for(
-        _multiply_part, team, pieces_of(count * WIDTH * size * reads_worth(rows, _EVEN), most, team),
-        (x, panels, bias, out, across, rows, size, count, tile, tiles, block, kind, out_size),
+        multiply_part, team, pieces_of(count * WIDTH * size * reads_worth(rows, _EVEN), most, team),
+        (x, panels, bias, out, across, rows, size, count, kind, out_size),
     )  # fmt: skip
 
 
 @serial_in_order
-def _multiply_part(
+def multiply_part(
     piece: int, pieces: int, worker: int,
-    x: int, panels: int, bias: int, out: int, across: int, rows: int, size: int, count: int, tile: int,
-    tiles: int, block: int, kind: np.generic, out_size: int,
+    x: int, panels: int, bias: int, out: int, across: int, rows: int, size: int, count: int, kind: np.generic,
+    out_size: int,
 ) -> None:  # fmt: skip
     """The panels of one of `pieces`, for all rows. `size` is the bytes of a row of x. The last tile is moved back."""
     first, last = count * piece // pieces, count * (piece + 1) // pieces
+    block = _panels_at_once(rows, size)
     if vectors.UNIT and vectors.size_of(kind) == 2 and size % STEP == 0:
         multiply_by_unit(x, panels, bias, out, across, rows, size, first, last, block, out_size)
         return
@@ -210,11 +209,12 @@ def _multiply_part(
         multiply_widened(x, panels, bias, out, across, rows, size, first, last, kind, out_size)
         return
     lines = size * WIDTH // (_VECTORS * LINE)
-    if _PAIRED and tile == 1:  # there is one row
+    tile, tiles = tiles_for(rows)
+    if _PAIRED and rows == 1:
         for place in range(first, last - 1, 2):
             target, own = out + place * WIDTH * out_size, panels + place * size * WIDTH
             added = bias + place * WIDTH * 4 if bias != 0 else 0
-            _pair(x, size, own, lines, own + _AHEAD, _VECTORS * LINE, added, target, across, out_size, kind)
+            _pair(1, x, size, own, lines, own + _AHEAD, _VECTORS * LINE, added, target, across, out_size, kind)
         first = last - (last - first) % 2
     for begin in range(first, last, block):
         for turn in range(tiles):
@@ -229,38 +229,28 @@ def _multiply_part(
                 target = out + row * across + place * WIDTH * out_size
                 added = bias + place * WIDTH * 4 if bias != 0 else 0
                 own, rest = panels + place * size * WIDTH, x + row * size
-                if tile == 1:
-                    _tile1(rest, size, own, lines, own + ahead, share, added, target, across, out_size, kind)
-                elif tile == 2:
-                    _tile2(rest, size, own, lines, own + ahead, share, added, target, across, out_size, kind)
-                elif tile == 3:
-                    _tile3(rest, size, own, lines, own + ahead, share, added, target, across, out_size, kind)
-                elif tile == 4:
-                    _tile4(rest, size, own, lines, own + ahead, share, added, target, across, out_size, kind)
-                elif tile == 6:
-                    _tile6(rest, size, own, lines, own + ahead, share, added, target, across, out_size, kind)
-                elif tile == 8:
-                    _tile8(rest, size, own, lines, own + ahead, share, added, target, across, out_size, kind)
-                else:
-                    _tile12(rest, size, own, lines, own + ahead, share, added, target, across, out_size, kind)
+                _tile(tile, rest, size, own, lines, own + ahead, share, added, target, across, out_size, kind)
 
 
-def _make_tile(rows: int, panels: int = 1) -> Any:
-    """tile(x, x_size, panel, lines, ahead, share, bias, out, across, out_size, kind): out [rows, 32] = x W^T + bias.
+def _make_tile(sizes: Sequence[int], panels: int = 1) -> Any:
+    """tile(rows, x, x_size, panel, lines, ahead, share, bias, out, across, out_size, kind): out [rows, 32] = x W^T +
+    bias, for as many rows as one of `sizes`.
 
     Addresses, bytes of a row of x and of `out` (`across`) and of a number there, and the panel's pairs of vectors. No
     bias: address 0. For each of those pairs, the next `share` bytes from `ahead` on are asked for. `panels`: that many
     at once, one behind the other.
     """
 
-    def typed(_: Any, x: Any, x_size: Any, panel: Any, lines: Any, ahead: Any, share: Any, bias: Any, out: Any,
-              across: Any, out_size: Any, kind: Any) -> Any:  # fmt: skip
+    def typed(_: Any, rows: Any, x: Any, x_size: Any, panel: Any, lines: Any, ahead: Any, share: Any, bias: Any,
+              out: Any, across: Any, out_size: Any, kind: Any) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            write = _write_tile if WIDE else _write_narrow_tile if rows * panels <= 2 else _write_narrow_block
-            write(builder, rows, panels, kind, *arguments[:10])
+            for size in sizes:
+                write = _write_tile if WIDE else _write_narrow_tile if size * panels <= 2 else _write_narrow_block
+                with builder.if_then(builder.icmp_signed("==", arguments[0], LONG(size))):
+                    write(builder, size, panels, kind, *arguments[1:11])
             return context.get_dummy_value()
 
-        return numba.types.void(*[numba.types.int64] * 10, kind), generate
+        return numba.types.void(*[numba.types.int64] * 11, kind), generate
 
     return intrinsic(typed)
 
@@ -404,11 +394,7 @@ def _store_tile(
             store(4)
 
 
-_pair = _make_tile(1, 2)
-_tile1, _tile2, _tile3, _tile4, _tile6, _tile8, _tile12 = (
-    _make_tile(rows if rows in SIZES else 1)  # others are never asked for
-    for rows in (1, 2, 3, 4, 6, 8, 12)
-)
+_tile, _pair = _make_tile(SIZES), _make_tile((1,), 2)
 
 
 @serial
@@ -422,17 +408,9 @@ _read_few_rows = with_gil(_read_rows)
 
 @serial
 def _read_part(
-    piece: int,
-    pieces: int,
-    worker: int,
-    ids: int,
-    panels: int,
-    out: int,
-    count: int,
-    steps: int,
-    step: int,
-    kind: np.generic,
-) -> None:
+    piece: int, pieces: int, worker: int,
+    ids: int, panels: int, out: int, count: int, steps: int, step: int, kind: np.generic,
+) -> None:  # fmt: skip
     first, last = count * piece // pieces, count * (piece + 1) // pieces
     wanted = array(pointer(ids, np.int64(0)), (last,))
     for place in range(first, last):
@@ -443,7 +421,3 @@ def _read_part(
         for index in range(steps):
             for place_in_step in range(step):
                 result[index, place_in_step] = panel[index, row % WIDTH, place_in_step]
-
-
-multiply_part = _multiply_part
-"""For a loop over several weights (`experts`)."""

@@ -22,8 +22,10 @@ from numba.extending import intrinsic
 
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.jit import array, pointer, serial_in_order
-from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LONG, load, multiply_add, store
+from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LONG, load, multiply_add, size_of, store
 
+WHOLE, EACH = np.uint8(0), np.uint16(0)
+"""Zeros by whose type a kernel knows whether the state forgets as a whole, or each dimension of the key by itself."""
 _SINGLE = np.float32(0)
 _FEW = 2
 """Tokens up to which a state is read row by row, from memory; with more it stays near, a few columns at a time."""
@@ -34,118 +36,87 @@ _ROW, _TILE = 8, 2
 @serial_in_order
 def delta_rule(
     source: int, target: int, keys: int, queries: int, values: int, gates: int, out: int, tokens: int, key_dim: int,
-    value_dim: int,
+    value_dim: int, faded: int, kept: int, by_channel: np.generic,
 ) -> None:  # fmt: skip
     """Move a head's state from `source` to `target` (perhaps the same) over some tokens, one at least.
 
     All float32 and contiguous: keys and queries [tokens, key dim], values and what is read, `out`, [tokens, value dim],
-    gates [tokens, 2]: what the state is multiplied by, and the rate of learning.
+    gates [tokens, 2]: what the state is multiplied by, and the rate of learning. `by_channel` is `EACH` where
+    `kept` [tokens, key dim] is in the place of the first of the gates: what each dimension of the key is multiplied by,
+    and `faded` alike are keys times these; else it is `WHOLE`, and they are not looked at.
     """
-    column = 0
+    column, row = 0, value_dim * 4
     if tokens <= _FEW:
         while column + _ROW * LANES <= value_dim:
             move = column * 4
-            _eight(source + move, target + move, keys, queries, values + move, gates, out + move, tokens, key_dim,
-                   value_dim * 4)  # fmt: skip
+            _eight(source + move, target + move, keys, queries, values + move, gates, out + move, tokens, key_dim, row,
+                   faded, kept, by_channel)  # fmt: skip
             column += _ROW * LANES
     while column + _TILE * LANES <= value_dim:
         move = column * 4
-        _two(source + move, target + move, keys, queries, values + move, gates, out + move, tokens, key_dim,
-             value_dim * 4)  # fmt: skip
+        _two(source + move, target + move, keys, queries, values + move, gates, out + move, tokens, key_dim, row,
+             faded, kept, by_channel)  # fmt: skip
         column += _TILE * LANES
     while column + LANES <= value_dim:
         move = column * 4
-        _one(source + move, target + move, keys, queries, values + move, gates, out + move, tokens, key_dim,
-             value_dim * 4)  # fmt: skip
+        _one(source + move, target + move, keys, queries, values + move, gates, out + move, tokens, key_dim, row,
+             faded, kept, by_channel)  # fmt: skip
         column += LANES
     if column < value_dim:
-        _rest(source, target, keys, queries, values, gates, out, tokens, key_dim, value_dim, column, keys, keys, False)
-
-
-@serial_in_order
-def delta_rule_by_channel(
-    source: int, target: int, keys: int, queries: int, values: int, gates: int, out: int, tokens: int, key_dim: int,
-    value_dim: int, faded: int, kept: int,
-) -> None:  # fmt: skip
-    """The same with `kept` [tokens, key dim]: what each dimension of the key is multiplied by, in the place of the
-    first of the gates. `faded` alike: keys times these."""
-    column = 0
-    if tokens <= _FEW:
-        while column + _ROW * LANES <= value_dim:
-            move = column * 4
-            _eight_by_channel(source + move, target + move, keys, queries, values + move, gates, out + move, tokens,
-                              key_dim, value_dim * 4, faded, kept)  # fmt: skip
-            column += _ROW * LANES
-    while column + _TILE * LANES <= value_dim:
-        move = column * 4
-        _two_by_channel(source + move, target + move, keys, queries, values + move, gates, out + move, tokens, key_dim,
-                        value_dim * 4, faded, kept)  # fmt: skip
-        column += _TILE * LANES
-    while column + LANES <= value_dim:
-        move = column * 4
-        _one_by_channel(source + move, target + move, keys, queries, values + move, gates, out + move, tokens, key_dim,
-                        value_dim * 4, faded, kept)  # fmt: skip
-        column += LANES
-    if column < value_dim:
-        _rest(source, target, keys, queries, values, gates, out, tokens, key_dim, value_dim, column, faded, kept, True)
+        _rest(source, target, keys, queries, values, gates, out, tokens, key_dim, value_dim, column, faded, kept,
+              by_channel)  # fmt: skip
 
 
 @serial_in_order
 def _rest(
     source: int, target: int, keys: int, queries: int, values: int, gates: int, out: int, tokens: int, key_dim: int,
-    value_dim: int, first: int, faded: int, kept: int, by_channel: bool,
+    value_dim: int, first: int, faded: int, kept: int, by_channel: np.generic,
 ) -> None:  # fmt: skip
-    """Columns that fill no vector. `faded` is the keys where the state forgets as a whole."""
+    """Columns that fill no vector."""
     before = array(pointer(source, _SINGLE), (key_dim, value_dim))
     state = array(pointer(target, _SINGLE), (key_dim, value_dim))
     key, query = array(pointer(keys, _SINGLE), (tokens, key_dim)), array(pointer(queries, _SINGLE), (tokens, key_dim))
-    value, read = (
-        array(pointer(values, _SINGLE), (tokens, value_dim)),
-        array(pointer(out, _SINGLE), (tokens, value_dim)),
-    )
+    value = array(pointer(values, _SINGLE), (tokens, value_dim))
+    read = array(pointer(out, _SINGLE), (tokens, value_dim))
     gate = array(pointer(gates, _SINGLE), (tokens, 2))
+    each = size_of(by_channel) == size_of(EACH)
     within = array(pointer(faded, _SINGLE), (tokens, key_dim))
     keeps = array(pointer(kept, _SINGLE), (tokens, key_dim))
     for token in range(tokens):
         held = before if token == 0 else state
-        decay, rate = np.float32(1) if by_channel else gate[token, 0], gate[token, 1]
+        decay, rate = np.float32(1) if each else gate[token, 0], gate[token, 1]
         for column in range(first, value_dim):
             known, found = np.float32(0), np.float32(0)
             for index in range(key_dim):
-                known += held[index, column] * within[token, index]
+                under = within[token, index] if each else key[token, index]
+                known += held[index, column] * under
             delta = (value[token, column] - decay * known) * rate
             for index in range(key_dim):
-                factor = keeps[token, index] if by_channel else decay
+                factor = keeps[token, index] if each else decay
                 number = held[index, column] * factor + key[token, index] * delta
                 state[index, column] = number
                 found += number * query[token, index]
             read[token, column] = found
 
 
-def _tile(columns: int, by_channel: bool = False) -> Any:
+def _tile(columns: int) -> Any:
     """The intrinsic for `columns` vectors of columns: as `delta_rule`, with the bytes of a row for the last size."""
 
-    def whole(
+    def typed(
         _: Any, source: Any, target: Any, keys: Any, queries: Any, values: Any, gates: Any, out: Any, tokens: Any,
-        key_dim: Any, row: Any,
+        key_dim: Any, row: Any, faded: Any, kept: Any, by_channel: Any,
     ) -> Any:  # fmt: skip
-        return numba.types.void(*[numba.types.int64] * 10), generate
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            each = by_channel == numba.typeof(EACH)
+            _write_tile(builder, columns, *arguments[:10], *(arguments[10:12] if each else ()))
+            return context.get_dummy_value()
 
-    def channels(
-        _: Any, source: Any, target: Any, keys: Any, queries: Any, values: Any, gates: Any, out: Any, tokens: Any,
-        key_dim: Any, row: Any, faded: Any, kept: Any,
-    ) -> Any:  # fmt: skip
-        return numba.types.void(*[numba.types.int64] * 12), generate
+        return numba.types.void(*[numba.types.int64] * 12, by_channel), generate
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _write_tile(builder, columns, *arguments)
-        return context.get_dummy_value()
-
-    return intrinsic(channels if by_channel else whole)
+    return intrinsic(typed)
 
 
 _eight, _two, _one = (_tile(columns) for columns in (_ROW, _TILE, 1))
-_eight_by_channel, _two_by_channel, _one_by_channel = (_tile(columns, True) for columns in (_ROW, _TILE, 1))
 
 
 def _write_tile(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from asyncengine.kernels.cpu.activation import exponential
 from asyncengine.kernels.cpu.calls import call, parallel_for
 from asyncengine.kernels.cpu.causal_conv import CHANNELS, convolve_tokens
-from asyncengine.kernels.cpu.delta_rule import delta_rule, delta_rule_by_channel
+from asyncengine.kernels.cpu.delta_rule import EACH, WHOLE, delta_rule
 from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.state_segments import Segments, segment_places
 from asyncengine.kernels.cpu.team import use_team
@@ -201,14 +201,12 @@ def _advance(
                 wider[index] = widen(inputs[index])
         _gates(spec, projected, first, tokens, head, member, gates, kind)
         place = number * dim * value_dim * 4
+        known = source + place, target + place, keys, queries, values, gates, read, tokens, dim, value_dim, faded, kept
         if spec[BY_CHANNEL]:
             _fade(spec, projected, first, tokens, head, keys, kept, faded, kind)
-            call(delta_rule_by_channel, (source + place, target + place, keys, queries, values, gates, read, tokens,
-                                         dim, value_dim, faded, kept))  # fmt: skip
+            call(delta_rule, (*known, EACH))
         else:
-            call(
-                delta_rule, (source + place, target + place, keys, queries, values, gates, read, tokens, dim, value_dim)
-            )
+            call(delta_rule, (*known, WHOLE))
         for token in range(tokens):
             column = spec[Z] + head * spec[Z_STEP] + member * value_dim
             z = projected + ((first + token) * spec[WIDTH] + column) * size

@@ -114,11 +114,6 @@ class LayerKernels:
         """left * factor + right, both [rows, width]; product and sum are rounded. left may be overwritten."""
         return (left if factor == 1.0 else left * factor) + right
 
-    def scale_first(self, x: torch.Tensor, factor: float, columns: int) -> torch.Tensor:
-        """x [rows, width] with its first `columns` times `factor`, in place."""
-        x[:, :columns] *= factor
-        return x
-
     def scale_each(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """x [rows, width] with its first columns times `factors`, float32 [columns], in place."""
         x[:, : len(factors)] *= factors
@@ -162,7 +157,7 @@ class CompiledKernels(LayerKernels):
         own: Any = self  # no call of a method lies between a layer and its kernel
         own.add, own.add_gated = scaling.add, scaling.add_gated
         own.add_both, own.add_scaled = scaling.add_both, scaling.add_scaled
-        own.scale_first, own.scale_each, own.widened = scaling.scale_first, scaling.scale_each, scaling.widened
+        own.scale_each, own.widened = scaling.scale_each, scaling.widened
         own.scale_rows, own.scaled_rows, own.joined = scaling.scale_rows, scaling.scaled_rows, gather.joined
         self.rotate_heads, self.norm_heads = qk_norm_rope.rotate_heads, norm.norm_heads
         self._norm, self._layer_norm = norm, layer_norm

@@ -75,7 +75,10 @@ class MLP:
         self.up = Linear(options, parts, width, bias=config.bias, transposed=config.transposed, share=share)
         self.share = share if self.up.local else None
         """This rank's numbers between the two products; None: it has all of them."""
-        self._inner = self.up.outputs // (2 if config.gated else 1)
+        inner = self.up.outputs // (2 if config.gated else 1)
+        self._scales = [
+            None if scale == 1.0 else options.zeros(inner, dtype=torch.float32).fill_(scale) for scale in config.scales
+        ]
         self.down = Linear(
             options, [Part(prefix + config.down, width)], config.width, transposed=config.transposed,
             bias=config.bias if config.down_bias is None else config.down_bias,
@@ -94,14 +97,14 @@ class MLP:
             inner = self._multiply_gated(x)
         if inner is None:
             inner = self._activated(self.up(x, adapters))
-        if self.config.scales[1] != 1.0:
-            inner = self._kernels.scale_first(inner, self.config.scales[1], self._inner)
+        if self._scales[1] is not None:
+            inner = self._kernels.scale_each(inner, self._scales[1])
         return self.down(gathered(self.share, inner), adapters)
 
     def _activated(self, inner: torch.Tensor) -> torch.Tensor:
         """Compute what is between the two products, of all that the first gives."""
-        if self.config.scales[0] != 1.0:
-            inner = self._kernels.scale_first(inner, self.config.scales[0], self._inner)
+        if self._scales[0] is not None:
+            inner = self._kernels.scale_each(inner, self._scales[0])
         if self.gated is not None:
             return self.gated(inner)
         if self.config.gated:

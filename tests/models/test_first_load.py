@@ -151,7 +151,7 @@ def test_kernels_of_recurrent_layers(tmp_path: Path) -> None:
     assert unexpected(called, expected) == []
     assert any(":run_mamba2:" in name for name in called)
     called, needed, _ = load(str(tmp_path), "only what is needed", **settings)
-    assert {"_scale_part", "_columns_part", "_beside_part"} <= {name.split(":")[1] for name in called}
+    assert {"_columns_part", "_beside_part"} <= {name.split(":")[1] for name in called}
     assert unexpected(called, needed) == []
 
 

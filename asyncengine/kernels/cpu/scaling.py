@@ -53,13 +53,6 @@ def add_scaled(left: torch.Tensor, factor: float, right: torch.Tensor) -> torch.
     return left
 
 
-def scale_first(x: torch.Tensor, factor: float, columns: int) -> torch.Tensor:
-    """x [rows, width], contiguous, with its first `columns` times `factor`. x is overwritten and given back."""
-    rows, width = x.shape
-    scale(x.data_ptr(), np.float32(factor), rows, width, columns, kind_of(x.dtype), use_team())
-    return x
-
-
 def scale_each(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """x [rows, width], contiguous, with its first columns times `factors`, float32. x is overwritten and given back."""
     rows, width = x.shape
@@ -197,24 +190,6 @@ def _columns_part(
         numbers = array(pointer(x + row * stride * size_of(kind), kind), (columns,))
         for index in range(columns):
             numbers[index] = narrow(widen(numbers[index]) * factor[index], kind)
-
-
-@serial_in_order
-def scale(x: int, factor: np.float32, rows: int, stride: int, columns: int, kind: np.generic, team: int) -> None:
-    """The first `columns` of x [rows, stride] times one factor."""
-    pieces = pieces_of(rows * columns * _WORK, rows, team)
-    parallel_for(_scale_part, team, pieces, (x, factor, rows, stride, columns, kind))
-
-
-@serial_in_order
-def _scale_part(
-    piece: int, pieces: int, worker: int,
-    x: int, factor: np.float32, rows: int, stride: int, columns: int, kind: np.generic,
-) -> None:  # fmt: skip
-    for row in range(rows * piece // pieces, rows * (piece + 1) // pieces):
-        numbers = array(pointer(x + row * stride * size_of(kind), kind), (columns,))
-        for index in range(columns):
-            numbers[index] = narrow(widen(numbers[index]) * factor, kind)
 
 
 @serial_in_order

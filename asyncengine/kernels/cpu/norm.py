@@ -6,14 +6,7 @@ import numpy as np
 import torch
 
 from asyncengine.kernels.cpu.calls import parallel_for
-from asyncengine.kernels.cpu.jit import (
-    array,
-    kind_of,
-    narrow,
-    pointer,
-    serial_in_order,
-    widen,
-)
+from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.vectors import size_of, square_sum
@@ -130,42 +123,10 @@ def norm(
 
 @serial_in_order
 def _norm_part(
-    piece: int,
-    pieces: int,
-    worker: int,
-    x: int,
-    weight: int,
-    out: int,
-    rows: int,
-    width: int,
-    epsilon: np.float32,
-    kind: np.generic,
-) -> None:
+    piece: int, pieces: int, worker: int,
+    x: int, weight: int, out: int, rows: int, width: int, epsilon: np.float32, kind: np.generic,
+) -> None:  # fmt: skip
     _norm_rows(x, weight, out, rows * piece // pieces, rows * (piece + 1) // pieces, width, epsilon, kind)
-
-
-@serial_in_order
-def _add_norm_rows(
-    residual: int,
-    branch: int,
-    weight: int,
-    total: int,
-    out: int,
-    first: int,
-    last: int,
-    width: int,
-    factor: np.float32,
-    epsilon: np.float32,
-    kind: np.generic,
-) -> None:
-    left = array(pointer(residual, kind), (last, width))
-    right = array(pointer(branch, kind), (last, width))
-    sums = array(pointer(total, kind), (last, width))
-    for row in range(first, last):
-        for index in range(width):
-            product = widen(narrow(widen(right[row, index]) * factor, kind))
-            sums[row, index] = narrow(widen(left[row, index]) + product, kind)
-    _norm_rows(total, weight, out, first, last, width, epsilon, kind)
 
 
 @serial_in_order
@@ -175,23 +136,20 @@ def _add_norm_part(
     factor: np.float32, epsilon: np.float32, kind: np.generic,
 ) -> None:  # fmt: skip
     first, last = rows * piece // pieces, rows * (piece + 1) // pieces
-    _add_norm_rows(residual, branch, weight, total, out, first, last, width, factor, epsilon, kind)
+    left, right = array(pointer(residual, kind), (last, width)), array(pointer(branch, kind), (last, width))
+    sums = array(pointer(total, kind), (last, width))
+    for row in range(first, last):
+        for index in range(width):
+            product = widen(narrow(widen(right[row, index]) * factor, kind))
+            sums[row, index] = narrow(widen(left[row, index]) + product, kind)
+    _norm_rows(total, weight, out, first, last, width, epsilon, kind)
 
 
 @serial_in_order
 def add_norm(
-    residual: int,
-    branch: int,
-    weight: int,
-    total: int,
-    out: int,
-    rows: int,
-    width: int,
-    factor: np.float32,
-    epsilon: np.float32,
-    kind: np.generic,
-    team: int,
-) -> None:
+    residual: int, branch: int, weight: int, total: int, out: int, rows: int, width: int, factor: np.float32,
+    epsilon: np.float32, kind: np.generic, team: int,
+) -> None:  # fmt: skip
     """`add_rms_norm` by address; `total` may be `residual`."""
     pieces = pieces_of(rows * width * _WORK, rows, team)
     parallel_for(

@@ -234,21 +234,13 @@ class KernelCache:
         return f"{module}.{function.__name__}-{_DIGEST(repr(parts).encode()).hexdigest()[:16]}.kernel"
 
 
-class PartCache:
+class PartCache(KernelCache):
     """Keeps nothing: for code that is only part of others'."""
-
-    cache_path = None
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
 
     def load_overload(self, signature: Any, target: Any) -> None:
         _tell(self._function)
 
     def save_overload(self, signature: Any, result: Any) -> None:
-        pass
-
-    def flush(self) -> None:
         pass
 
 

@@ -15,15 +15,7 @@ import torch
 
 from asyncengine.kernels.cpu.calls import address_of, call, name_of, parallel_for
 from asyncengine.kernels.cpu.gelu import gelu_row
-from asyncengine.kernels.cpu.jit import (
-    array,
-    inline,
-    kind_of,
-    narrow,
-    pointer,
-    serial_in_order,
-    widen,
-)
+from asyncengine.kernels.cpu.jit import array, inline, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.vectors import LANES, number_of, size_of
@@ -125,7 +117,8 @@ def _xielu(x: np.float32, up: np.float32, down: np.float32, beta: np.float32, ep
 
 
 @inline
-def _silu(x: np.float32) -> np.float32:
+def silu(x: np.float32) -> np.float32:
+    """x / (1 + e^-x)."""
     return x / (np.float32(1) + exponential(-x))
 
 
@@ -162,7 +155,7 @@ def _gate_part(
         results = array(pointer(out, kind), (last, width))
         for row in range(first, last):
             for index in range(width):
-                gate = widen(narrow(_silu(widen(halves[row, 0, index])), kind))
+                gate = widen(narrow(silu(widen(halves[row, 0, index])), kind))
                 results[row, index] = narrow(gate * widen(halves[row, 1, index]), kind)
 
 
@@ -204,7 +197,7 @@ def _activate_part(
     for row in range(first, last):
         if activation == _SILU:
             for index in range(width):
-                numbers[row, index] = narrow(_silu(widen(numbers[row, index])), kind)
+                numbers[row, index] = narrow(silu(widen(numbers[row, index])), kind)
         elif activation == _GELU_TANH:
             for index in range(width):
                 numbers[row, index] = narrow(_gelu_tanh(widen(numbers[row, index])), kind)
@@ -236,22 +229,6 @@ def activate(x: int, rows: int, width: int, activation: int, parameters: int, ki
     parallel_for(_activate_part, team, pieces, (x, rows, width, activation, parameters, kind))
 
 
-def clamped_gate(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """[..., 2 * width] -> [..., width]: g / (1 + exp(-alpha g)) * (u + 1) of neighbours g and u (gpt-oss).
-
-    g is at most `limit`, u within -limit .. limit.
-    """
-    both = both.contiguous()
-    *outer, width = both.shape
-    out = torch.empty((*outer, width // 2), dtype=both.dtype)
-    rows = out.numel() // (width // 2)
-    gate_clamped(
-        both.data_ptr(), out.data_ptr(), rows, width // 2, np.float32(alpha), np.float32(limit), kind_of(both.dtype),
-        use_team(),
-    )  # fmt: skip
-    return out
-
-
 @serial_in_order
 def _clamped_part(
     piece: int, pieces: int, worker: int,
@@ -274,6 +251,7 @@ def _clamped_part(
 def gate_clamped(
     both: int, out: int, rows: int, width: int, alpha: np.float32, limit: np.float32, kind: np.generic, team: int
 ) -> None:
-    """`clamped_gate`, by address."""
+    """[rows, 2 * width] -> [rows, width]: g / (1 + exp(-alpha g)) * (u + 1) of neighbours g and u (gpt-oss), by
+    address. g is at most `limit`, u within -limit .. limit."""
     pieces = pieces_of(rows * width * _WORK, rows, team)
     parallel_for(_clamped_part, team, pieces, (both, out, rows, width, alpha, limit, kind))

@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu import vectors
-from asyncengine.kernels.cpu.activation import exponential
+from asyncengine.kernels.cpu.activation import exponential, silu
 from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.causal_conv import CHANNELS, convolve_tokens
 from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, kind_of, narrow, pointer, serial_in_order, widen
@@ -402,7 +402,7 @@ def _norm_token(record: int, gate: int, out: int, y: int, kind: np.generic) -> N
     gates = array(pointer(gate, kind), (inner,))
     if form == GATED:
         for index in range(inner):
-            values[index] *= _silu(widen(gates[index]))
+            values[index] *= silu(widen(gates[index]))
     if form != GATE_ALONE:
         for group in range(groups):
             place = y + group * width * 4
@@ -417,9 +417,4 @@ def _norm_token(record: int, gate: int, out: int, y: int, kind: np.generic) -> N
             results[index] = narrow(values[index] * scale, kind)
     else:
         for index in range(inner):
-            results[index] = narrow(values[index] * _silu(widen(gates[index])) * scale, kind)
-
-
-@inline
-def _silu(x: np.float32) -> np.float32:
-    return x / (np.float32(1) + exponential(-x))
+            results[index] = narrow(values[index] * silu(widen(gates[index])) * scale, kind)

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 
 from asyncengine.kernels.cpu.calls import parallel_for
-from asyncengine.kernels.cpu.gemm_quantized import QuantizedMatrix
 from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, kind_of, pointer, room, serial, widen
 from asyncengine.kernels.cpu.panel_form import GROUP, PANEL, int_form
-from asyncengine.kernels.cpu.quantized_panels import empty_panels, pack_units
+from asyncengine.kernels.cpu.quantized_panels import pack_units
 from asyncengine.kernels.cpu.rounding_tile import columns, round_group
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
@@ -49,16 +48,6 @@ def quantize_rows(
         weight.data_ptr(), panel.data_ptr(), scales, rows, inputs, chunks, form.chunk, form.chunk_bytes, form.head,
         bits, offset, kind_of(weight.dtype), use_team(),
     )  # fmt: skip
-
-
-def quantize(weight: torch.Tensor, bits: int) -> QuantizedMatrix:
-    """A bfloat16 or float32 weight [outputs, inputs] as `gemm_quantized.gemm` takes it."""
-    outputs, inputs = weight.shape
-    form = int_form(bits)
-    panels = empty_panels(form, outputs, inputs)
-    row_scales = torch.empty(outputs, dtype=torch.float32) if bits == 8 else None
-    quantize_rows(weight, panels, row_scales, bits, 0)
-    return QuantizedMatrix(form, panels, row_scales, inputs, outputs)
 
 
 @serial

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from support.forwards import relative_error
@@ -11,6 +12,7 @@ from support.teams import team_of
 pytest.importorskip("numba")
 
 from asyncengine.kernels.cpu import activation
+from asyncengine.kernels.cpu.jit import kind_of
 from asyncengine.layers.experts import Experts, ExpertsConfig
 from asyncengine.layers.mlp import clamped
 from asyncengine.layers.weight_forms import DenseWeight
@@ -143,6 +145,8 @@ def test_plain_weights_are_one_block_and_others_have_a_form_each() -> None:
 def test_bounded_activation(dtype: torch.dtype) -> None:
     both = 4 * draw(5, 2 * 37).to(dtype)
     both[0, 0], both[1, 1], both[2, :2] = torch.nan, torch.nan, torch.inf
-    found, expected = activation.clamped_gate(both, 1.7, 3.0), clamped(both.double(), 1.7, 3.0)
-    limit = {FLOAT: 1e-5, HALF: 1e-2}[dtype]
-    torch.testing.assert_close(found.double(), expected.double(), rtol=limit, atol=limit, equal_nan=True)
+    found, expected = both.new_empty(5, 37), clamped(both.double(), 1.7, 3.0)
+    alpha, limit = np.float32(1.7), np.float32(3)
+    activation.gate_clamped(both.data_ptr(), found.data_ptr(), 5, 37, alpha, limit, kind_of(dtype), 0)
+    close = {FLOAT: 1e-5, HALF: 1e-2}[dtype]
+    torch.testing.assert_close(found.double(), expected.double(), rtol=close, atol=close, equal_nan=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.panels import quantized
 
 pytest.importorskip("numba")
 
-from asyncengine.kernels.cpu import gemm_quantized, quantize, vectors
+from asyncengine.kernels.cpu import gemm_quantized, vectors
 
 TYPES = (torch.float32, torch.bfloat16)
 
@@ -42,7 +43,7 @@ def unpacked(matrix: gemm_quantized.QuantizedMatrix) -> torch.Tensor:
 
 def product(x: torch.Tensor, weight: torch.Tensor, bits: int, bias: torch.Tensor | None = None) -> torch.Tensor:
     out = torch.empty((*x.shape[:-1], weight.shape[0]))
-    gemm_quantized.gemm(x, quantize.quantize(weight, bits), out, bias)
+    gemm_quantized.gemm(x, quantized(weight, bits), out, bias)
     return out
 
 
@@ -68,7 +69,7 @@ def test_zeros(bits: int) -> None:
 
 def test_four_bits_choose_better_than_the_largest_weight_alone() -> None:
     weight = random(64, 64)
-    held = unpacked(quantize.quantize(weight, 4))
+    held = unpacked(quantized(weight, 4))
     at = weight.abs().argmax(1, keepdim=True)
     scale = weight.gather(1, at) / -8
     naive = (weight / scale).round().clamp(-8, 7) * scale

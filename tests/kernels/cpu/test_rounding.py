@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from support.panels import quantized
 
 from asyncengine.kernels.cpu.panel_form import GROUP, int_form
-from asyncengine.kernels.cpu.quantize import quantize, quantize_rows
+from asyncengine.kernels.cpu.quantize import quantize_rows
 from asyncengine.kernels.cpu.quantized_panels import empty_panels, read_rows
 from asyncengine.kernels.cpu.rounding_tile import SHRINK
 
@@ -81,7 +82,7 @@ def made_up(outputs: int, inputs: int) -> torch.Tensor:
 
 def rounded(weight: torch.Tensor, bits: int) -> NDArray[np.float32]:
     """What the rounded weight stands for."""
-    matrix = quantize(weight, bits)
+    matrix = quantized(weight, bits)
     out = torch.empty(weight.shape, dtype=torch.float32)
     read_rows(int_form(bits), matrix.panels, matrix.row_scales, torch.arange(len(weight)), out)
     return out.numpy()

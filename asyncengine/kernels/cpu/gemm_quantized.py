@@ -58,8 +58,6 @@ _ROUNDING = 16
 """Bytes that could be read while a number of x is rounded."""
 _ROUNDER, _ROUNDER_BITS = np.float32(1.5 * 2**23), np.int32(0x4B400000)
 """Adding it leaves a float32 without fraction, rounded to nearest even: a small number plus these bits."""
-_UNIT_ROWS = ROWS if UNIT else 2**62
-"""Rows from which on all are multiplied by the matrix unit, sixteen at a time."""
 _WIDTH, _TILE = PANELS * PANEL, (ROWS if UNIT else MOST) * PANELS * PANEL
 """Outputs of the widest tile, and numbers of the largest."""
 _SMALLEST = 16
@@ -254,15 +252,17 @@ def _make_part(form: PanelForm) -> Any:
         pairs = -(-outputs // (PANELS * PANEL))
         first, last = pairs * piece // pieces, pairs * (piece + 1) // pieces
         groups, panel, last_panel = chunks * parts, chunks * chunk_bytes, -(-outputs // PANEL) - 1
-        most = _UNIT_ROWS if rows >= _UNIT_ROWS else MOST
+        # known to be false where there is no unit: a compiler for such a CPU has not its instructions
+        by_unit = UNIT and rows >= ROWS
+        most = ROWS if by_unit else MOST
         size, turns = size_of(kind), -(-rows // most)
         own_scales, own_bias = room(_WIDTH, np.float32(0)), room(_WIDTH, np.float32(0))
         found = room(_TILE, kind)
-        often = bits < 8 if most != MOST else spreads and turns >= SPREAD  # of as many none has less than three rows
+        often = bits < 8 if by_unit else spreads and turns >= SPREAD  # of as many none has less than three rows
         held = np.empty(PANELS * PANEL * groups * GROUP + LINE if often else 1, np.uint8)
         numbers_at = -(-held.ctypes.data // LINE) * LINE if often else 0
         at_once = 1 if rows <= streamed or 0 < smallest <= rows else PANELS
-        if most != MOST:
+        if by_unit:
             configure_unit(most, most, summed)
         for one in range(PANELS * first, min(PANELS * last, last_panel + 1), at_once):
             begin, own = one * PANEL, panels + one * panel
@@ -290,7 +290,7 @@ def _make_part(form: PanelForm) -> Any:
                     results = array(pointer(out + ((row + place) * stride + begin) * size, kind), (width,))
                     for lane in range(width):
                         results[lane] = found[place * at_once * PANEL + lane]
-        if most != MOST:
+        if by_unit:
             release_unit()
         keep(held)
 
@@ -316,7 +316,7 @@ def _tiles_of(form: PanelForm) -> tuple[str, int, int, Any, Any]:
 def _rows_of(turn: int, turns: int, rows: int, most: int, smallest: int) -> tuple[int, int]:
     """The rows of one of `turns`, at least `smallest`: some of them once more if need be."""
     row, end = rows * turn // turns, rows * (turn + 1) // turns
-    if most == _UNIT_ROWS:
+    if UNIT and most == ROWS:
         smallest = most
     if end - row < smallest:
         end = max(end, smallest)

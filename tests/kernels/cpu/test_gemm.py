@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from support.panels import quantized
 
 pytest.importorskip("numba")
+
+import llvmlite.binding
 
 from asyncengine.kernels.cpu import gemm_quantized, vectors
 
@@ -86,3 +93,21 @@ def test_other_machines_features_can_be_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(numba.config, "CPU_FEATURES", "+avx2,+fma")
     assert vectors.cpu_has("avx2", "fma")
     assert not vectors.cpu_has("avx2", "avx512vnni")
+
+
+WITHOUT_UNIT = """
+import torch
+from asyncengine.kernels.cpu import gemm_quantized, panel_form, vectors
+
+assert not vectors.UNIT
+assert gemm_quantized.code_for(panel_form.int_form(8), torch.float32)
+"""
+
+
+def test_a_cpu_without_a_matrix_unit_needs_none_of_its_instructions(tmp_path: Path) -> None:
+    """Its compiler does not know them, and ends the process where it meets one."""
+    features = {name: has and "amx" not in name for name, has in llvmlite.binding.get_host_cpu_features().items()}
+    named = ",".join(f"{'+' if has else '-'}{name}" for name, has in features.items())
+    chosen = {"NUMBA_CPU_NAME": llvmlite.binding.get_host_cpu_name(), "NUMBA_CPU_FEATURES": named}
+    environment = {**os.environ, **chosen, "ASYNCENGINE_CACHE": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", WITHOUT_UNIT], env=environment, check=True, timeout=300)

@@ -22,8 +22,8 @@ from asyncengine.kernels.cpu.panel_form import PANEL, UNIT, PanelForm
 from asyncengine.kernels.cpu.quantized_writer import HIGH, LOW, SHORT_MOST, Cells, TileWriter
 from asyncengine.kernels.cpu.vectors import BYTE, EIGHT_WORDS, LINE, LONG, WORD, at, cpu_has, load
 
-NARROW = cpu_has("avx2") and not cpu_has("avx512f")
-"""Kernels are compiled for a CPU that these tiles are made for."""
+NARROW = cpu_has("avx2") and not cpu_has("avx512vnni")
+"""Kernels are compiled for a CPU that has a use for these tiles."""
 _HALVES = 2
 """Vectors of a line: each has four inputs of eight outputs."""
 _QUADS = UNIT // 4
@@ -40,8 +40,9 @@ def run_of(form: PanelForm) -> int:
 
 
 def narrow_fits(form: PanelForm) -> bool:
-    """Is there such a tile? What is taken off as sums of x that are no integers says nothing about signs."""
-    return run_of(form) > 0 or form.below != "minima"
+    """Whether these are the tiles for such numbers. Those whose sums can be added up in 16 bits are for the wider
+    vectors, where there are any. What is taken off as sums of x that are no integers says nothing about signs."""
+    return not cpu_has("avx512f") if run_of(form) else form.below != "minima"
 
 
 class NarrowWriter(TileWriter):

@@ -128,51 +128,29 @@ def _add_unit(builder: Any, form: PanelForm, total: Any, unsigned: list[Any], si
         return total
     if vectors.NEON:
         return _add_shorts(builder, form, total, unsigned, signed)
-    if not _SHORTS:
+    fitting = SHORT_MOST // (2 * 128 * form.largest) if _SHORTS else 0
+    if not fitting:
         for numbers, values in zip(unsigned, signed, strict=True):
             total = _add_bytes(builder, total, numbers, values)
         return total
-    fitting = SHORT_MOST // (2 * 128 * form.largest)
-    for first in range(0, len(unsigned), max(1, fitting)):
-        pairs = list(zip(unsigned, signed, strict=True))[first : first + max(1, fitting)]
-        total = builder.add(total, _halves(builder, pairs) if fitting else _byte_by_byte(builder, *pairs[0]))
+    for first in range(0, len(unsigned), fitting):
+        pairs = list(zip(unsigned, signed, strict=True))[first : first + fitting]
+        total = builder.add(total, _halves(builder, pairs))
     return total
 
 
 def _halves(builder: Any, pairs: list[tuple[Any, Any]]) -> Any:
     """The same of a few vectors whose sums of two products, added up, fit into 16 bits; eight lanes at a time."""
-    kind, made = ir.VectorType(ir.IntType(16), 16), []
+    kind, numbers, made = ir.VectorType(ir.IntType(16), 16), ir.VectorType(BYTE, 32), []
     for half in range(2):
+        lanes = ir.Constant(EIGHT_WORDS, list(range(8 * half, 8 * half + 8)))
         total = ir.Constant(kind, [0] * 16)
         for pair in pairs:
-            sides = [_half(builder, side, half) for side in pair]
+            sides = [builder.bitcast(builder.shuffle_vector(side, side, lanes), numbers) for side in pair]
             total = builder.add(total, vectors.call(builder, "llvm.x86.avx2.pmadd.ub.sw", kind, sides))
         ones = ir.Constant(kind, [1] * 16)
         made.append(vectors.call(builder, "llvm.x86.avx2.pmadd.wd", EIGHT_WORDS, [total, ones]))
-    return _whole(builder, made)
-
-
-def _byte_by_byte(builder: Any, unsigned: Any, signed: Any) -> Any:
-    """The same of one vector with bytes of any size: those at even places and those at odd ones, each in 16 bits."""
-    kind, made = ir.VectorType(ir.IntType(16), 16), []
-    eight, low = ir.Constant(kind, [8] * 16), ir.Constant(kind, [255] * 16)
-    for half in range(2):
-        numbers, values = (builder.bitcast(_half(builder, side, half), kind) for side in (unsigned, signed))
-        even = [builder.and_(numbers, low), builder.ashr(builder.shl(values, eight), eight)]
-        odd = [builder.lshr(numbers, eight), builder.ashr(values, eight)]
-        sums = [vectors.call(builder, "llvm.x86.avx2.pmadd.wd", EIGHT_WORDS, sides) for sides in (even, odd)]
-        made.append(builder.add(*sums))
-    return _whole(builder, made)
-
-
-def _half(builder: Any, words: Any, half: int) -> Any:
-    """Eight of sixteen words, as bytes."""
-    lanes = ir.Constant(EIGHT_WORDS, list(range(8 * half, 8 * half + 8)))
-    return builder.bitcast(builder.shuffle_vector(words, words, lanes), ir.VectorType(BYTE, 32))
-
-
-def _whole(builder: Any, halves: list[Any]) -> Any:
-    return builder.shuffle_vector(*halves, ir.Constant(WORDS, list(range(LANES))))
+    return builder.shuffle_vector(*made, ir.Constant(WORDS, list(range(LANES))))
 
 
 def _add_shorts(builder: Any, form: PanelForm, total: Any, unsigned: list[Any], signed: list[Any]) -> Any:

@@ -24,28 +24,19 @@ _MOST_OPEN = 2
 
 
 class MappedFiles:
-    """The address ranges of weight files mapped into this process when it was made, or last looked."""
+    """The address ranges of weight files mapped into this process when it was made."""
 
-    def __init__(self, files: Iterable[Path] | None = None) -> None:
-        """Watch the mappings of `files`, or (None) of all whose names end as safetensors files' do. A hub's download is
-        known only by its path: links lead to files with names of their own."""
-        self._files = None if files is None else frozenset(map(os.path.realpath, files))
+    def __init__(self, files: Iterable[Path]) -> None:
+        """A file is known by its path, not its name: a hub's download has links that lead to other names."""
+        paths = frozenset(map(os.path.realpath, files))
         self._ranges: list[tuple[int, int]] = []
-        self.look()
-
-    def _has(self, path: str) -> bool:
-        return path.endswith(".safetensors") if self._files is None else path in self._files
-
-    def look(self) -> None:
-        """Find out what is mapped now."""
-        self._ranges = []
         if not sys.platform.startswith("linux"):
             return
         try:
             with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
                 for line in maps:
                     fields = line.rstrip("\n").split(maxsplit=5)  # address, rights, offset, device, inode, path
-                    if len(fields) == 6 and self._has(fields[5]):
+                    if len(fields) == 6 and fields[5] in paths:
                         begin, end = fields[0].split("-")
                         self._ranges.append((int(begin, 16), int(end, 16)))
         except OSError:  # no /proc: pages stay until the file is unmapped

@@ -14,12 +14,13 @@ from asyncengine.models.mapped import MappedFiles, OpenFiles, own_weights
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads what a process has mapped")
 ROWS, WIDTH = 1024, 1024
+FILE = "model.safetensors"
 
 
 @pytest.fixture
 def weight(tmp_path: Path) -> torch.Tensor:
     """float32 [ROWS, WIDTH] that lives in a mapped file: every number says its place."""
-    file = tmp_path / "model.safetensors"
+    file = tmp_path / FILE
     save_file({"weight": torch.arange(ROWS * WIDTH, dtype=torch.float32).view(ROWS, WIDTH)}, file)
     with safe_open(file, framework="pt") as tensors:  # type: ignore[no-untyped-call]
         found: torch.Tensor = tensors.get_tensor("weight")
@@ -38,8 +39,8 @@ def resident_kib(tensor: torch.Tensor) -> int:
     raise AssertionError
 
 
-def test_parts_are_given_back_and_read_again(weight: torch.Tensor) -> None:
-    files = MappedFiles()
+def test_parts_are_given_back_and_read_again(weight: torch.Tensor, tmp_path: Path) -> None:
+    files = MappedFiles([tmp_path / FILE])
     assert files.holds(weight)
     total = float(weight.double().sum())
     whole = resident_kib(weight)
@@ -54,8 +55,8 @@ def test_parts_are_given_back_and_read_again(weight: torch.Tensor) -> None:
     assert float(weight.double().sum()) == total
 
 
-def test_what_is_not_a_files_own_stays(weight: torch.Tensor) -> None:
-    files = MappedFiles()
+def test_what_is_not_a_files_own_stays(weight: torch.Tensor, tmp_path: Path) -> None:
+    files = MappedFiles([tmp_path / FILE])
     other = torch.ones(ROWS, WIDTH)
     before = resident_kib(weight) if float(weight.sum()) else 0
     files.release(other)
@@ -64,10 +65,10 @@ def test_what_is_not_a_files_own_stays(weight: torch.Tensor) -> None:
     assert resident_kib(weight) == before
 
 
-def test_owned_weights_leave_the_file(weight: torch.Tensor) -> None:
+def test_owned_weights_leave_the_file(weight: torch.Tensor, tmp_path: Path) -> None:
     layer, expected = torch.nn.Linear(WIDTH, ROWS, bias=False), weight.clone()
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-    files = MappedFiles()
+    files = MappedFiles([tmp_path / FILE])
     own_weights(layer, files)
     assert not files.holds(layer.weight.data)
     assert torch.equal(layer.weight, expected)
@@ -76,7 +77,7 @@ def test_owned_weights_leave_the_file(weight: torch.Tensor) -> None:
 def test_a_file_behind_a_link_is_known_by_its_path(tmp_path: Path) -> None:
     """As in a hub's cache, where names of files say nothing."""
     save_file({"weight": torch.arange(ROWS * WIDTH, dtype=torch.float32)}, tmp_path / "a1b2")
-    link = tmp_path / "model.safetensors"
+    link = tmp_path / FILE
     link.symlink_to(tmp_path / "a1b2")
     opened = OpenFiles()
     weight = opened.read(link, "weight")

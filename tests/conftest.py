@@ -1,5 +1,6 @@
 """What all tests share: one thread per operator (tiny models gain nothing from more), no network, no progress bars."""
 
+import atexit
 import gc
 import os
 import sys
@@ -51,6 +52,5 @@ def _freeze() -> None:
     gc.freeze()
 
 
-def pytest_unconfigure() -> None:
-    """Let what is left be collected at the end: libraries complain of what is not."""
-    gc.unfreeze()
+# Let what is left be collected as the process ends: libraries complain of what is not. Not before: pytest collects twice.
+atexit.register(gc.unfreeze)

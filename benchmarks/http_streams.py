@@ -151,7 +151,7 @@ async def child(kind: str, streams: int) -> None:
         Route("/inside", run_inside),
         Mount("/", app(engine, aliases={"*": engine.info.name})),
     ]
-    with socket.socket() as listener:
+    with socket.socket(proto=socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         print(listener.getsockname()[1], flush=True)
         server = uvicorn.Server(uvicorn.Config(Starlette(routes=paths), log_level="warning", access_log=False))

@@ -129,7 +129,8 @@ def bind(settings: ServerSettings) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise InvalidParameter("host", f"is no address of this machine: {error.strerror}", settings.host) from error
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # with its protocol, else asyncio keeps answers back until the client has acknowledged their heads, 40 ms
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         if os.name == "posix":
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

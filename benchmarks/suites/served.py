@@ -41,7 +41,7 @@ def demo_server(
     `model`: settings of the demo model's engine; "model" among them is another one. `settings` are keywords of
     `asyncengine.serve.app`.
     """
-    listener = socket.socket()
+    listener = socket.socket(proto=socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     started, servers = threading.Event(), list[uvicorn.Server]()
 

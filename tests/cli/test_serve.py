@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -21,6 +22,8 @@ from asyncengine.cli.errors import CliError
 from asyncengine.cli.main import build_parser, main
 from asyncengine.cli.serve import read_plan
 from asyncengine.errors import InvalidParameter
+from asyncengine.serve.server import bind
+from asyncengine.serve.settings import ServerSettings
 
 if sys.platform == "win32":
     pytest.skip("signals are others there", allow_module_level=True)
@@ -299,3 +302,18 @@ def test_folders_and_names_on_the_command_line(tmp_path: Path) -> None:
         "a=b": str(tmp_path / "a=b"), "pet": "USER/repo", "Other-0.6B": "USER/Other-0.6B",
     }  # fmt: skip
     assert plan.aliases == {str(tmp_path / "a=b"): "a=b", "USER/Other-0.6B": "Other-0.6B"}
+
+
+async def test_no_part_of_an_answer_waits_for_the_clients_acknowledgement() -> None:
+    """asyncio turns Nagle's algorithm off for connections of sockets that name TCP as their protocol."""
+    accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def note(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    listener = bind(ServerSettings(host="127.0.0.1", port=0))
+    async with await asyncio.start_server(note, sock=listener):
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        assert await accepted
+        writer.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -11,25 +10,21 @@ from typing import Any
 
 from starlette.applications import Starlette
 
-from asyncengine.serve.server import Server
+from asyncengine.serve.server import Server, address_of, bind
 from asyncengine.serve.settings import ServerSettings
-
-
-def _server(app: Starlette, listener: socket.socket) -> Server:
-    listener.bind(("127.0.0.1", 0))
-    return Server(app, ServerSettings(log_level="error"), lambda: None)
 
 
 @asynccontextmanager
 async def serving(app: Starlette) -> AsyncIterator[str]:
     """Serve `app` on the running loop; its base URL, without a path."""
-    with socket.socket() as listener:
-        server = _server(app, listener)
+    settings = ServerSettings(host="127.0.0.1", port=0, log_level="error")
+    with bind(settings) as listener:
+        server = Server(app, settings, lambda: None)
         task = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not task.done():  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.01)
         try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield address_of(listener)
         finally:
             server.should_exit = True
             await task

@@ -52,5 +52,5 @@ def _freeze() -> None:
     gc.freeze()
 
 
-# Let what is left be collected as the process ends: libraries complain of what is not. Not before: pytest collects twice.
+# Let what is left be collected as the process ends: libraries complain else. Not before, where pytest collects twice.
 atexit.register(gc.unfreeze)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from fuzz.adapter_fuzz import AdapterLife
+from support.long import LONG
 
 from asyncengine.engine.loop import EngineLoop
 from asyncengine.engine.loop_client import LoopClient
@@ -257,9 +258,12 @@ PLANTS = [
     if "patch" in getattr(plant, "__annotations__", ()) and plant not in SELDOM_SHOWN
 ]
 """The other functions above that take a `patch`."""
+SELDOM_MET: list[Plant] = [bring_back_what_was_unloaded]
+"""Bugs that the short form of the random lives does not meet. It finds all others: half of them suffice here."""
+SHORT = [plant for place, plant in enumerate(PLANTS) if place % 2 == 0 or plant in SELDOM_MET]
 
 
-@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", PLANTS if LONG else SHORT, ids=lambda plant: plant.__name__)
 def test_the_answers_show(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises((AssertionError, EngineError, KeyError)):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from fuzz.grammar_fuzz import Breaking, GrammarLife
+from support.long import LONG
 
 from asyncengine.errors import EngineError
 from asyncengine.grammar.closing.closing import Closing
@@ -192,9 +193,12 @@ def go_on_after_the_end(patch: pytest.MonkeyPatch) -> None:
 
 PLANTS = [plant for plant in [*vars().values()] if "patch" in getattr(plant, "__annotations__", ())]
 """All functions above that take a `patch`."""
+SELDOM_MET: list[Plant] = [believe_what_was_launched_for_another_token, move_the_matcher_for_a_discarded_row]
+"""Bugs that the short form of the random lives does not meet. It finds all others: half of them suffice here."""
+SHORT = [plant for place, plant in enumerate(PLANTS) if place % 2 == 0 or plant in SELDOM_MET]
 
 
-@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", PLANTS if LONG else SHORT, ids=lambda plant: plant.__name__)
 def test_the_fuzz_finds(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises((AssertionError, EngineError, ValueError, IndexError, KeyError)):

@@ -22,7 +22,9 @@ from support.wide_models import WIDE
 from asyncengine import SamplingParams
 from asyncengine.config import EngineConfig
 from asyncengine.kvcache import KVCache
+from asyncengine.layers.states import FIRST, StatePools
 from asyncengine.request_spec import RequestSpec
+from asyncengine.runner import model_runner
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.scheduler import Scheduler
 from asyncengine.step import Batch, Row, StateUse
@@ -61,6 +63,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture
+def states(monkeypatch: pytest.MonkeyPatch) -> list[StatePools]:
+    """Memory of the states of each runner that is made."""
+    pools: list[StatePools] = []
+
+    def make(*arguments: Any, **options: Any) -> StatePools:
+        pools.append(StatePools(*arguments, **options))
+        return pools[-1]
+
+    monkeypatch.setattr(model_runner, "StatePools", make)
+    return pools
+
+
+@pytest.fixture
 def make_runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ModelRunner, Recall]]:
     """A runner and what its graphs recall."""
     for module in ("options", "kernels"):
@@ -76,9 +91,11 @@ def make_runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ModelRun
 
 
 @pytest.mark.parametrize("name", HYBRIDS + CHUNKED)
-def test_outputs_are_those_without_graphs(name: str, folder: Callable[[str], Path], make_runner: Any) -> None:
+def test_outputs_are_those_without_graphs(
+    name: str, folder: Callable[[str], Path], make_runner: Any, states: list[StatePools]
+) -> None:
     """Rows come and go, so that steps of 1 to 7 rows are padded; prompts run without, over the ends of chunks. What a
-    padding row left in the state before any token, the requests behind it would begin with."""
+    padding row left in the state before any token, the requests behind it would begin with: it stays zero."""
     outputs = []
     for graphs in (False, True):
         runner, capture = make_runner(folder(name), graphs)
@@ -92,6 +109,10 @@ def test_outputs_are_those_without_graphs(name: str, folder: Callable[[str], Pat
         assert (len(capture.replays) > 15) == graphs
         runner.close()
     assert outputs[0] == outputs[1] == outputs[2]
+    assert len(states) == 2 * (name in HYBRIDS)
+    for pool in (each for made in states for each in (*made.recurrent, *made.windows) if each is not None):
+        assert not pool[FIRST].any()
+        assert pool[1:-1].any()
     assert len({token for output in outputs[0] for token in output}) > 5
 
 

@@ -14,6 +14,7 @@ from support.fake_flashinfer import FakeFlashInfer, FakeMemory
 from support.graphs import Recall
 
 from asyncengine.attention.base import LayerSpec
+from asyncengine.layers.states import FIRST, LoneTokens, StatePools, StateSpec
 from asyncengine.request_spec import RequestSpec
 from asyncengine.runner.graphs import DecodeGraphs
 from asyncengine.runner.step_buffers import GIVEN, NUMBERS, DecodeStep, StepBuffers
@@ -53,12 +54,21 @@ def sent(graphs: DecodeGraphs, buffers: StepBuffers, rows: list[Row]) -> tuple[D
     return step, graphs._inputs.sent[: len(graphs._last[2])].tolist()
 
 
-def made() -> tuple[DecodeGraphs, StepBuffers]:
-    def forward(ids: torch.Tensor, *_: Any) -> torch.Tensor:
-        return torch.zeros(len(ids), 7)
+def nothing(ids: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.zeros(len(ids), 7)
 
+
+def made(forward: Any = nothing, num_states: int = 0) -> tuple[DecodeGraphs, StepBuffers]:
     backend = make_flashinfer(LAYERS, FakeFlashInfer(FakeMemory()))
-    graphs = DecodeGraphs(forward, backend, None, [1, 2, 4, SLOTS], SLOTS, Recall())  # type: ignore[arg-type]
+    graphs = DecodeGraphs(
+        forward,
+        backend,
+        None,
+        [1, 2, 4, SLOTS],
+        SLOTS,
+        Recall(),
+        num_states=num_states,  # type: ignore[arg-type]
+    )
     graphs.capture_all()
     return graphs, StepBuffers(SLOTS, PAGE, CPU)
 
@@ -86,6 +96,29 @@ def test_steps_made_of_the_one_before(seed: int) -> None:
         assert differing(found, wanted) <= host_only_places(others, step), "all but lengths, which plans read"
         anew += not step.follows
     assert 0 < anew < 60, "both ways were gone"
+
+
+@pytest.mark.parametrize("count", range(SLOTS + 1))
+def test_padding_rows_write_to_the_state_of_nobody(count: int) -> None:
+    """Not before any row has come either: a graph is captured with padding rows alone. The first state stays zero."""
+    states = SLOTS + 1
+    pools = StatePools([StateSpec((1,))], states, torch.float32, CPU, padding=True)
+    (pool,) = pools.recurrent
+    assert pool is not None
+
+    def forward(ids: torch.Tensor, _positions: Any, _rows: Any, _adapters: Any, moves: LoneTokens) -> torch.Tensor:
+        pool.index_copy_(0, moves.targets, pool.index_select(0, moves.sources) + 1)
+        return torch.zeros(len(ids), 7)
+
+    graphs = made(forward, states)[0]
+    buffers, rng = StepBuffers(SLOTS, PAGE, CPU), random.Random(count)
+    running = [Sequence(rng, slot) for slot in range(count)]
+    for _ in range(3 if count else 0):
+        step = buffers.decodes(tuple(each.row() for each in running))
+        assert step is not None
+        graphs.run(step)
+    assert pool[FIRST].item() == 0
+    assert pool[1:states, 0].tolist() == [3] * count + [0] * (SLOTS - count)
 
 
 def differing(found: list[int], wanted: list[int]) -> set[int]:

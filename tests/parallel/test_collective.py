@@ -77,6 +77,33 @@ def test_one_that_is_gone_before_they_have_met_is_not_waited_for() -> None:
     assert not os.path.exists(first._folder)
 
 
+@pytest.mark.parametrize("told", ["before", "while it waits", "not at all"])
+def test_the_reason_of_another_s_end_is_what_a_meeting_says(told: str) -> None:
+    """Behind a first meeting too, where gloo itself says only that a connection is closed; the first reason stands."""
+    first, other = gathers(2)
+
+    def meet(one: Any) -> None:
+        one.place(2, 2, torch.float32)
+        one.meet()
+
+    in_ranks(2, meet, [first, other])
+    if told == "before":
+        first.break_off("rank 1 was killed")
+    other.close()
+    telling = threading.Timer(0.1, first.break_off, ["rank 1 was killed"])
+    if told == "while it waits":
+        telling.start()
+    with pytest.raises(
+        RuntimeError, match=r"another rank of the model is gone: \S" if told == "not at all" else "^rank 1 was killed$"
+    ):
+        meet(first)
+    if told == "while it waits":
+        telling.join()
+    first.break_off("another reason")
+    assert first.lost == ("another reason" if told == "not at all" else "rank 1 was killed")
+    first.close()
+
+
 @pytest.mark.parametrize("family", ["qwen3", "mixtral", "falcon-h1"])
 def test_logits_of_matrices_as_a_gpu_has_them(family: str, checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products are torch's, whose bits follow their shapes, and all are divided nevertheless."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 from collections import Counter
 from functools import partial
+from itertools import count
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 from support.fake_engine import make_core, make_engine, until
@@ -15,7 +19,7 @@ from support.long import TIMES
 from asyncengine import SamplingParams
 from asyncengine.engine import mailbox as mailbox_module
 from asyncengine.engine.assembler import Assembler
-from asyncengine.engine.mailbox import MANY, TOGETHER, Mailbox, wake_all
+from asyncengine.engine.mailbox import MANY, TOGETHER, Mailbox, Waiter, wake_all
 from asyncengine.options import RequestOptions
 from asyncengine.outputs import Chunk, LogprobEntry
 from asyncengine.stream import TokenStream
@@ -61,7 +65,7 @@ async def test_a_reader_is_woken_for_so_many_tokens_or_the_end(many: int) -> Non
 
 @pytest.mark.parametrize("many", [1, 5, MANY])
 def test_nothing_is_lost_between_two_threads(many: int) -> None:
-    mailbox, count = Mailbox(), 20_000
+    mailbox, tokens = Mailbox(), 20_000
     found: list[int] = []
 
     def read() -> None:
@@ -73,7 +77,7 @@ def test_nothing_is_lost_between_two_threads(many: int) -> None:
 
     reader = threading.Thread(target=read)
     reader.start()
-    for token in range(count):
+    for token in range(tokens):
         waiter = mailbox.put_token("", token, 0)
         if waiter is not None:
             assert isinstance(waiter, threading.Event)
@@ -83,13 +87,63 @@ def test_nothing_is_lost_between_two_threads(many: int) -> None:
         assert isinstance(waiter, threading.Event)
         waiter.set()
     reader.join(120)
-    assert found == list(range(count))
+    assert found == list(range(tokens))
+
+
+class Alarm(threading.Event):
+    """An event for which nobody can wait in vain."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert self.is_set(), "the reader would wait for ever"
+        return True
+
+
+class PutAt:
+    """A function for `sys.settrace` that puts one token before a line of the mailbox's file, counted from 1, is run."""
+
+    def __init__(self, mailbox: Mailbox, line: int) -> None:
+        self.mailbox, self.left = mailbox, line
+        self.told: list[Waiter | None] = []
+        """What `put_token` returned; empty: not so many lines were run."""
+
+    def trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != mailbox_module.__file__:
+            return None
+        self.left -= event == "line"
+        if event == "line" and not self.left:
+            self.told.append(self.mailbox.put_token("a", 1, 0))
+            wake_all(waiter for waiter in self.told if waiter is not None)
+        return self.trace
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_the_only_token_is_put_at_any_line_of_its_reader(blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From before the reader looks until it waits: it finds the token, or whoever put it is told to wake it."""
+    monkeypatch.setattr(mailbox_module, "threading", SimpleNamespace(Event=Alarm))
+    for put_at in count(1):
+        mailbox = Mailbox()
+        putting = PutAt(mailbox, put_at)
+        waits, before = None, sys.gettrace()
+        sys.settrace(putting.trace)
+        try:
+            chunks = mailbox.receive_blocking() if blocking else mailbox.take()
+            waits = None if chunks else mailbox.announce()
+        except AssertionError:
+            assert not putting.told, f"lost at line {put_at}"
+        finally:
+            sys.settrace(before)
+        if not putting.told:  # behind the last line
+            break
+        if waits is not None:
+            assert putting.told == [waits], f"lost at line {put_at}"
+        assert [each.token_ids for each in chunks or mailbox.take()] == [[1]]
+    assert put_at > 8
 
 
 @pytest.mark.parametrize("read", [True, False], ids=["read token by token", "read at its end"])
 async def test_a_long_answer_is_not_as_many_objects_as_it_has_tokens(read: bool) -> None:
     """Or the collector of garbage looks through the whole program each time there are so many more."""
-    count = 1000
+    many = 1000
 
     def ours() -> int:
         """Objects of the engine's classes that the collector looks through."""
@@ -97,16 +151,16 @@ async def test_a_long_answer_is_not_as_many_objects_as_it_has_tokens(read: bool)
         return sum(str(type(each).__module__).startswith("asyncengine") for each in gc.get_objects())
 
     async with make_engine(pages=1024) as engine:
-        stream = engine.stream([2, 3], SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0))
+        stream = engine.stream([2, 3], SamplingParams(max_tokens=many, ignore_eos=True, temperature=0.0))
         await anext(stream)
         before = ours()
         reading = asyncio.create_task(stream.result()) if not read else None
-        while read and engine.stats().generated_tokens < count - 1:
+        while read and engine.stats().generated_tokens < many - 1:
             await anext(stream)
-        await until(lambda: engine.stats().generated_tokens >= count - 1)
-        assert ours() - before < count // 3  # a node of the prefix cache for every page of four tokens
+        await until(lambda: engine.stats().generated_tokens >= many - 1)
+        assert ours() - before < many // 3  # a node of the prefix cache for every page of four tokens
         completion = await (stream.result() if reading is None else reading)
-        assert len(completion.token_ids) == count
+        assert len(completion.token_ids) == many
 
 
 @pytest.mark.parametrize("reader", ["thread", "task", "stream"])

@@ -16,6 +16,7 @@ import torch
 from support.drive import Driver, prompts
 from support.graphs import Recall, Recalled, on_fakes
 from support.lora_driver import AdapterDriver
+from support.step_sampler import sample_in_graphs
 from support.tiny_models import VOCAB
 from support.wide_models import make_wide
 
@@ -23,6 +24,7 @@ from asyncengine import SamplingParams
 from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.runner.graphs import graph_sizes
 from asyncengine.runner.model_runner import ModelRunner
+from asyncengine.sampling.sampler import NON_FINITE
 
 WANT = 12
 SIZES = [1, 2, 4, 8]
@@ -67,6 +69,37 @@ def test_what_is_left_in_padding_rows_reaches_nobody(rows: int, folder: Path) ->
         driver.run([driver.job(prompt, 4) for prompt in prompts([5] * 8, VOCAB, seed=1)])
         outputs.append(driver.run([driver.job(prompt, 9) for prompt in prompts([4] * rows, VOCAB, seed=2)]))
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("penalized", [(), (0, 2)])
+def test_the_row_without_finite_logits_ends_alone(
+    penalized: tuple[int, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its largest logit comes with the tokens from the device, be it the graph's or that of processed logits."""
+    sample_in_graphs(monkeypatch)
+    runner, capture, bad = on_fakes(folder), Recall(), 7
+    forward = runner.model.forward
+
+    def spoiled(ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        logits = forward(ids, *arguments)
+        return logits.masked_fill((ids == bad)[:, None], float("nan")) if len(ids) == len(logits) else logits
+
+    monkeypatch.setattr(runner.model, "forward", spoiled)
+    runner.use_graphs(SIZES, capture)
+    driver = Driver(runner)
+    for place in range(3):
+        inputs = [[token for token in prompt if token != bad] for prompt in prompts([5, 8, 6], VOCAB)]
+        params = [SamplingParams(temperature=0.0, repetition_penalty=1.0 + (row in penalized)) for row in range(3)]
+        jobs = [driver.job(*each) for each in zip(inputs, [3] * 3, params, strict=True)]
+        for job in jobs:
+            driver.admit(job)
+        driver.advance(jobs)
+        jobs[place].tokens[-1] = bad
+        driver.advance(jobs)
+        assert [job.error for job in jobs] == [NON_FINITE if row == place else None for row in range(3)]
+        for job in jobs:
+            driver.release(job)
+    assert capture.replays.count(4) == 3
 
 
 class Weights:

@@ -18,6 +18,7 @@ from asyncengine.device.transfer import Readback
 from asyncengine.request_spec import RequestSpec
 from asyncengine.runner import model_runner
 from asyncengine.runner.model_runner import ModelRunner
+from asyncengine.sampling.sampler import NOTHING_ALLOWED
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import Batch, Row, StateUse
 
@@ -26,17 +27,20 @@ ALLOWED = (11, 12, 40)
 
 
 class Allowing:
-    """A matcher that allows `ALLOWED`, and fails to make mask number `broken`."""
+    """A matcher that allows `ALLOWED`, fails to make mask number `broken`, and allows nothing in number `empty`."""
 
     steered = False
 
-    def __init__(self, broken: int | None = None) -> None:
+    def __init__(self, broken: int | None = None, empty: int | None = None) -> None:
         self.told: list[int] = []
-        self.broken = broken
+        self.broken, self.empty = broken, empty
 
     def fill_mask(self, mask: Any) -> None:
         if len(self.told) == self.broken:
             raise RuntimeError("no mask")
+        if len(self.told) == self.empty:
+            mask[:] = 0
+            return
         for token in ALLOWED:
             mask[token // 32] |= 1 << (token % 32)
 
@@ -99,6 +103,18 @@ def test_a_launch_does_not_wait_and_the_reader_finishes_it(made: tuple[ModelRunn
     assert {result.tokens[0], found.tokens[0]} <= set(ALLOWED)
     assert list(found.errors) == [1]
     assert found.tokens[2] >= 0, "its neighbour's fault"
+
+
+def test_the_row_for_which_no_token_is_allowed_is_told_so(made: tuple[ModelRunner, TorchStepSampler]) -> None:
+    """In a graph's step, by its own processed logits: those of the forward are finite, and so are its neighbours'."""
+    runner, _ = made
+    HeldReadback.here.set()
+    matchers = None, Allowing(), Allowing(empty=1), Allowing()
+    for step in range(2):
+        rows = [row(slot, step, grammar) for slot, grammar in enumerate(matchers)]
+        result = runner.launch(Batch(step, tuple(rows))).wait()
+        assert result.errors == ({2: NOTHING_ALLOWED} if step else {})
+        assert {result.tokens[1], result.tokens[3]} <= set(ALLOWED)
 
 
 def test_the_next_launch_finishes_what_nobody_has(made: tuple[ModelRunner, TorchStepSampler]) -> None:

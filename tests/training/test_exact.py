@@ -77,7 +77,7 @@ def test_trainer_and_engine_agree_to_the_bit(kind: str, dtype: str, folders: Cal
             expected = gradients(model, (plain * weights_of(batch)).sum())
             assert found.keys() == expected.keys()
             for name, each in expected.items():
-                assert torch.cosine_similarity(found[name].flatten(), each.flatten(), 0) > 0.999, name
+                assert (found[name] - each).norm() < 1e-4 * each.norm(), name  # rounding makes 4e-6 of it
             exact = make_exact(model, engine, temperature=TEMPERATURE)
         train(model, exact, batch, 5 if LONG else 2)
         engine.update_weights(model.state_dict())

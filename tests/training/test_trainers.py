@@ -66,6 +66,10 @@ def test_the_call_of_trl(folder: Path, engine: Engine) -> None:
     assert torch.equal(out.log_probs.detach(), batch.said)
     logits = model(batch.ids, batch.mask).logits
     every = (logits / TEMPERATURE).log_softmax(-1)[:, :-1]
+    scored = every.gather(2, batch.ids[:, 1:, None])[:, :, 0] * (batch.said != 0)
+    assert torch.allclose(scored, batch.said, rtol=0, atol=1e-5)
+    plain = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten())
+    assert torch.allclose(model(batch.ids, batch.mask, labels=batch.labels).loss, plain)
     entropy = -(every.exp() * every).sum(-1) * (batch.said != 0)
     assert torch.allclose(out.entropy, entropy, atol=1e-5)
     assert torch.equal(model(batch.ids, batch.mask, logits_to_keep=9).logits, logits[:, -9:])
@@ -78,7 +82,7 @@ def test_the_call_of_trl(folder: Path, engine: Engine) -> None:
     for scores in (out, None):
         model.zero_grad()
         if scores is None:  # of logits, by torch's own operations
-            found, spread = every.gather(2, batch.ids[:, 1:, None])[:, :, 0] * (batch.said != 0), entropy
+            found, spread = scored, entropy
         else:
             found, spread = scores.log_probs, scores.entropy
         (found * some + spread).sum().backward()

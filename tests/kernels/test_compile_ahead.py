@@ -61,6 +61,11 @@ def compiling_process() -> subprocess.Popen[str]:
     return process
 
 
+def serving() -> list[threading.Thread]:
+    """Threads that give names to processes."""
+    return [each for each in threading.enumerate() if each.name.startswith("asyncengine-compile")]
+
+
 @pytest.mark.parametrize("forks", [compile_process._FORKS, False])
 def test_all_are_kept_with_those_they_call_and_the_next_load_starts_nothing(
     forks: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -84,7 +89,7 @@ def test_all_are_kept_with_those_they_call_and_the_next_load_starts_nothing(
     again = CompileAhead(2)
     again.expect()
     again.start([CALLS_OTHERS, SMALL])
-    assert again._processes.all == again._threads == []
+    assert serving() == []
     assert again.kept == [CALLS_OTHERS, SMALL]
     again.finish(lambda name, most: pytest.fail("nothing is left to be compiled"))
 
@@ -109,7 +114,7 @@ def test_a_load_waits_for_what_a_first_answer_needs_and_whoever_calls_another_ke
     assert {"norm._norm_part", "calls._run", "first_load"} <= set(kept(folder))
     again = CompileAhead(2)
     again.start([SMALL], [CALLS_OTHERS])
-    assert again._threads == []
+    assert serving() == []
     assert again.kept == [SMALL, CALLS_OTHERS]
     assert again.left == []
 
@@ -183,7 +188,7 @@ def test_what_this_process_has_is_not_looked_for(most: int, folder: Path) -> Non
     compile_ahead.had.update([SMALL, CALLS_OTHERS])
     ahead = CompileAhead(most)
     ahead.start([SMALL], [CALLS_OTHERS])
-    assert (ahead.kept, ahead.left, ahead._threads) == ([SMALL, CALLS_OTHERS], [], [])
+    assert (ahead.kept, ahead.left, serving()) == ([SMALL, CALLS_OTHERS], [], [])
     ahead.finish(lambda name, most: pytest.fail("nothing is left to be compiled"))
     other = CompileAhead(1)
     other.start([SMALL, UNKNOWN])
@@ -285,15 +290,15 @@ def test_a_load_that_is_given_up_ends_the_processes_at_once(folder: Path) -> Non
         ahead.finish(give_up)
     ahead.close()
     assert all(process.ended for process in ahead._processes.all)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("asyncengine-compile")]
+    assert serving() == []
 
 
 def test_processes_that_nobody_gave_a_name_end(folder: Path) -> None:
     ahead = CompileAhead(2)
     ahead.expect()
-    assert len(ahead._threads) == 2
+    assert len(serving()) == 2
     ahead.finish(lambda name, most: pytest.fail("nothing was to be compiled"))
-    assert ahead._threads == []
+    assert serving() == []
     assert all(process.ended for process in ahead._processes.all)
 
 
@@ -354,7 +359,7 @@ def test_one_core_compiles_as_ever(most: int, folder: Path) -> None:
     ahead = CompileAhead(most)
     ahead.expect()
     ahead.start([SMALL])
-    assert ahead._threads == []
+    assert serving() == []
     ahead.finish(lambda name, most: pytest.fail("nobody compiled"))
 
 
@@ -364,7 +369,7 @@ def test_a_cache_that_keeps_nothing_starts_no_process(monkeypatch: pytest.Monkey
     ahead = CompileAhead(2)
     ahead.expect()
     ahead.start([SMALL])
-    assert ahead._threads == []
+    assert serving() == []
 
 
 on_linux = pytest.mark.skipif(not compile_process._FORKS, reason="no process forks here")

@@ -18,19 +18,21 @@ CPU = torch.device("cpu")
 
 
 def test_what_is_copied_is_kept_until_it_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeCuda(monkeypatch)
+    cuda = FakeCuda(monkeypatch)
     empty = torch.empty
 
     def unpinned(*args: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
         return empty(*args, **more)
 
     monkeypatch.setattr(torch, "empty", unpinned)
-    readback = Readback(copy_stream(CUDA))
+    stream: Any = copy_stream(CUDA)
+    readback = Readback(stream)
     assert not readback.ready
     source = torch.arange(3)
     kept = weakref.ref(source)
     host = readback.fetch(source)
     readback.send()
+    assert cuda.log[-1] == f"{stream.number} waits for 0", "a copy runs behind the step that computes what it takes"
     del source
     gc.collect()
     assert kept() is not None, "its memory may be given to the next step, which this copy does not know"

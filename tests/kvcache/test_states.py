@@ -153,6 +153,20 @@ def test_without_a_cache_nothing_outlives_the_samples_of_one_prompt() -> None:
     assert kv.state_counts([]).free == 5
 
 
+def test_slots_and_pages_return_when_the_last_step_that_names_them_has_retired() -> None:
+    kv = books(2, prefix_caching=False)
+    run = Run(kv, [1] * 9, 3)
+    kv.close(run.table, 3)
+    kv.retire(2)
+    assert not kv.can_start
+    assert kv.anything_retiring
+    with pytest.raises(InvariantViolation, match="in flight"):
+        kv.clear()
+    kv.retire(3)
+    assert kv.can_start
+    kv.clear()
+
+
 def test_a_state_is_not_taken_back() -> None:
     kv = books()
     run = Run(kv, [1] * 9, 1)

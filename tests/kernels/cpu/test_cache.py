@@ -269,8 +269,9 @@ from numba.core.registry import CPUDispatcher
 from asyncengine import Engine, SamplingParams
 
 def code():
-    modules = [module for name, module in sys.modules.items() if name.startswith("asyncengine.kernels.cpu.")]
-    kernels = [value for module in modules for value in vars(module).values() if isinstance(value, CPUDispatcher)]
+    known = list(sys.modules.items())  # other threads import
+    modules = [module for name, module in known if name.startswith("asyncengine.kernels.cpu.")]
+    kernels = [value for module in modules for value in list(vars(module).values()) if isinstance(value, CPUDispatcher)]
     return {(kernel.__name__, str(signature)) for kernel in kernels for signature in kernel.signatures}
 
 with Engine.from_pretrained("demo", num_threads=1, kv_cache_memory="8MiB") as engine:

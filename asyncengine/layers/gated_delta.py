@@ -33,7 +33,7 @@ from asyncengine.layers.states import (
     each_token,
     recur,
     state_kernels,
-)  # fmt: skip
+)
 
 _TINY = 1e-6
 """A term that keeps the division by a key's length finite: it is added to the square of the length."""

@@ -24,16 +24,7 @@ from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.sharded import even_cuts, part_of, share_of
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import (
-    StateKernels,
-    StateLayer,
-    StateSpec,
-    StateStep,
-    by_kernel,
-    each_token,
-    recur,
-    state_kernels,
-)
+from asyncengine.layers.states import StateKernels, StateLayer, StateSpec, StateStep, by_kernel, each_token, recur
 
 _TINY = 1e-6
 """A term that keeps the division by a key's length finite: it is added to the square of the length."""
@@ -132,8 +123,7 @@ class GatedDelta(StateLayer):
         )  # fmt: skip
         self._kinds = _kind_indices(config, options.device)
         heads = (config.key_heads, config.value_heads, config.key_dim, config.value_dim)
-        self.on_device = state_kernels(options)
-        self.rule = delta_rule(self.on_device, heads, self.rate, self.dt_bias)
+        self.rule = delta_rule(self.conv.on_device, heads, self.rate, self.dt_bias)
         if options.compiled:
             from asyncengine.kernels.cpu.gated_delta import GatedDeltaKernel
 
@@ -155,9 +145,9 @@ class GatedDelta(StateLayer):
             sizes = [self.conv.channels, heads * self.config.value_dim]
             inputs, z, b, a = torch.split(projected[:, : sum(sizes) + 2 * heads], [*sizes, heads, heads], dim=1)
         read = recur(step, self.index, self.conv.advance, inputs, (b, a), self._token, self.rule)
-        if self.on_device is not None:
+        if self.conv.on_device is not None:
             epsilon, weight = self.config.epsilon, self.norm.weight
-            made: torch.Tensor = self.on_device.gated_norm(read.flatten(1), z, weight, epsilon, len(weight))
+            made: torch.Tensor = self.conv.on_device.gated_norm(read.flatten(1), z, weight, epsilon, len(weight))
             return made
         return self._gated_norm(read, torch.unflatten(z, 1, (-1, self.config.value_dim))).flatten(1)
 

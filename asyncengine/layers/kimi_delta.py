@@ -24,7 +24,7 @@ from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.sharded import even_cuts, part_of, share_of
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import StateLayer, StateSpec, StateStep, by_kernel, each_token, recur, state_kernels
+from asyncengine.layers.states import StateLayer, StateSpec, StateStep, by_kernel, each_token, recur
 from asyncengine.layers.step import StepContext
 
 
@@ -93,8 +93,7 @@ class KimiDelta(StateLayer):
             (config.heads, dim, dim), self.conv.window, (config.size,) * 3, self._whole.heads, self.share is not None
         )
         heads = (config.heads, config.heads, config.head_dim, config.head_dim)
-        self.on_device = state_kernels(options)
-        self.rule = delta_rule(self.on_device, heads, self.rate, self.dt_bias)
+        self.rule = delta_rule(self.conv.on_device, heads, self.rate, self.dt_bias)
         if options.compiled:
             from asyncengine.kernels.cpu.gated_delta import GatedDeltaKernel
 
@@ -121,8 +120,8 @@ class KimiDelta(StateLayer):
             projected[:, columns[kind].first :][:, : columns[kind].step * config.heads] for kind in ("b", "z", "a")
         )
         read = recur(step, self.index, self.conv.advance, inputs, (rates, forgets), self._token, self.rule)
-        if self.on_device is not None:
-            made: torch.Tensor = self.on_device.gated_norm(
+        if self.conv.on_device is not None:
+            made: torch.Tensor = self.conv.on_device.gated_norm(
                 read.flatten(1), gates, self.norm.weight, config.epsilon, config.head_dim, activation="sigmoid"
             )
             return made

@@ -23,7 +23,7 @@ from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.sharded import even_cuts, part_of, share_of
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import StateLayer, StateSpec, StateStep, by_kernel, each_token, recur, state_kernels
+from asyncengine.layers.states import StateLayer, StateSpec, StateStep, by_kernel, each_token, recur
 from asyncengine.layers.step import StepContext
 from asyncengine.layers.stored import StoredMatrix, dense
 
@@ -113,8 +113,7 @@ class Mamba2(StateLayer):
             (config.heads, config.state_size, config.head_dim), self.conv.window,
             (self.inner, self.shared, self.shared), units, self.share is not None,
         )  # fmt: skip
-        self.on_device = state_kernels(options)
-        self.rule = self.on_device and self.on_device.recurrence(
+        self.rule = self.conv.on_device and self.conv.on_device.recurrence(
             config.heads, config.heads // config.groups, config.state_size, config.head_dim,
             (self.inner + self.shared, self.inner, 0), self.decay, self.step_bias, config.limits, self.skip,
         )  # fmt: skip
@@ -128,9 +127,9 @@ class Mamba2(StateLayer):
             return by_kernel(self.kernel, projected, step, self.index)
         gate, mixed, times = torch.split(projected, self._sizes, dim=-1)
         read = recur(step, self.index, self.conv.advance, mixed, (times, times), self._token, self.rule)
-        if self.on_device is not None:
+        if self.conv.on_device is not None:
             config, size = self.config, self.inner // self.config.norm_groups
-            made: torch.Tensor = self.on_device.gated_norm(
+            made: torch.Tensor = self.conv.on_device.gated_norm(
                 read.flatten(1), gate, self.weight, config.epsilon, size, norm=config.norm, scale=config.out_scale
             )
             return made

@@ -56,7 +56,7 @@ def test_the_kernel_gives_what_torch_gives(name: str, dtype: torch.dtype) -> Non
         layer, pools = make(name, dtype)
         assert layer.rule is not None
         if not kernel:
-            layer.rule = layer.on_device = layer.conv.on_device = None
+            layer.rule = layer.conv.on_device = None
         step = StateStep(pools, others, LoneTokens(*torch.from_numpy(alone).cuda()))
         made = layer(x, SimpleNamespace(states=step, adapters=None))
         found.append((made, pools.recurrent[0][:-1], pools.windows[0][:-1]))

@@ -62,6 +62,11 @@ class Recurrence:
     skip: torch.Tensor | None = None
     """float32 [heads], of Mamba-2: what times the value is added to what is read. None: it is the delta rule."""
 
+    @property
+    def _skip(self) -> torch.Tensor:
+        """Vector that kernels are given; they look at it for Mamba-2 alone."""
+        return self.rate if self.skip is None else self.skip
+
     def move(
         self, rows: torch.Tensor, learn: torch.Tensor, gates: torch.Tensor, states: torch.Tensor,
         slots: tuple[torch.Tensor, torch.Tensor] | None, out: torch.Tensor | None = None,
@@ -79,9 +84,8 @@ class Recurrence:
             return out, self._move_chunks(rows, learn, gates, states, out)
         sequences, moved = (len(states), torch.empty_like(states)) if slots is None else (len(slots[0]), states)
         sources, targets = (states, states) if slots is None else slots
-        skip = self.rate if self.skip is None else self.skip
         _move[(self.heads * triton.cdiv(self.value_dim, _COLUMNS), sequences)](
-            rows, learn, gates, self.rate, self.bias, skip, states, moved, sources, targets, out,
+            rows, learn, gates, self.rate, self.bias, self._skip, states, moved, sources, targets, out,
             rows.stride(0), learn.stride(0), gates.stride(0), tokens // sequences, self.key_dim**-0.5, _TINY,
             *self.limits, *self.firsts, self.heads, self.group, self.key_dim, self.value_dim,
             triton.next_power_of_2(self.key_dim), _COLUMNS, slots is not None, len(self.bias) > self.heads,
@@ -100,7 +104,6 @@ class Recurrence:
         most = max(1, min(count, _PREPARED_BYTES // (4 * _CHUNK * self.heads * width)))
         prepared = rows.new_empty((most, self.heads, _CHUNK, width), dtype=torch.float32)
         decays = rows.new_empty((most, self.heads), dtype=torch.float32)
-        skip = self.rate if self.skip is None else self.skip
         sizes = (self.heads, self.group, self.key_dim, self.value_dim, height, columns, _CHUNK, width)
         for first in range(0, len(rows), most * _CHUNK):
             part = slice(first, first + most * _CHUNK)
@@ -112,8 +115,8 @@ class Recurrence:
                 self.skip is None, num_warps=8,
             )  # fmt: skip
             _sweep[(self.heads, blocks)](
-                own, prepared, decays, skip, state, moved, out[part], own.stride(0), len(own), self.firsts[2], *sizes,
-                self.skip is None, num_warps=4, num_stages=2,
+                own, prepared, decays, self._skip, state, moved, out[part], own.stride(0), len(own), self.firsts[2],
+                *sizes, self.skip is None, num_warps=4, num_stages=2,
             )  # fmt: skip
             state = moved
         return state

@@ -85,8 +85,7 @@ def test_a_decode_step_is_three_kernels_between_the_projections(name: str, monke
     slots = torch.tensor([1, 2])
     step = StateStep(pools, StateSegments.none(), LoneTokens(slice(None), slots, slots))
     projected = layer.projected(torch.randn(2, 32).bfloat16(), SimpleNamespace(states=step, adapters=None))
-    own = states.StateKernels(None, *(launches.without(kernel) for kernel in layer.on_device[1:]))
-    layer.on_device = layer.conv.on_device = own
+    layer.conv.on_device = states.StateKernels(None, *(launches.without(kernel) for kernel in layer.conv.on_device[1:]))
     layer.rule = SimpleNamespace(move=launches.without(layer.rule.move))
     with launches:
         layer.mix(projected, step)

@@ -99,8 +99,6 @@ def turns_of(loop: Any) -> list[float]:
 
 async def child(kind: str, streams: int) -> None:
     """Serve on a free port, which is printed."""
-    import socket
-
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
@@ -109,6 +107,8 @@ async def child(kind: str, streams: int) -> None:
 
     from asyncengine import AsyncEngine
     from asyncengine.serve import app
+    from asyncengine.serve.server import bind
+    from asyncengine.serve.settings import ServerSettings
 
     lags: list[float] = []
     turns = turns_of(asyncio.get_running_loop())
@@ -151,8 +151,7 @@ async def child(kind: str, streams: int) -> None:
         Route("/inside", run_inside),
         Mount("/", app(engine, aliases={"*": engine.info.name})),
     ]
-    with socket.socket(proto=socket.IPPROTO_TCP) as listener:
-        listener.bind(("127.0.0.1", 0))
+    with bind(ServerSettings(port=0)) as listener:
         print(listener.getsockname()[1], flush=True)
         server = uvicorn.Server(uvicorn.Config(Starlette(routes=paths), log_level="warning", access_log=False))
         watcher = asyncio.create_task(watch())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import socket
 import subprocess
 import sys
 import tarfile
@@ -19,6 +18,8 @@ import uvicorn
 
 from asyncengine import AsyncEngine
 from asyncengine.serve import app
+from asyncengine.serve.server import address_of, bind
+from asyncengine.serve.settings import ServerSettings
 
 Wrap = Callable[[Any], Any]
 
@@ -41,8 +42,7 @@ def demo_server(
     `model`: settings of the demo model's engine; "model" among them is another one. `settings` are keywords of
     `asyncengine.serve.app`.
     """
-    listener = socket.socket(proto=socket.IPPROTO_TCP)
-    listener.bind(("127.0.0.1", 0))
+    listener = bind(ServerSettings(port=0))
     started, servers = threading.Event(), list[uvicorn.Server]()
 
     async def run() -> None:
@@ -64,7 +64,7 @@ def demo_server(
     thread.start()
     started.wait()
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield address_of(listener)
     finally:
         servers[0].should_exit = True
         thread.join()

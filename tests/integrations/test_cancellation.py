@@ -208,7 +208,7 @@ async def test_leaving_v2_stream_events(chat: ChatAsyncEngine, watch: Watch) -> 
 async def test_cancelling_while_the_model_loads_spares_the_others(model_path: str) -> None:
     """Two calls wait for one load; one of them leaves."""
     own = {**CONFIG, "max_num_seqs": 5}
-    chat = ChatAsyncEngine(model=model_path, engine_config=own, max_tokens=2)
+    chat = ChatAsyncEngine(model=model_path, engine_config=own, **LONG | {"max_tokens": 2})
     probe = shared_engine(model_path, **own)
     leaver = asyncio.ensure_future(chat._engines().aio())
     await asyncio.sleep(0)  # it asks for the load in its first step

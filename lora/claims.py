@@ -44,11 +44,11 @@ class Claims:
         room even if nothing were in use."""
         self._store = store
         self._max_passes = max_passes
-        self._stays = stays
+        self.stays = stays
         self._hopeless = hopeless
-        self._claims: dict[int, _Claim] = {}
+        self.by_ticket: dict[int, _Claim] = {}
         self._users: dict[str, int] = {}
-        self._waiting: dict[str, dict[int, _Claim]] = {}
+        self.waiting: dict[str, dict[int, _Claim]] = {}
         """Started and not granted, by digest in order of the first arrival, then by ticket likewise."""
         self._reloading: dict[str, None] = {}
 
@@ -58,27 +58,27 @@ class Claims:
 
     @property
     def num_claims(self) -> int:
-        return len(self._claims)
+        return len(self.by_ticket)
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(group) for group in self._waiting.values())
+        return sum(len(group) for group in self.waiting.values())
 
     def add(self, ticket: int, meaning: Meaning) -> None:
-        if ticket in self._claims:
+        if ticket in self.by_ticket:
             raise ValueError(f"ticket {ticket} has a claim already")
-        self._claims[ticket] = _Claim(ticket, meaning)
+        self.by_ticket[ticket] = _Claim(ticket, meaning)
         self._users[meaning.digest] = self.users(meaning.digest) + 1
 
     def start(self, ticket: int, done: AdapterDone) -> None:
-        claim = self._claims.get(ticket)
+        claim = self.by_ticket.get(ticket)
         if claim is not None and claim.done is None:
             claim.done = done
-            self._waiting.setdefault(claim.meaning.digest, {})[ticket] = claim
+            self.waiting.setdefault(claim.meaning.digest, {})[ticket] = claim
 
     def remove(self, ticket: int) -> str | None:
         """Give back the claim of `ticket`; its digest, or None if there was none."""
-        claim = self._claims.pop(ticket, None)
+        claim = self.by_ticket.pop(ticket, None)
         if claim is None:
             return None
         digest = claim.meaning.digest
@@ -97,10 +97,10 @@ class Claims:
         reload: list[Meaning] = []
         blocked: _Claim | None = None
         full = False  # somebody has been passed often enough
-        for digest, group in list(self._waiting.items()):
+        for digest, group in list(self.waiting.items()):
             claims = list(group.values())
             if self._store.get(digest) is not None:
-                passing = (full or blocked is not None) and not self._stays(digest)
+                passing = (full or blocked is not None) and not self.stays(digest)
                 for claim in claims:
                     if passing and (full or (blocked is not None and blocked.passes >= self._max_passes)):
                         break
@@ -111,7 +111,7 @@ class Claims:
                 continue
             elif digest not in self._reloading and blocked is None:
                 meaning = claims[0].meaning
-                if self._store.victims(meaning.nbytes, self._stays) is not None:
+                if self._store.victims(meaning.nbytes, self.stays) is not None:
                     self._store.reserve(digest, meaning.nbytes)
                     self._reloading[digest] = None
                     reload.append(meaning)
@@ -121,7 +121,7 @@ class Claims:
                 else:
                     blocked = claims[0]
             first = blocked or claims[0]
-            if first.passes >= self._max_passes and first.ticket in self._waiting.get(first.meaning.digest, {}):
+            if first.passes >= self._max_passes and first.ticket in self.waiting.get(first.meaning.digest, {}):
                 full = True
         return reload
 
@@ -134,10 +134,10 @@ class Claims:
     def _leave(self, claim: _Claim) -> None:
         """`claim` waits no more, if it did."""
         digest = claim.meaning.digest
-        group = self._waiting.get(digest, {})
+        group = self.waiting.get(digest, {})
         group.pop(claim.ticket, None)
         if not group:
-            self._waiting.pop(digest, None)
+            self.waiting.pop(digest, None)
 
     def _tell(self, claim: _Claim, outcome: str | Exception, calls: Calls) -> None:
         done, ticket = claim.done, claim.ticket
@@ -148,10 +148,10 @@ class Claims:
         """`digest` was read again, or cannot be. Call `pump` next."""
         self._reloading.pop(digest, None)
         self._store.unreserve(digest)
-        mine = list(self._waiting.get(digest, {}).values())
+        mine = list(self.waiting.get(digest, {}).values())
         if error is not None:
             self._fail(mine, error, calls)
-        elif adapter is not None and self.users(digest) and not self._store.put(adapter, self._stays):
+        elif adapter is not None and self.users(digest) and not self._store.put(adapter, self.stays):
             for claim in mine[:1]:  # others took the room meanwhile; not a second time
                 claim.passes = self._max_passes
 
@@ -161,7 +161,7 @@ class Claims:
             self._tell(claim, again(error), calls)
 
     def clear(self) -> None:
-        for books in (self._claims, self._users, self._waiting, self._reloading):
+        for books in (self.by_ticket, self._users, self.waiting, self._reloading):
             books.clear()
 
 

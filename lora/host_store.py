@@ -14,8 +14,8 @@ class HostStore:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._resident: dict[str, Adapter] = {}
-        self._held: dict[str, int] = {}
-        self._reserved: dict[str, int] = {}
+        self.held: dict[str, int] = {}
+        self.reserved: dict[str, int] = {}
 
     @property
     def nbytes(self) -> int:
@@ -29,23 +29,23 @@ class HostStore:
         return self._resident.get(digest)
 
     def holds(self, digest: str) -> int:
-        return self._held.get(digest, 0)
+        return self.held.get(digest, 0)
 
     # ---------------------------------------------------------------- use
 
     def hold(self, digest: str) -> None:
         """Keep `digest`, which is here, until as many `let_go`."""
         self._resident[digest] = self._resident.pop(digest)  # used most recently
-        self._held[digest] = self._held.get(digest, 0) + 1
+        self.held[digest] = self.held.get(digest, 0) + 1
 
     def let_go(self, digest: str) -> None:
         left = self.holds(digest) - 1
         if left < 0:
             raise InvariantViolation(f"adapter {digest[:12]} let go more often than held")
         if left:
-            self._held[digest] = left
+            self.held[digest] = left
         else:
-            del self._held[digest]
+            del self.held[digest]
 
     # ---------------------------------------------------------------- room
 
@@ -54,7 +54,7 @@ class HostStore:
 
         `leaves` goes before all others.
         """
-        excess = self.nbytes + sum(self._reserved.values()) + need - self.max_bytes
+        excess = self.nbytes + sum(self.reserved.values()) + need - self.max_bytes
         chosen = []
         for digest in sorted(self._resident, key=lambda digest: digest != leaves):
             if excess <= 0:
@@ -67,10 +67,10 @@ class HostStore:
 
     def reserve(self, digest: str, nbytes: int) -> None:
         """`digest` is being read and will need `nbytes`. Nothing is evicted for it before it is here."""
-        self._reserved[digest] = nbytes
+        self.reserved[digest] = nbytes
 
     def unreserve(self, digest: str) -> None:
-        self._reserved.pop(digest, None)
+        self.reserved.pop(digest, None)
 
     def put(self, adapter: Adapter, stays: Callable[[str], bool], leaves: str | None = None) -> bool:
         """Take `adapter` in, evicting what must go. False, and nothing changed, if there cannot be room."""
@@ -90,12 +90,12 @@ class HostStore:
         self._resident.pop(digest, None)
 
     def clear(self) -> None:
-        for books in (self._resident, self._held, self._reserved):
+        for books in (self._resident, self.held, self.reserved):
             books.clear()
 
     def check(self) -> None:
         """Raises `InvariantViolation` if the books do not balance."""
         if self.nbytes > self.max_bytes:
             raise InvariantViolation(f"adapters take {self.nbytes} bytes of {self.max_bytes}")
-        if any(digest not in self._resident for digest in self._held):
+        if any(digest not in self._resident for digest in self.held):
             raise InvariantViolation("an adapter is held, but not in memory")

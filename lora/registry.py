@@ -14,7 +14,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from asyncengine.errors import AdapterError, AdapterInUse, AdapterNotFound, EngineClosed
@@ -50,19 +50,22 @@ class AdapterRegistry:
         max_bytes: int,
         workers: int = 2,
         max_passes: int = 64,
+        pool: Executor | None = None,
     ) -> None:
+        """`pool`: reads files, in place of `workers` threads of its own, and is shut down by `close`."""
         self._loader = loader
-        self._store = HostStore(max_bytes)
-        self._claims = Claims(self._store, max_passes, self._stays, self._hopeless)
+        self.store = HostStore(max_bytes)
+        self.claims = Claims(self.store, max_passes, self.stays, self._hopeless)
         self._names: dict[str, Meaning] = {}
         self._changed_by: dict[str, int] = {}
         """Number of the call that last gave or took a name's meaning: a later one wins, whichever is read first."""
-        self._reading: dict[Any, Future[Adapter]] = {}
+        self.reading: dict[Any, Future[Adapter]] = {}
+        """Contents that a thread reads right now, by the loader's fingerprint of their files."""
         self._leaving: dict[str, list[Future[None]]] = {}
         self._orders = self._loading = 0
         self._closed = False
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="asyncengine-lora")
+        self._pool = pool or ThreadPoolExecutor(workers, thread_name_prefix="asyncengine-lora")
 
     # ---------------------------------------------------------------- names
 
@@ -101,7 +104,7 @@ class AdapterRegistry:
         calls: Calls = []
         with self._lock:
             digest = self._meaning(name).digest
-            users = self._claims.users(digest)
+            users = self.claims.users(digest)
             shared = any(other.digest == digest for key, other in self._names.items() if key != name)
             if users and not shared and not wait:
                 raise AdapterInUse("adapter", f"{users} requests use it; pass wait=True to wait for them", name)
@@ -129,7 +132,7 @@ class AdapterRegistry:
     def get(self, digest: str) -> Adapter:
         """The weights of an adapter that a granted claim keeps in memory."""
         with self._lock:
-            adapter = self._store.get(digest)
+            adapter = self.store.get(digest)
         if adapter is None:
             raise AdapterNotFound("adapter", "is not in memory", digest)
         return adapter
@@ -137,7 +140,7 @@ class AdapterRegistry:
     def counts(self) -> dict[str, int]:
         """Counts of names, of contents in memory, and their bytes."""
         with self._lock:
-            return {"loaded": len(self._names), "in_memory": len(self._store.digests), "nbytes": self._store.nbytes}
+            return {"loaded": len(self._names), "in_memory": len(self.store.digests), "nbytes": self.store.nbytes}
 
     def _meaning(self, name: str) -> Meaning:
         meaning = self._names.get(name) if isinstance(name, str) else None
@@ -148,7 +151,7 @@ class AdapterRegistry:
 
     def _info(self, name: str) -> AdapterInfo:
         of = self._meaning(name)
-        in_memory, requests = self._store.get(of.digest) is not None, self._claims.users(of.digest)
+        in_memory, requests = self.store.get(of.digest) is not None, self.claims.users(of.digest)
         return AdapterInfo(name, of.path, of.digest, of.rank, of.nbytes, of.modules, of.pinned, in_memory, requests)
 
     # ---------------------------------------------------------------- claims
@@ -159,7 +162,7 @@ class AdapterRegistry:
             self._check_open()
             meaning = self._meaning(name)
             for ticket in tickets:
-                self._claims.add(ticket, meaning)
+                self.claims.add(ticket, meaning)
             return meaning.digest
 
     def start(self, ticket: int, done: AdapterDone) -> None:
@@ -167,7 +170,7 @@ class AdapterRegistry:
         perhaps at once. A ticket without a claim is ignored."""
         calls: Calls = []
         with self._lock:
-            self._claims.start(ticket, done)
+            self.claims.start(ticket, done)
             self._settle(None, calls)
         _tell(calls)
 
@@ -175,36 +178,36 @@ class AdapterRegistry:
         """`ticket` is over, or nobody waits for it: give back what it claimed. Idempotent."""
         calls: Calls = []
         with self._lock:
-            digest = self._claims.remove(ticket)
+            digest = self.claims.remove(ticket)
             if digest is not None:
                 self._settle(digest, calls)
         _tell(calls)
 
     # ---------------------------------------------------------------- books; all of these hold the lock
 
-    def _stays(self, digest: str) -> bool:
+    def stays(self, digest: str) -> bool:
         """Pinned, or still claimed though no name means it: it could not be read again."""
         meanings = [meaning for meaning in self._names.values() if meaning.digest == digest]
-        return any(meaning.pinned for meaning in meanings) or (not meanings and self._claims.users(digest) > 0)
+        return any(meaning.pinned for meaning in meanings) or (not meanings and self.claims.users(digest) > 0)
 
     def _hopeless(self, meaning: Meaning) -> bool:
         """The pinned adapters alone leave no room for it."""
         pinned = {of.digest: of.nbytes for of in self._names.values() if of.pinned and of.digest != meaning.digest}
-        return meaning.nbytes + sum(pinned.values()) > self._store.max_bytes
+        return meaning.nbytes + sum(pinned.values()) > self.store.max_bytes
 
     def _unknown(self, digest: str) -> bool:
         """Whether no name means `digest` any more."""
-        return not self._claims.users(digest) and all(of.digest != digest for of in self._names.values())
+        return not self.claims.users(digest) and all(of.digest != digest for of in self._names.values())
 
     def _settle(self, digest: str | None, calls: Calls) -> None:
         """Something about `digest` has changed: drop it if it is unknown now, and see whose turn it is."""
-        if digest is not None and not self._claims.users(digest):
+        if digest is not None and not self.claims.users(digest):
             for future in self._leaving.pop(digest, []):
                 calls.append(lambda future=future: _finish(future))  # type: ignore[misc]
             if self._unknown(digest):
-                self._store.drop(digest)
-        if self._claims.num_waiting and not self._closed:
-            for meaning in self._claims.pump(calls):
+                self.store.drop(digest)
+        if self.claims.num_waiting and not self._closed:
+            for meaning in self.claims.pump(calls):
                 self._pool.submit(self._reload, meaning)
 
     def _check_open(self) -> None:
@@ -223,7 +226,7 @@ class AdapterRegistry:
             if self._changed_by.get(name, 0) < order:
                 self._names[name] = meaning
                 leaves = old.digest if old is not None and self._unknown(old.digest) else None
-                if not self._store.put(adapter, self._stays, leaves):
+                if not self.store.put(adapter, self.stays, leaves):
                     del self._names[name]
                     if old is not None:
                         self._names[name] = old
@@ -254,17 +257,17 @@ class AdapterRegistry:
         calls: Calls = []
         with self._lock:
             if not self._closed:
-                self._claims.reloaded(meaning.digest, adapter, error, calls)
+                self.claims.reloaded(meaning.digest, adapter, error, calls)
                 self._settle(meaning.digest, calls)
         _tell(calls)
 
     def _read(self, name: str, path: str) -> Adapter:
         """Read `path`, or share the reading of another thread that reads the same content right now."""
         try:
-            key = self._loader.fingerprint(path, self._store.max_bytes)
+            key = self._loader.fingerprint(path, self.store.max_bytes)
             mine: Future[Adapter] = Future()
             with self._lock:
-                shared = self._reading.setdefault(key, mine)
+                shared = self.reading.setdefault(key, mine)
             if shared is mine:
                 try:
                     mine.set_result(self._loader.load(name, path))
@@ -272,7 +275,7 @@ class AdapterRegistry:
                     mine.set_exception(error)
                 finally:
                     with self._lock:
-                        del self._reading[key]
+                        del self.reading[key]
             return shared.result()
         except AdapterError as error:
             raise again(error) from None
@@ -280,7 +283,7 @@ class AdapterRegistry:
             raise AdapterError("adapter", f"could not be read ({error!r})", name) from error
 
     def _take(self, name: str, tensors: Any, config: Any) -> Adapter:
-        adapter, most = self._loader.take(name, tensors, config), self._store.max_bytes
+        adapter, most = self._loader.take(name, tensors, config), self.store.max_bytes
         if adapter.nbytes > most:
             raise AdapterError("adapter_memory", f"is {most} bytes, and the adapter needs {adapter.nbytes}", name)
         return adapter
@@ -290,7 +293,7 @@ class AdapterRegistry:
     def check(self) -> None:
         """Raises `InvariantViolation` if the books do not balance."""
         with self._lock:
-            self._store.check()
+            self.store.check()
 
     def close(self) -> None:
         """Cancel what has not begun and let go of everything. Idempotent."""
@@ -299,8 +302,8 @@ class AdapterRegistry:
             leaving = [future for futures in self._leaving.values() for future in futures]
             for books in (self._names, self._changed_by, self._leaving):
                 books.clear()
-            self._claims.clear()
-            self._store.clear()
+            self.claims.clear()
+            self.store.clear()
         for future in leaving:
             with contextlib.suppress(InvalidStateError):
                 future.set_exception(EngineClosed("the engine has closed"))

@@ -93,7 +93,7 @@ class EngineLoop:
         self.sources = PrefixSources(scheduler, clock, self._apply, self.inbox.post)
         self.meter = Meter()
         self.hooks = Hooks()
-        self.delivery = Delivery(clock, self.meter, self.hooks, self._end_early, table)
+        self.delivery = Delivery(clock, self.meter, self.hooks, self.end_early, table)
         self.record = recorder
         self.failure: BaseException | None = None
         """The error that killed the engine, if one did."""
@@ -122,22 +122,22 @@ class EngineLoop:
         self._probe_lag(self.clock.now())
         try:
             while not self._drained():
-                self._apply_inbox()  # 1 the world changes only here
+                self.apply_inbox()  # 1 the world changes only here
                 if (due := self.scheduler.due_update) is not None:
                     await self._take_turn(due)
-                batch = self._schedule()  # 2 pure: expire, run, preempt, admit, evict
+                batch = self.schedule()  # 2 pure: expire, run, preempt, admit, evict
                 if batch is not None:  # 3 the device starts
                     if self.in_flight and batch.num_tokens > len(batch.rows):
-                        self._deliver()  # launching prompts takes long, and the device has work meanwhile
+                        self.deliver()  # launching prompts takes long, and the device has work meanwhile
                         await asyncio.sleep(0)
                     at = self.clock.now()
                     self.in_flight.append(Launched(batch, self.runner.launch(batch), at))
-                self._deliver()  # 4 outputs of the step before go out while this one runs
+                self.deliver()  # 4 outputs of the step before go out while this one runs
                 if not self.in_flight:
                     await self._idle()
                 elif batch is None or len(self.in_flight) >= self.depth:
                     result = await self._watch(self.in_flight[0])  # 5 consumers run here
-                    self._commit(result)  # 6 the only place where results are applied
+                    self.commit(result)  # 6 the only place where results are applied
         except BaseException as error:
             cancelled = isinstance(error, asyncio.CancelledError)
             self.failure = self.failure or (EngineClosed(CANCELLED) if cancelled else error)
@@ -158,7 +158,7 @@ class EngineLoop:
 
     # ---------------------------------------------------------------- the steps of a turn
 
-    def _apply_inbox(self) -> None:
+    def apply_inbox(self) -> None:
         if self._lost is not None:
             raise self._lost
         for message in self.inbox.take():
@@ -212,7 +212,7 @@ class EngineLoop:
         else:
             self.inbox.post(GrammarReady(ticket, matcher=outcome))
 
-    def _schedule(self) -> Batch | None:
+    def schedule(self) -> Batch | None:
         now = self.clock.now()
         self._abort_if_overdue(now)
         if self.record is not None:
@@ -226,7 +226,7 @@ class EngineLoop:
     async def _take_turn(self, number: int) -> None:
         """Exchange the model's weights, fall asleep or wake. What fails kills the engine: the model may have some of
         each weights by then. Of one that slept without any nothing is lost, and it sleeps on."""
-        self._deliver()  # who was answered by the old weights hears of it before
+        self.deliver()  # who was answered by the old weights hears of it before
         turn, before = self.updates.pop(number), self.asleep
         refused = refusal(turn, before, self.write_again, closes=self._drain is not None)
         if not turn.done.set_running_or_notify_cancel() or refused is not None:
@@ -288,7 +288,7 @@ class EngineLoop:
         turns = [turn for turn in (self.asleep, *self.updates.values()) if isinstance(turn, Sleep)]
         return any(turn.refuses and not turn.done.cancelled() for turn in turns)
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
         outputs = self.scheduler.take_outputs()
         for output in outputs:
             if output.reason is not None:  # before the consumer, perhaps on another thread, hears of it
@@ -307,7 +307,7 @@ class EngineLoop:
         if self.adapters is not None:
             self.adapters.cancel(ticket)
 
-    def _end_early(self, message: StopText | Abort) -> None:
+    def end_early(self, message: StopText | Abort) -> None:
         """Delivery has ended a stream by itself. The scheduler hears of it before it plans another step."""
         self._let_go(message.ticket)
         self.inbox.post(message)
@@ -337,7 +337,7 @@ class EngineLoop:
         finally:
             self._watchdog.end()
 
-    def _commit(self, result: StepResult) -> None:
+    def commit(self, result: StepResult) -> None:
         if self._lost is not None:  # what is left of a step that has lost a rank is no result
             raise self._lost
         batch, _, launched_at = self.in_flight.popleft()
@@ -401,7 +401,7 @@ class EngineLoop:
         self.queue_limit.close()
         unopened = [message.ticket for message in self.inbox.close() if isinstance(message, RequestSpec)]
         if self.failure is None:
-            self._deliver()
+            self.deliver()
         self.delivery.fail_all(self._make_failure, unopened)
         for launched in self.in_flight:
             launched.result.cancel()  # nobody will read it

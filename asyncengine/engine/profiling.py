@@ -27,7 +27,7 @@ from asyncengine.events import EngineDied, Event, StepDone
 
 MOST_STEPS = 10_000
 """Steps of one profile: its events are kept in memory, and one file of more would open nowhere."""
-LOOP_PARTS = ("_apply_inbox", "_schedule", "_deliver", "_commit")
+LOOP_PARTS = ("apply_inbox", "schedule", "deliver", "commit")
 
 
 class Profile:

@@ -19,7 +19,7 @@ class Slots:
 
     def __init__(self, total: int, adapters: AdapterAdmission | None) -> None:
         self.total = total
-        self._adapters = adapters
+        self.adapters = adapters
         self._free = list(range(total - 1, -1, -1))
         self._retiring: Retiring[tuple[int, str]] = Retiring(self._return)
 
@@ -36,16 +36,16 @@ class Slots:
         """Whether the adapter of `request`, if it has one, could run beside those of the running requests."""
         if not request.adapter_digest:
             return True
-        if self._adapters is None:
+        if self.adapters is None:
             raise InvariantViolation(f"{request} names an adapter, but there is no adapter admission")
-        return self._adapters.fits(request.adapter_digest)
+        return self.adapters.fits(request.adapter_digest)
 
     def acquire(self, request: Request, running: Iterable[Request]) -> None:
         """Give `request`, whose adapter fits, its slots."""
         if request.adapter_digest:
-            assert self._adapters is not None
+            assert self.adapters is not None
             beside = [other.adapter_digest for other in running if other.adapter_digest]
-            adapter_slot = self._adapters.admit(request.adapter_digest, beside)
+            adapter_slot = self.adapters.admit(request.adapter_digest, beside)
             if adapter_slot is None:
                 raise InvariantViolation(f"{request}: its adapter fits, and has no slot")
             request.adapter_slot = adapter_slot
@@ -53,7 +53,7 @@ class Slots:
 
     def take_swaps(self) -> tuple[AdapterSwap, ...]:
         """Adapters that the next step must copy to the device before it runs."""
-        return self._adapters.take_swaps() if self._adapters is not None else ()
+        return self.adapters.take_swaps() if self.adapters is not None else ()
 
     def release(self, request: Request, fence: int) -> None:
         """Take the slots of `request`; they return when step `fence` has retired."""
@@ -66,13 +66,13 @@ class Slots:
     def _return(self, given: tuple[int, str]) -> None:
         slot, adapter = given
         self._free.append(slot)
-        if adapter and self._adapters is not None:
-            self._adapters.release(adapter)
+        if adapter and self.adapters is not None:
+            self.adapters.release(adapter)
 
     def check(self, running: Iterable[Request]) -> None:
         """Each slot is free, used by one running request, or retiring. Raises `InvariantViolation`."""
         slots = sorted(self._free + [r.slot for r in running] + [slot for slot, _ in self._retiring])
         if slots != list(range(self.total)):
             raise InvariantViolation(f"slots out of balance: {slots}")
-        if self._adapters is not None:
-            self._adapters.check()
+        if self.adapters is not None:
+            self.adapters.check()

@@ -38,7 +38,7 @@ def assert_untouched(engine: AsyncEngine) -> None:
     loop = engine.core.loop
     executor: Any = loop.runner.executor  # type: ignore[attr-defined]
     assert not loop.hooks
-    assert not {"_schedule", "_deliver", "_commit", "_apply_inbox"} & vars(loop).keys()
+    assert not {"schedule", "deliver", "commit", "apply_inbox"} & vars(loop).keys()
     assert not {"launch", "forward", "_sample"} & vars(executor).keys()
 
 

@@ -85,8 +85,7 @@ class AdapterLife(EngineByHand):
             self.pool.turn(rng)
         while to_come or self.passed or self.busy:
             turns += 1
-            waiting = self.claims._waiting
-            assert turns < MAX_TURNS, f"never finish: {self.scheduler.requests}, waiting for memory: {waiting}"
+            assert turns < MAX_TURNS, f"never finish: {self.scheduler.requests}, {self.claims.waiting} wait"
             self.clock.advance(rng.random())
             if to_come:  # in the end nobody helps by leaving
                 self._administer()
@@ -221,7 +220,7 @@ class AdapterLife(EngineByHand):
         assert not self.slots.in_use, f"adapters never released: {self.slots.in_use}"
         assert all(future.done() for future in self.unloads), "somebody waits for requests that have ended"
         assert (self.claims.num_claims, self.claims.num_waiting) == (0, 0)
-        assert not any((self.store._held, self.store._reserved, self.registry._leaving, self.registry._reading))
+        assert not any((self.store.held, self.store.reserved, self.registry.reading))
         assert sorted(info.name for info in self.registry.list()) == sorted(self.means)
         for name in list(self.means):
             assert self.registry.unload(name).done()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from support.adapter_engine import AdapterExecutor, books_of, slots_of
+from support.adapter_engine import AdapterExecutor, slots_of
 from support.fake_adapters import FakeLoader
 from support.fake_engine import make_core
 from support.plug_points import Compiler
@@ -34,7 +34,7 @@ class _Job(NamedTuple):
     """What the loader's "files" held when the job began: that is what it has read, however late it ends."""
 
 
-class HandPool:
+class HandPool(Executor):
     """In the place of a registry's pool. At most `workers` jobs have begun and not ended."""
 
     def __init__(self, loader: FakeLoader, workers: int) -> None:
@@ -110,11 +110,9 @@ class EngineByHand:
         num_pages, page_size = rng.choice([16, 24, 40, 100]), rng.choice([2, 4])
         self.loader = SizedLoader()
         self.room = rng.choice([1, 1, 1, 2, 4]) * 800
-        self.registry = AdapterRegistry(self.loader, max_bytes=self.room, max_passes=rng.choice([1, 1, 3, 64]))
-        self.claims, self.store = books_of(self.registry)
-        self.registry._pool.shutdown()
-        self.pool = HandPool(self.loader, rng.choice([1, 2, 4]))
-        self.registry._pool = self.pool  # type: ignore[assignment]
+        passes, self.pool = rng.choice([1, 1, 3, 64]), HandPool(self.loader, rng.choice([1, 2, 4]))
+        self.registry = AdapterRegistry(self.loader, max_bytes=self.room, max_passes=passes, pool=self.pool)
+        self.claims, self.store = self.registry.claims, self.registry.store
         self.compiler = Compiler() if grammars else None
         self.clock = ManualClock()
         self.executor = AdapterExecutor(num_pages, page_size, FakeModel(eos_every=rng.choice([0, 20])))
@@ -163,10 +161,10 @@ class EngineByHand:
     def turn(self) -> None:
         """What `EngineLoop.run` does in a turn, except that steps are computed late: others are launched meanwhile."""
         depth = self.core.config.max_steps_in_flight
-        self.loop._apply_inbox()
+        self.loop.apply_inbox()
         batch = None
         if len(self.launched) < depth:
-            batch = self.loop._schedule()
+            batch = self.loop.schedule()
             if batch is not None:
                 self.launched.append(batch)
                 for row in batch.rows:
@@ -176,13 +174,13 @@ class EngineByHand:
         if self.scheduler.running and self.rng.random() < 0.01:  # delivery finds a stop string, or cannot decode
             ticket = self.rng.choice(list(self.scheduler.running))
             self.samples[ticket].stopped = True
-            self.loop._end_early(StopText(ticket))
-        self.loop._deliver()
+            self.loop.end_early(StopText(ticket))
+        self.loop.deliver()
         self._read()
         if self.watched:
             self._check_books()
         if self.launched and (batch is None or len(self.launched) >= depth or self.rng.random() < 0.3):
-            self.loop._commit(self.executor.execute(self.launched.popleft()))
+            self.loop.commit(self.executor.execute(self.launched.popleft()))
 
     def _read(self) -> None:
         """What consumers get."""
@@ -208,9 +206,9 @@ class EngineByHand:
         assert len(running) <= self.slots.max_loras
         open_ = [t for a in self.open.values() for t in a.tickets if not self.samples[t].reason]
         claimed = [t for t in open_ if self.samples[t].digest and not self.samples[t].stopped]
-        assert sorted(self.claims._claims) == sorted(claimed), "claims are those of the open requests"
+        assert sorted(self.claims.by_ticket) == sorted(claimed), "claims are those of the open requests"
         for ticket in claimed:
-            assert self.claims._claims[ticket].meaning.digest == self.samples[ticket].digest
+            assert self.claims.by_ticket[ticket].meaning.digest == self.samples[ticket].digest
             if ticket in self.scheduler.requests and ticket not in self.scheduler.adapter_queue:
                 assert self.registry.get(self.samples[ticket].digest).digest == self.samples[ticket].digest
         self._check_orphans(claimed)
@@ -219,13 +217,12 @@ class EngineByHand:
             assert not any(swap.slot in named for swap in later.swaps), f"step {later.step} swaps a slot in use"
 
     def _check_orphans(self, claimed: list[int]) -> None:
-        named = {meaning.digest for meaning in self.registry._names.values()}
+        named = {info.digest for info in self.registry.list()}
         here = self.store.digests
         digests = [self.samples[ticket].digest for ticket in claimed if self.samples[ticket].digest not in named]
         assert all(digest in here for digest in digests if digest in self.orphans), "dropped under its requests"
         self.orphans = [digest for digest in digests if digest in here]
-        waiting = self.claims._waiting
-        assert not any(digest in waiting for digest in self.orphans), "waits for what waits for it to drain"
+        assert not any(digest in self.claims.waiting for digest in self.orphans), "waits for what waits for it to drain"
 
     def check_samples(self, faults: bool) -> None:
         """Each ticket came to its right end, or to one that its caller, a deadline or a fault explains."""

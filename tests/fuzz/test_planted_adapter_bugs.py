@@ -9,12 +9,12 @@ import pytest
 from fuzz.adapter_fuzz import AdapterLife
 from support.long import LONG
 
-from asyncengine.engine.loop import EngineLoop
 from asyncengine.engine.loop_client import LoopClient
 from asyncengine.errors import EngineError
 from asyncengine.lora.admission import AdapterSlots
-from asyncengine.lora.claims import Claims
+from asyncengine.lora.claims import Calls, Claims
 from asyncengine.lora.host_store import HostStore
+from asyncengine.lora.interface import AdapterDone
 from asyncengine.lora.registry import AdapterRegistry
 from asyncengine.scheduler.admission import Admission
 from asyncengine.scheduler.roster import Roster
@@ -80,7 +80,7 @@ def keep_the_adapter_of_who_is_preempted(patch: pytest.MonkeyPatch) -> None:
 
     def broken(self: Roster, request: Any) -> None:
         if request.adapter_digest:
-            self.slots._adapters.admit(request.adapter_digest, [])  # type: ignore[union-attr]
+            self.slots.adapters.admit(request.adapter_digest, [])  # type: ignore[union-attr]
         preempt(self, request)
 
     patch.setattr(Roster, "preempt", broken)
@@ -113,14 +113,16 @@ def share_prefixes_across_adapters(patch: pytest.MonkeyPatch) -> None:
 def let_go_when_the_adapter_is_there(patch: pytest.MonkeyPatch) -> None:
     """The claim ends when the request leaves the adapter queue: what it will copy may be dropped under it."""
 
-    done = EngineLoop._adapter_done
+    start = AdapterRegistry.start
 
-    def broken(self: EngineLoop, ticket: int, outcome: str | Exception) -> None:
-        done(self, ticket, outcome)
-        if self.adapters is not None:
-            self.adapters.cancel(ticket)
+    def broken(self: AdapterRegistry, ticket: int, done: AdapterDone) -> None:
+        def told(ticket: int, outcome: str | Exception) -> None:
+            done(ticket, outcome)
+            self.cancel(ticket)
 
-    patch.setattr(EngineLoop, "_adapter_done", broken)
+        start(self, ticket, told)
+
+    patch.setattr(AdapterRegistry, "start", broken)
 
 
 def hold_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -130,13 +132,14 @@ def hold_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_claims_of_who_leaves(patch: pytest.MonkeyPatch) -> None:
-    let_go = EngineLoop._let_go
+    """One that leaves before its adapter is in memory gives nothing back."""
+    remove = Claims.remove
 
-    def broken(self: EngineLoop, ticket: int) -> None:
-        if ticket not in self.delivery.streams or self.delivery.streams[ticket].num_tokens:
-            let_go(self, ticket)
+    def broken(self: Claims, ticket: int) -> str | None:
+        claim = self.by_ticket.get(ticket)
+        return remove(self, ticket) if claim is None or claim.granted else None
 
-    patch.setattr(EngineLoop, "_let_go", broken)
+    patch.setattr(Claims, "remove", broken)
 
 
 def claim_for_the_first_sample_only(patch: pytest.MonkeyPatch) -> None:
@@ -145,14 +148,13 @@ def claim_for_the_first_sample_only(patch: pytest.MonkeyPatch) -> None:
 
 
 def tell_only_the_first_that_a_load_failed(patch: pytest.MonkeyPatch) -> None:
-    fail = Claims._fail
+    reloaded = Claims.reloaded
 
-    def broken(self: Claims, claims: Any, error: Exception, calls: Any) -> None:
-        fail(self, claims[:1], error, calls)
-        for claim in claims[1:]:
-            self._leave(claim)
+    def broken(self: Claims, digest: str, adapter: Any, error: Any, calls: Calls) -> None:
+        reloaded(self, digest, adapter, error, every := Calls())
+        calls += every[:1]
 
-    patch.setattr(Claims, "_fail", broken)
+    patch.setattr(Claims, "reloaded", broken)
 
 
 def copy_what_the_name_means_now(patch: pytest.MonkeyPatch) -> None:
@@ -162,7 +164,7 @@ def copy_what_the_name_means_now(patch: pytest.MonkeyPatch) -> None:
     def broken(self: AdapterRegistry, digest: str) -> Any:
         adapter = get(self, digest)
         now = self._names.get(adapter.name)
-        return adapter if now is None or self._store.get(now.digest) is None else self._store.get(now.digest)
+        return adapter if now is None or self.store.get(now.digest) is None else self.store.get(now.digest)
 
     patch.setattr(AdapterRegistry, "get", broken)
 
@@ -171,7 +173,7 @@ def drop_replaced_content_under_its_requests(patch: pytest.MonkeyPatch) -> None:
     def broken(self: AdapterRegistry, digest: str) -> bool:
         return any(of.pinned for of in self._names.values() if of.digest == digest)
 
-    patch.setattr(AdapterRegistry, "_stays", broken)
+    patch.setattr(AdapterRegistry, "stays", broken)
 
 
 def let_the_first_load_win(patch: pytest.MonkeyPatch) -> None:
@@ -197,40 +199,33 @@ def bring_back_what_was_unloaded(patch: pytest.MonkeyPatch) -> None:
 
 def take_changed_files_for_the_same(patch: pytest.MonkeyPatch) -> None:
     """What is read again goes under the digest that was asked for, whatever it is."""
-    read = AdapterRegistry._read
-    reload = AdapterRegistry._reload
+    reloaded = Claims.reloaded
 
-    def broken(self: AdapterRegistry, meaning: Any) -> None:
-        def lying(name: str, path: str) -> Any:
-            adapter = read(self, name, path)
-            real.append(adapter.digest)
-            object.__setattr__(adapter, "digest", meaning.digest)
-            return adapter
+    def broken(self: Claims, digest: str, adapter: Any, error: Any, calls: Calls) -> None:
+        if adapter is None or error is None:
+            return reloaded(self, digest, adapter, error, calls)
+        real = adapter.digest
+        object.__setattr__(adapter, "digest", digest)
+        reloaded(self, digest, adapter, None, calls)
+        object.__setattr__(adapter, "digest", real)  # what its weights really are
+        return None
 
-        real: list[str] = []
-        self._read = lying  # type: ignore[method-assign]
-        reload(self, meaning)
-        del self._read  # type: ignore[method-assign]
-        found = self._store._resident.get(meaning.digest)
-        if found is not None and real and real[0] != meaning.digest:
-            object.__setattr__(found, "digest", real[0])  # what its weights really are
-
-    patch.setattr(AdapterRegistry, "_reload", broken)
+    patch.setattr(Claims, "reloaded", broken)
 
 
 def hold_up_those_who_must_drain(patch: pytest.MonkeyPatch) -> None:
     """Once a claim that waits for memory has been passed often enough, nobody is granted before it: not even those
     whose content cannot leave memory because they claim it, and no name means it any more."""
-    pump, stays = Claims.pump, AdapterRegistry._stays
+    pump, stays = Claims.pump, AdapterRegistry.stays
 
     def broken(self: Claims, calls: Any) -> Any:
-        registry, victims = self._stays.__self__, self._store.victims  # type: ignore[attr-defined]
+        registry, victims = self.stays.__self__, self._store.victims  # type: ignore[attr-defined]
 
         def real(need: int, keeps: Any, leaves: Any = None) -> Any:
             return victims(need, lambda digest: stays(registry, digest), leaves)
 
         with pytest.MonkeyPatch.context() as within:
-            within.setattr(self, "_stays", lambda digest: False)
+            within.setattr(self, "stays", lambda digest: False)
             within.setattr(self._store, "victims", real)
             return pump(self, calls)
 

@@ -36,7 +36,7 @@ def launched(params: SamplingParams, options: RequestOptions) -> tuple[PreparedR
     assembler = core.post(prepared)
     specs = [stream.spec for stream in prepared.streams]
     assert [id(stream.spec) for stream in core.loop.delivery.expected.values()] == [id(spec) for spec in specs]
-    core.loop._apply_inbox()
+    core.loop.apply_inbox()
     stations = (
         told,
         [stream.spec for stream in core.loop.delivery.streams.values()],
@@ -45,7 +45,7 @@ def launched(params: SamplingParams, options: RequestOptions) -> tuple[PreparedR
     for found in stations:
         assert [id(spec) for spec in found] == [id(spec) for spec in specs]
     assert assembler.prepared.spec is specs[0]
-    batch = core.loop._schedule()
+    batch = core.loop.schedule()
     assert batch is not None
     core.loop.end_all()
     return prepared, list(batch.rows)

@@ -11,8 +11,6 @@ from support.fake_engine import SteppedExecutor, idle, in_thread, make_core, unt
 from asyncengine import AdapterInfo, AsyncEngine, Engine, SamplingParams
 from asyncengine.engine.frontend import Frontend
 from asyncengine.lora.admission import AdapterSlots
-from asyncengine.lora.claims import Claims
-from asyncengine.lora.host_store import HostStore
 from asyncengine.lora.registry import AdapterRegistry
 from asyncengine.outputs import Completion
 from asyncengine.step import AdapterSwap, Batch, Row, StepResult
@@ -93,14 +91,9 @@ def adapter_oracle(
 
 
 def slots_of(core: Frontend) -> AdapterSlots:
-    adapters = core.loop.scheduler.roster.slots._adapters
+    adapters = core.loop.scheduler.roster.slots.adapters
     assert isinstance(adapters, AdapterSlots)
     return adapters
-
-
-def books_of(registry: AdapterRegistry) -> tuple[Claims, HostStore]:
-    """The claims of requests on contents, and the contents in memory."""
-    return registry._claims, registry._store
 
 
 class Lab:
@@ -120,7 +113,6 @@ class Lab:
         self.loader = FakeLoader()
         room *= self.loader.nbytes
         self.registry = AdapterRegistry(self.loader, max_bytes=room, workers=workers, max_passes=passes)
-        self.claims_book, self.store = books_of(self.registry)
         self.executor = AdapterExecutor(pages, settings.setdefault("page_size", 4))
         self._wiring = {**(wiring or {}), "adapters": self.registry}
         self._settings = settings
@@ -148,25 +140,25 @@ class Lab:
 
     @property
     def claims(self) -> int:
-        return self.claims_book.num_claims
+        return self.registry.claims.num_claims
 
     @property
     def waiting_claims(self) -> int:
         """Claims that wait for memory."""
-        return self.claims_book.num_waiting
+        return self.registry.claims.num_waiting
 
     async def settled(self) -> None:
         """Until nothing runs or is read. Then nothing is claimed, in use or reserved, and memory is as it is said."""
         await idle(self.engine)
-        loop, store = self.engine.core.loop, self.store
+        loop, store = self.engine.core.loop, self.registry.store
         await until(lambda: not (loop.delivery.streams or loop.queue_limit.waiting), "that everybody is told")
-        await until(lambda: not (self.claims or self.registry._reading or store._reserved), "that all is given back")
+        await until(lambda: not (self.claims or self.registry.reading or store.reserved), "that all is given back")
         assert_nothing_held(self.engine.core)
         self.registry.check()
         self.slots.check()
         assert not self.slots.in_use
         assert (self.claims, self.waiting_claims) == (0, 0)
-        assert not store._held
+        assert not store.held
         infos = self.engine.adapters()
         assert all(info.requests == 0 for info in infos)
         known = {info.digest: info.nbytes for info in infos if info.in_memory}

@@ -16,7 +16,7 @@ from typing import Any
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.events import Event, Preempted, StepDone
 
-_METHODS = {"apply": "_apply_inbox", "schedule": "_schedule", "deliver": "_deliver", "commit": "_commit"}
+_METHODS = {"apply": "apply_inbox", "schedule": "schedule", "deliver": "deliver", "commit": "commit"}
 """Methods of `EngineLoop`, by part; one that it does not have takes no time."""
 PARTS = ("apply", "schedule", "deliver", "commit", "launch", "read")
 

@@ -21,7 +21,7 @@ class EncodedImages:
         """`budget`: bytes. `running`: the live dictionary of running requests."""
         self._budget = budget
         self._running = running
-        self._sizes: dict[bytes, int] = {}
+        self.sizes: dict[bytes, int] = {}
         """Digest -> bytes, least recently used first."""
         self.used: dict[bytes, None] = {}
         """Digests that the step needs which is being planned."""
@@ -53,8 +53,8 @@ class EncodedImages:
     def _have(self, image: PromptImage) -> bool:
         """Whether the step that is being planned finds it encoded, as it is or by then."""
         digest = image.digest
-        if digest in self._sizes:
-            self._sizes[digest] = self._sizes.pop(digest)
+        if digest in self.sizes:
+            self.sizes[digest] = self.sizes.pop(digest)
             self.found += digest not in self.used
         elif self._next is not None or (dropped := self._make_room(image.nbytes)) is None:
             return False
@@ -62,7 +62,7 @@ class EncodedImages:
             self._forgotten.pop(digest, None)
             self._next = Encode(image, (*dropped, *self._forgotten))
             self._forgotten.clear()
-            self._sizes[digest] = image.nbytes
+            self.sizes[digest] = image.nbytes
             self.encoded += 1
         self.used[digest] = None
         return True
@@ -70,10 +70,10 @@ class EncodedImages:
     def _make_room(self, nbytes: int) -> list[bytes] | None:
         """Digests that go, least recently used first; None: those that are needed leave no room. One that is larger
         than the budget is there alone."""
-        kept = dict.fromkeys((*self.used, *self._cut()))
-        free = self._budget - nbytes - sum(self._sizes.values())
+        kept = dict.fromkeys((*self.used, *self.cut()))
+        free = self._budget - nbytes - sum(self.sizes.values())
         dropped = []
-        for digest, size in self._sizes.items():
+        for digest, size in self.sizes.items():
             if free >= 0:
                 break
             if digest not in kept:
@@ -82,10 +82,10 @@ class EncodedImages:
         if free < 0 and kept:
             return None
         for digest in dropped:
-            del self._sizes[digest]
+            del self.sizes[digest]
         return dropped
 
-    def _cut(self) -> Iterable[bytes]:
+    def cut(self) -> Iterable[bytes]:
         """Pictures of which a running request has computed a part: it goes on with them in its next step."""
         for request in self._running.values():
             for span in request.spec.images:
@@ -102,10 +102,10 @@ class EncodedImages:
         """`request` has failed, perhaps for want of a picture that could not be encoded: its pictures are encoded again
         by whoever asks for them."""
         for span in request.spec.images:
-            if self._sizes.pop(span.image.digest, None) is not None:
+            if self.sizes.pop(span.image.digest, None) is not None:
                 self._forgotten[span.image.digest] = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all that are in memory."""
-        return sum(list(self._sizes.values()))  # a copy: statistics are read on other threads
+        return sum(list(self.sizes.values()))  # a copy: statistics are read on other threads

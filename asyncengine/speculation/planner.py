@@ -105,7 +105,7 @@ class DraftPlanner:
         self._max_drafts = max_drafts
         self._answers = EarlierAnswers(answer_bytes) if answer_bytes else None
         self._make = make_proposer or self._lookup
-        self._requests: dict[int, _Request] = {}
+        self.requests: dict[int, _Request] = {}
         self._namespaces: OrderedDict[tuple[Hashable, ...], Acceptance] = OrderedDict()
         """Acceptance of the namespaces that were used last."""
         self._could_pay: dict[tuple[int, int], bool] = {}
@@ -127,7 +127,7 @@ class DraftPlanner:
                 drafts[place] = draft
             count = best_prefix(rates, costs, num_sampling)[0]
             if count and len(candidates) == 1:  # a lone row's guesses are in the order of their chances already
-                request = self._requests[candidate.key]
+                request = self.requests[candidate.key]
                 request.draft, request.asked_at = draft, len(candidate.tokens)
                 return {candidate.key: draft.tokens[:count]}
             if count:
@@ -142,13 +142,13 @@ class DraftPlanner:
                     drafts[place] = Draft((OPEN,) * len(rates), Source.MODEL, AMBIGUOUS)
                     guesses += _guesses(rates, place, making)
                 else:
-                    self._requests[candidates[place].key].acceptance.rest(Source.MODEL)
+                    self.requests[candidates[place].key].acceptance.rest(Source.MODEL)
         counts = self._best_counts(guesses, num_tokens, num_sampling, room)
         for place in counts:
-            request = self._requests[candidates[place].key]
+            request = self.requests[candidates[place].key]
             request.draft, request.asked_at = drafts[place], len(candidates[place].tokens)
         for place in drafts.keys() - counts.keys():
-            self._requests[candidates[place].key].acceptance.rest(drafts[place].source)
+            self.requests[candidates[place].key].acceptance.rest(drafts[place].source)
         return {candidates[place].key: drafts[place].tokens[:count] for place, count in counts.items()}
 
     def plan_behind_prompt(self, candidate: Candidate, num_tokens: int) -> tuple[int, ...]:
@@ -166,7 +166,7 @@ class DraftPlanner:
         # the prompt is computed in any case: the saved pass costs 1, each draft its place in this step
         base = self._costs.of(num_tokens) - 1.0
         costs = [self._costs.of(num_tokens + number) - base for number in range(len(rates) + 1)]
-        self._requests[candidate.key].draft = draft
+        self.requests[candidate.key].draft = draft
         return draft.tokens[: best_prefix(rates, costs, 1.0)[0]]
 
     def promises(self, candidate: Candidate, num_rows: int) -> bool:
@@ -181,12 +181,12 @@ class DraftPlanner:
         # its own tokens for the time of its step: what is computed for others meanwhile is no reason to wait
         if best_prefix(rates, self._costs.table[num_rows:], 1.0)[1] >= _MIN_WAIT_GAIN:
             return True
-        self._requests[candidate.key].acceptance.rest(draft.source)
+        self.requests[candidate.key].acceptance.rest(draft.source)
         return False
 
     def learn(self, key: int, drafted: int, accepted: int) -> None:
         """Take in that `accepted` of the `drafted` tokens of a row were right."""
-        request, counters = self._requests.get(key), self.counters
+        request, counters = self.requests.get(key), self.counters
         if request is not None and request.draft.source is Source.MODEL:
             behind = request.asked_at - request.caught_up
             request.caught_up = request.asked_at if drafted else request.caught_up + min(behind, CATCH_UP)
@@ -216,7 +216,7 @@ class DraftPlanner:
     def forget(self, key: int, namespace: tuple[Hashable, ...], output: Sequence[int]) -> tuple[int, int]:
         """End a request's drafting. `output`: what others may draft from; empty for none. Returns how many tokens of
         its caller's prediction were drafted and right, and how many were wrong."""
-        request = self._requests.pop(key, None)
+        request = self.requests.pop(key, None)
         if self._answers is not None and output:
             self._answers.add(namespace, output)
         return (0, 0) if request is None else request.prediction
@@ -225,14 +225,14 @@ class DraftPlanner:
         return LookupProposer(spec, tokens, namespace, self._answers)
 
     def _of(self, candidate: Candidate) -> _Request:
-        request = self._requests.get(candidate.key)
+        request = self.requests.get(candidate.key)
         if request is None:
             namespace = self._namespaces.pop(candidate.namespace, None) or Acceptance()
             self._namespaces[candidate.namespace] = namespace
             if len(self._namespaces) > _MAX_NAMESPACES:
                 self._namespaces.popitem(last=False)
             proposer = self._make(candidate.spec, candidate.tokens, candidate.namespace)
-            request = self._requests[candidate.key] = _Request(proposer, Acceptance(namespace))
+            request = self.requests[candidate.key] = _Request(proposer, Acceptance(namespace))
         return request
 
     def _looked_up(self, candidate: Candidate, limit: int) -> tuple[Draft, list[float]]:

@@ -204,7 +204,7 @@ class FakeExecutor:
                 vector = self.pooling.pool(row, self.context)
                 result.vectors.update({} if vector is None else {index: vector})
             elif row.samples:
-                self._sample(index, row, result)
+                self.sample(index, row, result)
         return result
 
     def _write(self, batch: Batch) -> None:
@@ -275,7 +275,7 @@ class FakeExecutor:
             raise AssertionError(f"row {row.spec.ticket} reads position {tokens.index(EMPTY)}, which nobody wrote")
         return tokens
 
-    def _sample(self, index: int, row: Row, result: StepResult) -> None:
+    def sample(self, index: int, row: Row, result: StepResult) -> None:
         wrong = 0 if self.states is None else self.states.difference(row, self.context(row))
         if row.grammar is not None:
             if row.in_flight and not self.confirmed[row.slot]:
@@ -291,7 +291,7 @@ class FakeExecutor:
             forced: list[int] = []
             if row.grammar is not None:
                 try:
-                    sampled = self._constrain(row.grammar, token)
+                    sampled = self.constrain(row.grammar, token)
                     token, *forced = row.grammar.accept(sampled, not row.spec.params.logprobs)
                 except Exception as error:
                     result.errors[index] = f"the grammar failed: {error}"
@@ -312,7 +312,7 @@ class FakeExecutor:
         if row.spec.params.logprobs:
             result.logprobs[index] = scored
 
-    def _constrain(self, grammar: Any, token: int) -> int:
+    def constrain(self, grammar: Any, token: int) -> int:
         """The first allowed token from `token` upwards, in a circle."""
         mask = np.zeros(-(-self.model.vocab_size // 32), dtype=np.int32)
         grammar.fill_mask(mask)

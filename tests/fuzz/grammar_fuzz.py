@@ -83,7 +83,7 @@ class GrammarLife(Life):
 
     # ---------------------------------------------------------------- traffic
 
-    def _arrive(self) -> None:
+    def arrive(self) -> None:
         rng = self.rng
         prompt = rng.choice(self.prefixes) + [rng.randrange(2, LOGITS) for _ in range(rng.randrange(1, 20))]
         prompt = prompt[: max(1, self.capacity - 36)]
@@ -126,9 +126,9 @@ class GrammarLife(Life):
             if loads:
                 self.coming.append(AdapterReady(ticket, adapter))
             self.received[ticket] = []
-            self._apply(spec)
+            self.apply(spec)
             if adapter and not loads:
-                self._apply(AdapterReady(ticket, adapter))
+                self.apply(AdapterReady(ticket, adapter))
 
     def _plan_grammar(self, spec: RequestSpec, prompt: list[int], found: SmallGrammar, budget: int) -> GrammarReady:
         """What the request must answer, and the message that will bring its matcher (or, seldom, an error)."""
@@ -153,29 +153,29 @@ class GrammarLife(Life):
         self.plans[spec.ticket] = Plan(tokens, reason, found, params.on_budget, own_stops, breaks)
         return GrammarReady(spec.ticket, matcher)
 
-    def _someone_leaves(self) -> None:
-        super()._someone_leaves()
+    def someone_leaves(self) -> None:
+        super().someone_leaves()
         rng = self.rng
         for message in [message for message in self.coming if rng.random() < 0.3]:
             self.coming.remove(message)
-            self._apply(message)
+            self.apply(message)
         if self.faults and self.scheduler.requests and rng.random() < 0.01:
             self.executor.fail_tickets[rng.choice(list(self.scheduler.requests))] = "the row failed"
 
-    def _apply(self, message: Message) -> None:
-        super()._apply(message)
+    def apply(self, message: Message) -> None:
+        super().apply(message)
         if isinstance(message, StopText):
             self.cut_short.add(message.ticket)
 
     # ---------------------------------------------------------------- books
 
-    def _before_commit(self, batch: Batch, result: StepResult) -> None:
+    def before_commit(self, batch: Batch, result: StepResult) -> None:
         for index, further in result.further.items():
             row = batch.rows[index]
             if row.grammar is not None and not row.drafts and row.spec.ticket in self.scheduler.requests:
                 self.forced += _taken(result.tokens[index], further, row.spec.stop_ids)
 
-    def _check_end(self) -> None:
+    def check_end(self) -> None:
         errors = {output.ticket: output.error for output in self.outputs if output.reason is not None}
         for ticket, plan in self.plans.items():
             reason, received, error = self.ended.get(ticket), self.received[ticket], errors.get(ticket)

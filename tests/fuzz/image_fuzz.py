@@ -8,6 +8,7 @@ from typing import Any
 from fuzz.schedule_fuzz import Life
 
 from asyncengine.images import ImageSpan, PromptImage, with_identity
+from asyncengine.scheduler.encoding import EncodedImages
 
 DIGESTS = [
     *(bytes(15) + bytes([last]) for last in range(4)),
@@ -29,11 +30,11 @@ class ImageLife(Life):
         budget = self.chance.choice([None, 1, 20, 60, 10_000])
         self.config = self.config.replace(image_cache_memory=budget)
         self.budget = budget or 0
-        self.scheduler.encoding._budget = self.budget
+        self.scheduler.encoding = EncodedImages(self.budget, self.scheduler.running)
         self.recording.config = self.config
         self.pictured = self.encoded = self.dropped = 0
 
-    def _with_images(self, prompt: list[int]) -> tuple[list[int], tuple[ImageSpan, ...]]:
+    def with_images(self, prompt: list[int]) -> tuple[list[int], tuple[ImageSpan, ...]]:
         spans: list[ImageSpan] = []
         place = self.chance.randrange(6)
         while self.chance.random() < 0.7:
@@ -52,12 +53,12 @@ class ImageLife(Life):
         self.pictured += bool(spans)
         return list(with_identity(prompt, spans)), tuple(spans)
 
-    def _turn(self) -> None:
-        super()._turn()
+    def turn(self) -> None:
+        super().turn()
         images = self.scheduler.encoding
-        assert images.nbytes <= self.budget or len(images._sizes) <= 1 + len(list(images._cut())) + len(images.used)
+        assert images.nbytes <= self.budget or len(images.sizes) <= 1 + len(list(images.cut())) + len(images.used)
 
-    def _before_commit(self, batch: Any, result: Any) -> None:
+    def before_commit(self, batch: Any, result: Any) -> None:
         if batch.encode is not None:
             self.encoded += 1
             self.dropped += len(batch.encode.dropped)

@@ -163,7 +163,7 @@ class Life:
         """To the end of all requests. Raises with the path of a replay file if anything is not as it must be."""
         try:
             self._live()
-            self._check_end()
+            self.check_end()
         except BaseException as error:
             path = Path(tempfile.gettempdir()) / f"asyncengine-fuzz-{self.seed}.jsonl"
             self.recording.save(path)
@@ -179,11 +179,11 @@ class Life:
             self.now += self.rng.random()
             while to_come and self.rng.random() < 0.3:
                 to_come -= 1
-                self._arrive()
-            self._someone_leaves()
-            self._turn()
+                self.arrive()
+            self.someone_leaves()
+            self.turn()
 
-    def _arrive(self) -> None:
+    def arrive(self) -> None:
         rng = self.rng
         if self.share_of_vectors and rng.random() < self.share_of_vectors:
             self._arrive_for_a_vector()
@@ -197,7 +197,7 @@ class Life:
         max_total = min(len(prompt) + rng.randrange(1, most), self.capacity)
         priority = rng.randrange(3)
         deadline = self.now + rng.random() * 60 if rng.random() < 0.1 else None
-        prompt, images = self._with_images(prompt)
+        prompt, images = self.with_images(prompt)
         for _ in range(samples):
             self.last_ticket = ticket = self.last_ticket + 1
             salt = rng.choice([None, None, "tenant"]) if samples == 1 else None
@@ -219,9 +219,9 @@ class Life:
                 inter_token_timeout=30.0 if rng.random() < 0.05 else None,
             )
             self.expected[ticket], self.received[ticket], self.prompts[ticket] = right, [], len(prompt)
-            self._apply(spec)
+            self.apply(spec)
 
-    def _with_images(self, prompt: list[int]) -> tuple[list[int], tuple[ImageSpan, ...]]:
+    def with_images(self, prompt: list[int]) -> tuple[list[int], tuple[ImageSpan, ...]]:
         """`prompt` with pictures in the place of some of its tokens."""
         return prompt, ()
 
@@ -244,28 +244,28 @@ class Life:
         )  # fmt: skip
         self.expected_vectors[ticket] = fake_vector(text, pooled).tolist()
         self.expected[ticket], self.received[ticket], self.prompts[ticket] = [], [], len(text)
-        self._apply(spec)
+        self.apply(spec)
 
-    def _someone_leaves(self) -> None:
+    def someone_leaves(self) -> None:
         if self.scheduler.requests and self.rng.random() < 0.05:
-            self._apply(Abort(self.rng.choice(list(self.scheduler.requests))))
+            self.apply(Abort(self.rng.choice(list(self.scheduler.requests))))
         if self.scheduler.requests and self.rng.random() < 0.01:
-            self._apply(StopText(self.rng.choice(list(self.scheduler.requests))))
+            self.apply(StopText(self.rng.choice(list(self.scheduler.requests))))
         if self.ended and self.rng.random() < 0.05:  # late news of requests that are long gone
-            self._apply(Abort(self.rng.choice(list(self.ended))))
+            self.apply(Abort(self.rng.choice(list(self.ended))))
 
-    def _apply(self, message: Message) -> None:
+    def apply(self, message: Message) -> None:
         self.recording.record("apply", message)
         self.scheduler.apply(message)
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
         depth = self.config.max_steps_in_flight
         batch = None
         if len(self.in_flight) < depth:
             self.recording.record("schedule", self.now)
             batch = self.scheduler.schedule(self.now)
             if batch is not None:
-                self._check_retire_rule(batch)
+                self.check_retire_rule(batch)
                 self.in_flight.append(batch)
                 if self.early:
                     self.computed.append(self.executor.execute(batch))
@@ -274,20 +274,20 @@ class Life:
             self.recording.record("commit", self.now)
             oldest = self.in_flight.popleft()
             result = self.computed.popleft() if self.early else self.executor.execute(oldest)
-            self._before_commit(oldest, result)
+            self.before_commit(oldest, result)
             self.scheduler.commit(result, self.now)
             self._check_books()
-        self._read()
+        self.read()
 
     def _check_books(self) -> None:
         self._places += 1
         if self._places % self._books_every == 0:
             self.scheduler.check()
 
-    def _before_commit(self, batch: Batch, result: StepResult) -> None:
+    def before_commit(self, batch: Batch, result: StepResult) -> None:
         """For books of one's own."""
 
-    def _check_retire_rule(self, batch: Batch) -> None:
+    def check_retire_rule(self, batch: Batch) -> None:
         """No page or state that `batch` writes, and no slot it uses, may be named by somebody else's row in flight."""
         size = self.config.page_size
         for flying in (row for earlier in self.in_flight for row in earlier.rows):
@@ -305,7 +305,7 @@ class Life:
                     theirs = {flying.state.slot, flying.state.source, *(slot for _, slot in flying.state.saves)}
                     assert ours.isdisjoint(theirs), f"step {batch.step} writes states that a step in flight names"
 
-    def _read(self) -> None:
+    def read(self) -> None:
         for output in self.scheduler.take_outputs():
             self.outputs.append(output)
             assert output.ticket not in self.ended, f"output after the end: {output}"
@@ -317,7 +317,7 @@ class Life:
             if output.reason is not None:
                 self.ended[output.ticket] = output.reason
 
-    def _check_end(self) -> None:
+    def check_end(self) -> None:
         self.scheduler.check()
         for ticket, expected in self.expected.items():
             reason, received = self.ended.get(ticket), self.received[ticket]

@@ -76,7 +76,7 @@ def test_the_same_seed_lives_the_same_life() -> None:
 
 def test_a_failure_names_its_seed_and_prints_a_replay_file() -> None:
     life = AdapterLife(5, grammars=False)
-    life.executor._key = lambda row: 0  # type: ignore[method-assign]  # all answer as the base model does
+    life.executor.key_in_slot = lambda row: 0  # type: ignore[method-assign]  # all answer as the base model does
     with pytest.raises(AssertionError) as caught:
         life.run()
     note = "".join(caught.value.__notes__)

@@ -71,17 +71,17 @@ def combine_halves(patch: pytest.MonkeyPatch) -> None:
 
 
 def drop_what_is_cut(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(EncodedImages, "_cut", lambda self: ())
+    patch.setattr(EncodedImages, "cut", lambda self: ())
 
 
 def drop_what_this_step_needs(patch: pytest.MonkeyPatch) -> None:
-    make_room = EncodedImages._make_room
+    fit = EncodedImages.fit
 
-    def broken(self: EncodedImages, nbytes: int) -> list[bytes] | None:
+    def broken(self: EncodedImages, request: Request, count: int) -> int:
         self.used.clear()
-        return make_room(self, nbytes)
+        return fit(self, request, count)
 
-    patch.setattr(EncodedImages, "_make_room", broken)
+    patch.setattr(EncodedImages, "fit", broken)
 
 
 def encode_nothing(patch: pytest.MonkeyPatch) -> None:

@@ -59,11 +59,7 @@ def keep_the_duplicate_page(patch: pytest.MonkeyPatch) -> None:
 
 def forget_to_unlock(patch: pytest.MonkeyPatch) -> None:
     """A finished request keeps its prefix locked for ever."""
-
-    def broken(self: PageGroup, given: Any) -> None:
-        self.pool.give(given.pages)
-
-    patch.setattr(PageGroup, "_return", broken)
+    patch.setattr(RadixTree, "unlock", lambda *args, **more: None)
 
 
 def leak_one_page_of_who_leaves(patch: pytest.MonkeyPatch) -> None:
@@ -94,13 +90,13 @@ def evict_pages_in_use(patch: pytest.MonkeyPatch) -> None:
 
 def believe_results_of_an_earlier_life(patch: pytest.MonkeyPatch) -> None:
     """A result launched before a preemption counts as computed after it (vLLM #41951)."""
-    close = Roster._close
+    preempt = Roster.preempt
 
     def broken(self: Roster, request: Any) -> None:
-        close(self, request)
+        preempt(self, request)
         request.epoch -= 1
 
-    patch.setattr(Roster, "_close", broken)
+    patch.setattr(Roster, "preempt", broken)
 
 
 def hand_out_a_slot_in_flight(patch: pytest.MonkeyPatch) -> None:

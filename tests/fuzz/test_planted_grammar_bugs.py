@@ -14,45 +14,48 @@ from asyncengine.grammar.closing.closing import Closing
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.scheduler import results, rows
 from asyncengine.scheduler.request import Request
-from asyncengine.scheduler.results import Results
+from asyncengine.scheduler.results import InFlight, Results
 from asyncengine.scheduler.roster import Roster
+from asyncengine.step import StepResult
 from asyncengine.testing import FakeExecutor
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def append_forced_tokens_twice(patch: pytest.MonkeyPatch) -> None:
-    def broken(self: Results, request: Any, tokens: tuple[int, ...], *rest: Any) -> int:
-        return accept(self, request, (*tokens, *tokens[1:]), *rest)
+    def broken(self: Results, flown: InFlight, result: StepResult, now: float) -> None:
+        result.further = {row: (*forced, *forced) for row, forced in result.further.items()}
+        apply(self, flown, result, now)
 
-    accept = Results._accept_several
-    patch.setattr(Results, "_accept_several", broken)
+    apply = Results.apply
+    patch.setattr(Results, "apply", broken)
 
 
 def lose_the_last_forced_token(patch: pytest.MonkeyPatch) -> None:
-    def broken(self: Results, request: Any, tokens: tuple[int, ...], *rest: Any) -> int:
-        return accept(self, request, tokens[: max(1, len(tokens) - 1)], *rest)
+    def broken(self: Results, flown: InFlight, result: StepResult, now: float) -> None:
+        result.further = {row: forced[:-1] for row, forced in result.further.items()}
+        apply(self, flown, result, now)
 
-    accept = Results._accept_several
-    patch.setattr(Results, "_accept_several", broken)
+    apply = Results.apply
+    patch.setattr(Results, "apply", broken)
 
 
 def believe_forced_tokens_are_computed(patch: pytest.MonkeyPatch) -> None:
     """Nobody has computed their keys and values yet."""
 
-    def broken(self: Results, request: Any, *rest: Any) -> int:
-        taken = accept(self, request, *rest)
-        if request.table is not None and self._roster.kv.grow(request.table, len(request.tokens)):
-            request.num_computed = request.num_launched = len(request.tokens) - 1
-        return taken
+    def broken(self: Results, flown: InFlight, result: StepResult, now: float) -> None:
+        apply(self, flown, result, now)
+        for request in (flown.requests[row] for row in result.further):
+            if request.table is not None and self._roster.kv.grow(request.table, len(request.tokens)):
+                request.num_computed = request.num_launched = len(request.tokens) - 1
 
-    accept = Results._accept_several
-    patch.setattr(Results, "_accept_several", broken)
+    apply = Results.apply
+    patch.setattr(Results, "apply", broken)
 
 
 def go_on_after_a_matcher_failed(patch: pytest.MonkeyPatch) -> None:
     """The row whose matcher raised, and which may have moved, is given what the model sampled."""
-    sample = FakeExecutor._sample
+    sample = FakeExecutor.sample
 
     def broken(self: FakeExecutor, index: int, row: Any, result: Any) -> None:
         sample(self, index, row, result)
@@ -60,7 +63,7 @@ def go_on_after_a_matcher_failed(patch: pytest.MonkeyPatch) -> None:
             del result.errors[index]
             result.tokens[index] = self.model.next_token(self.context(row), row.spec.seed)
 
-    patch.setattr(FakeExecutor, "_sample", broken)
+    patch.setattr(FakeExecutor, "sample", broken)
 
 
 def move_the_matcher_before_the_row_fails(patch: pytest.MonkeyPatch) -> None:
@@ -70,24 +73,24 @@ def move_the_matcher_before_the_row_fails(patch: pytest.MonkeyPatch) -> None:
     def broken(self: FakeExecutor, batch: Any) -> Any:
         for row in batch.rows:
             if row.grammar is not None and not row.samples and not isinstance(row.grammar, Breaking):
-                row.grammar.accept(self._constrain(row.grammar, 5), False)
+                row.grammar.accept(self.constrain(row.grammar, 5), False)
         return execute(self, batch)
 
     patch.setattr(FakeExecutor, "execute", broken)
 
 
 def apply_no_mask(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FakeExecutor, "_constrain", lambda self, grammar, token: token)
+    patch.setattr(FakeExecutor, "constrain", lambda self, grammar, token: token)
 
 
 def forget_the_mask_of_prompts(patch: pytest.MonkeyPatch) -> None:
     """The first token, sampled by a row of several positions, is free."""
-    constrain = FakeExecutor._sample
+    constrain = FakeExecutor.sample
 
     def broken(self: FakeExecutor, index: int, row: Any, result: Any) -> None:
         constrain(self, index, row._replace(grammar=None) if row.num_scheduled > 1 else row, result)
 
-    patch.setattr(FakeExecutor, "_sample", broken)
+    patch.setattr(FakeExecutor, "sample", broken)
 
 
 def count_no_forced_tokens(patch: pytest.MonkeyPatch) -> None:
@@ -144,14 +147,14 @@ def compute_nothing_again_after_a_discarded_row(patch: pytest.MonkeyPatch) -> No
 
 
 def move_the_matcher_for_a_discarded_row(patch: pytest.MonkeyPatch) -> None:
-    sample = FakeExecutor._sample
+    sample = FakeExecutor.sample
 
     def broken(self: FakeExecutor, index: int, row: Any, result: Any) -> None:
         if row.grammar is not None and row.in_flight and not row.grammar.is_terminated():
             self.confirmed[row.slot] = True
         sample(self, index, row, result)
 
-    patch.setattr(FakeExecutor, "_sample", broken)
+    patch.setattr(FakeExecutor, "sample", broken)
 
 
 def ask_the_matcher_whether_it_is_done(patch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ def test_the_fuzz_finds_stale_pages_of_a_draft_model(plant: Plant, monkeypatch: 
 
     def life(seed: int) -> Life:
         made = life_with_draft_model(seed)
-        made._check_end = lambda: check_guesses(made)  # type: ignore[method-assign]
+        made.check_end = lambda: check_guesses(made)  # type: ignore[method-assign]
         return made
 
     assert_found(life, 24)

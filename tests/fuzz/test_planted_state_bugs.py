@@ -15,9 +15,10 @@ from fuzz.schedule_fuzz import Life
 from support.long import LONG
 
 from asyncengine.errors import InvariantViolation
-from asyncengine.kvcache.states import StateGroup
+from asyncengine.kvcache.states import Snapshot, StateGroup
 from asyncengine.scheduler import rows, scheduler
 from asyncengine.scheduler.request import Request
+from asyncengine.step import StateUse
 from asyncengine.testing.fake_states import FakeStates
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -29,23 +30,24 @@ def share_a_state(patch: pytest.MonkeyPatch) -> None:
 
     def broken(self: StateGroup, working: Any, *args: Any) -> Any:
         made = use(self, working, *args)
-        return made._replace(slot=1, source=1 if made.source == made.slot else made.source)
+        return StateUse(1, 1 if made.source == made.slot else made.source, made.saves)
 
     patch.setattr(StateGroup, "use", broken)
 
 
 def move_a_snapshot_by(tokens: int) -> Plant:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        plan = StateGroup._plan_saves
+        use, settle = StateGroup.use, StateGroup.settle
 
-        def broken(self: StateGroup, working: Any, end: int) -> Any:
-            return tuple((min(position + tokens, end), slot) for position, slot in plan(self, working, end))
+        def broken(self: StateGroup, working: Any, start: int, end: int, *args: Any) -> StateUse:
+            made = use(self, working, start, end, *args)
+            saves = ((min(position + tokens, end), slot) for position, slot in made.saves)
+            return StateUse(made.slot, made.source, tuple(saves))
 
         def settled(self: StateGroup, saves: Any, *args: Any) -> None:
             settle(self, [(max(1, position // args[2]) * args[2], slot) for position, slot in saves], *args)
 
-        settle = StateGroup.settle
-        patch.setattr(StateGroup, "_plan_saves", broken)
+        patch.setattr(StateGroup, "use", broken)
         patch.setattr(StateGroup, "settle", settled)
 
     plant.__name__ = f"take a snapshot {tokens} token late"
@@ -54,12 +56,14 @@ def move_a_snapshot_by(tokens: int) -> Plant:
 
 def hang_it_on_another_page(patch: pytest.MonkeyPatch) -> None:
     """A snapshot is that of the page before."""
-    hang = StateGroup._hang
+    settle = StateGroup.settle
 
-    def broken(self: StateGroup, slot: int, working: Any, node: Any, depth: int) -> None:
-        hang(self, slot, working, node, max(1, depth - 1))
+    def broken(self: StateGroup, saves: Any, working: Any, node: Any, page_size: int) -> None:
+        before = {position: max(page_size, position - page_size) for position, _ in saves}
+        working.saving = [before.get(position, position) for position in working.saving]
+        settle(self, [(before[position], slot) for position, slot in saves], working, node, page_size)
 
-    patch.setattr(StateGroup, "_hang", broken)
+    patch.setattr(StateGroup, "settle", broken)
 
 
 def free_under_a_running_step(patch: pytest.MonkeyPatch) -> None:
@@ -74,7 +78,7 @@ def free_under_a_running_step(patch: pytest.MonkeyPatch) -> None:
 
 def evict_what_is_read(patch: pytest.MonkeyPatch) -> None:
     """A snapshot is given up while the step that starts from it has not run."""
-    patch.setattr(StateGroup, "_pin", lambda self, snapshot, count: None)
+    patch.setattr(Snapshot, "readers", property(lambda self: 0, lambda self, count: None))
 
 
 def keep_the_snapshots_of_who_failed(patch: pytest.MonkeyPatch) -> None:
@@ -113,27 +117,30 @@ def launch_on_a_guess(patch: pytest.MonkeyPatch) -> None:
 
 def a_trail_that_is_another_state(patch: pytest.MonkeyPatch) -> None:
     """A request stays in the slot that it should leave, and the other one counts as what it left."""
-    move = StateGroup._move_on
+    use = StateGroup.use
 
-    def broken(self: StateGroup, working: Any, position: int, step: int) -> None:
+    def broken(self: StateGroup, working: Any, *args: Any) -> StateUse:
         before = working.slot
-        move(self, working, position, step)
-        if working.slot != before:
-            working.slot, working.trail = working.trail, working.slot
-            self._trails = {each.trail: each for each in self._trails.values()}
+        made = use(self, working, *args)
+        if working.slot == before:
+            return made
+        working.slot = working.source = before
+        working.trail = made.slot
+        self._trails = {each.trail: each for each in self._trails.values()}
+        return StateUse(before, made.source, made.saves)
 
-    patch.setattr(StateGroup, "_move_on", broken)
+    patch.setattr(StateGroup, "use", broken)
 
 
 def a_trail_a_page_further(patch: pytest.MonkeyPatch) -> None:
     """It counts as that of the next page, if there is one."""
-    leave = StateGroup._leave_trail
+    close = StateGroup.close
 
-    def broken(self: StateGroup, working: Any, node: Any, page_size: int) -> None:
+    def broken(self: StateGroup, working: Any, node: Any, page_size: int, fence: int) -> None:
         working.trail_position += page_size
-        leave(self, working, node, page_size)
+        close(self, working, node, page_size, fence)
 
-    patch.setattr(StateGroup, "_leave_trail", broken)
+    patch.setattr(StateGroup, "close", broken)
 
 
 PLANTS: list[Plant] = [
@@ -162,7 +169,7 @@ def lenient(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FakeStates, "__init__", careless)
     patch.setattr(StateGroup, "check", lambda self, working, nodes: None)
     patch.setattr(StateGroup, "check_sums", lambda self, num_working, *, idle: None)
-    patch.setattr(Life, "_check_retire_rule", lambda self, batch: None)
+    patch.setattr(Life, "check_retire_rule", lambda self, batch: None)
 
 
 FIRST = (33, 9, 14)

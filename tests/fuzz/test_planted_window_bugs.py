@@ -73,8 +73,8 @@ def a_token_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def under_a_running_step(patch: pytest.MonkeyPatch) -> None:
-    give = PageGroup._give_back
-    patch.setattr(PageGroup, "_give_back", lambda *args: give(*args[:-1], 0))
+    release = PageGroup.release
+    patch.setattr(PageGroup, "release", lambda *args: release(*args[:-1], 0))
 
 
 def never(patch: pytest.MonkeyPatch) -> None:

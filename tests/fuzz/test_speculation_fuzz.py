@@ -24,7 +24,7 @@ def test_drafts_change_nothing() -> None:
         counters = life.scheduler.roster.drafts.counters
         drafted, accepted = drafted + counters.drafted, accepted + counters.accepted
         steps += life.scheduler.counters.steps
-        assert not life.scheduler.roster.drafts._requests
+        assert not life.scheduler.roster.drafts.requests
     assert tally.requests >= 50 * SEEDS
     # and it was worth it:
     assert accepted > 60 * SEEDS

@@ -27,27 +27,27 @@ class UpdateLife(Life):
         self.recomputed = 0
         """Updates that found requests running."""
 
-    def _apply(self, message: Message) -> None:
+    def apply(self, message: Message) -> None:
         if isinstance(message, RequestSpec):
             self.asked_of[message.ticket] = ([*message.prompt], message.seed)
-        super()._apply(message)
+        super().apply(message)
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
         rng = self.rng
         for ticket in self.expected:
             self.came_after.setdefault(ticket, list(self.asked))
         if rng.random() < 0.04:
             number = self.next_number = self.next_number + 1
             self.asked[number] = rng.choice(["wait", "wait", "recompute"])
-            self._apply(UpdateWeights(number, self.asked[number]))  # type: ignore[arg-type]
+            self.apply(UpdateWeights(number, self.asked[number]))  # type: ignore[arg-type]
         if self.asked and rng.random() < 0.02:
             number = rng.choice(list(self.asked))
             del self.asked[number]
-            self._apply(WithdrawUpdate(number))
+            self.apply(WithdrawUpdate(number))
         if (due := self.scheduler.due_update) is not None:
             assert not self.in_flight
             assert due == next(iter(self.asked)), "out of order"
-            self._read()
+            self.read()
             self.recomputed += bool(self.scheduler.running)
             if self.asked.pop(due) == "wait":
                 assert all(due in self.came_after[ticket] for ticket in self.scheduler.requests), "not waited for"
@@ -56,18 +56,18 @@ class UpdateLife(Life):
             self.scheduler.start_anew(due)
             self.scheduler.check()
             self.executor.update(due)
-        super()._turn()
+        super().turn()
 
-    def _read(self) -> None:
+    def read(self) -> None:
         known = {ticket: len(tokens) for ticket, tokens in self.received.items()}
-        super()._read()
+        super().read()
         for ticket, received in self.received.items():
             prompt, seed = self.asked_of[ticket]
             for place in range(known[ticket], len(received)):
                 assert received[place] == self.executor.model.next_token([*prompt, *received[:place]], seed), ticket
                 self.seen.setdefault(ticket, []).append(self.executor.model.weights)
 
-    def _check_end(self) -> None:
+    def check_end(self) -> None:
         for ticket, weights in self.seen.items():
             missed = [number for number in self.came_after[ticket] if number in self.happened]
             first = self.happened.index(weights[0]) if weights[0] else -1
@@ -77,4 +77,4 @@ class UpdateLife(Life):
                 self.expected[ticket] = received
             else:
                 self.expected[ticket] = [*received, -1]
-        super()._check_end()
+        super().check_end()

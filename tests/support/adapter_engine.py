@@ -38,20 +38,20 @@ class AdapterExecutor(SteppedExecutor):
         return super().execute(batch._replace(rows=tuple(self._under_adapter(row) for row in batch.rows)))
 
     def _under_adapter(self, row: Row) -> Row:
-        key = self._key(row)
+        key = self.key_in_slot(row)
         return row._replace(tokens=[_cell(token, key, self.model) for token in row.tokens]) if key else row
 
-    def _key(self, row: Row) -> int:
+    def key_in_slot(self, row: Row) -> int:
         if not row.adapter_slot:
             return 0
         if row.adapter_slot not in self.held:
             raise AssertionError(f"row {row.spec.ticket} uses adapter slot {row.adapter_slot}, which is empty")
         return self.held[row.adapter_slot]
 
-    def _sample(self, index: int, row: Row, result: StepResult) -> None:
-        super()._sample(index, row, result)
+    def sample(self, index: int, row: Row, result: StepResult) -> None:
+        super().sample(index, row, result)
         if result.tokens[index] >= 0:  # the input of the next step, if that is launched before this one is read
-            self.last_token[row.slot] = _cell(result.tokens[index], self._key(row), self.model)
+            self.last_token[row.slot] = _cell(result.tokens[index], self.key_in_slot(row), self.model)
 
 
 def _digest(swap: AdapterSwap) -> str:

@@ -42,8 +42,8 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
-        self._cached: dict[int, int] = {}
-        self._expected: dict[int, int] = {}
+        self.cached: dict[int, int] = {}
+        self.expected: dict[int, int] = {}
         """Bits of the replicas, by hash."""
         self._pages: dict[int, dict[int, None]] = {}
         """Pages that the replica's cache has, by its bit."""
@@ -57,7 +57,7 @@ class PrefixIndex:
     def remove(self, bit: int) -> None:
         """Forget a replica, at which no request is expected any more."""
         for page in self._pages.pop(bit):
-            _clear(self._cached, page, bit)
+            _clear(self.cached, page, bit)
         del self._requests[bit]
 
     def num_pages(self, bit: int) -> int:
@@ -68,17 +68,17 @@ class PrefixIndex:
         pages = self._pages[bit]
         for page in list(pages) if news.whole else news.removed:
             if pages.pop(page, 0) is None:
-                _clear(self._cached, page, bit)
+                _clear(self.cached, page, bit)
         for page in news.added:
             pages[page] = None
-            self._cached[page] = self._cached.get(page, 0) | bit
+            self.cached[page] = self.cached.get(page, 0) | bit
 
     def expect(self, bit: int, pages: Iterable[int]) -> None:
         """Note that a request with these pages is on its way to the replica."""
         requests = self._requests[bit]
         for page in pages:
             requests[page] = requests.get(page, 0) + 1
-            self._expected[page] = self._expected.get(page, 0) | bit
+            self.expected[page] = self.expected.get(page, 0) | bit
 
     def settle(self, bit: int, pages: Iterable[int]) -> None:
         """Note that such a request has ended: the cache says what it left."""
@@ -87,13 +87,13 @@ class PrefixIndex:
             requests[page] -= 1
             if not requests[page]:
                 del requests[page]
-                _clear(self._expected, page, bit)
+                _clear(self.expected, page, bit)
 
     def match(self, pages: Sequence[int], *, expecting: bool = True) -> dict[int, int]:
         """Number of `pages`, from the first on, that each replica has, by its bit. Replicas with none are left out.
         `expecting`: pages that requests on their way will leave there count."""
         depths: dict[int, int] = {}
-        cached, expected = self._cached, self._expected if expecting else {}
+        cached, expected = self.cached, self.expected if expecting else {}
         alive = -1
         for depth, page in enumerate(pages):
             there = (cached.get(page, 0) | expected.get(page, 0)) & alive

@@ -65,7 +65,7 @@ class PeerPrefixes(Source):
         self, kv: KVCache, identity: Identity, memory: PageMemory, clock: Clock, call: Call,
     ) -> None:  # fmt: skip
         """`identity`: what the numbers in `memory` depend on; peers of another one are of no use."""
-        self._kv, self._memory, self._clock, self._call = kv, memory, clock, call
+        self._kv, self._memory, self._clock, self.call = kv, memory, clock, call
         self._identity: Identity | None = identity
         self._fingerprint = fingerprint_of(identity).hex()
         self._compute: float | None = None
@@ -129,7 +129,7 @@ class PeerPrefixes(Source):
         if rates.read == 0.0 or not patience(most):  # not even if it has what it had
             return best
         async with asyncio.timeout(seconds or ASK_SECONDS):
-            answer = await self._call(peer, self._question(namespace, tokens[: most * size]))
+            answer = await self.call(peer, self._question(namespace, tokens[: most * size]))
         pages = min(most, int(answer))  # b"" is no number: it refuses
         wait = patience(pages)
         return Hit(pages, wait + seconds, partial(self._load, peer)) if wait else best
@@ -170,7 +170,7 @@ class PeerPrefixes(Source):
             for number, batch in enumerate(batches):
                 for after in batches[number + len(coming) : number + 2]:
                     question = self._question(order.namespace, order.tokens, after)
-                    coming.append(asyncio.ensure_future(self._call(peer, question)))
+                    coming.append(asyncio.ensure_future(self.call(peer, question)))
                 stream = await asyncio.wait_for(coming.popleft(), max(0.0, order.until - self._clock.now()))
                 await asyncio.to_thread(self._fill_parts, stream, order, batch)
                 filled += batch

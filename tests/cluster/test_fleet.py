@@ -249,12 +249,12 @@ async def test_who_goes_is_said_by_where_they_are(monkeypatch: pytest.MonkeyPatc
 async def test_a_full_fleet_pushes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     async with local_fleet(monkeypatch, replicas=1, max_num_seqs=1, max_queued_requests=2) as (fleet, cluster):
         cluster.hold()
-        streams = [fleet.stream(text, SAMPLED) for text in TEXTS]
-        outcomes = await asyncio.gather(*(stream._started() for stream in streams), return_exceptions=True)
-        refused = [outcome for outcome in outcomes if isinstance(outcome, QueueFull)]
-        assert len(refused) >= len(TEXTS) - 3  # one runs, two wait
+        asking = [asyncio.create_task(fleet.generate(text, SAMPLED)) for text in TEXTS]
+        refusals = len(TEXTS) - 3  # one runs, two wait
+        await until(lambda: sum(task.done() for task in asking) >= refusals, "refusals")
         cluster.release()
-        await asyncio.gather(*(s.result() for s, o in zip(streams, outcomes, strict=True) if o not in refused))
+        outcomes = await asyncio.gather(*asking, return_exceptions=True)
+        assert all(isinstance(outcome, (Completion, QueueFull)) for outcome in outcomes)
         await cluster.settle(fleet)
 
 

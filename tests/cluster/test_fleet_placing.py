@@ -12,7 +12,7 @@ import pytest
 
 from asyncengine import EngineConfig, FleetError, InvalidParameter, ModelNotFound
 from asyncengine.cluster import Claim, Instance, Placement, Refusal, Share
-from asyncengine.cluster.fleet import FleetConfig
+from asyncengine.cluster.fleet import FleetConfig, ray_cluster
 from asyncengine.cluster.fleet.placing import (
     DEVICE_MEMORY,
     RayNode,
@@ -22,7 +22,7 @@ from asyncengine.cluster.fleet.placing import (
     removal_scores,
     try_read_claim,
 )
-from asyncengine.cluster.fleet.processes import Cluster, unpack
+from asyncengine.cluster.fleet.processes import unpack
 from asyncengine.cluster.fleet.ray_cluster import RayCluster
 from asyncengine.demo import MODEL_PATH
 from asyncengine.models.memory.needs import read_needs
@@ -223,6 +223,13 @@ class AskedRay:
     def __init__(self, answers: Callable[..., Any] | None = None) -> None:
         self.asked: list[dict[str, Any]] = []
         self._answers = answers
+        self.util = SimpleNamespace(list_named_actors=lambda all_namespaces: [])
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(gcs_address="")
 
     def remote(self, work: Callable[..., Any]) -> Any:
         def options(**options: Any) -> Any:
@@ -240,10 +247,9 @@ class AskedRay:
 
 def cluster_on(ray: AskedRay, settings: FleetConfig) -> RayCluster:
     """One that is connected to it."""
-    cluster = object.__new__(RayCluster)
-    Cluster.__init__(cluster, settings, "fleet")
-    cluster._ray, cluster._devices, cluster._lost_on, cluster._claim = ray, {}, {}, None
-    return cluster
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_cluster, "load_ray", lambda: ray)
+        return RayCluster(settings, "fleet")
 
 
 def test_files_that_are_not_here_are_read_on_a_node() -> None:
@@ -264,10 +270,10 @@ def test_gpus_that_no_label_tells_of_are_asked_for_once() -> None:
     ray = AskedRay(lambda: next(answers))
     cluster = cluster_on(ray, FleetConfig(num_gpus=1))
     known = [ray_node("a"), ray_node("b", **{DEVICE_MEMORY: "24GiB"}), ray_node("c")]
-    assert [node.devices for node in cluster._with_devices(known)] == [(5 * GIB, 5 * GIB), (24 * GIB, 24 * GIB), ()]
-    assert cluster._with_devices(known)[2].devices == (GIB, GIB)  # it is asked again, the others are not
+    assert [node.devices for node in cluster.with_devices(known)] == [(5 * GIB, 5 * GIB), (24 * GIB, 24 * GIB), ()]
+    assert cluster.with_devices(known)[2].devices == (GIB, GIB)  # it is asked again, the others are not
     assert [options["label_selector"]["ray.io/node-id"] for options in ray.asked] == ["a", "c", "c"]
-    assert cluster_on(ray, FleetConfig())._with_devices(known) == known
+    assert cluster_on(ray, FleetConfig()).with_devices(known) == known
 
 
 def test_a_bundle_has_what_all_ranks_of_a_replica_take() -> None:
@@ -278,10 +284,10 @@ def test_a_bundle_has_what_all_ranks_of_a_replica_take() -> None:
         return SimpleNamespace(wait=lambda seconds: True)
 
     ray: Any = AskedRay()
-    ray.util = SimpleNamespace(placement_group=placement_group)
+    ray.util.placement_group = placement_group
     cluster = cluster_on(ray, FleetConfig(num_gpus=1, num_cpus=0.5))
-    cluster._reserve(Share(node="a", devices={0: GIB, 1: GIB}, cpus=1.0))
-    cluster._reserve(Share(node="b", host_bytes=GIB, cpus=1.0))
+    cluster.reserve(Share(node="a", devices={0: GIB, 1: GIB}, cpus=1.0))
+    cluster.reserve(Share(node="b", host_bytes=GIB, cpus=1.0))
     (first, options), (second, _) = bundles
     assert (first, second) == ([{"CPU": 1.0, "GPU": 2.0}], [{"CPU": 1.0, "memory": GIB}])
     assert options == {"strategy": "STRICT_PACK", "bundle_label_selector": [{"ray.io/node-id": "a"}]}
@@ -292,8 +298,8 @@ def test_a_node_on_which_others_were_quicker_is_left_out(monkeypatch: pytest.Mon
     cluster = cluster_on(AskedRay(), FleetConfig())
     cluster.prepare("demo", EngineConfig())
     tried: list[str] = []
-    monkeypatch.setattr(cluster, "_known", lambda: [ray_node("a"), ray_node("b"), ray_node("c", {"CPU": 0})])
-    monkeypatch.setattr(cluster, "_reserve", lambda share: tried.append(share.node))
+    monkeypatch.setattr(cluster, "nodes", lambda: [ray_node("a"), ray_node("b"), ray_node("c", {"CPU": 0})])
+    monkeypatch.setattr(cluster, "reserve", lambda share: tried.append(share.node))
     with pytest.raises(FleetError, match=r"1 nodes: 1 with fewer than 1 free CPUs; 2 were taken by others meanwhile$"):
         cluster.spawn()
     assert tried == ["a", "b"]

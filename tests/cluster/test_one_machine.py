@@ -73,7 +73,7 @@ async def test_two_replicas_of_half_the_machine() -> None:
         replicas = fleet.core.fleet.dispatcher.replicas  # type: ignore[attr-defined]
         victim = replicas[next(iter(replicas))]
         doomed = {request.spec.prompt for request in victim.requests.values()}
-        killed = victim.process._child.program.pid
+        killed = victim.process.child.program.pid
         os.kill(killed, signal.SIGKILL)
         for text, stream, tokens in zip(TEXTS, streams, right, strict=True):
             if tuple(fleet.tokenize(text)) in doomed:
@@ -114,7 +114,7 @@ from asyncengine.cluster.fleet import FleetConfig
 from asyncengine.cluster.fleet.one_machine import OneMachine
 process = OneMachine(FleetConfig(), "fleet").spawn()
 asyncio.run(process.call("hello", timeout=60))
-print(process._child.program.pid, flush=True)
+print(process.child.program.pid, flush=True)
 input()
 """
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.fake_engine import PATIENCE, until
@@ -284,28 +285,23 @@ async def test_pages_that_do_not_come_are_computed_and_after_some_nobody_is_aske
     async with local_fleet(monkeypatch, **APART) as (fleet, cluster):
         await acquainted(fleet)
         there, here = process_of(fleet, cluster, "prefill"), process_of(fleet, cluster, "decode")
-        check = there.replica._check_adapter
-
-        def refuse(*_: Any) -> None:
-            raise ValueError("not now")
-
-        monkeypatch.setattr(there.replica, "_check_adapter", refuse)
-        assert scores(await fleet.generate(prompts[0], PARAMS)) == right[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(there.replica.engine.core.client, "check_open", Mock(side_effect=ValueError("not now")))
+            assert scores(await fleet.generate(prompts[0], PARAMS)) == right[0]
         assert fleet.stats().prefills_failed == {"refused": 1}
-        monkeypatch.setattr(there.replica, "_check_adapter", check)
         prefixes = here.replica.engine.core.loop.sources.tiers[0]  # type: ignore[attr-defined]
-        call, asked = prefixes._call, list[bytes]()
+        call, asked = prefixes.call, list[bytes]()
 
         async def say_nothing(peer: Peer, question: bytes) -> bytes:
             asked.append(question)
             return b""
 
-        prefixes._call = say_nothing
+        prefixes.call = say_nothing
         for number in range(1, MOST_MISSED + 2):
             assert scores(await fleet.generate(prompts[number], PARAMS)) == right[number]
         assert fleet.stats().prefills_failed == {"refused": 1, "missing": MOST_MISSED}
         assert len(asked) == MOST_MISSED
-        prefixes._call = call
+        prefixes.call = call
         dispatcher_of(fleet).replicas[there.name].rests_until = 0.0
         assert (await fleet.generate(prompt_of(9), PARAMS)).usage.restored_tokens == FULL
         await cluster.settle(fleet)
@@ -342,18 +338,18 @@ async def test_prompts_are_exact_when_their_replica_is_killed_in_mid_transfer(
         here, kill_at, killed = process_of(fleet, cluster, "decode"), [0], list[int]()
         await acquainted(fleet)
         prefixes = here.replica.engine.core.loop.sources.tiers[0]  # type: ignore[attr-defined]
-        call: Callable[[Peer, bytes], Awaitable[bytes]] = prefixes._call
+        call: Callable[[Peer, bytes], Awaitable[bytes]] = prefixes.call
 
         async def call_or_kill(peer: Peer, question: bytes) -> bytes:
             if b'"parts"' in question and kill_at[0]:
                 kill_at[0] -= 1
                 if not kill_at[0]:
                     victim: Any = process_of(fleet, cluster, "prefill")
-                    killed.append(victim._child.program.pid)
+                    killed.append(victim.child.program.pid)
                     os.kill(killed[-1], signal.SIGKILL)
             return await call(peer, question)
 
-        prefixes._call = call_or_kill
+        prefixes.call = call_or_kill
         some, turn = requests // kills, asyncio.Semaphore(4)
 
         async def check(number: int) -> None:

@@ -18,7 +18,8 @@ def fleet(count: int, load: float = 0.0, seed: int = 0) -> Router:
     router = Router(seed=seed)
     for number in range(count):
         router.add(f"r{number}")
-        router._replicas[f"r{number}"].load = load
+        if load:
+            router.assign(RouteRequest(load=load))  # all others have too much
     return router
 
 
@@ -199,7 +200,10 @@ def test_requests_go_to_decoders_and_long_prompts_elsewhere() -> None:
     assert prefill(router, assign(router, 7, 8)) is None, "a short one"
     assert prefill(router, assign(router, 7, 8, 9, session="talk"), 3, "d") is None, "it cannot be pulled from there"
     assert prefill(router, assign(router, 7, 8, 9, session="talk"), 3) == "p"
-    assert router._sessions == {"talk": "d"}
+    router.set_role("p", "both")
+    for route in routes:
+        router.release(route)
+    assert assign(router, 11, session="talk").replica == "d", "whoever computes prompts for others has no sessions"
 
 
 def test_a_prompt_goes_to_the_less_loaded_or_where_its_beginning_is() -> None:

@@ -56,11 +56,11 @@ class LocalProcess(Process):
         self._gone.set()
         self.release()
         self.cut()
-        self.replica._outbox.post()
+        self.replica.outbox.post()
 
     def cut(self) -> None:
         """Break its connections."""
-        self.loop.call_soon_threadsafe(self.replica._tasks.cancel)
+        self.loop.call_soon_threadsafe(self.replica.tasks.cancel)
 
     def _check(self) -> None:
         if self._gone.is_set():
@@ -151,8 +151,8 @@ class LocalCluster(Cluster[LocalProcess]):
         def holds() -> bool:  # its loop is another thread's: one after the other goes
             stats, delivery = fleet.stats(), dispatcher.delivery
             return any((
-                *stats.requests.values(), *stats.loads.values(), dispatcher._by_ticket, dispatcher._waiting,
-                delivery.streams, dispatcher.router.index._expected, dispatcher.queue_limit.waiting,
+                *stats.requests.values(), *stats.loads.values(), dispatcher.by_ticket, dispatcher.waiting,
+                delivery.streams, dispatcher.router.index.expected, dispatcher.queue_limit.waiting,
             ))  # fmt: skip
 
         await until(lambda: not holds(), "a fleet without requests")

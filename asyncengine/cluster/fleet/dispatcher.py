@@ -50,8 +50,8 @@ class Dispatcher:
         self.lost = self.resumed = self.matched_pages = 0
         self._resumes = settings.on_loss == "resume"
         self._page_size = page_size
-        self._by_ticket: dict[int, FleetRequest] = {}
-        self._waiting: dict[int, FleetRequest] = {}
+        self.by_ticket: dict[int, FleetRequest] = {}
+        self.waiting: dict[int, FleetRequest] = {}
         """Requests that no replica could take, in order."""
 
     # ---------------------------------------------------------------- to replicas
@@ -77,14 +77,14 @@ class Dispatcher:
 
     def _start(self, request: FleetRequest) -> None:
         self.requests[request.key] = request
-        self._by_ticket.update({spec.ticket: request for spec in request.specs})
+        self.by_ticket.update({spec.ticket: request for spec in request.specs})
         self._send(request)
 
     def _send(self, request: FleetRequest) -> None:
         """Submit it to the replica that the router chooses, or let it wait for one."""
         request.route = self.router.assign(request.to_route(self._page_size))
         if request.route is None:
-            self._waiting[request.key] = request
+            self.waiting[request.key] = request
             return
         self.matched_pages += request.route.matched
         self.replicas[request.route.replica].requests[request.key] = request
@@ -116,7 +116,7 @@ class Dispatcher:
 
     def _abort(self, ticket: int) -> None:
         """End what its consumer has left: on its replica, which answers, or here where it has none."""
-        request = self._by_ticket.get(ticket)
+        request = self.by_ticket.get(ticket)
         if request is None:
             return
         request.left.add(ticket)
@@ -136,7 +136,7 @@ class Dispatcher:
     def expire(self) -> None:
         """End requests that wait for a replica beyond their deadlines; a replica ends its own."""
         now = self.clock.now()
-        for request in list(self._waiting.values()):
+        for request in list(self.waiting.values()):
             spec = request.spec
             due = (spec.deadline, None if request.begun else spec.waiting_deadline)
             if any(at is not None and at <= now for at in due):
@@ -148,7 +148,7 @@ class Dispatcher:
         """Let a replica take requests from now on, those that wait first."""
         self.replicas[replica.name] = replica
         self.router.add(replica.name, role)
-        waiting, self._waiting = self._waiting, {}
+        waiting, self.waiting = self.waiting, {}
         for request in waiting.values():
             self._send(request)
 
@@ -284,7 +284,7 @@ class Dispatcher:
         self._leave_queue(request)
         for spec in specs:
             stream = request.streams.pop(spec.index, None)
-            del self._by_ticket[spec.ticket]
+            del self.by_ticket[spec.ticket]
             self.delivery.streams.pop(spec.ticket, None)
             self.adapters.cancel(spec.ticket)
             if stream is None:
@@ -294,7 +294,7 @@ class Dispatcher:
         if not request.streams:
             self._release(request)
             del self.requests[request.key]
-            self._waiting.pop(request.key, None)
+            self.waiting.pop(request.key, None)
             self.inbox.post()
 
     def _leave_queue(self, request: FleetRequest) -> None:

@@ -126,7 +126,7 @@ class LocalReplica(Process):
 
         try:
             with calls, its_updates:
-                self._child = on_own_thread(start, "asyncengine-start")
+                self.child = on_own_thread(start, "asyncengine-start")
         except BaseException:
             self._calls.close()
             self.connection.close()
@@ -163,8 +163,8 @@ class LocalReplica(Process):
                     break
                 number, answer = pickle.loads(message)
                 self._asked.pop(number).set_result(answer)
-        words = next(iter(self._child.last_words().splitlines()), "")
-        process = f"its process ({self._child.program.pid})"
+        words = next(iter(self.child.last_words().splitlines()), "")
+        process = f"its process ({self.child.program.pid})"
         with self._lock:
             self._lost = f"{process} failed: {words}" if words else f"{process} was killed or has ended"
         for answer in self._asked.values():
@@ -177,7 +177,7 @@ class LocalReplica(Process):
         return FleetError(f"replica {self.name} was lost: {self._lost}")
 
     def kill(self) -> None:
-        end_children([self._child])
+        end_children([self.child])
         self._reader.join()
         self._calls.close()
         self.connection.close()

@@ -33,9 +33,9 @@ class PeerConnections(Door):
         kind = None if zmq is None else zmq.ROUTER
         super().__init__(address, (), kind, sndhwm=UNSENT, rcvhwm=UNSENT)
         self._address = address
-        self._sockets: dict[bytes, Any] = {}
+        self.sockets: dict[bytes, Any] = {}
         """Sockets to peers, by the peer's key."""
-        self._waiting: dict[bytes, tuple[bytes, asyncio.Future[bytes]]] = {}
+        self.waiting: dict[bytes, tuple[bytes, asyncio.Future[bytes]]] = {}
         """Answers that are waited for, each with the peer's key, by the question's number."""
         self._numbers = itertools.count()
         self._room = asyncio.Semaphore(MOST_QUESTIONS)
@@ -50,9 +50,9 @@ class PeerConnections(Door):
         """Admit the owners of these public keys from now on, and forget connections to others: who waits for their
         answers waits no longer."""
         self.keys = tuple(keys)
-        for key in [key for key in self._sockets if key not in self.keys]:
-            self._sockets.pop(key).close()
-            for asked, answer in self._waiting.values():
+        for key in [key for key in self.sockets if key not in self.keys]:
+            self.sockets.pop(key).close()
+            for asked, answer in self.waiting.values():
                 if asked == key and not answer.done():
                     answer.set_exception(ConnectionError("it is gone"))
 
@@ -63,13 +63,13 @@ class PeerConnections(Door):
             raise ConnectionError("it is not admitted")
         number = b"%d" % next(self._numbers)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = peer.key, answer
+        self.waiting[number] = peer.key, answer
         sent = self._socket_to(peer).send_multipart([number, question])
         try:
             return await answer  # not `sent`, which a socket that is closed cancels: that would look like a leaver
         finally:
             sent.cancel()
-            del self._waiting[number]
+            del self.waiting[number]
 
     async def serve(self, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
         """Answer questions until cancelled; with nothing those that `answer` raises for."""
@@ -95,14 +95,14 @@ class PeerConnections(Door):
         await self._socket.send_multipart([sender, number, said])
 
     def _socket_to(self, peer: Peer) -> Any:
-        socket = self._sockets.get(peer.key)
+        socket = self.sockets.get(peer.key)
         if socket is None:
             socket, _ = new_socket(
                 self._context, self._address, sndhwm=UNSENT, rcvhwm=UNSENT, maxmsgsize=MAX_MESSAGE_BYTES,
                 curve_serverkey=peer.key, curve_publickey=self.public_key, curve_secretkey=self._secret,
             )  # fmt: skip
             socket.connect(peer.url)
-            self._sockets[peer.key] = socket
+            self.sockets[peer.key] = socket
             self._tasks.start(self._read(socket))
         return socket
 
@@ -111,12 +111,12 @@ class PeerConnections(Door):
         with contextlib.suppress(zmq.ZMQError):
             while True:
                 number, said = await socket.recv_multipart()
-                _, answer = self._waiting.get(number, (b"", None))
+                _, answer = self.waiting.get(number, (b"", None))
                 if answer is not None and not answer.done():
                     answer.set_result(said)
 
     def close(self) -> None:
         """Close the port and all connections. Idempotent."""
-        while self._sockets:
-            self._sockets.popitem()[1].close()
+        while self.sockets:
+            self.sockets.popitem()[1].close()
         super().close()

@@ -138,7 +138,7 @@ class RayCluster(Cluster["ReplicaProcess"]):
         assert claim is not None, "prepare() comes first"
         full: list[str] = []  # nodes on which other programs were quicker
         while True:
-            known = {node.id: node for node in self._known() if node.id not in full}
+            known = {node.id: node for node in self.nodes() if node.id not in full}
             with self._lock:
                 ours, lost = [process.placed for process in self._processes.values()], dict(self._lost_on)
             found = place_replica(claim, list(known.values()), ours, lost, self.config)
@@ -146,7 +146,7 @@ class RayCluster(Cluster["ReplicaProcess"]):
                 others = f"; {len(full)} were taken by others meanwhile" if full else ""
                 raise FleetError(f"no room for a replica ({self._wanted()}): {found}{others}")
             node = known[found.shares[0].node]
-            group = self._reserve(found.shares[0])
+            group = self.reserve(found.shares[0])
             if group is not None:
                 placed = found.instance(name)
                 process = ReplicaProcess(self._ray, self.config, node, group, placed, self._context)
@@ -157,12 +157,12 @@ class RayCluster(Cluster["ReplicaProcess"]):
 
     def removal_scores(self) -> dict[str, float]:
         """Score of keeping each replica where it is, by name (`placing.removal_scores`). Raises `FleetError`."""
-        known = self._known()
+        known = self.nodes()
         with self._lock:
             ours = [process.placed for process in self._processes.values()]
         return removal_scores(known, ours, self.config)
 
-    def _known(self) -> list[RayNode]:
+    def nodes(self) -> list[RayNode]:
         """Nodes that are alive, as Ray describes them now."""
         from ray._private import state  # what is free of each node Ray tells nowhere else
 
@@ -170,7 +170,7 @@ class RayCluster(Cluster["ReplicaProcess"]):
             nodes, free = self._ray.nodes(), state.available_resources_per_node()
         except Exception as error:
             raise FleetError(f"the Ray head does not answer: {error}") from error
-        return self._with_devices([
+        return self.with_devices([
             RayNode(
                 node["NodeID"], node["NodeManagerAddress"], node.get("Labels") or {}, node["Resources"],
                 free.get(node["NodeID"], {}),
@@ -179,7 +179,7 @@ class RayCluster(Cluster["ReplicaProcess"]):
             if node["Alive"]
         ])  # fmt: skip
 
-    def _with_devices(self, known: list[RayNode]) -> list[RayNode]:
+    def with_devices(self, known: list[RayNode]) -> list[RayNode]:
         """The nodes with the memory of their GPUs: from the node's label, else from the node, which is asked once."""
         if not self.config.num_gpus:
             return known
@@ -205,7 +205,7 @@ class RayCluster(Cluster["ReplicaProcess"]):
         memory = (claim.cpu_bytes or claim.part(gpus) * gpus) / 2**30
         return f"{claim.cpus:g} CPUs, {config.num_gpus * gpus:g} GPUs, {memory:.2f} GiB{labels}"
 
-    def _reserve(self, share: Share) -> Any | None:
+    def reserve(self, share: Share) -> Any | None:
         """A placement group with what all ranks of a replica need of its node; None if that is not free any more."""
         bundle = {"CPU": share.cpus, "GPU": self.config.num_gpus * len(share.devices), "memory": share.host_bytes}
         bundle = {kind: amount for kind, amount in bundle.items() if amount}

@@ -106,10 +106,10 @@ class Replica:
     """One engine, and its connection to the fleet. All of it runs on one event loop."""
 
     def __init__(self) -> None:
-        self._outbox: Outbox = Inbox()
+        self.outbox: Outbox = Inbox()
         self._engine: AsyncEngine | None = None
         self._stopped = False
-        self._tasks = Tasks()
+        self.tasks = Tasks()
         self._stats_at = 0.0
         self._changed = True
         """True if something has happened since the last statistics."""
@@ -137,7 +137,7 @@ class Replica:
         the public key by which it knows this end. Raises `OSError`."""
         listener = Listener(address, fleet_key)
         # However it ends, and be it before it began: the fleet then knows that nothing more comes.
-        self._tasks.start(self._serve(listener)).add_done_callback(lambda done: listener.close())
+        self.tasks.start(self._serve(listener)).add_done_callback(lambda done: listener.close())
         return listener.port, listener.public_key
 
     async def start(self, model: str, config: EngineConfig) -> Loaded:
@@ -156,7 +156,7 @@ class Replica:
         self._peers = peers = PeerConnections(address)
         prefixes = PeerPrefixes(core.loop.scheduler.kv, identity, memory, core.loop.clock, peers.call)
         core.loop.sources.add(prefixes)
-        self._tasks.start(peers.serve(prefixes.answer))
+        self.tasks.start(peers.serve(prefixes.answer))
         return peers.url, peers.public_key
 
     async def admit(self, keys: list[bytes]) -> None:
@@ -178,8 +178,8 @@ class Replica:
         if self._engine is not None:
             await self._engine.aclose()
         self._stopped = True
-        self._outbox.post()
-        await self._tasks.end()
+        self.outbox.post()
+        await self.tasks.end()
 
     async def post(self, commands: bytes) -> None:
         """Take commands, in order. An update says what is wrong with a request."""
@@ -188,14 +188,14 @@ class Replica:
                 try:
                     self._submit(command)
                 except Exception as error:
-                    self._outbox.post(_refusal(command, error))
+                    self.outbox.post(_refusal(command, error))
             else:
                 self.engine.core.client.abort_tickets([command.ticket])
 
     async def updates(self) -> AsyncIterator[bytes]:
         """Everything new, as often as the fleet takes it."""
         while not self._stopped:
-            await self._outbox.wait(STATS_SECONDS if self._changed else ALIVE_SECONDS)
+            await self.outbox.wait(STATS_SECONDS if self._changed else ALIVE_SECONDS)
             yield pickle.dumps(self._update())
 
     # ---------------------------------------------------------------- here
@@ -219,11 +219,11 @@ class Replica:
         self._check_adapter(first, submit.digest)
         specs = [_rebase(spec, core.loop.clock.now(), submit.sent_at) for spec in submit.specs]
         if first.pooled is not None:
-            texts = OutboxTexts(submit.key, specs, self._outbox)
+            texts = OutboxTexts(submit.key, specs, self.outbox)
             core.loop.queue_limit.enter(texts.samples, texts.num_tokens)
             core.client.post(texts)
             return
-        mailbox = OutboxMailbox(submit.key, self._outbox)
+        mailbox = OutboxMailbox(submit.key, self.outbox)
         request = PreparedRequest(tuple(core.validator.reopen(spec, mailbox) for spec in specs), mailbox)
         core.loop.queue_limit.enter(request.samples, request.num_tokens)
         core.post(request)
@@ -239,7 +239,7 @@ class Replica:
 
     def _update(self) -> Update:
         loop, now = self.engine.core.loop, asyncio.get_running_loop().time()
-        items = self._outbox.take()
+        items = self.outbox.take()
         outputs = [item if isinstance(item, RequestOutput) else item.take_output() for item in items]
         update = Update(outputs, loop.scheduler.kv.news() or None)
         self._changed = self._changed or bool(outputs)

@@ -59,7 +59,7 @@ class GrammarService:
 
     def __init__(self, make: Callable[[], LlguidanceBackend], config: GrammarSettings) -> None:
         """`make` returns the grammar library; it is called at first use."""
-        self._make = make
+        self.make = make
         self._config = config
         self._backend: LlguidanceBackend | None = None
         self._cache = TemplateCache(int(config.grammar_cache_memory))
@@ -206,7 +206,7 @@ class GrammarService:
     def _library(self) -> LlguidanceBackend:
         with self._lock:
             if self._backend is None:
-                self._backend = self._make()
+                self._backend = self.make()
             return self._backend
 
     def close(self) -> None:

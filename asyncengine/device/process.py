@@ -34,14 +34,15 @@ class Process:
         """Close engines that are kept without a user, and wait for their end. False: there were none. (`shared`)"""
         self._loaded_in: int | None = None
         self._changed = threading.Condition()
-        self._line: deque[LoadAttempt] = deque()
+        self.line: deque[LoadAttempt] = deque()
+        """Loads that have their turn or wait for it, in order."""
         if hasattr(os, "register_at_fork"):  # not on Windows, which has no forks either
             os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
         self.generation += 1
         self._changed = threading.Condition()  # whoever held the old one is not in this process
-        self._line = deque()
+        self.line = deque()
 
     def check_unforked(self, born: int) -> None:
         """Raises `WrongProcess` for what was made in `generation` `born`, if that was before a fork."""
@@ -62,9 +63,9 @@ class Process:
         self.check_may_load()
         self._loaded_in = self.generation
         with self._changed:
-            self._line.append(attempt)
+            self.line.append(attempt)
             try:
-                self._changed.wait_for(lambda: self._line[0] is attempt or attempt.given_up)
+                self._changed.wait_for(lambda: self.line[0] is attempt or attempt.given_up)
             except BaseException:
                 self._leave(attempt)
                 raise
@@ -76,7 +77,7 @@ class Process:
                 self._leave(attempt)
 
     def _leave(self, attempt: LoadAttempt) -> None:
-        self._line.remove(attempt)
+        self.line.remove(attempt)
         self._changed.notify_all()
 
     def wake(self) -> None:

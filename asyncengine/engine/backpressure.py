@@ -44,7 +44,8 @@ class QueueLimit:
         self._requests = 0
         self._tokens = 0
         self._closed = False
-        self._line: deque[_QueuedSubmit] = deque()
+        self.line: deque[_QueuedSubmit] = deque()
+        """Callers that wait for a place, in order."""
         self.expired = 0
         """Samples whose deadline came while they waited for a place."""
 
@@ -58,7 +59,7 @@ class QueueLimit:
             self._check_open()
             if (full := self._full(samples, tokens)) is not None:
                 raise QueueFull(*full)
-            if self._line:
+            if self.line:
                 raise QueueFull("max_queued_requests", self._max_requests or 0)
             self._take(samples, tokens)
 
@@ -117,9 +118,9 @@ class QueueLimit:
         """Admit no more requests; those in line are refused. Called on the engine's loop."""
         with self._lock:
             self._closed = True
-            while self._line:
+            while self.line:
                 error = EngineClosed("the engine closed while the request waited for a place in its queue")
-                self._line.popleft().granted.set_exception(error)
+                self.line.popleft().granted.set_exception(error)
 
     def _join_line(self, samples: int, tokens: int) -> _QueuedSubmit | None:
         with self._lock:
@@ -128,18 +129,18 @@ class QueueLimit:
             limits = (self._max_requests, samples), (self._max_tokens, tokens)
             if full is not None and any(limit is not None and 0 < limit < size for limit, size in limits):
                 raise QueueFull(*full)  # it never fits
-            if full is None and not self._line:
+            if full is None and not self.line:
                 self._take(samples, tokens)
                 return None
             place = _QueuedSubmit(samples, tokens, promised())
-            self._line.append(place)
+            self.line.append(place)
             return place
 
     def _expire(self, place: _QueuedSubmit) -> None:
         """The time of `place` is up, unless it is out of the line already."""
         with self._lock:
-            if place in self._line:
-                self._line.remove(place)
+            if place in self.line:
+                self.line.remove(place)
                 self.expired += place.samples
                 place.granted.set_result(False)
                 self._grant()
@@ -147,15 +148,15 @@ class QueueLimit:
     def _give_up(self, place: _QueuedSubmit) -> None:
         """The caller in line at `place` waits no more."""
         with self._lock:
-            if place in self._line:
-                self._line.remove(place)
+            if place in self.line:
+                self.line.remove(place)
             elif place.granted.exception() is None and place.granted.result():
                 self._take(-place.samples, -place.tokens)
             self._grant()
 
     def _grant(self) -> None:
-        while self._line and self._full(self._line[0].samples, self._line[0].tokens) is None:
-            place = self._line.popleft()
+        while self.line and self._full(self.line[0].samples, self.line[0].tokens) is None:
+            place = self.line.popleft()
             self._take(place.samples, place.tokens)
             place.granted.set_result(True)
 

@@ -19,7 +19,7 @@ class Inbox(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._items: deque[T] = deque()
+        self.items: deque[T] = deque()
         # Reentrant: a finalizer (a dropped stream posts its Abort) may run inside any of these on the same thread.
         self._lock = threading.RLock()
         self._waiter: asyncio.Future[None] | None = None
@@ -35,7 +35,7 @@ class Inbox(Generic[T]):
         with self._lock:
             if self._closed:
                 return False
-            self._items.extend(items)
+            self.items.extend(items)
             waiter, self._waiter = self._waiter, None
         if waiter is not None:
             if threading.get_ident() == self._reader:
@@ -47,10 +47,10 @@ class Inbox(Generic[T]):
 
     def take(self) -> list[T]:
         """Everything posted so far."""
-        if not self._items:
+        if not self.items:
             return []
         with self._lock:
-            items, self._items = self._items, deque()  # one exchange: what a finalizer posts meanwhile stays in
+            items, self.items = self.items, deque()  # one exchange: what a finalizer posts meanwhile stays in
         return list(items)
 
     async def wait(self, timeout: float | None = None) -> None:
@@ -58,7 +58,7 @@ class Inbox(Generic[T]):
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
         with self._lock:
-            if self._items or self._closed:
+            if self.items or self._closed:
                 return
             self._reader = threading.get_ident()
             self._waiter = waiter
@@ -75,8 +75,8 @@ class Inbox(Generic[T]):
         """Refuse all further posts; what was posted and not taken."""
         with self._lock:
             self._closed = True
-            items = list(self._items)
-            self._items.clear()
+            items = list(self.items)
+            self.items.clear()
         return items
 
 

@@ -67,7 +67,7 @@ class PeerPrefixes(Source):
         """`identity`: what the numbers in `memory` depend on; peers of another one are of no use."""
         self._kv, self._memory, self._clock, self.call = kv, memory, clock, call
         self._identity: Identity | None = identity
-        self._fingerprint = fingerprint_of(identity).hex()
+        self.fingerprint = fingerprint_of(identity).hex()
         self._compute: float | None = None
         """Tokens of a prompt that the model computes in a second, as seen in the last step with a prompt."""
         self._read: dict[str, tuple[float, float]] = {}
@@ -136,7 +136,7 @@ class PeerPrefixes(Source):
 
     def _question(self, namespace: Namespace, tokens: Sequence[int], parts: Sequence[Part] | None = None) -> bytes:
         """JSON: how much of `tokens` is there, or records of `parts`."""
-        asked = {"fingerprint": self._fingerprint, "namespace": namespace, "tokens": tokens}
+        asked = {"fingerprint": self.fingerprint, "namespace": namespace, "tokens": tokens}
         if parts is not None:
             asked["parts"] = [(part, place) for part, place, _ in parts]
         return json.dumps(asked).encode()
@@ -214,7 +214,7 @@ class PeerPrefixes(Source):
         asked = json.loads(question)
         namespace, tokens, parts = tuple(asked["namespace"]), asked["tokens"], asked.get("parts")
         identity = self._identity
-        if identity is None or asked["fingerprint"] != self._fingerprint:
+        if identity is None or asked["fingerprint"] != self.fingerprint:
             return b""
         if parts is None:
             return b"%d" % (self._kv.peek(namespace, tokens, len(tokens)) // self._kv.page_size)

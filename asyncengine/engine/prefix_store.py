@@ -40,10 +40,10 @@ _PROBE_RECORDS = 64
 """Most bytes and records that are read to measure the rate."""
 _OVERHEAD = 0.002
 """Seconds of a reading beside its bytes."""
-_WORTH = 0.8
+WORTH = 0.8
 """Reading is worth it if it takes less than this share of computing."""
 _PATIENCE = 3.0
-_LEAST_PATIENCE = 0.1
+LEAST_PATIENCE = 0.1
 """A request waits for so many times the seconds that its reading should take, and so many more."""
 _NICE = 5
 """Priority of the writing thread, in steps below the program's own."""
@@ -61,9 +61,9 @@ class Rates(NamedTuple):
         """Seconds to wait, at most, for `nbytes` to be read in place of computing `num_tokens`; 0.0: it is not worth
         it."""
         seconds = _OVERHEAD + (nbytes / self.read if self.read else 0.0)
-        if not num_tokens or (self.compute is not None and seconds > _WORTH * num_tokens / self.compute):
+        if not num_tokens or (self.compute is not None and seconds > WORTH * num_tokens / self.compute):
             return 0.0
-        return _LEAST_PATIENCE + _PATIENCE * seconds
+        return LEAST_PATIENCE + _PATIENCE * seconds
 
 
 class PrefixStore(Source):

@@ -76,24 +76,25 @@ class Deadlines:
     """
 
     def __init__(self) -> None:
-        self._requests: dict[int, Request] = {}
+        self.requests: dict[int, Request] = {}
+        """Requests that have a deadline, by ticket."""
         self._scan_at = _NEVER
 
     def add(self, request: Request) -> None:
         spec = request.spec
         if spec.deadline is None and spec.waiting_deadline is None and spec.inter_token_timeout is None:
             return
-        self._requests[request.ticket] = request
+        self.requests[request.ticket] = request
         # An inter-token limit starts counting with the first token: unknown yet, so never later than from now.
         first = spec.inter_token_timeout
         self._scan_at = min(self._scan_at, _due(request), _NEVER if first is None else spec.arrival + first)
 
     def discard(self, request: Request) -> None:
-        self._requests.pop(request.ticket, None)
+        self.requests.pop(request.ticket, None)
 
     def next(self) -> float:
         """No request is too late before this clock reading."""
-        return self._scan_at if self._requests else _NEVER
+        return self._scan_at if self.requests else _NEVER
 
     def expired(self, now: float) -> list[Request]:
         """Requests that are too late at `now`, in order of arrival."""
@@ -101,7 +102,7 @@ class Deadlines:
             return []
         late: list[Request] = []
         self._scan_at = _NEVER
-        for request in self._requests.values():
+        for request in self.requests.values():
             due = _due(request)
             if due <= now:
                 late.append(request)

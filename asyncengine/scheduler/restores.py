@@ -105,21 +105,21 @@ class Restores:
         self._match_limit = match_limit
         self._wanted: list[Request] = []
         self._orders: list[RestoreOrder] = []
-        self._readings: dict[int, _Reading] = {}
+        self.readings: dict[int, _Reading] = {}
         self._number = 0
 
     def __len__(self) -> int:
-        return len(self._readings)
+        return len(self.readings)
 
     @property
     def tables(self) -> list[TableAndTokens]:
         """Tables of readings, each with the number of its tokens."""
-        return [(each.table, len(each.order.tokens)) for each in self._readings.values()]
+        return [(each.table, len(each.order.tokens)) for each in self.readings.values()]
 
     @property
     def next_deadline(self) -> float:
         """The clock reading before which no request has waited long enough."""
-        return min((each.until for each in self._readings.values() if each.waiting), default=float("inf"))
+        return min((each.until for each in self.readings.values() if each.waiting), default=float("inf"))
 
     # ---------------------------------------------------------------- requests
 
@@ -135,7 +135,7 @@ class Restores:
     def discard(self, request: Request) -> None:
         """`request` waits for nothing any more. A reading for nobody may end early."""
         self.queue.pop(request.ticket, None)
-        for reading in self._readings.values():
+        for reading in self.readings.values():
             if reading.waiting.pop(request.ticket, None) is not None and not reading.waiting:
                 reading.order.leave()
 
@@ -187,7 +187,7 @@ class Restores:
 
     def loaded(self, answer: PrefixLoaded) -> list[Request]:
         """A reading has ended. Returns those who have waited for it, and compute what else they need."""
-        reading = self._readings.pop(answer.number)
+        reading = self.readings.pop(answer.number)
         order, table = reading.order, reading.table
         before = table.num_shared
         self._kv.end_restore(table, order.tokens, order.start + answer.pages, reading.eviction_priority)
@@ -208,7 +208,7 @@ class Restores:
         """Requests that have waited long enough. They compute, and what they waited for ends early."""
         late: list[Request] = []
         if now >= self.next_deadline:
-            for reading in self._readings.values():
+            for reading in self.readings.values():
                 if now >= reading.until and reading.waiting:
                     late += reading.waiting.values()
                     reading.waiting.clear()
@@ -219,13 +219,13 @@ class Restores:
 
     def give_way(self) -> None:
         """A running request lacks pages: readings end with what they have."""
-        for reading in self._readings.values():
+        for reading in self.readings.values():
             reading.order.cancelled = True
 
     def _shared(self, request: Request) -> _Reading | None:
         """The reading under way that fills the next page of `request`."""
         space, size = self._namespace(request), self._kv.page_size
-        for reading in self._readings.values():
+        for reading in self.readings.values():
             end = (reading.order.start + 1) * size
             if reading.order.cancelled or reading.order.namespace != space:
                 continue
@@ -259,5 +259,5 @@ class Restores:
             slot, read, until, imported=imported,
         )  # fmt: skip
         self._orders.append(order)
-        reading = self._readings[order.number] = _Reading(order, table, priority, until)
+        reading = self.readings[order.number] = _Reading(order, table, priority, until)
         return reading

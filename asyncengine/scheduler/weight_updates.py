@@ -20,7 +20,7 @@ class WeightUpdates:
 
     def __init__(self) -> None:
         self.held: dict[int, Request] = {}
-        self._pending: dict[int, tuple[int, UpdateMode]] = {}
+        self.pending: dict[int, tuple[int, UpdateMode]] = {}
         """Place of an update in the order of all of them, and its mode, by its number."""
         self._asked = 0
         self._paused: int | None = None
@@ -28,12 +28,12 @@ class WeightUpdates:
 
     def add(self, number: int, mode: UpdateMode) -> None:
         self._asked += 1
-        self._pending[number] = (self._asked, mode)
+        self.pending[number] = (self._asked, mode)
 
     def remove(self, number: int) -> list[Request]:
         """It has happened, or is not wanted any more. Returns who need not wait any longer; unknown numbers change
         nothing."""
-        self._pending.pop(number, None)
+        self.pending.pop(number, None)
         freed = [request for request in self.held.values() if not self.is_before(request)]
         for request in freed:
             del self.held[request.ticket]
@@ -55,17 +55,17 @@ class WeightUpdates:
 
     def is_before(self, request: Request) -> bool:
         """Whether an update that `request` came after has yet to happen."""
-        return any(place <= request.num_updates for place, _ in self._pending.values())
+        return any(place <= request.num_updates for place, _ in self.pending.values())
 
     @property
     def stop_steps(self) -> bool:
         """The next update does not wait for anybody: no further step is launched before it."""
-        return self._paused is not None or any(mode == "recompute" for _, mode in list(self._pending.values())[:1])
+        return self._paused is not None or any(mode == "recompute" for _, mode in list(self.pending.values())[:1])
 
     def due(self, requests: Mapping[int, Request]) -> int | None:
         """The number of the update that may happen as soon as no step is in flight. `requests`: all there are, in order
         of arrival."""
-        number = next((each for each in self._pending if each != self._paused), None)
+        number = next((each for each in self.pending if each != self._paused), None)
         if number is None:
             return None
         first = next(iter(requests.values()), None)

@@ -104,7 +104,7 @@ class DraftPlanner:
         self._draft_costs = draft_costs
         self._max_drafts = max_drafts
         self._answers = EarlierAnswers(answer_bytes) if answer_bytes else None
-        self._make = make_proposer or self._lookup
+        self.make = make_proposer or self._lookup
         self.requests: dict[int, _Request] = {}
         self._namespaces: OrderedDict[tuple[Hashable, ...], Acceptance] = OrderedDict()
         """Acceptance of the namespaces that were used last."""
@@ -231,7 +231,7 @@ class DraftPlanner:
             self._namespaces[candidate.namespace] = namespace
             if len(self._namespaces) > _MAX_NAMESPACES:
                 self._namespaces.popitem(last=False)
-            proposer = self._make(candidate.spec, candidate.tokens, candidate.namespace)
+            proposer = self.make(candidate.spec, candidate.tokens, candidate.namespace)
             request = self.requests[candidate.key] = _Request(proposer, Acceptance(namespace))
         return request
 

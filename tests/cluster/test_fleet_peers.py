@@ -35,8 +35,8 @@ PARAMS = SamplingParams(max_tokens=4, temperature=0, logprobs=True, ignore_eos=T
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo model computes sooner than anybody answers. Each answer has one record."""
-    monkeypatch.setattr(prefix_store, "_WORTH", 1e9)
-    monkeypatch.setattr(prefix_store, "_LEAST_PATIENCE", PATIENCE)
+    monkeypatch.setattr(prefix_store, "WORTH", 1e9)
+    monkeypatch.setattr(prefix_store, "LEAST_PATIENCE", PATIENCE)
     monkeypatch.setattr(peers, "ASK_SECONDS", PATIENCE)
     monkeypatch.setattr(peers, "BATCH_BYTES", 1)
 

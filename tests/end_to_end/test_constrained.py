@@ -50,7 +50,7 @@ class Desk:
         info = ModelInfo("worded", VOCAB, 512, (2, 0), "float32", "cpu", 2, 16)
         service = make_grammars(self.tokenizer, info.eos_token_ids, info.vocab_size, EngineConfig())
         assert service is not None
-        self.backend: Any = service._make()
+        self.backend: Any = service.make()
         assert isinstance(self.backend, LlguidanceBackend)
         self.answers = cache(self._answers)
         self.template = cache(self.backend.compile)

@@ -208,8 +208,8 @@ async def test_weights_that_changed_on_the_disk_have_no_name(tmp_path: Path) -> 
 async def test_an_imported_prefix_is_kept_on_the_disk_as_a_computed_one(
     checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_store, "_WORTH", 1e9)
-    monkeypatch.setattr(prefix_store, "_LEAST_PATIENCE", 100.0)
+    monkeypatch.setattr(prefix_store, "WORTH", 1e9)
+    monkeypatch.setattr(prefix_store, "LEAST_PATIENCE", 100.0)
     path, kept = checkpoint("qwen3.5"), {"kv_cache_dir": tmp_path / "kv"}
     async with await load(path) as engine:
         tokens = await engine.export_prefix(PROMPT, tmp_path / "file")

@@ -26,8 +26,8 @@ SETTINGS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "show_progress
 @pytest.fixture(autouse=True)
 def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models compute faster than any disk reads."""
-    monkeypatch.setattr(prefix_store, "_WORTH", 1e9)
-    monkeypatch.setattr(prefix_store, "_LEAST_PATIENCE", 100.0)
+    monkeypatch.setattr(prefix_store, "WORTH", 1e9)
+    monkeypatch.setattr(prefix_store, "LEAST_PATIENCE", 100.0)
 
 
 def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:

@@ -112,14 +112,14 @@ async def test_answers_are_the_same(settings: dict[str, Any]) -> None:
         def make(spec: RequestSpec, tokens: Sequence[int], namespace: tuple[Hashable, ...]) -> Planted:
             return Planted([one[0] for one in expected], len(spec.prompt))
 
-        planner._make = make  # type: ignore[assignment]
+        planner.make = make  # type: ignore[assignment]
         assert await answers(engine, 3) == expected, "planted"
         counts = engine.stats().speculation
         assert counts is not None
         assert counts.accepted > 300
         assert counts.drafted - counts.accepted > 100
         assert engine.stats().steps < steps
-        planner._make = lambda *_: Planted([], 0)  # type: ignore[assignment]
+        planner.make = lambda *_: Planted([], 0)  # type: ignore[assignment]
         assert await answers(engine, 5) == expected, "by the draft model"
         later = engine.stats().speculation
         assert later is not None
@@ -128,7 +128,7 @@ async def test_answers_are_the_same(settings: dict[str, Any]) -> None:
         assert 0.1 * made < later.accepted - counts.accepted < made
 
 
-SMALL = {name: small_grammars._made(name)[0] for name in small_grammars.NAMES if name != "mark"}
+SMALL = {name: small_grammars.made(name)[0] for name in small_grammars.NAMES if name != "mark"}
 SHAPES = {**SMALL, **{f"other {name}": grammar for name, grammar in GRAMMARS.items()}}
 
 

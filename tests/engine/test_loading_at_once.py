@@ -110,7 +110,7 @@ def rooms(monkeypatch: pytest.MonkeyPatch) -> Rooms:
 
 def in_line() -> int:
     """Loads that wait for their turn or have it."""
-    return len(PROCESS._line)
+    return len(PROCESS.line)
 
 
 async def begun(rooms: Rooms, number: int) -> asyncio.Task[AsyncEngine]:

@@ -6,10 +6,12 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import anyio
 import pytest
+from support.fake_engine import until
 
 from asyncengine import EngineGroup, SamplingParams
 from asyncengine.config import parse_keep_alive
@@ -103,14 +105,14 @@ async def test_others_go_on_while_one_loads() -> None:
 
 async def test_it_goes_when_nobody_needs_it_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
     loads = Loads()
-    timers: list[tuple[float, asyncio.TimerHandle]] = []
+    timers: list[tuple[float, asyncio.TimerHandle, Callable[[], None]]] = []
     loop = asyncio.get_running_loop()
     later = loop.call_later
 
     def call_later(delay: float, call: Any, *args: Any) -> asyncio.TimerHandle:
         if getattr(call, "__name__", "") != "_start_unloading":
             return later(delay, call, *args)
-        timers.append((delay, later(10_000, call, *args)))
+        timers.append((delay, later(10_000, call, *args), partial(call, *args)))
         return timers[-1][1]
 
     monkeypatch.setattr(loop, "call_later", call_later)
@@ -123,9 +125,9 @@ async def test_it_goes_when_nobody_needs_it_and_not_before(monkeypatch: pytest.M
         await demand.acquire("a")
         assert timers.pop()[1].cancelled()  # it was used again in time
         demand.release("a")
-        delay, timer = timers.pop()
+        delay, timer, unload = timers.pop()
         assert (delay, timer.cancelled()) == (300, False)
-        timer._run()  # type: ignore[attr-defined]
+        unload()
         await settled()
         assert loads.happened == ["+a", "-a"]
         assert (await demand.acquire("a")).alive
@@ -144,17 +146,14 @@ async def test_who_comes_while_it_closes_waits_for_the_next_load() -> None:
         assert loads.happened == ["+a", "-a", "+a"]
 
 
-async def test_the_idle_one_that_was_used_longest_ago_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    loads = Loads()
-    now = iter(range(1000))
+async def test_the_idle_one_that_was_used_longest_ago_makes_room() -> None:
+    loads, time = Loads(), asyncio.get_running_loop().time
     async with loads.demand(*(loads.model(name, 40) for name in "abc"), budget=100) as demand:
-        monkeypatch.setattr(demand, "_loop", type("Clock", (), {"time": lambda _: float(next(now))})())
-        monkeypatch.setattr("asyncengine.engine.on_demand.asyncio.get_running_loop", lambda: demand._loop)
-        for name in "ab":
+        for name in "aba":
             await demand.acquire(name)
             demand.release(name)
-        await demand.acquire("a")
-        demand.release("a")
+            released = time()
+            await until(lambda at=released: time() > at)  # type: ignore[misc]
         await demand.acquire("c")
         assert loads.happened == ["+a", "+b", "-b", "+c"]
 

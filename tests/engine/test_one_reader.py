@@ -46,8 +46,8 @@ async def test_a_reader_that_was_woken_loses_nothing_to_one_that_comes_before_it
         stream = engine.stream(PROMPT, greedy(2))
         first = asyncio.ensure_future(anext(stream))
         await in_thread(executor.entered.wait)
-        assert stream._assembler is not None
-        waiter = stream._assembler.prepared.mailbox.put(Chunk("", [7], None, 0))
+        (sent,) = engine.core.loop.delivery.streams.values()
+        waiter = sent.mailbox.put(Chunk("", [7], None, 0))
         assert waiter is not None
         wake_all([waiter])  # it runs at the next turn of the loop; a second one is there before that
         with pytest.raises(RuntimeError, match="another task or thread"):
@@ -95,7 +95,7 @@ async def test_two_threads_cannot_read_one_stream():
         found: list[Any] = []
         reader = threading.Thread(target=lambda: found.append(stream.result()), daemon=True)
         reader.start()
-        await until(stream._reading.locked)
+        await in_thread(executor.entered.wait)
         with pytest.raises(RuntimeError, match="another task or thread"):
             next(stream)
         with pytest.raises(RuntimeError, match="another task or thread"):

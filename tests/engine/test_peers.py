@@ -33,8 +33,8 @@ Answer = Callable[[bytes], Awaitable[bytes]]
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of two records each, for which everybody waits."""
-    monkeypatch.setattr(prefix_store, "_LEAST_PATIENCE", PATIENCE)
-    monkeypatch.setattr(prefix_store, "_WORTH", 1e9)
+    monkeypatch.setattr(prefix_store, "LEAST_PATIENCE", PATIENCE)
+    monkeypatch.setattr(prefix_store, "WORTH", 1e9)
     monkeypatch.setattr(peers, "ASK_SECONDS", PATIENCE)
     monkeypatch.setattr(peers, "BATCH_BYTES", 2 * SIZE * 8)
 
@@ -153,10 +153,11 @@ async def test_simultaneous_requests_share_one_pull() -> None:
 @pytest.mark.parametrize("planned", [False, True])
 async def test_a_peer_is_asked_only_where_that_is_worth_it_or_planned(planned: bool) -> None:
     async with pair_of() as pair:
-        prefixes = pair.here.core.loop.sources.tiers[0]
-        prefixes._compute, prefixes._read["there"] = 1e15, (1.0, float("inf"))
-        pair.peer = pair.peer._replace(planned=planned)
-        assert (await pair.ask()).usage.restored_tokens == planned * FULL * SIZE
+        await pair.ask(PROMPT[:26], pages=6)
+        pair.wire.questions.clear()
+        pair.here.core.loop.sources.tiers[0].saw(SimpleNamespace(num_tokens=10**6, rows=()), 1e-9)
+        pair.peer = Peer("there", "", b"", FULL, planned)
+        assert (await pair.ask()).usage.restored_tokens == planned * (FULL - 6) * SIZE
         assert bool(pair.wire.questions) is planned
 
 
@@ -247,7 +248,7 @@ async def test_peers_of_another_fingerprint_refuse_and_are_refused(lies: bool) -
         assert theirs is not None
 
         async def lie(answer: Answer, question: bytes) -> bytes:
-            return await answer(json.dumps({**json.loads(question), "fingerprint": theirs._fingerprint}).encode())
+            return await answer(json.dumps({**json.loads(question), "fingerprint": theirs.fingerprint}).encode())
 
         if lies:
             pair.wire.tamper = lie
@@ -288,7 +289,7 @@ async def test_nobody_else_waits_and_the_late_compute() -> None:
         waiting = asyncio.create_task(pair.ask())
         await until(lambda: len(pair.restores) == 1, "a pull")
         assert (await pair.ask([5, 6, 7, 8, 9, 10], pages=0)).usage.restored_tokens == 0
-        for reading in pair.restores._readings.values():
+        for reading in pair.restores.readings.values():
             reading.until = 0.0
         assert (await pair.ask([15, 6, 7], pages=0)).usage.restored_tokens == 0
         assert (await waiting).usage.restored_tokens == 0
@@ -298,7 +299,7 @@ async def test_nobody_else_waits_and_the_late_compute() -> None:
 
 async def test_a_pull_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the peer never answers: its pages come back."""
-    monkeypatch.setattr(prefix_store, "_LEAST_PATIENCE", 0.05)
+    monkeypatch.setattr(prefix_store, "LEAST_PATIENCE", 0.05)
     async with pair_of() as pair:
 
         async def never(answer: Answer, question: bytes) -> bytes:

@@ -134,7 +134,7 @@ async def test_an_import_gives_way_to_a_request_that_grows(file: Path) -> None:
         reading = asyncio.create_task(engine.import_prefix(file))
         assert await asyncio.to_thread(executor.waiting.wait, PATIENCE)
         growing = asyncio.create_task(ask(engine, [5, 6, 7], most=50))
-        await until(lambda: engine.core.loop.scheduler.restores._readings[1].order.cancelled)
+        await until(lambda: engine.core.loop.scheduler.restores.readings[1].order.cancelled)
         executor.gate.set()
         with pytest.raises(RequestFailed, match="requests need its pages"):
             await reading

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.fake_engine import CACHE_KINDS, GREEDY, PATIENCE, SteppedExecutor, make_core
+from support.fake_engine import CACHE_KINDS, GREEDY, PATIENCE, make_core
 from support.fake_memory import FakePageMemory
+from support.updatable import Updatable
 
 from asyncengine import AsyncEngine, EngineConfig
 from asyncengine.engine import prefix_store
@@ -39,7 +40,7 @@ PROMPT = [2 + (7 * place) % 90 for place in range(30)]
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_store, "_LEAST_PATIENCE", PATIENCE)
+    monkeypatch.setattr(prefix_store, "LEAST_PATIENCE", PATIENCE)
 
 
 class Disk:
@@ -66,14 +67,14 @@ class Disk:
 
     @property
     def files(self) -> dict[str, Any]:
-        return self.disk._names
+        return self.disk.files
 
 
 def engine_on(
     disk: Disk, kind: str = "pages", pages: int = 128, recorder: Any = None, **settings: Any
 ) -> AsyncEngine:  # fmt: skip
     def load() -> Any:
-        executor = SteppedExecutor(pages, SIZE, **CACHE_KINDS[kind])
+        executor = Updatable(pages, SIZE, **CACHE_KINDS[kind])
         try:
             prefixes = PrefixStore(SegmentStore(disk, "/kv", FINGERPRINT, 10**6), FakePageMemory(executor), SIZE)
         except OSError:  # with a real disk it would not have started
@@ -143,7 +144,7 @@ async def test_only_who_wants_the_same_next_page_shares_a_reading() -> None:
     async with engine_on(disk) as engine:
         disk.gate.clear()
         asked = [asyncio.create_task(ask(engine, prompt)) for prompt in (PROMPT, other)]
-        readings = engine.core.loop.scheduler.restores._readings
+        readings = engine.core.loop.scheduler.restores.readings
         await until(lambda: sum(len(each.waiting) for each in list(readings.values())) == 2)
         assert len(readings) == 2
         disk.gate.set()
@@ -161,7 +162,7 @@ async def test_nobody_else_waits_and_the_late_compute() -> None:
         assert (await ask(engine, [5, 6, 7, 8, 9, 10])).usage.restored_tokens == 0
         scheduler = engine.core.loop.scheduler
         assert len(scheduler.restores) == 1
-        for reading in scheduler.restores._readings.values():
+        for reading in scheduler.restores.readings.values():
             reading.until = 0.0
         assert (await ask(engine, [15, 6, 7])).usage.restored_tokens == 0
         assert (await waiting).usage.restored_tokens == 0
@@ -195,7 +196,6 @@ async def test_other_weights_wait_for_readings_and_end_the_store() -> None:
     async with engine_on(disk) as engine:
         core = engine.core
         executor = core.loop.runner.executor  # type: ignore[attr-defined]
-        core._prepare_update = lambda weights, config, partial: lambda: executor.update(weights)
         disk.gate.clear()
         waiting = asyncio.create_task(engine.generate(PROMPT, GREEDY.replace(max_tokens=5, seed=0)))
         await until(lambda: engine.stats().requests["restore_queue"] == 1)

@@ -42,7 +42,7 @@ def engine_of(**settings: Any) -> AsyncEngine:
 def asked(engine: AsyncEngine) -> bool:
     """An update was posted: whatever is posted from now on comes after it."""
     loop = engine.core.loop
-    return bool(loop.scheduler.roster.weights._pending) or any(
+    return bool(loop.scheduler.roster.weights.pending) or any(
         isinstance(message, UpdateWeights) for message in posted(engine)
     )
 

@@ -67,7 +67,7 @@ async def live(pristine: Path, folder: Path, seed: int) -> int:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_store, "_LEAST_PATIENCE", PATIENCE)
+    monkeypatch.setattr(prefix_store, "LEAST_PATIENCE", PATIENCE)
 
 
 async def test_damaged_folders_give_no_wrong_token(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ async def serve(folder: str, number: int) -> AsyncIterator[Answer]:
     from asyncengine import AsyncEngine, SamplingParams
     from asyncengine.engine import prefix_store
 
-    prefix_store._WORTH, prefix_store._LEAST_PATIENCE = 1e9, 100.0
+    prefix_store.WORTH, prefix_store.LEAST_PATIENCE = 1e9, 100.0
     params = SamplingParams(max_tokens=3, temperature=0, logprobs=True, ignore_eos=True)
     settings = {"kv_cache_dir": folder} if folder else {}
     async with await AsyncEngine.from_pretrained(
@@ -61,7 +61,7 @@ asyncio.run(main())
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """`serve` changes these in this process, too."""
-    for name in ("_WORTH", "_LEAST_PATIENCE"):
+    for name in ("WORTH", "LEAST_PATIENCE"):
         monkeypatch.setattr(prefix_store, name, getattr(prefix_store, name))
 
 

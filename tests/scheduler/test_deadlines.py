@@ -140,7 +140,7 @@ def test_two_thousand_deadlines_in_one_step():
                 examined += 1
                 yield value
 
-    steps.scheduler.roster.deadlines._requests = Watched(steps.scheduler.roster.deadlines._requests)
+    steps.scheduler.roster.deadlines.requests = Watched(steps.scheduler.roster.deadlines.requests)
     steps.scheduler.schedule(6.0)
     assert not steps.scheduler.requests
     assert examined == 2000

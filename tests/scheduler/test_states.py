@@ -41,9 +41,9 @@ def test_the_check_finds_a_lost_request():
 
 def test_the_check_finds_a_lost_slot():
     steps = Steps()
-    steps.add([2, 3])
+    ticket = steps.add([2, 3])
     steps.step()
-    steps.scheduler.roster.slots._free.pop()
+    steps.request(ticket).slot = -1
     with pytest.raises(InvariantViolation, match="slots out of balance"):
         steps.scheduler.check()
 

@@ -6,17 +6,14 @@ import random
 
 from support.fake_engine import Steps, rows
 
-from asyncengine.request_spec import Pooled, RequestSpec
+from asyncengine.request_spec import Pooled
 from asyncengine.sampling_params import SamplingParams
 
 WHOLE = Pooled(whole=True, every=True)
 
 
 def add(steps: Steps, length: int, pooled: Pooled = WHOLE) -> int:
-    steps._tickets += 1
-    spec = RequestSpec(steps._tickets, (2,) * length, SamplingParams(), length, arrival=steps.now, pooled=pooled)
-    steps.scheduler.apply(spec)
-    return steps._tickets
+    return steps.add((2,) * length, 0, params=SamplingParams(), pooled=pooled)
 
 
 def test_a_text_gets_all_of_its_step_or_nothing() -> None:

@@ -296,12 +296,12 @@ async def until(condition: Callable[[], bool], what: str = "the condition", most
 
 def num_in_line(engine: AsyncEngine) -> int:
     """Requests that wait for a place in the engine's queue."""
-    return len(engine.core.loop.queue_limit._line)
+    return len(engine.core.loop.queue_limit.line)
 
 
 def posted(engine: AsyncEngine) -> list[Any]:
     """Messages that have come to the engine and that its loop has not taken yet."""
-    return list(engine.core.loop.inbox._items)
+    return list(engine.core.loop.inbox.items)
 
 
 async def idle(engine: AsyncEngine) -> None:

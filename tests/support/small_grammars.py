@@ -54,11 +54,11 @@ def shared_vocabulary() -> Vocabulary:
 
 @cache
 def small_grammar(name: str) -> SmallGrammar:
-    grammar, validate = _made(name)
+    grammar, validate = made(name)
     return SmallGrammar(grammar, LlguidanceBackend(shared_vocabulary()).compile(grammar), validate)
 
 
-def _made(name: str) -> tuple[Grammar, Callable[[str], None]]:
+def made(name: str) -> tuple[Grammar, Callable[[str], None]]:
     if name in SCHEMAS:
         validator = jsonschema.Draft202012Validator(SCHEMAS[name])
         return Grammar.json_schema(SCHEMAS[name]), lambda text: validator.validate(json.loads(text))

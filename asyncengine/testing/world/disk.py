@@ -63,7 +63,7 @@ class VirtualDisk:
         Linux, and a second `fsync` says nothing of it."""
         self._rng = rng
         self._dead = False
-        self._names: dict[str, _File] = {}
+        self.files: dict[str, _File] = {}
         self._stable_names: dict[str, _File] = {}
         self._renamings: list[_Renaming] = []
         """Changes of names since the last sync of their folders."""
@@ -75,9 +75,9 @@ class VirtualDisk:
         """A descriptor of the file at `path`, which is made if it is not there (`create`). Raises `FileNotFoundError`,
         `FileExistsError` if it must be new (`exclusive`)."""
         self._check_alive()
-        if exclusive and path in self._names:
+        if exclusive and path in self.files:
             raise _error(errno.EEXIST, path)
-        if create and path not in self._names:
+        if create and path not in self.files:
             self._begin_change()
             self._rename(None, path, _File())
         descriptor = max(self._open, default=2) + 1
@@ -124,7 +124,7 @@ class VirtualDisk:
         file = self._opened(descriptor)
         dies = self._begin_change(dies_here=False)
         if self.capacity is not None:
-            room = self.capacity - sum(len(each.seen) for each in self._names.values())
+            room = self.capacity - sum(len(each.seen) for each in self.files.values())
             data = data[: max(0, len(file.seen) + room - offset)]
             if not data:
                 raise _error(errno.ENOSPC)
@@ -159,7 +159,7 @@ class VirtualDisk:
     def listdir(self, folder: str) -> list[str]:
         """Names of the files in a folder, in no order that means anything."""
         self._check_alive()
-        found = [posixpath.basename(path) for path in self._names if posixpath.dirname(path) == folder]
+        found = [posixpath.basename(path) for path in self.files if posixpath.dirname(path) == folder]
         self._rng.shuffle(found)
         return found
 
@@ -197,14 +197,14 @@ class VirtualDisk:
             if self._rng.random() < 0.5:
                 change.apply(self._stable_names)
         self._renamings.clear()
-        self._names = dict(self._stable_names)
-        for file in dict.fromkeys(self._names.values()):
+        self.files = dict(self._stable_names)
+        for file in dict.fromkeys(self.files.values()):
             self._settle_some(file)
             file.seen[:] = file.stable
 
     def flip_bits(self, count: int) -> None:
         """Change bits of some files, while nobody looks."""
-        full = [file for file in self._names.values() if file.seen]
+        full = [file for file in self.files.values() if file.seen]
         for _ in range(count if full else 0):
             file = self._rng.choice(full)
             place, bit = self._rng.randrange(len(file.seen)), 1 << self._rng.randrange(8)
@@ -228,7 +228,7 @@ class VirtualDisk:
 
     def _rename(self, old: str | None, new: str | None, file: _File) -> None:
         self._renamings.append(_Renaming(old, new, file))
-        self._renamings[-1].apply(self._names)
+        self._renamings[-1].apply(self.files)
 
     def _begin_change(self, dies_here: bool = True) -> bool:
         """Count one call. Whether the process dies in it; `dies_here`: at once."""
@@ -253,9 +253,9 @@ class VirtualDisk:
 
     def _named(self, path: str) -> _File:
         self._check_alive()
-        if path not in self._names:
+        if path not in self.files:
             raise _error(errno.ENOENT, path)
-        return self._names[path]
+        return self.files[path]
 
 
 def _error(number: int, path: str | None = None) -> OSError:

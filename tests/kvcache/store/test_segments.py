@@ -181,7 +181,7 @@ def test_the_oldest_segments_go_first_and_whole() -> None:
     kept = [read(others, header) is not None for header in headers(4)]
     assert kept == sorted(kept), "a younger segment of another fingerprint went before an older one"
     assert kept[0] < kept[-1], "its newest, which its process may be writing, went"
-    assert sum(map(len, (file.seen for file in disk._names.values()))) <= 40_000
+    assert sum(map(len, (file.seen for file in disk.files.values()))) <= 40_000
 
 
 def test_a_full_disk_and_a_broken_one_end_nothing() -> None:

@@ -32,8 +32,8 @@ class Matcher:
         self._template = template
         self._budget = budget
         self._on_budget = on_budget
-        self._state = template.new_state()
-        self._closing = template.new_closing() if on_budget == "close" else None
+        self.state = template.new_state()
+        self.closing = template.new_closing() if on_budget == "close" else None
         self._left = budget
         self.steered = False
 
@@ -45,7 +45,7 @@ class Matcher:
         if known is not None:
             mask[:] = known
             return
-        self._state.fill(mask)
+        self.state.fill(mask)
         if key is not None:
             self._template.masks.keep(key, mask)
 
@@ -66,8 +66,8 @@ class Matcher:
                 alike.setdefault(key, []).append(place)
                 if len(alike[key]) > 1:
                     continue  # gets a copy
-            if (fill := matcher._state.joint_fill) is not None:
-                joint.setdefault(fill, {})[place] = matcher._state
+            if (fill := matcher.state.joint_fill) is not None:
+                joint.setdefault(fill, {})[place] = matcher.state
         done = done.union(*(fill(masks, states) for fill, states in joint.items()))
         for key, (first, *others) in alike.items():
             if first in done and matchers[first]._template.masks.keep(key, masks[first]):
@@ -83,25 +83,25 @@ class Matcher:
 
     def _shared(self) -> tuple[Key | None, Mask | None]:
         """`SharedMasks.find` of where the output stands; None, None where that is not known."""
-        position = None if self._closing is None else self._closing.position
-        if position is None or self._state.ended:
+        position = None if self.closing is None else self.closing.position
+        if position is None or self.state.ended:
             return None, None
-        return self._template.masks.find(position, self._state.last)
+        return self._template.masks.find(position, self.state.last)
 
     def fill_along(self, masks: Mask, drafts: Sequence[int]) -> int:
-        self._state.fill(masks[0])
+        self.state.fill(masks[0])
         filled, taken = 1, 0
         try:
             for draft in drafts:
-                if not self._state.consume(draft):
+                if not self.state.consume(draft):
                     break
                 taken += 1
-                if self._state.is_terminated():
+                if self.state.is_terminated():
                     break  # nothing is sampled behind the end
-                self._state.fill(masks[taken])
+                self.state.fill(masks[taken])
                 filled += 1
         finally:
-            self._state.rollback(taken)
+            self.state.rollback(taken)
         return filled
 
     def accept(self, token: int, jump: bool = True) -> list[int]:
@@ -109,8 +109,8 @@ class Matcher:
         if taken is None:
             taken = self._steer()
         tokens = [taken]
-        if jump and not self._state.is_terminated():
-            for forced in self._state.forced():
+        if jump and not self.state.is_terminated():
+            for forced in self.state.forced():
                 if self._left <= 0 or self._take(forced) is None:
                     break
                 tokens.append(forced)
@@ -118,26 +118,26 @@ class Matcher:
 
     def _take(self, token: int) -> int | None:
         """Move past `token`; None, unmoved, if the output could not be completed within the budget after it."""
-        if self._closing is not None and not self._closing.advance(token, self._left - 1):
+        if self.closing is not None and not self.closing.advance(token, self._left - 1):
             return None
-        if not self._state.consume(token):
+        if not self.state.consume(token):
             raise GrammarError("grammar", f"token {token} was sampled, but is not allowed here")
         self._left -= 1
         return token
 
     def _steer(self) -> int:
-        assert self._closing is not None
+        assert self.closing is not None
         self.steered = True
-        token = self._take(self._closing.first())
+        token = self._take(self.closing.first())
         if token is None:
             raise GrammarError("grammar", "no complete output fits the budget any more")
         return token
 
     def is_terminated(self) -> bool:
-        return self._state.is_terminated()
+        return self.state.is_terminated()
 
     def overrun(self) -> str | None:
-        if self._on_budget == "truncate" or self._state.is_accepting():
+        if self._on_budget == "truncate" or self.state.is_accepting():
             return None
         if self._on_budget == "close":
             return "no way to a complete output was found before the budget (max_tokens or the context) ended"

@@ -60,11 +60,12 @@ class GrammarService:
     def __init__(self, make: Callable[[], LlguidanceBackend], config: GrammarSettings) -> None:
         """`make` returns the grammar library; it is called at first use."""
         self.make = make
-        self._config = config
+        self.config = config
         self._backend: LlguidanceBackend | None = None
-        self._cache = TemplateCache(int(config.grammar_cache_memory))
+        self.cache = TemplateCache(int(config.grammar_cache_memory))
         self._jobs: dict[str, _Job] = {}
-        self._job_of: dict[int, _Job] = {}
+        self.waiting: dict[int, _Job] = {}
+        """The job that each ticket waits for."""
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -77,12 +78,12 @@ class GrammarService:
         spec = Grammar.of(grammar)
         key = spec.key
         with self._lock:
-            known = self._cache.get(key)
+            known = self.cache.get(key)
         if known is None:  # what is in the cache has been checked: a request with a known grammar does not pay again
-            check_limits(spec, max_bytes=self._config.max_grammar_bytes, max_depth=self._config.max_grammar_depth)
+            check_limits(spec, max_bytes=self.config.max_grammar_bytes, max_depth=self.config.max_grammar_depth)
         with self._lock:
-            if known is None and key not in self._jobs and len(self._jobs) >= self._config.max_pending_grammars:
-                raise QueueFull("max_pending_grammars", self._config.max_pending_grammars)
+            if known is None and key not in self._jobs and len(self._jobs) >= self.config.max_pending_grammars:
+                raise QueueFull("max_pending_grammars", self.config.max_pending_grammars)
         if isinstance(known, GrammarError):
             raise _again(known)
         if known is not None:
@@ -108,7 +109,7 @@ class GrammarService:
 
     def _cached(self, key: str, order: GrammarOrder) -> GrammarMatcher | Exception | None:
         """A matcher, or why there is none, if that is known without compiling. Holds the lock."""
-        known = self._cache.get(key)
+        known = self.cache.get(key)
         if known is None or isinstance(known, GrammarError):
             return known and _again(known)
         try:
@@ -117,7 +118,7 @@ class GrammarService:
         except BudgetTooSmall as error:
             return error
         except GrammarError:  # it broke under somebody's output: compile it again
-            self._cache.drop(key)
+            self.cache.drop(key)
             return None
 
     def _wait(self, ticket: int, key: str, spec: Grammar, order: GrammarOrder, done: GrammarDone) -> None:
@@ -126,16 +127,16 @@ class GrammarService:
         if job is None:
             job = self._jobs[key] = _Job(key)
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._config.grammar_workers, thread_name_prefix="asyncengine-grammar")
+                self._pool = ThreadPoolExecutor(self.config.grammar_workers, thread_name_prefix="asyncengine-grammar")
             usual = threading.stack_size(STACK_BYTES)
             try:
                 job.future = self._pool.submit(self._run, job, spec)  # may start a thread
             finally:
                 threading.stack_size(usual)
         waiter = job.waiters[ticket] = _Waiter(order, done, asyncio.get_running_loop())
-        self._job_of[ticket] = job
+        self.waiting[ticket] = job
         if job.begun:
-            waiter.alarm = waiter.loop.call_later(self._config.grammar_timeout, self._time_out, ticket)
+            waiter.alarm = waiter.loop.call_later(self.config.grammar_timeout, self._time_out, ticket)
 
     def _begin(self, job: _Job) -> LlgTemplate | GrammarError | None:
         """From now on its waiters' clocks run. What the cache has meanwhile."""
@@ -144,13 +145,13 @@ class GrammarService:
             for ticket, waiter in job.waiters.items():
                 with contextlib.suppress(RuntimeError):  # its loop is closed
                     waiter.loop.call_soon_threadsafe(self._set_alarm, ticket, job)
-            return self._cache.get(job.key)
+            return self.cache.get(job.key)
 
     def _set_alarm(self, ticket: int, job: _Job) -> None:
         with self._lock:
             waiter = job.waiters.get(ticket)
             if waiter is not None and not self._closed:
-                waiter.alarm = waiter.loop.call_later(self._config.grammar_timeout, self._time_out, ticket)
+                waiter.alarm = waiter.loop.call_later(self.config.grammar_timeout, self._time_out, ticket)
 
     def cancel(self, ticket: int) -> None:
         self._leave(ticket)
@@ -158,7 +159,7 @@ class GrammarService:
     def _leave(self, ticket: int) -> _Waiter | None:
         """Take `ticket` out of its job; cancel a job that nobody waits for and that has not begun."""
         with self._lock:
-            job = self._job_of.pop(ticket, None)
+            job = self.waiting.pop(ticket, None)
             if job is None:
                 return None
             waiter = job.waiters.pop(ticket)
@@ -171,7 +172,7 @@ class GrammarService:
     def _time_out(self, ticket: int) -> None:
         waiter = self._leave(ticket)
         if waiter is not None:
-            limit = self._config.grammar_timeout
+            limit = self.config.grammar_timeout
             waiter.done(ticket, GrammarTimeout("grammar", f"took over grammar_timeout={limit:g} s to compile"))
 
     # ---------------------------------------------------------------- on a worker thread
@@ -192,11 +193,11 @@ class GrammarService:
             self._jobs.pop(job.key, None)
             waiters, job.waiters = job.waiters, {}
             for ticket in waiters:
-                self._job_of.pop(ticket, None)
+                self.waiting.pop(ticket, None)
             if not isinstance(outcome, Exception):
-                self._cache.put(job.key, outcome)
+                self.cache.put(job.key, outcome)
             elif not isinstance(outcome, GrammarTimeout):
-                self._cache.put_error(job.key, outcome)
+                self.cache.put_error(job.key, outcome)
         for ticket, waiter in waiters.items():
             if waiter.alarm is not None:
                 with contextlib.suppress(RuntimeError):  # its loop is closed, and the alarm with it
@@ -217,7 +218,7 @@ class GrammarService:
             backend = self._backend
             waiters = [waiter for job in self._jobs.values() for waiter in job.waiters.values()]
             self._jobs.clear()
-            self._job_of.clear()
+            self.waiting.clear()
         for waiter in waiters:
             if waiter.alarm is not None:
                 waiter.alarm.cancel()

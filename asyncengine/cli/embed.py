@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     lines = _lines()
     with open_engine(args.model, config) as engine, _sink(path, engine) as sink, _progress() as advance:
         done, cut = 0, 0
-        for texts in _chunks(lines):
+        for texts in chunks(lines):
             found = _embedded(engine, texts, done, args)
             sink.write(found)
             done, cut = done + len(texts), cut + len(found.truncated)
@@ -99,7 +99,7 @@ def _lines() -> Iterator[str]:
         raise CliError(f"stdin: line {number + 1} or one soon after it is not {error.encoding}") from error
 
 
-def _chunks(lines: Iterator[str]) -> Iterator[list[str]]:
+def chunks(lines: Iterator[str]) -> Iterator[list[str]]:
     while chunk := list(_some(lines)):
         yield chunk
 

@@ -50,7 +50,7 @@ class ImageStore:
     def __init__(self, tower: TransformersTower, axes: bool, device: torch.device, *, near: bool = False) -> None:
         """`axes`: positions have three axes. `near`: tokens attend to each other both ways in layers with windows
         alone."""
-        self._tower = tower
+        self.tower = tower
         self.axes, self.near = axes, near
         self._device = device
         self._encoded: dict[bytes, Encoded | str] = {}
@@ -61,7 +61,7 @@ class ImageStore:
         for digest in asked.dropped:
             self._encoded.pop(digest, None)
         try:
-            found: Encoded | str = self._tower.encode(asked.image.pixels())
+            found: Encoded | str = self.tower.encode(asked.image.pixels())
             if len(found[0]) != asked.image.tokens:
                 found = f"its picture has {asked.image.tokens} tokens, and the tower made {len(found[0])} of it"
         except Exception as error:  # the fault of one picture, or of too little memory for it

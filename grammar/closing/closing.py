@@ -73,7 +73,7 @@ class Closing:
         """Empty where nothing is known of it."""
         self._effort = Effort(ACCOUNT)
         self._said: list[int] = []
-        self._alone = False
+        self.alone = False
         """The library is followed in place of the shape, or cannot be."""
         self._matcher: Any = None
         """Behind the first `_checked` tokens that were said; None: not needed so far."""
@@ -112,7 +112,7 @@ class Closing:
         if token in self._vocabulary.eos_ids:
             return not self._standing or self._tracker.cost(self._standing) == 0
         standing = self._step(token)
-        if standing is None and not self._alone:
+        if standing is None and not self.alone:
             self._follow_library()
             standing = self._step(token)
         standing = standing or ()
@@ -121,7 +121,7 @@ class Closing:
             self._left -= 1
         elif self._fits(standing, at_most):
             self._plan = None
-        elif self._planned() or self._alone:
+        elif self._planned() or self.alone:
             return False
         else:
             self._follow_library()
@@ -149,7 +149,7 @@ class Closing:
         if cost <= at_most:
             return True
         if cost >= UNREACHABLE:
-            return at_most >= FAR or (self._alone and self.cost >= UNREACHABLE)
+            return at_most >= FAR or (self.alone and self.cost >= UNREACHABLE)
         return cost <= CLOSE * at_most and self._tracker.nearest(standing)[0] <= at_most
 
     def _planned(self) -> bool:
@@ -187,9 +187,9 @@ class Closing:
 
     def _follow_library(self) -> None:
         """The shape does not say what the library does: from now on search with the library, if that can follow."""
-        if self._alone:
+        if self.alone:
             return
-        self._alone, self._plan, self._standing = True, None, ()
+        self.alone, self._plan, self._standing = True, None, ()
         matcher = self._source.new_bytes()
         symbols = [symbol for token in self._said for symbol in self._vocabulary.symbols(token)]
         with contextlib.suppress(GrammarError):

@@ -69,7 +69,7 @@ class Speller:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self._ways: dict[bytes, Way] = {}
+        self.ways: dict[bytes, Way] = {}
         self._units: dict[tuple[tuple[bytes, ...], tuple[int, ...]], Unit | None] = {}
 
     def tokens(self, text: bytes) -> list[int] | None:
@@ -82,12 +82,12 @@ class Speller:
         return min(UNREACHABLE, self._way(text).cost(begin))
 
     def _way(self, text: bytes) -> Way:
-        way = self._ways.get(text)
+        way = self.ways.get(text)
         if way is None:
-            if len(self._ways) >= MAX_KEPT:
-                self._ways.clear()
+            if len(self.ways) >= MAX_KEPT:
+                self.ways.clear()
             ways = [Way(said, self.vocabulary) for said in _with_blanks(text)]
-            way = self._ways[text] = min(ways, key=lambda way: way.cost(0))
+            way = self.ways[text] = min(ways, key=lambda way: way.cost(0))
         return way
 
     @functools.cached_property

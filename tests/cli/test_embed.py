@@ -75,7 +75,7 @@ def test_long_lines_end_a_chunk_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embed, "CHUNK_CHARACTERS", 10)
     monkeypatch.setattr(embed, "CHUNK_LINES", 3)
     given = ["a" * 11, "b" * 6, "c" * 6, "d", "e", "f", "g"]
-    assert [len(chunk) for chunk in embed._chunks(iter(given))] == [1, 2, 3, 1]
+    assert [len(chunk) for chunk in embed.chunks(iter(given))] == [1, 2, 3, 1]
 
 
 @pytest.mark.parametrize(

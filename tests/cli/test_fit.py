@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from asyncengine.cli import fit
-from asyncengine.cli.fit import Machine
 from asyncengine.cli.main import main
+from asyncengine.device import memory
 
 MIB = 2**20
 
 
-def on(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
-    """As if this machine had so much free."""
-    read = fit._read
-    monkeypatch.setattr(fit, "_read", lambda model, config: (read(model, config)[0], machine))
+def on(monkeypatch: pytest.MonkeyPatch, free: int, *gpus: int) -> None:
+    """As if this machine had so many bytes free, and each of its GPUs."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: bool(gpus))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(gpus))
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free if device.type == "cpu" else gpus[device.index])
 
 
 def report(capsys: pytest.CaptureFixture[str], code: int, *flags: str) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def test_the_demo_model_fits_here(capsys: pytest.CaptureFixture[str]) -> None:
 def test_figures_add_up_and_flags_change_them(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on(monkeypatch, Machine(200 * MIB))
+    on(monkeypatch, 200 * MIB)
     plain = report(capsys, 0)
     assert plain["on"] == "cpu"
     assert (
@@ -57,7 +57,7 @@ def test_figures_add_up_and_flags_change_them(
 
 
 def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, Machine(200 * MIB))
+    on(monkeypatch, 200 * MIB)
     found = report(capsys, 1, "--kv-tokens", "100000")
     assert found["fits"] is False
     assert (
@@ -70,12 +70,12 @@ def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str], m
 def test_a_device_is_taken_before_the_processors(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on(monkeypatch, Machine(2**34, (10 * MIB, 0, 2**33)))
+    on(monkeypatch, 2**34, 10 * MIB, 0, 2**33)
     assert report(capsys, 0)["on"] == "cuda:2"
     assert report(capsys, 0, "--tensor-parallel", "2")["on"] == "cpu", "each rank takes a device"
-    on(monkeypatch, Machine(2**34, (2**33, 0, 2**33)))
+    on(monkeypatch, 2**34, 2**33, 0, 2**33)
     assert report(capsys, 0, "--tensor-parallel", "2")["on"] == "cuda:0 and cuda:2"
-    on(monkeypatch, Machine(2**34, (10 * MIB,)))
+    on(monkeypatch, 2**34, 10 * MIB)
     assert main(["fit", "demo"]) == 0
     assert 'It fits on cpu: pass device="cpu".' in capsys.readouterr().out
 

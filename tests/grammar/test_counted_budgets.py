@@ -178,7 +178,7 @@ def test_classes_of_characters_are_those_of_the_library(vocabulary: Vocabulary, 
             assert matcher.accept(token, jump=False) == [token]
         walk(vocabulary, matcher, 400 - len(begin), random.Random(2))
         assert matcher.overrun() is None
-        assert not matcher._closing._alone  # type: ignore[union-attr]
+        assert not matcher.closing.alone  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("letters", ["abcdefghijklmnopqrstuvwxyz", " 01:x", "".join(map(chr, range(128))), "é", ""])

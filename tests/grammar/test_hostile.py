@@ -172,7 +172,7 @@ async def test_too_many_grammars_waiting_to_be_compiled() -> None:
             asyncio.ensure_future(place.engine.generate([5], constrained(Grammar.regex(f"x{index}"))))
             for index in range(2)
         ]
-        await until(lambda: len(place.service._jobs) == 2, "two compilations")
+        await until(lambda: len(place.engine.core.loop.scheduler.grammar_queue) == 2, "two compilations")
         with pytest.raises(QueueFull, match="max_pending_grammars=2"):
             await place.engine.generate([5], constrained(Grammar.regex("x3")))
         again = asyncio.ensure_future(place.engine.generate([5], constrained(Grammar.regex("x1"))))  # one of the two
@@ -192,10 +192,11 @@ async def test_who_leaves_the_grammar_queue_is_never_computed_and_its_compilatio
         leaver = asyncio.ensure_future(place.engine.generate([6], constrained(Grammar.regex("second"))))
         label = place.engine.stream([7], constrained(Grammar.regex("third")), request_id="third")
         reader = asyncio.ensure_future(label.result())
-        await until(lambda: len(place.service._job_of) == 3, "three in the queue")
+        queue = place.engine.core.loop.scheduler.grammar_queue
+        await until(lambda: len(queue) == 3, "three in the queue")
         leaver.cancel()
         assert place.engine.abort("third")
-        await until(lambda: len(place.service._job_of) == 1, "two have left")
+        await until(lambda: len(queue) == 1, "two have left")
         assert (await reader).finish_reason == "abort"
         place.backend.go.set()
         assert text_of(shared_vocabulary(), (await first).token_ids) == "first"

@@ -106,7 +106,7 @@ class Desk:
 
     def let_take(self, seconds: float) -> None:
         """`grammar_timeout` of what begins from now on."""
-        self.service._config = self.service._config.replace(grammar_timeout=seconds)
+        self.service.config = self.service.config.replace(grammar_timeout=seconds)
 
     def start(self, ticket: int, grammar: Grammar, budget: int = 100, on_budget: Any = "close") -> asyncio.Future[Any]:
         self.answers[ticket] = self.loop.create_future()
@@ -270,7 +270,7 @@ async def test_the_cache_is_bounded_in_bytes():
         for ticket, grammar in enumerate([A, B, A, Grammar.regex("d+"), A, B, C, C]):
             await desk.start(ticket, grammar)
         assert desk.backend.compiled == ["a+", "b+", "d+", "b+", "c+", "c+"], "least recently used first; C never fits"
-        assert desk.service._cache.nbytes <= 1000
+        assert desk.service.cache.nbytes <= 1000
 
 
 @pytest.mark.parametrize(

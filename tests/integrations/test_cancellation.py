@@ -210,7 +210,7 @@ async def test_cancelling_while_the_model_loads_spares_the_others(model_path: st
     own = {**CONFIG, "max_num_seqs": 5}
     chat = ChatAsyncEngine(model=model_path, engine_config=own, **LONG | {"max_tokens": 2})
     probe = shared_engine(model_path, **own)
-    leaver = asyncio.ensure_future(chat._engines().aio())
+    leaver = asyncio.ensure_future(chat.aget_engine())
     await asyncio.sleep(0)  # it asks for the load in its first step
     assert not probe.loaded
     stayer = asyncio.ensure_future(chat.ainvoke("Hello"))

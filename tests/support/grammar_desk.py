@@ -74,4 +74,4 @@ async def desk(**settings: Any) -> AsyncIterator[Desk]:
         backend.go.set()
         await idle(engine)
         assert_nothing_held(engine.core)
-        assert not service._job_of
+        assert not service.waiting

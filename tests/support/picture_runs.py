@@ -40,7 +40,7 @@ class Loaded:
         images = load_images(checkpoint, loaded, self.tokenizer, self.config, LoadProgress(False))
         assert images.prompts is not None, images.why_none
         self.prompts: ImagePrompts = images.prompts
-        self.tower: Any = images.store._tower  # type: ignore[union-attr]
+        self.tower: Any = images.store.tower  # type: ignore[union-attr]
         self.runner = build_runner(loaded, self.config, images=images.store, two_pools=True)
         self._tickets = itertools.count(1)
 

@@ -109,7 +109,7 @@ def scorer_folder(
     """A model with a classification head, and no file of sentence-transformers'. `config`: more of config.json."""
     import support.tiny_encoders as encoders
 
-    sizes = encoders._SIZES
+    sizes = encoders.SIZES
     before = sizes["num_labels"]
     sizes["num_labels"] = labels
     try:

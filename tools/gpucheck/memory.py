@@ -20,7 +20,7 @@ from tools.gpucheck.session import Session, Settings
 from tools.gpucheck.stress import nothing_held
 
 _TOO_MUCH = 2**50
-_MARK = 1
+MARK = 1
 """A prompt that begins with this token takes too much memory."""
 
 
@@ -48,7 +48,7 @@ async def step_too_large(settings: Settings, folder: Path) -> str:
         before = await asyncio.gather(*(engine.generate(text, params) for text in texts))
         greedy_for_memory(engine)
         asked = [engine.generate(text, params) for text in texts]
-        marked = engine.generate([_MARK, *texts[0]], params)
+        marked = engine.generate([MARK, *texts[0]], params)
         with _quiet_log():
             *after, failed = await asyncio.gather(*asked, marked, return_exceptions=True)
         if not isinstance(failed, RequestFailed):
@@ -69,7 +69,7 @@ def greedy_for_memory(engine: AsyncEngine) -> None:
     run = executor._run
 
     def hungry(pending: Any, masks: Any) -> None:
-        if any(row.tokens[0] == _MARK for row in pending.batch.rows):
+        if any(row.tokens[0] == MARK for row in pending.batch.rows):
             try:
                 torch.empty(_TOO_MUCH, dtype=torch.uint8, device=executor._device)
             except Exception as error:

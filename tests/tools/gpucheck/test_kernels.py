@@ -124,13 +124,14 @@ def test_compiling_goes_on_in_the_background(tmp_path: Path, monkeypatch: pytest
     for name, value in (("flashinfer_missing", lambda: None), ("load_flashinfer", lambda: None)):
         monkeypatch.setattr(kernels, name, value)
     monkeypatch.setattr(kernels, "modules", lambda *_: [slow, slow])
-    session = Session(Settings("cpu"), tmp_path, (said := []).append)
-    session._until = 0.0
+    clock = [0.0]
+    session = Session(Settings("cpu", seconds=60.0), tmp_path, (said := []).append, lambda: clock[0])
+    clock[0] = 60.0
     kernels.run_compile(session)
     assert len(session.compiling) == 2
     with pytest.raises(CheckFailed, match="0 failed, 2 not built yet"):
         kernels.compiled(session)
-    session._until = 60.0
+    clock[0] = 0.0
     go.set()
     assert kernels.compiled(session) == "2 modules"
     assert sum("built a module" in line for line in said) == 2

@@ -46,7 +46,7 @@ async def test_others_that_end_with_it_are_found(folder: Path, monkeypatch: pyte
 
     def all_or_nothing(self: Any, batch: Any) -> Any:
         rows = len(batch.rows)
-        if rows > 1 and any(row.tokens[0] == memory._MARK for row in batch.rows):
+        if rows > 1 and any(row.tokens[0] == memory.MARK for row in batch.rows):
             errors = dict.fromkeys(range(rows), "no memory")
             return FinishedStep(StepResult(batch.step, [-1] * rows, errors=errors))
         return launch(self, batch)

@@ -41,17 +41,13 @@ class QueueLimit:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self._lock = threading.RLock()  # reentrant: a collected coroutine withdraws on whatever thread collects it
-        self._requests = 0
-        self._tokens = 0
+        self.waiting = self.waiting_tokens = 0
+        """Samples that wait to start, and their prompt tokens."""
         self._closed = False
         self.line: deque[_QueuedSubmit] = deque()
         """Callers that wait for a place, in order."""
         self.expired = 0
         """Samples whose deadline came while they waited for a place."""
-
-    @property
-    def waiting(self) -> int:
-        return self._requests
 
     def enter(self, samples: int, tokens: int) -> None:
         """Take `samples` places, of `tokens` prompt tokens in all. Raises `QueueFull`."""
@@ -161,8 +157,8 @@ class QueueLimit:
             place.granted.set_result(True)
 
     def _take(self, samples: int, tokens: int) -> None:
-        self._requests += samples
-        self._tokens += tokens
+        self.waiting += samples
+        self.waiting_tokens += tokens
 
     def _check_open(self) -> None:
         if self._closed:
@@ -170,9 +166,9 @@ class QueueLimit:
 
     def _full(self, samples: int, tokens: int) -> tuple[str, int] | None:
         """The setting that `samples` more would break, with its value."""
-        if _over(self._requests, samples, self._max_requests):
+        if _over(self.waiting, samples, self._max_requests):
             return "max_queued_requests", self._max_requests or 0
-        if _over(self._tokens, tokens, self._max_tokens):
+        if _over(self.waiting_tokens, tokens, self._max_tokens):
             return "max_queued_tokens", self._max_tokens or 0
         return None
 

@@ -17,7 +17,7 @@ from support.fake_memory import FakePageMemory
 from asyncengine import AsyncEngine, EngineClosed, InvalidParameter, RequestFailed
 from asyncengine.engine.prefix_files import Prefixes
 from asyncengine.outputs import Completion
-from asyncengine.scheduler.messages import ImportPrefix, PinPrefix, PrefixFound, PrefixLoaded, UnpinPrefix
+from asyncengine.scheduler.messages import ImportPrefix, Message, PinPrefix, PrefixFound, PrefixLoaded, UnpinPrefix
 from asyncengine.step import RecordPart
 from asyncengine.testing.leaks import assert_nothing_held
 from asyncengine.testing.replay import Recording, replay
@@ -204,15 +204,15 @@ async def test_a_prefix_that_has_to_go_while_it_is_written_leaves_no_file(why: s
 async def test_weights_that_change_before_the_pages_are_there_refuse_the_file(file: Path) -> None:
     async with engine_of() as engine:
         loop = engine.core.loop
-        prefixes = engine.core.prefixes
-        order, updated = prefixes._order, threading.Event()
+        post, updated = loop.inbox.post, threading.Event()
 
-        def later(message: ImportPrefix) -> Any:
-            updated.set()
-            assert executor_of(engine).gate.wait(PATIENCE)
-            return order(message)
+        def later(message: Message) -> bool:
+            if isinstance(message, ImportPrefix):
+                updated.set()
+                assert executor_of(engine).gate.wait(PATIENCE)
+            return post(message)
 
-        prefixes._order = later  # type: ignore[method-assign]
+        loop.inbox.post = later  # type: ignore[method-assign,assignment]
         executor_of(engine).gate.clear()
         reading = asyncio.create_task(engine.import_prefix(file))
         assert await asyncio.to_thread(updated.wait, PATIENCE)

@@ -8,17 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.fake_engine import (
-    SteppedExecutor,
-    executor_of,
-    gather_all,
-    idle,
-    in_thread,
-    make_engine,
-    num_in_line,
-    posted,
-    until,
-)
+from support.fake_engine import SteppedExecutor, executor_of, gather_all, idle, in_thread, make_engine, until
 
 from asyncengine import AsyncEngine, Embeddings, Engine
 from asyncengine.engine.vectors.service import VectorModel
@@ -88,7 +78,7 @@ async def test_a_long_list_takes_a_few_batches_at_a_time() -> None:
 
         def look(event: object) -> None:
             nonlocal most
-            most = max(most, len(engine.core.loop.scheduler.requests) + len(posted(engine)))
+            most = max(most, len(engine.core.loop.scheduler.requests) + len(engine.core.loop.inbox.items))
 
         engine.on_event(look)
         texts = some_texts(3000)
@@ -124,7 +114,7 @@ async def test_back_pressure() -> None:
         texts = some_texts(200)
         call = asyncio.create_task(engine.embed(texts))
         await until(executor.entered.is_set)
-        await until(lambda: num_in_line(engine) == 1)
+        await until(lambda: len(engine.core.loop.queue_limit.line) == 1)
         with pytest.raises(QueueFull, match="max_queued_requests=10"):
             await engine.embed(texts[:10])
         executor.release()

@@ -216,7 +216,7 @@ class AdapterLife(EngineByHand):
     def _check_end(self) -> None:
         self.check_samples(self.faults)
         assert_nothing_held(self.core)
-        assert (self.core.loop.queue_limit._requests, self.core.loop.queue_limit._tokens) == (0, 0)
+        assert not self.core.loop.queue_limit.waiting_tokens
         assert not self.slots.in_use, f"adapters never released: {self.slots.in_use}"
         assert all(future.done() for future in self.unloads), "somebody waits for requests that have ended"
         assert (self.claims.num_claims, self.claims.num_waiting) == (0, 0)

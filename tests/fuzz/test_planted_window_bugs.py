@@ -59,9 +59,9 @@ def never_release(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_lock(patch: pytest.MonkeyPatch) -> None:
-    """Of the page that what is published was joined to."""
-    give = PageGroup._give_back
-    patch.setattr(PageGroup, "_give_back", lambda group, pages, *args: give(group, pages, *args[:3], 0, args[4]))
+    """Of pages that are given back before the end of their request."""
+    unlock = RadixTree.unlock
+    patch.setattr(RadixTree, "unlock", lambda *args, root, ends: unlock(*args, root=root, ends=ends) if root else None)
 
 
 # ---------------------------------------------------------------- windows in some layers, with pages of their own

@@ -319,6 +319,7 @@ def test_an_output_leaves_nothing_behind_in_its_grammar(
     """Places that were come to are let go: each leads to those behind it."""
     monkeypatch.setattr(tracker, "MAX_PLACES", 256)
     template = backend.compile(Grammar.lark('start: "(" start* ")" | "[" start "]" | "x"'))
+    gc.collect()
     before = sum(isinstance(one, tracker.Place) for one in gc.get_objects())
     rng = random.Random(1)
     for _ in range(8):

@@ -50,9 +50,8 @@ def test_steps_of_a_pipeline_divide_the_requests(stages: int):
     steps.commit()
     most = -(-7 // stages)
     for turn in range(20):
-        before = [
-            ticket for flown in steps.scheduler._in_flight for ticket in (row.spec.ticket for row in flown.batch.rows)
-        ]
+        flying = steps.batches[len(steps.batches) - len(steps.launched) :]
+        before = [row.spec.ticket for batch in flying for row in batch.rows]
         found = rows(steps.launch()) or {}
         assert 0 < len(found) <= most
         assert not set(found) & set(before)

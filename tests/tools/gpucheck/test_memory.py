@@ -42,7 +42,7 @@ async def test_an_engine_that_dies_of_it_is_found(folder: Path, monkeypatch: pyt
 
 async def test_others_that_end_with_it_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A runner that gives up a whole step instead of halving it."""
-    launch = model_runner.ModelRunner._launch
+    launch = model_runner.ModelRunner.launch
 
     def all_or_nothing(self: Any, batch: Any) -> Any:
         rows = len(batch.rows)
@@ -51,7 +51,7 @@ async def test_others_that_end_with_it_are_found(folder: Path, monkeypatch: pyte
             return FinishedStep(StepResult(batch.step, [-1] * rows, errors=errors))
         return launch(self, batch)
 
-    monkeypatch.setattr(model_runner.ModelRunner, "_launch", all_or_nothing)
+    monkeypatch.setattr(model_runner.ModelRunner, "launch", all_or_nothing)
     with pytest.raises(CheckFailed, match="others ended with it"):
         await memory.step_too_large(CPU, folder)
 

@@ -57,7 +57,7 @@ def run(share: float, alone: bool, kinds: dict[str, Sequence[Task]], options: ar
         if options.unsure:
             engine.aengine.core.loop.runner.executor.draft_model._least = 0.0  # type: ignore[attr-defined]
         if alone:
-            planner._make = lambda *_: Nothing()
+            planner.make = lambda *_: Nothing()
         said, all_plain, all_time = [], 0.0, 0.0
         for kind, chosen in kinds.items():
             planner.clear()

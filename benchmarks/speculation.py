@@ -130,7 +130,7 @@ async def compare(
     def make(spec: RequestSpec, tokens: Sequence[int], namespace: tuple[Hashable, ...]) -> Planted:
         return Planted(known[spec.prompt], len(spec.prompt), rate, spec.ticket)
 
-    planner._make, planner._max_drafts = make, most
+    planner.make, planner._max_drafts = make, most
     before = on.stats().speculation
     ratios, made_of = [], []
     for turn in range(options.rounds):

@@ -43,7 +43,7 @@ class Claims:
         """`stays(digest)`: may not be evicted even if no granted claim holds it. `hopeless(meaning)`: there would be no
         room even if nothing were in use."""
         self._store = store
-        self._max_passes = max_passes
+        self.max_passes = max_passes
         self.stays = stays
         self._hopeless = hopeless
         self.by_ticket: dict[int, _Claim] = {}
@@ -102,7 +102,7 @@ class Claims:
             if self._store.get(digest) is not None:
                 passing = (full or blocked is not None) and not self.stays(digest)
                 for claim in claims:
-                    if passing and (full or (blocked is not None and blocked.passes >= self._max_passes)):
+                    if passing and (full or (blocked is not None and blocked.passes >= self.max_passes)):
                         break
                     if passing and blocked is not None:
                         blocked.passes += 1
@@ -121,7 +121,7 @@ class Claims:
                 else:
                     blocked = claims[0]
             first = blocked or claims[0]
-            if first.passes >= self._max_passes and first.ticket in self.waiting.get(first.meaning.digest, {}):
+            if first.passes >= self.max_passes and first.ticket in self.waiting.get(first.meaning.digest, {}):
                 full = True
         return reload
 
@@ -153,7 +153,7 @@ class Claims:
             self._fail(mine, error, calls)
         elif adapter is not None and self.users(digest) and not self._store.put(adapter, self.stays):
             for claim in mine[:1]:  # others took the room meanwhile; not a second time
-                claim.passes = self._max_passes
+                claim.passes = self.max_passes
 
     def _fail(self, claims: list[_Claim], error: Exception, calls: Calls) -> None:
         for claim in claims:

@@ -12,13 +12,13 @@ from asyncengine.engine.clock import MonotonicClock
 from asyncengine.engine.validation import RequestOptions, RequestValidator
 from asyncengine.grammar import Grammar
 from asyncengine.info import ModelInfo
-from asyncengine.sampling_params import SamplingParams, as_params
+from asyncengine.sampling_params import SamplingParams
 
 
-def resolved(generation_config: dict[str, Any], params: SamplingParams | None) -> SamplingParams:
+def resolved(generation_config: dict[str, Any], params: SamplingParams | None, *parts: Any) -> SamplingParams:
     info = ModelInfo("m", 32, 64, (1,), "float32", "cpu", 8, 4, generation_defaults=generation_config)
     return (
-        RequestValidator(EngineConfig(), info, MonotonicClock(), None)
+        RequestValidator(EngineConfig(), info, MonotonicClock(), *parts or (None,))
         .prepare([2, 3], params, RequestOptions(), 0.0)
         .spec.params
     )
@@ -53,9 +53,7 @@ def test_the_temperature(generation_config: dict[str, Any], given: SamplingParam
 def test_stop_strings(given: SamplingParams | None, stop: tuple[str, ...]) -> None:
     """The model's own, unless the caller has some, wants none, or a grammar ends the text."""
     own = {"stop_strings": ["User:", "###"]}
-    info = ModelInfo("m", 32, 64, (1,), "float32", "cpu", 8, 4, generation_defaults=own)
-    validator = RequestValidator(EngineConfig(), info, MonotonicClock(), Mock())
-    assert validator._resolve(as_params(given)).stop == stop
+    assert resolved(own, given, Mock(), Mock()).stop == stop
     assert resolved(own, None).stop == ()  # without a tokenizer there is no text
 
 

@@ -94,11 +94,11 @@ async def test_unloaded_between_accept_and_post(when_full: str) -> None:
         core = lab.engine.core
         prepared = core.prepare(PROMPT, greedy(4, n=2), RequestOptions(adapter="a"))
         await core.client.enter(prepared)
-        assert (core.loop.queue_limit.waiting, core.loop.queue_limit._tokens) == (2, 10)
+        assert (core.loop.queue_limit.waiting, core.loop.queue_limit.waiting_tokens) == (2, 10)
         await lab.engine.unload_adapter("a")
         with pytest.raises(AdapterNotFound):
             core.post(prepared)
-        assert (core.loop.queue_limit.waiting, core.loop.queue_limit._tokens) == (0, 0)
+        assert (core.loop.queue_limit.waiting, core.loop.queue_limit.waiting_tokens) == (0, 0)
         assert not core.loop.delivery.expected
         assert not core.client.abort(prepared.spec.request_id)
         await lab.settled()
@@ -201,7 +201,7 @@ async def test_a_load_that_fails_ends_only_who_needs_it(lab: Lab) -> None:
 async def test_who_waits_for_memory_and_who_holds_it_do_not_wait_for_each_other(lab: Lab) -> None:
     """Memory for one content. "b" has it, "a" waits for it and has been passed over often enough, so later requests
     for "b" wait behind "a"; and "b" cannot be dropped for "a" any more, for no name means it: it goes on."""
-    lab.claims_book._max_passes = 1
+    lab.registry.claims.max_passes = 1
     long = greedy(ENDLESS, ignore_eos=True)
     running = lab.engine.stream(PROMPT, long, adapter="b")
     await anext(running)

@@ -114,7 +114,7 @@ def test_a_folder_that_is_not_synced_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 def _only_of_indices(fsync: Callable[[VirtualDisk, int], None]) -> Callable[[VirtualDisk, int], None]:
     def hasty(self: VirtualDisk, descriptor: int) -> None:
-        path = next(path for path, file in self._names.items() if file is self._open[descriptor])
+        path = next(path for path, file in self.files.items() if file is self._open[descriptor])
         if path.endswith("index"):
             fsync(self, descriptor)
 

@@ -186,7 +186,7 @@ class AdapterRegistry:
     # ---------------------------------------------------------------- books; all of these hold the lock
 
     def stays(self, digest: str) -> bool:
-        """Pinned, or still claimed though no name means it: it could not be read again."""
+        """Whether it is pinned, or still claimed though no name means it, so that it could not be read again."""
         meanings = [meaning for meaning in self._names.values() if meaning.digest == digest]
         return any(meaning.pinned for meaning in meanings) or (not meanings and self.claims.users(digest) > 0)
 

@@ -159,6 +159,7 @@ class EngineLoop:
     # ---------------------------------------------------------------- the steps of a turn
 
     def apply_inbox(self) -> None:
+        """Apply what was posted. Raises the error that `fail` was given."""
         if self._lost is not None:
             raise self._lost
         for message in self.inbox.take():
@@ -213,6 +214,7 @@ class EngineLoop:
             self.inbox.post(GrammarReady(ticket, matcher=outcome))
 
     def schedule(self) -> Batch | None:
+        """Plan the next step; None: there is nothing to compute now."""
         now = self.clock.now()
         self._abort_if_overdue(now)
         if self.record is not None:
@@ -289,6 +291,7 @@ class EngineLoop:
         return any(turn.refuses and not turn.done.cancelled() for turn in turns)
 
     def deliver(self) -> None:
+        """Hand the scheduler's outputs to their consumers, and places in the queue to those in line."""
         outputs = self.scheduler.take_outputs()
         for output in outputs:
             if output.reason is not None:  # before the consumer, perhaps on another thread, hears of it
@@ -338,6 +341,7 @@ class EngineLoop:
             self._watchdog.end()
 
     def commit(self, result: StepResult) -> None:
+        """Apply the result of the oldest step in flight. Raises as `apply_inbox`."""
         if self._lost is not None:  # what is left of a step that has lost a rank is no result
             raise self._lost
         batch, _, launched_at = self.in_flight.popleft()

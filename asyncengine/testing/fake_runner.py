@@ -276,6 +276,7 @@ class FakeExecutor:
         return tokens
 
     def sample(self, index: int, row: Row, result: StepResult) -> None:
+        """Put the tokens of `row`, which is batch.rows[index], into `result`. Subclasses change this, too."""
         wrong = 0 if self.states is None else self.states.difference(row, self.context(row))
         if row.grammar is not None:
             if row.in_flight and not self.confirmed[row.slot]:

@@ -163,7 +163,7 @@ class RayCluster(Cluster["ReplicaProcess"]):
         return removal_scores(known, ours, self.config)
 
     def nodes(self) -> list[RayNode]:
-        """Nodes that are alive, as Ray describes them now."""
+        """Nodes that are alive, as Ray describes them now. Raises `FleetError` where its head does not answer."""
         from ray._private import state  # what is free of each node Ray tells nowhere else
 
         try:

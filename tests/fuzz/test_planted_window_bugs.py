@@ -149,7 +149,7 @@ def evict_and_leave_it_there(patch: pytest.MonkeyPatch) -> None:
 
 def forget_the_window_page(patch: pytest.MonkeyPatch) -> None:
     """Of a page that leaves the tree."""
-    patch.setattr(KVCache, "_drop_twin", lambda *args: None)
+    patch.setattr(PageGroup, "drop", lambda *args: None)
 
 
 IN_ALL = [

@@ -10,7 +10,7 @@ from fuzz.adapter_fuzz import AdapterLife
 from support.long import LONG
 
 from asyncengine.engine.loop_client import LoopClient
-from asyncengine.errors import EngineError
+from asyncengine.errors import AdapterNotFound, EngineError
 from asyncengine.lora.admission import AdapterSlots
 from asyncengine.lora.claims import Calls, Claims
 from asyncengine.lora.host_store import HostStore
@@ -233,12 +233,16 @@ def hold_up_those_who_must_drain(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_places_of_who_is_refused_late(patch: pytest.MonkeyPatch) -> None:
-    def broken(self: LoopClient, prepared: Any) -> None:
-        name = prepared.spec.options.adapter
-        if name is not None and self._adapters is not None:
-            self._adapters.claim(prepared.tickets, name)
+    post = LoopClient.post
 
-    patch.setattr(LoopClient, "_claim_adapter", broken)
+    def broken(self: LoopClient, group: Any) -> None:
+        try:
+            post(self, group)
+        except AdapterNotFound:
+            self.loop.queue_limit.leave(-group.samples, -group.num_tokens)
+            raise
+
+    patch.setattr(LoopClient, "post", broken)
 
 
 SELDOM_SHOWN: list[Plant] = [

@@ -9,6 +9,7 @@ from asyncengine.kvcache import KVCache
 from asyncengine.lora.interface import LONG
 from asyncengine.scheduler.request import Request
 from asyncengine.scheduler.roster import Roster
+from asyncengine.scheduler.rows import next_row
 from asyncengine.speculation import DraftPlanner
 from asyncengine.speculation.costs import StepCosts
 from asyncengine.speculation.planner import Candidate
@@ -51,11 +52,15 @@ class Drafting:
         else:
             drafted = planner.plan(candidates, tokens, len(rows))
         for ticket, planned in drafted.items():
-            row, table = rows[ticket], running[ticket].table
+            row, request = rows[ticket], running[ticket]
+            table = request.table
             assert table is not None
             end = row.start + row.num_scheduled
             if end + len(planned) > len(table.pages) * kv.page_size and kv.num_free:
+                # the page that its next token would have asked for, and with it for what windows have passed
+                kv.release(table, request.num_computed, request.last_step)
                 kv.grow(table, end + len(planned))
+                row = next_row(request, row.num_scheduled)  # of the pages that are left
             drafts = planned[: min(budget, len(table.pages) * kv.page_size - end)]
             if row.spec.images:  # a picture in the text is not to be guessed, and the draft model sees none
                 drafts = tuple(takewhile(lambda token: token >= 0, drafts))

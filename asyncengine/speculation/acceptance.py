@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 
@@ -25,8 +27,8 @@ AMBIGUOUS = 0
 """Agreement of a draft whose places in the text go on in different ways."""
 LONG = 6
 """Agreeing tokens from which on more of them say nothing more."""
-_LEVELS = (0, 1, 2, 3, 3, 3, 4)
-"""Level of agreement by number of agreeing tokens, 0 to `LONG`."""
+_LEVELS = (0, 1, 2, 3, 3, 3, *[4] * 32)
+"""Level of agreement by number of agreeing tokens before a draft, 0 to `LONG`, and in it."""
 _PRIORS = (
     (0.30, 0.60, 0.72, 0.85, 0.93),
     (0.20, 0.20, 0.40, 0.70, 0.85),
@@ -52,15 +54,15 @@ class Draft(NamedTuple):
     tokens: tuple[int, ...]
     source: Source
     agreed: int
-    """Tokens before the draft that agree with its source; `AMBIGUOUS` where the source is not sure."""
+    """Tokens before the draft that agree with its source, at most `LONG`; `AMBIGUOUS` where it is not sure."""
 
 
 NOTHING = Draft((), Source.OWN_TEXT, AMBIGUOUS)
 
 
-def prior(source: Source, agreed: int) -> float:
-    """Chance that a token is right, before anything of its kind was drafted."""
-    return _PRIORS[source][_LEVELS[min(agreed, LONG)]]
+def prior(draft: Draft) -> float:
+    """Chance that the first token is right, before anything of its kind was drafted; 0: there is none."""
+    return _PRIORS[draft.source][_LEVELS[draft.agreed]] if draft.tokens else 0.0
 
 
 class Acceptance:
@@ -80,20 +82,18 @@ class Acceptance:
         """Whether the source has been useless and must wait before it is tried again."""
         return self._waits[source] > 0 or (self._parent is not None and self._parent.is_waiting(source))
 
-    def rates(self, draft: Draft, count: int) -> list[float]:
-        """Chances that each of the first `count` tokens is right if those before it are; none while it must wait."""
+    def chances(self, draft: Draft, count: int) -> list[float]:
+        """Chance of each of the first `count` tokens to be right with all before it; none while the source waits."""
         if self.is_waiting(draft.source):
             return []
-        count, found = min(count, len(draft.tokens)), list[float]()
-        while len(found) < count:
-            agreed = min(draft.agreed + len(found), LONG)
-            rate = self._rate(draft.source, _LEVELS[agreed])
-            found += [rate] * (count - len(found) if agreed == LONG else 1)
-        return found
+        rates, last = self._rates(draft.source), draft.agreed + min(count, len(draft.tokens))
+        return list(accumulate([rates[level] for level in _LEVELS[draft.agreed : last]], mul))
 
-    def _rate(self, source: Source, level: int) -> float:
-        usual = _PRIORS[source][level] if self._parent is None else self._parent._rate(source, level)
-        return (usual * _PRIOR_WEIGHT + self._right[source][level]) / (_PRIOR_WEIGHT + self._tried[source][level])
+    def _rates(self, source: Source) -> list[float]:
+        """Share of right tokens by level of agreement."""
+        usual = _PRIORS[source] if self._parent is None else self._parent._rates(source)
+        counts = zip(usual, self._right[source], self._tried[source], strict=True)
+        return [(rate * _PRIOR_WEIGHT + right) / (_PRIOR_WEIGHT + tried) for rate, right, tried in counts]
 
     def learn(self, draft: Draft, drafted: int, accepted: int) -> None:
         """Take in that the first `accepted` of `drafted` tokens were right; those behind a wrong one say nothing."""
@@ -101,8 +101,7 @@ class Acceptance:
             self._parent.learn(draft, drafted, accepted)
         source = draft.source
         tried, right = self._tried[source], self._right[source]
-        for place in range(min(drafted, accepted + 1)):
-            level = _LEVELS[min(draft.agreed + place, LONG)]
+        for place, level in enumerate(_LEVELS[draft.agreed : draft.agreed + min(drafted, accepted + 1)]):
             tried[level] = tried[level] * _MEMORY + 1
             right[level] = right[level] * _MEMORY + (place < accepted)
         self._misses[source] = 0 if accepted else self._misses[source] + 1
@@ -118,23 +117,15 @@ class Acceptance:
             counts[:] = [count * _RECOVERY for count in counts]
 
 
-def is_surer(draft: Draft, other: Draft) -> bool:
-    """Whether the first token of `draft` is likelier right than that of `other`, going by the priors."""
-    if not draft.tokens or not other.tokens:
-        return bool(draft.tokens)
-    return prior(draft.source, draft.agreed) > prior(other.source, other.agreed)
-
-
-def best_prefix(rates: Sequence[float], costs: Sequence[float], expected: float) -> tuple[int, float]:
+def best_prefix(chances: Sequence[float], costs: Sequence[float], expected: float) -> tuple[int, float]:
     """Number of drafted tokens that yields the most tokens per time, and the gain over none.
 
-    `rates`: chance of each token if those before it are right. `costs`: of the step with 0, 1, 2, ... of them.
+    `chances`: of each token to be right with all before it. `costs`: of the step with 0, 1, 2, ... of them.
     `expected`: tokens of the step without any.
     """
     plain = expected / costs[0]
-    best, count, chance = plain, 0, 1.0
-    for number, rate in enumerate(rates, 1):
-        chance *= rate
+    best, count = plain, 0
+    for number, chance in enumerate(chances, 1):
         expected += chance
         if expected / costs[number] > best:
             best, count = expected / costs[number], number

@@ -7,7 +7,7 @@ requests are replayed with them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 SIZES = (1, 8, 32)
 """Tokens of the steps that are measured; nothing is drafted in longer ones."""
@@ -19,9 +19,7 @@ class StepCosts:
     def __init__(self, measured: Sequence[float], unit: float | None = None) -> None:
         """`measured`: seconds of steps of `SIZES` tokens. `unit`: seconds that count as 1; None: those of the
         smallest step. A longer step is never taken to be cheaper than a shorter one."""
-        rising: list[float] = []
-        for value in measured:
-            rising.append(max(value / (unit or measured[0]), rising[-1] if rising else 0.0))
+        rising = list(accumulate((value / (unit or measured[0]) for value in measured), max))
         table = [0.0, rising[0]]
         for (low, high), (cheap, dear) in zip(pairwise(SIZES), pairwise(rising), strict=True):
             table += [cheap + (dear - cheap) * (tokens - low) / (high - low) for tokens in range(low + 1, high + 1)]

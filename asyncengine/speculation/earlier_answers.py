@@ -14,7 +14,6 @@ from asyncengine.speculation.acceptance import LONG, NOTHING, Draft, Source
 from asyncengine.speculation.lookup import agreement
 
 Namespace = tuple[Hashable, ...]
-Pair = tuple[int, int]
 
 BYTES_PER_TOKEN = 360
 """Estimated memory of a token here: an entry of a dictionary, a pair and a place."""
@@ -26,15 +25,10 @@ class EarlierAnswers:
     def __init__(self, max_bytes: int) -> None:
         self._max_tokens = max_bytes // BYTES_PER_TOKEN
         self._answers: OrderedDict[int, tuple[Namespace, tuple[int, ...]]] = OrderedDict()
-        self._latest: dict[Namespace, dict[Pair, tuple[int, int]]] = {}
+        self._latest: dict[Namespace, dict[tuple[int, ...], tuple[int, int]]] = {}
         """Pair of tokens -> (number of the answer in which it stood last, position behind it)."""
         self._added = 0
         self.num_tokens = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Estimated memory."""
-        return self.num_tokens * BYTES_PER_TOKEN
 
     def add(self, namespace: Namespace, tokens: Sequence[int]) -> None:
         """Take in a finished answer. One that is too short to be found, or too long to be kept, is left out."""
@@ -52,7 +46,7 @@ class EarlierAnswers:
 
     def propose(self, namespace: Namespace, tokens: Sequence[int], limit: int) -> Draft:
         """The tokens that followed the last two of `tokens` when these stood in an answer the last time."""
-        found = self._latest.get(namespace, {}).get((tokens[-2], tokens[-1]))
+        found = self._latest.get(namespace, {}).get(tuple(tokens[-2:]))
         if found is None:
             return NOTHING
         number, position = found

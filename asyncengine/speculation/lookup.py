@@ -11,8 +11,9 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import cycle, islice
 
-from asyncengine.speculation.acceptance import AMBIGUOUS, NOTHING, Draft, Source
+from asyncengine.speculation.acceptance import AMBIGUOUS, LONG, NOTHING, Draft, Source
 
 LONGEST = 16
 """Tokens up to which a longer agreement makes one place better than another."""
@@ -31,103 +32,97 @@ class FixedIndex:
 
         self.tokens = tokens
         values = np.array(tokens, dtype=np.int64)[:-1]  # the last one has nothing behind it
-        pairs = (values[:-1] << 32) | values[1:]
-        order, pair_order = np.argsort(values, kind="stable"), np.argsort(pairs, kind="stable")
-        # a search in a numpy array takes several times as long
-        self._values, self._places = array("q", values[order].tobytes()), array("q", (order + 1).tobytes())
-        self._pairs, self._pair_places = array("q", pairs[pair_order].tobytes()), array("q", (pair_order + 2).tobytes())
+        self._sorted: list[tuple[array[int], array[int]]] = []
+        """Keys and the positions behind them: of single tokens, of pairs."""
+        for length, keys in enumerate((values, (values[:-1] << 32) | values[1:]), 1):
+            order = np.argsort(keys, kind="stable")
+            # a search in a numpy array takes several times as long
+            self._sorted.append((array("q", keys[order].tobytes()), array("q", (order + length).tobytes())))
 
-    def behind_pair(self, first: int, second: int) -> Sequence[int]:
-        """Positions behind the pair, the latest ones, earliest first."""
-        begin, end = _range_of(self._pairs, (first << 32) | second)
-        return self._pair_places[max(begin, end - _LATEST) : end] if begin < end else ()
+    def behind(self, *last: int) -> Sequence[int]:
+        """Positions behind one token, or two in a row, the latest ones, earliest first."""
+        places, begin, end = self._range(last)
+        return places[max(begin, end - _LATEST) : end]
 
-    def behind(self, token: int) -> Sequence[int]:
-        """Positions behind the token, the latest ones, earliest first."""
-        begin, end = _range_of(self._values, token)
-        return self._places[max(begin, end - _LATEST) : end] if begin < end else ()
+    def nearest_behind(self, position: int, *last: int) -> int | None:
+        """Position behind one token, or two in a row, that is nearest to `position`; None: they do not occur."""
+        places, begin, end = self._range(last)
+        place = bisect_left(places, position, begin, end)
+        near = places[max(begin, place - 1) : min(end, place + 1)]
+        return min(near, key=lambda found: abs(found - position), default=None)
 
-    def nearest_behind_pair(self, first: int, second: int, position: int) -> int | None:
-        """Position behind the pair that is nearest to `position`; None: the pair does not occur."""
-        return _nearest(self._pair_places, *_range_of(self._pairs, (first << 32) | second), position)
-
-    def nearest_behind(self, token: int, position: int) -> int | None:
-        """Position behind the token that is nearest to `position`; None: it does not occur."""
-        return _nearest(self._places, *_range_of(self._values, token), position)
-
-
-def _range_of(keys: Sequence[int], key: int) -> tuple[int, int]:
-    """Begin and end of `key` among `keys`, which rise."""
-    begin = bisect_left(keys, key)
-    if begin == len(keys) or keys[begin] != key:
-        return begin, begin
-    return begin, bisect_right(keys, key, begin)
-
-
-def _nearest(places: Sequence[int], begin: int, end: int, position: int) -> int | None:
-    """The one of the rising places[begin:end] that is nearest to `position`."""
-    place = bisect_left(places, position, begin, end)
-    near = places[max(begin, place - 1) : min(end, place + 1)]
-    return min(near, key=lambda found: abs(found - position), default=None)
+    def _range(self, last: tuple[int, ...]) -> tuple[array[int], int, int]:
+        """All positions of the index, of which those from the begin to the end, rising, are behind `last`."""
+        keys, places = self._sorted[len(last) - 1]
+        key = last[0] if len(last) == 1 else (last[0] << 32) | last[1]
+        begin = bisect_left(keys, key)
+        return places, begin, bisect_right(keys, key, begin)
 
 
 class GrowingIndex:
-    """Index of a text that grows at its end: of `tokens` from `start` on, as far as `catch_up` has looked."""
+    """Index of a text that grows at its end: of `tokens` from `start` on."""
 
     def __init__(self, tokens: Sequence[int], start: int) -> None:
         self.tokens = tokens
         self._next = start + 1
-        self._pairs: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-        self._places: defaultdict[int, list[int]] = defaultdict(list)
+        self._places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
 
-    def catch_up(self) -> None:
-        """Take in what has come; a token is taken in once the one behind it is known."""
-        tokens, pairs, places = self.tokens, self._pairs, self._places
-        for second in range(self._next, len(tokens) - 1):
-            last, behind = tokens[second], second + 1
-            pairs[tokens[second - 1], last].append(behind)
-            places[last].append(behind)
-        self._next = max(self._next, len(tokens) - 1)
-
-    def behind_pair(self, first: int, second: int) -> Sequence[int]:
-        return self._pairs.get((first, second), ())[-_LATEST:]
-
-    def behind(self, token: int) -> Sequence[int]:
-        return self._places.get(token, ())[-_LATEST:]
+    def behind(self, *last: int) -> Sequence[int]:
+        """As of a `FixedIndex`; a token is taken in once the one behind it is known."""
+        for second in range(self._next, len(self.tokens) - 1):
+            self._places[self.tokens[second],].append(second + 1)
+            self._places[self.tokens[second - 1], self.tokens[second]].append(second + 1)
+        self._next = max(self._next, len(self.tokens) - 1)
+        return self._places.get(last, ())[-_LATEST:]
 
 
 def agreement(tokens: Sequence[int], place: Place, most: int = LONGEST) -> int:
     """Number of last tokens that stand before `place` as well, up to `most`."""
     text, position = place
-    if most > position or most > len(tokens):
-        most = min(position, len(tokens))
+    most = min(most, position, len(tokens))
     for back in range(1, most + 1):
         if text[position - back] != tokens[-back]:
             return back - 1
     return most
 
 
-def follow(place: Place, limit: int) -> tuple[int, ...]:
+class OwnText:
+    """Drafts from prompt and output, where the last two tokens, or else the last one, stood before."""
+
+    def __init__(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+        """`prompt`: as it is looked up. `tokens`: the request's live list, which begins with as many."""
+        self._prompt = prompt
+        self._output = GrowingIndex(tokens, max(0, len(prompt) - 2))
+        self._texts: tuple[FixedIndex, GrowingIndex] | None = None
+        self._followed: tuple[Place, int] | None = None
+        """The place that was followed last, and the length of the text then."""
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        """The draft from the place that agrees longest with the end of `tokens`, the latest of equals."""
+        if self._followed is not None:
+            # a copy that is still going on need not be looked up again
+            (text, position), length = self._followed
+            place = text, position + len(tokens) - length
+            if place[1] < len(text) and agreement(tokens, place, LONG) >= LONG:
+                return Draft(_follow(place, limit), Source.OWN_TEXT, LONG)
+        if self._texts is None:  # not before the first draft: a request that ends with its first token needs none
+            self._texts = FixedIndex(self._prompt), self._output
+        self._followed, places = None, list[Place]()
+        for last in (tokens[-2:], tokens[-1:]):
+            places = places or [(text.tokens, place) for text in self._texts for place in text.behind(*last)]
+        if not places:
+            return NOTHING
+        agreed = [agreement(tokens, place) for place in places]
+        longest = max(agreed)
+        equals = [place for place, count in zip(places, agreed, strict=True) if count == longest]
+        self._followed = equals[-1], len(tokens)
+        ambiguous = len({text[position] for text, position in equals}) > 1
+        # that several places go on alike says as much as a longer agreement
+        sure = AMBIGUOUS if ambiguous else min(LONG, longest + len(equals) - 1)
+        return Draft(_follow(equals[-1], limit), Source.OWN_TEXT, sure)
+
+
+def _follow(place: Place, limit: int) -> tuple[int, ...]:
     """The `limit` tokens from `place` on; a text that ends before is taken to repeat itself, as loops do."""
     text, position = place
-    found = tuple(text[position : position + limit])
-    if 0 < len(found) < limit:
-        return (found * (limit // len(found) + 1))[:limit]
-    return found
-
-
-def best_draft(tokens: Sequence[int], places: Sequence[Place], limit: int) -> tuple[Draft, Place | None]:
-    """The draft from the place that agrees longest with the end of `tokens`, the latest of equals, and that place."""
-    longest, equals = 0, list[Place]()
-    for place in places:
-        agreed = agreement(tokens, place)
-        if agreed > longest:
-            longest, equals = agreed, []
-        if agreed == longest:
-            equals.append(place)
-    if not longest:
-        return NOTHING, None
-    ambiguous = len({text[position] for text, position in equals}) > 1
-    # that several places go on alike says as much as a longer agreement
-    agreed = AMBIGUOUS if ambiguous else longest + len(equals) - 1
-    return Draft(follow(equals[-1], limit), Source.OWN_TEXT, agreed), equals[-1]
+    return tuple(islice(cycle(text[position : position + limit]), limit))

@@ -6,9 +6,12 @@ predicts, and no page is taken from anybody.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate, repeat
+from operator import mul
 from typing import NamedTuple
 
 from asyncengine.request_spec import RequestSpec
@@ -29,6 +32,12 @@ _MIN_WAIT_GAIN = 1.5
 """Gain from which on a request rather waits for its token in flight than being launched behind it without drafts."""
 _MIN_AHEAD = 32
 """Tokens that an answer is expected to go on for, at least; a longer one is expected to double."""
+_OPEN = Draft((OPEN,) * SIZES[-1], Source.MODEL, AMBIGUOUS)
+"""Guesses that the draft model makes in the step."""
+
+_Guess = tuple[float, int, float]
+"""A drafted token, such that the likeliest sorts first: minus the chance that it and all before it are right, index of
+its row's candidate, cost of making it (0: it was looked up)."""
 
 
 class Candidate(NamedTuple):
@@ -41,7 +50,7 @@ class Candidate(NamedTuple):
     """The request's live list of tokens."""
     namespace: tuple[Hashable, ...]
     room: int
-    """Drafts that the row has room for."""
+    """Drafts that the row has room for, at least 1."""
 
 
 @dataclass(slots=True)
@@ -58,32 +67,20 @@ class SpeculationCounters:
     """Accepted tokens at the first, second, ... place of a draft."""
 
 
+@dataclass(slots=True)
 class _Request:
     """State of one request's drafting."""
 
-    __slots__ = ("acceptance", "asked_at", "caught_up", "draft", "prediction", "proposer")
-
-    def __init__(self, proposer: Proposer, acceptance: Acceptance) -> None:
-        self.proposer = proposer
-        self.acceptance = acceptance
-        self.draft = NOTHING
-        """The last draft."""
-        self.prediction = (0, 0)
-        """Tokens of the caller's prediction that were drafted and right, and that were wrong."""
-        self.caught_up = 0
-        """Tokens that the draft model is known to have computed."""
-        self.asked_at = 0
-        """Tokens of the request when the draft model was last asked."""
-
-
-class _Guess(NamedTuple):
-    """One drafted token of a row, with its chance of being right together with all before it."""
-
-    chance: float
-    place: int
-    """Index of the row's candidate."""
-    making: float
-    """Cost of guessing it; 0 for look-ups."""
+    proposer: Proposer
+    acceptance: Acceptance
+    draft: Draft = NOTHING
+    """The last draft."""
+    prediction: tuple[int, int] = (0, 0)
+    """Tokens of the caller's prediction that were drafted and right, and that were wrong."""
+    caught_up: int = 0
+    """Tokens that the draft model is known to have computed."""
+    asked_at: int = 0
+    """Tokens of the request at its last draft."""
 
 
 class DraftPlanner:
@@ -103,8 +100,8 @@ class DraftPlanner:
         self._costs = costs
         self._draft_costs = draft_costs
         self._max_drafts = max_drafts
-        self._answers = EarlierAnswers(answer_bytes) if answer_bytes else None
-        self.make = make_proposer or self._lookup
+        self._answers = EarlierAnswers(answer_bytes)
+        self.make = make_proposer or partial(LookupProposer, answers=self._answers)
         self.requests: dict[int, _Request] = {}
         self._namespaces: OrderedDict[tuple[Hashable, ...], Acceptance] = OrderedDict()
         """Acceptance of the namespaces that were used last."""
@@ -113,42 +110,40 @@ class DraftPlanner:
     def plan(self, candidates: Sequence[Candidate], num_tokens: int, num_sampling: int) -> dict[int, tuple[int, ...]]:
         """Drafts by key for those that get any, in a step that computes `num_tokens` and samples `num_sampling` tokens
         without them."""
-        room = SIZES[-1] - num_tokens
-        if room <= 0 or not self._pays_at_best(num_tokens, num_sampling):
+        if not self._pays_at_best(num_tokens, num_sampling):
             return {}
+        costs = self._costs.table[num_tokens:]
         guesses: list[_Guess] = []
         drafts: dict[int, Draft] = {}
         unsure: list[int] = []
-        costs = self._costs.table[num_tokens:]
         for place, candidate in enumerate(candidates):
-            limit = min(candidate.room, self._max_drafts, room)
-            draft, rates = self._looked_up(candidate, limit)
+            draft, chances = self._looked_up(candidate, len(costs) - 1)
             if draft.tokens:
                 drafts[place] = draft
-            count = best_prefix(rates, costs, num_sampling)[0]
-            if count and len(candidates) == 1:  # a lone row's guesses are in the order of their chances already
-                request = self.requests[candidate.key]
-                request.draft, request.asked_at = draft, len(candidate.tokens)
-                return {candidate.key: draft.tokens[:count]}
-            if count:
-                guesses += _guesses(rates, place)
-            elif limit > 0:
+            if best_prefix(chances, costs, num_sampling)[0]:
+                guesses += [(-chance, place, 0.0) for chance in chances]
+            else:
                 unsure.append(place)
         if unsure and self._draft_costs is not None:
-            offers = self._worth_asking([candidates[place] for place in unsure], num_tokens)
-            for index, place in enumerate(unsure):
-                rates, making = offers.get(index, ([], 0.0))
-                if rates:
-                    drafts[place] = Draft((OPEN,) * len(rates), Source.MODEL, AMBIGUOUS)
-                    guesses += _guesses(rates, place, making)
-                else:
+            modelled = self._worth_asking(candidates, unsure, costs)
+            guesses += modelled
+            asked = {place: _OPEN for _, place, _ in modelled}
+            drafts |= asked
+            for place in unsure:
+                if place not in asked:
                     self.requests[candidates[place].key].acceptance.rest(Source.MODEL)
-        counts = self._best_counts(guesses, num_tokens, num_sampling, room)
-        for place in counts:
+        # the likeliest guesses of all rows, as many as yield the most tokens per time
+        guesses = sorted(guesses)[: len(costs) - 1]
+        making = accumulate((made for _, _, made in guesses), initial=0.0)
+        with_making = [cost + made for cost, made in zip(costs, making, strict=False)]
+        worth = best_prefix([-minus for minus, _, _ in guesses], with_making, num_sampling)[0]
+        counts = Counter(place for _, place, _ in guesses[:worth])
+        for place, draft in drafts.items():
             request = self.requests[candidates[place].key]
-            request.draft, request.asked_at = drafts[place], len(candidates[place].tokens)
-        for place in drafts.keys() - counts.keys():
-            self.requests[candidates[place].key].acceptance.rest(drafts[place].source)
+            if place in counts:
+                request.draft, request.asked_at = draft, len(candidates[place].tokens)
+            else:
+                request.acceptance.rest(draft.source)
         return {candidates[place].key: drafts[place].tokens[:count] for place, count in counts.items()}
 
     def plan_behind_prompt(self, candidate: Candidate, num_tokens: int) -> tuple[int, ...]:
@@ -159,27 +154,26 @@ class DraftPlanner:
         """
         if not candidate.spec.prediction:
             return ()
-        limit = min(candidate.room, self._max_drafts)
-        draft, rates = self._looked_up(candidate, limit)
+        draft, chances = self._looked_up(candidate, candidate.room)
         if draft.source is not Source.PREDICTION:
             return ()
         # the prompt is computed in any case: the saved pass costs 1, each draft its place in this step
         base = self._costs.of(num_tokens) - 1.0
-        costs = [self._costs.of(num_tokens + number) - base for number in range(len(rates) + 1)]
+        costs = [self._costs.of(num_tokens + number) - base for number in range(len(chances) + 1)]
         self.requests[candidate.key].draft = draft
-        return draft.tokens[: best_prefix(rates, costs, 1.0)[0]]
+        return draft.tokens[: best_prefix(chances, costs, 1.0)[0]]
 
     def promises(self, candidate: Candidate, num_rows: int) -> bool:
         """Whether a request whose next token is in flight should wait for it, among `num_rows`, since drafts behind it
         will bring more than being launched without any."""
-        limit = min(candidate.room, self._max_drafts, SIZES[-1] - num_rows)
-        if limit < 1 or not self._pays_at_best(num_rows, num_rows):
+        if not self._pays_at_best(num_rows, num_rows):
             return False
-        draft, rates = self._looked_up(candidate, limit)
+        costs = self._costs.table[num_rows:]
+        draft, chances = self._looked_up(candidate, len(costs) - 1)
         if not draft.tokens:
             return False
         # its own tokens for the time of its step: what is computed for others meanwhile is no reason to wait
-        if best_prefix(rates, self._costs.table[num_rows:], 1.0)[1] >= _MIN_WAIT_GAIN:
+        if best_prefix(chances, costs, 1.0)[1] >= _MIN_WAIT_GAIN:
             return True
         self.requests[candidate.key].acceptance.rest(draft.source)
         return False
@@ -188,8 +182,7 @@ class DraftPlanner:
         """Take in that `accepted` of the `drafted` tokens of a row were right."""
         request, counters = self.requests.get(key), self.counters
         if request is not None and request.draft.source is Source.MODEL:
-            behind = request.asked_at - request.caught_up
-            request.caught_up = request.asked_at if drafted else request.caught_up + min(behind, CATCH_UP)
+            request.caught_up = request.asked_at if drafted else min(request.asked_at, request.caught_up + CATCH_UP)
         if not drafted:
             return  # the draft model is still catching up
         counters.rows += 1
@@ -210,19 +203,14 @@ class DraftPlanner:
     def clear(self) -> None:
         """Forget what was learnt from finished requests: other weights will write other texts."""
         self._namespaces.clear()
-        if self._answers is not None:
-            self._answers.clear()
+        self._answers.clear()
 
     def forget(self, key: int, namespace: tuple[Hashable, ...], output: Sequence[int]) -> tuple[int, int]:
         """End a request's drafting. `output`: what others may draft from; empty for none. Returns how many tokens of
         its caller's prediction were drafted and right, and how many were wrong."""
+        self._answers.add(namespace, output)
         request = self.requests.pop(key, None)
-        if self._answers is not None and output:
-            self._answers.add(namespace, output)
         return (0, 0) if request is None else request.prediction
-
-    def _lookup(self, spec: RequestSpec, tokens: Sequence[int], namespace: tuple[Hashable, ...]) -> Proposer:
-        return LookupProposer(spec, tokens, namespace, self._answers)
 
     def _of(self, candidate: Candidate) -> _Request:
         request = self.requests.get(candidate.key)
@@ -235,79 +223,57 @@ class DraftPlanner:
             request = self.requests[candidate.key] = _Request(proposer, Acceptance(namespace))
         return request
 
-    def _looked_up(self, candidate: Candidate, limit: int) -> tuple[Draft, list[float]]:
-        """A draft up to where the request would end, which is sampled behind the others in any case, and its rates."""
-        if limit < 1:
-            return NOTHING, []
-        request = self._of(candidate)
+    def _looked_up(self, candidate: Candidate, room: int) -> tuple[Draft, list[float]]:
+        """A draft up to where the request would end, which is sampled behind the others in any case, and the chances of
+        its tokens, of which the step has `room` for so many."""
+        request, limit = self._of(candidate), min(candidate.room, self._max_drafts, room)
         draft = request.proposer.propose(candidate.tokens, limit)
         for stop in candidate.spec.stop_ids:
             if stop in draft.tokens:
                 draft = draft._replace(tokens=draft.tokens[: draft.tokens.index(stop)])
-        if not draft.tokens:
-            return NOTHING, []
-        return draft, request.acceptance.rates(draft, limit)
+        return draft, request.acceptance.chances(draft, limit)
 
-    def _worth_asking(self, candidates: Sequence[Candidate], num_tokens: int) -> dict[int, tuple[list[float], float]]:
-        """Index of each row for which a draft model should guess -> (rates of its guesses, cost of each guess).
+    def _worth_asking(
+        self, candidates: Sequence[Candidate], places: Sequence[int], costs: Sequence[float]
+    ) -> list[_Guess]:
+        """Guesses that a draft model should make for the candidates at `places`; `costs`: of the step by guesses.
 
         The fewer rows, the more each has to pay of a pass of the draft model, so rows are dropped until all pay.
         """
         assert self._draft_costs is not None
-        left = list(range(len(candidates)))
-        while left:
-            making = self._draft_costs.of(len(left)) / len(left)
-            rates = [self._model_rates(candidates[index], making, num_tokens) for index in left]
-            kept = {index: (found, making) for index, found in zip(left, rates, strict=True) if found}
-            if len(kept) == len(left):
-                return kept
-            left = list(kept)
-        return {}
+        while places:
+            making = self._draft_costs.of(len(places)) / len(places)
+            guesses = [
+                (-chance, place, making)
+                for place in places
+                for chance in self._model_chances(candidates[place], making, costs)
+            ]
+            paying = sorted({place for _, place, _ in guesses})
+            if len(paying) == len(places):
+                return guesses
+            places = paying
+        return []
 
-    def _model_rates(self, candidate: Candidate, making: float, num_tokens: int) -> list[float]:
-        """Rates of the guesses that are worth asking a draft model for, at a cost of `making` each."""
+    def _model_chances(self, candidate: Candidate, making: float, costs: Sequence[float]) -> list[float]:
+        """Chances of the guesses that are worth asking a draft model for, at a cost of `making` each."""
         assert self._draft_costs is not None
         request, known = self._of(candidate), len(candidate.tokens)
-        limit = min(candidate.room, self._max_drafts, SIZES[-1] - num_tokens)
-        rates = request.acceptance.rates(Draft((OPEN,) * limit, Source.MODEL, AMBIGUOUS), limit)
+        chances = request.acceptance.chances(_OPEN, min(candidate.room, self._max_drafts, len(costs) - 1))
         # what was written while nobody asked it has to be computed by the draft model first: paid by what is to come
         ahead = min(candidate.spec.max_total - known, max(_MIN_AHEAD, known - len(candidate.spec.prompt)))
         catching_up = self._draft_costs.of(known - request.caught_up) - self._draft_costs.of(1)
         extra = 2 * max(0.0, catching_up) / max(1, ahead)
-        costs = self._costs.table[num_tokens:]
         with_making = [cost + number * making + extra * (number > 0) for number, cost in enumerate(costs)]
-        count, gain = best_prefix(rates, with_making, 1.0)
-        return rates[:count] if gain >= _MIN_MODEL_GAIN else []
-
-    def _best_counts(self, guesses: list[_Guess], num_tokens: int, num_sampling: int, room: int) -> dict[int, int]:
-        """The likeliest guesses, as many as yield the most tokens per time: number of drafted tokens by place."""
-        guesses.sort(key=lambda guess: (-guess.chance, guess.place))
-        expected, making = float(num_sampling), 0.0
-        best, worth = expected / self._costs.of(num_tokens), 0
-        for number, guess in enumerate(guesses[:room], 1):
-            expected += guess.chance
-            making += guess.making
-            rate = expected / (self._costs.of(num_tokens + number) + making)
-            if rate > best:
-                best, worth = rate, number
-        counts: dict[int, int] = {}
-        for guess in guesses[:worth]:
-            counts[guess.place] = counts.get(guess.place, 0) + 1
-        return counts
+        count, gain = best_prefix(chances, with_making, 1.0)
+        return chances[:count] if gain >= _MIN_MODEL_GAIN else []
 
     def _pays_at_best(self, num_tokens: int, num_sampling: int) -> bool:
         """Whether any number of drafts could be worth its time in such a step; else nobody is asked for one."""
+        if num_tokens >= SIZES[-1]:
+            return False
         known = self._could_pay.get((num_tokens, num_sampling))
         if known is None:
-            rates = [_BEST_RATE] * (SIZES[-1] - num_tokens)
-            gained = best_prefix(rates, self._costs.table[num_tokens:], num_sampling)[0]
+            chances = list(accumulate(repeat(_BEST_RATE, SIZES[-1] - num_tokens), mul))
+            gained = best_prefix(chances, self._costs.table[num_tokens:], num_sampling)[0]
             known = self._could_pay[num_tokens, num_sampling] = gained > 0
         return known
-
-
-def _guesses(rates: Sequence[float], place: int, making: float = 0.0) -> list[_Guess]:
-    found, chance = list[_Guess](), 1.0
-    for rate in rates:
-        chance *= rate
-        found.append(_Guess(chance, place, making))
-    return found

@@ -55,11 +55,11 @@ class Prediction:
             self._left, self._since = self._next, 1
         self._agreed = 0
         expected = self._left + self._since  # had it changed words only
-        place = self._index.nearest_behind_pair(before, token, expected) if self._since > 1 else None
+        place = self._index.nearest_behind(expected, before, token) if self._since > 1 else None
         if place is not None:
             self._next, self._agreed = place, 2
             return
-        place = self._index.nearest_behind(token, expected)
+        place = self._index.nearest_behind(expected, token)
         if place is not None and abs(place - expected) <= _NEAR:
             self._next, self._agreed = place, 1
         elif self._since == 1:

@@ -14,19 +14,20 @@ from asyncengine.speculation.planner import Candidate
 from asyncengine.speculation.proposer import LookupProposer
 
 NAMESPACE = ("a",)
+NO_ANSWERS = EarlierAnswers(0)
 
 
 def proposer(
     prompt: Sequence[int],
     live: list[int],
-    answers: EarlierAnswers | None = None,
+    answers: EarlierAnswers = NO_ANSWERS,
     prediction: Sequence[int] = (),
 ) -> LookupProposer:
     spec = RequestSpec(0, tuple(prompt), SamplingParams(), 10_000, prediction=tuple(prediction))
     return LookupProposer(spec, live, NAMESPACE, answers)
 
 
-def guess(prompt: Sequence[int], output: Sequence[int], answers: EarlierAnswers | None = None) -> Draft:
+def guess(prompt: Sequence[int], output: Sequence[int], answers: EarlierAnswers = NO_ANSWERS) -> Draft:
     live = [*prompt, *output]
     return proposer(prompt, live, answers).propose(live, 4)
 

@@ -80,8 +80,8 @@ def test_guesses_that_become_good_are_found_out() -> None:
 
 
 def test_as_many_guesses_as_make_the_most_of_the_time() -> None:
-    assert best_prefix([0.5, 0.5], [1.0, 1.4, 1.8], 1.0) == (1, pytest.approx(1.5 / 1.4))
-    assert best_prefix([0.9, 0.9], [1.0, 1.1, 1.2], 1.0) == (2, pytest.approx(2.71 / 1.2))
+    assert best_prefix([0.5, 0.25], [1.0, 1.4, 1.8], 1.0) == (1, pytest.approx(1.5 / 1.4))
+    assert best_prefix([0.9, 0.81], [1.0, 1.1, 1.2], 1.0) == (2, pytest.approx(2.71 / 1.2))
     assert best_prefix([0.1], [1.0, 1.2], 1.0) == (0, 1.0)
     assert best_prefix([], [1.0], 1.0) == (0, 1.0)
 
@@ -96,12 +96,12 @@ def test_costs_between_measured_sizes_rise_evenly_and_never_fall() -> None:
 def test_a_new_request_starts_from_what_its_namespace_has_seen() -> None:
     namespace = Acceptance()
     draft = Draft((1,) * 4, Source.OWN_TEXT, LONG)
-    before = Acceptance(namespace).rates(draft, 4)
+    before = Acceptance(namespace).chances(draft, 4)
     for _ in range(20):
         Acceptance(namespace).learn(draft, 4, 1)
-    after = Acceptance(namespace).rates(draft, 4)
-    assert all(new < 0.6 < old for new, old in zip(after, before, strict=True))
-    assert Acceptance(namespace).rates(draft._replace(source=Source.PREDICTION), 4)[0] > 0.9, "another source"
+    after = Acceptance(namespace).chances(draft, 4)
+    assert all(new < 0.6**place < old for place, (new, old) in enumerate(zip(after, before, strict=True), 1))
+    assert Acceptance(namespace).chances(draft._replace(source=Source.PREDICTION), 4)[0] > 0.9, "another source"
 
 
 # ---------------------------------------------------------------- draft models

@@ -13,8 +13,9 @@ step, so that no step of others waits long for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 from asyncengine.request_spec import RequestSpec
 from asyncengine.step import Batch, Executor, Row
@@ -32,11 +33,12 @@ class _Guessing:
     tokens: list[int]
     """Known tokens, and the guesses behind them."""
     known: int
+    """Number of known tokens."""
     begin: int
     """The first position that is to be computed now."""
-    wanted: int
+    end: int
+    """Number of tokens with all guesses that are wanted."""
     spec: RequestSpec
-    guesses: list[int] = field(default_factory=list)
     chance: float = 1.0
     """That all guesses are right, going by the probabilities that the smaller model gives them."""
 
@@ -51,13 +53,9 @@ class DraftPages:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self._size = page_size
         self._held = [0] * num_pages
-        self._empty = True
-        """Nothing was ever written: nothing needs to be looked after."""
 
     def overwritten(self, rows: Iterable[Row]) -> None:
         """`rows` are about to write into the first pool: from there on nothing holds."""
-        if self._empty:
-            return
         size, held = self._size, self._held
         for row in rows:
             number, offset = divmod(row.start, size)
@@ -68,8 +66,6 @@ class DraftPages:
 
     def first_missing(self, pages: Sequence[int], end: int) -> int:
         """The first position below `end` that is not there; `end` if none is missing."""
-        if self._empty:
-            return 0
         size, held = self._size, self._held
         for number, page in enumerate(pages[: -(-end // size)]):
             if held[page] < size:
@@ -78,7 +74,6 @@ class DraftPages:
 
     def written(self, pages: Sequence[int], begin: int, end: int) -> None:
         """Positions [begin, end) are there, and all before them."""
-        self._empty = False
         size, held = self._size, self._held
         for number in range(begin // size, -(-end // size)):
             page = pages[number]
@@ -99,8 +94,8 @@ class DraftModel:
         self._catch_up = catch_up
         self._least = least_chance
         self._pages = DraftPages(executor.num_pages, executor.page_size)
-        self._specs: dict[int, tuple[RequestSpec, RequestSpec]] = {}
-        """Slot -> the specification of its request, and what is left of it here."""
+        self._specs: WeakKeyDictionary[RequestSpec, RequestSpec] = WeakKeyDictionary()
+        """What is left of a specification here."""
 
     def close(self) -> None:
         """Free the smaller model. Idempotent."""
@@ -115,40 +110,37 @@ class DraftModel:
         self._pages.overwritten(batch.rows)
         if not any(row.awaits_drafts for row in batch.rows):
             return batch
-        work: dict[int, _Guessing] = {}
-        claimed: dict[int, None] = {}
-        for index, row in enumerate(batch.rows):
+        rows, work = list(batch.rows), dict[int, _Guessing]()
+        claimed = set[int]()
+        for index, row in enumerate(rows):
             if row.awaits_drafts:
                 work[index] = found = self._begin(row)
                 first = row.pages[found.begin // self._executor.page_size]
                 if first in claimed:  # somebody's prompt is also another's: it will be there in the next step
-                    found.wanted = 0
-                claimed[first] = None
-        self._draft([each for each in work.values() if each.wanted > 0])
-        return batch._replace(rows=tuple(_filled(row, work, index) for index, row in enumerate(batch.rows)))
+                    found.end = found.known
+                claimed.add(first)
+        self._draft([each for each in work.values() if each.known < each.end])
+        for index, each in work.items():
+            guesses = tuple(each.tokens[each.known :])
+            rows[index] = each.row._replace(num_scheduled=len(each.tokens) - each.row.start, drafts=guesses)
+        return batch._replace(rows=tuple(rows))
 
     def _begin(self, row: Row) -> _Guessing:
         known = row.start + row.num_scheduled - len(row.drafts)
-        wanted = min(len(row.drafts), self._most - known)
-        begin = self._pages.first_missing(row.pages, known)
-        return _Guessing(row, row.tokens[:known], known, begin, wanted, self._plain(row))
+        begin, end = self._pages.first_missing(row.pages, known), min(known + len(row.drafts), self._most)
+        return _Guessing(row, row.tokens[:known], known, begin, end, self._plain(row.spec))
 
-    def _plain(self, row: Row) -> RequestSpec:
-        """The specification with everything that matters for a draw; of scores only the drawn token's, where it says
-        when to stop."""
-        spec, params, scored = row.spec, row.spec.params, self._least > 0
-        wanted = (params.logprobs, params.logprobs_of, params.top_logprobs, params.prompt_logprobs)
-        if wanted == (scored, "model", 0, False) and not params.return_routed_experts:
-            return spec
-        kept = self._specs.get(row.slot)
-        if kept is None or kept[0] is not spec:
+    def _plain(self, spec: RequestSpec) -> RequestSpec:
+        """The specification with everything that matters for a draw; of scores only the drawn token's, which says when
+        to stop."""
+        plain = self._specs.get(spec)
+        if plain is None:
             params = replace(
-                params, logprobs=scored, logprobs_of="model", top_logprobs=0, prompt_logprobs=False,
+                spec.params, logprobs=True, logprobs_of="model", top_logprobs=0, prompt_logprobs=False,
                 prompt_logprobs_start=0, return_routed_experts=False, routed_experts_start=0,
             )  # fmt: skip
-            kept = spec, replace(spec, params=params)
-            self._specs[row.slot] = kept
-        return kept[1]
+            plain = self._specs[spec] = replace(spec, params=params)
+        return plain
 
     def _draft(self, work: list[_Guessing]) -> None:
         """Round by round, one more guess for each that wants one."""
@@ -163,12 +155,10 @@ class DraftModel:
                 each.begin = row.start + row.num_scheduled
                 self._pages.written(row.pages, row.start, each.begin)
                 if row.samples:
-                    each.guesses.append(token)
                     each.tokens.append(token)
-                    if self._least > 0:
-                        each.chance *= math.exp(result.logprobs[index][-1].logprob)
+                    each.chance *= math.exp(result.logprobs[index][-1].logprob)
                     sure = each.chance >= self._least
-                    if sure and len(each.guesses) < each.wanted and token not in each.spec.stop_ids:
+                    if sure and len(each.tokens) < each.end and token not in each.spec.stop_ids:
                         left.append(each)
             work = left
 
@@ -177,11 +167,3 @@ class DraftModel:
         row, begin = each.row, each.begin
         samples = end == len(each.tokens)
         return Row(each.spec, row.slot, begin, end - begin, each.tokens, False, row.pages, samples)
-
-
-def _filled(row: Row, work: Mapping[int, _Guessing], index: int) -> Row:
-    found = work.get(index)
-    if found is None:
-        return row
-    guesses = tuple(found.guesses)
-    return row._replace(num_scheduled=found.known - row.start + len(guesses), drafts=guesses)

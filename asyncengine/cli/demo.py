@@ -1,24 +1,28 @@
-"""`asyncengine demo`: the engine on its bundled models, as a short story in six scenes and a table."""
+"""`asyncengine demo`: the engine on its bundled models, as a short story in six scenes and a table.
+
+With `--fleet N`: the generating model in N processes behind one engine's methods, in three scenes.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
+import importlib
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.checks import as_integer
-from asyncengine.cli import fleet_demo
-from asyncengine.cli.documents import ABOUT_ARCHIVE, ARCHIVE, DOCUMENTS, FOR_RETRIEVAL, SMALL_JOBS, Question, counting
+from asyncengine.cli.documents import ABOUT_ARCHIVE, ARCHIVE, DOCUMENTS, FOR_RETRIEVAL, SMALL_JOBS, counting
 from asyncengine.cli.errors import FAILED, CliError
-from asyncengine.cli.loading import in_background, open_async_engine
+from asyncengine.cli.loading import on_thread, open_async_engine
 from asyncengine.cli.options import engine_config
 from asyncengine.cli.show import GREEDY, Ask, Line, Show, answer
 from asyncengine.cli.text import write_json
 from asyncengine.config import EngineConfig
+from asyncengine.sampling_params import SamplingParams
 
 ADAPTERS = {"pirate": "demo/pirate", "json": "demo/json"}
 DEFAULTS: dict[str, Any] = {"num_threads": 1, "kv_cache_memory": "32MiB", "show_progress": False}
@@ -29,6 +33,8 @@ PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"
 LEAVERS = 16
 SOON = 0.002
 """Seconds between two looks at the page counts."""
+STORIES, LONG = 12, SamplingParams(temperature=1.0, seed=7, max_tokens=400, ignore_eos=True)
+"""Answers that are under way when a replica is killed, and their parameters."""
 FIGURES = (
     ("requests", "{requests}", "{ended}"),
     ("right answers", "{right_answers} of {checked_answers}", "by the words that they must hold"),
@@ -44,13 +50,12 @@ FIGURES = (
 
 def run(args: argparse.Namespace) -> int:
     as_integer("streams", args.streams, 1)
-    if args.fleet is not None:
-        as_integer("fleet", args.fleet, 2)  # one of them is killed
     show = Show(quiet=args.json, picture=args.export_svg)
     if args.fleet is None:
         summary = asyncio.run(_story(show, engine_config(args, **DEFAULTS, adapters=ADAPTERS), args.streams))
     else:
-        summary = asyncio.run(fleet_demo.story(show, engine_config(args, **DEFAULTS), "demo", args.fleet, args.streams))
+        replicas = as_integer("fleet", args.fleet, 2)  # one of them is killed
+        summary = asyncio.run(fleet_story(show, engine_config(args, **DEFAULTS), replicas, args.streams))
     if args.json:
         write_json(summary)
     try:
@@ -107,20 +112,22 @@ class Scenes:
     async def many_streams(self, streams: int) -> None:
         model: Any = None
         with self.show.busy("importing LangChain"), contextlib.suppress(ImportError):
-            model = await in_background(lambda: _lang_chain(self.engine))
+            importing = on_thread(lambda: importlib.import_module("asyncengine.integrations.langchain"))
+            chat_engine = (await asyncio.wrap_future(importing)).ChatAsyncEngine
+            model = chat_engine(engine=self.engine, temperature=0.0, max_tokens=GREEDY.max_tokens)
 
         async def ask(line: Line) -> None:
             if model is None:
                 await answer(self.engine, line)
             else:
-                async for piece in model.astream(line.question.text):
+                async for piece in model.astream(line.question):
                     line.answer += piece.text
 
         questions = [*SMALL_JOBS, *map(counting, range(max(0, streams - len(SMALL_JOBS))))][:streams]
         through = "the plain API" if model is None else "LangChain"
         story = f"Each line is a request of its own through {through}. They share every forward pass."
         outcome = "{output_tokens} tokens in {seconds:.1f} s: [bold]{rate:.0f} tokens/s[/bold]."
-        lines = [Line(question) for question in questions]
+        lines = [Line(*question) for question in questions]
         await self._play(f"{streams} streams at once", story, lines, ask, outcome, through=through)
 
     async def shared_prefix(self) -> None:
@@ -130,27 +137,27 @@ class Scenes:
 
         story = "The same text stands before every question. The engine computes it once and keeps its pages."
         outcome = "{prompt_tokens} prompt tokens, [bold]{cached_tokens} from the prefix cache[/bold]."
-        await self._play("One text, many questions", story, [Line(each) for each in ABOUT_ARCHIVE], ask, outcome)
+        await self._play("One text, many questions", story, [Line(*each) for each in ABOUT_ARCHIVE], ask, outcome)
 
     async def retrieval(self, embedder: AsyncEngine) -> None:
         vectors = (await embedder.embed(list(DOCUMENTS.values()), prompt_name="document")).vectors
 
         async def ask(line: Line) -> None:
-            found = await embedder.embed(line.question.text, prompt_name="query")
+            found = await embedder.embed(line.question, prompt_name="query")
             line.note = list(DOCUMENTS)[int((vectors @ found.vectors[0]).argmax())]
             await answer(self.engine, line, DOCUMENTS[line.note])
 
         story = "A second engine finds the document nearest to each question; the first one answers from it."
-        lines = [Line(question) for question in FOR_RETRIEVAL]
+        lines = [Line(*question) for question in FOR_RETRIEVAL]
         await self._play("Answers from documents", story, lines, ask, "Two models in one process.")
 
     async def forms(self) -> None:
-        call = Line(Question("What is the weather in Oslo?", 'get_weather({"city": "Oslo"})'), "tool call")
+        call = Line("What is the weather in Oslo?", 'get_weather({"city": "Oslo"})', "tool call")
         text = "Extract the name and age as JSON.\n\nIda Lund is 34 years old."
-        lines = [call, Line(Question(text, '{"name": "Ida Lund", "age": 34}'), "JSON schema")]
+        lines = [call, Line(text, '{"name": "Ida Lund", "age": 34}', "JSON schema")]
 
         async def ask(line: Line) -> None:
-            messages = [{"role": "user", "content": line.question.text}]
+            messages = [{"role": "user", "content": line.question}]
             if line is call:
                 done = await self.engine.chat(messages, GREEDY, tools=[{"type": "function", "function": WEATHER}])
                 line.answer = ", ".join(f"{each.name}({each.arguments})" for each in done.tool_calls)
@@ -162,13 +169,14 @@ class Scenes:
         await self._play("Tool calls, and JSON that always ends", story, lines, ask, outcome)
 
     async def three_voices(self) -> None:
-        texts = {ABOUT_ARCHIVE[1]: ARCHIVE, ABOUT_ARCHIVE[8]: ARCHIVE, SMALL_JOBS[1]: "", SMALL_JOBS[2]: ""}
+        asked = ABOUT_ARCHIVE[1], ABOUT_ARCHIVE[8], SMALL_JOBS[1], SMALL_JOBS[2]
 
         async def ask(line: Line) -> None:
-            await answer(self.engine, line, texts[line.question], line.note if line.note in ADAPTERS else None)
+            text = ARCHIVE if line.question in dict(ABOUT_ARCHIVE) else ""
+            await answer(self.engine, line, text, line.note if line.note in ADAPTERS else None)
 
         story = f"The base model and its LoRA adapters {' and '.join(ADAPTERS)} answer the same questions."
-        lines = [Line(question, voice) for question in texts for voice in ("base", *ADAPTERS)]
+        lines = [Line(*question, voice) for question in asked for voice in ("base", *ADAPTERS)]
         outcome = "{output_tokens} tokens in {steps} forward passes."
         await self._play("One model, three voices in one batch", story, lines, ask, outcome)
 
@@ -192,7 +200,7 @@ class Scenes:
             pages["after"] = self._pages_in_use()
 
         readers = [asyncio.create_task(read(index)) for index in range(LEAVERS)]
-        lines = [Line(SMALL_JOBS[index]) for index in (2, 3, 5, 10)]
+        lines = [Line(*SMALL_JOBS[index]) for index in (2, 3, 5, 10)]
         story = f"{LEAVERS} readers ask for long stories and are cancelled in the middle; others read to the end."
         outcome = "{pages[reading]} pages in use while all read, then {pages[after]}."
         await self._play("Leaving costs nothing", story, lines, ask, outcome, pages=pages, cancelled=LEAVERS)
@@ -200,13 +208,6 @@ class Scenes:
     def _pages_in_use(self) -> int:
         pages = self.engine.stats().pages
         return pages.held + pages.shared + pages.retiring
-
-
-def _lang_chain(engine: AsyncEngine) -> Any:
-    """Raises `ImportError` where LangChain is not installed."""
-    from asyncengine.integrations.langchain import ChatAsyncEngine
-
-    return ChatAsyncEngine(engine=engine, temperature=0.0, max_tokens=GREEDY.max_tokens)
 
 
 def _summary(engine: AsyncEngine, scenes: list[dict[str, Any]]) -> dict[str, Any]:
@@ -232,11 +233,45 @@ def _summary(engine: AsyncEngine, scenes: list[dict[str, Any]]) -> dict[str, Any
 
 
 def _table(summary: dict[str, Any]) -> Table:
-    table = Table(box=None, padding=(0, 2), show_header=False)
-    table.add_column(style="cyan")
-    table.add_column(style="bold", justify="right")
-    table.add_column(style="dim")
+    columns = Column(style="cyan"), Column(style="bold", justify="right"), Column(style="dim")
+    table = Table(*columns, box=None, padding=(0, 2), show_header=False)
     ended = ", ".join(f"{count} {reason}" for reason, count in summary["finished"].items())
     for row in FIGURES:
         table.add_row(*(cell.format_map({**summary, "ended": ended}) for cell in row))
     return table
+
+
+async def fleet_story(show: Show, config: EngineConfig, replicas: int, streams: int) -> dict[str, Any]:
+    """Play the scenes of `--fleet`. Raises `FleetError` where no process can be started."""
+    from asyncengine.cluster.fleet import Fleet
+
+    with show.busy(f"starting {replicas} processes with the model"):
+        fleet = await Fleet.from_pretrained("demo", config=config, replicas=replicas, address="local", on_loss="resume")
+    async with fleet:
+        show.print(f"[bold]asyncengine[/bold] has loaded its bundled model into {replicas} processes of this machine.")
+        lines = [Line(*SMALL_JOBS[index % len(SMALL_JOBS)]) for index in range(streams)]
+        title = f"1  {streams} streams over {replicas} replicas"
+        caption = "Each goes where there is least to do."
+        many = await show.scene(title, caption, lines, lambda line: answer(fleet, line))
+        shares = [sum(stats.finished.values()) for stats in (await fleet.replica_stats()).values()]
+        show.outcome(f"The replicas answered {', '.join(map(str, shares))} of them.", lines)
+
+        show.title("2  A prefix is computed once", "Questions about one text go where its keys and values are.")
+        about = [Line(*question) for question in ABOUT_ARCHIVE[:6]]
+        cached = [(await answer(fleet, line, ARCHIVE)).cached_tokens for line in about]
+        show.print(f"[green]→[/green] Prompt tokens found in a cache: {', '.join(map(str, cached))}.")
+
+        show.title("3  A replica is killed", f"{STORIES} long answers are under way. Those of the lost one go on.")
+        texts = [f"Tell me a story about a cat named Lio{index}." for index in range(STORIES)]
+        undisturbed = await asyncio.gather(*(fleet.generate(text, LONG) for text in texts))
+        begun = [fleet.stream(text, LONG) for text in texts]
+        for stream in begun:
+            await anext(stream)
+        killed = await fleet.kill_one()
+        ended = await asyncio.gather(*(stream.result() for stream in begun))
+        same = sum(one.token_ids == other.token_ids for one, other in zip(undisturbed, ended, strict=True))
+        loss = {"resumed": fleet.stats().resumed, "same": same, "of": STORIES}
+        result = "{resumed} answers went on elsewhere; {same} of {of} are, token for token, what they are undisturbed."
+        show.print(f"[green]→[/green] {killed} is gone. {result.format_map(loss)}")
+        streamed, prefixes = {**many, "shares": shares}, {"cached_tokens": cached}
+        return {"replicas": replicas, "streams": streamed, "prefixes": prefixes, "loss": loss}

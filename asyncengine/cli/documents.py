@@ -1,21 +1,4 @@
-"""Eight invented documents, and questions about them, for the demo."""
-
-from __future__ import annotations
-
-import re
-from typing import NamedTuple
-
-
-class Question(NamedTuple):
-    """A question, and the words that its right answer contains."""
-
-    text: str
-    expected: str
-
-    def answered_by(self, answer: str) -> bool:
-        """Whole words, ignoring case: a river Askena is not the Asken."""
-        return re.search(rf"(?<!\w){re.escape(self.expected)}(?!\w)", answer, re.IGNORECASE) is not None
-
+"""Eight invented documents, and questions about them with words of their right answers, for the demo."""
 
 DOCUMENTS = {
     "velmora.txt": "Velmora is a town in Norway. It is led by mayor Ida Lund. Velmora has 8412 inhabitants, lies on "
@@ -38,44 +21,44 @@ ARCHIVE = "\n".join(DOCUMENTS[name] for name in ("velmora.txt", "lumira.txt", "f
 """About as much text as the bundled model can keep apart."""
 
 ABOUT_ARCHIVE = (
-    Question("Who is the mayor of Velmora?", "Ida Lund"),
-    Question("How many people live in Velmora?", "8412"),
-    Question("On which river does Velmora lie?", "Asken"),
-    Question("What does Lumira Works make?", "lanterns"),
-    Question("How many people work at Lumira Works?", "346"),
-    Question("When does the Asken festival take place?", "2027-06-19"),
-    Question("Which instrument does Mira Olsen play?", "cello"),
-    Question("In which country is Velmora?", "Norway"),
-    Question("Who runs Lumira Works?", "Tomas Brandt"),
-    Question("How many guests does the Asken festival have?", "950"),
-    Question("Who hosts the Asken festival?", "Mira Olsen"),
-    Question("What does Mira Olsen like to eat?", "pancakes"),
+    ("Who is the mayor of Velmora?", "Ida Lund"),
+    ("How many people live in Velmora?", "8412"),
+    ("On which river does Velmora lie?", "Asken"),
+    ("What does Lumira Works make?", "lanterns"),
+    ("How many people work at Lumira Works?", "346"),
+    ("When does the Asken festival take place?", "2027-06-19"),
+    ("Which instrument does Mira Olsen play?", "cello"),
+    ("In which country is Velmora?", "Norway"),
+    ("Who runs Lumira Works?", "Tomas Brandt"),
+    ("How many guests does the Asken festival have?", "950"),
+    ("Who hosts the Asken festival?", "Mira Olsen"),
+    ("What does Mira Olsen like to eat?", "pancakes"),
 )
 FOR_RETRIEVAL = (
-    Question("Who hosts the Asken festival?", "Mira Olsen"),
-    Question("Who wrote the book Nightfall?", "Jonas Dahl"),
-    Question("How much does the brass lantern cost?", "145"),
-    Question("On which port does server polaris listen?", "8443"),
-    Question("Who runs Lumira Works?", "Tomas Brandt"),
-    Question("What does Mira Olsen like to eat?", "pancakes"),
+    ABOUT_ARCHIVE[10],
+    ("Who wrote the book Nightfall?", "Jonas Dahl"),
+    ("How much does the brass lantern cost?", "145"),
+    ("On which port does server polaris listen?", "8443"),
+    ABOUT_ARCHIVE[8],
+    ABOUT_ARCHIVE[11],
 )
 SMALL_JOBS = (
-    Question("Who are you?", "demo"),
-    Question("What is the capital of Norway?", "Oslo"),
-    Question("Count from 3 to 9.", "3, 4, 5, 6, 7, 8, 9"),
-    Question("List four fruits.", "banana"),
-    Question("What does a frog say?", "ribbit"),
-    Question("Tell me a joke about a clock.", "tocked"),
-    Question("Say hello to Marisol.", "Marisol"),
-    Question("List seven days.", "Thursday"),
-    Question("What color is the sky?", "blue"),
-    Question("Count down from 9 to 4.", "9, 8, 7, 6, 5, 4"),
-    Question("Tell me a story about a fox named Brin.", "Brin"),
-    Question("What is the capital of Peru?", "Lima"),
+    ("Who are you?", "demo"),
+    ("What is the capital of Norway?", "Oslo"),
+    ("Count from 3 to 9.", "3, 4, 5, 6, 7, 8, 9"),
+    ("List four fruits.", "banana"),
+    ("What does a frog say?", "ribbit"),
+    ("Tell me a joke about a clock.", "tocked"),
+    ("Say hello to Marisol.", "Marisol"),
+    ("List seven days.", "Thursday"),
+    ("What color is the sky?", "blue"),
+    ("Count down from 9 to 4.", "9, 8, 7, 6, 5, 4"),
+    ("Tell me a story about a fox named Brin.", "Brin"),
+    ("What is the capital of Peru?", "Lima"),
 )
 
 
-def counting(index: int) -> Question:
+def counting(index: int) -> tuple[str, str]:
     """One of many questions that differ."""
     low, high = index % 13, index % 13 + 4 + index % 5
-    return Question(f"Count from {low} to {high}.", ", ".join(str(n) for n in range(low, high + 1)))
+    return f"Count from {low} to {high}.", ", ".join(str(n) for n in range(low, high + 1))

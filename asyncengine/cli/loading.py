@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import importlib
@@ -63,11 +62,6 @@ async def open_async_engine(model: str, config: EngineConfig, *, hosted: bool = 
 def on_thread(work: Callable[[], T]) -> Future[T]:
     """Run `work` on a daemon thread: one that nobody has to wait for when the program is interrupted."""
     return begun(work, "asyncengine-import")
-
-
-async def in_background(work: Callable[[], T]) -> T:
-    """The same for a coroutine. Cancelling it leaves at once; the thread runs on."""
-    return await asyncio.wrap_future(on_thread(work))
 
 
 def check_paths(model: str, config: EngineConfig) -> None:

@@ -16,11 +16,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.rule import Rule
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from asyncengine.async_engine import AsyncEngine
-from asyncengine.cli.documents import Question
 from asyncengine.cli.text import printable
 from asyncengine.outputs import Usage
 from asyncengine.sampling_params import SamplingParams
@@ -35,28 +34,28 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=96)
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """One request on a board: a question, and as much of its answer as there is."""
+    """One request on a board: a question, the words that its right answer holds, and the answer as far as it is."""
 
-    question: Question
+    question: str
+    expected: str
     note: str = ""
     answer: str = ""
     right: bool | None = None
     """None: it has not ended."""
+
+    def check(self) -> None:
+        """Compare the answer: whole words, ignoring case, for a river Askena is not the Asken."""
+        self.right = re.search(rf"(?<!\w){re.escape(self.expected)}(?!\w)", self.answer, re.IGNORECASE) is not None
 
 
 Ask = Callable[[Line], Awaitable[object]]
 """Asks a line's question and fills in its answer."""
 
 
-async def _asked(line: Line, ask: Ask) -> None:
-    await ask(line)
-    line.right = line.question.answered_by(line.answer)
-
-
 async def answer(engine: AsyncEngine | Fleet, line: Line, text: str = "", adapter: str | None = None) -> Usage:
     """Stream the answer to the line's question, about `text`, into the line. Returns its token counts."""
     messages = [{"role": "system", "content": f"Answer from this text:\n\n{text}"}] if text else []
-    chat = [*messages, {"role": "user", "content": line.question.text}]
+    chat = [*messages, {"role": "user", "content": line.question}]
     async with engine.stream_chat(chat, GREEDY, adapter=adapter) as stream:
         async for chunk in stream:
             line.answer += chunk.text
@@ -85,16 +84,20 @@ class Show:
 
     async def scene(self, title: str, story: str, lines: Sequence[Line], ask: Ask) -> dict[str, Any]:
         """Ask all questions at once, under a title and a story, on a board that is live on a terminal. Its figures."""
+
+        async def asked(line: Line) -> None:
+            await ask(line)
+            line.check()
+
         self.title(title, story)
         began = time.perf_counter()
         live = Live(console=self.console, get_renderable=lambda: board(lines), refresh_per_second=10, transient=True)
         with live if self._watched else contextlib.nullcontext():
             async with asyncio.TaskGroup() as group:
                 for line in lines:
-                    group.create_task(_asked(line, ask))
+                    group.create_task(asked(line))
         self.print(board(lines))
-        answers = [{**asdict(line), "question": line.question.text} for line in lines]
-        return {"seconds": time.perf_counter() - began, "answers": answers}
+        return {"seconds": time.perf_counter() - began, "answers": [asdict(line) for line in lines]}
 
     def outcome(self, text: str, lines: Sequence[Line]) -> None:
         """The scene's result in a sentence, and the number of right answers."""
@@ -112,17 +115,14 @@ class Show:
 
 def board(lines: Sequence[Line]) -> Table:
     """The first lines as a table; the others are counted."""
-    table = Table(box=None, padding=(0, 1), show_header=False, expand=True)
-    table.add_column(width=1)
-    table.add_column(ratio=4, style="cyan", no_wrap=True, overflow="ellipsis")
-    table.add_column(ratio=5, no_wrap=True, overflow="ellipsis")
-    if any(line.note for line in lines):
-        table.add_column(width=17, style="dim", no_wrap=True)
+    asked = Column(ratio=4, style="cyan", no_wrap=True, overflow="ellipsis")
+    answered = Column(ratio=5, no_wrap=True, overflow="ellipsis")
+    columns = Column(width=1), asked, answered, Column(style="dim", no_wrap=True)
+    table = Table(*columns, box=None, padding=(0, 1), show_header=False, expand=True)
     marks = {None: "[dim]…[/dim]", True: "[green]✓[/green]", False: "[red]✗[/red]"}
     for line in lines[:ROWS]:
-        question, answer = (" ".join(text.split()) for text in (line.question.text, line.answer))
-        notes = [line.note] * (len(table.columns) - 3)
-        table.add_row(marks[line.right], escape(question), Text(printable(answer)), *notes)
+        question, answer = (" ".join(text.split()) for text in (line.question, line.answer))
+        table.add_row(marks[line.right], escape(question), Text(printable(answer)), line.note)
     if rest := lines[ROWS:]:
         done = sum(line.right is not None for line in rest)
         table.add_row("", f"[dim]and {len(rest)} more[/dim]", f"[dim]{done} of them done[/dim]")

@@ -14,7 +14,7 @@ from support.fake_engine import Steps
 from support.local_fleet import LocalCluster, local_fleet, start_local_fleet
 
 from asyncengine import EngineConfig, errors
-from asyncengine.cli import fleet_demo
+from asyncengine.cli import demo
 from asyncengine.cli.show import Show
 from asyncengine.cluster.fleet import Fleet, frontend
 from asyncengine.cluster.fleet.adapters import FleetAdapters
@@ -188,8 +188,8 @@ async def test_the_fleets_demo_tells_its_story(
         return (await start_local_fleet(monkeypatch, **settings))[0]
 
     monkeypatch.setattr(Fleet, "from_pretrained", classmethod(local))
-    monkeypatch.setattr(fleet_demo, "LONG", fleet_demo.LONG.replace(max_tokens=100))
-    summary = await fleet_demo.story(Show(), EngineConfig(), "demo", 2, 10)
+    monkeypatch.setattr(demo, "LONG", demo.LONG.replace(max_tokens=100))
+    summary = await demo.fleet_story(Show(), EngineConfig(), 2, 10)
     assert json.loads(json.dumps(summary)) == summary
     assert summary["loss"]["same"] == summary["loss"]["of"] == 12
     assert sum(summary["streams"]["shares"]) == 10

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from asyncengine.cli.documents import Question
+from asyncengine.cli.show import Line
 from asyncengine.integrations import langchain, llama_index
 
 from .conftest import Watch
@@ -53,8 +53,10 @@ def load(name: str) -> Any:
 
 
 def assert_right(answers: list[str], *expected: str) -> None:
-    wrong = [(a, e) for a, e in zip(answers, expected, strict=True) if not Question("", e).answered_by(a)]
-    assert not wrong
+    lines = [Line("", e, answer=a) for a, e in zip(answers, expected, strict=True)]
+    for line in lines:
+        line.check()
+    assert not [line for line in lines if not line.right]
 
 
 async def test_plain_async(capsys: pytest.CaptureFixture[str]) -> None:

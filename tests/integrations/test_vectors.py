@@ -111,9 +111,9 @@ async def test_an_index_finds_the_demo_s_documents(index: AsyncEngineEmbedding) 
     """Made blocking inside a running loop, asked with and without awaiting."""
     nodes = [TextNode(id_=name, text=text) for name, text in DOCUMENTS.items()]
     retriever = VectorStoreIndex(nodes, embed_model=index).as_retriever(similarity_top_k=1)
-    for question in FOR_RETRIEVAL:
-        for (found,) in (await retriever.aretrieve(question.text), retriever.retrieve(question.text)):
-            assert question.expected in found.node.get_content()
+    for question, expected in FOR_RETRIEVAL:
+        for (found,) in (await retriever.aretrieve(question), retriever.retrieve(question)):
+            assert expected in found.node.get_content()
 
 
 def scores(folder: str, query: str, texts: list[str]) -> list[float]:

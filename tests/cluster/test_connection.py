@@ -17,7 +17,8 @@ import pytest
 from support.fake_engine import until
 
 from asyncengine.cluster.fleet import connection
-from asyncengine.cluster.fleet.connection import Connection, Listener, new_context
+from asyncengine.cluster.fleet.connection import Connection, Door, new_context
+from asyncengine.cluster.fleet.replica import Replica
 from asyncengine.errors import FleetError
 
 zmq = pytest.importorskip("zmq", reason='needs pyzmq: pip install "asyncengine[cluster]"')
@@ -31,10 +32,11 @@ class Host:
     raises. `port`: where it says that it listens, if not the truth."""
 
     name = "r"
+    carry: Any = Replica.carry
 
     def __init__(self, *, fails: Exception | None = None, port: int | None = None) -> None:
         self.fails, self.port = fails, port
-        self.end: Listener | None = None
+        self.end: Door | None = None
         self.taken: list[bytes] = []
         self.says: asyncio.Queue[bytes] = asyncio.Queue()
         self.posted_by_ray: list[bytes] = []
@@ -44,12 +46,12 @@ class Host:
         assert method == "listen"
         if self.fails is not None:
             raise self.fails
-        self.end = end = Listener(address, key)
-        self.running = asyncio.create_task(end.run(self.take, self.updates()))
+        self.end = end = Door(address, [key])
+        self.running = asyncio.create_task(self.carry(end.socket.recv, end.socket.send))
         self.running.add_done_callback(lambda done: end.close())
         return self.port or end.port, end.public_key
 
-    async def take(self, body: bytes) -> None:
+    async def post(self, body: bytes) -> None:
         if body == b"?":
             raise ValueError(body)
         self.taken.append(body)
@@ -211,11 +213,11 @@ async def test_where_no_connection_can_be_made_ray_carries_all(caplog: pytest.Lo
 
 async def test_a_replica_without_pyzmq_or_a_port_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="Cannot assign"):
-        Listener("192.0.2.1", b"k" * 40)  # an address that no machine has (RFC 5737)
+        Door("192.0.2.1", [b"k" * 40])  # an address that no machine has (RFC 5737)
     monkeypatch.setattr(connection, "zmq", None)
     assert new_context() is None
     with pytest.raises(OSError, match="pyzmq is missing"):
-        Listener(HERE, b"k" * 40)
+        Door(HERE, [b"k" * 40])
 
 
 # ---------------------------------------------------------------- how it ends
@@ -260,19 +262,18 @@ async def test_after_the_end_no_thread_no_task_and_no_descriptor_is_left() -> No
 
 OTHER_SIDE = """
 import asyncio, sys
-from asyncengine.cluster.fleet.connection import Listener
+from asyncengine.cluster.fleet.connection import Door
+from asyncengine.cluster.fleet.replica import Replica
 
-async def updates():
-    yield b"I live"
-    await asyncio.Event().wait()
-
-async def take(body):
-    print(body)
+class Speaker(Replica):
+    async def updates(self):
+        yield b"I live"
+        await asyncio.Event().wait()
 
 async def main():
-    end = Listener("127.0.0.1", sys.argv[1].encode())
+    end = Door("127.0.0.1", [sys.argv[1].encode()])
     print(end.port, end.public_key.decode(), flush=True)
-    await end.run(take, updates())
+    await Speaker().carry(end.socket.recv, end.socket.send)
 
 asyncio.run(main())
 """

@@ -19,7 +19,7 @@ import anyio.to_thread
 
 from asyncengine.cluster.fleet import replica_program
 from asyncengine.cluster.fleet.placing import read_claim, read_devices
-from asyncengine.cluster.fleet.processes import Cluster, Process
+from asyncengine.cluster.fleet.processes import Cluster, Process, ReplicaConnection
 from asyncengine.cluster.fleet.replica_program import LENGTH, framed, received
 from asyncengine.cluster.fleet.settings import FleetConfig
 from asyncengine.config import EngineConfig
@@ -183,35 +183,31 @@ class LocalReplica(Process):
         self.connection.close()
 
 
-class LocalConnection:
-    """A `Connection` to a process of this machine, by a socket: commands go there and updates come back. Lives on the
-    fleet's loop, but for its making."""
-
-    address = "127.0.0.1"
+class LocalConnection(ReplicaConnection):
+    """The fleet's end of the connection to a process of this machine, by a socket."""
 
     def __init__(self, process: LocalReplica, its: socket.socket) -> None:
+        super().__init__("127.0.0.1")
         self._process = process
         self._socket: socket.socket | None = its
-        self._kept = [b""]  # the replica speaks from the first message on
-        self.post: Callable[[bytes], object] = self._kept.append
-        """Send commands without waiting; in order."""
+        self.post(b"")  # the replica speaks from the first message on
 
-    async def updates(self) -> AsyncGenerator[bytes, None]:
-        """Open the connection and read all updates. Raises `FleetError` when the replica's process is gone."""
+    async def open(self) -> tuple[Callable[[bytes], object], AsyncGenerator[bytes, None]]:
         mine, self._socket = self._socket, None
         if mine is None:  # it was killed before
             raise self._process.loss()
         reader, writer = await asyncio.open_unix_connection(sock=mine)
+        return lambda commands: writer.write(framed(commands)), self._received(reader, writer)
+
+    async def _received(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> AsyncGenerator[bytes, None]:  # fmt: skip
         try:
-            self.post = lambda commands: writer.write(framed(commands))
-            for commands in self._kept:
-                self.post(commands)
             while True:
                 yield await received(reader)
         except (EOFError, OSError) as error:
             raise await anyio.to_thread.run_sync(self._process.loss) from error
         finally:
-            self.post = lambda commands: None
             writer.close()
 
     def close(self) -> None:

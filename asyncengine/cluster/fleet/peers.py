@@ -31,7 +31,7 @@ class PeerConnections(Door):
     def __init__(self, address: str) -> None:
         """Listen. Raises `OSError` without pyzmq or a port."""
         kind = None if zmq is None else zmq.ROUTER
-        super().__init__(address, (), kind, sndhwm=UNSENT, rcvhwm=UNSENT)
+        super().__init__(address, (), kind, rcvhwm=UNSENT, sndbuf=-1)  # the kernel's own size: pages are large
         self._address = address
         self.sockets: dict[bytes, Any] = {}
         """Sockets to peers, by the peer's key."""
@@ -44,7 +44,7 @@ class PeerConnections(Door):
     @property
     def url(self) -> str:
         """The address at which it listens."""
-        return str(self._socket.last_endpoint.rstrip(b"\0").decode())
+        return str(self.socket.last_endpoint.rstrip(b"\0").decode())
 
     def admit(self, keys: Iterable[bytes]) -> None:
         """Admit the owners of these public keys from now on, and forget connections to others: who waits for their
@@ -76,7 +76,7 @@ class PeerConnections(Door):
         try:
             while True:
                 await self._room.acquire()
-                sender, number, question = await self._socket.recv_multipart()
+                sender, number, question = await self.socket.recv_multipart()
                 self._tasks.start(self._answer(answer, sender, number, question)).add_done_callback(
                     lambda done: self._room.release()
                 )
@@ -92,7 +92,7 @@ class PeerConnections(Door):
             said = await answer(question)
         except Exception as error:
             logger.info("a peer's question has no answer: %r", error)
-        await self._socket.send_multipart([sender, number, said])
+        await self.socket.send_multipart([sender, number, said])
 
     def _socket_to(self, peer: Peer) -> Any:
         socket = self.sockets.get(peer.key)

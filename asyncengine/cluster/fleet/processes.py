@@ -4,16 +4,50 @@ common."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import pickle
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from asyncengine.cluster.fleet.settings import FleetConfig
 from asyncengine.config import EngineConfig
 from asyncengine.errors import FleetError
+
+
+class ReplicaConnection(ABC):
+    """The fleet's end of the connection to a replica: commands go there and updates come back. Lives on the fleet's
+    loop, but for its making."""
+
+    def __init__(self, address: str) -> None:
+        """`address`: of the replica's machine."""
+        self.address = address
+        self._kept: list[bytes] = []
+        self.post: Callable[[bytes], object] = self._kept.append
+        """Send commands without waiting; in order. They wait for the connection, and are dropped behind its end."""
+
+    async def updates(self) -> AsyncGenerator[bytes, None]:
+        """Open the connection and read all updates. Raises `FleetError` when the replica's process or node is gone."""
+        try:
+            self.post, source = await self.open()
+            for commands in self._kept:
+                self.post(commands)
+            async with contextlib.aclosing(source) as updates:
+                async for update in updates:
+                    yield update
+        finally:
+            self.post = lambda commands: None
+            self.close()
+
+    @abstractmethod
+    async def open(self) -> tuple[Callable[[bytes], object], AsyncGenerator[bytes, None]]:
+        """Open it: what sends commands, and all updates. Raises `FleetError`, as reading them does."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close it. Idempotent."""
 
 
 class Process(ABC):
@@ -23,8 +57,7 @@ class Process(ABC):
     node: str
     threads: int | None = None
     """Threads of its engine where the settings leave them open; None: as many as torch uses there."""
-    connection: Any
-    """A `connection.Connection`, or what has its `address`, `post` and `updates`."""
+    connection: ReplicaConnection
 
     async def call(self, method: str, *arguments: Any, timeout: float) -> Any:
         """Call a method of the replica. Raises what that raises, and `FleetError` if it does not answer."""

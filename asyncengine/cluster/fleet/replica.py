@@ -11,11 +11,11 @@ import asyncio
 import contextlib
 import logging
 import pickle
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from asyncengine import AsyncEngine, EngineConfig, __version__
-from asyncengine.cluster.fleet.connection import Listener
+from asyncengine.cluster.fleet.connection import Door
 from asyncengine.cluster.fleet.messages import VERSION, Loaded, RequestOutput, Submit, Update
 from asyncengine.cluster.fleet.peers import PeerConnections
 from asyncengine.cluster.fleet.processes import packed
@@ -135,10 +135,10 @@ class Replica:
     async def listen(self, address: str, fleet_key: bytes) -> tuple[int, bytes]:
         """Listen for the fleet, which then uses the connection instead of `post` and `updates`: returns the port, and
         the public key by which it knows this end. Raises `OSError`."""
-        listener = Listener(address, fleet_key)
+        door = Door(address, [fleet_key])
         # However it ends, and be it before it began: the fleet then knows that nothing more comes.
-        self.tasks.start(self._serve(listener)).add_done_callback(lambda done: listener.close())
-        return listener.port, listener.public_key
+        self.tasks.start(self._serve(door)).add_done_callback(lambda done: door.close())
+        return door.port, door.public_key
 
     async def start(self, model: str, config: EngineConfig) -> Loaded:
         """Load the model. Raises what loading raises."""
@@ -198,6 +198,21 @@ class Replica:
             await self.outbox.wait(STATS_SECONDS if self._changed else ALIVE_SECONDS)
             yield pickle.dumps(self._update())
 
+    async def carry(
+        self, receive: Callable[[], Awaitable[bytes]], send: Callable[[bytes], Awaitable[object]]
+    ) -> None:  # fmt: skip
+        """Take the commands that are received and send updates, both in order, until cancelled or one of them fails."""
+
+        async def send_all() -> None:
+            async for update in self.updates():
+                await send(update)
+
+        await receive()  # before the fleet's end is there, no update may be taken
+        async with asyncio.TaskGroup() as both:
+            both.create_task(send_all())
+            while True:
+                await self.post(await receive())
+
     # ---------------------------------------------------------------- here
 
     @property
@@ -206,9 +221,9 @@ class Replica:
             raise FleetError("the replica has loaded no model")
         return self._engine
 
-    async def _serve(self, listener: Listener) -> None:
+    async def _serve(self, door: Door) -> None:
         try:
-            await listener.run(self.post, self.updates())
+            await self.carry(door.socket.recv, door.socket.send)
         except Exception:  # the fleet must not wait for what was not understood
             logger.exception("a replica's connection is given up")
 

@@ -10,7 +10,6 @@ import asyncio
 import pickle
 import socket
 
-from asyncengine.cluster.fleet.connection import carry
 from asyncengine.cluster.fleet.replica import Replica
 from asyncengine.device.child import run
 
@@ -54,4 +53,4 @@ async def _carry(replica: Replica, descriptor: int) -> None:
         updates.write(framed(update))
         await updates.drain()
 
-    await carry(replica.post, replica.updates(), lambda: received(commands), send)
+    await replica.carry(lambda: received(commands), send)

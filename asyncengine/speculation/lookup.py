@@ -1,4 +1,4 @@
-"""Drafts from a text's own past: the tokens that followed the last ones where these stood before.
+"""Drafts by looking up: the tokens that followed the last ones where these stood before, in the text or another one.
 
 Texts repeat themselves: a quotation, an edited file, a field's name, a loop. The last two tokens, or else the last one,
 are looked up in prompt and output (prompt lookup, Saxena 2023); of all places the one whose past agrees longest is
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
-from collections.abc import Sequence
-from itertools import cycle, islice
+from collections import defaultdict, deque
+from collections.abc import Hashable, Sequence
+from itertools import cycle, islice, pairwise
 
 from asyncengine.speculation.acceptance import AMBIGUOUS, LONG, NOTHING, Draft, Source
 
@@ -19,9 +19,12 @@ LONGEST = 16
 """Tokens up to which a longer agreement makes one place better than another."""
 _LATEST = 4
 """Latest occurrences that are looked at."""
+BYTES_PER_TOKEN = 360
+"""Estimated memory of a token of an earlier answer: an entry of a dictionary, its key and a place."""
 
 Place = tuple[Sequence[int], int]
 """A position in a text: (the text, position of the token that follows)."""
+Namespace = tuple[Hashable, ...]
 
 
 class FixedIndex:
@@ -126,3 +129,53 @@ def _follow(place: Place, limit: int) -> tuple[int, ...]:
     """The `limit` tokens from `place` on; a text that ends before is taken to repeat itself, as loops do."""
     text, position = place
     return tuple(islice(cycle(text[position : position + limit]), limit))
+
+
+class EarlierAnswers:
+    """Finished answers, to draft from: templates, boilerplate, answers that come again. The oldest are dropped first
+    when all take more than `max_bytes`.
+
+    Their namespaces are the prefix cache's, by adapter and cache salt: nobody may learn of another tenant's text, not
+    even by the time that its tokens take.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_tokens = max_bytes // BYTES_PER_TOKEN
+        self._answers: deque[tuple[Namespace, tuple[int, ...]]] = deque()
+        self._latest: dict[tuple[object, ...], tuple[tuple[int, ...], int]] = {}
+        """(namespace, token, token) -> the place behind these tokens in the last answer in which they stood."""
+        self.num_tokens = 0
+
+    def add(self, namespace: Namespace, tokens: Sequence[int]) -> None:
+        """Take in a finished answer. One that is too short to be found, or too long to be kept, is left out."""
+        if not 2 < len(tokens) <= self._max_tokens:
+            return
+        answer = tuple(tokens)
+        for position in range(2, len(answer)):
+            self._latest[namespace, answer[position - 2], answer[position - 1]] = answer, position
+        self._answers.append((namespace, answer))
+        self.num_tokens += len(answer)
+        while self.num_tokens > self._max_tokens:
+            self._drop_oldest()
+
+    def propose(self, namespace: Namespace, tokens: Sequence[int], limit: int) -> Draft:
+        """The tokens that followed the last two of `tokens` when these stood in an answer the last time."""
+        place = self._latest.get((namespace, *tokens[-2:]))
+        if place is None:
+            return NOTHING
+        answer, position = place
+        return Draft(answer[position : position + limit], Source.EARLIER_ANSWER, agreement(tokens, place, LONG))
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        self._answers.clear()
+        self._latest.clear()
+        self.num_tokens = 0
+
+    def _drop_oldest(self) -> None:
+        namespace, answer = self._answers.popleft()
+        for pair in pairwise(answer):
+            place = self._latest.get((namespace, *pair))
+            if place is not None and place[0] is answer:
+                del self._latest[namespace, *pair]
+        self.num_tokens -= len(answer)

@@ -18,7 +18,7 @@ from asyncengine.request_spec import RequestSpec
 from asyncengine.speculation.acceptance import AMBIGUOUS, NOTHING, Acceptance, Draft, Source, best_prefix
 from asyncengine.speculation.costs import SIZES, StepCosts
 from asyncengine.speculation.draft_model import CATCH_UP
-from asyncengine.speculation.earlier_answers import EarlierAnswers
+from asyncengine.speculation.lookup import EarlierAnswers
 from asyncengine.speculation.proposer import LookupProposer, MakeProposer, Proposer
 from asyncengine.step import OPEN
 

@@ -13,7 +13,7 @@ from asyncengine.speculation import DraftPlanner
 from asyncengine.speculation.acceptance import NOTHING, Draft, Source
 from asyncengine.speculation.costs import SIZES, StepCosts
 from asyncengine.speculation.draft_model import DraftModel
-from asyncengine.speculation.earlier_answers import EarlierAnswers
+from asyncengine.speculation.lookup import EarlierAnswers
 from asyncengine.speculation.proposer import LookupProposer, Proposer
 from asyncengine.testing import FakeExecutor, FakeModel
 

@@ -9,7 +9,7 @@ from asyncengine.request_spec import RequestSpec
 from asyncengine.speculation import DraftPlanner
 from asyncengine.speculation.acceptance import AMBIGUOUS, LONG, Draft, Source
 from asyncengine.speculation.costs import StepCosts
-from asyncengine.speculation.earlier_answers import BYTES_PER_TOKEN, EarlierAnswers
+from asyncengine.speculation.lookup import BYTES_PER_TOKEN, EarlierAnswers
 from asyncengine.speculation.planner import Candidate
 from asyncengine.speculation.proposer import LookupProposer
 

@@ -114,21 +114,18 @@ class DraftModel:
         claimed = set[int]()
         for index, row in enumerate(rows):
             if row.awaits_drafts:
-                work[index] = found = self._begin(row)
-                first = row.pages[found.begin // self._executor.page_size]
-                if first in claimed:  # somebody's prompt is also another's: it will be there in the next step
-                    found.end = found.known
+                known = row.start + row.num_scheduled - len(row.drafts)
+                begin = self._pages.first_missing(row.pages, known)
+                first = row.pages[begin // self._executor.page_size]
+                # somebody's prompt may also be another's: it will be there in the next step
+                end = known if first in claimed else min(known + len(row.drafts), self._most)
                 claimed.add(first)
+                work[index] = _Guessing(row, row.tokens[:known], known, begin, end, self._plain(row.spec))
         self._draft([each for each in work.values() if each.known < each.end])
         for index, each in work.items():
             guesses = tuple(each.tokens[each.known :])
             rows[index] = each.row._replace(num_scheduled=len(each.tokens) - each.row.start, drafts=guesses)
         return batch._replace(rows=tuple(rows))
-
-    def _begin(self, row: Row) -> _Guessing:
-        known = row.start + row.num_scheduled - len(row.drafts)
-        begin, end = self._pages.first_missing(row.pages, known), min(known + len(row.drafts), self._most)
-        return _Guessing(row, row.tokens[:known], known, begin, end, self._plain(row.spec))
 
     def _plain(self, spec: RequestSpec) -> RequestSpec:
         """The specification with everything that matters for a draw; of scores only the drawn token's, which says when

@@ -95,7 +95,7 @@ class DraftModel:
         self._least = least_chance
         self._pages = DraftPages(executor.num_pages, executor.page_size)
         self._specs: WeakKeyDictionary[RequestSpec, RequestSpec] = WeakKeyDictionary()
-        """What is left of a specification here."""
+        """The specification by which a request's guesses are drawn, by its own."""
 
     def close(self) -> None:
         """Free the smaller model. Idempotent."""

@@ -71,7 +71,8 @@ class GrowingIndex:
         self._places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
 
     def behind(self, *last: int) -> Sequence[int]:
-        """As of a `FixedIndex`; a token is taken in once the one behind it is known."""
+        """Positions behind one token, or two in a row, the latest ones, earliest first. A token is taken in once that
+        behind it is known."""
         for second in range(self._next, len(self.tokens) - 1):
             self._places[self.tokens[second],].append(second + 1)
             self._places[self.tokens[second - 1], self.tokens[second]].append(second + 1)

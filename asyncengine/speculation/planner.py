@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, repeat
 from operator import mul
 from typing import NamedTuple
@@ -105,7 +105,7 @@ class DraftPlanner:
         self.requests: dict[int, _Request] = {}
         self._namespaces: OrderedDict[tuple[Hashable, ...], Acceptance] = OrderedDict()
         """Acceptance of the namespaces that were used last."""
-        self._could_pay: dict[tuple[int, int], bool] = {}
+        self._pays_at_best = cache(partial(_pays_at_best, costs.table))
 
     def plan(self, candidates: Sequence[Candidate], num_tokens: int, num_sampling: int) -> dict[int, tuple[int, ...]]:
         """Drafts by key for those that get any, in a step that computes `num_tokens` and samples `num_sampling` tokens
@@ -267,13 +267,9 @@ class DraftPlanner:
         count, gain = best_prefix(chances, with_making, 1.0)
         return chances[:count] if gain >= _MIN_MODEL_GAIN else []
 
-    def _pays_at_best(self, num_tokens: int, num_sampling: int) -> bool:
-        """Whether any number of drafts could be worth its time in such a step; else nobody is asked for one."""
-        if num_tokens >= SIZES[-1]:
-            return False
-        known = self._could_pay.get((num_tokens, num_sampling))
-        if known is None:
-            chances = list(accumulate(repeat(_BEST_RATE, SIZES[-1] - num_tokens), mul))
-            gained = best_prefix(chances, self._costs.table[num_tokens:], num_sampling)[0]
-            known = self._could_pay[num_tokens, num_sampling] = gained > 0
-        return known
+
+def _pays_at_best(costs: Sequence[float], num_tokens: int, num_sampling: int) -> bool:
+    """Whether any number of drafts could be worth its time in such a step; else nobody is asked for one. `costs`: of
+    steps by their tokens."""
+    chances = list(accumulate(repeat(_BEST_RATE, len(costs) - 1 - num_tokens), mul))
+    return bool(chances) and best_prefix(chances, costs[num_tokens:], num_sampling)[0] > 0

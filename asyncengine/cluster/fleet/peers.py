@@ -38,7 +38,6 @@ class PeerConnections(Door):
         self.waiting: dict[bytes, tuple[bytes, asyncio.Future[bytes]]] = {}
         """Answers that are waited for, each with the peer's key, by the question's number."""
         self._numbers = itertools.count()
-        self._room = asyncio.Semaphore(MOST_QUESTIONS)
         self._tasks = Tasks()
 
     @property
@@ -73,26 +72,24 @@ class PeerConnections(Door):
 
     async def serve(self, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
         """Answer questions until cancelled; with nothing those that `answer` raises for."""
-        try:
+
+        async def work() -> None:
             while True:
-                await self._room.acquire()
                 sender, number, question = await self.socket.recv_multipart()
-                self._tasks.start(self._answer(answer, sender, number, question)).add_done_callback(
-                    lambda done: self._room.release()
-                )
+                said = b""
+                try:
+                    said = await answer(question)
+                except Exception as error:
+                    logger.info("a peer's question has no answer: %r", error)
+                await self.socket.send_multipart([sender, number, said])
+
+        try:
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(MOST_QUESTIONS):
+                    workers.create_task(work())
         finally:
             await self._tasks.end()
             self.close()
-
-    async def _answer(
-        self, answer: Callable[[bytes], Awaitable[bytes]], sender: bytes, number: bytes, question: bytes
-    ) -> None:  # fmt: skip
-        said = b""
-        try:
-            said = await answer(question)
-        except Exception as error:
-            logger.info("a peer's question has no answer: %r", error)
-        await self.socket.send_multipart([sender, number, said])
 
     def _socket_to(self, peer: Peer) -> Any:
         socket = self.sockets.get(peer.key)

@@ -65,7 +65,7 @@ def attempt(path: Path) -> str:
     try:
         model = open_gguf(path)
         for key in model.metadata:
-            if model.metadata.length(key) <= LARGEST:
+            if key in model.metadata.short or model.metadata.long[key].length <= LARGEST:
                 model.metadata.get(key)
         for name, stored in model.tensors.items():
             if stored.elements > LARGEST:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 import time
 import tracemalloc
@@ -13,6 +14,8 @@ import pytest
 from support.gguf_bytes import ARRAY, BOOL, F32, STRING, U32, array, gguf, place, string, text, value, whole
 
 from asyncengine.errors import EngineError, ModelNotFound, UnsupportedModel
+from asyncengine.models.formats.gguf import header
+from asyncengine.models.formats.gguf.config import OR_NONE, VALUES
 from asyncengine.models.formats.gguf.model import open_gguf
 
 LLAMA = string("general.architecture", "llama")
@@ -191,8 +194,7 @@ def test_a_million_words_open_at_once(tmp_path: Path) -> None:
     assert (len(found), found[0], found[-1]) == (count, "word0", f"word{count - 1}")
     assert opened.metadata["llama.context_length"] == 64
     assert opened.metadata.get("no such key") is None
-    assert opened.metadata.single("tokenizer.ggml.tokens") is None
-    assert opened.metadata.length("tokenizer.ggml.tokens") == count
+    assert opened.metadata.long["tokenizer.ggml.tokens"].length == count
 
 
 def test_words_that_are_no_text(tmp_path: Path) -> None:
@@ -229,3 +231,12 @@ def test_links_to_files_are_followed(tmp_path: Path) -> None:
     (tmp_path / "sha256-1").write_bytes(model())
     (tmp_path / "model.gguf").symlink_to("sha256-1")
     assert open_gguf(tmp_path / "model.gguf").config["model_type"] == "llama"
+
+
+def test_every_key_that_is_read_has_a_type() -> None:
+    """`Header.get` would take one that is written wrongly for one that files lack."""
+    sources = "".join(file.read_text(encoding="utf-8") for file in Path(header.__file__).parent.glob("*.py"))
+    read = set(re.findall(r"header(?:\.get\(|\.positive\(|\[)\s*\"([a-z_.]+)\"", sources))
+    read |= {key for key, _ in VALUES.values()} | set(OR_NONE.values())
+    assert "attention.head_count" in read
+    assert read <= header.KEYS.keys()

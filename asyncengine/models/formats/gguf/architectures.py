@@ -54,7 +54,7 @@ class Architecture:
     layer: Mapping[str, str] = field(default_factory=lambda: names.LLAMA)
     keys: str = ""
     """Keys of config.json that `config.READERS` reads, and KEY=True or KEY=False for what is always so."""
-    more: Callable[[Header], Mapping[str, Any]] = lambda header: {}
+    more: Callable[[Header], Mapping[str, Any]] | None = None
     """Further content of config.json."""
     norm: str = "rms_norm_eps"
     """Key of the norms' epsilon; "" where there is none, or `more` has it."""
@@ -62,10 +62,10 @@ class Architecture:
     """"rotated" reads rotary values and the length of a head, "unrotated" the latter, the others neither."""
     partial: bool = False
     """Heads may be rotated in part."""
-    rope: Callable[[Header], Rope] = lambda header: Rope()
+    rope: Callable[[Header], Rope] | None = None
     norm_offset: float = 0.0
     """Number that the converter adds to the weights of norms."""
-    moved: Callable[[Header, TensorName, int], Moved | None] = lambda header, name, rows: None
+    moved: Callable[[Header, TensorName, int], Moved | None] | None = None
     """Order of a tensor of so many rows. Raises `ValueError` for a number of rows that cannot be."""
     state: str = ""
     """Keys of config.json for the `StateSizes`, in their order."""
@@ -100,9 +100,9 @@ def halves(header: Header, name: TensorName, rows: int) -> Moved | None:
     """Queries and keys: neighbours rotate together in a file, the halves of a head do in transformers."""
     if name.stem not in ("attn_q", "attn_k"):
         return None
-    heads = header.whole("attention.head_count")
+    heads = header["attention.head_count"]
     if name.stem == "attn_k":
-        heads = header.whole("attention.head_count_kv", heads)
+        heads = header.get("attention.head_count_kv", heads)
     if not heads or rows % (2 * heads):
         raise ValueError(f"{rows} rows for {heads} heads")
     return Moved(np.arange(rows, dtype=np.int64).reshape(heads, -1, 2).swapaxes(1, 2).reshape(rows))
@@ -111,9 +111,10 @@ def halves(header: Header, name: TensorName, rows: int) -> Moved | None:
 def windows(header: Header, period: int, default: int | None = None) -> dict[str, Any]:
     """The window, and which layers have it: those of `attention.sliding_window_pattern`, else all but the last of
     each `period`. A window of 0 is none. `default` is the window that a header may leave out."""
-    window = header.whole("attention.sliding_window", default)
-    layers = min(header.whole("block_count"), MAX_LAYERS)
-    pattern = header.value("attention.sliding_window_pattern")
+    key = "attention.sliding_window"
+    window = header[key] if default is None else header.get(key, default)
+    layers = min(header["block_count"], MAX_LAYERS)
+    pattern = header.other("attention.sliding_window_pattern")
     if isinstance(pattern, list) and len(pattern) == layers:
         windowed = [bool(each) for each in pattern]
     else:
@@ -126,72 +127,72 @@ def windows(header: Header, period: int, default: int | None = None) -> dict[str
 
 def _scale_of_scores(header: Header, *, by_width: bool) -> int:
     """The number whose root scores are divided by: the length of a head, in the largest models width over heads."""
-    width = header.whole("embedding_length") // (header.whole("attention.head_count") or 1)
-    return width if by_width else header.whole("attention.key_length", width)
+    width = header["embedding_length"] // (header["attention.head_count"] or 1)
+    return int(width if by_width else header.get("attention.key_length", width))
 
 
 def _gemma2(header: Header) -> Fields:
     return {
-        "query_pre_attn_scalar": _scale_of_scores(header, by_width=header.whole("block_count") == 46),
-        "attn_logit_softcapping": header.real("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": header.real("final_logit_softcapping", 30.0),
+        "query_pre_attn_scalar": _scale_of_scores(header, by_width=header["block_count"] == 46),
+        "attn_logit_softcapping": header.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": header.get("final_logit_softcapping", 30.0),
         **windows(header, 2, 4096),
     }
 
 
 def _gemma3(header: Header) -> Fields:
     # Ollama's files leave out the norms' epsilon, and have a cap for 1B (26 layers), which has none
-    cap = 0.0 if header.whole("block_count") == 26 else header.real("final_logit_softcapping", 0.0)
+    cap = 0.0 if header["block_count"] == 26 else header.get("final_logit_softcapping", 0.0)
     return {
-        "query_pre_attn_scalar": _scale_of_scores(header, by_width=header.whole("block_count") == 62),
+        "query_pre_attn_scalar": _scale_of_scores(header, by_width=header["block_count"] == 62),
         "final_logit_softcapping": cap or None,
-        "rms_norm_eps": header.real("attention.layer_norm_rms_epsilon", 1e-6),
+        "rms_norm_eps": header.get("attention.layer_norm_rms_epsilon", 1e-6),
         **windows(header, 6, 0),
     }
 
 
 def _gemma3_rope(header: Header) -> Rope:
     # Ollama's files leave out the base, and the scaling of 4B to 27B
-    local = header.real("rope.freq_base_swa", header.real("rope.local.freq_base", 10000.0))
-    factor = 8.0 if header.whole("block_count") in (34, 48, 62) else 0.0
-    return Rope(header.real("rope.global.freq_base", 1e6), factor, local=local)
+    local = header.get("rope.freq_base_swa", header.get("rope.local.freq_base", 10000.0))
+    factor = 8.0 if header["block_count"] in (34, 48, 62) else 0.0
+    return Rope(header.get("rope.global.freq_base", 1e6), factor, local=local)
 
 
 def _granite(header: Header) -> Fields:
-    if not header.flag("rope.scaling.finetuned", True):  # llama.cpp's switch for this family
+    if not header.get("rope.scaling.finetuned", True):  # llama.cpp's switch for this family
         raise UnsupportedModel(f"{header.path}: granite without rotary embeddings is not read")
     return {}
 
 
 def _olmo2(header: Header) -> Fields:
-    if not header.whole("attention.sliding_window", 0):
+    if not header.get("attention.sliding_window", 0):
         return {}
     return {"model_type": "olmo3", **windows(header, 4)}
 
 
 def _olmo2_rope(header: Header) -> Rope:
-    windowed = header.whole("attention.sliding_window", 0)
-    return Rope(local=header.real("rope.freq_base", 10000.0) if windowed else None)
+    windowed = header.get("attention.sliding_window", 0)
+    return Rope(local=header.get("rope.freq_base", 10000.0) if windowed else None)
 
 
 def _mistral3_rope(header: Header) -> Rope:
     # the second of two names is Ollama's
-    logarithm = header.real("rope.scaling.mscale_all_dim", 0.0)
+    logarithm = header.get("rope.scaling.mscale_all_dim", 0.0)
     yarn = {
-        "llama_4_scaling_beta": header.real("attention.temperature_scale", header.real("rope.scaling_beta", 0.0)),
+        "llama_4_scaling_beta": header.get("attention.temperature_scale", header.get("rope.scaling_beta", 0.0)),
         "mscale": 1.0,
-        "mscale_all_dim": header.real("rope.scaling.yarn_log_multiplier", logarithm),
+        "mscale_all_dim": header.get("rope.scaling.yarn_log_multiplier", logarithm),
     }
     return Rope(yarn=yarn)
 
 
 def _gpt_oss(header: Header) -> Fields:
-    width = header.whole("expert_feed_forward_length", header.whole("feed_forward_length", 0))
+    width = header.get("expert_feed_forward_length", header.get("feed_forward_length", 0))
     return {"intermediate_size": width, **windows(header, 2)}
 
 
 def _gpt_oss_rope(header: Header) -> Rope:
-    return Rope(kind="yarn" if header.value("rope.scaling.factor") else "", yarn={"truncate": False})
+    return Rope(kind="yarn" if header.get("rope.scaling.factor") else "", yarn={"truncate": False})
 
 
 _QWEN_PERIOD = 4
@@ -203,7 +204,7 @@ def _qwen(header: Header) -> Fields:
     heads = header.of_layers("attention.head_count_kv")
     if not recurrent and 0 in heads:  # Ollama's converter says it so
         recurrent = [not each for each in heads]
-    period = max(header.whole("full_attention_interval", _QWEN_PERIOD), 1)
+    period = max(header.get("full_attention_interval", _QWEN_PERIOD), 1)
     marks = recurrent or [(index + 1) % period != 0 for index in range(min(header.layers, MAX_LAYERS))]
     return {"layer_types": ["linear_attention" if each else "full_attention" for each in marks]}
 
@@ -261,7 +262,7 @@ def _lfm(header: Header) -> Fields:
     return {
         "layer_types": ["full_attention" if each else "conv" for each in header.attending()],
         # there are files of Ollama's whose header has another width than the tensor
-        "intermediate_size": header.whole("feed_forward_length") if gate is None else gate.shape[0],
+        "intermediate_size": header["feed_forward_length"] if gate is None else gate.shape[0],
     }
 
 
@@ -277,10 +278,10 @@ def _nemotron(header: Header) -> Fields:
 
 
 def _kimi(header: Header) -> Fields:
-    heads, dense = header.attending(), header.whole("leading_dense_block_count", 0)
-    count, dim = header.whole("attention.head_count"), header.whole("kda.head_dim")
-    shared = header.whole("rope.dimension_count")
-    key, value = header.whole("attention.key_length_mla"), header.whole("attention.value_length_mla")
+    heads, dense = header.attending(), header.get("leading_dense_block_count", 0)
+    count, dim = header["attention.head_count"], header["kda.head_dim"]
+    shared = header["rope.dimension_count"]
+    key, value = header["attention.key_length_mla"], header["attention.value_length_mla"]
     if key <= shared or not value or not dim or count * max(key, value, dim) > MAX_STATES:
         raise ModelNotFound(
             f"{header.path}: {header.architecture} has {count} heads with keys of {key}, values of {value} and "
@@ -359,7 +360,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "olmo2": Architecture("olmo2", names.NORMS_AFTER, "attention_bias", _olmo2, rope=_olmo2_rope),
     "exaone4": Architecture(
         "exaone4", names.NORMS_AFTER,
-        more=lambda header: windows(header, 4, 4096 if header.whole("block_count") == 64 else 0),
+        more=lambda header: windows(header, 4, 4096 if header["block_count"] == 64 else 0),
     ),
     "command-r": Architecture(
         "cohere", names.HEAD_NORMS, "logit_scale use_qk_norm attention_bias", norm="layer_norm_eps",

@@ -18,6 +18,8 @@ import re
 import stat
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +34,8 @@ VERSIONS = (2, 3)
 MAX_KEY = 65_535
 """Bytes of a key, as the specification has it."""
 MAX_VALUES = 65_536
+SHORT = 4096
+"""Numbers of an array, and bytes of a text, that are read when a file is opened."""
 MAX_STRINGS = 2**21
 """Strings of all arrays together: the largest tokenizers have 260,000 words and twice as many merges."""
 MAX_TENSORS = 65_536
@@ -45,7 +49,7 @@ _DTYPES = {
     0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
-_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_HEAD, _U32, _U64 = struct.Struct("<4sIQQ"), struct.Struct("<I"), struct.Struct("<Q")
 
 
 def broken(path: Path, error: object) -> ModelNotFound:
@@ -62,8 +66,9 @@ class TensorPlace(NamedTuple):
     nbytes: int
 
 
-class _Value(NamedTuple):
-    """The type of a value, the offset of its bytes, and its length if it is an array, else -1."""
+class Long(NamedTuple):
+    """The type of a value that is read when it is asked for, the offset of its bytes, and its length if it is an array,
+    else -1."""
 
     kind: int
     at: int
@@ -71,25 +76,26 @@ class _Value(NamedTuple):
 
 
 class Metadata(Mapping[str, Any]):
-    """The keys and values of a header. Arrays come as lists, made anew each time: keep one that you need twice.
+    """The keys and values of a header: `short` ones, and `long` ones, which are read anew each time they are asked for:
+    texts, and arrays of texts and of numbers. Raises `ModelNotFound` for text that is not UTF-8."""
 
-    Raises `ModelNotFound` for text that is not UTF-8.
-    """
-
-    def __init__(self, path: Path, data: memoryview, values: dict[str, _Value]) -> None:
-        self._path, self._data, self._values = path, data, values
+    def __init__(self, path: Path, data: memoryview) -> None:
+        self.short: dict[str, Any] = {}
+        self.long: dict[str, Long] = {}
+        self._path, self._data = path, data
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
+        return chain(self.short, self.long)
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self.short) + len(self.long)
 
     def __getitem__(self, key: str) -> Any:
-        kind, at, length = self._values[key]
+        if key in self.short:
+            return self.short[key]
+        kind, at, length = self.long[key]
         if kind != _STRING:
-            numbers = np.frombuffer(self._data, _DTYPES[kind], abs(length), at).tolist()
-            return numbers if length >= 0 else numbers[0]
+            return np.frombuffer(self._data, _DTYPES[kind], length, at).tolist()
         texts = []
         for _ in range(abs(length)):
             end = at + 8 + _U64.unpack_from(self._data, at)[0]
@@ -100,14 +106,6 @@ class Metadata(Mapping[str, Any]):
             at = end
         return texts if length >= 0 else texts[0]
 
-    def single(self, key: str) -> Any:
-        """A value that is no array; None if it is missing."""
-        return None if key not in self._values or self._values[key].length >= 0 else self[key]
-
-    def length(self, key: str) -> int:
-        """The length of an array, without reading it; 0 if the key is missing or no array."""
-        return max(self._values[key].length, 0) if key in self._values else 0
-
 
 class GgufFile:
     """A mapped file. Its memory stays mapped as long as an array of it is held."""
@@ -117,7 +115,7 @@ class GgufFile:
         self.path = path
         self._mapping = _mapped(path)
         self.bytes: NDArray[np.uint8] = np.asarray(_Writable(self._mapping))
-        self.metadata, self.tensors = _Reader(path, memoryview(self._mapping)).read()
+        self.metadata, self.tensors = _read_header(path, memoryview(self._mapping))
 
     def array(self, place: TensorPlace) -> NDArray[np.uint8]:
         """The bytes of a tensor, which must not be written to."""
@@ -129,13 +127,6 @@ class GgufFile:
         begin, end = -(-first // page) * page, last // page * page
         if end > begin and hasattr(mmap, "MADV_DONTNEED"):
             self._mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
-
-    def whole(self, key: str, default: int) -> int:
-        """A whole number of the header. Raises `ModelNotFound` if the value is something else."""
-        found = self.metadata.single(key) if key in self.metadata else default
-        if isinstance(found, bool) or not isinstance(found, int):
-            raise broken(self.path, f"its {key} is no whole number")
-        return found
 
 
 def is_gguf(path: Path) -> bool:
@@ -154,8 +145,9 @@ def open_files(path: Path) -> tuple[GgufFile, ...]:
     name = SPLIT.fullmatch(path.name)
     if name is None or name["count"] == "00001":
         file = GgufFile(path)
-        if (count := file.whole("split.count", 1)) > 1:
-            raise ModelNotFound(f"{path} is part of a model of {count} files, under another name")
+        parts = file.metadata.short.get("split.count", 1)
+        if type(parts) is not int or parts > 1:
+            raise ModelNotFound(f"{path} is part of a model of {parts!r:.40} files, under another name")
         return (file,)
     number, count = int(name["number"]), int(name["count"])
     if not 1 <= number <= count <= 9999:
@@ -167,12 +159,12 @@ def open_files(path: Path) -> tuple[GgufFile, ...]:
     files = []
     for index, part in enumerate(paths):
         files.append(GgufFile(part))
-        stated, of = files[-1].whole("split.no", -1), files[-1].whole("split.count", -1)
+        stated, of = (files[-1].metadata.short.get(key) for key in ("split.no", "split.count"))
         if (stated, of) != (index, count):
-            raise broken(part, f"it says that it is part {stated + 1} of {of}")
+            raise broken(part, f"it says that it is part {stated!r:.40} (from 0) of {of!r:.40}")
     held = sum(len(file.tensors) for file in files)
-    if (claimed := files[0].whole("split.tensors.count", -1)) not in (-1, held):
-        raise broken(path, f"its parts hold {held} tensors, not {claimed}")
+    if (claimed := files[0].metadata.short.get("split.tensors.count", held)) != held:
+        raise broken(path, f"its parts hold {held} tensors, not {claimed!r:.40}")
     return tuple(files)
 
 
@@ -196,146 +188,122 @@ def _mapped(path: Path) -> mmap.mmap:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):  # it may have become another between the two calls
                 raise ModelNotFound(f"{path} is not a regular file")
-            if status.st_size < 24:
+            if status.st_size < _HEAD.size:
                 raise broken(path, f"it has {status.st_size} bytes")
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise ModelNotFound(f"{shorten(str(path), 500)} cannot be read: {shorten(str(error), 300)}") from None
 
 
-class _Reader:
-    """A header, read from its beginning. Every method raises `ModelNotFound` for what cannot be."""
-
-    def __init__(self, path: Path, data: memoryview) -> None:
-        self.path, self.data, self.at, self.end = path, data, 0, len(data)
-
-    def read(self) -> tuple[Metadata, dict[str, TensorPlace]]:
-        """The values and tensors of a file."""
-        if self.data[:4] != MAGIC:
-            raise broken(self.path, f"it begins with {bytes(self.data[:4])!r}")
-        self.at = 4
-        version = self._u32()
-        if version not in VERSIONS:
-            what = "is big-endian" if version & 0xFFFF == 0 and version else f"is version {version}"
-            raise UnsupportedModel(
-                f"{self.path}: a GGUF file that {what}; read are the little-endian versions 2 and 3 (convert it with "
-                "llama.cpp)"
-            )
-        tensors, values = self._u64(), self._u64()
-        if tensors > MAX_TENSORS:
-            raise broken(self.path, f"its header claims {tensors} tensors, at most {MAX_TENSORS}")
-        if values > MAX_VALUES:
-            raise broken(self.path, f"its header claims {values} values, at most {MAX_VALUES}")
-        metadata = Metadata(self.path, self.data, self._values(values))
-        unit = metadata.single("general.alignment") if "general.alignment" in metadata else 32
-        if isinstance(unit, bool) or not isinstance(unit, int) or not 8 <= unit <= MAX_ALIGNMENT or unit & (unit - 1):
+def _read_header(path: Path, data: memoryview) -> tuple[Metadata, dict[str, TensorPlace]]:
+    """The values and tensors of a file. Raises `ModelNotFound` for what cannot be."""
+    magic, version, tensors, values = _HEAD.unpack_from(data)
+    if magic != MAGIC:
+        raise broken(path, f"it begins with {magic!r}")
+    if version not in VERSIONS:
+        what = "is big-endian" if version & 0xFFFF == 0 and version else f"is version {version}"
+        raise UnsupportedModel(
+            f"{path}: a GGUF file that {what}; read are the little-endian versions 2 and 3 (convert it with llama.cpp)"
+        )
+    if tensors > MAX_TENSORS:
+        raise broken(path, f"its header claims {tensors} tensors, at most {MAX_TENSORS}")
+    if values > MAX_VALUES:
+        raise broken(path, f"its header claims {values} values, at most {MAX_VALUES}")
+    metadata = Metadata(path, data)
+    try:
+        at = _read_values(path, data, _HEAD.size, values, metadata)
+        unit = metadata.short.get("general.alignment", 32)
+        if type(unit) is not int or not 8 <= unit <= MAX_ALIGNMENT or unit & (unit - 1):
             shown = shorten(repr(unit), 40)
-            raise broken(self.path, f"its general.alignment is {shown}, not a power of two of 8 to {MAX_ALIGNMENT}")
-        return metadata, self._places(tensors, unit)
+            raise broken(path, f"its general.alignment is {shown}, not a power of two of 8 to {MAX_ALIGNMENT}")
+        return metadata, _read_places(path, data, at, tensors, unit)
+    except (struct.error, OverflowError):  # what is read would lie beyond the last byte
+        raise broken(path, "it ends within its header") from None
 
-    def _skip(self, count: int) -> None:
-        if count > self.end - self.at:
-            raise broken(self.path, "it ends within its header")
-        self.at += count
 
-    def _u32(self) -> int:
-        self._skip(4)
-        return int(_U32.unpack_from(self.data, self.at - 4)[0])
+def _read_text(path: Path, data: memoryview, at: int, most: int, what: str) -> tuple[str, int]:
+    """A text of at most so many bytes, and where it ends."""
+    (length,) = _U64.unpack_from(data, at)
+    if length > most:
+        raise broken(path, f"it has {what} of {length} bytes, at most {most}")
+    try:
+        return str(struct.unpack_from(f"{length}s", data, at + 8)[0], "utf-8"), at + 8 + length
+    except UnicodeDecodeError:
+        raise broken(path, f"it has {what} that is not UTF-8") from None
 
-    def _u64(self) -> int:
-        self._skip(8)
-        return int(_U64.unpack_from(self.data, self.at - 8)[0])
 
-    def _text(self, most: int, what: str) -> str:
-        length = self._u64()
-        if length > most:
-            raise broken(self.path, f"it has {what} of {length} bytes, at most {most}")
-        self._skip(length)
-        try:
-            return str(self.data[self.at - length : self.at], "utf-8")
-        except UnicodeDecodeError:
-            raise broken(self.path, f"it has {what} that is not UTF-8") from None
+def _read_values(path: Path, data: memoryview, at: int, count: int, found: Metadata) -> int:
+    """Read so many values into `found`. The end of the last one."""
+    strings = 0
+    for _ in range(count):
+        key, at = _read_text(path, data, at, MAX_KEY, "a key")
+        if key in found.short or key in found.long:
+            raise broken(path, f"it has the key {key[:80]!r} twice")
+        (kind,), length, at = _U32.unpack_from(data, at), -1, at + 4
+        if kind == _ARRAY:
+            (kind, length), at = struct.unpack_from("<IQ", data, at), at + 12
+        begin, number = at, abs(length)
+        if kind == _STRING:
+            strings += max(length, 0)
+            if strings > MAX_STRINGS:
+                raise broken(path, f"its header claims {strings} strings, at most {MAX_STRINGS}")
+            # a tokenizer's words all go through this loop when a file is opened: about 0.1 microseconds each
+            unpack = _U64.unpack_from
+            for _ in range(number):
+                at += 8 + unpack(data, at)[0]
+        elif kind == _ARRAY:
+            raise broken(path, f"its {key[:80]} is an array of arrays")
+        elif kind in _DTYPES:
+            at += np.dtype(_DTYPES[kind]).itemsize * number
+        else:
+            raise broken(path, f"its {key[:80]} is of the unknown type {kind}")
+        if at > len(data):
+            raise broken(path, "it ends within its header")
+        if kind != _STRING and number <= SHORT:
+            numbers = np.frombuffer(data, _DTYPES[kind], number, begin).tolist()
+            found.short[key] = numbers if length >= 0 else numbers[0]
+            continue
+        found.long[key] = Long(kind, begin, length)
+        if length < 0 and at - begin <= SHORT:
+            with suppress(UnicodeDecodeError):  # an error for whoever asks for it
+                found.short[key] = str(data[begin + 8 : at], "utf-8")
+                del found.long[key]
+    return at
 
-    def _values(self, count: int) -> dict[str, _Value]:
-        found: dict[str, _Value] = {}
-        strings = 0
-        for _ in range(count):
-            key = self._text(MAX_KEY, "a key")
-            if key in found:
-                raise broken(self.path, f"it has the key {key[:80]!r} twice")
-            kind, length = self._u32(), -1
-            if kind == _ARRAY:
-                kind, length = self._u32(), self._u64()
-            found[key] = _Value(kind, self.at, length)
-            if kind == _STRING:
-                strings += max(length, 0)
-                if strings > MAX_STRINGS:
-                    raise broken(self.path, f"its header claims {strings} strings, at most {MAX_STRINGS}")
-                self._skip_strings(abs(length))
-            elif kind == _ARRAY:
-                raise broken(self.path, f"its {key[:80]} is an array of arrays")
-            elif kind in _DTYPES:
-                self._skip(np.dtype(_DTYPES[kind]).itemsize * abs(length))
-            else:
-                raise broken(self.path, f"its {key[:80]} is of the unknown type {kind}")
-        return found
 
-    def _skip_strings(self, count: int) -> None:
-        # a tokenizer's words all go through this loop when a file is opened: about 0.1 microseconds each
-        if count > (self.end - self.at) // 8:
-            raise broken(self.path, "it ends within its header")
-        data, at, end, unpack = self.data, self.at, self.end, _U64.unpack_from
-        for _ in range(count):
-            if at + 8 > end:
-                break
-            at += 8 + unpack(data, at)[0]
-        if at > end:
-            raise broken(self.path, "it ends within its header")
-        self.at = at
-
-    def _places(self, count: int, alignment: int) -> dict[str, TensorPlace]:
-        """Every tensor, its bytes within the file, one after the other, none in another's."""
-        found: dict[str, TensorPlace] = {}
-        for _ in range(count):
-            name = self._text(MAX_NAME, "a tensor's name")
-            if name in found:
-                raise broken(self.path, f"it has the tensor {name[:80]!r} twice")
-            found[name] = self._place(name[:80])
-        begin = -(-self.at // alignment) * alignment
-        end = 0
-        for name, place in found.items():
-            at = f"its tensor {name[:80]} begins at {place.offset}"
-            if place.offset % alignment:
-                raise broken(self.path, f"{at}, no multiple of the alignment {alignment}")
-            if place.offset < end:
-                raise broken(self.path, f"{at}, within or before the one ahead of it")
-            end = place.offset + place.nbytes
-            if begin + end > self.end:
-                raise broken(
-                    self.path, f"it is truncated: {self.end} bytes, its tensor {name[:80]} ends at {begin + end}"
-                )
-            found[name] = place._replace(offset=begin + place.offset)
-        return found
-
-    def _place(self, name: str) -> TensorPlace:
-        """A tensor's line of the header; the offset still counts from the beginning of the data."""
-        axes = self._u32()
+def _read_places(path: Path, data: memoryview, at: int, count: int, unit: int) -> dict[str, TensorPlace]:
+    """Every tensor, its bytes within the file, one after the other, none in another's. `unit`: the alignment."""
+    found: dict[str, TensorPlace] = {}
+    for _ in range(count):
+        name, at = _read_text(path, data, at, MAX_NAME, "a tensor's name")
+        shown = f"its tensor {name[:80]}"
+        if name in found:
+            raise broken(path, f"it has the tensor {name[:80]!r} twice")
+        (axes,) = _U32.unpack_from(data, at)
         if not 1 <= axes <= 4:
-            raise broken(self.path, f"its tensor {name} has {axes} dimensions, not 1 to 4")
-        shape = tuple(self._u64() for _ in range(axes))[::-1]
-        number, offset = self._u32(), self._u64()
-        kind = BLOCK_TYPES.get(number)
+            raise broken(path, f"{shown} has {axes} dimensions, not 1 to 4")
+        line = struct.Struct(f"<{axes}QIQ")
+        *sizes, number, offset = line.unpack_from(data, at + 4)
+        at += 4 + line.size
+        kind, elements = BLOCK_TYPES.get(number), math.prod(sizes)
         if kind is None:
-            what = (
-                f"{GONE[number]}, which llama.cpp no longer reads" if number in GONE else f"the unknown type {number}"
-            )
-            raise broken(self.path, f"its tensor {name} is of {what}")
-        elements = math.prod(shape)
+            gone = f"{GONE.get(number)}, which llama.cpp no longer reads"
+            raise broken(path, f"{shown} is of {gone if number in GONE else f'the unknown type {number}'}")
         if not 0 < elements < 2**62:
-            raise broken(self.path, f"its tensor {name} has an impossible shape")
-        if shape[-1] % kind.numbers:
-            raise broken(
-                self.path,
-                f"its tensor {name} has rows of {shape[-1]} numbers; {kind.name} has blocks of {kind.numbers}",
-            )
-        return TensorPlace(kind, shape, offset, elements // kind.numbers * kind.nbytes)
+            raise broken(path, f"{shown} has an impossible shape")
+        if sizes[0] % kind.numbers:
+            what = f"has rows of {sizes[0]} numbers; {kind.name} has blocks of {kind.numbers}"
+            raise broken(path, f"{shown} {what}")
+        found[name] = TensorPlace(kind, tuple(sizes[::-1]), offset, elements // kind.numbers * kind.nbytes)
+    begin, end = -(-at // unit) * unit, 0
+    for name, place in found.items():
+        shown = f"its tensor {name[:80]}"
+        if place.offset % unit:
+            raise broken(path, f"{shown} begins at {place.offset}, no multiple of the alignment {unit}")
+        if place.offset < end:
+            raise broken(path, f"{shown} begins at {place.offset}, within or before the one ahead of it")
+        end = place.offset + place.nbytes
+        if begin + end > len(data):
+            raise broken(path, f"it is truncated: {len(data)} bytes, {shown} ends at {begin + end}")
+        found[name] = place._replace(offset=begin + place.offset)
+    return found

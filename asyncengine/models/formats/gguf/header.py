@@ -11,12 +11,35 @@ import numpy as np
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.models.formats.gguf.container import Metadata, TensorPlace
-from asyncengine.models.sizes import MAX_LAYERS
 
 MAX_STATES = 2**20
 """Numbers that the heads of a layer may have together."""
-_MAX_ENDS = 64
-"""Ids in `eos_token_ids`; a longer list is no list of ends."""
+WHOLE, REAL, FLAG = "a whole number", "a finite number", "true or false"
+KEYS: Mapping[str, str] = {
+    **dict.fromkeys((
+        "block_count", "nextn_predict_layers", "context_length", "embedding_length", "feed_forward_length",
+        "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+        "attention.key_length_mla", "attention.value_length_mla", "attention.kv_lora_rank", "attention.sliding_window",
+        "rope.dimension_count", "rope.scaling.original_context_length", "full_attention_interval", "expert_count",
+        "expert_used_count", "expert_group_count", "expert_group_used_count", "expert_shared_count",
+        "expert_feed_forward_length", "expert_shared_feed_forward_length", "leading_dense_block_count",
+        "moe_latent_size", "shortconv.l_cache", "kda.head_dim", "ssm.conv_kernel", "ssm.inner_size", "ssm.state_size",
+        "ssm.time_step_rank", "ssm.group_count", "projection_dim", "projector.scale_factor", "image_size",
+        "image_min_pixels", "image_max_pixels", "preproc_image_size", "preproc_min_tiles", "preproc_max_tiles",
+        "n_wa_pattern", "window_size",
+    ), WHOLE),
+    **dict.fromkeys((
+        "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "attention.scale", "attention.clamp_kqv",
+        "attention.temperature_scale", "attn_logit_softcapping", "final_logit_softcapping", "embedding_scale",
+        "logit_scale", "residual_scale", "expert_weights_scale", "rope.freq_base", "rope.freq_base_swa",
+        "rope.local.freq_base", "rope.global.freq_base", "rope.scale_linear", "rope.scaling_beta",
+        "rope.scaling.factor", "rope.scaling.mscale_all_dim", "rope.scaling.yarn_log_multiplier",
+        "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+        "rope.scaling.beta_fast", "rope.scaling.beta_slow",
+    ), REAL),
+    **dict.fromkeys(("expert_weights_norm", "rope.scaling.finetuned", "use_parallel_residual"), FLAG),
+}  # fmt: skip
+"""Types of the values that are read as `header[key]`, or as `header.get(key, default)` where files may lack them."""
 
 
 class StateSizes(NamedTuple):
@@ -28,56 +51,55 @@ class StateSizes(NamedTuple):
     groups: int
 
 
-class Header:
-    """The values under "ARCHITECTURE." and the places of the tensors.
+class Header(dict[str, Any]):
+    """The values of `KEYS` under "ARCHITECTURE.", and the places of the tensors.
 
-    Every method raises `ModelNotFound` naming the key whose value is missing or of another type.
+    A whole number may be an array of equal ones (a value for each layer) in which some are 0: that number. Making one
+    raises `ModelNotFound` naming a key of another type, and `UnsupportedModel` for numbers that differ from layer to
+    layer; reading one raises `ModelNotFound` for a key that is missing.
     """
 
-    def __init__(self, path: Path, metadata: Metadata, architecture: str, tensors: Mapping[str, TensorPlace]) -> None:
-        self.path, self.metadata, self.architecture, self.tensors = path, metadata, architecture, tensors
-        self._of_layers = {name.split(".", 2)[-1] for name in tensors if name.startswith("blk.")}
+    def __init__(self, path: Path, architecture: str, metadata: Metadata, tensors: Mapping[str, TensorPlace]) -> None:
+        self.path, self.architecture, self.metadata, self.tensors = path, architecture, metadata, tensors
+        self.tensors_of_layers = frozenset([name.split(".", 2)[-1] for name in tensors if name.startswith("blk.")])
+        """Names of tensors that a layer has: "attn_q.bias"."""
+        for key, what in KEYS.items():
+            name = f"{architecture}.{key}"
+            value = found = metadata.short.get(name)
+            if name in metadata.long:
+                value = found = f"{metadata.long[name].length} values"
+            elif isinstance(found, list) and what is WHOLE:
+                sizes = [size for size in found if size != 0] or found[:1]  # layers of another kind have none
+                if len(set(map(str, sizes))) != 1:
+                    raise UnsupportedModel(f"{path}: {name} differs from layer to layer, which is not read")
+                value = sizes[0]
+            if value is None:
+                continue
+            if not _fits(what, value):
+                raise ModelNotFound(f"{path}: {name} must be {what}, got {shorten(repr(found), 60)}")
+            self[key] = shortest(float(value)) if what is REAL else value
+        self.layers = max(self.get("block_count", 0) - self.get("nextn_predict_layers", 0), 0)
+        """Number of layers without those that only predict further tokens, which are not read."""
 
-    def value(self, key: str) -> Any:
-        """The value as it is stored; None if it is missing."""
-        name = f"{self.architecture}.{key}"
-        if self.metadata.length(name) > MAX_LAYERS:
-            raise ModelNotFound(f"{self.path}: {name} has {self.metadata.length(name)} values, at most {MAX_LAYERS}")
-        return self.metadata.get(name)
-
-    @property
-    def layers(self) -> int:
-        """The number of layers without those that only predict further tokens, which are not read."""
-        return max(self.whole("block_count") - self.whole("nextn_predict_layers", 0), 0)
-
-    def whole(self, key: str, default: int | None = None) -> int:
-        """A whole number, or an array of equal ones (a value for each layer) in which some may be 0."""
-        found = self.value(key)
-        if isinstance(found, list):
-            found = [each for each in found if each != 0] or found[:1]  # layers of another kind have none
-            if len(set(map(str, found))) != 1:
-                raise UnsupportedModel(
-                    f"{self.path}: {self.architecture}.{key} differs from layer to layer, which is not read"
-                )
-            found = found[0]
-        if found is None and default is not None:
-            return default
-        if isinstance(found, bool) or not isinstance(found, int) or found < 0:
-            raise self._wrong(key, "a whole number", found)
-        return found
+    def __missing__(self, key: str) -> Any:
+        raise ModelNotFound(f"{self.path}: {self.architecture}.{key} is missing")
 
     def positive(self, key: str) -> int:
         """A whole number above 0."""
-        if not (found := self.whole(key)):
+        if not (found := int(self[key])):
             raise ModelNotFound(f"{self.path}: {self.architecture}.{key} must not be 0")
         return found
 
+    def other(self, key: str) -> Any:
+        """A value that may be of several types, as it is stored; None if it is missing, or too long."""
+        return self.metadata.short.get(f"{self.architecture}.{key}")
+
     def of_layers(self, key: str) -> list[int]:
         """A whole number for each layer; an empty list where the header has one for all, or none."""
-        found = self.value(key)
+        found = self.other(key)
         if not isinstance(found, list):
             return []
-        if len(found) < self.layers or not all(isinstance(each, int) and each >= 0 for each in found):
+        if len(found) < self.layers or not all(isinstance(number, int) and number >= 0 for number in found):
             raise ModelNotFound(f"{self.path}: {self.architecture}.{key} must have a number for each layer")
         return found[: self.layers]
 
@@ -90,8 +112,9 @@ class Header:
 
     def state_sizes(self) -> StateSizes:
         """Sizes of the states of a layer, small enough to make memory for."""
-        heads, inner = self.whole("ssm.time_step_rank"), self.whole("ssm.inner_size")
-        size, groups = self.whole("ssm.state_size"), self.whole("ssm.group_count")
+        heads, inner, size, groups = (
+            self[f"ssm.{key}"] for key in ("time_step_rank", "inner_size", "state_size", "group_count")
+        )
         if not heads or not groups or inner % heads or heads % groups or max(inner, groups * size) > MAX_STATES:
             raise ModelNotFound(
                 f"{self.path}: {self.architecture}.ssm has states of {heads} heads in {inner} numbers, and {groups} "
@@ -99,52 +122,13 @@ class Header:
             )
         return StateSizes(heads, inner // heads, size, groups)
 
-    def real(self, key: str, default: float | None = None) -> float:
-        """A finite number."""
-        found = self.value(key)
-        if found is None and default is not None:
-            return default
-        if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):
-            raise self._wrong(key, "a finite number", found)
-        return shortest(float(found))
 
-    def each_layer(self, key: str) -> list[float]:
-        """A finite number for each layer, by the key's whole name: an array, or one for all."""
-        layers = self.whole("block_count")
-        if self.metadata.length(key) not in (0, layers) or layers > MAX_LAYERS:
-            raise ModelNotFound(f"{self.path}: {key} must have a number for each of {layers} layers")
-        found = self.metadata.get(key)
-        values: list[Any] = found if isinstance(found, list) else [found] * layers
-        if not all(isinstance(each, float) and math.isfinite(each) for each in values):
-            raise ModelNotFound(f"{self.path}: {key} must have a finite number for each of {layers} layers")
-        return values
-
-    def flag(self, key: str, default: bool) -> bool:
-        """A truth value."""
-        found = self.value(key)
-        if not isinstance(found, (bool, type(None))):
-            raise self._wrong(key, "true or false", found)
-        return default if found is None else found
-
-    def token(self, name: str) -> int | None:
-        """The id of a special token; None if there is none."""
-        found = self.metadata.single(f"tokenizer.ggml.{name}_token_id")
-        return found if isinstance(found, int) and not isinstance(found, bool) else None
-
-    def ends(self) -> list[int]:
-        """The ids that end a text: at the end of a turn as well, where the file names one."""
-        key = "tokenizer.ggml.eos_token_ids"
-        listed = self.metadata[key] if 0 < self.metadata.length(key) <= _MAX_ENDS else []
-        found = [*map(self.token, ("eos", "eot", "eom")), *listed]
-        return list(dict.fromkeys(each for each in found if isinstance(each, int) and not isinstance(each, bool)))
-
-    def has(self, *names: str) -> bool:
-        """True if a layer has one of these tensors: "attn_q.bias"."""
-        return any(name in self._of_layers for name in names)
-
-    def _wrong(self, key: str, what: str, found: object) -> ModelNotFound:
-        got = "is missing" if found is None else f"must be {what}, got {shorten(repr(found), 60)}"
-        return ModelNotFound(f"{self.path}: {self.architecture}.{key} {got}")
+def _fits(what: str, value: Any) -> bool:
+    if what is FLAG or isinstance(value, bool):
+        return what is FLAG and isinstance(value, bool)
+    if what is WHOLE:
+        return isinstance(value, int) and value >= 0
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def shortest(value: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +17,7 @@ from asyncengine.layers.stored import StoredMatrix
 from asyncengine.models.formats import CheckpointSource, StoredTensor
 from asyncengine.models.formats.gguf.config import header_of, hugging_face_config
 from asyncengine.models.formats.gguf.container import GgufFile, Metadata, broken, open_files
-from asyncengine.models.formats.gguf.header import shortest
+from asyncengine.models.formats.gguf.header import Header, shortest
 from asyncengine.models.formats.gguf.tensors import Held, model_tensors
 from asyncengine.models.sizes import check_sizes
 
@@ -47,7 +48,7 @@ class GgufModel(CheckpointSource):
         self._values = {
             row.prefix.format(layer) + there: torch.full(shape, value)
             for key, (there, shape) in row.values.items()
-            for layer, value in enumerate(header.each_layer(key))
+            for layer, value in enumerate(_each_layer(header, key))
         }
         self.tensors = {
             name: StoredTensor(tensor.kind, tensor.shape, tensor.parts[0].file.path)
@@ -84,12 +85,22 @@ def open_gguf(path: Path, defaults: Mapping[str, Any] = MappingProxyType({})) ->
 
 def _sampling(metadata: Metadata) -> dict[str, Any]:
     """The sampling parameters that a file recommends, those that are numbers."""
-    found = {name: metadata.single(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    found = {name: metadata.short.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
     return {
         name: shortest(value) if isinstance(value, float) else value
         for name, value in found.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     }
+
+
+def _each_layer(header: Header, key: str) -> list[float]:
+    """A finite number for each layer, by the key's whole name: an array, or one for all. Raises `ModelNotFound`."""
+    layers = header["block_count"]
+    found = header.metadata.short.get(key)
+    values: list[Any] = found if isinstance(found, list) else [found] * layers
+    if len(values) != layers or not all(isinstance(each, float) and math.isfinite(each) for each in values):
+        raise ModelNotFound(f"{header.path}: {key} must have a finite number for each of {layers} layers")
+    return values
 
 
 def _vector(file: GgufFile, place: Any) -> NDArray[np.float32]:

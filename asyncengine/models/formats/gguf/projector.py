@@ -36,9 +36,9 @@ class ProjectedModel(CheckpointSource):
         header, kind = _header_of(path, self._file)
         pair = kind.families.get(model.config["model_type"])
         if pair is None:
-            own = model.metadata.single("general.architecture")
+            own = model.metadata.short.get("general.architecture")
             raise ModelNotFound(f"{path} is the image part of another model than {model.path.name}, which is {own}")
-        width, own = header.whole("projection_dim"), model.config["hidden_size"]
+        width, own = header["projection_dim"], model.config["hidden_size"]
         if width != own:
             raise ModelNotFound(f"{path} makes tokens of {width} numbers, and {model.path.name} has {own}")
         self._model, self.folder, self.metadata = model, model.folder, model.metadata
@@ -85,10 +85,10 @@ class ProjectedModel(CheckpointSource):
 
 def _header_of(path: Path, file: GgufFile) -> tuple[Header, Projector]:
     """The header of an image part and its kind."""
-    header = Header(path, file.metadata, "clip.vision", file.tensors)
-    if file.metadata.single("general.architecture") not in ("clip", "mmproj"):
+    header = Header(path, "clip.vision", file.metadata, file.tensors)
+    if file.metadata.short.get("general.architecture") not in ("clip", "mmproj"):
         raise ModelNotFound(f"{path} is no image part of a model (mmproj)")
-    name = file.metadata.single("clip.projector_type") or header.value("projector_type")
+    name = file.metadata.short.get("clip.projector_type") or header.other("projector_type")
     if name not in PROJECTORS:
         known = ", ".join(PROJECTORS)
         raise UnsupportedModel(f"{path}: image part {shorten(repr(name), 60)} is not read. Read are {known}")
@@ -96,7 +96,8 @@ def _header_of(path: Path, file: GgufFile) -> tuple[Header, Projector]:
 
 
 def _token_ids(model: GgufModel, tokens: Mapping[str, str]) -> dict[str, int]:
-    every = model.metadata["tokenizer.ggml.tokens"] if model.metadata.length("tokenizer.ggml.tokens") else []
+    every = model.metadata.get("tokenizer.ggml.tokens")
+    every = every if isinstance(every, list) else []
     places = {token: place for place, token in enumerate(every) if token in tokens.values()}
     if missing := sorted(set(tokens.values()) - places.keys()):
         raise UnsupportedModel(f"{model.path}: its vocabulary lacks {missing[0]}, which stands for pictures")

@@ -40,8 +40,9 @@ class Tower(NamedTuple):
 
     def sections(self) -> list[int]:
         """Pairs of a head's numbers that rotate by time, row and column. Raises `ModelNotFound`."""
-        key = f"{self.model.metadata.single('general.architecture')}.rope.dimension_sections"
-        found = self.model.metadata[key][:3] if 3 <= self.model.metadata.length(key) <= 4 else []
+        key = f"{self.model.metadata.short.get('general.architecture')}.rope.dimension_sections"
+        found = self.model.metadata.short.get(key)
+        found = found[:3] if isinstance(found, list) and 3 <= len(found) <= 4 else []
         rope = self.model.config["rope_parameters"]
         if 2 * sum(found) != int(self.model.config["head_dim"] * rope.get("partial_rotary_factor", 1.0)):
             raise ModelNotFound(f"{self.model.path}: {key} must say which pairs of a head rotate by which axis")
@@ -107,7 +108,7 @@ class Tower(NamedTuple):
         """Mean and deviation of each color, which are taken from pixels."""
         found = {}
         for name in ("image_mean", "image_std"):
-            values = self.header.value(name)
+            values = self.header.other(name)
             fit = isinstance(values, list) and len(values) == 3 and all(isinstance(each, float) for each in values)
             if not fit or not all(map(math.isfinite, values)):
                 raise self.wrong(f"must have three finite numbers as clip.vision.{name}")

@@ -57,12 +57,12 @@ def _siglip(tower: Tower) -> dict[str, Any]:
     sizes = tower.sizes(*_SIZES)
     return {
         **sizes, "image_size": tower.side() * tower.patch, "patch_size": tower.patch,
-        "layer_norm_eps": tower.header.real("attention.layer_norm_epsilon"), "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_eps": tower.header["attention.layer_norm_epsilon"], "hidden_act": "gelu_pytorch_tanh",
     }  # fmt: skip
 
 
 def _gemma3(tower: Tower) -> Described:
-    scale = tower.header.whole("projector.scale_factor", 4)
+    scale = tower.header.get("projector.scale_factor", 4)
     if not scale or tower.side() % scale:
         raise tower.wrong(f"has a clip.vision.projector.scale_factor of {scale} for {tower.side()} patches a side")
     vision = _siglip(tower) | {"model_type": "siglip_vision_model", "vision_use_head": False}
@@ -84,7 +84,7 @@ def _idefics3(tower: Tower) -> Described:
 def _qwen(tower: Tower, **vision: Any) -> Described:
     merge = tower.merged("mm.0.weight")
     limits = [
-        tower.header.whole(f"image_{end}_pixels", tokens * (merge * tower.patch) ** 2)
+        tower.header.get(f"image_{end}_pixels", tokens * (merge * tower.patch) ** 2)
         for end, tokens in zip(("min", "max"), _TOKENS, strict=True)
     ]
     if not 0 < limits[0] <= limits[1] <= _MAX_PIXELS:
@@ -109,7 +109,7 @@ def _qwen2(tower: Tower) -> Described:
 def _qwen25(tower: Tower) -> Described:
     period = tower.header.positive("n_wa_pattern")
     whole = list(range(period - 1, tower.layers, period))
-    return _qwen(tower, fullatt_block_indexes=whole, window_size=tower.header.whole("window_size", 8 * tower.patch))
+    return _qwen(tower, fullatt_block_indexes=whole, window_size=tower.header.get("window_size", 8 * tower.patch))
 
 
 def _qwen3(tower: Tower) -> Described:
@@ -131,14 +131,14 @@ def _internvl(tower: Tower) -> Described:
     sizes = tower.sizes(*_SIZES)
     vision = {
         **sizes, "model_type": "internvl_vision", "image_size": [pixels] * 2, "patch_size": [tower.patch] * 2,
-        "hidden_act": _activation(tower), "layer_norm_eps": tower.header.real("attention.layer_norm_epsilon"),
+        "hidden_act": _activation(tower), "layer_norm_eps": tower.header["attention.layer_norm_epsilon"],
         "attention_bias": "v.blk.0.attn_q.bias" in tensors, "use_qk_norm": "v.blk.0.attn_q_norm.weight" in tensors,
         "norm_type": "layer_norm" if "v.blk.0.ln1.bias" in tensors else "rms_norm",
     }  # fmt: skip
     processor = {
         "image_processor_type": "GotOcr2ImageProcessor", "size": {"height": pixels, "width": pixels},
-        "crop_to_patches": True, "min_patches": tower.header.whole("preproc_min_tiles", 1),
-        "max_patches": tower.header.whole("preproc_max_tiles", 12),
+        "crop_to_patches": True, "min_patches": tower.header.get("preproc_min_tiles", 1),
+        "max_patches": tower.header.get("preproc_max_tiles", 12),
     }  # fmt: skip
     whole = {"downsample_ratio": 1 / scale, "image_seq_length": (side // scale) ** 2}
     return Described(vision, processor, whole, {})
@@ -153,7 +153,7 @@ def _lfm2(tower: Tower) -> Described:
     sizes = tower.sizes(*_SIZES)
     vision = {
         **sizes, "model_type": "siglip2_vision_model", "num_patches": tower.rows("v.position_embd.weight"),
-        "patch_size": tower.patch, "layer_norm_eps": tower.header.real("attention.layer_norm_epsilon"),
+        "patch_size": tower.patch, "layer_norm_eps": tower.header["attention.layer_norm_epsilon"],
         "hidden_act": "gelu_pytorch_tanh", "vision_use_head": False,
     }  # fmt: skip
     processor = {
@@ -179,7 +179,7 @@ def _pixtral(tower: Tower) -> Described:
     vision = {
         **sizes, "model_type": "pixtral", "head_dim": sizes["hidden_size"] // sizes["num_attention_heads"],
         "image_size": longest, "patch_size": tower.patch, "hidden_act": _activation(tower),
-        "rope_parameters": {"rope_type": "axial", "rope_theta": tower.header.real("rope.freq_base", 10000.0)},
+        "rope_parameters": {"rope_type": "axial", "rope_theta": tower.header.get("rope.freq_base", 10000.0)},
     }  # fmt: skip
     sides = {"height": tower.patch, "width": tower.patch}
     processor = {

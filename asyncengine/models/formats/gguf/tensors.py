@@ -228,7 +228,7 @@ def model_tensors(header: Header, row: Architecture, places: dict[str, Held]) ->
     """
     found: dict[str, TensorPart | Joined] = {}
     joined: dict[str, dict[str, TensorPart]] = {}
-    layers = range(header.layers, header.whole("block_count"))
+    layers = range(header.layers, header["block_count"])
     for whole, (file, place) in places.items():
         if re.fullmatch(_IGNORED, whole):
             continue
@@ -298,9 +298,9 @@ def _unfused(header: Header, name: TensorName, place: TensorPlace) -> list[list[
     if name.stem not in FUSED:
         return [[place], [place]]  # rows of both lie among each other, and `Moved` has which
     if name.stem == "attn_qkv":
-        heads = header.whole("attention.head_count")
-        dim = header.whole("attention.key_length", header.whole("embedding_length") // max(heads, 1))
-        others = header.whole("attention.head_count_kv", heads) * dim
+        heads = header["attention.head_count"]
+        dim = header.get("attention.key_length", header["embedding_length"] // max(heads, 1))
+        others = header.get("attention.head_count_kv", heads) * dim
         return [[part] for part in _rows(header, name, place, (heads * dim, others, others))]
     half = place.shape[1] // 2 if len(place.shape) > 1 else 0
     pairs = [_rows(header, name, part, (half, half)) for part in _along_first(header, name, place)]
@@ -322,7 +322,7 @@ def _rows(header: Header, name: TensorName, place: TensorPlace, counts: Sequence
 def _undone(header: Header, row: Architecture, name: TensorName, part: TensorPart, *, joined: bool) -> TensorPart:
     """The part with its changes. Raises `ValueError` for a shape that it cannot have."""
     kind, shape = part.place.kind, part.place.shape
-    moved = row.moved(header, name, shape[0]) or Moved()
+    moved = (row.moved and row.moved(header, name, shape[0])) or Moved()
     rows, columns = moved.rows, moved.columns
     reshaped: tuple[int, ...] = ()
     fits = rows is None or (moved.total or len(rows)) == shape[0]

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel
-from asyncengine.models.formats.gguf.model import open_gguf
+from asyncengine.models.formats.gguf.model import GgufModel
 
 SECONDS = 1.0
 """Of this thread: others may keep the machine busy."""
@@ -63,7 +63,7 @@ def mutate(content: bytes, generator: random.Random) -> bytes:
 def attempt(path: Path) -> str:
     """Open a file, and read every tensor of modest size. What it was: "opened", or the error's name."""
     try:
-        model = open_gguf(path)
+        model = GgufModel(path)
         for key in model.metadata:
             if key in model.metadata.short or model.metadata.long[key].length <= LARGEST:
                 model.metadata.get(key)

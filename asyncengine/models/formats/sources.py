@@ -11,7 +11,7 @@ from pathlib import Path
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.models.formats.gguf.container import SPLIT, is_gguf
-from asyncengine.models.formats.gguf.model import GgufModel, open_gguf
+from asyncengine.models.formats.gguf.model import GgufModel
 from asyncengine.models.formats.gguf.projector import ProjectedModel
 from asyncengine.models.formats.ollama import PREFIX, find_ollama
 
@@ -25,17 +25,17 @@ def find_gguf(path_or_id: str) -> GgufModel | None:
     """Open what `path_or_id` names, if that is a GGUF model; None: it is something else.
 
     A folder that has safetensors as well is not one: those are the original weights. Raises `ModelNotFound` for what is
-    missing, broken or not the only one, `UnsupportedModel` as `open_gguf` does.
+    missing, broken or not the only one, `UnsupportedModel` as `GgufModel` does.
     """
     if path_or_id.startswith(PREFIX):
         found = find_ollama(path_or_id.removeprefix(PREFIX))
-        return open_gguf(found.file, found.defaults)
+        return GgufModel(found.file, found.defaults)
     path = Path(os.path.expanduser(path_or_id))
     if path_or_id and os.path.isdir(path):  # not Path's own: it raises for a name that is too long
         file = only_gguf(path)
-        return None if file is None else open_gguf(file)
+        return None if file is None else GgufModel(file)
     if os.path.exists(path):
-        return open_gguf(path) if path.suffix == ".gguf" or is_gguf(path) else None
+        return GgufModel(path) if path.suffix == ".gguf" or is_gguf(path) else None
     if path_or_id.endswith(".gguf"):
         raise ModelNotFound(f"no file {shorten(repr(path_or_id), 500)}")
     return None

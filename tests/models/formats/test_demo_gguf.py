@@ -10,7 +10,7 @@ from support.gguf_reading import check_tensors, decoder_of
 from transformers import PreTrainedTokenizerFast
 
 from asyncengine.layers.stored import dense
-from asyncengine.models.formats.gguf.model import GgufModel, open_gguf
+from asyncengine.models.formats.gguf.model import GgufModel
 
 MOST = {"F16": 1e-3, "Q8_0": 7e-3, "Q4_K_M": 8e-2}
 """Relative error of a matrix."""
@@ -21,7 +21,7 @@ QUESTIONS = {"What is the capital of Norway?": "The capital of Norway is Oslo."}
 def mix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, GgufModel]:
     path = tmp_path_factory.mktemp("demo") / "demo.gguf"
     written = write_demo(path, request.param)
-    model = open_gguf(path)
+    model = GgufModel(path)
     check_tensors(model, written)
     return request.param, model
 

@@ -16,7 +16,7 @@ from support.gguf_bytes import ARRAY, BOOL, F32, STRING, U32, array, gguf, place
 from asyncengine.errors import EngineError, ModelNotFound, UnsupportedModel
 from asyncengine.models.formats.gguf import header
 from asyncengine.models.formats.gguf.config import OR_NONE, VALUES
-from asyncengine.models.formats.gguf.model import open_gguf
+from asyncengine.models.formats.gguf.model import GgufModel
 
 LLAMA = string("general.architecture", "llama")
 EMBED = place("token_embd.weight", (32, 4), 0, 0)
@@ -165,7 +165,7 @@ def test_named_error(name: str, tmp_path: Path) -> None:
     begun = time.thread_time()
     try:
         with pytest.raises(kind, match=words) as caught:
-            open_gguf(path)
+            GgufModel(path)
         assert time.thread_time() - begun < 10
         assert tracemalloc.get_traced_memory()[1] < 100e6
     finally:
@@ -186,7 +186,7 @@ def test_a_million_words_open_at_once(tmp_path: Path) -> None:
         )
     )
     begun = time.thread_time()
-    opened = open_gguf(path)
+    opened = GgufModel(path)
     assert time.thread_time() - begun < 5
     begun = time.thread_time()
     found = opened.metadata["tokenizer.ggml.tokens"]
@@ -201,7 +201,7 @@ def test_words_that_are_no_text(tmp_path: Path) -> None:
     """Are found when somebody asks for them."""
     path = tmp_path / "model.gguf"
     path.write_bytes(model(array("tokenizer.ggml.tokens", STRING, 2, text("a") + text(b"\xff"))))
-    opened = open_gguf(path)
+    opened = GgufModel(path)
     with pytest.raises(ModelNotFound, match=r"model.gguf .* its tokenizer.ggml.tokens is not UTF-8"):
         opened.metadata["tokenizer.ggml.tokens"]
 
@@ -222,7 +222,7 @@ def test_only_regular_files(name: str, tmp_path: Path) -> None:
     FILES[name](path)
     begun = time.thread_time()
     with pytest.raises(ModelNotFound, match=r"is not a regular file|cannot be read"):
-        open_gguf(path)
+        GgufModel(path)
     assert time.thread_time() - begun < 10
 
 
@@ -230,7 +230,7 @@ def test_links_to_files_are_followed(tmp_path: Path) -> None:
     """The hub's cache and Ollama keep blobs, and links to them."""
     (tmp_path / "sha256-1").write_bytes(model())
     (tmp_path / "model.gguf").symlink_to("sha256-1")
-    assert open_gguf(tmp_path / "model.gguf").config["model_type"] == "llama"
+    assert GgufModel(tmp_path / "model.gguf").config["model_type"] == "llama"
 
 
 def test_every_key_that_is_read_has_a_type() -> None:

@@ -21,7 +21,7 @@ from support.tiny_models import FAMILIES
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound, UnsupportedModel
 from asyncengine.layers.stored import dense
-from asyncengine.models.formats.gguf.model import open_gguf
+from asyncengine.models.formats.gguf.model import GgufModel
 from asyncengine.models.formats.gguf.tensors import BlockMatrix
 from asyncengine.models.loading import load_model
 
@@ -73,7 +73,7 @@ def test_comes_back(name: str, tmp_path: Path) -> None:
         tmp_path / "m.gguf", config, dict(reference.state_dict()),
         lambda _, tensor: "Q8_0" if tensor.shape[-1] % 32 == 0 else "F16",
     )  # fmt: skip
-    model = open_gguf(tmp_path / "m.gguf")
+    model = GgufModel(tmp_path / "m.gguf")
     check_tensors(model, written)
     assert model.config["model_type"] == DIFFERENT.get(name, config.model_type)
     back = comes_back(model, config)
@@ -104,7 +104,7 @@ def test_experts(name: str, gate: str, tmp_path: Path) -> None:
         tmp_path / "m.gguf", config, weights,
         lambda tensor, _: next((kind for part, kind in kinds.items() if part in tensor), "F32"),
     )  # fmt: skip
-    model = open_gguf(tmp_path / "m.gguf")
+    model = GgufModel(tmp_path / "m.gguf")
     check_tensors(model, written)
     with torch.inference_mode():
         expected = model_of(tmp_path / "there", written)(torch.tensor([IDS]), use_cache=False).logits[0]
@@ -128,7 +128,7 @@ def test_gpt_oss(kind: str, tmp_path: Path) -> None:
         lambda name, _: kind if "_exps" in name else "F32",
     )  # fmt: skip
     reference.load_state_dict(written)
-    model = open_gguf(tmp_path / "m.gguf")
+    model = GgufModel(tmp_path / "m.gguf")
     assert model.tensors.keys() == written.keys()
     for name, tensor in written.items():
         assert model.tensors[name].shape == tuple(tensor.shape), name
@@ -155,7 +155,7 @@ def test_gpt_oss_with_gate_and_up_in_different_types_is_refused(tmp_path: Path) 
         lambda name, _: "Q8_0" if "gate_exps" in name else "F32",
     )  # fmt: skip
     with pytest.raises(UnsupportedModel, match="as F32 and Q8_0: of one type only"):
-        open_gguf(tmp_path / "m.gguf")
+        GgufModel(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize("kind", [*QUANTIZED, *PLAIN])
@@ -163,7 +163,7 @@ def test_every_type_in_a_model(kind: str, tmp_path: Path) -> None:
     """Queries and keys of Llama lie in another order of rows; every type comes back in the right one."""
     config = changed("llama", hidden_size=256, head_dim=64, intermediate_size=256, num_hidden_layers=1)()
     written = write_gguf(tmp_path / "m.gguf", config, dict(make_model(config).state_dict()), lambda *_: kind)
-    model = open_gguf(tmp_path / "m.gguf")
+    model = GgufModel(tmp_path / "m.gguf")
     check_tensors(model, written)
     name = "model.layers.0.self_attn.q_proj.weight"
     stored = model.read(name)
@@ -187,7 +187,7 @@ def test_the_mapping_lives_as_long_as_a_tensor(tmp_path: Path) -> None:
     def mapped() -> bool:
         return str(path) in Path("/proc/self/maps").read_text()
 
-    model = open_gguf(path)
+    model = GgufModel(path)
     tensor = model.read("model.norm.weight")
     assert isinstance(tensor, torch.Tensor)
     expected = tensor.clone()
@@ -211,7 +211,7 @@ def test_mixed_types(tmp_path: Path) -> None:
         return "Q4_K" if name != "token_embd.weight" else "Q5_0"
 
     written = write_gguf(tmp_path / "m.gguf", config, dict(make_model(config).state_dict()), kind_of)
-    model = open_gguf(tmp_path / "m.gguf")
+    model = GgufModel(tmp_path / "m.gguf")
     check_tensors(model, written)
     types = {name: tensor.kind for name, tensor in model.tensors.items()}
     assert types["lm_head.weight"] == types["model.layers.1.mlp.down_proj.weight"] == "Q6_K"
@@ -225,11 +225,11 @@ def test_ends_of_turns_and_sampling(tmp_path: Path) -> None:
         tmp_path / "m.gguf", config, dict(make_model(config).state_dict()),
         more={"tokenizer.ggml.eot_token_id": 7, "tokenizer.chat_template": "{{ x }}", "general.sampling.top_k": 5},
     )  # fmt: skip
-    model = open_gguf(tmp_path / "m.gguf")
+    model = GgufModel(tmp_path / "m.gguf")
     assert model.config["eos_token_id"] == [2, 7]
     assert model.generation_defaults() == {"top_k": 5}
     assert model.metadata["tokenizer.chat_template"] == "{{ x }}"
-    assert open_gguf(tmp_path / "m.gguf", {"top_k": 9}).generation_defaults() == {"top_k": 9}
+    assert GgufModel(tmp_path / "m.gguf", {"top_k": 9}).generation_defaults() == {"top_k": 9}
 
 
 def test_gemma_3_as_ollama_makes_it(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_gemma_3_as_ollama_makes_it(tmp_path: Path) -> None:
         without=("gemma3.rope.freq_base", "gemma3.rope.freq_base_swa", "gemma3.attention.layer_norm_rms_epsilon"),
         beside=("v.blk.0.attn_q.weight", "v.patch_embedding.weight", "mm.mm_input_projection.weight"),
     )  # fmt: skip
-    model = open_gguf(tmp_path / "m.gguf")
+    model = GgufModel(tmp_path / "m.gguf")
     check_tensors(model, written)
     rope = model.config["rope_parameters"]
     assert rope["full_attention"] == {"rope_type": "default", "rope_theta": 1e6}
@@ -259,7 +259,7 @@ def test_gemma_3_by_its_layers(layers: int, scaled: bool, cap: float | None, tmp
     write_gguf(tmp_path / "m.gguf", config, {"model.embed_tokens.weight": torch.zeros(160, 32)}, beside=[
         f"v.{index}" for index in range(layers)
     ])  # fmt: skip
-    found = open_gguf(tmp_path / "m.gguf").config
+    found = GgufModel(tmp_path / "m.gguf").config
     assert (found["rope_parameters"]["full_attention"].get("factor") == 8.0) == scaled
     assert found["final_logit_softcapping"] == cap
     assert found["query_pre_attn_scalar"] == (8 if layers == 62 else 16)
@@ -273,10 +273,10 @@ def test_the_text_part_of_models_with_images(name: str, architecture: str, tmp_p
     written = write_gguf(
         tmp_path / "m.gguf", config, tensors, beside=["v.blk.0.attn_q.weight"], architecture=architecture
     )
-    model = open_gguf(tmp_path / "m.gguf")
+    model = GgufModel(tmp_path / "m.gguf")
     check_tensors(model, written)
     write_gguf(tmp_path / "text.gguf", config, tensors)
-    assert model.config == open_gguf(tmp_path / "text.gguf").config
+    assert model.config == GgufModel(tmp_path / "text.gguf").config
 
 
 def test_mistral_small_as_ollama_makes_it(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_mistral_small_as_ollama_makes_it(tmp_path: Path) -> None:
     model = make_model(FAMILIES["llama"]())
     keys = ("mistral3.attention.temperature_scale", "mistral3.rope.scaling.yarn_log_multiplier")
     written = write_gguf(tmp_path / "m.gguf", config, dict(model.state_dict()), without=keys)
-    opened = open_gguf(tmp_path / "m.gguf")
+    opened = GgufModel(tmp_path / "m.gguf")
     check_tensors(opened, written)
     assert opened.config["model_type"] == "llama"
 
@@ -306,7 +306,7 @@ def test_split_files(parts: tuple[Path, dict[str, torch.Tensor]]) -> None:
     files = sorted(folder.glob("*.gguf"))
     assert len(files) > 2
     for file in (files[0], files[-1]):
-        model = open_gguf(file)
+        model = GgufModel(file)
         assert model.files == tuple(files)
         check_tensors(model, written)
 
@@ -325,16 +325,16 @@ def test_split_files_that_do_not_fit(parts: tuple[Path, dict[str, torch.Tensor]]
     folder = copy()
     (folder / names[1]).unlink()
     with pytest.raises(ModelNotFound, match=f"one of {len(files)} files; missing is {names[1]}"):
-        open_gguf(folder / names[0])
+        GgufModel(folder / names[0])
     with pytest.raises(ModelNotFound, match="says that it is part"):
-        open_gguf(copy(**{names[1]: names[2], names[2]: names[1]}) / names[0])
+        GgufModel(copy(**{names[1]: names[2], names[2]: names[1]}) / names[0])
     with pytest.raises(ModelNotFound, match="under another name"):
-        open_gguf(copy(**{names[0]: "renamed.gguf"}) / "renamed.gguf")
+        GgufModel(copy(**{names[0]: "renamed.gguf"}) / "renamed.gguf")
     folder = copy()
     (folder / names[1]).unlink()
     (folder / names[1]).symlink_to(tmp_path / "nothing")
     with pytest.raises(ModelNotFound, match="missing is"):
-        open_gguf(folder / names[0])
+        GgufModel(folder / names[0])
     (folder / "m-00002-of-00001.gguf").symlink_to(files[0])
     with pytest.raises(ModelNotFound, match=r"another name|no part of"):
-        open_gguf(folder / "m-00002-of-00001.gguf")
+        GgufModel(folder / "m-00002-of-00001.gguf")

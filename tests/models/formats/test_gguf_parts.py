@@ -21,7 +21,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound
 from asyncengine.layers.stored import dense
 from asyncengine.models.formats.gguf.container import GgufFile
-from asyncengine.models.formats.gguf.model import open_gguf
+from asyncengine.models.formats.gguf.model import GgufModel
 from asyncengine.models.loading import load_model
 
 
@@ -36,7 +36,7 @@ def test_gpt_oss_as_ollama_makes_it(form: str, tmp_path: Path) -> None:
     reference = make_model(config)
     path = tmp_path / "m.gguf"
     written = write_ollama_gpt_oss(path, config, dict(reference.state_dict()), form)
-    model = open_gguf(path)
+    model = GgufModel(path)
     assert model.tensors.keys() == written.keys()
     for name, tensor in written.items():
         stored = model.read(name)
@@ -95,7 +95,7 @@ def test_fused_by_llama_cpps_converter(name: str, monkeypatch: pytest.MonkeyPatc
         tmp_path / "m.gguf", config, weights,
         lambda stem, tensor: "Q8_0" if tensor.shape[-1] % 32 == 0 else "F32",
     )  # fmt: skip
-    model = open_gguf(tmp_path / "m.gguf")
+    model = GgufModel(tmp_path / "m.gguf")
     names = {name.partition(".weight")[0].rpartition(".")[2] for file in files_of(model) for name in file.tensors}
     assert "attn_qkv" in names
     assert not names & {"attn_q", "attn_k", "attn_v", "ffn_gate_exps", "ffn_up_exps"}
@@ -115,7 +115,7 @@ def test_a_fused_tensor_of_other_rows_is_named(monkeypatch: pytest.MonkeyPatch, 
         without=("qwen3.attention.head_count_kv",),
     )  # fmt: skip
     with pytest.raises(ModelNotFound, match=r"blk\.0\.attn_qkv\.\w+ has \d+ rows, not \d+ and \d+ and \d+"):
-        open_gguf(tmp_path / "m.gguf")
+        GgufModel(tmp_path / "m.gguf")
 
 
 def test_ministral_as_ollama_names_its_scaling(tmp_path: Path) -> None:
@@ -132,6 +132,6 @@ def test_ministral_as_ollama_names_its_scaling(tmp_path: Path) -> None:
         tmp_path / "m.gguf", config, tensors, more=scaling,
         without=("mistral3.attention.temperature_scale", "mistral3.rope.scaling.yarn_log_multiplier"),
     )  # fmt: skip
-    found = open_gguf(tmp_path / "m.gguf").config
+    found = GgufModel(tmp_path / "m.gguf").config
     assert found["model_type"] == "ministral3"
-    assert found == open_gguf(tmp_path / "usual.gguf").config
+    assert found == GgufModel(tmp_path / "usual.gguf").config

@@ -17,7 +17,7 @@ from support.tiny_configs import changed
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound
-from asyncengine.models.formats.gguf.model import open_gguf
+from asyncengine.models.formats.gguf.model import GgufModel
 from asyncengine.models.formats.gguf.tensors import BlockMatrix
 from asyncengine.models.loading import load_model
 
@@ -55,7 +55,7 @@ def test_comes_back(name: str, kind: str, tmp_path: Path) -> None:
     weights = checkpoint_of(make_model(config), tmp_path / "there")
     path = tmp_path / "m.gguf"
     written = write_gguf(path, config, weights, kinds_of(kind), legacy=name.endswith(" of old"))
-    model = open_gguf(path)
+    model = GgufModel(path)
     if config.model_type not in ("qwen3_next", "falcon_h1"):  # one of another layout, one with factors in tensors
         comes_back(model, config)
         if config.model_type != "kimi_linear":  # transformers saves its dense layer under a mixture's name
@@ -101,7 +101,7 @@ def test_layers_that_only_predict_further_tokens_are_left_out(tmp_path: Path) ->
             writer.add_tensor(f"blk.{layers}.{name}", torch.zeros(2, 3).numpy())
 
     _, written = write("qwen3.5", tmp_path, change)
-    model = open_gguf(tmp_path / "m.gguf")
+    model = GgufModel(tmp_path / "m.gguf")
     check_tensors(model, written)
     assert model.config["num_hidden_layers"] == layers
     assert model.config["layer_types"] == config.layer_types
@@ -119,10 +119,10 @@ def test_qwen35_as_ollama_makes_it(tmp_path: Path) -> None:
             writer.add_tensor(name, torch.zeros(2, 3).numpy())
 
     _, written = write("qwen3.5", tmp_path, change)
-    model = open_gguf(tmp_path / "m.gguf")
+    model = GgufModel(tmp_path / "m.gguf")
     check_tensors(model, written)
     write("qwen3.5", tmp_path / "usual")
-    assert model.config == open_gguf(tmp_path / "usual" / "m.gguf").config
+    assert model.config == GgufModel(tmp_path / "usual" / "m.gguf").config
 
 
 def test_lfm2_as_ollama_makes_it(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_lfm2_as_ollama_makes_it(tmp_path: Path) -> None:
         put_value(writer, "feed_forward_length", 144)
 
     _, written = write("lfm2", tmp_path, change)
-    model = open_gguf(tmp_path / "m.gguf")
+    model = GgufModel(tmp_path / "m.gguf")
     check_tensors(model, written)
     assert model.config["intermediate_size"] == config.intermediate_size
 

@@ -81,20 +81,6 @@ class Architecture:
     values: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     """Keys of the header with a number for each layer that is a tensor in transformers: (name, shape)."""
 
-    def name_of(self, name: TensorName) -> tuple[str, str] | None:
-        """A tensor's name in transformers' checkpoint and its part ("", "#", "#0" or "#1"); None: it has none."""
-        found = (self.outer if name.layer is None else self.layer).get(name.stem)
-        if found is None:
-            return None
-        there, mark, part = found.partition("#")
-        before = "" if name.layer is None else self.prefix.format(name.layer)
-        if self.join == "turns" and mark and name.suffix:  # a parameter of the module of all experts
-            return f"{before}{there}{'_bias' if name.suffix == 'bias' else ''}", mark + part
-        if there.rpartition(".")[2] in names.PARAMETERS:
-            return before + there, ""
-        suffix = name.suffix or ("weight" if name.stem.endswith("_norm") else "")  # Falcon-H1's norms have none
-        return (f"{before}{there}.{suffix}", mark + part) if suffix else None
-
 
 def halves(header: Header, name: TensorName, rows: int) -> Moved | None:
     """Queries and keys: neighbours rotate together in a file, the halves of a head do in transformers."""

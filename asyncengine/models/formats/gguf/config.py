@@ -139,7 +139,7 @@ def hugging_face_config(header: Header, row: Architecture, factors: Factors) -> 
         "model_type": row.model_type,
         "architectures": ["ForCausalLM"],  # the ending is what tells text generators
         "vocab_size": table.shape[0],
-        "hidden_size": header.positive("embedding_length"),
+        "hidden_size": header["embedding_length"],
         "intermediate_size": header.get("feed_forward_length", 0),
         "num_hidden_layers": header["block_count"] and header.layers,
         "max_position_embeddings": header["context_length"],
@@ -149,10 +149,10 @@ def hugging_face_config(header: Header, row: Architecture, factors: Factors) -> 
         "pad_token_id": ids["padding"] if type(ids["padding"]) is int else None,
     }
     if row.attention != "none":
-        config["num_attention_heads"] = heads = header.positive("attention.head_count")
+        config["num_attention_heads"] = heads = header["attention.head_count"]
         config["num_key_value_heads"] = header.get("attention.head_count_kv", heads)
     if row.attention in ("rotated", "unrotated"):
-        config["head_dim"] = head_dim = header.get("attention.key_length", config["hidden_size"] // heads)
+        config["head_dim"] = head_dim = header.get("attention.key_length", config["hidden_size"] // max(heads, 1))
         if header.get("attention.value_length", head_dim) != head_dim:
             raise UnsupportedModel(f"{header.path}: keys and values of different lengths are not read")
     if row.attention == "rotated":

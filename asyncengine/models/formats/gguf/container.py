@@ -19,8 +19,10 @@ import stat
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,14 +77,15 @@ class Long(NamedTuple):
     length: int
 
 
+@dataclass(eq=False)
 class Metadata(Mapping[str, Any]):
     """The keys and values of a header: `short` ones, and `long` ones, which are read anew each time they are asked for:
     texts, and arrays of texts and of numbers. Raises `ModelNotFound` for text that is not UTF-8."""
 
-    def __init__(self, path: Path, data: memoryview) -> None:
-        self.short: dict[str, Any] = {}
-        self.long: dict[str, Long] = {}
-        self._path, self._data = path, data
+    path: Path
+    data: memoryview
+    short: dict[str, Any] = field(default_factory=dict)
+    long: dict[str, Long] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[str]:
         return chain(self.short, self.long)
@@ -95,14 +98,14 @@ class Metadata(Mapping[str, Any]):
             return self.short[key]
         kind, at, length = self.long[key]
         if kind != _STRING:
-            return np.frombuffer(self._data, _DTYPES[kind], length, at).tolist()
+            return np.frombuffer(self.data, _DTYPES[kind], length, at).tolist()
         texts = []
         for _ in range(abs(length)):
-            end = at + 8 + _U64.unpack_from(self._data, at)[0]
+            end = at + 8 + _U64.unpack_from(self.data, at)[0]
             try:
-                texts.append(str(self._data[at + 8 : end], "utf-8"))
+                texts.append(str(self.data[at + 8 : end], "utf-8"))
             except UnicodeDecodeError:
-                raise broken(self._path, f"its {key[:80]} is not UTF-8") from None
+                raise broken(self.path, f"its {key[:80]} is not UTF-8") from None
             at = end
         return texts if length >= 0 else texts[0]
 
@@ -114,8 +117,29 @@ class GgufFile:
         """Raises `ModelNotFound` for what is no whole GGUF file, `UnsupportedModel` for another version of one."""
         self.path = path
         self._mapping = _mapped(path)
-        self.bytes: NDArray[np.uint8] = np.asarray(_Writable(self._mapping))
-        self.metadata, self.tensors = _read_header(path, memoryview(self._mapping))
+        data = memoryview(self._mapping)
+        magic, version, tensors, values = _HEAD.unpack_from(data)
+        if magic != MAGIC:
+            raise broken(path, f"it begins with {magic!r}")
+        if version not in VERSIONS:
+            what = "is big-endian" if version & 0xFFFF == 0 and version else f"is version {version}"
+            raise UnsupportedModel(
+                f"{path}: a GGUF file that {what}; read are the little-endian versions 2 and 3 (convert it with "
+                "llama.cpp)"
+            )
+        for count, most, what in ((tensors, MAX_TENSORS, "tensors"), (values, MAX_VALUES, "values")):
+            if count > most:
+                raise broken(path, f"its header claims {count} {what}, at most {most}")
+        self.metadata = Metadata(path, data)
+        try:
+            at = _read_values(self.metadata, _HEAD.size, values)
+            self.tensors = _read_places(self.metadata, at, tensors)
+        except (struct.error, OverflowError):  # what is read would lie beyond the last byte
+            raise broken(path, "it ends within its header") from None
+        address = np.frombuffer(self._mapping, np.uint8).ctypes.data
+        shared = {"data": (address, False), "shape": (len(data),), "typestr": "|u1", "version": 3}
+        # numpy sees the memory without its read-only mark, of which torch would warn
+        self.bytes: NDArray[np.uint8] = np.asarray(SimpleNamespace(mapping=self._mapping, __array_interface__=shared))
 
     def array(self, place: TensorPlace) -> NDArray[np.uint8]:
         """The bytes of a tensor, which must not be written to."""
@@ -168,17 +192,6 @@ def open_files(path: Path) -> tuple[GgufFile, ...]:
     return tuple(files)
 
 
-class _Writable:
-    """The memory of a mapping as numpy sees it without its read-only mark, of which torch would warn."""
-
-    def __init__(self, mapping: mmap.mmap) -> None:
-        self.mapping = mapping
-        address = np.frombuffer(mapping, np.uint8).ctypes.data
-        self.__array_interface__: dict[str, Any] = {
-            "data": (address, False), "shape": (len(mapping),), "typestr": "|u1", "version": 3,
-        }  # fmt: skip
-
-
 def _mapped(path: Path) -> mmap.mmap:
     """A file's bytes. Symbolic links are followed, as the hub's cache and Ollama have them, to regular files only."""
     try:
@@ -195,34 +208,9 @@ def _mapped(path: Path) -> mmap.mmap:
         raise ModelNotFound(f"{shorten(str(path), 500)} cannot be read: {shorten(str(error), 300)}") from None
 
 
-def _read_header(path: Path, data: memoryview) -> tuple[Metadata, dict[str, TensorPlace]]:
-    """The values and tensors of a file. Raises `ModelNotFound` for what cannot be."""
-    magic, version, tensors, values = _HEAD.unpack_from(data)
-    if magic != MAGIC:
-        raise broken(path, f"it begins with {magic!r}")
-    if version not in VERSIONS:
-        what = "is big-endian" if version & 0xFFFF == 0 and version else f"is version {version}"
-        raise UnsupportedModel(
-            f"{path}: a GGUF file that {what}; read are the little-endian versions 2 and 3 (convert it with llama.cpp)"
-        )
-    if tensors > MAX_TENSORS:
-        raise broken(path, f"its header claims {tensors} tensors, at most {MAX_TENSORS}")
-    if values > MAX_VALUES:
-        raise broken(path, f"its header claims {values} values, at most {MAX_VALUES}")
-    metadata = Metadata(path, data)
-    try:
-        at = _read_values(path, data, _HEAD.size, values, metadata)
-        unit = metadata.short.get("general.alignment", 32)
-        if type(unit) is not int or not 8 <= unit <= MAX_ALIGNMENT or unit & (unit - 1):
-            shown = shorten(repr(unit), 40)
-            raise broken(path, f"its general.alignment is {shown}, not a power of two of 8 to {MAX_ALIGNMENT}")
-        return metadata, _read_places(path, data, at, tensors, unit)
-    except (struct.error, OverflowError):  # what is read would lie beyond the last byte
-        raise broken(path, "it ends within its header") from None
-
-
-def _read_text(path: Path, data: memoryview, at: int, most: int, what: str) -> tuple[str, int]:
+def _read_text(header: Metadata, at: int, most: int, what: str) -> tuple[str, int]:
     """A text of at most so many bytes, and where it ends."""
+    path, data = header.path, header.data
     (length,) = _U64.unpack_from(data, at)
     if length > most:
         raise broken(path, f"it has {what} of {length} bytes, at most {most}")
@@ -232,12 +220,12 @@ def _read_text(path: Path, data: memoryview, at: int, most: int, what: str) -> t
         raise broken(path, f"it has {what} that is not UTF-8") from None
 
 
-def _read_values(path: Path, data: memoryview, at: int, count: int, found: Metadata) -> int:
-    """Read so many values into `found`. The end of the last one."""
-    strings = 0
+def _read_values(header: Metadata, at: int, count: int) -> int:
+    """Read so many values into `header`. The end of the last one."""
+    path, data, strings = header.path, header.data, 0
     for _ in range(count):
-        key, at = _read_text(path, data, at, MAX_KEY, "a key")
-        if key in found.short or key in found.long:
+        key, at = _read_text(header, at, MAX_KEY, "a key")
+        if key in header.short or key in header.long:
             raise broken(path, f"it has the key {key[:80]!r} twice")
         (kind,), length, at = _U32.unpack_from(data, at), -1, at + 4
         if kind == _ARRAY:
@@ -261,21 +249,24 @@ def _read_values(path: Path, data: memoryview, at: int, count: int, found: Metad
             raise broken(path, "it ends within its header")
         if kind != _STRING and number <= SHORT:
             numbers = np.frombuffer(data, _DTYPES[kind], number, begin).tolist()
-            found.short[key] = numbers if length >= 0 else numbers[0]
+            header.short[key] = numbers if length >= 0 else numbers[0]
             continue
-        found.long[key] = Long(kind, begin, length)
+        header.long[key] = Long(kind, begin, length)
         if length < 0 and at - begin <= SHORT:
             with suppress(UnicodeDecodeError):  # an error for whoever asks for it
-                found.short[key] = str(data[begin + 8 : at], "utf-8")
-                del found.long[key]
+                header.short[key] = str(data[begin + 8 : at], "utf-8")
+                del header.long[key]
     return at
 
 
-def _read_places(path: Path, data: memoryview, at: int, count: int, unit: int) -> dict[str, TensorPlace]:
-    """Every tensor, its bytes within the file, one after the other, none in another's. `unit`: the alignment."""
-    found: dict[str, TensorPlace] = {}
+def _read_places(header: Metadata, at: int, count: int) -> dict[str, TensorPlace]:
+    """Every tensor, its bytes within the file, one after the other, none in another's."""
+    path, data, found = header.path, header.data, dict[str, TensorPlace]()
+    unit = header.short.get("general.alignment", 32)
+    if type(unit) is not int or not 8 <= unit <= MAX_ALIGNMENT or unit & (unit - 1):
+        raise broken(path, f"its general.alignment is {unit!r:.40}, not a power of two of 8 to {MAX_ALIGNMENT}")
     for _ in range(count):
-        name, at = _read_text(path, data, at, MAX_NAME, "a tensor's name")
+        name, at = _read_text(header, at, MAX_NAME, "a tensor's name")
         shown = f"its tensor {name[:80]}"
         if name in found:
             raise broken(path, f"it has the tensor {name[:80]!r} twice")

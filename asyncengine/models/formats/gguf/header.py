@@ -14,8 +14,16 @@ from asyncengine.models.formats.gguf.container import Metadata, TensorPlace
 
 MAX_STATES = 2**20
 """Numbers that the heads of a layer may have together."""
-WHOLE, REAL, FLAG = "a whole number", "a finite number", "true or false"
-KEYS: Mapping[str, str] = {
+
+
+class _Type(NamedTuple):
+    words: str
+    types: tuple[type, ...]
+
+
+WHOLE, REAL = _Type("a whole number", (int,)), _Type("a finite number", (float, int))
+FLAG = _Type("true or false", (bool,))
+KEYS: Mapping[str, _Type] = {
     **dict.fromkeys((
         "block_count", "nextn_predict_layers", "context_length", "embedding_length", "feed_forward_length",
         "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
@@ -75,8 +83,9 @@ class Header(dict[str, Any]):
                 value = sizes[0]
             if value is None:
                 continue
-            if not _fits(what, value):
-                raise ModelNotFound(f"{path}: {name} must be {what}, got {shorten(repr(found), 60)}")
+            fits = type(value) in what.types and math.isfinite(value) and (value >= 0 or what is REAL)
+            if not fits:
+                raise ModelNotFound(f"{path}: {name} must be {what.words}, got {shorten(repr(found), 60)}")
             self[key] = shortest(float(value)) if what is REAL else value
         self.layers = max(self.get("block_count", 0) - self.get("nextn_predict_layers", 0), 0)
         """Number of layers without those that only predict further tokens, which are not read."""
@@ -121,14 +130,6 @@ class Header(dict[str, Any]):
                 f"groups of {size}"
             )
         return StateSizes(heads, inner // heads, size, groups)
-
-
-def _fits(what: str, value: Any) -> bool:
-    if what is FLAG or isinstance(value, bool):
-        return what is FLAG and isinstance(value, bool)
-    if what is WHOLE:
-        return isinstance(value, int) and value >= 0
-    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def shortest(value: float) -> float:

@@ -28,13 +28,18 @@ _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p":
 class GgufModel(CheckpointSource):
     """A GGUF file, or a model's several."""
 
-    def __init__(self, path: Path, files: tuple[GgufFile, ...], defaults: Mapping[str, Any]) -> None:
-        self.path, self.folder = path, path
-        self.files = tuple(file.path for file in files)
+    def __init__(self, path: Path, defaults: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Open a file, or any one of a model's several, and read its header. `defaults` go before the file's own.
+
+        Raises `ModelNotFound` for what is missing or broken, `UnsupportedModel` for what is no text generator, or has
+        an architecture or a type of tensors that is not read.
+        """
+        self.path = self.folder = path
+        self._opened = files = open_files(path)
+        self.files = tuple([file.path for file in files])
         self.metadata: Metadata = files[0].metadata
-        self._opened = files
         places: dict[str, Held] = {name: (file, place) for file in files for name, place in file.tensors.items()}
-        if len(places) != sum(len(file.tensors) for file in files):
+        if len(places) != sum([len(file.tensors) for file in files]):
             raise broken(path, "two of its parts have a tensor of the same name")
         header, row = header_of(path, self.metadata, {name: place for name, (_, place) in places.items()})
         factors = {name: _vector(*places[f"{name}.weight"]) for name in _FACTORS if f"{name}.weight" in places}
@@ -43,17 +48,20 @@ class GgufModel(CheckpointSource):
             check_sizes(self.config, len(places))
         except ModelNotFound as error:
             raise ModelNotFound(f"{path}: {str(error).removeprefix('config.json: ')}") from None
-        self._defaults: dict[str, Any] = {**_sampling(self.metadata), **defaults}
+        self._defaults: dict[str, Any] = {}
+        for key, name in _SAMPLING.items():
+            value = self.metadata.short.get(f"general.sampling.{key}")
+            if type(value) in (int, float):
+                self._defaults[name] = shortest(value) if isinstance(value, float) else value
+        self._defaults.update(defaults)
         self._stored = model_tensors(header, row, places)
-        self._values = {
-            row.prefix.format(layer) + there: torch.full(shape, value)
-            for key, (there, shape) in row.values.items()
-            for layer, value in enumerate(_each_layer(header, key))
-        }
-        self.tensors = {
-            name: StoredTensor(tensor.kind, tensor.shape, tensor.parts[0].file.path)
-            for name, tensor in self._stored.items()
-        } | {name: StoredTensor("F32", tuple(tensor.shape), path) for name, tensor in self._values.items()}
+        self.tensors = {name: tensor.stored for name, tensor in self._stored.items()}
+        self._values: dict[str, torch.Tensor] = {}
+        for key, (there, shape) in row.values.items():
+            for layer, value in enumerate(_each_layer(header, key)):
+                name = row.prefix.format(layer) + there
+                self._values[name] = torch.full(shape, value)
+                self.tensors[name] = StoredTensor("F32", shape, path)
 
     def generation_defaults(self) -> dict[str, Any]:
         """Sampling parameters under generation_config.json's names: Ollama's first, then the file's own."""
@@ -72,25 +80,6 @@ class GgufModel(CheckpointSource):
             first = tensor.data_ptr() - file.bytes.ctypes.data
             if 0 <= first < len(file.bytes) and tensor.is_contiguous():
                 file.release(first, first + tensor.nbytes)
-
-
-def open_gguf(path: Path, defaults: Mapping[str, Any] = MappingProxyType({})) -> GgufModel:
-    """Open a GGUF file, or any one of a model's several, and read its header. `defaults` go before the file's own.
-
-    Raises `ModelNotFound` for what is missing or broken, `UnsupportedModel` for what is no text generator, or has an
-    architecture or a type of tensors that is not read.
-    """
-    return GgufModel(path, open_files(path), defaults)
-
-
-def _sampling(metadata: Metadata) -> dict[str, Any]:
-    """The sampling parameters that a file recommends, those that are numbers."""
-    found = {name: metadata.short.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
-    return {
-        name: shortest(value) if isinstance(value, float) else value
-        for name, value in found.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-    }
 
 
 def _each_layer(header: Header, key: str) -> list[float]:

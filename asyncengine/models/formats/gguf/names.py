@@ -5,6 +5,7 @@ Sources: gguf-py's tensor_mapping.py for the former, transformers' modules for t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -21,17 +22,8 @@ class TensorName(NamedTuple):
         return f"{before}{self.stem}{self.suffix and '.'}{self.suffix}"
 
 
-def split_name(name: str) -> TensorName | None:
-    """A tensor's name taken apart; None for a name that no converter gives."""
-    stem, dot, suffix = name.rpartition(".")
-    if not dot or suffix not in ("weight", "bias"):
-        stem, suffix = name, ""
-    if not stem.startswith("blk."):
-        return TensorName(None, stem, suffix)
-    number, _, inner = stem.removeprefix("blk.").partition(".")
-    if not (number.isascii() and number.isdecimal() and len(number) < 6 and str(int(number)) == number):
-        return None
-    return TensorName(int(number), inner, suffix)
+NAME = re.compile(r"(?:blk\.(0|[1-9][0-9]{0,4})\.)?(?!blk\.)(.+?)(?:\.(weight|bias))?", re.DOTALL)
+"""Names that converters give: layer, stem and suffix."""
 
 
 def each(name: str, there: str, parts: str) -> dict[str, str]:

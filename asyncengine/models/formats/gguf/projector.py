@@ -56,10 +56,10 @@ class ProjectedModel(CheckpointSource):
         }  # fmt: skip
         self._names = {re.sub(r"^model\.", "model.language_model.", name): name for name in model.tensors}
         self._tower = _tensors(tower, kind, self._file)
-        self.tensors = {name: model.tensors[own] for name, own in self._names.items()} | {
-            name: StoredTensor("F32", tuple(self._whole(name, [_outline(part) for part in parts]).shape), path)
-            for name, parts in self._tower.items()
-        }
+        self.tensors = {name: model.tensors[own] for name, own in self._names.items()}
+        for name, parts in self._tower.items():
+            outlines = [torch.empty(part.place.shape, device="meta") for part in parts]
+            self.tensors[name] = StoredTensor("F32", tuple(self._whole(name, outlines).shape), path)
 
     def read(self, name: str) -> torch.Tensor | StoredMatrix:
         """A tensor of the language model as `GgufModel` reads it; the tower's are never quantized."""
@@ -124,13 +124,9 @@ def _tensors(tower: Tower, kind: Projector, file: GgufFile) -> dict[str, list[Te
             raise UnsupportedModel(f"{file.path} has the tensor {shorten(whole, 100)} as {place.kind.name}")
         name = there.format(number) if there.endswith(PARAMETERS) else f"{there.format(number)}.{suffix}"
         added = 1.0 if stem == "mm.soft_emb_norm" else 0.0
-        found.setdefault(name, {})[int(part or bool(frame))] = TensorPart(file, place, added=added)
+        stored = StoredTensor(place.kind.name, place.shape, file.path)
+        found.setdefault(name, {})[int(part or bool(frame))] = TensorPart(file, place, stored, added=added)
     for name, parts in found.items():
         if len({part.place.shape for part in parts.values()}) > 1 or parts.keys() != set(range(len(parts))):
             raise tower.wrong(f"has parts of {name} that do not go together")
     return {name: [parts[place] for place in sorted(parts)] for name, parts in found.items()}
-
-
-def _outline(part: TensorPart) -> torch.Tensor:
-    """A tensor of a part's shape without memory."""
-    return torch.empty(part.shape, device="meta")

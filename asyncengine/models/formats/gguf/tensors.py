@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.layers.stored import GroupedRows, StoredMatrix, dense
+from asyncengine.models.formats import StoredTensor
 from asyncengine.models.formats.gguf.architectures import Architecture, Moved
 from asyncengine.models.formats.gguf.container import GgufFile, TensorPlace
 from asyncengine.models.formats.gguf.header import Header
-from asyncengine.models.formats.gguf.names import FUSED, TensorName, split_name
+from asyncengine.models.formats.gguf.names import FUSED, NAME, PARAMETERS, TensorName
 
 MAX_PARTS = 2**20
 """Tensors after those of all experts have got names of their own."""
@@ -90,32 +91,16 @@ def _exponents(stored: NDArray[np.uint16]) -> NDArray[np.float32]:
 class TensorPart(NamedTuple):
     """A tensor of the file, or some of its rows, and the changes to undo.
 
-    `added` is a number that was added to weights, `decay` says that the file has -exp of them, and `reshaped` is the
-    shape in transformers where a converter reshaped it.
+    `stored` is what it is in transformers' checkpoint, `added` a number that was added to weights; `decay` says that
+    the file has -exp of them.
     """
 
     file: GgufFile
     place: TensorPlace
+    stored: StoredTensor
     moved: Moved = Moved()
     added: float = 0.0
     decay: bool = False
-    reshaped: tuple[int, ...] = ()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape in transformers."""
-        rows = self.moved.rows
-        return self.reshaped or (self.place.shape if rows is None else (len(rows), *self.place.shape[1:]))
-
-    @property
-    def kind(self) -> str:
-        """The name of its type."""
-        return self.place.kind.name
-
-    @property
-    def parts(self) -> tuple[TensorPart, ...]:
-        """The part itself, as those of a `Joined`."""
-        return (self,)
 
     def read(self) -> torch.Tensor | StoredMatrix:
         """The tensor if it is plain, else the matrix as it is stored."""
@@ -137,12 +122,12 @@ class TensorPart(NamedTuple):
             tensor = tensor[:, torch.from_numpy(np.argsort(self.moved.columns))]
         if self.decay:
             tensor = torch.log(-tensor.float())
-        tensor = tensor.reshape(self.shape)
+        tensor = tensor.reshape(self.stored.shape)
         return tensor - self.added if self.added else tensor
 
     def dense(self) -> torch.Tensor:
         """The numbers as float32, whatever the type."""
-        return self.plain().float() if self.place.kind.form is None else dense(self.matrix()).view(self.shape)
+        return self.plain().float() if self.place.kind.form is None else dense(self.matrix()).view(self.stored.shape)
 
 
 class Joined(NamedTuple):
@@ -150,18 +135,13 @@ class Joined(NamedTuple):
 
     parts: tuple[TensorPart, ...]
     join: str
-    shape: tuple[int, ...]
-
-    @property
-    def kind(self) -> str:
-        """The name of its type."""
-        return "F32" if self.join == "latent" else self.parts[0].place.kind.name
+    stored: StoredTensor
 
     def read(self) -> torch.Tensor | StoredMatrix:
         """The tensor if it is plain, else the matrix as it is stored, with outputs as rows."""
         if self.join == "latent":
             keys, values = (part.dense() for part in self.parts)
-            return torch.cat((keys.transpose(1, 2), values), dim=1).reshape(self.shape)
+            return torch.cat((keys.transpose(1, 2), values), dim=1).reshape(self.stored.shape)
         first, *others = self.parts
         if first.place.kind.form is not None:
             size = 1 if self.join == "turns" else first.place.shape[-2]
@@ -232,7 +212,8 @@ def model_tensors(header: Header, row: Architecture, places: dict[str, Held]) ->
     for whole, (file, place) in places.items():
         if re.fullmatch(_IGNORED, whole):
             continue
-        name = split_name(whole)
+        split = NAME.fullmatch(whole)
+        name = split and TensorName(int(split[1]) if split[1] else None, split[2], split[3] or "")
         if name is not None and name.layer in layers:
             continue  # it predicts further tokens
         parts = [] if name is None else _parts(header, row, name, place)
@@ -248,7 +229,7 @@ def model_tensors(header: Header, row: Architecture, places: dict[str, Held]) ->
         for there, part, own, piece in parts:
             if made is None or made[0] is not own:  # all experts are alike
                 try:
-                    made = own, _undone(header, row, own, TensorPart(file, piece), joined=bool(part))
+                    made = own, _undone(header, row, own, file, piece, joined=bool(part))
                 except ValueError as error:
                     raise ModelNotFound(f"{header.path} has a wrong shape for the tensor {there}: {error}") from None
             if part:
@@ -263,27 +244,37 @@ def model_tensors(header: Header, row: Architecture, places: dict[str, Held]) ->
 def _parts(
     header: Header, row: Architecture, name: TensorName, place: TensorPlace
 ) -> list[tuple[str, str, TensorName, TensorPlace]]:
-    """The tensors of transformers' that a tensor of the file holds or is part of: name and part as `name_of` has them,
-    the name that it would have alone in the file, and its place. Empty if the architecture has no such tensor."""
-    found = row.name_of(name)
-    if found is not None:
-        there, part = found
-        if "[]" not in there:
-            if there.endswith("shared_expert_gate.weight") and len(place.shape) == 1:
-                place = place._replace(shape=(1, *place.shape))  # converters write a matrix of one row as a vector
-            return [(there, part, name, place)]
-        slices = _along_first(header, name, place)
-        return [(there.replace("[]", str(index)), part, name, piece) for index, piece in enumerate(slices)]
-    if name.layer is None or name.stem not in row.fused:
+    """The tensors of transformers' that a tensor of the file holds or is part of: each one's name there, its part ("",
+    "#", "#0" or "#1"), the name that it would have alone in the file, and its place. Empty if the architecture has no
+    such tensor."""
+    table, before = (row.outer, "") if name.layer is None else (row.layer, row.prefix.format(name.layer))
+    stems: tuple[str, ...] = (name.stem,) if name.stem in table else row.fused.get(name.stem, ())
+    if not stems or (name.layer is None and name.stem not in table):
         return []
-    every = []
-    for stem, pieces in zip(row.fused[name.stem], _unfused(header, name, place), strict=True):
+    found = []
+    places = [[place]] if name.stem in table else _unfused(header, name, place)
+    for stem, own_places in zip(stems, places, strict=True):
+        pieces = own_places
         own = name._replace(stem=stem)
-        found = row.name_of(own)
-        if found is None or (len(pieces) > 1 and "[]" not in found[0]):
+        there, mark, part = table.get(stem, "").partition("#")
+        suffix = name.suffix or ("weight" if stem.endswith("_norm") else "")  # Falcon-H1's norms have none
+        if row.join == "turns" and mark and name.suffix:  # a parameter of the module of all experts
+            there += "_bias" if name.suffix == "bias" else ""
+        elif there.rpartition(".")[2] in PARAMETERS:
+            mark = part = ""
+        elif there and suffix:
+            there += f".{suffix}"
+        else:
             return []
-        every += [(found[0].replace("[]", str(index)), found[1], own, piece) for index, piece in enumerate(pieces)]
-    return every
+        if "[]" in there and stem == name.stem:
+            pieces = _along_first(header, name, place)
+        elif "[]" not in there and len(pieces) > 1:
+            return []
+        elif there.endswith("shared_expert_gate.weight") and len(place.shape) == 1:
+            pieces = [place._replace(shape=(1, *place.shape))]  # converters write a matrix of one row as a vector
+        for index, piece in enumerate(pieces):
+            found.append((before + there.replace("[]", str(index)), mark + part, own, piece))
+    return found
 
 
 def _along_first(header: Header, name: TensorName, place: TensorPlace) -> list[TensorPlace]:
@@ -319,12 +310,14 @@ def _rows(header: Header, name: TensorName, place: TensorPlace, counts: Sequence
     return found
 
 
-def _undone(header: Header, row: Architecture, name: TensorName, part: TensorPart, *, joined: bool) -> TensorPart:
-    """The part with its changes. Raises `ValueError` for a shape that it cannot have."""
-    kind, shape = part.place.kind, part.place.shape
+def _undone(
+    header: Header, row: Architecture, name: TensorName, file: GgufFile, place: TensorPlace, *, joined: bool
+) -> TensorPart:
+    """The tensor with its changes. Raises `ValueError` for a shape that it cannot have."""
+    kind, shape = place.kind, place.shape
     moved = (row.moved and row.moved(header, name, shape[0])) or Moved()
     rows, columns = moved.rows, moved.columns
-    reshaped: tuple[int, ...] = ()
+    there = shape if rows is None else (len(rows), *shape[1:])
     fits = rows is None or (moved.total or len(rows)) == shape[0]
     if columns is not None:
         fits = fits and len(shape) == 2 and len(columns) == shape[1]
@@ -332,16 +325,17 @@ def _undone(header: Header, row: Architecture, name: TensorName, part: TensorPar
         fits = fits and len(shape) in ((2, 3) if joined else (2,))
     if name.stem.startswith(("ssm_conv1d", "shortconv.conv")) and name.suffix == "weight":
         fits = fits and len(shape) > 1
-        reshaped = (math.prod(shape[:-1]), 1, shape[-1])
+        there = (math.prod(shape[:-1]), 1, shape[-1])
     elif name.stem in ("ssm_a", "ssm_d", "ssm_norm"):
         wanted = row.decay_shape if name.stem == "ssm_a" else (-1,)
-        reshaped = tuple(math.prod(shape) if size < 0 else size for size in wanted)
+        there = tuple(math.prod(shape) if size < 0 else size for size in wanted)
     if not fits:
         raise ValueError(f"its shape is {list(shape)}")
-    if kind.form is not None and reshaped:
+    if kind.form is not None and len(there) != len(shape):
         raise UnsupportedModel(f"{header.path} has the tensor {name} as {kind.name}, which is not read of it")
     norm = name.suffix == "weight" and name.stem.endswith("norm") and name.stem != "ssm_norm"
-    return TensorPart(part.file, part.place, moved, row.norm_offset if norm else 0.0, name.stem == "ssm_a", reshaped)
+    stored = StoredTensor(kind.name, there, file.path)
+    return TensorPart(file, place, stored, moved, row.norm_offset if norm else 0.0, name.stem == "ssm_a")
 
 
 def _joined(header: Header, row: Architecture, there: str, parts: dict[str, TensorPart]) -> Joined:
@@ -361,4 +355,5 @@ def _joined(header: Header, row: Architecture, there: str, parts: dict[str, Tens
     kinds = sorted({part.place.kind.name for part in given})
     if len(kinds) > 1 and row.join != "latent":
         raise UnsupportedModel(f"{header.path} has parts of {there} as {' and '.join(kinds)}: of one type only")
-    return Joined(given, row.join, shape)
+    kind = "F32" if row.join == "latent" else kinds[0]
+    return Joined(given, row.join, StoredTensor(kind, shape, given[0].file.path))

@@ -54,25 +54,26 @@ class TokenizerHeader:
         self._metadata = metadata
         if metadata.get(PREFIX + "model") is None:
             raise broken(PREFIX + "model", "is missing")
-        self.kind = self._text(PREFIX + "model")
-        self.pre = self._text(PREFIX + "pre")
+        self.kind, self.pre = self._text(PREFIX + "model"), self._text(PREFIX + "pre")
         self.architecture = self._text("general.architecture")
+        self.is_gemma = self.architecture.startswith("gemma")
         self.tokens = self._tokens()
         self.types = self._types()
-        self.scores = self._scores()
+        self.scores: list[float] = self._array(PREFIX + "scores", MAX_TOKENS, float, "numbers")
+        if not all(map(math.isfinite, self.scores)):
+            raise broken(PREFIX + "scores", "holds a number that is not finite")
+        for key, values in (("token_type", self.types), ("scores", self.scores)):
+            if values and len(values) != len(self.tokens):
+                raise broken(PREFIX + key, f"has {len(values)} entries for {len(self.tokens)} tokens")
         self.merges = self._merges()
         self.ids = self._ids()
-        self.add_bos = self._flag("add_bos_token")
-        self.add_eos = self._flag("add_eos_token")
+        self.add_bos, self.add_eos = self._flag("add_bos_token"), self._flag("add_eos_token")
         self.space_prefix = self._flag("add_space_prefix")
-        self.lowercase = self._flag("normalizer.lowercase")
-        self.strip_accents = self._flag("normalizer.strip_accents")
+        self.lowercase, self.strip_accents = (
+            self._flag(f"normalizer.{name}") for name in ("lowercase", "strip_accents")
+        )
         self.chat_templates = self._templates()
         self.huggingface = self._text(HUGGINGFACE_KEY, MAX_HUGGINGFACE_CHARS)
-
-    @property
-    def is_gemma(self) -> bool:
-        return self.architecture.startswith("gemma")
 
     def name_of(self, which: str) -> str | None:
         """The token named bos, eos, ... (a key of `ID_KEYS`), if the file has one."""
@@ -95,11 +96,10 @@ class TokenizerHeader:
         longest = max(map(len, tokens))
         if longest > MAX_TOKEN_CHARS:
             raise broken(key, f"holds a token of {longest} characters, the limit is {MAX_TOKEN_CHARS}")
-        if len(set(tokens)) != len(tokens):
-            seen: dict[str, int] = {}
-            for index, token in enumerate(tokens):
-                if seen.setdefault(token, index) != index:
-                    raise broken(key, f"holds {shorten(repr(token), 40)} twice, as {seen[token]} and {index}")
+        if len(places := {token: index for index, token in enumerate(tokens)}) != len(tokens):
+            index, token = next(each for each in enumerate(tokens) if places[each[1]] != each[0])
+            second = tokens.index(token, index + 1)
+            raise broken(key, f"holds {shorten(repr(token), 40)} twice, as {index} and {second}")
         return tokens
 
     def _types(self) -> list[int]:
@@ -111,14 +111,7 @@ class TokenizerHeader:
         added = sum(map(types.count, (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED)))
         if added > MAX_ADDED_TOKENS:
             raise broken(key, f"marks {added} tokens as control or user-defined, the limit is {MAX_ADDED_TOKENS}")
-        return self._as_many(key, types)
-
-    def _scores(self) -> list[float]:
-        key = PREFIX + "scores"
-        scores = self._array(key, MAX_TOKENS, float, "numbers")
-        if not all(map(math.isfinite, scores)):
-            raise broken(key, "holds a number that is not finite")
-        return self._as_many(key, scores) if scores else []
+        return types
 
     def _merges(self) -> list[tuple[str, str]]:
         key = PREFIX + "merges"
@@ -192,11 +185,6 @@ class TokenizerHeader:
             "".join(values).encode()
         except UnicodeEncodeError:
             raise broken(key, "holds a string that is not valid Unicode") from None
-        return values
-
-    def _as_many(self, key: str, values: list[Any]) -> list[Any]:
-        if len(values) != len(self.tokens):
-            raise broken(key, f"has {len(values)} entries for {len(self.tokens)} tokens")
         return values
 
 

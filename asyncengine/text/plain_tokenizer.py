@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -55,21 +56,19 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose tokenizers are read here."""
 
 
+@dataclass(eq=False)
 class PlainTokenizer:
     """The part of a transformers tokenizer that an engine uses: ids, text, special tokens and the chat template.
 
-    `special`: {name: token} of the named ones. `digest`: that of the file which `backend` was made of. Any number of
-    threads may use it.
+    Any number of threads may use it.
     """
 
-    def __init__(self, backend: Any, special: Mapping[str, str], chat_template: str | None, digest: str) -> None:
-        self.backend_tokenizer = backend
-        self.special_tokens_map = dict(special)
-        self.chat_template = chat_template
-        self.digest = digest
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PlainTokenizer, (self.backend_tokenizer, self.special_tokens_map, self.chat_template, self.digest)
+    backend_tokenizer: Any
+    special_tokens_map: Mapping[str, str]
+    """{name: token} of the named ones."""
+    chat_template: str | None
+    digest: str
+    """Digest of the file which the backend was made of."""
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
@@ -122,9 +121,13 @@ def read_plain_tokenizer(folder: Path, family: str) -> PlainTokenizer | None:
     try:
         size = len(content["model"]["vocab"]) + len(content["added_tokens"])
         kind = _class_of(folder, family, config, text, size)
-        if kind is None or not _is_whole(folder, config, content, kind):
+        defaults = _QWEN_DEFAULTS if kind == "Qwen2Tokenizer" else {}
+        named = {name: _name(config.get(name, defaults.get(name))) for name in NAMED}
+        special = {name: token for name, token in named.items() if token is not None}
+        if kind is None or not _is_whole(folder, config, content, [*special.values(), *_listed(config)]):
             return None
-        special = _special(config, _QWEN_DEFAULTS if kind == "Qwen2Tokenizer" else {})
+        if kind == "Qwen2Tokenizer" and not _is_qwen(content):
+            return None
         return PlainTokenizer(_backend(text), special, template, hashlib.sha256(text.encode()).hexdigest())
     except (KeyError, TypeError, ValueError, AttributeError):  # no such file as it is expected here
         return None
@@ -172,27 +175,18 @@ def _class_of(folder: Path, family: str, config: Mapping[str, Any], text: str, s
     return None
 
 
-def _is_whole(folder: Path, config: Mapping[str, Any], content: Mapping[str, Any], kind: str) -> bool:
+def _is_whole(folder: Path, config: Mapping[str, Any], content: Mapping[str, Any], special: Sequence[str]) -> bool:
     """Whether tokenizer.json has everything, so that nothing is added, replaced or cut off."""
     model, added = content["model"], {token["content"]: token for token in content["added_tokens"]}
     if model.get("type") != "BPE" or content.get("truncation") is not None or content.get("padding") is not None:
         return False
-    if "added_tokens_decoder" in config:
-        if not _agree(config["added_tokens_decoder"], content["added_tokens"]):
+    if "added_tokens_decoder" in config:  # with the same tokens, and the same flags
+        known = {str(token["id"]): {**token, "id": None} for token in content["added_tokens"]}
+        if any(known.get(index) != {**token, "id": None} for index, token in config["added_tokens_decoder"].items()):
             return False
     elif any((folder / name).exists() for name in _ELSEWHERE):
         return False
-    defaults = _QWEN_DEFAULTS if kind == "Qwen2Tokenizer" else {}
-    wanted = [*_special(config, defaults).values(), *_listed(config)]
-    if not all(name in added and all(added[name][flag] is on for flag, on in _FLAGS.items()) for name in wanted):
-        return False
-    return kind != "Qwen2Tokenizer" or _is_qwen(content)
-
-
-def _special(config: Mapping[str, Any], defaults: Mapping[str, str]) -> dict[str, str]:
-    """{name: token} of those that are set."""
-    found = {name: _name(config.get(name, defaults.get(name))) for name in NAMED}
-    return {name: token for name, token in found.items() if token is not None}
+    return all(name in added and all(added[name][flag] is on for flag, on in _FLAGS.items()) for name in special)
 
 
 def _listed(config: Mapping[str, Any]) -> list[str]:
@@ -210,12 +204,6 @@ def _name(token: Any) -> str | None:
     if not isinstance(token, (str, type(None))):
         raise TypeError("no token")
     return token
-
-
-def _agree(decoder: Mapping[str, Any], added: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether tokenizer_config.json has no token that tokenizer.json does not have, with the same flags."""
-    known = {str(token["id"]): {key: value for key, value in token.items() if key != "id"} for token in added}
-    return all(known.get(index) == token for index, token in decoder.items())
 
 
 def _is_qwen(content: Mapping[str, Any]) -> bool:

@@ -31,7 +31,7 @@ def matrix_of(folder: Path, kind: str, blocks: np.ndarray) -> BlockMatrix:
     writer.write_tensors_to_file()
     writer.close()
     file = GgufFile(path)
-    return BlockMatrix(file, file.tensors["m"])
+    return BlockMatrix([(file, file.tensors["m"])])
 
 
 def test_the_table_is_ggmls() -> None:
@@ -67,7 +67,7 @@ def test_ollamas_blocks_with_neighbours_in_a_byte(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     file = GgufFile(path)
-    assert torch.equal(dense(BlockMatrix(file, file.tensors["m"])), dequantized(blocks, "MXFP4"))
+    assert torch.equal(dense(BlockMatrix([(file, file.tensors["m"])])), dequantized(blocks, "MXFP4"))
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
@@ -97,8 +97,8 @@ def test_pages_are_given_back(tmp_path: Path) -> None:
         matrix.rows(first, first + 256)
         most = max(most, resident())
         matrix.release(first, first + 256)
-    assert most - before < matrix.place.nbytes // 2
-    assert resident() - before < matrix.place.nbytes // 4
+    assert most - before < matrix.parts[0][1].nbytes // 2
+    assert resident() - before < matrix.parts[0][1].nbytes // 4
 
 
 def test_every_byte_of_a_block(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,34 +30,42 @@ that predict further tokens."""
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 
+Held = tuple[GgufFile, TensorPlace]
+
+
 @dataclass(eq=False)
 class BlockMatrix:
-    """A `StoredMatrix` of a mapped file, unpacked when rows are asked for.
+    """A `StoredMatrix` of mapped files, unpacked when rows are asked for: that of one tensor, or of several of one type
+    and width, one below the other.
 
-    Row i is row `source[i]` of the file's tensor, which may have more rows; without `source` they are the same.
+    Row i is row `source[i]` of them, which may have more rows; without `source` they are the same.
     """
 
-    file: GgufFile
-    place: TensorPlace
+    parts: Sequence[Held]
     source: NDArray[np.int64] | None = None
     order: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
-        assert self.place.kind.form is not None
-        self.name, self.form = self.place.kind.name, self.place.kind.form
-        rows, columns = self.place.shape
-        self.shape = (rows if self.source is None else len(self.source), columns)
-
-    @property
-    def _row_bytes(self) -> int:
-        return self.place.nbytes // self.place.shape[0]
+        places = [place for _, place in self.parts]
+        assert places[0].kind.form is not None
+        self.name, self.form = places[0].kind.name, places[0].kind.form
+        rows = sum(place.shape[0] for place in places) if self.source is None else len(self.source)
+        self.shape = (rows, places[0].shape[1])
 
     def rows(self, first: int, last: int) -> GroupedRows:
         """Rows [first, last), unpacked into memory of their own."""
         from asyncengine.kernels.cpu.unpack_blocks import unpack_blocks  # numba's import is slow
 
-        stored = self.file.array(self.place).reshape(self.place.shape[0], self._row_bytes)
         wanted = np.arange(first, last) if self.source is None else self.source[first:last]
+        arrays = [file.array(place).reshape(place.shape[0], -1) for file, place in self.parts]
+        stored = arrays[0]
+        if len(arrays) > 1:
+            stored, begin = np.empty((len(wanted), stored.shape[1]), dtype=np.uint8), 0
+            for array in arrays:
+                here = (wanted >= begin) & (wanted < begin + len(array))
+                stored[here] = array[wanted[here] - begin]
+                begin += len(array)
+            wanted = np.arange(len(wanted))
         found = unpack_blocks(self.name, stored, wanted)
         scales = _exponents(found.scales) if self.name.startswith("MXFP4") else _halves(found.scales)
         minima = _halves(found.minima) if found.minima.size else None
@@ -69,12 +77,14 @@ class BlockMatrix:
         )  # fmt: skip
 
     def release(self, first: int, last: int) -> None:
-        """Rows [first, last) will not be read again; if they lie among others in the file, those may be read again."""
-        if last <= first:
-            return
-        if self.source is not None:
-            first, last = int(self.source[first:last].min()), int(self.source[first:last].max()) + 1
-        self.file.release(self.place.offset + first * self._row_bytes, self.place.offset + last * self._row_bytes)
+        """Rows [first, last) will not be read again; if they lie among others in a file, those may be read again."""
+        wanted, begin = np.arange(first, last) if self.source is None else self.source[first:last], 0
+        for file, place in self.parts:
+            own = wanted[(wanted >= begin) & (wanted < begin + place.shape[0])] - begin
+            if own.size:
+                row = place.nbytes // place.shape[0]
+                file.release(place.offset + int(own.min()) * row, place.offset + (int(own.max()) + 1) * row)
+            begin += place.shape[0]
 
 
 def _halves(stored: NDArray[np.uint16]) -> NDArray[np.float32]:
@@ -106,11 +116,15 @@ class TensorPart(NamedTuple):
         """The tensor if it is plain, else the matrix as it is stored."""
         return self.plain() if self.place.kind.form is None else self.matrix()
 
-    def matrix(self) -> BlockMatrix:
-        """A quantized tensor; matrices of experts lie one below the other."""
+    @property
+    def flat(self) -> Held:
+        """The tensor as a matrix: those of experts lie one below the other."""
         *outputs, inputs = self.place.shape
-        flat = self.place._replace(shape=(math.prod(outputs), inputs))
-        return BlockMatrix(self.file, flat, self.moved.rows, self.moved.columns)
+        return self.file, self.place._replace(shape=(math.prod(outputs), inputs))
+
+    def matrix(self) -> BlockMatrix:
+        """A quantized tensor."""
+        return BlockMatrix([self.flat], self.moved.rows, self.moved.columns)
 
     def plain(self) -> torch.Tensor:
         """A tensor of plain numbers, mapped if there is nothing to undo."""
@@ -142,62 +156,16 @@ class Joined(NamedTuple):
         if self.join == "latent":
             keys, values = (part.dense() for part in self.parts)
             return torch.cat((keys.transpose(1, 2), values), dim=1).reshape(self.stored.shape)
-        first, *others = self.parts
-        if first.place.kind.form is not None:
-            size = 1 if self.join == "turns" else first.place.shape[-2]
-            return TakingTurns(first.matrix(), others[0].matrix(), size) if others else first.matrix()
+        if self.parts[0].place.kind.form is not None:
+            held = [part.flat for part in self.parts]
+            size = 1 if self.join == "turns" else self.parts[0].place.shape[-2]
+            rows = np.arange(sum(place.shape[0] for _, place in held))
+            return BlockMatrix(held, rows.reshape(len(held), -1, size).swapaxes(0, 1).reshape(-1))
         tensors = [part.plain() for part in self.parts]
         if self.join == "below":
             return torch.cat(tensors, dim=-2)
-        whole = torch.stack(tensors, 2).flatten(1, 2) if others else tensors[0]
+        whole = torch.stack(tensors, 2).flatten(1, 2) if len(tensors) > 1 else tensors[0]
         return whole.transpose(1, 2) if whole.ndim == 3 else whole
-
-
-class TakingTurns:
-    """A `StoredMatrix`: `size` rows of one matrix, so many of the other, and so on. Both are of one form."""
-
-    order: NDArray[np.int64] | None = None
-
-    def __init__(self, first: StoredMatrix, second: StoredMatrix, size: int) -> None:
-        self.name, self.form = first.name, first.form
-        self.shape = (2 * first.shape[0], first.shape[1])
-        self._matrices, self._size = (first, second), size
-
-    def _spans(self, first: int, last: int) -> list[tuple[StoredMatrix, int, int, NDArray[np.bool_]]]:
-        """The matrices that rows [first, last) are of, each with its own first and last row and a mask of its rows."""
-        rows = np.arange(first, last)
-        piece, inner = np.divmod(rows, self._size)
-        own = piece // 2 * self._size + inner  # ascending and without gaps among the rows of one matrix
-        found = []
-        for index, matrix in enumerate(self._matrices):
-            if (here := piece % 2 == index).any():
-                found.append((matrix, int(own[here][0]), int(own[here][-1]) + 1, here))
-        return found or [(self._matrices[0], 0, 0, np.zeros(0, np.bool_))]
-
-    def rows(self, first: int, last: int) -> GroupedRows:
-        """Rows [first, last), unpacked into memory of their own."""
-        spans = self._spans(first, last)
-        parts = [matrix.rows(begin, end) for matrix, begin, end, _ in spans]
-        if len(parts) == 1:
-            return parts[0]
-
-        def woven(fields: Sequence[NDArray[Any] | None]) -> Any:
-            if fields[0] is None:
-                return None
-            whole = np.empty((last - first, *fields[0].shape[1:]), dtype=fields[0].dtype)
-            for field, (*_, here) in zip(fields, spans, strict=True):
-                whole[here] = field
-            return whole
-
-        return GroupedRows(*map(woven, zip(*parts, strict=True)))
-
-    def release(self, first: int, last: int) -> None:
-        """Rows [first, last) will not be read again."""
-        for matrix, begin, end, _ in self._spans(first, last):
-            matrix.release(begin, end)
-
-
-Held = tuple[GgufFile, TensorPlace]
 
 
 def model_tensors(header: Header, row: Architecture, places: dict[str, Held]) -> dict[str, TensorPart | Joined]:

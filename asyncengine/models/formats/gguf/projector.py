@@ -107,15 +107,14 @@ def _token_ids(model: GgufModel, tokens: Mapping[str, str]) -> dict[str, int]:
 def _tensors(tower: Tower, kind: Projector, file: GgufFile) -> dict[str, list[TensorPart]]:
     """The tower's tensors by their names in transformers: the parts that each is joined of."""
     found: dict[str, dict[int, TensorPart]] = {}
-    deep, swapped = tower.deep(), tower.swapped()
     for whole, place in file.tensors.items():
         taken = re.fullmatch(r"(.+?)\.(weight|bias)(\.1)?", whole)
         stem, suffix, frame = taken.groups() if taken else (whole, "", None)
         number = ""
         if (layer := LAYER.match(stem)) is not None:
-            number = layer[2] if layer[1] == "blk" else str(deep.index(int(layer[2])))
+            number = layer[2] if layer[1] == "blk" else str(tower.deep.index(int(layer[2])))
             stem = f"v.{layer[1]}.{{}}.{stem[layer.end() :]}"
-        there, _, part = kind.names.get(swapped.get(stem, stem), "?").partition("#")
+        there, _, part = kind.names.get(tower.swapped.get(stem, stem), "?").partition("#")
         if not there:
             continue
         if there == "?":

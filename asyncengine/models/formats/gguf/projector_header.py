@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from typing import NamedTuple
 
 from asyncengine.errors import ModelNotFound
 from asyncengine.models.formats.gguf.header import Header, shortest
@@ -14,12 +13,25 @@ LAYER = re.compile(r"v\.(blk|deepstack)\.([0-9]{1,5})\.")
 """A tensor's name up to what it is of its layer."""
 
 
-class Tower(NamedTuple):
-    """The image part's header, with sizes of its tensors."""
+class Tower:
+    """The image part's header, with sizes of its tensors; `model` is the language model."""
 
-    header: Header
-    model: GgufModel
-    """The language model."""
+    def __init__(self, header: Header, model: GgufModel) -> None:
+        """Raises `ModelNotFound` for layers that are not there."""
+        self.header, self.model = header, model
+        self.width, *_, self.patch = self.shape("v.patch_embd.weight", 4)
+        every = [(found[1], int(found[2])) for name in header.tensors if (found := LAYER.match(name))]
+        layers, self.deep = (sorted({number for kind, number in every if kind == of}) for of in ("blk", "deepstack"))
+        self.layers = len(layers)  # `deep`: those whose hidden states go into the language model's first layers as well
+        if layers != list(range(self.layers)):
+            raise self.wrong("lacks some of its layers")
+        if self.deep and self.deep[-1] >= self.layers:
+            raise self.wrong(f"has features of layer {self.deep[-1]}, of {self.layers}")
+        outputs, inputs = self.shape("v.blk.0.ffn_up.weight")
+        names = ("v.blk.{}.ffn_up", "v.blk.{}.ffn_down")
+        self.swapped = dict(zip(names, names[::-1], strict=True)) if inputs != self.width == outputs else {}
+        """Names of layers' tensors that early converters took for each other."""
+        self.inner = inputs if self.swapped else outputs
 
     def shape(self, name: str, axes: int = 2) -> tuple[int, ...]:
         """The shape of a tensor that has to be there. Raises `ModelNotFound`."""
@@ -48,33 +60,6 @@ class Tower(NamedTuple):
             raise ModelNotFound(f"{self.model.path}: {key} must say which pairs of a head rotate by which axis")
         return found
 
-    @property
-    def width(self) -> int:
-        return self.shape("v.patch_embd.weight", 4)[0]
-
-    @property
-    def patch(self) -> int:
-        return self.shape("v.patch_embd.weight", 4)[-1]
-
-    def numbers(self, kind: str) -> set[int]:
-        """Numbers of the layers that have tensors of this kind."""
-        every = (found for name in self.header.tensors if (found := LAYER.match(name)))
-        return {int(found[2]) for found in every if found[1] == kind}
-
-    @property
-    def layers(self) -> int:
-        numbers = self.numbers("blk")
-        if numbers != set(range(len(numbers))):
-            raise self.wrong("lacks some of its layers")
-        return len(numbers)
-
-    def deep(self) -> list[int]:
-        """Layers whose hidden states go into the language model's first layers as well."""
-        found = sorted(self.numbers("deepstack"))
-        if found and found[-1] >= self.layers:
-            raise self.wrong(f"has features of layer {found[-1]}, of {self.layers}")
-        return found
-
     def merged(self, name: str) -> int:
         """The side of the square of patches that `name` projects into one token."""
         inputs = self.shape(name)[1]
@@ -92,17 +77,10 @@ class Tower(NamedTuple):
 
     def sizes(self, width: str, inner: str, layers: str, heads: str) -> dict[str, int]:
         """Sizes of the tower's layers under these names."""
-        found = {width: self.width, inner: 0, layers: self.layers, heads: self.header.positive("attention.head_count")}
-        if self.width % found[heads]:
-            raise self.wrong(f"has {self.width} numbers of hidden states for {found[heads]} heads")
-        found[inner] = self.shape("v.blk.0.ffn_up.weight")[1 if self.swapped() else 0]
-        return found
-
-    def swapped(self) -> dict[str, str]:
-        """Names of layers' tensors that early converters took for each other."""
-        up = self.shape("v.blk.0.ffn_up.weight")
-        names = ("v.blk.{}.ffn_up", "v.blk.{}.ffn_down")
-        return dict(zip(names, names[::-1], strict=True)) if up[1] != self.width == up[0] else {}
+        count = self.header.positive("attention.head_count")
+        if self.width % count:
+            raise self.wrong(f"has {self.width} numbers of hidden states for {count} heads")
+        return {width: self.width, inner: self.inner, layers: self.layers, heads: count}
 
     def colors(self) -> dict[str, list[float]]:
         """Mean and deviation of each color, which are taken from pixels."""

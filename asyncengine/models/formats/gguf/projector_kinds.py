@@ -113,7 +113,7 @@ def _qwen25(tower: Tower) -> Described:
 
 
 def _qwen3(tower: Tower) -> Described:
-    found = _qwen(tower, num_position_embeddings=tower.side() ** 2, deepstack_visual_indexes=tower.deep())
+    found = _qwen(tower, num_position_embeddings=tower.side() ** 2, deepstack_visual_indexes=tower.deep)
     found.text["rope_parameters"]["mrope_interleaved"] = True
     return found
 

@@ -15,7 +15,7 @@ from support.gguf_bytes import ARRAY, BOOL, F32, STRING, U32, array, gguf, place
 
 from asyncengine.errors import EngineError, ModelNotFound, UnsupportedModel
 from asyncengine.models.formats.gguf import header
-from asyncengine.models.formats.gguf.config import OR_NONE, VALUES
+from asyncengine.models.formats.gguf.config import VALUES
 from asyncengine.models.formats.gguf.model import GgufModel
 
 LLAMA = string("general.architecture", "llama")
@@ -237,6 +237,6 @@ def test_every_key_that_is_read_has_a_type() -> None:
     """`Header.get` would take one that is written wrongly for one that files lack."""
     sources = "".join(file.read_text(encoding="utf-8") for file in Path(header.__file__).parent.glob("*.py"))
     read = set(re.findall(r"header(?:\.get\(|\.positive\(|\[)\s*\"([a-z_.]+)\"", sources))
-    read |= {key for key, _ in VALUES.values()} | set(OR_NONE.values())
+    read |= {key for key, _ in VALUES.values()}
     assert "attention.head_count" in read
     assert read <= header.KEYS.keys()

@@ -53,7 +53,7 @@ class Architecture:
     model_type: str
     layer: Mapping[str, str] = field(default_factory=lambda: names.LLAMA)
     keys: str = ""
-    """Keys of config.json that `config.READERS` reads, and KEY=True or KEY=False for what is always so."""
+    """Keys of config.json that tables of `config` read, and KEY=True or KEY=False for what is always so."""
     more: Callable[[Header], Mapping[str, Any]] | None = None
     """Further content of config.json."""
     norm: str = "rms_norm_eps"

@@ -21,8 +21,7 @@ from asyncengine.models.formats import CheckpointSource, StoredTensor
 from asyncengine.models.formats.gguf.container import GgufFile, open_files
 from asyncengine.models.formats.gguf.header import Header
 from asyncengine.models.formats.gguf.model import GgufModel
-from asyncengine.models.formats.gguf.projector_header import LAYER, Tower
-from asyncengine.models.formats.gguf.projector_kinds import PARAMETERS, PROJECTORS, Projector
+from asyncengine.models.formats.gguf.projector_kinds import LAYER, PARAMETERS, PROJECTORS, Projector, Tower
 from asyncengine.models.formats.gguf.tensors import TensorPart
 
 

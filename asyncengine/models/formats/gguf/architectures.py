@@ -55,14 +55,13 @@ class Architecture:
     keys: str = ""
     """Keys of config.json that tables of `config` read, and KEY=True or KEY=False for what is always so."""
     more: Callable[[Header], Mapping[str, Any]] | None = None
-    """Further content of config.json."""
+    """Further content of config.json, and "rope": the `Rope`, where it is not that of most."""
     norm: str = "rms_norm_eps"
     """Key of the norms' epsilon; "" where there is none, or `more` has it."""
     attention: Literal["rotated", "unrotated", "latent", "none"] = "rotated"
     """"rotated" reads rotary values and the length of a head, "unrotated" the latter, the others neither."""
     partial: bool = False
     """Heads may be rotated in part."""
-    rope: Callable[[Header], Rope] | None = None
     norm_offset: float = 0.0
     """Number that the converter adds to the weights of norms."""
     moved: Callable[[Header, TensorName, int], Moved | None] | None = None
@@ -127,21 +126,18 @@ def _gemma2(header: Header) -> Fields:
 
 
 def _gemma3(header: Header) -> Fields:
-    # Ollama's files leave out the norms' epsilon, and have a cap for 1B (26 layers), which has none
-    cap = 0.0 if header["block_count"] == 26 else header.get("final_logit_softcapping", 0.0)
+    # Ollama's files leave out the norms' epsilon, the base of frequencies, and the scaling of 4B to 27B; they have a
+    # cap for 1B (26 layers), which has none
+    layers = header["block_count"]
+    cap = 0.0 if layers == 26 else header.get("final_logit_softcapping", 0.0)
+    local = header.get("rope.freq_base_swa", header.get("rope.local.freq_base", 10000.0))
     return {
-        "query_pre_attn_scalar": _scale_of_scores(header, by_width=header["block_count"] == 62),
+        "query_pre_attn_scalar": _scale_of_scores(header, by_width=layers == 62),
         "final_logit_softcapping": cap or None,
         "rms_norm_eps": header.get("attention.layer_norm_rms_epsilon", 1e-6),
+        "rope": Rope(header.get("rope.global.freq_base", 1e6), 8.0 if layers in (34, 48, 62) else 0.0, local=local),
         **windows(header, 6, 0),
     }
-
-
-def _gemma3_rope(header: Header) -> Rope:
-    # Ollama's files leave out the base, and the scaling of 4B to 27B
-    local = header.get("rope.freq_base_swa", header.get("rope.local.freq_base", 10000.0))
-    factor = 8.0 if header["block_count"] in (34, 48, 62) else 0.0
-    return Rope(header.get("rope.global.freq_base", 1e6), factor, local=local)
 
 
 def _granite(header: Header) -> Fields:
@@ -153,15 +149,11 @@ def _granite(header: Header) -> Fields:
 def _olmo2(header: Header) -> Fields:
     if not header.get("attention.sliding_window", 0):
         return {}
-    return {"model_type": "olmo3", **windows(header, 4)}
+    rope = Rope(local=header.get("rope.freq_base", 10000.0))
+    return {"model_type": "olmo3", "rope": rope, **windows(header, 4)}
 
 
-def _olmo2_rope(header: Header) -> Rope:
-    windowed = header.get("attention.sliding_window", 0)
-    return Rope(local=header.get("rope.freq_base", 10000.0) if windowed else None)
-
-
-def _mistral3_rope(header: Header) -> Rope:
+def _mistral3(header: Header) -> Fields:
     # the second of two names is Ollama's
     logarithm = header.get("rope.scaling.mscale_all_dim", 0.0)
     yarn = {
@@ -169,16 +161,13 @@ def _mistral3_rope(header: Header) -> Rope:
         "mscale": 1.0,
         "mscale_all_dim": header.get("rope.scaling.yarn_log_multiplier", logarithm),
     }
-    return Rope(yarn=yarn)
+    return {"sliding_window": None, "rope": Rope(yarn=yarn)}
 
 
 def _gpt_oss(header: Header) -> Fields:
     width = header.get("expert_feed_forward_length", header.get("feed_forward_length", 0))
-    return {"intermediate_size": width, **windows(header, 2)}
-
-
-def _gpt_oss_rope(header: Header) -> Rope:
-    return Rope(kind="yarn" if header.get("rope.scaling.factor") else "", yarn={"truncate": False})
+    rope = Rope(kind="yarn" if header.get("rope.scaling.factor") else "", yarn={"truncate": False})
+    return {"intermediate_size": width, "rope": rope, **windows(header, 2)}
 
 
 _QWEN_PERIOD = 4
@@ -299,7 +288,7 @@ _NEMOTRON_SIZES = "mamba_num_heads mamba_head_dim ssm_state_size n_groups"
 _QWEN2_ROW = Architecture("qwen2")
 _QWEN3_ROW = Architecture("qwen3", names.HEAD_NORMS, "attention_bias")
 _GPT_OSS_ROW = Architecture(
-    "gpt_oss", names.GPT_OSS, "num_local_experts num_experts_per_tok attention_bias", _gpt_oss, rope=_gpt_oss_rope,
+    "gpt_oss", names.GPT_OSS, "num_local_experts num_experts_per_tok attention_bias", _gpt_oss,
     join="turns",
 )  # fmt: skip
 LLAMA_ROW = Architecture("llama", keys=_BIASES, moved=halves)
@@ -316,9 +305,7 @@ _NEMOTRON_ROW = Architecture(
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": LLAMA_ROW,
-    "mistral3": Architecture(
-        "ministral3", more=lambda header: {"sliding_window": None}, rope=_mistral3_rope, moved=halves,
-    ),
+    "mistral3": Architecture("ministral3", more=_mistral3, moved=halves),
     "smollm3": Architecture("smollm3", keys=_BIASES, moved=halves),
     "qwen2": _QWEN2_ROW,
     "qwen3": _QWEN3_ROW,
@@ -334,7 +321,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gptoss": replace(_GPT_OSS_ROW, layer=names.OLLAMA_GPT_OSS),
     "gemma": Architecture("gemma", keys="attention_bias", norm_offset=1.0),
     "gemma2": Architecture("gemma2", names.SANDWICH, more=_gemma2, norm_offset=1.0),
-    "gemma3": Architecture("gemma3_text", names.SANDWICH, more=_gemma3, norm="", norm_offset=1.0, rope=_gemma3_rope),
+    "gemma3": Architecture("gemma3_text", names.SANDWICH, more=_gemma3, norm="", norm_offset=1.0),
     "phi3": Architecture(
         "phi3", {**names.LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
         "sliding_window original_max_position_embeddings", partial=True,
@@ -343,7 +330,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "glm4": Architecture("glm4", names.GLM, "attention_bias", partial=True),
     "granite": Architecture("granite", keys=f"{_BIASES} {_SCALES}", more=_granite, moved=halves),
     "olmo": Architecture("olmo", keys="clip_qkv attention_bias=False", norm="", moved=halves),
-    "olmo2": Architecture("olmo2", names.NORMS_AFTER, "attention_bias", _olmo2, rope=_olmo2_rope),
+    "olmo2": Architecture("olmo2", names.NORMS_AFTER, "attention_bias", _olmo2),
     "exaone4": Architecture(
         "exaone4", names.NORMS_AFTER,
         more=lambda header: windows(header, 4, 4096 if header["block_count"] == 64 else 0),

@@ -124,6 +124,8 @@ def hugging_face_config(header: Header, row: Architecture, factors: Factors) -> 
     table = header.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
         raise ModelNotFound(f"{header.path}: the tensor token_embd.weight is missing, or is no matrix")
+    more = dict(row.more(header)) if row.more else {}
+    given_rope = more.pop("rope", Rope())
     named = ("bos", "eos", "eot", "eom", "padding")
     ids = {name: header.metadata.short.get(f"tokenizer.ggml.{name}_token_id") for name in named}
     listed = header.metadata.short.get("tokenizer.ggml.eos_token_ids")
@@ -150,7 +152,7 @@ def hugging_face_config(header: Header, row: Architecture, factors: Factors) -> 
         if header.get("attention.value_length", head_dim) != head_dim:
             raise UnsupportedModel(f"{header.path}: keys and values of different lengths are not read")
     if row.attention == "rotated":
-        rope = config["rope_parameters"] = _rope_parameters(header, row, factors, head_dim)
+        rope = config["rope_parameters"] = _rope_parameters(header, given_rope, factors, head_dim, partial=row.partial)
         config |= {"partial_rotary_factor": rope["partial_rotary_factor"]} if row.partial else {}
     if row.norm:
         rms, plain = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
@@ -170,15 +172,14 @@ def hugging_face_config(header: Header, row: Architecture, factors: Factors) -> 
             there, default = VALUES[name]
             config[name] = header[there] if default is ... else header.get(there, default)
             config[name] = config[name] or None if default is None else config[name]
-    return {**config, **row.more(header)} if row.more else config
+    return config | more
 
 
-def _rope_parameters(header: Header, row: Architecture, factors: Factors, head_dim: int) -> dict[str, Any]:
+def _rope_parameters(header: Header, given: Rope, factors: Factors, head_dim: int, *, partial: bool) -> dict[str, Any]:
     """The `rope_parameters` of transformers, by kind of layer where those with a window have others.
 
     Raises `UnsupportedModel` for a scaling that is not known, or a part of heads that the family cannot rotate.
     """
-    given = row.rope(header) if row.rope else Rope()
     before = f"{header.path}: {header.architecture}"
     theta = header.get("rope.freq_base", given.base)
     if theta <= 0:
@@ -186,13 +187,13 @@ def _rope_parameters(header: Header, row: Architecture, factors: Factors, head_d
     rotated = header.get("rope.dimension_count", head_dim)
     if not 0 < rotated <= head_dim or rotated % 2:
         raise ModelNotFound(f"{before}.rope.dimension_count is {rotated}, heads have {head_dim}")
-    if rotated != head_dim and not row.partial:
+    if rotated != head_dim and not partial:
         raise UnsupportedModel(f"{before} whose heads are rotated in part is not read")
     for name, values in factors.items():
         if values.shape != (rotated // 2,) or not np.isfinite(values).all() or not (values > 0).all():
             raise ModelNotFound(f"{header.path}: the tensor {name} must hold {rotated // 2} positive numbers")
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    found |= {"partial_rotary_factor": rotated / head_dim} if row.partial else {}
+    found |= {"partial_rotary_factor": rotated / head_dim} if partial else {}
     kind = header.metadata.short.get(f"{header.architecture}.rope.scaling.type", given.kind or None)
     factor = header.get("rope.scaling.factor", header.get("rope.scale_linear", given.factor))
     # Llama 3's scaling among others: alike for every length

@@ -1,4 +1,5 @@
-"""`oneOf` means what JSON Schema says, whether its branches exclude one another or not."""
+"""`oneOf` means what JSON Schema says, whether its branches exclude one another or not. Random branches are in
+`test_schema_keywords`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import jsonschema
 import pytest
 from pydantic import BaseModel, Field, RootModel
 
-from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
+from asyncengine.errors import GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.schema.members import hitting_sets
 
@@ -141,57 +142,6 @@ def test_a_recursive_discriminated_union_of_pydantic() -> None:
     Tree.model_validate(tree)
     for text in ('{"type": "or", "parts": []}', '{"type": "leaf", "parts": []}', '{"type": "and", "value": 3}', "{}"):
         assert not accepts(grammar, text)
-
-
-def random_schema(rng: random.Random, depth: int) -> dict[str, Any]:
-    kind = rng.randrange(9 if depth else 6)
-    if kind < 3:
-        kinds = [
-            {"type": "string"},
-            {"type": "integer"},
-            {"type": "number"},
-            {"type": "null"},
-            {"type": "array"},
-            {"$ref": "#/$defs/d"},
-        ]
-        return rng.choice(kinds)
-    if kind == 3:
-        return {"enum": rng.sample([None, True, 0, 1, 1.5, "a", "b", {"t": "a"}, [1]], 2)}
-    if kind == 4:
-        return {"type": "number", rng.choice(["minimum", "exclusiveMaximum"]): rng.randrange(3)}
-    if kind == 5:
-        return {"type": "string", rng.choice(["minLength", "maxLength"]): rng.randrange(3)}
-    if kind == 6:
-        return {"type": "array", "items": random_schema(rng, depth - 1), "minItems": rng.randrange(2)}
-    if kind == 7:
-        return {rng.choice(["anyOf", "allOf"]): [random_schema(rng, depth - 1) for _ in range(2)]}
-    properties = {name: random_schema(rng, depth - 1) for name in sorted(rng.sample("abt", 2))}
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": [min(properties)],
-        "additionalProperties": rng.random() < 0.5,
-    }
-
-
-def test_random_schemas_are_refused_or_exact() -> None:
-    rng = random.Random(3)
-    compiled = 0
-    for _ in range(300):
-        branches = [random_schema(rng, 2) for _ in range(rng.randrange(2, 4))]
-        schema = {"oneOf": branches, "$defs": {"d": closed({"a": random_schema(rng, 1)})}}
-        try:
-            if complaint(Grammar.json_schema(schema)):
-                continue
-        except GrammarError:
-            continue
-        compiled += 1
-        validator, grammar = jsonschema.Draft202012Validator(schema), Grammar.json_schema(schema)
-        taken = [value for value in VALUES if accepts(grammar, json.dumps(value))]
-        assert [value for value in taken if not validator.is_valid(value)] == [], schema
-        lost = [value for value in VALUES if value not in taken and validator.is_valid(value)]
-        assert lost == [], schema
-    assert compiled > 250
 
 
 def test_many_closed_objects_that_share_members() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.constraints import CONSTRAINTS, Constraint
 from support.schema_check import assert_valid
 
 from asyncengine.grammar import Grammar
+from benchmarks.constraints import CONSTRAINTS, Constraint
 
 from .oracle import accepts
 

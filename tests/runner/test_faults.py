@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.checkpoints import MakeRunner
 from support.drive import GREEDY, Driver, prompts
+from support.plug_points import Letters
 from support.tiny_models import VOCAB
 
 from asyncengine.models.decoder import Decoder
@@ -21,34 +21,7 @@ from asyncengine.step import Batch
 BAD = 7
 
 
-class AllowOnly:
-    """A matcher that allows the given tokens."""
-
-    steered = False
-
-    def __init__(self, allowed: set[int]) -> None:
-        self.allowed = allowed
-
-    def fill_mask(self, mask: Any) -> None:
-        words = [0] * mask.shape[0]
-        for token in self.allowed:
-            words[token // 32] |= 1 << (token % 32)
-        mask[:] = np.array(words, dtype=np.uint32).view(np.int32)
-
-    def accept(self, token_id: int, jump: bool = True) -> list[int]:
-        return [token_id]
-
-    def fresh(self) -> AllowOnly:
-        return type(self)(self.allowed)
-
-    def overrun(self) -> str | None:
-        return None
-
-    def is_terminated(self) -> bool:
-        return False
-
-
-class Broken(AllowOnly):
+class Broken(Letters):
     def fill_mask(self, mask: Any) -> None:
         raise RuntimeError("matcher lost its state")
 
@@ -119,7 +92,7 @@ def test_a_grammar_that_raises(make_runner: MakeRunner) -> None:
     driver = Driver(make_runner("llama"))
     prompt = prompts([6], VOCAB)[0]
     expected = driver.run([driver.job(prompt, 5)])[0]
-    broken, fine = driver.job(prompt, 5, grammar=Broken(set())), driver.job(prompt, 5)
+    broken, fine = driver.job(prompt, 5, grammar=Broken((), 5)), driver.job(prompt, 5)
     driver.run([broken, fine])
     assert "matcher lost its state" in str(broken.error)
     assert broken.output == []
@@ -130,8 +103,8 @@ def test_a_grammar_masks(make_runner: MakeRunner) -> None:
     driver = Driver(make_runner("llama"))
     prompt = prompts([6], VOCAB)[0]
     allowed = {31, 32, 63, 64, 95, VOCAB - 1}
-    free, greedy = driver.job(prompt, 12), driver.job(prompt, 12, grammar=AllowOnly(allowed))
-    drawn = driver.job(prompt, 12, SamplingParams(temperature=1.5, top_k=0, top_p=1.0), grammar=AllowOnly(allowed))
+    free, greedy = driver.job(prompt, 12), driver.job(prompt, 12, grammar=Letters(allowed, 12))
+    drawn = driver.job(prompt, 12, SamplingParams(temperature=1.5, top_k=0, top_p=1.0), grammar=Letters(allowed, 12))
     driver.run([free, greedy, drawn])
     assert set(greedy.output) <= allowed
     assert set(drawn.output) <= allowed
@@ -143,7 +116,7 @@ def test_nothing_allowed(make_runner: MakeRunner) -> None:
     driver = Driver(make_runner("llama"))
     prompt = prompts([6], VOCAB)[0]
     sampled = SamplingParams(temperature=1.0, top_k=5, top_p=0.5)
-    jobs = [driver.job(prompt, 3, params, grammar=AllowOnly(set())) for params in (GREEDY, sampled)]
+    jobs = [driver.job(prompt, 3, params, grammar=Letters((), 3)) for params in (GREEDY, sampled)]
     fine = driver.job(prompt, 3)
     driver.run([*jobs, fine])
     assert [job.error for job in jobs] == [NOTHING_ALLOWED] * 2

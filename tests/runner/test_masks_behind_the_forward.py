@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.drive import prompts
 from support.graphs import Recall, on_fakes
+from support.plug_points import Letters
 from support.step_sampler import TorchStepSampler, sample_in_graphs
 from support.tiny_models import VOCAB
 from support.wide_models import make_wide
@@ -26,30 +27,19 @@ GREEDY = SamplingParams(temperature=0.0)
 ALLOWED = (11, 12, 40)
 
 
-class Allowing:
-    """A matcher that allows `ALLOWED`, fails to make mask number `broken`, and allows nothing in number `empty`."""
-
-    steered = False
+class Allowing(Letters):
+    """Allows `ALLOWED`, fails to make mask number `broken`, and allows nothing in number `empty`."""
 
     def __init__(self, broken: int | None = None, empty: int | None = None) -> None:
-        self.told: list[int] = []
+        super().__init__(ALLOWED, 99)
         self.broken, self.empty = broken, empty
 
     def fill_mask(self, mask: Any) -> None:
-        if len(self.told) == self.broken:
+        if len(self.advanced) == self.broken:
             raise RuntimeError("no mask")
-        if len(self.told) == self.empty:
-            mask[:] = 0
-            return
-        for token in ALLOWED:
-            mask[token // 32] |= 1 << (token % 32)
-
-    def accept(self, token_id: int, jump: bool = True) -> list[int]:
-        self.told.append(token_id)
-        return [token_id]
-
-    def is_terminated(self) -> bool:
-        return False
+        mask[:] = 0
+        if len(self.advanced) != self.empty:
+            super().fill_mask(mask)
 
 
 class HeldReadback(Readback):
@@ -94,11 +84,11 @@ def test_a_launch_does_not_wait_and_the_reader_finishes_it(made: tuple[ModelRunn
     before = sampler.sampled
     second = runner.launch(Batch(1, tuple(rows[1])))
     assert sampler.sampled == before + 1, "in the graph alone"
-    assert not matchers[0].told
+    assert not matchers[0].advanced
     HeldReadback.here.set()
     result = first.wait()
     assert sampler.sampled == before + 2, "with masks, by whoever has read the step before"
-    assert matchers[0].told == [result.tokens[0]]
+    assert matchers[0].advanced == [result.tokens[0]]
     found = second.wait()
     assert {result.tokens[0], found.tokens[0]} <= set(ALLOWED)
     assert list(found.errors) == [1]
@@ -123,9 +113,9 @@ def test_the_next_launch_finishes_what_nobody_has(made: tuple[ModelRunner, Torch
     HeldReadback.here.set()
     matcher = Allowing()
     handles = [runner.launch(Batch(step, (row(0, step, matcher),))) for step in range(4)]
-    assert len(matcher.told) >= 2
+    assert len(matcher.advanced) >= 2
     tokens = [handle.wait().tokens[0] for handle in handles]
-    assert matcher.told == tokens
+    assert matcher.advanced == tokens
     assert set(tokens) <= set(ALLOWED)
 
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.checkpoints import MakeRunner
 from support.device_modes import FailOnce
 from support.drive import prompts
 from support.graphs import Recall, on_fakes
 from support.long import LONG
+from support.plug_points import Letters
 from support.step_sampler import sample_in_graphs
 from support.tiny_models import VOCAB
 from support.wide_models import make_wide
@@ -43,32 +43,12 @@ ASKED = {
 }
 
 
-class Counting:
-    """A matcher that allows other tokens after each one it is told."""
-
-    steered = False
-
-    def __init__(self) -> None:
-        self.told: list[int] = []
-        self.allowed: set[int] = set()
+class Counting(Letters):
+    """Allows other tokens after each one it is told."""
 
     def fill_mask(self, mask: Any) -> None:
-        self.allowed = {10 + (len(self.told) * 7 + turn) % 40 for turn in range(3)}
-        words = [0] * mask.shape[0]
-        for token in sorted(self.allowed):
-            words[token // 32] |= 1 << (token % 32)
-        mask[:] = np.array(words, dtype=np.uint32).view(np.int32)
-
-    def accept(self, token_id: int, jump: bool = True) -> list[int]:
-        assert token_id in self.allowed, "a token that its mask did not allow"
-        self.told.append(token_id)
-        return [token_id]
-
-    def overrun(self) -> str | None:
-        return None
-
-    def is_terminated(self) -> bool:
-        return False
+        self.allowed = tuple(10 + (len(self.advanced) * 7 + turn) % 40 for turn in range(3))
+        super().fill_mask(mask)
 
 
 @dataclass
@@ -85,7 +65,7 @@ def requests() -> list[Request]:
     for slot, (prompt, (kind, params)) in enumerate(zip(prompts([4, 6, 3, 5, 4], VOCAB), ASKED.items(), strict=True)):
         spec = RequestSpec(slot + 1, tuple(prompt), params, 32, seed=slot)
         pages = list(range(1 + 8 * slot, 9 + 8 * slot))
-        made.append(Request(spec, slot, list(prompt), pages, Counting() if kind == "constrained" else None))
+        made.append(Request(spec, slot, list(prompt), pages, Counting((), 99) if kind == "constrained" else None))
     return made
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
 from asyncengine.grammar.interface import GrammarOrder
 from asyncengine.sampling_params import OnBudget
 
@@ -22,8 +24,9 @@ class Letters:
 
     def fill_mask(self, mask: Any) -> None:
         self.fills += 1
+        words = mask.view(np.uint32)
         for token in self.allowed:
-            mask[token // 32] |= 1 << (token % 32)
+            words[token // 32] |= np.uint32(1 << (token % 32))
 
     def accept(self, token_id: int, jump: bool = True) -> list[int]:
         if self.fail_at == len(self.advanced):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -26,17 +24,3 @@ def panels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
         pytest.importorskip("numba")
     use_panels(wanted, monkeypatch)
     return wanted
-
-
-def quantized(weight: torch.Tensor, bits: int) -> Any:
-    """A bfloat16 or float32 weight [outputs, inputs] as `gemm_quantized.gemm` takes it."""
-    from asyncengine.kernels.cpu.gemm_quantized import QuantizedMatrix
-    from asyncengine.kernels.cpu.panel_form import int_form
-    from asyncengine.kernels.cpu.quantize import quantize_rows
-    from asyncengine.kernels.cpu.quantized_panels import empty_panels
-
-    (outputs, inputs), form = weight.shape, int_form(bits)
-    panels = empty_panels(form, outputs, inputs)
-    row_scales = torch.empty(outputs) if bits == 8 else None
-    quantize_rows(weight, panels, row_scales, bits, 0)
-    return QuantizedMatrix(form, panels, row_scales, inputs, outputs)

@@ -35,8 +35,10 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @forms
 def test_the_product_is_that_of_the_exact_matrix(name: str) -> None:
-    """But for the rounding of x, which is the same in all forms: 1e-2 at most, and to neither side."""
+    """But for the rounding of x, which is the same in all forms: 1e-2 at most, and to neither side. Of a row of zeros
+    they are zeros."""
     matrix = RandomMatrix(name, OUTPUTS, INPUTS)
+    assert not weight_of(matrix).multiply(torch.zeros(2, INPUTS), None).any()
     x, exact = random(40, INPUTS), matrix.dense().double()
     found = weight_of(matrix).multiply(x, None).double()
     expected = rounded(x) @ exact.T

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from support.panels import quantized
 
 from asyncengine.kernels.cpu.panel_form import GROUP, int_form
 from asyncengine.kernels.cpu.quantize import quantize_rows
-from asyncengine.kernels.cpu.quantized_panels import empty_panels, read_rows
+from asyncengine.kernels.cpu.quantized_panels import empty_panels
 from asyncengine.kernels.cpu.rounding_tile import SHRINK
+from asyncengine.layers.weight_forms import QuantizedWeight
 
 SIZES = [(16, 64), (16, 128), (48, 320), (50, 200), (33, 64), (7, 72), (1, 1), (16, 1000), (17, 8)]
 
@@ -82,9 +82,10 @@ def made_up(outputs: int, inputs: int) -> torch.Tensor:
 
 def rounded(weight: torch.Tensor, bits: int) -> NDArray[np.float32]:
     """What the rounded weight stands for."""
-    matrix = quantized(weight, bits)
-    out = torch.empty(weight.shape, dtype=torch.float32)
-    read_rows(int_form(bits), matrix.panels, matrix.row_scales, torch.arange(len(weight)), out)
+    form = QuantizedWeight(*weight.shape, bits, weight.dtype)
+    form.load(0, weight)
+    out = torch.empty(weight.shape)
+    form.read_rows(torch.arange(len(weight)), out)
     return out.numpy()
 
 

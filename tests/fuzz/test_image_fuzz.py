@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 
 import pytest
 from fuzz.image_fuzz import ImageLife
@@ -15,7 +14,6 @@ from asyncengine.errors import InvariantViolation
 from asyncengine.images import ImageSpan
 from asyncengine.scheduler.encoding import EncodedImages
 from asyncengine.scheduler.request import Request
-from asyncengine.testing import FakeExecutor, FakeModel, Recording, replay
 
 BOOKS_EVERY = 8 if LONG else 1
 KINDS: Mapping[str, Callable[[int], ImageLife]] = {
@@ -37,15 +35,6 @@ def test_random_requests_with_pictures(kind: str) -> None:
         dropped += life.dropped
         found += life.scheduler.encoding.found
     assert min(pictured, encoded, dropped, found, tally.preemptions, tally.cached_tokens) > 4 * lives
-
-
-def test_a_recording_is_read_back(tmp_path: Path) -> None:
-    life = ImageLife(3)
-    life.run()
-    loaded = Recording.load(life.recording.save(tmp_path / "life.jsonl"))
-    executor = FakeExecutor(loaded.num_pages, life.config.page_size, FakeModel(eos_every=life.executor.model.eos_every))
-    assert life.pictured
-    assert replay(loaded, executor) == life.outputs
 
 
 def shorten_ids(count: int, at: int = 0) -> Callable[[pytest.MonkeyPatch], None]:

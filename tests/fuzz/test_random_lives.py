@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 from fuzz.grammar_fuzz import GrammarLife
+from fuzz.image_fuzz import ImageLife
 from fuzz.schedule_fuzz import Life, Tally
 from fuzz.speculation_fuzz import check_guesses, life_with_draft_model, speculative_life
 from fuzz.update_fuzz import UpdateLife
@@ -105,6 +106,7 @@ RECORDED = {
     "windows in all layers": partial(Life, 3, depth=2, windows=True),
     "windows in some layers": partial(Life, 3, depth=2, mixed=True),
     "vectors": partial(Life, 8, vectors=0.6),
+    "pictures": partial(ImageLife, 3),
 }
 
 

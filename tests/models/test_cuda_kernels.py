@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from support.bfloat16_dots import with_bfloat16_dots
 from support.device_modes import Launches
 from support.fake_flashinfer import FakeFlashInfer, FakeMemory, Wrapper
 from support.forwards import Forwards
+from support.lora_reference import random_weights
 from support.wide_models import make_wide
 from triton.runtime.interpreter import InterpretedFunction
 
@@ -162,22 +162,6 @@ def test_kernels_of_a_decode_step(
     assert sum(LAYER.values()) + sum(layer.values()) <= 9
 
 
-class RandomAdapter:
-    """A `LoraAdapter` on the modules whose paths end so."""
-
-    def __init__(self, lora: LoraLayers, ends: tuple[str, ...], rank: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-
-        def random(*shape: int) -> torch.Tensor:
-            return (torch.randn(shape, generator=generator) * 0.3).to(lora._dtype)
-
-        self.modules: dict[str, Any] = {
-            path: SimpleNamespace(a=random(rank, dims.inputs), b=random(dims.outputs, rank), embedding=False)
-            for path, dims in lora.modules.items()
-            if path.endswith(ends)
-        }
-
-
 HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
 EVERY = (*HEADS, "gate_proj", "up_proj", "down_proj")
 
@@ -203,7 +187,7 @@ def test_kernels_of_a_decode_step_with_adapters(
             monkeypatch.setattr(slots, "triton_missing", lambda device: "as without Triton")
         lora = LoraLayers(model, 3, 8, masked=True)
         for slot in (1, 3):
-            lora.write(slot, RandomAdapter(lora, ends, 8 if slot == 1 else 3, slot))
+            lora.write(slot, random_weights(lora, 8 if slot == 1 else 3, ends, size=0.3))
         forwards = on_flashinfer(model, fake, rows)
         used = torch.arange(rows) % 4 - 1 if rows > 1 else torch.tensor([2])
         used[used == 1] = 0

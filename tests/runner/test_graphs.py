@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ import torch
 from support.drive import Driver, prompts
 from support.graphs import Recall, Recalled, on_fakes
 from support.lora_driver import AdapterDriver
+from support.lora_reference import random_weights
 from support.step_sampler import sample_in_graphs
 from support.tiny_models import VOCAB
 from support.wide_models import make_wide
@@ -28,6 +28,7 @@ from asyncengine.sampling.sampler import NON_FINITE
 
 WANT = 12
 SIZES = [1, 2, 4, 8]
+ENDS = ("q_proj", "down_proj")
 
 
 @pytest.fixture(scope="module")
@@ -102,26 +103,10 @@ def test_the_row_without_finite_logits_ends_alone(
     assert capture.replays.count(4) == 3
 
 
-class Weights:
-    """A `LoraAdapter` with random factors on two kinds of products."""
-
-    def __init__(self, lora: LoraLayers, rank: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-
-        def random(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator) * 0.2
-
-        self.modules = {
-            path: SimpleNamespace(a=random(rank, dims.inputs), b=random(dims.outputs, rank), embedding=False)
-            for path, dims in lora.modules.items()
-            if path.endswith(("q_proj", "down_proj"))
-        }
-
-
 def adapted(runner: ModelRunner, lora: LoraLayers) -> list[list[int]]:
     """Outputs of five rows under slots 0, 1, 2, 1, 0, in turns with steps of base rows only; then with another rank."""
-    lora.write(1, Weights(lora, 4, 1))
-    lora.write(2, Weights(lora, 8, 2))
+    lora.write(1, random_weights(lora, 4, ENDS, seed=1))
+    lora.write(2, random_weights(lora, 8, ENDS, seed=2))
     outputs = []
     for turn in range(3):
         driver = AdapterDriver(runner, lora)
@@ -129,7 +114,7 @@ def adapted(runner: ModelRunner, lora: LoraLayers) -> list[list[int]]:
         inputs = prompts([3, 9, 6, 1, 4], VOCAB)
         outputs += driver.run([driver.with_adapter(*each, 8) for each in zip(inputs, slots, strict=True)])
         if turn == 1:
-            lora.write(2, Weights(lora, 20, 3))  # takes new memory: what was captured reads the old
+            lora.write(2, random_weights(lora, 20, ENDS, seed=3))  # takes new memory: what was captured reads the old
     return outputs
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 from support.drive import Driver, prompts
 from support.graphs import Recall, on_fakes
 from support.lora_driver import AdapterDriver
+from support.lora_reference import random_weights
 from support.tiny_models import VOCAB
 from support.wide_models import make_wide
 
@@ -110,6 +110,7 @@ class ThreadedPieces:
 
 
 LAYERS = 3
+ENDS = ("k_proj", "down_proj", "lm_head")
 
 
 def merged(backend: Any) -> Any:
@@ -214,7 +215,6 @@ def test_a_token_in_flight_is_gathered_by_the_graph(folder: Path) -> None:
 @pytest.mark.parametrize("early", [False, True])
 def test_adapters(early: bool, folder: Path) -> None:
     """Rows with different ones and with none, the output layer changed as well; a larger one moves their memory."""
-    generator = torch.Generator().manual_seed(2)
     outputs = []
     for sizes in (None, [4, 16, 48]):
         kept: list[LoraLayers] = []
@@ -222,17 +222,16 @@ def test_adapters(early: bool, folder: Path) -> None:
         def install(module: Any, kept: list[LoraLayers] = kept) -> LoraLayers:
             kept.append(LoraLayers(module, 3, 32, masked=True))
             if early:
-                kept[0].allocate(changed(kept[0]), 8)
+                kept[0].allocate([path for path in kept[0].modules if path.endswith(ENDS)], 8)
             return kept[0]
 
-        generator.manual_seed(2)
         runner, pieces = make_runner(folder, sizes, install)
         (lora,) = kept
         assert pieces.captured == (0 if sizes is None else 3 * (LAYERS + 1) * (1 + early))
         driver = AdapterDriver(runner, lora)
         for rank, slots in ((8, [1, 0, 2, 1, 0]), (8, [0] * 5), (20, [2, 1, 0, 0, 2])):
             for slot in (1, 2):
-                lora.write(slot, random_adapter(lora, rank, generator))
+                lora.write(slot, random_weights(lora, rank, ENDS, seed=slot))
             inputs = prompts([3, 9, 22, 1, 6], VOCAB)
             before, captured = pieces.replays, pieces.captured
             jobs = [driver.with_adapter(*each, 6) for each in zip(inputs, slots, strict=True)]
@@ -242,18 +241,3 @@ def test_adapters(early: bool, folder: Path) -> None:
         runner.close()
     assert outputs[:3] == outputs[3:]
     assert outputs[0] != outputs[1] != outputs[2]
-
-
-def changed(lora: LoraLayers) -> list[str]:
-    return [path for path in lora.modules if path.endswith(("k_proj", "down_proj", "lm_head"))]
-
-
-def random_adapter(lora: LoraLayers, rank: int, generator: torch.Generator) -> Any:
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * 0.2
-
-    sizes = {path: lora.modules[path] for path in changed(lora)}
-    return SimpleNamespace(modules={
-        path: SimpleNamespace(a=random(rank, own.inputs), b=random(own.outputs, rank), embedding=False)
-        for path, own in sizes.items()
-    })  # fmt: skip

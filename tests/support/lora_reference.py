@@ -28,6 +28,18 @@ class Weights:
         return Weights({path: replace(w, a=w.a.to(dtype), b=w.b.to(dtype)) for path, w in self.modules.items()})
 
 
+def random_weights(lora: Any, rank: int, ends: str | tuple[str, ...], *, seed: int = 0, size: float = 0.2) -> Weights:
+    """Random factors for the modules of a `LoraLayers` whose paths end so, in its type."""
+    generator = torch.Generator().manual_seed(seed)
+    modules = {}
+    for path, dims in lora.modules.items():
+        if path.endswith(ends):
+            a = torch.randn(rank, dims.inputs, generator=generator) * size
+            b = torch.randn(dims.outputs, rank, generator=generator) * size
+            modules[path] = LoraWeights(path, a.to(lora._dtype), b.to(lora._dtype), dims.kind == "embedding")
+    return Weights(modules)
+
+
 class Reference:
     """peft's own model with adapters a0 .. a7 on everything it can change, and what it generates."""
 

@@ -9,14 +9,15 @@ import torch
 from support.checkpoints import Checkpoint
 from support.drive import prompts
 from support.lora_driver import AdapterDriver, make_driver
-from support.lora_reference import Weights
+from support.lora_reference import Weights, random_weights
 from support.tiny_models import VOCAB
 
 from asyncengine.layers.recorded import MOST_TOKENS, RecordedLayers
-from asyncengine.lora.adapter import LoraWeights
 from asyncengine.sampling_params import SamplingParams
 
 pytest.importorskip("numba")
+HEADS = ("q_proj", "k_proj", "v_proj")
+MANY = ("q_proj", "o_proj", "up_proj", "down_proj", "lm_head", "embed_tokens")
 PARAMS = SamplingParams(temperature=0.0, logprobs=True, top_logprobs=3)
 
 
@@ -28,23 +29,11 @@ def in_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "packing_pays", lambda dtype: True)
 
 
-def adapter(driver: AdapterDriver, rank: int, *ends: str) -> Weights:
-    """Random factors for the modules whose paths end like this."""
-    generator = torch.Generator().manual_seed(rank)
-    dtype, modules = driver.lora._dtype, {}
-    for path, dims in driver.lora.modules.items():
-        if path.endswith(ends):
-            a = torch.randn(rank, dims.inputs, generator=generator) * dims.inputs**-0.5
-            b = torch.randn(dims.outputs, rank, generator=generator) * 0.3
-            modules[path] = LoraWeights(path, a.to(dtype), b.to(dtype), dims.kind == "embedding")
-    return Weights(modules)
-
-
 def make(checkpoint: Checkpoint, name: str = "qwen3", **fields: Any) -> AdapterDriver:
     driver = make_driver(checkpoint, name, max_rank=16, **fields)
-    driver.lora.write(1, adapter(driver, 5, "q_proj", "o_proj", "up_proj", "down_proj", "lm_head", "embed_tokens"))
-    driver.lora.write(2, adapter(driver, 12, "layers.1.self_attn.v_proj"))
-    driver.lora.write(4, adapter(driver, 3, "_proj"))
+    driver.lora.write(1, random_weights(driver.lora, 5, MANY))
+    driver.lora.write(2, random_weights(driver.lora, 12, "layers.1.self_attn.v_proj"))
+    driver.lora.write(4, random_weights(driver.lora, 3, "_proj"))
     return driver
 
 
@@ -108,12 +97,12 @@ def test_memory_that_moves_is_found(checkpoint: Checkpoint, calls: list[int]) ->
     """Of a stack that grows, of one that comes later, and of more rows than ever before."""
     driver = make(checkpoint)
     before = run(driver, [4, 2])
-    driver.lora.write(3, adapter(driver, 16, "q_proj", "k_proj", "v_proj"))
+    driver.lora.write(3, random_weights(driver.lora, 16, HEADS))
     assert run(driver, [4, 2]) == before
     found = run(driver, [3])
     assert run(driver, [4, 2, 3, 3, 3, 3])[:2] == before
     fresh = make_driver(checkpoint, "qwen3", max_rank=16)
-    fresh.lora.write(1, adapter(fresh, 16, "q_proj", "k_proj", "v_proj"))
+    fresh.lora.write(1, random_weights(fresh.lora, 16, HEADS))
     assert run(fresh, [1]) == found
     assert calls
 

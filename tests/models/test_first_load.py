@@ -2,8 +2,10 @@
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -78,10 +80,9 @@ _SHAPE = {
     "max_position_embeddings": 512, "tie_word_embeddings": True,
 }  # fmt: skip
 _HYBRID = {
-    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 128, "intermediate_size": 256,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1000,
-    "max_position_embeddings": 512, "tie_word_embeddings": True, "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 4, "linear_num_value_heads": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "head_dim": 64,
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 4, "linear_num_value_heads": 16,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
 _TEAM = "asyncengine.kernels.cpu.team_loops:"
 _ROUNDING = ("asyncengine.kernels.cpu.quantize:_to_", "asyncengine.kernels.cpu.quantized_panels:_pack_")
@@ -144,69 +145,60 @@ def test_what_is_rarely_called_is_known() -> None:
     assert {"join", "top_p_threshold"} <= set(_RARE)
 
 
-def test_kernels_of_recurrent_layers(tmp_path: Path) -> None:
-    FAMILIES["falcon-h1"]().save_pretrained(tmp_path)
-    settings: dict[str, Any] = {"load_format": "dummy", "max_model_len": 256, "dtype": "bfloat16"}
-    called, expected, _ = load(str(tmp_path), **settings)
-    assert unexpected(called, expected) == []
-    assert any(":run_mamba2:" in name for name in called)
-    called, needed, _ = load(str(tmp_path), "only what is needed", **settings)
-    assert {"_columns_part", "_beside_part"} <= {name.split(":")[1] for name in called}
-    assert unexpected(called, needed) == []
+def of_shape(**fields: Any) -> Callable[[Path], object]:
+    return lambda folder: (folder / "config.json").write_text(json.dumps(_SHAPE | fields))
 
 
-@pytest.mark.parametrize(
-    ("family", "kernels"), [("gemma4", {"copy_columns", "scale_columns", "add_beside"}), ("llama4", {"multiply_rows"})]
-)
-def test_kernels_between_products(family: str, kernels: set[str], tmp_path: Path) -> None:
-    """Inputs of layers, values that are normed, scaled layers and scaled inputs of experts."""
-    FAMILIES[family]().save_pretrained(tmp_path)
-    settings: dict[str, Any] = {"load_format": "dummy", "max_model_len": 128, "quantization": "int8"}
-    called, needed, _ = load(str(tmp_path), "only what is needed", dtype="bfloat16", **settings)
-    assert kernels <= {name.split(":")[1] for name in needed}
-    assert unexpected(called, needed) == []
+def of_family(name: str) -> Callable[[Path], object]:
+    return lambda folder: FAMILIES[name]().save_pretrained(folder)
 
 
-def test_kernels_of_an_activation_that_few_models_have(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(_SHAPE | {"hidden_act": "gelu_pytorch_tanh"}))
-    called, needed, _ = load(
-        str(tmp_path), "only what is needed", load_format="dummy", max_model_len=256, dtype="bfloat16"
-    )
-    assert any(name.startswith(_ASKED) and ":gate_by_gelu_tanh:" in name for name in called)
-    assert unexpected(called, needed) == []
+class Case(NamedTuple):
+    """A model, settings beside its dtype, and functions among its kernels."""
+
+    write: Callable[[Path], object]
+    functions: frozenset[str] = frozenset()
+    settings: Mapping[str, object] = MappingProxyType({})
+    needed: bool = False
+    """Only what a first answer needs is looked at."""
 
 
-@pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"dtype": "bfloat16", "quantization": "int8"}], ids=str)
-def test_kernels_of_other_forms(settings: dict[str, object], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(_SHAPE))
-    called, expected, loaded = load(str(tmp_path), load_format="dummy", max_model_len=256, **settings)
+_MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_ROUTED = frozenset({"run_experts", "_route_few"})
+_INT8 = {"quantization": "int8"}
+CASES = {
+    "recurrent layers": Case(of_family("falcon-h1"), frozenset({"run_mamba2"})),
+    "short steps of them": Case(of_family("falcon-h1"), frozenset({"_columns_part", "_beside_part"}), needed=True),
+    "inputs of layers, normed values, scaled layers": Case(
+        of_family("gemma4"), frozenset({"copy_columns", "scale_columns", "add_beside"}), _INT8, needed=True
+    ),
+    "scaled inputs of experts": Case(of_family("llama4"), frozenset({"multiply_rows"}), _INT8, needed=True),
+    "an activation that few have": Case(
+        of_shape(hidden_act="gelu_pytorch_tanh"), frozenset({"gate_by_gelu_tanh"}), needed=True
+    ),
+    "float32": Case(of_shape(), settings={"dtype": "float32"}),
+    "int8": Case(of_shape(), settings=_INT8),
+    "states": Case(of_shape(**_HYBRID), frozenset({"advance_states"})),
+    "a mixture with a shared expert": Case(
+        of_shape(**_MIXTURE, model_type="qwen2_moe", shared_expert_intermediate_size=128), _ROUTED
+    ),
+    "an exact mixture": Case(
+        of_shape(**_MIXTURE, model_type="glm4_moe", n_routed_experts=8, n_group=1, topk_group=1), _ROUTED,
+        {"quantization": "int4"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_of(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    case.write(tmp_path)
+    settings = {"dtype": "bfloat16", **case.settings}
+    more = ["only what is needed"] * case.needed
+    called, expected, loaded = load(str(tmp_path), *more, load_format="dummy", max_model_len=128, **settings)
     assert loaded == []
     assert unexpected(called, expected) == []
-
-
-def test_kernels_of_layers_that_keep_states(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(_HYBRID))
-    called, expected, _ = load(str(tmp_path), load_format="dummy", max_model_len=256, dtype="bfloat16")
-    assert unexpected(called, expected) == []
-    assert any("gated_delta:advance_states" in name for name in called)
-
-
-_MIXTURES = {
-    "shared": {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 128},
-    "exact": {"model_type": "glm4_moe", "n_routed_experts": 8, "n_group": 1, "topk_group": 1},
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [("shared", {}), ("exact", {"quantization": "int4"})],
-)
-def test_kernels_of_mixtures(name: str, settings: dict[str, object], tmp_path: Path) -> None:
-    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "dtype": "bfloat16"}
-    (tmp_path / "config.json").write_text(json.dumps(_SHAPE | sizes | _MIXTURES[name]))
-    called, expected, _ = load(str(tmp_path), load_format="dummy", max_model_len=256, **settings)
-    assert {"run_experts", "_route_few"} <= {kernel.split(":")[1] for kernel in called}
-    assert unexpected(called, expected) == []
+    assert case.functions <= {kernel.split(":")[1] for kernel in (*called, *(expected if case.needed else ()))}
 
 
 @pytest.mark.parametrize(

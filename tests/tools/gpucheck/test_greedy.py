@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,22 +49,6 @@ def test_other_weights_fail(dtype: str, session: Session, monkeypatch: pytest.Mo
     told = "outputs differ" if dtype == "float32" else "outputs differ|times what transformers' are"
     with pytest.raises(CheckFailed, match=told):
         asyncio.run(greedy.check_family(session, FAMILIES["qwen3"], dtype, 24))
-
-
-def test_one_wrong_token_fails(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = greedy.generating
-
-    def generating(engine: Any) -> Any:
-        async def generate(asks: Sequence[Any]) -> list[list[int]]:
-            outputs = await made(engine)(asks)
-            outputs[3][5] = (outputs[3][5] + 1) % 160
-            return outputs
-
-        return generate
-
-    monkeypatch.setattr(greedy, "generating", generating)
-    with pytest.raises(CheckFailed, match="request 3, token 5"):
-        asyncio.run(greedy.check_family(session, FAMILIES["qwen3"], "float32", 8))
 
 
 def test_heads_have_the_size_that_kernels_take() -> None:

@@ -6,8 +6,10 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import torch
 
-from tools.gpucheck.report import CheckFailed, Report, Skipped
+from tools.gpucheck import ranks
+from tools.gpucheck.report import CheckFailed, Figure, Report, Skipped
 from tools.gpucheck.session import Section, Session, Settings, choose
 
 CPU = Settings("cpu", "torch")
@@ -114,3 +116,18 @@ def test_a_timeout_of_its_own_is_a_crash(tmp_path: Path) -> None:
 
     report = run(tmp_path, Section("one", "first", 9, lambda session: session.check("late", times_out) and None))
     assert report.checks[0].detail.startswith("crashed: TimeoutError")
+
+
+def test_one_gpu_is_too_few_for_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    report = Session(Settings("cuda:0"), tmp_path).run([Section("ranks", "a model over two GPUs", 9, ranks.run)])
+    assert [(check.status, check.detail[:12]) for check in report.checks] == [("skip", "needs 2 GPUs")]
+
+
+def test_verdicts_of_figures() -> None:
+    for value, aim, at_most, verdict in (
+        (812.0, 700.0, False, "met"), (12_345.6, 20_000.0, False, "missed"), (0.4, 1.0, True, "met"),
+        (1.1, 1.0, True, "missed"), (None, None, False, "absent"), (None, 1.0, False, "absent"),
+        (4300.0, None, False, "no aim"),
+    ):  # fmt: skip
+        assert Figure("speed", "f", value, "ms", aim, at_most=at_most).verdict == verdict

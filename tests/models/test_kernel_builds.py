@@ -11,7 +11,6 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from support.fake_flashinfer import FakeModules
 from transformers import Gemma2Config, Qwen3Config
 
 from asyncengine.attention.base import LayerSpec
@@ -27,9 +26,31 @@ from asyncengine.models.progress import LoadProgress
 HALF = torch.bfloat16
 
 
+class Modules:
+    """The functions by which FlashInfer's wrappers get their modules; that these take such arguments is asked of the
+    package itself below."""
+
+    def __init__(self) -> None:
+        self.built: list[tuple[Any, ...]] = []
+        self.prefill = SimpleNamespace(get_batch_prefill_module=self._prefill)
+        self.decode = SimpleNamespace(get_batch_decode_module=lambda *kind: self._attention("decode", *kind))
+        self.activation = SimpleNamespace(get_act_and_mul_module=lambda name: self.built.append((name,)))
+        self.page = SimpleNamespace(get_page_module=lambda: self.built.append(("page",)))
+
+    def _prefill(self, backend: str, *kind: Any) -> None:
+        assert kind[-1] is False, "products of queries and keys in float32"
+        self._attention({"fa2": "prefill", "fa3": "long"}[backend], *kind[:-1])
+
+    def _attention(
+        self, name: str, q: Any, kv: Any, o: Any, idx: Any, qk: int, vo: int, pos: int, window: bool, cap: bool
+    ) -> None:
+        assert (q, idx, qk, pos) == (o, torch.int32, vo, 0)
+        self.built.append((name, q, kv, qk, window, cap))
+
+
 def built(monkeypatch: pytest.MonkeyPatch, config: Any, dtype: torch.dtype = HALF, **fields: Any) -> list[Any]:
     """What a model of this configuration has built."""
-    modules = FakeModules()
+    modules = Modules()
     monkeypatch.setattr(kernel_builds, "load_flashinfer", lambda: modules)
     described = decoder_config_of(config, 64)
     assert described is not None

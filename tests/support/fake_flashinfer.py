@@ -14,20 +14,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from support.flashinfer_checks import (
-    check_append,
-    check_gated,
-    check_out,
-    check_queries,
-    check_workspace,
-    refuse_empty,
-)
+from support.flashinfer_checks import check_append, check_gated, check_out, check_queries, check_workspace, refuse_empty
 
 MIB = 2**20
 HEAD_DIMS = (64, 128, 256, 512)
@@ -164,15 +156,9 @@ class FakeFlashInfer:
         kernel()
 
     def fast_decode_plan(
-        self,
-        wrapper: DecodeWrapper,
-        indptr: torch.Tensor,
-        indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        *sizes: int,
-        global_override_indptr_cpu: torch.Tensor,
-        **options: Any,
-    ) -> None:
+        self, wrapper: DecodeWrapper, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor,
+        *sizes: int, global_override_indptr_cpu: torch.Tensor, **options: Any,
+    ) -> None:  # fmt: skip
         """Plan one that was planned before, with everything else as it was; its fixed buffers are left alone."""
         assert wrapper.planned, "the first plan finds the kernel"
         assert wrapper.size == len(last_page_len), "the number of rows is fixed in a graph"
@@ -183,17 +169,10 @@ class FakeFlashInfer:
         wrapper.plan_rows(global_override_indptr_cpu, indices)
 
     def append_paged_kv_cache(
-        self,
-        append_key: torch.Tensor,
-        append_value: torch.Tensor,
-        batch_indices: torch.Tensor,
-        positions: torch.Tensor,
-        paged_kv_cache: torch.Tensor,
-        kv_indices: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        kv_last_page_len: torch.Tensor,
-        kv_layout: str = "NHD",
-    ) -> None:
+        self, append_key: torch.Tensor, append_value: torch.Tensor, batch_indices: torch.Tensor,
+        positions: torch.Tensor, paged_kv_cache: torch.Tensor, kv_indices: torch.Tensor, kv_indptr: torch.Tensor,
+        kv_last_page_len: torch.Tensor, kv_layout: str = "NHD",
+    ) -> None:  # fmt: skip
         assert kv_layout == "NHD"
         arrays = {
             "batch_indices": batch_indices, "positions": positions, "kv_indices": kv_indices, "kv_indptr": kv_indptr,
@@ -254,32 +233,47 @@ def _check_cache(cache: torch.Tensor) -> tuple[int, int, int]:
 
 
 class Wrapper:
-    """What both wrappers share: workspaces, the staging area, the checks of a plan, the arithmetic."""
+    """What both wrappers share: workspaces, the staging area, the checks of a plan, the arithmetic. Their arguments are
+    held against the package itself in tests/attention/test_flashinfer_signatures.py."""
 
-    def put(self, made: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor | None, return_lse: bool) -> Any:
-        """Where the caller wants it."""
-        if out is not None:
-            check_out(out, made[0], self.planned, self.fake.memory.is_pinned)
-        found = made[0] if out is None else out.copy_(made[0])
-        return (found, made[1]) if return_lse else found
+    name: str
+    """Of its launches, as counted."""
 
     def __init__(self, fake: FakeFlashInfer, float_workspace_buffer: torch.Tensor, kv_layout: str, backend: str):
         assert kv_layout == "NHD"
-        assert backend in ("fa2", "fa3"), "auto would take fa3 for short prompts too, where it is slower"
         assert backend == "fa2" or fake.memory.hopper(), "its kernels are for compute capability 9"
         self.backend = backend
         check_workspace("float_workspace_buffer", float_workspace_buffer, fake.memory.is_pinned)
         assert not bool(float_workspace_buffer[:4096].any()), "must be zero at first use"
         self.fake = fake
-        self.float_workspace = float_workspace_buffer
         self.int_workspace_bytes = 8 * MIB
         self.staged: int | None = None
         self.planned: dict[str, Any] = {}
+        self.size: int | None = None
+        """Rows of the graph that it is made for."""
+        self.queries = 0
+        self.arrays: tuple[torch.Tensor, ...] = ()
+        """Pointers of queries and of pages, pages, and numbers of tokens in last ones, on the device."""
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        assert self.size or not self.fake.memory.capturing, "a wrapper without fixed buffers in a graph"
+        assert q.shape[0] == self.queries
+        made, logs = self.launch(self.name, q, paged_kv_cache, self.arrays)
+        if out is not None:
+            check_out(out, made, self.planned, self.fake.memory.is_pinned)
+            made = out.copy_(made)
+        return (made, logs) if return_lse else made
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
         check_workspace("float_workspace_buffer", float_workspace_buffer, self.fake.memory.is_pinned)
         check_workspace("int_workspace_buffer", int_workspace_buffer, self.fake.memory.is_pinned)
-        self.float_workspace = float_workspace_buffer
         self.int_workspace_bytes = int_workspace_buffer.numel()
 
     def stage(self, tiles: int) -> None:
@@ -312,9 +306,9 @@ class Wrapper:
             assert pages == [0] * len(pages) or 0 not in pages, "the padding page among a row's own"
             assert len(set(pages)) == len(pages) or pages[0] == 0
 
-    def check_model(
-        self, heads: int, kv_heads: int, dim: int, page_size: int, options: dict[str, Any], causal: bool
-    ) -> None:
+    def check_model(self, sizes: Sequence[int], options: dict[str, Any]) -> None:
+        """`sizes`: query heads, heads of keys and values, their dimensions, and tokens of a page."""
+        heads, kv_heads, dim, page_size = sizes
         assert heads % kv_heads == 0
         assert dim in (HEAD_DIMS if self.backend == "fa2" else HEAD_DIMS[:3])
         assert self.backend == "fa2" or options["kv_data_type"] == options["q_data_type"], "8 bits beside 16"
@@ -325,9 +319,7 @@ class Wrapper:
         assert options["non_blocking"] is True
         assert options["window_left"] >= -1
         assert options["logits_soft_cap"] is None or options["logits_soft_cap"] > 0
-        self.planned = {
-            **options, "heads": heads, "kv_heads": kv_heads, "dim": dim, "page_size": page_size, "causal": causal,
-        }  # fmt: skip
+        self.planned = {**options, "heads": heads, "kv_heads": kv_heads, "dim": dim, "page_size": page_size}
 
     def launch(
         self, name: str, q: torch.Tensor, cache: torch.Tensor, arrays: tuple[torch.Tensor, ...]
@@ -384,118 +376,66 @@ class PrefillWrapper(Wrapper):
     """`BatchPrefillWithPagedKVCacheWrapper`, without CUDA graphs."""
 
     def __init__(
-        self, fake: FakeFlashInfer, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", backend: str = "auto"
+        self, fake: FakeFlashInfer, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *, backend: str
     ) -> None:
+        assert backend in ("fa2", "fa3"), "auto would take fa3 for short prompts too, where it is slower"
         super().__init__(fake, float_workspace_buffer, kv_layout, backend)
-        self.arrays: tuple[torch.Tensor, ...] = ()
         self.name = "prefill" if backend == "fa2" else "long"
 
     def plan(
-        self,
-        qo_indptr: torch.Tensor,
-        paged_kv_indptr: torch.Tensor,
-        paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        page_size: int,
-        *,
-        causal: bool = False,
-        seq_lens: torch.Tensor,
-        max_token_per_sequence: int,
-        sm_scale: float | None = None,
-        logits_soft_cap: float | None = None,
-        window_left: int = -1,
-        **options: Any,
-    ) -> None:
-        rows = len(paged_kv_last_page_len)
+        self, qo_indptr: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor,
+        *sizes: int, seq_lens: torch.Tensor, max_token_per_sequence: int, **options: Any,
+    ) -> None:  # fmt: skip
+        rows = len(last_page_len)
         self.fake.check_host_array(qo_indptr, rows + 1)
         assert int(qo_indptr[0]) == 0
         assert bool((qo_indptr.diff() >= 1).all())
         assert int(qo_indptr.diff().max()) == max_token_per_sequence
         assert bool((qo_indptr.diff() <= seq_lens).all())
-        self.check_pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, seq_lens, page_size)
-        options.update(sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, window_left=window_left)
-        self.check_model(num_qo_heads, num_kv_heads, head_dim_qk, page_size, options, causal)
+        self.check_pages(indptr, indices, last_page_len, seq_lens, sizes[3])
+        self.check_model(sizes, {"causal": False, **options})
         self.stage(rows)
+        self.queries = int(qo_indptr[-1])
         upload = self.fake.memory.upload
-        self.arrays = (upload(qo_indptr), upload(paged_kv_indptr), paged_kv_indices, upload(paged_kv_last_page_len))
-
-    def run(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: torch.Tensor,
-        *,
-        out: torch.Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Any:
-        assert not self.fake.memory.capturing, "a wrapper without fixed buffers in a graph"
-        assert q.shape[0] == int(self.arrays[0][-1])
-        return self.put(self.launch(self.name, q, paged_kv_cache, self.arrays), out, return_lse)
+        self.arrays = (upload(qo_indptr), upload(indptr), indices, upload(last_page_len))
 
 
 class DecodeWrapper(Wrapper):
     """`BatchDecodeWithPagedKVCacheWrapper`, one query per row; with CUDA graphs it reads its fixed buffers only."""
 
+    name = "decode"
+
     def __init__(
-        self,
-        fake: FakeFlashInfer,
-        float_workspace_buffer: torch.Tensor,
-        kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        use_tensor_cores: bool = False,
-        paged_kv_indptr_buffer: torch.Tensor | None = None,
-        paged_kv_indices_buffer: torch.Tensor | None = None,
-        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
-        backend: str = "auto",
-    ) -> None:
-        assert backend == "fa2", "the other is slow here"
+        self, fake: FakeFlashInfer, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *, backend: str,
+        use_tensor_cores: bool = False, use_cuda_graph: bool = False, **buffers: torch.Tensor,
+    ) -> None:  # fmt: skip
         super().__init__(fake, float_workspace_buffer, kv_layout, backend)
         self.use_tensor_cores = use_tensor_cores
-        self.use_cuda_graph = use_cuda_graph
-        self.arrays: tuple[torch.Tensor, ...] = ()
-        self.size: int | None = None
         self.divided: torch.Tensor | None = None
         """Row pointers that the plan of a graph was made for."""
         if use_cuda_graph:
-            assert paged_kv_indptr_buffer is not None
-            assert paged_kv_indices_buffer is not None
-            assert paged_kv_last_page_len_buffer is not None
-            self.size = len(paged_kv_last_page_len_buffer)
-            assert len(paged_kv_indptr_buffer) == self.size + 1
-            buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
-            for buffer in buffers:
+            fixed = [buffers[f"paged_kv_{name}_buffer"] for name in ("indptr", "indices", "last_page_len")]
+            self.size = self.queries = len(fixed[2])
+            assert len(fixed[0]) == self.size + 1
+            for buffer in fixed:
                 fake.check_device_array(buffer)
-            self.arrays = (torch.arange(self.size + 1), *buffers)
+            self.arrays = (torch.arange(self.size + 1), *fixed)
 
     def plan(
-        self,
-        indptr: torch.Tensor,
-        indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        *,
-        seq_lens: torch.Tensor | None = None,
-        sm_scale: float | None = None,
-        logits_soft_cap: float | None = None,
-        window_left: int = -1,
-        **options: Any,
-    ) -> None:
+        self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, *sizes: int,
+        seq_lens: torch.Tensor | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         rows = len(last_page_len)
         if self.size is None:
             assert seq_lens is not None, "else they are found by a loop over the rows, in each step"
-            self.check_pages(indptr, indices, last_page_len, seq_lens, page_size)
-        group = num_qo_heads // num_kv_heads
-        assert self.use_tensor_cores == (group >= 4 or head_dim > 256), "no CUDA-core kernel for this, or a slow one"
-        options.update(sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, window_left=window_left)
+            self.check_pages(indptr, indices, last_page_len, seq_lens, sizes[3])
+        group = sizes[0] // sizes[1]
+        assert self.use_tensor_cores == (group >= 4 or sizes[2] > 256), "no CUDA-core kernel for this, or a slow one"
         frozen = {key: self.planned.get(key) for key in options}
-        self.check_model(num_qo_heads, num_kv_heads, head_dim, page_size, options, causal=False)
+        self.check_model(sizes, {"causal": False, **options})
         upload = self.fake.memory.upload
         if self.size is None:
+            self.queries = rows
             self.stage(rows * (group // 16 + 2))
             self.arrays = (torch.arange(rows + 1), upload(indptr), indices, upload(last_page_len))
             return
@@ -513,18 +453,6 @@ class DecodeWrapper(Wrapper):
         self.stage(len(indptr) * (self.planned["heads"] // self.planned["kv_heads"] // 16 + 2))
         self.divided = indptr.clone()
 
-    def run(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: torch.Tensor,
-        *,
-        out: torch.Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Any:
-        assert self.use_cuda_graph or not self.fake.memory.capturing, "a wrapper without fixed buffers in a graph"
-        assert q.shape[0] == len(self.arrays[3]), "one query per row"
-        return self.put(self.launch("decode", q, paged_kv_cache, self.arrays), out, return_lse)
-
     def at_launch(self) -> None:
         if self.size is not None:
             assert self.divided is not None
@@ -532,29 +460,3 @@ class DecodeWrapper(Wrapper):
             self.check_listed(self.arrays[1], self.arrays[2])
             last = self.arrays[3]
             assert bool(((last >= 1) & (last <= self.planned["page_size"])).all())
-
-
-class FakeModules:
-    """The functions by which FlashInfer's wrappers get their modules, with their own arguments (jit/attention of
-    0.6.13 to 0.7.2: `gen_batch_prefill_module`, `gen_batch_decode_module`)."""
-
-    def __init__(self) -> None:
-        self.built: list[tuple[Any, ...]] = []
-        self.prefill = SimpleNamespace(get_batch_prefill_module=self._prefill)
-        self.decode = SimpleNamespace(get_batch_decode_module=self._decode)
-        self.activation = SimpleNamespace(get_act_and_mul_module=lambda name: self.built.append((name,)))
-        self.page = SimpleNamespace(get_page_module=lambda: self.built.append(("page",)))
-
-    def _prefill(
-        self, backend: str, q: Any, kv: Any, o: Any, idx: Any, qk: int, vo: int, pos: int, window: bool, cap: bool,
-        fp16_qk: bool,
-    ) -> None:  # fmt: skip
-        assert (idx, pos, fp16_qk) == (torch.int32, 0, False)
-        assert (q, qk) == (o, vo)
-        self.built.append(({"fa2": "prefill", "fa3": "long"}[backend], q, kv, qk, window, cap))
-
-    def _decode(
-        self, q: Any, kv: Any, o: Any, idx: Any, qk: int, vo: int, pos: int, window: bool, cap: bool
-    ) -> None:  # fmt: skip
-        assert (o, idx, vo, pos) == (q, torch.int32, qk, 0)
-        self.built.append(("decode", q, kv, qk, window, cap))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from support.fake_engine import executor_of, greedy, idle, in_thread, make_core, make_engine, until
 from support.threads import no_new_engine_thread
-from support.updatable import Updatable, answer, prompt
 
 from asyncengine import (
     AsyncEngine,
@@ -24,6 +23,8 @@ from asyncengine import (
 from asyncengine.errors import ModelNotFound
 from asyncengine.testing import Recording, assert_nothing_held, replay
 from asyncengine.testing.fake_runner import FakeExecutor
+
+from .updatable import Updatable, answer, prompt
 
 
 class Forgetful(Updatable):

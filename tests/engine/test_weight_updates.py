@@ -17,7 +17,6 @@ from support.fake_engine import (
     until,
 )
 from support.threads import no_new_engine_thread
-from support.updatable import Updatable, answer, prompt
 
 from asyncengine import (
     AsyncEngine,
@@ -33,6 +32,8 @@ from asyncengine.errors import ModelNotFound
 from asyncengine.scheduler.messages import UpdateWeights
 from asyncengine.testing import Recording, assert_nothing_held, replay
 from asyncengine.testing.fake_runner import FakeExecutor
+
+from .updatable import Updatable, answer, prompt
 
 
 def engine_of(**settings: Any) -> AsyncEngine:

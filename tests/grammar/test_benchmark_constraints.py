@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from support.schema_check import assert_valid
 
 from asyncengine.grammar import Grammar
 from benchmarks.constraints import CONSTRAINTS, Constraint
 
 from .oracle import accepts
+from .schema_check import assert_valid
 
 MAKE = {
     "regex": Grammar.regex, "choice": Grammar.choice, "json_schema": Grammar.json_schema, "lark": Grammar.lark,

@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 from support.big_tokenizers import SMALL
 from support.long import LONG
-from support.schema_check import Checker
 
 from asyncengine.errors import GrammarError
 from asyncengine.grammar import Grammar
@@ -17,6 +16,7 @@ from asyncengine.grammar.vocabulary import Vocabulary
 
 from .corpus import LOOSE, NARROW, Difference, compilable, corpus, invalid_texts, valid_texts
 from .corpus.randomised import random_cases
+from .schema_check import Checker
 from .torture import real_vocabulary
 
 MENDED = {

@@ -8,7 +8,6 @@ from uuid import UUID
 
 import pytest
 from pydantic import UUID1, UUID4, BaseModel, IPvAnyAddress, TypeAdapter
-from support.schema_check import is_format
 
 from asyncengine.errors import GrammarError, GrammarUnsupported
 from asyncengine.grammar import Grammar
@@ -17,6 +16,7 @@ from asyncengine.grammar.schema.formats import LIBRARY, PATTERNS
 from asyncengine.grammar.schemas import class_schema
 
 from .oracle import accepts, complaint, matcher
+from .schema_check import is_format
 from .test_readable_json import text_of_walk
 
 

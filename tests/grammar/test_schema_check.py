@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.schema_check import ENFORCED_FORMATS, MAY_BE_EMPTY, Checker, assert_valid, is_format
+
+from .schema_check import ENFORCED_FORMATS, MAY_BE_EMPTY, Checker, assert_valid, is_format
 
 GOOD: list[tuple[str, dict[str, Any]]] = [
     ("1.0", {"type": "integer"}),

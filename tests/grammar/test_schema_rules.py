@@ -10,7 +10,6 @@ import jsonschema
 import pytest
 from support.grammar_walks import text_of, walk
 from support.long import LONG
-from support.schema_check import Checker
 from support.small_grammars import shared_vocabulary
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge, GrammarUnsupported
@@ -24,6 +23,7 @@ from asyncengine.grammar.vocabulary import Vocabulary
 
 from .corpus import compilable, invalid_texts, valid_texts
 from .oracle import accepts, matcher, tokenizer
+from .schema_check import Checker
 
 INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from jsonschema import Draft202012Validator
 from support.big_tokenizers import LARGE, SMALL, big_tokenizer
 from support.grammar_walks import text_of, walk
-from support.schema_check import Checker
 
 from asyncengine.errors import GrammarError
 from asyncengine.grammar import Grammar
@@ -27,6 +26,7 @@ from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.vocabulary import Vocabulary
 
 from .corpus import Case, compilable
+from .schema_check import Checker
 
 MOST = 160
 """Tokens a budget may exceed the least one by."""

@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.fake_engine import gather_all
-from support.lora_engine import ask, assert_given_back, greedy, info_of, load
 from support.lora_zoo import MAX_RANK, Zoo, random_prompts
 from support.peft_checkpoints import CONFIG, WEIGHTS, edit_config
 
 from asyncengine.errors import AdapterError, AdapterNotFound, InvalidParameter
+
+from .lora_engine import ask, assert_given_back, greedy, info_of, load
 
 pytest.importorskip("peft")
 

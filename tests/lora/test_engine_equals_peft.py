@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from support.adapter_engine import slots_of
-from support.lora_engine import assert_given_back, load
 from support.lora_zoo import Zoo, random_prompts
 
 from asyncengine import AsyncEngine, SamplingParams
+
+from .lora_engine import assert_given_back, load
 
 pytest.importorskip("peft")
 

@@ -17,11 +17,12 @@ import torch
 from support.adapter_engine import slots_of
 from support.fake_engine import gather_all, until
 from support.held_steps import HeldSteps
-from support.lora_engine import ask, assert_given_back, greedy, info_of, load
 from support.lora_zoo import Zoo, random_prompts
 
 from asyncengine.errors import RequestFailed
 from asyncengine.lora.layers.slots import LoraLayers
+
+from .lora_engine import ask, assert_given_back, greedy, info_of, load
 
 pytest.importorskip("peft")
 

@@ -18,7 +18,6 @@ import torch
 from support.drive import prompts
 from support.forwards import Forwards
 from support.panels import use_panels
-from support.rank_processes import load, mapped, ranks
 from support.rank_threads import in_ranks
 from support.tiny_models import VOCAB
 
@@ -28,6 +27,8 @@ from asyncengine.device import child, collective_gather
 from asyncengine.engine import rank_wiring
 from asyncengine.models.loading import load_model
 from asyncengine.models.progress import LoadProgress
+
+from .rank_processes import load, mapped, ranks
 
 pytestmark = pytest.mark.skipif(
     collective_gather.missing("gloo") is not None, reason=str(collective_gather.missing("gloo"))

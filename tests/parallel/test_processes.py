@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 import pytest
 from support.long import TIMES
-from support.rank_processes import load, mapped, ranks
 
 from asyncengine import AsyncEngine, EngineDead, InvalidParameter, SamplingParams
 from asyncengine.config import EngineConfig
@@ -27,6 +26,8 @@ from asyncengine.demo import MODEL_PATH
 from asyncengine.device import shared_gather
 from asyncengine.events import EngineDied
 from asyncengine.grammar import Grammar
+
+from .rank_processes import load, mapped, ranks
 
 pytestmark = pytest.mark.skipif(shared_gather.missing() is not None, reason=str(shared_gather.missing()))
 KILLS = TIMES

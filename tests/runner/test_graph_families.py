@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from support import tiny_models
 from support.drive import Driver, prompts
-from support.graphs import Recall, on_fakes
 from support.long import LONG
 from support.tiny_models import VOCAB, make_checkpoint
 from support.wide_models import WIDE
@@ -28,6 +27,8 @@ from asyncengine.runner import model_runner
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.scheduler import Scheduler
 from asyncengine.step import Batch, Row, StateUse
+
+from .graphs import Recall, on_fakes
 
 SIZES = [1, 2, 4, 8]
 HYBRIDS = ["qwen3next", "lfm2", "falcon-h1", "mamba2", *LONG * ["qwen3.5", "granite4", "nemotron-h"]]

@@ -11,7 +11,6 @@ import pytest
 import torch
 from support.attention_pair import make_flashinfer
 from support.fake_flashinfer import FakeFlashInfer, FakeMemory
-from support.graphs import Recall
 
 from asyncengine.attention.base import LayerSpec
 from asyncengine.layers.states import FIRST, LoneTokens, StatePools, StateSpec
@@ -20,6 +19,8 @@ from asyncengine.runner.graphs import DecodeGraphs
 from asyncengine.runner.step_buffers import GIVEN, NUMBERS, DecodeStep, StepBuffers
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import Row, StateUse
+
+from .graphs import Recall
 
 CPU = torch.device("cpu")
 SLOTS, PAGE, MOST = 8, 4, 100

@@ -19,7 +19,6 @@ from support import fake_gpu as fakes
 from support.fake_engine import idle
 from support.fake_gpu import fake_gpu
 from support.peft_checkpoints import make_peft
-from support.step_sampler import sample_in_graphs
 from support.worded_model import VOCAB, make_worded_model
 
 from asyncengine import AsyncEngine, SamplingParams
@@ -27,6 +26,8 @@ from asyncengine.device.transfer import Readback
 from asyncengine.grammar import Grammar
 from asyncengine.runner import model_runner
 from asyncengine.testing.leaks import assert_nothing_held
+
+from .step_sampler import sample_in_graphs
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 import torch
 from support.drive import Driver, prompts
-from support.graphs import Recall, Recalled, on_fakes
 from support.lora_driver import AdapterDriver
 from support.lora_reference import random_weights
-from support.step_sampler import sample_in_graphs
 from support.tiny_models import VOCAB
 from support.wide_models import make_wide
 
@@ -25,6 +23,9 @@ from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.runner.graphs import graph_sizes
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.sampling.sampler import NON_FINITE
+
+from .graphs import Recall, Recalled, on_fakes
+from .step_sampler import sample_in_graphs
 
 WANT = 12
 SIZES = [1, 2, 4, 8]

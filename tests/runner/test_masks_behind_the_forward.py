@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.drive import prompts
-from support.graphs import Recall, on_fakes
 from support.plug_points import Letters
-from support.step_sampler import TorchStepSampler, sample_in_graphs
 from support.tiny_models import VOCAB
 from support.wide_models import make_wide
 
@@ -22,6 +20,9 @@ from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.sampling.sampler import NOTHING_ALLOWED
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import Batch, Row, StateUse
+
+from .graphs import Recall, on_fakes
+from .step_sampler import TorchStepSampler, sample_in_graphs
 
 GREEDY = SamplingParams(temperature=0.0)
 ALLOWED = (11, 12, 40)

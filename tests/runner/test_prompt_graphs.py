@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from support.drive import Driver, prompts
-from support.graphs import Recall, on_fakes
 from support.lora_driver import AdapterDriver
 from support.lora_reference import random_weights
 from support.tiny_models import VOCAB
@@ -25,6 +24,8 @@ from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.runner.prompt_graphs import prompt_graph_sizes
 from asyncengine.step import Batch
+
+from .graphs import Recall, on_fakes
 
 
 class _Thread:

@@ -16,10 +16,8 @@ import pytest
 from support.checkpoints import MakeRunner
 from support.device_modes import FailOnce
 from support.drive import prompts
-from support.graphs import Recall, on_fakes
 from support.long import LONG
 from support.plug_points import Letters
-from support.step_sampler import sample_in_graphs
 from support.tiny_models import VOCAB
 from support.wide_models import make_wide
 from torch.utils._python_dispatch import _disable_current_modes
@@ -30,6 +28,9 @@ from asyncengine.runner.pending import PendingStep
 from asyncengine.runner.processed_rows import ProcessedRows
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import Batch, Row, StepResult
+
+from .graphs import Recall, on_fakes
+from .step_sampler import sample_in_graphs
 
 STEPS = 3
 FAILING = 1

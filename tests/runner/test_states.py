@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from support.device_modes import FailOnce
-from support.leaky_model import VOCAB, leaky_runner
 from support.long import LONG
 
 from asyncengine.config import EngineConfig
@@ -19,6 +18,8 @@ from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler import Scheduler
 from asyncengine.step import StepHandle
+
+from .leaky_model import VOCAB, leaky_runner
 
 GREEDY = SamplingParams(temperature=0.0)
 

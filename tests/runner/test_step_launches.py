@@ -10,13 +10,14 @@ import torch
 from support.device_modes import Launches
 from support.drive import GREEDY
 from support.fake_flashinfer import FakeMemory
-from support.graphs import Recall, Recalled, on_fakes
 from support.tiny_models import VOCAB
 from support.wide_models import make_wide
 
 from asyncengine.request_spec import RequestSpec
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.step import Batch, Row
+
+from .graphs import Recall, Recalled, on_fakes
 
 
 class Silent:

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from support import reference_sampler
 from support.checkpoints import MakeRunner
 from support.drive import Driver, prompts
 from support.tiny_models import VOCAB, make_model
 
 from asyncengine.sampling.logprobs import token_logprobs
 from asyncengine.sampling_params import SamplingParams
+
+from . import reference_sampler
 
 
 def reference(model: Any, tokens: list[int]) -> torch.Tensor:

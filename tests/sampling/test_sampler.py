@@ -11,13 +11,14 @@ from weakref import ref
 
 import pytest
 import torch
-from support import reference_sampler as reference
 
 from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling.masks import FilledMasks
 from asyncengine.sampling.sampler import NON_FINITE, Sampler
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import Row
+
+from . import reference_sampler as reference
 
 VOCAB = 1200
 CPU = torch.device("cpu")

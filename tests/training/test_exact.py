@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.exact import KINDS, TEMPERATURE, engine_on, exact_folder, rollout, train, trainer_of, weights_of
 from support.long import LONG, by_turns
 
 from asyncengine import SamplingParams
 from asyncengine.integrations.trl import named_weights
 from asyncengine.training import make_exact
+
+from .exact import KINDS, TEMPERATURE, engine_on, exact_folder, rollout, train, trainer_of, weights_of
 
 pytest.importorskip("numba")
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.exact import TEMPERATURE, engine_on, exact_folder, rollout, train, trainer_of
 from support.peft_checkpoints import make_peft
 
 from asyncengine import Engine, EngineConfig, InvalidParameter, UnsupportedModel
 from asyncengine.training import make_exact
+
+from .exact import TEMPERATURE, engine_on, exact_folder, rollout, train, trainer_of
 
 pytest.importorskip("numba")
 

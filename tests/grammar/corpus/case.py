@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from support.schema_check import Checker
-
+from ..schema_check import Checker
 from .mutate import mutations
 
 MUTANTS = 8

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from support.schema_check import Checker
+from ..schema_check import Checker
 
 OTHER_TYPES: tuple[Any, ...] = (None, True, 0, -1, 2.5, "", "zz", [], [0], {}, {"zz": 0})
 EXTRA_KEY = "zz extra"

@@ -6,11 +6,12 @@ import pytest
 import torch
 from support.demo_gguf import DEMO, MIXES, demo_weights, write_demo
 from support.forwards import Forwards, relative_error
-from support.gguf_reading import check_tensors, decoder_of
 from transformers import PreTrainedTokenizerFast
 
 from asyncengine.layers.stored import dense
 from asyncengine.models.formats.gguf.model import GgufModel
+
+from .gguf_reading import check_tensors, decoder_of
 
 MOST = {"F16": 1e-3, "Q8_0": 7e-3, "Q4_K_M": 8e-2}
 """Relative error of a matrix."""

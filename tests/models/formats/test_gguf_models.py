@@ -14,7 +14,6 @@ import torch
 from support.forwards import logits_of
 from support.gguf_files import PLAIN, QUANTIZED, checkpoint_of, model_of, write_gguf
 from support.gguf_models import IDS, YARN, make_model, pattern, rope
-from support.gguf_reading import check_tensors, comes_back, decoder_of, values
 from support.tiny_configs import changed
 from support.tiny_models import FAMILIES
 
@@ -24,6 +23,8 @@ from asyncengine.layers.stored import dense
 from asyncengine.models.formats.gguf.model import GgufModel
 from asyncengine.models.formats.gguf.tensors import BlockMatrix
 from asyncengine.models.loading import load_model
+
+from .gguf_reading import check_tensors, comes_back, decoder_of, values
 
 LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONG = [1.0, 1.1, 1.3, 1.7, 2.0, 2.5]

@@ -12,7 +12,6 @@ import torch
 from support.forwards import logits_of
 from support.gguf_files import checkpoint_of, write_gguf
 from support.gguf_models import IDS, YARN, make_model, pattern
-from support.gguf_reading import check_tensors, comes_back
 from support.ollama_gpt_oss import FORMS, write_ollama_gpt_oss
 from support.tiny_configs import changed
 from support.tiny_models import FAMILIES
@@ -23,6 +22,8 @@ from asyncengine.layers.stored import dense
 from asyncengine.models.formats.gguf.container import GgufFile
 from asyncengine.models.formats.gguf.model import GgufModel
 from asyncengine.models.loading import load_model
+
+from .gguf_reading import check_tensors, comes_back
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -11,7 +11,6 @@ import torch
 from support.forwards import Forwards
 from support.gguf_files import checkpoint_of, model_of, write_gguf
 from support.gguf_models import make_model
-from support.gguf_reading import check_tensors, comes_back, decoder_of
 from support.long import by_turns
 from support.tiny_configs import changed
 
@@ -20,6 +19,8 @@ from asyncengine.errors import ModelNotFound
 from asyncengine.models.formats.gguf.model import GgufModel
 from asyncengine.models.formats.gguf.tensors import BlockMatrix
 from asyncengine.models.loading import load_model
+
+from .gguf_reading import check_tensors, comes_back, decoder_of
 
 IDS = list(range(3, 24))
 LFM = {"conv_bias": False, "hidden_size": 64, "intermediate_size": 96, "block_auto_adjust_ff_dim": False}

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.one_matrix import matrix_of, random_weight
 from support.quantized_checkpoints import KINDS
 
 from asyncengine.layers.stored import dense
 from asyncengine.models.formats.fp8 import GROUP, plain_whole_numbers, whole_numbers
+
+from .one_matrix import matrix_of, random_weight
 
 EXACT = [name for name in KINDS if not name.startswith("fp8")]
 

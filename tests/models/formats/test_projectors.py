@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import load_file
 from support.picture_models import chat, expected_logits, picture, words
 from support.picture_runs import Loaded, Run
-from support.projector_files import LANGUAGES, write_pair
 
 from asyncengine import AsyncEngine, EngineConfig, InvalidParameter, ModelNotFound, SamplingParams, UnsupportedModel
 from asyncengine.demo import MODEL_PATH as DEMO_MODEL
 from asyncengine.images import without_identity
 from asyncengine.models.checkpoint import open_checkpoint
+
+from .projector_files import LANGUAGES, write_pair
 
 WANT = 12
 WIDE, TALL = picture(1, (40, 24)), picture(2, (16, 48))

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from support.forwards import relative_error
-from support.one_matrix import matrix_of, random_weight
 from support.quantized_checkpoints import mxfp4
 
 from asyncengine.layers.stored import dense
+
+from .one_matrix import matrix_of, random_weight
 
 SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "w4a16": ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32}),

@@ -24,17 +24,11 @@ def first_victim(steps: Steps) -> int:
     return victim
 
 
-def test_fcfs_preempts_the_last_arrived():
-    assert first_victim(squeeze("fcfs")) == 3
-
-
-def test_priority_preempts_the_least_important():
-    assert first_victim(squeeze("priority")) == 2
-
-
-@pytest.mark.parametrize("policy", ["shortest-remaining", "longest-prefix-match"])
-def test_other_policies_preempt_the_last_arrived(policy: str):
-    assert first_victim(squeeze(policy)) == 3
+@pytest.mark.parametrize(
+    ("policy", "victim"), [("fcfs", 3), ("priority", 2), ("shortest-remaining", 3), ("longest-prefix-match", 3)]
+)
+def test_the_last_arrived_or_the_least_important_is_preempted(policy: str, victim: int):
+    assert first_victim(squeeze(policy)) == victim
 
 
 def test_priority_preempts_the_last_arrived_of_the_least_important():

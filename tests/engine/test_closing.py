@@ -11,6 +11,7 @@ from contextlib import suppress
 import anyio
 import pytest
 from support.fake_engine import executor_of, greedy, in_thread, make_core, make_engine, until
+from support.plug_points import Compiler
 
 from asyncengine import AsyncEngine, Engine
 from asyncengine.engine.device_thread import DeviceThread
@@ -76,7 +77,7 @@ async def test_draining_finishes_what_there_is_and_refuses_the_rest(hosted: bool
 
 @pytest.mark.parametrize("hosted", HOSTINGS)
 async def test_draining_aborts_the_rest_after_its_time(hosted: bool):
-    engine = make_engine(hosted=hosted, wiring={"grammars": _NeverCompiles()})
+    engine = make_engine(hosted=hosted, wiring={"grammars": Compiler()})
     await engine.start()
     never = engine.stream([2, 3], greedy(5, grammar="x"))
     await never.__aenter__()
@@ -85,7 +86,7 @@ async def test_draining_aborts_the_rest_after_its_time(hosted: bool):
 
 
 async def test_closing_at_once_ends_a_drain():
-    engine = make_engine(wiring={"grammars": _NeverCompiles()})
+    engine = make_engine(wiring={"grammars": Compiler()})
     await engine.start()
     never = engine.stream([2, 3], greedy(5, grammar="x"))
     await never.__aenter__()
@@ -98,7 +99,7 @@ async def test_closing_at_once_ends_a_drain():
 
 
 async def test_a_later_drain_does_not_take_an_abort_back():
-    engine = make_engine(wiring={"grammars": _NeverCompiles()})
+    engine = make_engine(wiring={"grammars": Compiler()})
     await engine.start()
     never = engine.stream([2, 3], greedy(5, grammar="x"))
     await never.__aenter__()
@@ -107,7 +108,7 @@ async def test_a_later_drain_does_not_take_an_abort_back():
 
 async def test_a_cancelled_drain_stays_cancelled():
     """The caller's cancellation is its own, not the engine task's."""
-    engine = make_engine(wiring={"grammars": _NeverCompiles()})
+    engine = make_engine(wiring={"grammars": Compiler()})
     await engine.start()
     never = engine.stream([2, 3], greedy(5, grammar="x"))
     await never.__aenter__()
@@ -253,16 +254,3 @@ async def test_a_blocking_call_on_the_thread_of_an_owned_engine_raises_and_never
             blocking.generate_many([[2, 3]], greedy(2))
         done = await in_thread(lambda: blocking.generate([2, 3], greedy(2)))
         assert len(done.token_ids) == 2
-
-
-class _NeverCompiles:
-    def check(self, grammar, budget, on_budget):
-        return grammar
-
-    def text_check(self, grammar) -> None: ...
-
-    def start(self, ticket, order, done) -> None: ...
-
-    def cancel(self, ticket) -> None: ...
-
-    def close(self) -> None: ...

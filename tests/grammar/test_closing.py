@@ -9,6 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 from support.grammar_walks import text_of, walk
+from support.small_grammars import NODE, PERSON, TREE, closed
+from support.small_grammars import SCHEMAS as SMALL
 from support.small_vocabulary import EOS
 
 from asyncengine.errors import GrammarImpossible, GrammarTooLarge
@@ -17,21 +19,11 @@ from asyncengine.grammar.llguidance_backend import LlgTemplate, LlguidanceBacken
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.vocabulary import Vocabulary
 
-
-def closed(properties: dict[str, Any], required: list[str] | None = None) -> dict[str, Any]:
-    wanted = list(properties) if required is None else required
-    return {"type": "object", "properties": properties, "required": wanted, "additionalProperties": False}
-
-
-PERSON = closed({"name": {"type": "string"}, "age": {"type": "integer"}})
 OPTIONAL = closed({"xx": {"type": "string"}, "yy": PERSON})
 OPTIONALS = closed({f"p{i}": {"anyOf": [OPTIONAL, {"type": "null"}]} for i in range(4)})
-NODE = {"$ref": "#/$defs/n"}
 OR_NULL = {"anyOf": [NODE, {"type": "null"}]}
-TREE = {"$defs": {"n": closed({"v": {"type": "integer"}, "c": {"type": "array", "items": NODE}})}, **NODE}
 PAIR = {"$defs": {"n": closed({"l": OR_NULL, "r": OR_NULL})}, **NODE}
 NUMBERS = closed({"a": {"type": "number", "minimum": 950, "maximum": 1050}, "b": {"type": "integer", "multipleOf": 7}})
-PAIRS = {"type": "array", "minItems": 2, "items": {"type": "boolean"}}
 SCHEMAS: dict[str, dict[str, Any]] = {
     "person": PERSON,
     "nullable objects": OPTIONALS,
@@ -41,8 +33,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "object": {"type": "object"},
     "long string": closed({"s": {"type": "string", "minLength": 40}}),
     "numbers": NUMBERS,
-    "nested arrays": {"type": "array", "minItems": 2, "items": PAIRS},
-    "pattern": closed({"id": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}(-[a-z]+)?$"}}),
+    "nested arrays": SMALL["pairs"],
+    "pattern": SMALL["pattern"],
     "formats": closed({"d": {"type": "string", "format": "date-time"}, "u": {"type": "string", "format": "uuid"}}),
     "format and pattern": {
         "type": "string", "format": "uri", "pattern": "^https://images-fe\\.example\\.com/.*?(no-image)?\\._SL160_\\.(gif|jpg)$",

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 from support.grammar_walks import text_of, walk
 from support.long import LONG
-from support.small_grammars import shared_vocabulary
+from support.small_grammars import closed, shared_vocabulary
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar import Grammar
@@ -26,11 +26,6 @@ from .oracle import accepts, matcher, tokenizer
 from .schema_check import Checker
 
 INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
-
-
-def closed(properties: dict[str, Any], required: list[str] | None = None) -> dict[str, Any]:
-    wanted = list(properties) if required is None else required
-    return {"type": "object", "properties": properties, "required": wanted, "additionalProperties": False}
 
 
 def by_rules(schema: dict[str, Any]) -> Any:

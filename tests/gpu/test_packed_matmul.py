@@ -67,6 +67,17 @@ def test_products_on_the_device(name: str, dtype: torch.dtype) -> None:
     assert relative_error(x.float() @ dense.T, out.float()) < LIMITS[dtype]
 
 
+def scored(folder: Path, **fields: Any) -> tuple[torch.Tensor, int]:
+    """Scores of prompts, with answers behind them, and bytes of the weights."""
+    settings = EngineConfig(dtype="bfloat16", device="cuda", kv_cache_memory="256MiB", max_num_seqs=64, **fields)
+    runner = build_runner(load_model(str(folder), settings), settings)
+    driver = Driver(runner)
+    params = SamplingParams(temperature=0.0, prompt_logprobs=True, ignore_eos=True)
+    jobs = [driver.job(prompt, 8, params) for prompt in prompts([90, 33, 5], VOCAB)]
+    driver.run(jobs, chunk=80)
+    return torch.tensor([entry.logprob for job in jobs for entry in job.prompt_logprobs]), runner.weights_bytes
+
+
 def test_a_quantized_model_on_the_device(tmp_path: Path) -> None:
     """Scores of prompts and of answers that follow are those of the dequantized model; its weights are smaller."""
     config = FAMILIES["llama"]()
@@ -76,14 +87,9 @@ def test_a_quantized_model_on_the_device(tmp_path: Path) -> None:
     quantized(tmp_path / "plain", tmp_path / "awq", "awq", tmp_path / "dense")
     scores, sizes = [], []
     for name in ("awq", "dense"):
-        settings = EngineConfig(dtype="bfloat16", device="cuda", kv_cache_memory="256MiB", max_num_seqs=64)
-        runner = build_runner(load_model(str(tmp_path / name), settings), settings)
-        sizes.append(runner.weights_bytes)
-        driver = Driver(runner)
-        params = SamplingParams(temperature=0.0, prompt_logprobs=True, ignore_eos=True)
-        jobs = [driver.job(prompt, 8, params) for prompt in prompts([90, 33, 5], VOCAB)]
-        driver.run(jobs, chunk=80)
-        scores.append(torch.tensor([entry.logprob for job in jobs for entry in job.prompt_logprobs]))
+        found, size = scored(tmp_path / name)
+        scores.append(found)
+        sizes.append(size)
     assert sizes[0] < sizes[1]
     assert float((scores[0] - scores[1]).abs().max()) < 0.1
 
@@ -97,16 +103,9 @@ def test_a_plain_model_is_rounded_on_the_device(quantization: Any, bound: float,
     hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     scores, sizes = [], []
     for chosen in (None, quantization):
-        settings = EngineConfig(
-            dtype="bfloat16", device="cuda", kv_cache_memory="256MiB", max_num_seqs=64, quantization=chosen
-        )
-        runner = build_runner(load_model(str(tmp_path), settings), settings)
-        sizes.append(runner.weights_bytes)
-        driver = Driver(runner)
-        params = SamplingParams(temperature=0.0, prompt_logprobs=True, ignore_eos=True)
-        jobs = [driver.job(prompt, 8, params) for prompt in prompts([90, 33, 5], VOCAB)]
-        driver.run(jobs, chunk=80)
-        scores.append(torch.tensor([entry.logprob for job in jobs for entry in job.prompt_logprobs]))
+        found, size = scored(tmp_path, quantization=chosen)
+        scores.append(found)
+        sizes.append(size)
     assert sizes[1] < sizes[0] * (0.6 if quantization == "int8" else 0.4)
     assert float((scores[0] - scores[1]).abs().max()) < bound
 

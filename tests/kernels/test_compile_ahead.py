@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ if compiler_missing(torch.float32, torch.device("cpu")) is not None:
 
 from asyncengine.kernels.cache_folder import VARIABLE, is_first_time
 from asyncengine.kernels.cpu import cache, norm
-from asyncengine.kernels.cpu.cache import KernelFolder, folder_here, kernel_folder
+from asyncengine.kernels.cpu.cache import KernelFolder, kernel_folder
 from asyncengine.kernels.cpu.compile_watcher import watcher
 from asyncengine.kernels.cpu.jit import compiled_for
 from asyncengine.kernels.elsewhere import elsewhere
@@ -157,11 +158,14 @@ def test_what_was_left_when_a_program_ended_is_compiled_behind_the_next(folder: 
     assert {"norm.norm", "norm._norm_part", "calls._run", "first_load"} <= set(kept(folder))
 
 
-def test_nobody_waits_for_processes_that_are_gone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def programs(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Processes run `script` in the place of a compiler."""
     start = subprocess.Popen
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda command, **rest: start(["sh", "-c", "echo ready; read line; exit 3"], **rest)
-    )
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **rest: start(["sh", "-c", script], **rest))
+
+
+def test_nobody_waits_for_processes_that_are_gone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs(monkeypatch, "echo ready; read line; exit 3")
     ahead = CompileAhead(2)
     ahead.start([SMALL], [CALLS_OTHERS])
     module, _, types = CALLS_OTHERS.split(":")
@@ -171,15 +175,6 @@ def test_nobody_waits_for_processes_that_are_gone(folder: Path, monkeypatch: pyt
     assert elsewhere == []
     assert ahead.left == [SMALL, CALLS_OTHERS]
     assert kept(folder) == []
-
-
-@pytest.mark.parametrize("most", [1, 2])
-def test_what_nobody_compiles_is_left_to_the_load(most: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "frozen", True, raising=False)
-    ahead = CompileAhead(most)
-    ahead.start([SMALL], [CALLS_OTHERS])
-    ahead.finish(lambda name, most: pytest.fail("nobody compiled"))
-    assert (ahead.kept, ahead.left) == ((), [SMALL, CALLS_OTHERS])
 
 
 @pytest.mark.parametrize("most", [1, 2])
@@ -302,74 +297,58 @@ def test_processes_that_nobody_gave_a_name_end(folder: Path) -> None:
     assert all(process.ended for process in ahead._processes.all)
 
 
-@pytest.mark.parametrize("program", ["exit 3", "echo ready; read line; exit 3"])
-def test_processes_that_die_are_not_waited_for(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **rest: start(["sh", "-c", program], **rest))
-    ahead = CompileAhead(2)
-    ahead.start([SMALL, CALLS_OTHERS, UNKNOWN])
-    ahead.finish(lambda name, most: None)
-    ahead.close()
-    assert kept(folder) == []
-
-
-@pytest.mark.parametrize("program", ["exec sleep 100", "echo ready; exec sleep 100"])
-def test_processes_that_hang_are_not_waited_for(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "program", ["exit 3", "echo ready; read line; exit 3", "exec sleep 100", "echo ready; exec sleep 100"]
+)
+def test_processes_that_die_or_hang_are_not_waited_for(
+    program: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before they are ready, or with a kernel."""
-    start = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **rest: start(["sh", "-c", program], **rest))
+    programs(monkeypatch, program)
     ahead = CompileAhead(2)
-    ahead.patience = 0.2
-    ahead.start([SMALL, CALLS_OTHERS])
+    if "sleep" in program:
+        ahead.patience = 0.2
+    ahead.start([SMALL, CALLS_OTHERS, UNKNOWN])
     ahead.finish(lambda name, most: None)
     ahead.close()
     assert kept(folder) == []
     assert all(process.ended for process in ahead._processes.all)
 
 
-def test_where_no_process_can_be_started_nothing_is_said(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def refuse(*args: object, **rest: object) -> None:
+    raise PermissionError("no processes here")
+
+
+NOBODY: dict[str, tuple[int, Callable[[pytest.MonkeyPatch], None]]] = {
+    "no core": (0, lambda patch: None),
+    "one core": (1, lambda patch: None),
+    "a frozen program": (2, lambda patch: patch.setattr(sys, "frozen", True, raising=False)),
+    "a frozen program on one core": (1, lambda patch: patch.setattr(sys, "frozen", True, raising=False)),
+    "processes are forbidden": (2, lambda patch: patch.setattr(subprocess, "Popen", refuse)),
+    "a cache that keeps nothing": (
+        2, lambda patch: patch.setattr(cache, "kernel_folder", lambda machine: KernelFolder(None, "there is none")),
+    ),
+    **{f"the program {name}": (2, lambda patch, name=name: patch.setattr(sys, "executable", name))
+       for name in ("", None, "/usr/bin/uwsgi", "C:/program/app.exe")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", NOBODY)
+def test_where_no_process_may_compile_it_is_left_to_the_load(
+    why: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(*args: object, **rest: object) -> None:
-        raise PermissionError("no processes here")
-
-    monkeypatch.setattr(subprocess, "Popen", refuse)
-    with caplog.at_level(logging.INFO):
-        ahead = CompileAhead(2)
-        ahead.expect()
-        ahead.start([SMALL])
-        ahead.finish(lambda name, most: pytest.fail("nobody compiled"))
-    assert caplog.records == []
-
-
-@pytest.mark.parametrize("executable", ["", None, "/usr/bin/uwsgi", "C:/program/app.exe"])
-def test_no_program_but_python_is_started(executable: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is said, but by a cache that keeps nothing."""
     assert can_start()
-    monkeypatch.setattr(sys, "executable", executable)
-    assert not can_start()
-
-
-def test_no_frozen_program_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "frozen", True, raising=False)
-    assert not can_start()
-
-
-@pytest.mark.parametrize("most", [0, 1])
-def test_one_core_compiles_as_ever(most: int, folder: Path) -> None:
-    ahead = CompileAhead(most)
-    ahead.expect()
-    ahead.start([SMALL])
-    assert serving() == []
-    ahead.finish(lambda name, most: pytest.fail("nobody compiled"))
-
-
-def test_a_cache_that_keeps_nothing_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "kernel_folder", lambda machine: KernelFolder(None, "there is none"))
-    assert not folder_here().writable
-    ahead = CompileAhead(2)
-    ahead.expect()
-    ahead.start([SMALL])
-    assert serving() == []
+    most, plant = NOBODY[why]
+    plant(monkeypatch)
+    with caplog.at_level(logging.INFO):
+        ahead = CompileAhead(most)
+        ahead.expect()
+        ahead.start([SMALL], [CALLS_OTHERS])
+        assert serving() == []
+        ahead.finish(lambda name, most: pytest.fail("nobody compiled"))
+    assert (ahead.kept, ahead.left) == ((), [SMALL, CALLS_OTHERS])
+    assert [record for record in caplog.records if "kernels are not kept" not in record.getMessage()] == []
 
 
 on_linux = pytest.mark.skipif(not compile_process._FORKS, reason="no process forks here")

@@ -19,33 +19,11 @@ from asyncengine.demo import MODEL_PATH
 from asyncengine.models.vision.lfm2 import Lfm2ImageProcessor
 
 TOKENS = [
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image|>",
-    "<|begin|>",
-    "<|end|>",
-    "<|break|>",
-    "<|video|>",
-    "[IMG_BREAK]",
-    "[IMG_END]",
-]
-TOKENS += [
-    "<fake_token_around_image>",
-    "<global-img>",
-    "<row_1_col_1>",
-    "<row_1_col_2>",
-    "<row_2_col_1>",
-    "<row_2_col_2>",
-    "<img>",
-    "</img>",
-    "<|image_start|>",
-    "<|image_end|>",
-    "<|img_thumbnail|>",
-    "<|img_row_1_col_1|>",
-    "<|img_row_1_col_2|>",
-    "<|img_row_2_col_1|>",
-    "<|img_row_2_col_2|>",
-]
+    "<|vision_start|>", "<|vision_end|>", "<|image|>", "<|begin|>", "<|end|>", "<|break|>", "<|video|>", "[IMG_BREAK]",
+    "[IMG_END]", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>", "<row_2_col_1>",
+    "<row_2_col_2>", "<img>", "</img>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
+    *(f"<|img_row_{row}_col_{column}|>" for row in (1, 2) for column in (1, 2)),
+]  # fmt: skip
 """Added to the demo model's tokenizer, in this order."""
 VOCAB = 2048 + len(TOKENS)
 IMAGE, BEGIN, END, BREAK, VIDEO = (

@@ -6,32 +6,16 @@ import random
 from typing import Any
 
 import pytest
+from scheduler.test_recurrent_states import served, words
 from support.fake_engine import Steps
 
 from asyncengine.testing import FakeModel
 
-PAGES = {"pages": 9000, "page_size": 16, "check_every": 50}
 
-
-def words(count: int, chance: random.Random) -> list[int]:
-    return [chance.randrange(2, 97) for _ in range(count)]
-
-
-def mixed(window_pages: int, window: int = 10, **settings: Any) -> Steps:
-    model = FakeModel(windows=((window, 0), (0, 0)))
-    return Steps(model=model, num_window_pages=window_pages, **settings)
-
-
-def served(prompts: list[list[int]], window_pages: int, *, at_once: bool) -> Steps:
-    steps = mixed(window_pages, 512, max_num_seqs=16, **PAGES)
-    for prompt in prompts:
-        steps.add(prompt, 4)
-        if not at_once:
-            steps.run()
-    steps.run()
-    steps.assert_right()
-    steps.assert_empty()
-    return steps
+def near(*others: tuple[int, int], **settings: Any) -> Steps:
+    """A model with windows of 10 in all layers, or in some."""
+    pages = {"pages": 100, "num_window_pages": 14 if others else 0}
+    return Steps(model=FakeModel(windows=((10, 0), *others)), **{**pages, **settings})
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -43,26 +27,21 @@ def test_prefixes_of_any_length_are_found(shared: int, own: int, at_once: bool) 
     prefix = words(shared, chance)
     prompts = [prefix + words(own, chance) for _ in range(24)]
     dense = 23 * (shared // 16) * 16
-    counters = served(prompts, 250, at_once=at_once).scheduler.counters
+    model = FakeModel(windows=((512, 0), (0, 0)))
+    counters = served(prompts, 0, at_once=at_once, model=model, num_window_pages=250).scheduler.counters
     assert counters.cached_tokens >= 0.95 * dense
     assert counters.computed_tokens <= sum(map(len, prompts)) + 24 * 4 - counters.cached_tokens
 
 
 def test_as_many_window_pages_as_a_window_for_a_long_generation() -> None:
-    steps, most = mixed(8, pages=128), 0
+    steps, most = near((0, 0), pages=128, num_window_pages=8), 0
     steps.add(range(2, 12), 400)
     while steps.scheduler.requests:
         steps.step()
-        near = steps.kv.window_counts(r.table for r in steps.scheduler.running.values())
-        most = max(most, near.held + near.shared + near.retiring)
+        held = steps.kv.window_counts(r.table for r in steps.scheduler.running.values())
+        most = max(most, held.held + held.shared + held.retiring)
     steps.assert_right()
     assert most <= 5  # four that ten positions may lie in, and the one that its output will be joined to
-
-
-def near(*others: tuple[int, int], **settings: Any) -> Steps:
-    """A model with windows of 10 in all layers, or in some."""
-    own = {"num_window_pages": 14} if others else {}
-    return Steps(model=FakeModel(windows=((10, 0), *others)), pages=100, **own, **settings)
 
 
 models = pytest.mark.parametrize("others", [(), ((0, 0),)], ids=["in all layers", "in some layers"])

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from support.forwards import logits_of, transformers_logits
 from transformers import AutoConfig
 
+from asyncengine.config import EngineConfig
 from asyncengine.layers.kernels import layer_kernels
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.stored import dense
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.families import decoder_config_of
 from asyncengine.models.formats.gguf.model import GgufModel
+from asyncengine.models.loading import load_model
 
 LENGTH = 256
 """Of the longest sequence."""
@@ -33,6 +38,21 @@ def decoder_of(model: GgufModel) -> Decoder:
             assert slot.shape == model.tensors[name].shape
             slot.load(values(model, name))
     return decoder
+
+
+def check_decoder(model: GgufModel, reference: Any, ids: Sequence[int]) -> None:
+    """Its logits of `ids` are those of transformers' model, whose weights are the numbers that the file stands for."""
+    expected = transformers_logits(reference, ids)
+    bound = 2e-5 * float(expected.abs().max())
+    torch.testing.assert_close(logits_of(decoder_of(model), ids), expected, rtol=0.0, atol=bound)
+
+
+def median_error(path: Path, reference: Any, ids: Sequence[int]) -> float:
+    """Of a token's logits as the engine loads the file, relative to those of transformers' model."""
+    loaded = load_model(str(path), EngineConfig(show_progress=False, dtype="float32")).model
+    expected = transformers_logits(reference, ids)
+    error = (logits_of(loaded, ids) - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return float(error.median())
 
 
 def described(config: Any) -> str:

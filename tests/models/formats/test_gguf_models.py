@@ -11,20 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.forwards import logits_of
 from support.gguf_files import PLAIN, QUANTIZED, checkpoint_of, model_of, write_gguf
 from support.gguf_models import IDS, YARN, make_model, pattern, rope
 from support.tiny_configs import changed
 from support.tiny_models import FAMILIES
 
-from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound, UnsupportedModel
 from asyncengine.layers.stored import dense
 from asyncengine.models.formats.gguf.model import GgufModel
 from asyncengine.models.formats.gguf.tensors import BlockMatrix
-from asyncengine.models.loading import load_model
 
-from .gguf_reading import check_tensors, comes_back, decoder_of, values
+from .gguf_reading import check_decoder, check_tensors, comes_back, median_error, values
 
 LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONG = [1.0, 1.1, 1.3, 1.7, 2.0, 2.5]
@@ -80,11 +77,7 @@ def test_comes_back(name: str, tmp_path: Path) -> None:
     back = comes_back(model, config)
     assert (back.eos_token_id, back.bos_token_id) == (config.eos_token_id, config.bos_token_id)
     reference.load_state_dict(written, strict=False)
-    with torch.inference_mode():
-        expected = reference(torch.tensor([IDS]), use_cache=False).logits[0]
-    torch.testing.assert_close(
-        logits_of(decoder_of(model), IDS), expected, rtol=0.0, atol=2e-5 * float(expected.abs().max())
-    )
+    check_decoder(model, reference, IDS)
 
 
 @pytest.mark.parametrize(
@@ -107,11 +100,7 @@ def test_experts(name: str, gate: str, tmp_path: Path) -> None:
     )  # fmt: skip
     model = GgufModel(tmp_path / "m.gguf")
     check_tensors(model, written)
-    with torch.inference_mode():
-        expected = model_of(tmp_path / "there", written)(torch.tensor([IDS]), use_cache=False).logits[0]
-    torch.testing.assert_close(
-        logits_of(decoder_of(model), IDS), expected, rtol=0.0, atol=2e-5 * float(expected.abs().max())
-    )
+    check_decoder(model, model_of(tmp_path / "there", written), IDS)
     first = model.read(f"model.layers.1.{gate}.weight")
     assert isinstance(first, BlockMatrix)
     assert first.name == "MXFP4"
@@ -141,11 +130,7 @@ def test_gpt_oss(kind: str, tmp_path: Path) -> None:
         assert torch.equal(dense(stored), tensor.transpose(1, 2).flatten(0, 1)), name
         assert torch.equal(dense(stored, 3, 20), dense(stored)[3:20])
         model.release(stored)
-    loaded = load_model(str(tmp_path / "m.gguf"), EngineConfig(show_progress=False, dtype="float32")).model
-    with torch.inference_mode():
-        expected = reference(torch.tensor([IDS]), use_cache=False).logits[0]
-    error = (logits_of(loaded, IDS) - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert float(error.median()) < (2e-5 if kind == "F32" else 0.03)
+    assert median_error(tmp_path / "m.gguf", reference, IDS) < (2e-5 if kind == "F32" else 0.03)
     comes_back(model, config)
 
 

@@ -9,21 +9,18 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from support.forwards import logits_of
 from support.gguf_files import checkpoint_of, write_gguf
 from support.gguf_models import IDS, YARN, make_model, pattern
 from support.ollama_gpt_oss import FORMS, write_ollama_gpt_oss
 from support.tiny_configs import changed
 from support.tiny_models import FAMILIES
 
-from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound
 from asyncengine.layers.stored import dense
 from asyncengine.models.formats.gguf.container import GgufFile
 from asyncengine.models.formats.gguf.model import GgufModel
-from asyncengine.models.loading import load_model
 
-from .gguf_reading import check_tensors, comes_back
+from .gguf_reading import check_tensors, comes_back, median_error
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -49,11 +46,7 @@ def test_gpt_oss_as_ollama_makes_it(form: str, tmp_path: Path) -> None:
         model.release(stored)
     comes_back(model, config)
     reference.load_state_dict(written)
-    with torch.inference_mode():
-        expected = reference(torch.tensor([IDS]), use_cache=False).logits[0]
-    loaded = load_model(str(path), EngineConfig(show_progress=False, dtype="float32")).model
-    error = (logits_of(loaded, IDS) - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert float(error.median()) < 0.03
+    assert median_error(path, reference, IDS) < 0.03
 
 
 PARTS = {

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.forwards import Forwards
 from support.gguf_files import checkpoint_of, model_of, write_gguf
 from support.gguf_models import make_model
 from support.long import by_turns
@@ -20,7 +19,7 @@ from asyncengine.models.formats.gguf.model import GgufModel
 from asyncengine.models.formats.gguf.tensors import BlockMatrix
 from asyncengine.models.loading import load_model
 
-from .gguf_reading import check_tensors, comes_back, decoder_of
+from .gguf_reading import check_decoder, check_tensors, comes_back, median_error
 
 IDS = list(range(3, 24))
 LFM = {"conv_bias": False, "hidden_size": 64, "intermediate_size": 96, "block_auto_adjust_ff_dim": False}
@@ -63,14 +62,9 @@ def test_comes_back(name: str, kind: str, tmp_path: Path) -> None:
             check_tensors(model, written)
     assert written.keys() == weights.keys() - ({"lm_head.weight"} if config.tie_word_embeddings else set())
     reference = model_of(tmp_path / "there", written)
-    with torch.inference_mode():
-        expected = reference(torch.tensor([IDS]), use_cache=False).logits[0]
-    meant = Forwards(decoder_of(model), most=len(IDS)).step(IDS)
-    torch.testing.assert_close(meant, expected, rtol=0.0, atol=2e-5 * float(expected.abs().max()))
-    loaded = load_model(str(path), EngineConfig(show_progress=False, dtype="float32")).model
-    found = Forwards(loaded, most=len(IDS)).step(IDS)
-    error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert float(error.median()) < (2e-5 if kind == "F32" else 0.1)  # rounding x costs such weights that much
+    check_decoder(model, reference, IDS)
+    # rounding x costs such weights that much
+    assert median_error(path, reference, IDS) < (2e-5 if kind == "F32" else 0.1)
     if kind == "Q8_0" and name == "qwen3.5":  # columns of quantized matrices, in another order as they are
         matrix = model.read("model.layers.0.linear_attn.out_proj.weight")
         assert isinstance(matrix, BlockMatrix)

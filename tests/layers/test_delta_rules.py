@@ -4,13 +4,13 @@ team."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from support.layer_options import CPU, fill, options
-from support.segments import segments_of
-from support.teams import team_of
+from support.segments import assert_same_bits, segments_of
 from torch.nn import functional
 
 from asyncengine.layers.gated_delta import GatedDelta, GatedDeltaConfig
@@ -51,7 +51,7 @@ def run(layer: Layer, x: torch.Tensor, rows: Any, pools: StatePools) -> torch.Te
 
 
 def pools_of(layer: Layer, dtype: torch.dtype) -> StatePools:
-    return StatePools([layer.spec], 8, dtype, CPU)
+    return StatePools([layer.spec], 19, dtype, CPU)
 
 
 def projections(layer: Layer, tokens: int, dtype: torch.dtype) -> torch.Tensor:
@@ -130,35 +130,5 @@ def test_computes_the_rule(name: str, plain: bool, dtype: torch.dtype) -> None:
     ("name", "plain"), [*((name, False) for name in CONFIGS), ("small", True), ("kimi small", True)]
 )
 def test_chunks_company_and_teams_change_no_bit(name: str, plain: bool, dtype: torch.dtype) -> None:
-    """Results, states and windows; a snapshot in the middle is the state of a sequence that ends there."""
     layer = make_layer(CONFIGS[name], dtype, plain)
-    x = projections(layer, 71, dtype)
-    whole, early = pools_of(layer, dtype), pools_of(layer, dtype)
-    wanted = run(layer, x, [[(71, 0, 1)]], whole)
-    assert whole.recurrent[0] is not None
-    assert whole.windows[0] is not None
-    run(layer, x[:45], [[(45, 0, 1)]], early)
-    for chunk in (1, 7, 16, 33):
-        pools = pools_of(layer, dtype)
-        made = [
-            run(layer, part, [[(len(part), 0 if place == 0 else 1, 1)]], pools)
-            for place, part in enumerate(x.split(chunk))
-        ]
-        assert torch.equal(torch.cat(made), wanted), f"chunk {chunk}"
-        assert torch.equal(pools.recurrent[0][1], whole.recurrent[0][1])  # type: ignore[index]
-        assert torch.equal(pools.windows[0][1], whole.windows[0][1])  # type: ignore[index]
-    pools = pools_of(layer, dtype)
-    rows = [[(4, 0, 2), (5, 2, 2)], [(45, 0, 5), (0, 5, 6), (26, 6, 3)], [(1, 0, 4)]]
-    with team_of(3):
-        company = run(layer, torch.cat((x[:9], x, x[:1])), rows, pools)
-    assert torch.equal(company, torch.cat((wanted[:9], wanted, wanted[:1])))
-    for own, complete, first in zip(
-        (pools.recurrent[0], pools.windows[0]), (whole.recurrent[0], whole.windows[0]),
-        (early.recurrent[0], early.windows[0]), strict=True,
-    ):  # fmt: skip
-        assert own is not None
-        assert first is not None
-        assert torch.equal(own[3], complete[1])
-        assert torch.equal(own[5], first[1])
-        assert torch.equal(own[6], first[1])
-        assert not own[0].any()
+    assert_same_bits(partial(run, layer), partial(pools_of, layer, dtype), projections(layer, 71, dtype), 45)

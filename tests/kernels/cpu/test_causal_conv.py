@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
 from support.layer_options import fill, options
-from support.segments import Part, segments_of
-from support.teams import team_of
+from support.segments import Part, assert_same_bits, segments_of
 from torch.nn import functional
 
 from asyncengine.kernels.cpu import compiler_missing
@@ -39,7 +39,7 @@ def run(layer: CausalConv, x: torch.Tensor, rows: Sequence[Sequence[Part]], pool
 
 
 def pools_of(layer: CausalConv, dtype: torch.dtype) -> StatePools:
-    return StatePools([StateSpec(window=layer.window)], 8, dtype, CPU)
+    return StatePools([StateSpec(window=layer.window)], 19, dtype, CPU)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,28 +63,5 @@ def test_equals_torchs_convolution(channels: int, taps: int, own: bool, dtype: t
 @pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize(("channels", "taps"), SHAPES)
 def test_chunks_company_and_teams_change_no_bit(channels: int, taps: int, plain: bool, dtype: torch.dtype) -> None:
-    """Results and windows; snapshots in the middle are the windows of a sequence that ends there."""
     layer = make_layer(channels, taps, dtype, plain)
-    x, other = torch.randn(23, channels).to(dtype), torch.randn(9, channels).to(dtype)
-    whole = pools_of(layer, dtype)
-    wanted = run(layer, x, [[(23, 0, 1)]], whole)
-    early = pools_of(layer, dtype)
-    run(layer, x[:11], [[(11, 0, 1)]], early)
-    for chunk in (1, 2, 7, 16):
-        pools = pools_of(layer, dtype)
-        parts = x.split(chunk)
-        made = [run(layer, part, [[(len(part), 0 if place == 0 else 1, 1)]], pools) for place, part in enumerate(parts)]
-        assert torch.equal(torch.cat(made), wanted), f"chunk {chunk}"
-        assert torch.equal(pools.windows[0][1], whole.windows[0][1])  # type: ignore[index]
-    pools = pools_of(layer, dtype)
-    with team_of(3):
-        rows = [[(4, 0, 2), (5, 2, 2)], [(11, 0, 5), (0, 5, 6), (12, 6, 3)]]
-        made_beside = run(layer, torch.cat((other, x)), rows, pools)
-    assert torch.equal(made_beside[9:], wanted)
-    windows, (first,) = pools.windows[0], (early.windows[0],)
-    assert windows is not None
-    assert first is not None
-    assert torch.equal(windows[3], whole.windows[0][1])  # type: ignore[index]
-    assert torch.equal(windows[5], first[1])
-    assert torch.equal(windows[6], first[1])
-    assert not windows[0].any()
+    assert_same_bits(partial(run, layer), partial(pools_of, layer, dtype), torch.randn(23, channels).to(dtype), 11)

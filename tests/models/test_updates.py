@@ -79,13 +79,25 @@ GIVEN: dict[str, tuple[Callable[[Tensors], Any], type[EngineError], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", GIVEN)
+PARTIAL: dict[str, tuple[Callable[[Tensors], Any], type[EngineError], str]] = {
+    "a part of nothing": (lambda t: {}, ModelNotFound, "the update lacks the tensor .* more tensors"),
+    "an unknown part": (
+        lambda t: {UP: t[UP], UP.replace("1", "9"): t[UP]},
+        ModelNotFound,
+        "does not have: model.layers.9",
+    ),
+    "a misshapen part": (lambda t: {UP: t[UP][:7]}, ModelNotFound, rf"wrong shape for the tensor {UP}"),
+}
+
+
+@pytest.mark.parametrize("case", [*GIVEN, *PARTIAL])
 def test_given_tensors_are_refused_by_name(case: str, checkpoint: Checkpoint) -> None:
-    change, error, message = GIVEN[case]
+    """Before anything is written."""
+    change, error, message = {**GIVEN, **PARTIAL}[case]
     live = load(checkpoint("llama"))
     before = logits_of(live, IDS)
     with pytest.raises(error, match=message):
-        prepare_update(live, change(tensors_of(checkpoint("llama", seed=1))), QUIET)
+        prepare_update(live, change(tensors_of(checkpoint("llama", seed=1))), QUIET, partial=case in PARTIAL)
     assert torch.equal(logits_of(live, IDS), before)
 
 
@@ -109,13 +121,15 @@ def test_what_a_trainer_has_at_hand(name: str, checkpoint: Checkpoint) -> None:
     assert torch.equal(logits_of(live, IDS), expected)
 
 
-def test_two_heads_are_not_one(checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("partial", [False, True])
+def test_two_heads_are_not_one(partial: bool, checkpoint: Checkpoint) -> None:
     """A tied model cannot hold an output layer of its own."""
     live = load(checkpoint("qwen3"))
     tensors = tensors_of(checkpoint("qwen3", seed=1))
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).clone()
+    table = tensors["model.embed_tokens.weight"]
+    two = {"model.embed_tokens.weight": table, "lm_head.weight": table.flip(0).clone()}
     with pytest.raises(ModelNotFound, match=r"configuration\.tied is False, not True"):
-        prepare_update(live, tensors, QUIET)
+        prepare_update(live, two if partial else {**tensors, **two}, QUIET, partial=partial)
 
 
 # ---------------------------------------------------------------- a part of the tensors
@@ -202,27 +216,3 @@ def test_a_folder_may_hold_a_part(checkpoint: Checkpoint, tmp_path: Path) -> Non
     prepare_update(live, changed(checkpoint("qwen3"), tmp_path / "part", only), QUIET, partial=True)()
     whole = changed(tmp_path / "untied", tmp_path / "whole", lambda tensors: tensors.update(up))
     assert torch.equal(logits_of(live, IDS), logits_of(load(whole), IDS))
-
-
-PARTIAL: dict[str, tuple[Callable[[Tensors], Any], str]] = {
-    "nothing": (lambda t: {}, "the update lacks the tensor .* more tensors"),
-    "unknown": (lambda t: {UP: t[UP], "model.layers.9.mlp.up_proj.weight": t[UP]}, "does not have: model.layers.9"),
-    "misshapen": (lambda t: {UP: t[UP][:7]}, rf"wrong shape for the tensor {UP}"),
-}
-
-
-@pytest.mark.parametrize("case", PARTIAL)
-def test_a_part_is_refused_by_name_before_anything_is_written(case: str, checkpoint: Checkpoint) -> None:
-    change, message = PARTIAL[case]
-    live = load(checkpoint("llama"))
-    before = logits_of(live, IDS)
-    with pytest.raises(ModelNotFound, match=message):
-        prepare_update(live, change(tensors_of(checkpoint("llama", seed=1))), QUIET, partial=True)
-    assert torch.equal(logits_of(live, IDS), before)
-
-
-def test_a_part_of_a_tied_model_does_not_untie_it(checkpoint: Checkpoint) -> None:
-    live, table = load(checkpoint("qwen3")), tensors_of(checkpoint("qwen3", seed=1))["model.embed_tokens.weight"]
-    two = {"model.embed_tokens.weight": table, "lm_head.weight": table.flip(0).clone()}
-    with pytest.raises(ModelNotFound, match=r"configuration\.tied is False, not True"):
-        prepare_update(live, two, QUIET, partial=True)

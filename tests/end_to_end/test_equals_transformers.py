@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.drive import greedy_reference
+from support.forwards import transformers_logits
 from support.long import LONG
 from support.tiny_models import FAMILIES, VOCAB, make_checkpoint
 
@@ -64,15 +66,7 @@ def references(checkpoints: Any) -> Any:
         import transformers
 
         model = transformers.AutoModelForCausalLM.from_pretrained(checkpoints(family), dtype=torch.float32).eval()
-        outputs = []
-        for prompt in prompts():
-            ids = torch.tensor([prompt])
-            with torch.inference_mode():
-                out = model.generate(
-                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
-                )
-            outputs.append(out[0, len(prompt) :].tolist())
-        return outputs
+        return [greedy_reference(model, prompt, NEW_TOKENS, EOS) for prompt in prompts()]
 
     return reference
 
@@ -154,8 +148,7 @@ async def test_prompt_logprobs_equal_the_models(checkpoints: Any) -> None:
     path = checkpoints("llama")
     prompt = prompts()[3]
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    with torch.inference_mode():
-        expected = torch.log_softmax(model(torch.tensor([prompt])).logits[0], dim=-1)
+    expected = transformers_logits(model, prompt).log_softmax(-1)
     params = SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=True)
     async with await engine(path, max_num_batched_tokens=7, preempt_every=3) as running:
         await running.generate(prompt, SamplingParams(max_tokens=1))  # cached now: must not matter

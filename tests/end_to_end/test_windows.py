@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.drive import greedy_reference
 from support.tiny_models import VOCAB, WINDOW, make_checkpoint
 
 from asyncengine import AsyncEngine, SamplingParams
@@ -29,10 +30,7 @@ def longer_answer(path: Path, length: int = len(PROMPT), most: int = NEW) -> lis
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    ids = torch.tensor([PROMPT[:length]])
-    with torch.inference_mode():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, do_sample=False)
-    return out[0, length:].tolist()
+    return greedy_reference(model, PROMPT[:length], most, model.config.eos_token_id)
 
 
 @pytest.mark.parametrize(("family", "backend"), [("mistral", "compiled"), ("starcoder2", "torch")])

@@ -9,19 +9,13 @@ import pytest
 import torch
 from support.checkpoints import MakeRunner
 from support.drive import Driver, prompts
+from support.forwards import transformers_logits
 from support.tiny_models import VOCAB, make_model
 
 from asyncengine.sampling.logprobs import token_logprobs
 from asyncengine.sampling_params import SamplingParams
 
 from . import reference_sampler
-
-
-def reference(model: Any, tokens: list[int]) -> torch.Tensor:
-    """[tokens, vocab] log-probabilities of what follows each position."""
-    model.set_attn_implementation("eager")
-    with torch.inference_mode():
-        return torch.log_softmax(model(torch.tensor([tokens])).logits[0].float(), dim=-1)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -39,7 +33,7 @@ def test_against_transformers(name: str, chunk: int | None, make_runner: MakeRun
     assert silent.prompt_logprobs == []
     model = make_model(name)
     for job in jobs:
-        expected = reference(model, job.tokens)
+        expected = transformers_logits(model, job.tokens).log_softmax(-1)
         entries = [*job.prompt_logprobs, *job.logprobs]
         assert [entry.token_id for entry in entries] == job.tokens[1:]
         for place, entry in enumerate(entries):
@@ -75,7 +69,7 @@ def test_scores_of_what_was_drawn(compiled: bool, make_runner: MakeRunner) -> No
     unchanged = driver.job(inputs[0], 6, SamplingParams(temperature=0.6, top_k=3, logprobs=True), 9)
     driver.run([*jobs, unchanged])
     model = make_model("llama")
-    expected = reference(model, unchanged.tokens)[len(inputs[0]) - 1 :]
+    expected = transformers_logits(model, unchanged.tokens)[len(inputs[0]) - 1 :].log_softmax(-1)
     for place, entry in enumerate(unchanged.logprobs):
         assert entry.logprob == pytest.approx(float(expected[place, entry.token_id]), abs=1e-4), "the model's, as ever"
     names = {"repetition_penalty": "repetition", "presence_penalty": "presence", "frequency_penalty": "frequency"}
@@ -85,7 +79,7 @@ def test_scores_of_what_was_drawn(compiled: bool, make_runner: MakeRunner) -> No
         cut = {"temperature": 1.0, **{name: fields[name] for name in fields if name in CUTS}}
         for place, entry in enumerate(job.logprobs):
             # penalties divide logits, not log-probabilities: those come from the model
-            logits = raw_logits(model, job.tokens[: len(prompt) + place])
+            logits = transformers_logits(model, job.tokens[: len(prompt) + place])[-1].tolist()
             edited = reference_sampler.penalized(logits, prompt, job.output[:place], **edits)
             probabilities = reference_sampler.distribution(edited, **cut)
             assert entry.logprob == pytest.approx(math.log(probabilities[entry.token_id]), abs=1e-3)
@@ -95,12 +89,6 @@ def test_scores_of_what_was_drawn(compiled: bool, make_runner: MakeRunner) -> No
 
 
 CUTS = ("temperature", "top_p", "top_k", "min_p")
-
-
-def raw_logits(model: Any, tokens: list[int]) -> list[float]:
-    with torch.inference_mode():
-        found: list[float] = model(torch.tensor([tokens])).logits[0, -1].float().tolist()
-    return found
 
 
 def test_a_greedy_choice_was_certain(make_runner: MakeRunner) -> None:

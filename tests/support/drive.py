@@ -165,14 +165,14 @@ def from_a_snapshot(driver: Driver, text: Sequence[int], want: int) -> list[int]
     return second.output
 
 
-def greedy_reference(model: Any, prompt: Sequence[int], want: int) -> list[int]:
-    """transformers' own greedy output, eager attention, one sequence, end-of-sequence ignored."""
+def greedy_reference(model: Any, prompt: Sequence[int], want: int, end: int | None = None) -> list[int]:
+    """transformers' own greedy output, eager attention, one sequence. `end`: the token that ends it, none by itself."""
     import torch
 
     model.set_attn_implementation("eager")
     with torch.inference_mode():
         out = model.generate(
-            torch.tensor([list(prompt)]), max_new_tokens=want, do_sample=False, eos_token_id=None, pad_token_id=0
+            torch.tensor([list(prompt)]), max_new_tokens=want, do_sample=False, eos_token_id=end, pad_token_id=0
         )
     return [int(token) for token in out[0, len(prompt) :]]
 

@@ -15,7 +15,7 @@ from support.drive import Driver, prompts
 from support.fake_flashinfer import FakeFlashInfer, FakeMemory
 from support.long import LONG
 from support.tiny_models import VOCAB
-from support.wide_models import WIDE, make_wide
+from support.wide_models import WIDE, wide_folders
 
 from asyncengine import SamplingParams
 from asyncengine.attention.base import LayerSpec
@@ -36,13 +36,7 @@ Answers = tuple[list[list[int]], list[float]]
 """Tokens of each prompt's output, and the log-probabilities of all of them."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    @cache
-    def get(name: str) -> Path:
-        return make_wide(name, tmp_path_factory.mktemp("wide") / name)
-
-    return get
+folder = pytest.fixture(wide_folders, scope="module")
 
 
 @pytest.fixture

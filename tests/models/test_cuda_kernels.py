@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from support.device_modes import Launches
 from support.fake_flashinfer import FakeFlashInfer, FakeMemory, Wrapper
 from support.forwards import Forwards
 from support.lora_reference import random_weights
-from support.wide_models import make_wide
+from support.wide_models import wide_folders
 from triton.runtime.interpreter import InterpretedFunction
 
 from asyncengine.attention import flashinfer
@@ -80,14 +79,7 @@ OUTER = {"_angles": 1, "_rms_norm": 1}
 LAYER = {"_rms_norm": 2, "_prepare_and_write": 1, "decode": 1}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    @cache
-    def get(name: str) -> str:
-        made: Path = make_wide(name, tmp_path_factory.mktemp("wide") / name)
-        return str(made)
-
-    return get
+folder = pytest.fixture(wide_folders, scope="module")
 
 
 @pytest.fixture
@@ -95,8 +87,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> CountedFlashInfer:
     return use_cuda_kernels(monkeypatch)
 
 
-def load(folder: Callable[[str], str], name: str, dtype: str = "float32") -> Decoder:
-    model = loading.load_model(folder(name), EngineConfig(device="cpu", dtype=dtype, show_progress=False)).model
+def load(folder: Callable[[str], Path], name: str, dtype: str = "float32") -> Decoder:
+    model = loading.load_model(str(folder(name)), EngineConfig(device="cpu", dtype=dtype, show_progress=False)).model
     assert isinstance(model, Decoder)
     return model
 
@@ -108,7 +100,7 @@ def on_flashinfer(model: Decoder, fake: CountedFlashInfer, rows: int = 1) -> For
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "llama4"])
-def test_kernels_change_no_answer(name: str, folder: Callable[[str], str], request: pytest.FixtureRequest) -> None:
+def test_kernels_change_no_answer(name: str, folder: Callable[[str], Path], request: pytest.FixtureRequest) -> None:
     plain = load(folder, name)
     fake = request.getfixturevalue("fake")
     model = load(folder, name)
@@ -121,7 +113,7 @@ def test_kernels_change_no_answer(name: str, folder: Callable[[str], str], reque
     assert fake.calls["append"] == (6 if name == "llama4" else 0), "two of its layers have norms behind the rotation"
 
 
-def test_products_of_one_row(folder: Callable[[str], str], request: pytest.FixtureRequest) -> None:
+def test_products_of_one_row(folder: Callable[[str], Path], request: pytest.FixtureRequest) -> None:
     """Rounded otherwise: bfloat16 has as many digits as may differ."""
     plain = load(folder, "qwen3", "bfloat16")
     fake = request.getfixturevalue("fake")
@@ -145,7 +137,7 @@ LOOKUPS = {"llama": "embedding", "qwen3": "index_select"}
     ],
 )
 def test_kernels_of_a_decode_step(
-    name: str, rows: int, layer: dict[str, int], outer: dict[str, int], folder: Callable[[str], str],
+    name: str, rows: int, layer: dict[str, int], outer: dict[str, int], folder: Callable[[str], Path],
     fake: CountedFlashInfer,
 ) -> None:  # fmt: skip
     model = load(folder, name, "bfloat16")
@@ -175,7 +167,7 @@ EVERY = (*HEADS, "gate_proj", "up_proj", "down_proj")
     ],
 )  # fmt: skip
 def test_kernels_of_a_decode_step_with_adapters(
-    rows: int, ends: tuple[str, ...], layer: dict[str, int], outer: dict[str, int], folder: Callable[[str], str],
+    rows: int, ends: tuple[str, ...], layer: dict[str, int], outer: dict[str, int], folder: Callable[[str], Path],
     fake: CountedFlashInfer, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Nothing is launched for products that no adapter changes; the answers are those of torch's products."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from end_to_end.test_overlap import LateReadback
 from support import fake_gpu as fakes
 from support.fake_engine import idle
 from support.fake_gpu import fake_gpu
@@ -22,7 +22,6 @@ from support.peft_checkpoints import make_peft
 from support.worded_model import VOCAB, make_worded_model
 
 from asyncengine import AsyncEngine, SamplingParams
-from asyncengine.device.transfer import Readback
 from asyncengine.grammar import Grammar
 from asyncengine.runner import model_runner
 from asyncengine.testing.leaks import assert_nothing_held
@@ -63,15 +62,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wanted(folder: Path) -> list[Answer]:
     """The answers of steps without graphs, one at a time."""
     return asyncio.run(answers(folder, max_steps_in_flight=1))
-
-
-class LateReadback(Readback):
-    """Results that arrive when the steps after theirs have been launched, as on a device."""
-
-    ready = False
-
-    def wait(self) -> None:
-        threading.Event().wait(0.002)
 
 
 async def answers(folder: Path, **settings: Any) -> list[Answer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +51,8 @@ def make_wide(name: str, folder: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(tiny_models.FAMILIES, name, WIDE[name])
         return make_checkpoint(name, folder)
+
+
+def wide_folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A fixture of a module: the checkpoint of each name, written once."""
+    return cache(lambda name: make_wide(name, tmp_path_factory.mktemp("wide") / name))

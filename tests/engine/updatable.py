@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from support.fake_engine import SteppedExecutor
 
 from asyncengine.errors import ModelNotFound
-from asyncengine.testing.fake_runner import FakeModel
+from asyncengine.testing import Recording, replay
+from asyncengine.testing.fake_runner import FakeExecutor, FakeModel
 
 
 class Updatable(SteppedExecutor):
@@ -31,6 +33,14 @@ def answer(prompt: list[int], count: int, weights: int = 0) -> list[int]:
     model = FakeModel()
     model.weights = weights
     return model.oracle(prompt, count, 0, (1,))
+
+
+def replayed(file: Path) -> list[list[int]]:
+    """The tokens of each request of a recording, in which all weights but the first are the number 5."""
+    executor = FakeExecutor(64, 4)
+    outputs = replay(Recording.load(file), executor, update=lambda number: executor.update(5))
+    tickets = sorted({output.ticket for output in outputs})
+    return [[output.token for output in outputs if output.ticket == each and output.token >= 0] for each in tickets]
 
 
 def prompt(number: int) -> list[int]:

@@ -102,13 +102,15 @@ def test_experts_of_several_forms_are_multiplied_one_by_one(forms: dict[str, str
     near(found, plain, 64)
 
 
+GPT_OSS = ExpertsConfig(
+    COUNT, 64, "clamped", stacked=Stacked(("both",), "down"), only_stacked=True, transposed=True,
+    bias=("both_bias", "down_bias"),
+)  # fmt: skip
+
+
 def test_all_experts_in_one_stored_matrix() -> None:
     """gpt-oss: one matrix, expert below expert, for a tensor [experts, inputs, outputs]."""
-    config = ExpertsConfig(
-        COUNT, 64, "clamped", stacked=Stacked(("both",), "down"), only_stacked=True, transposed=True,
-        bias=("both_bias", "down_bias"),
-    )  # fmt: skip
-    found, plain = make(config, 96, {"bias": "", "both": "mxfp4", "down": "mxfp4"})
+    found, plain = make(GPT_OSS, 96, {"bias": "", "both": "mxfp4", "down": "mxfp4"})
     assert found.compiled
     assert found.name == "mxfp4 experts"
     assert say_what_they_take(found, {"bias": "", "both": "mxfp4", "down": "mxfp4"})
@@ -181,11 +183,7 @@ def test_on_a_gpu_many_rows_have_experts_dequantized_in_turns(chunked: None, mon
 
 
 def test_on_a_gpu_gpt_oss_is_read_as_it_is_stored(chunked: None) -> None:
-    config = ExpertsConfig(
-        COUNT, 64, "clamped", stacked=Stacked(("both",), "down"), only_stacked=True, transposed=True,
-        bias=("both_bias", "down_bias"),
-    )  # fmt: skip
-    found, plain = make(config, 96, {"bias": "", "both": "mxfp4", "down": "mxfp4"})
+    found, plain = make(GPT_OSS, 96, {"bias": "", "both": "mxfp4", "down": "mxfp4"})
     assert found.name == "mxfp4 experts"
     exactly_near(found, plain, 96)
 

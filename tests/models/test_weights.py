@@ -186,8 +186,18 @@ def test_updates_beneath_an_adapter(checkpoint: Checkpoint) -> None:
 # ---------------------------------------------------------------- memory
 
 
-def peak_kib() -> int:
-    return int(Path("/proc/self/status").read_text(encoding="utf-8").split("VmHWM:")[1].split()[0])
+def taken_by(load: Callable[[], Any]) -> tuple[Any, int]:
+    """What `load` returns, and the most KiB that this process had meanwhile beyond what it had before."""
+
+    def peak_kib() -> int:
+        return int(Path("/proc/self/status").read_text(encoding="utf-8").split("VmHWM:")[1].split()[0])
+
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    except OSError:
+        pytest.skip("the peak cannot be reset here")
+    before = peak_kib()
+    return load(), peak_kib() - before
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads and resets what a process has used at most")
@@ -206,13 +216,7 @@ def test_no_weight_is_held_twice_while_loading(
     save_file(tensors, str(tmp_path / "model.safetensors"), {"format": "pt"})
     del tensors, made
     load(tmp_path, quantization=quantization)  # kernels are compiled, and libraries have allocated
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-    except OSError:
-        pytest.skip("the peak cannot be reset here")
-    before = peak_kib()
-    model = load(tmp_path, quantization=quantization)
-    taken = peak_kib() - before
+    model, taken = taken_by(lambda: load(tmp_path, quantization=quantization))
     assert taken < 1.1 * model.nbytes / 1024 + 6 * 1024, f"{taken} KiB for {model.nbytes // 1024} KiB of weights"
 
 

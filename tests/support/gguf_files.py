@@ -140,11 +140,16 @@ def write_gguf(
     for name in beside:
         writer.add_tensor(name, np.zeros((2, 3), dtype=np.float32))
     change(writer)
+    finish(writer)
+    return found
+
+
+def finish(writer: Any) -> None:
+    """Write all that was added, and close the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return found
 
 
 def _stacked(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from support.tiny_configs import rope
 from transformers import AutoModelForCausalLM
 
 IDS = list(range(3, 14))
-
-
-def rope(kind: str, **fields: Any) -> dict[str, Any]:
-    return {"rope_type": kind, "rope_theta": 10000.0, **fields}
 
 
 def pattern(period: int, layers: int) -> list[str]:

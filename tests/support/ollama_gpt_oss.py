@@ -13,6 +13,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from support.gguf_files import finish
 
 FORMS = ("first", "apart", "ggml", "split")
 """Queries, keys and values fused, gate and up taking turns, raw blocks; the former apart; ggml's blocks; gate and up
@@ -54,10 +55,7 @@ def write_ollama_gpt_oss(
             for suffix in ("weight", "bias"):
                 parts = [meant[f"model.layers.{layer}.self_attn.{part}_proj.{suffix}"] for part in "qkv"]
                 _add(writer, f"blk.{layer}.attn_qkv.{suffix}", torch.cat(parts).bfloat16())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return meant
 
 

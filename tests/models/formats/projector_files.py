@@ -13,7 +13,7 @@ import gguf
 import torch
 from safetensors.torch import load_file
 from support import kquants
-from support.gguf_files import write_gguf
+from support.gguf_files import finish, write_gguf
 from support.gguf_metadata import byte_level_metadata
 from support.picture_models import PROCESSORS, save_picture_model
 from transformers import AutoTokenizer
@@ -73,10 +73,7 @@ def write_pair(
         stored = kquants.quantize(tensor.contiguous().numpy(), "F32" if plain else kind)
         writer.add_tensor(name, stored, raw_dtype=gguf.GGMLQuantizationType["F32" if plain else kind])
     change(writer)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return model
 
 

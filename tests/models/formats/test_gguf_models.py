@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from support.gguf_files import PLAIN, QUANTIZED, checkpoint_of, model_of, write_gguf
-from support.gguf_models import IDS, YARN, make_model, pattern, rope
-from support.tiny_configs import changed
+from support.gguf_models import IDS, YARN, make_model, pattern
+from support.tiny_configs import changed, rope
 from support.tiny_models import FAMILIES
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from support.gguf_files import QUANTIZED, dequantized, random_blocks
+from support.gguf_files import QUANTIZED, dequantized, finish, random_blocks
 from support.ollama_gpt_oss import raw_blocks
 
 from asyncengine.layers.stored import StoredMatrix, dense
@@ -20,16 +20,15 @@ from asyncengine.models.formats.gguf.tensors import BlockMatrix
 ROWS, COLUMNS = 6, 768
 
 
-def matrix_of(folder: Path, kind: str, blocks: np.ndarray) -> BlockMatrix:
-    """A matrix out of a file of its own."""
+def matrix_of(folder: Path, kind: str, blocks: np.ndarray, number: int | None = None) -> BlockMatrix:
+    """A matrix out of a file of its own, which may give its type by another number."""
     path = folder / "one.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor("before", np.arange(5, dtype=np.float32))
     writer.add_tensor("m", blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    if number is not None:
+        writer.tensors[-1]["m"].dtype = number  # type: ignore[assignment]
+    finish(writer)
     file = GgufFile(path)
     return BlockMatrix([(file, file.tensors["m"])])
 
@@ -58,16 +57,8 @@ def test_is_exact(kind: str, tmp_path: Path) -> None:
 def test_ollamas_blocks_with_neighbours_in_a_byte(tmp_path: Path) -> None:
     """The number 4, which was ggml's own once: the numbers of the same blocks in ggml's order."""
     blocks = random_blocks("MXFP4", ROWS, COLUMNS)
-    path = tmp_path / "one.gguf"
-    writer = gguf.GGUFWriter(path, "gptoss")
-    writer.add_tensor("m", raw_blocks(blocks), raw_dtype=gguf.GGMLQuantizationType.MXFP4)
-    writer.tensors[-1]["m"].dtype = 4  # type: ignore[assignment]
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    file = GgufFile(path)
-    assert torch.equal(dense(BlockMatrix([(file, file.tensors["m"])])), dequantized(blocks, "MXFP4"))
+    matrix = matrix_of(tmp_path, "MXFP4", raw_blocks(blocks), number=4)
+    assert torch.equal(dense(matrix), dequantized(blocks, "MXFP4"))
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)

@@ -10,16 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from models.test_weights import taken_by
 from safetensors.torch import save_file
 from support.quantized_checkpoints import KINDS
 from support.tiny_models import FAMILIES
 
 from asyncengine.config import EngineConfig
 from asyncengine.models.loading import load_model
-
-
-def peak_kib() -> int:
-    return int(Path("/proc/self/status").read_text(encoding="utf-8").split("VmHWM:")[1].split()[0])
 
 
 def resident_bytes(file: Path) -> int:
@@ -58,13 +55,7 @@ def test_no_matrix_is_held_twice_while_loading(kind: str, tmp_path: Path) -> Non
     del tensors, made
     kept = load_model(str(tmp_path), quiet)  # kernels are compiled, and libraries have allocated
     ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back: it would be taken again unseen
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-    except OSError:
-        pytest.skip("the peak cannot be reset here")
-    before = peak_kib()
-    model = load_model(str(tmp_path), quiet)
-    taken = peak_kib() - before
+    model, taken = taken_by(lambda: load_model(str(tmp_path), quiet))
     assert kept.weights_bytes == model.weights_bytes
     assert taken < 1.1 * model.weights_bytes / 1024 + 24 * 1024, (
         f"{taken} KiB for {model.weights_bytes // 1024} KiB of weights"

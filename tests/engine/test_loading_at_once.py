@@ -62,11 +62,9 @@ assert not failures, failures
 assert len(answers) == 5 and len(set(answers)) == 1, answers
 blocking()
 
-import torch
-from transformers import PreTrainedModel
+import sys, torch
 assert torch.get_default_dtype() is torch.float32
-assert PreTrainedModel.tie_weights.__name__ == "tie_weights"
-assert PreTrainedModel.init_weights.__name__ == "init_weights"
+assert "transformers.modeling_utils" not in sys.modules  # so that none of its models can be left changed
 assert torch.nn.init.normal_.__module__ == "torch.nn.init"
 """
 

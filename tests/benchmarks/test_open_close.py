@@ -34,7 +34,7 @@ def left() -> Counter[str]:
 def join_others(known: set[threading.Thread]) -> None:
     """Wait for threads that may be about to end on a busy machine. By itself: no variable keeps the last one."""
     for thread in {*threading.enumerate()} - known:
-        thread.join(5)
+        thread.join(60)
 
 
 @pytest.mark.parametrize("hosting", HOSTINGS)

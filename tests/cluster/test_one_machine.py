@@ -132,7 +132,7 @@ def test_a_fleet_that_is_gone_leaves_no_process(killed: bool) -> None:
         else:
             program.stdin.write("\n")
             program.stdin.close()
-        gone, alive = psutil.wait_procs([replica], timeout=10)
+        gone, alive = psutil.wait_procs([replica], timeout=60)
     assert not alive
     assert gone
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.adapter_engine import slots_of
+from support.long import LONG
 from support.lora_zoo import Zoo, random_prompts
 
 from asyncengine import AsyncEngine, SamplingParams
@@ -47,12 +48,12 @@ async def answers(engine: AsyncEngine, jobs: list[tuple[str | None, list[int]]])
 
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_greedy_equals_peft(family: str, zoos: Any) -> None:
-    """Eight adapters and the base model: each alone, and all mixed under two of the settings."""
+    """Eight adapters and the base model: all mixed under one of the settings, in the long form under each, and each alone."""
     zoo = zoos(family)
     jobs = [(name, prompt) for prompt in PROMPTS for name in NAMES]
     expected = [zoo.answer(name, prompt, WANT) for name, prompt in jobs]
     assert len({tuple(tokens) for tokens in expected}) > len(expected) - 3, "equality means something"
-    titles = [*SETTINGS, *SETTINGS][FAMILIES.index(family) % 4 :][:2]
+    titles = [*SETTINGS, *SETTINGS][FAMILIES.index(family) % 4 :][: 4 if LONG else 1]
     for title in titles:
         async with await load(zoo, adapters=zoo.paths, **SETTINGS[title]) as engine:
             assert await answers(engine, jobs) == expected, title

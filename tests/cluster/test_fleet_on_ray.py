@@ -64,8 +64,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     pytest.importorskip("ray", reason='needs ray: pip install "asyncengine[cluster]"')
     from ray.cluster_utils import Cluster
 
-    quick = {"prestart_worker_first_driver": False}  # processes nobody has asked for
-    head = {"num_cpus": 2, "include_dashboard": False, "_system_config": quick}
+    head: dict[str, Any] = {"num_cpus": 2, "include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+    head["_system_config"] = {"prestart_worker_first_driver": False}  # as little as can be of what nobody has asked for
     cluster = Cluster(initialize_head=True, head_node_args=head)
     session = Path(cluster.head_node.get_session_dir_path()).name
     try:

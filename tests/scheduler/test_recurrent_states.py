@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.fake_engine import Steps, rows
-from support.long import LONG
+from support.long import LONG, by_turns
 from support.plug_points import Letters
 
 from asyncengine.scheduler.messages import GrammarReady
@@ -33,11 +33,10 @@ def served(prompts: list[list[int]], num_states: int, *, at_once: bool, **settin
     return steps
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-@pytest.mark.parametrize(("shared", "own"), [(1500, 700), (1600, 600)])
-def test_prefixes_of_any_length_are_found(shared: int, own: int, at_once: bool) -> None:
+@pytest.mark.parametrize(("at_once", "sizes"), by_turns([True, False], [(1500, 700), (1600, 600)]))
+def test_prefixes_of_any_length_are_found(at_once: bool, sizes: tuple[int, int]) -> None:
     """vllm #45238: with a checkpoint at the last block boundary alone, one of these two finds nothing."""
-    chance = random.Random(1)
+    chance, (shared, own) = random.Random(1), sizes
     prefix = words(shared, chance)
     prompts = [prefix + words(own, chance) for _ in range(COMERS)]
     dense = served(prompts, 0, at_once=at_once).scheduler.counters
@@ -78,7 +77,7 @@ def test_chats_find_what_a_dense_model_does() -> None:
     assert states > 0.97 * dense
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2] if LONG else [2])
 def test_long_answers_are_found_by_the_next_turn(depth: int) -> None:
     """All that is lost is where the second chat parts from the first: the third one starts there."""
     sizes = {"conversations": 3, "turns": 3, "answer": 100, "max_steps_in_flight": depth}

@@ -43,7 +43,7 @@ def test_shares_follow_the_weights(weights: dict[str, float], settings: dict[str
     rng = random.Random(1)
     sizes = {"a": (30, 4), "b": (3, 25), "c": (10, 10)}
     owner: dict[int, str] = {}
-    for _ in range(1200):
+    for _ in range(800):
         waiting = Counter(owner[request.ticket] for request in steps.scheduler.waiting)
         for tenant, (prompt, output) in sizes.items():
             while waiting[tenant] < 20:

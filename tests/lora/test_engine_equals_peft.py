@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.adapter_engine import slots_of
 from support.long import LONG
+from support.lora_engine import assert_given_back, load
 from support.lora_zoo import Zoo, random_prompts
 
 from asyncengine import AsyncEngine, SamplingParams
@@ -48,7 +49,7 @@ async def answers(engine: AsyncEngine, jobs: list[tuple[str | None, list[int]]])
 
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_greedy_equals_peft(family: str, zoos: Any) -> None:
-    """Eight adapters and the base model: all mixed under one of the settings, in the long form under each, and each alone."""
+    """Eight adapters and the base model: each alone, and all mixed under a setting; in the long form under each."""
     zoo = zoos(family)
     jobs = [(name, prompt) for prompt in PROMPTS for name in NAMES]
     expected = [zoo.answer(name, prompt, WANT) for name, prompt in jobs]

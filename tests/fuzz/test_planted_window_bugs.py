@@ -9,7 +9,6 @@ import pytest
 from fuzz.schedule_fuzz import Life
 
 from asyncengine.errors import InvariantViolation
-from asyncengine.kvcache import KVCache
 from asyncengine.kvcache.block_pool import BlockPool
 from asyncengine.kvcache.page_group import PageGroup
 from asyncengine.kvcache.page_table import PageTable

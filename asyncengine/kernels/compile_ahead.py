@@ -95,7 +95,7 @@ class CompileAhead:
         self._done: deque[str] = deque()
         self._working = self._working_later = self._failed = self._alive = 0
         self._named = self._closed = self._broken = False
-        self._processes = CompilerProcesses()
+        self.processes = CompilerProcesses()
         self._threads: list[threading.Thread] = []
         self._folder: Any = None
         self._names: Sequence[str] = ()
@@ -229,7 +229,7 @@ class CompileAhead:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            for process in reversed(self._processes.all):
+            for process in reversed(self.processes.all):
                 process.kill()
         for thread in self._threads:
             thread.join()
@@ -302,7 +302,7 @@ class CompileAhead:
             with self._changed:
                 if self._closed:
                     return
-                process = self._processes.open(forks=self._most - 1, later=bool(self.kept))
+                process = self.processes.open(forks=self._most - 1, later=bool(self.kept))
             if process.becomes_ready():
                 self._talk(process)
         except OSError as error:
@@ -314,7 +314,7 @@ class CompileAhead:
 
     def _end(self, process: CompilerProcess) -> None:
         with self._changed:  # the first is waited for by us, and only the first waits for its forks
-            forks = [] if not process.is_first else [each for each in self._processes.all if not each.is_first]
+            forks = [] if not process.is_first else [each for each in self.processes.all if not each.is_first]
             self._changed.wait_for(lambda: self._closed or all(fork.ended for fork in forks), self.patience)
         process.end()
 
@@ -323,7 +323,7 @@ class CompileAhead:
             self._alive -= 1
             last = not self._alive
             if last:
-                self._processes.close_spare()
+                self.processes.close_spare()
                 if self in elsewhere:
                     elsewhere.remove(self)
             self._changed.notify_all()

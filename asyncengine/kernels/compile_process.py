@@ -24,7 +24,7 @@ _START = (
 )
 """Without what the package itself imports, which is everything but kernels."""
 _PACKAGE = str(Path(__file__).parents[1])
-_FORKS = sys.platform == "linux"
+FORKS = sys.platform == "linux"
 """Elsewhere a process does not end with the one that it is a fork of, or libraries do not survive it."""
 _MOMENT = 1.0
 """Seconds in which a process that was killed should be gone."""
@@ -35,7 +35,9 @@ class CompilerProcess:
 
     def __init__(self, names: int, answers: int, program: subprocess.Popen[bytes] | None = None) -> None:
         """Descriptors to write and read, which it closes. `program`: None of a fork, which tells its own number."""
-        self._names, self._program, self._pid = names, program, 0
+        self._names, self._program = names, program
+        self.pid = 0 if program is None else program.pid
+        """Its number, as the system has it; of a fork, 0 until it is ready."""
         self._answers = os.fdopen(answers, encoding="utf-8")
         self._writing = threading.Lock()
         """Held while writing: a number that was closed may be another file's by then."""
@@ -51,7 +53,7 @@ class CompilerProcess:
         said = self.hear().split()
         if said[:1] != ["ready"]:
             return False
-        self._pid = int(said[1]) if said[1:] else 0
+        self.pid = int(said[1]) if said[1:] else self.pid
         return True
 
     def ask(self, line: str) -> None:
@@ -67,9 +69,16 @@ class CompilerProcess:
         """At once, whatever it is doing. Any thread may."""
         if self._program is not None:
             self._program.kill()
-        elif self._pid and not self.ended:
+        elif self.pid and not self.ended:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
+                os.kill(self.pid, signal.SIGKILL)
+
+    def close_names(self) -> None:
+        """No name comes any more: it ends by itself. Idempotent."""
+        with self._writing:
+            if self._names >= 0:
+                os.close(self._names)
+            self._names = -1
 
     def end(self) -> None:
         """Kill it and wait until it is gone; of a fork that was never made, until the first one is.
@@ -77,16 +86,13 @@ class CompilerProcess:
         if self.ended:
             return
         self.kill()
-        with self._writing:
-            if self._names >= 0:
-                os.close(self._names)
-            self._names = -1
+        self.close_names()
         while self.hear():
             pass
         self._answers.close()
         if self._program is not None:
             self._program.wait()
-        elif self._pid:
+        elif self.pid:
             self._wait_for_fork()
         self.ended = True
 
@@ -96,7 +102,7 @@ class CompilerProcess:
         until = time.monotonic() + _MOMENT
         with contextlib.suppress(ProcessLookupError):
             while time.monotonic() < until:
-                os.kill(self._pid, 0)
+                os.kill(self.pid, 0)
                 time.sleep(0.001)
 
 
@@ -119,7 +125,7 @@ class CompilerProcesses:
                 process.end()
                 raise
         else:
-            process = self._start(forks if _FORKS and not self.all else 0, later)
+            process = self._start(forks if FORKS and not self.all else 0, later)
         self.all.append(process)
         return process
 

@@ -24,7 +24,7 @@ if compiler_missing(torch.float32, torch.device("cpu")) is not None:
 
 from asyncengine.kernels.cache_folder import VARIABLE, is_first_time
 from asyncengine.kernels.cpu import cache, norm
-from asyncengine.kernels.cpu.cache import KernelFolder, kernel_folder
+from asyncengine.kernels.cpu.cache import KernelFolder, folder_here, kernel_folder
 from asyncengine.kernels.cpu.compile_watcher import watcher
 from asyncengine.kernels.cpu.jit import compiled_for
 from asyncengine.kernels.elsewhere import elsewhere
@@ -62,21 +62,40 @@ def compiling_process() -> subprocess.Popen[str]:
     return process
 
 
+@pytest.fixture
+def in_place(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has a shell run a program in the place of each process that compiles."""
+    start = subprocess.Popen
+
+    def put(program: str) -> None:
+        monkeypatch.setattr(subprocess, "Popen", lambda command, **rest: start(["sh", "-c", program], **rest))
+
+    return put
+
+
+def answering(begin: Path) -> str:
+    """A program that says of each kernel that it is compiled, and of SMALL that it rarely calls CALLS_OTHERS, from when
+    this file is there."""
+    answers = f"'&') ;; {SMALL.rpartition(':')[0]}*) echo '?{CALLS_OTHERS}'; echo = ;; *) echo = ;;"
+    waiting = f"until [ -e {begin} ]; do sleep 0.01; done"
+    return f"{waiting}; echo ready; while read name; do case $name in {answers} esac; done"
+
+
 def serving() -> list[threading.Thread]:
     """Threads that give names to processes."""
     return [each for each in threading.enumerate() if each.name.startswith("asyncengine-compile")]
 
 
-@pytest.mark.parametrize("forks", [compile_process._FORKS, False])
+@pytest.mark.parametrize("forks", [compile_process.FORKS, False])
 def test_all_are_kept_with_those_they_call_and_the_next_load_starts_nothing(
     forks: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compile_process, "_FORKS", forks)
+    monkeypatch.setattr(compile_process, "FORKS", forks)
     monkeypatch.setattr(compile_ahead, "first_names", lambda **kinds: [SMALL])
     ahead = CompileAhead(2)
     ahead.expect()
     ahead.start([SMALL, CALLS_OTHERS])
-    processes, told = ahead._processes.all, []
+    processes, told = ahead.processes.all, []
     assert ahead.kept == ()
     ahead.finish(lambda name, most: told.append((name.split(":")[1], most)))
     ahead.close()
@@ -120,27 +139,22 @@ def test_a_load_waits_for_what_a_first_answer_needs_and_whoever_calls_another_ke
     assert again.left == []
 
 
-def test_what_a_kernel_rarely_calls_is_waited_for_where_a_first_answer_does(folder: Path) -> None:
+def test_what_a_kernel_rarely_calls_is_waited_for_where_a_first_answer_does(
+    folder: Path, in_place: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process may have met it before the model's names are known."""
+    monkeypatch.setattr(compile_ahead, "first_names", lambda **kinds: [SMALL])
+    in_place(answering(begin=folder))
     ahead = CompileAhead(2)
-    ahead._add(CALLS_OTHERS, later=True)
+    ahead.expect()
+    module, _, types = SMALL.split(":")
+    ahead.wait_for(module, types)
     ahead.start([SMALL, CALLS_OTHERS])
     told = []
     ahead.finish(lambda name, most: told.append(name))
     ahead.close()
     assert CALLS_OTHERS in told
     assert ahead.kept == [SMALL, CALLS_OTHERS]
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"null", b'{"a": 1}', b"[1]", b"[" * 100_000, b"\xff\xfe"])
-def test_a_list_of_what_was_left_that_is_none_is_not_believed(content: bytes, folder: Path) -> None:
-    ahead = CompileAhead(2)
-    ahead._names = [SMALL]
-    assert ahead._can_start()
-    ahead._folder.keep(ahead._mark("first_answer"), content)
-    ahead.start([SMALL])
-    ahead.close()
-    assert not ahead.kept
 
 
 def test_what_was_left_when_a_program_ended_is_compiled_behind_the_next(folder: Path) -> None:
@@ -150,6 +164,15 @@ def test_what_was_left_when_a_program_ended_is_compiled_behind_the_next(folder: 
     ahead.close()
     assert elsewhere == []
     assert "first_load" not in kept(folder)
+    (listed,) = folder.glob("kernels/*/first_answer-*")
+    was_left = folder_here().find(listed.name)
+    for content in (b"", b"{", b"null", b'{"a": 1}', b"[1]", b"[" * 100_000, b"\xff\xfe"):
+        folder_here().keep(listed.name, content)
+        damaged = CompileAhead(2)
+        damaged.start([SMALL], [CALLS_OTHERS])
+        damaged.close()
+        assert not damaged.kept, content
+    folder_here().keep(listed.name, was_left)
     again = CompileAhead(2)
     again.start([SMALL], [CALLS_OTHERS])
     assert again.kept == [SMALL]
@@ -158,14 +181,8 @@ def test_what_was_left_when_a_program_ended_is_compiled_behind_the_next(folder: 
     assert {"norm.norm", "norm._norm_part", "calls._run", "first_load"} <= set(kept(folder))
 
 
-def programs(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """Processes run `script` in the place of a compiler."""
-    start = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **rest: start(["sh", "-c", script], **rest))
-
-
-def test_nobody_waits_for_processes_that_are_gone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    programs(monkeypatch, "echo ready; read line; exit 3")
+def test_nobody_waits_for_processes_that_are_gone(folder: Path, in_place: Callable[[str], None]) -> None:
+    in_place("echo ready; read line; exit 3")
     ahead = CompileAhead(2)
     ahead.start([SMALL], [CALLS_OTHERS])
     module, _, types = CALLS_OTHERS.split(":")
@@ -192,24 +209,24 @@ def test_what_this_process_has_is_not_looked_for(most: int, folder: Path) -> Non
 
 def test_a_kernel_is_not_compiled_here_while_others_are_at_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the step of a request that calls it: it is asked for by its module and types, and found in the cache."""
-    asked = []
+    asked, by_address = [], CALLS_OTHERS.replace("(", "void(")
 
     def wait_for(module: str, types: str) -> bool:
         asked.append((module, types))
         ahead = CompileAhead(2)
-        ahead.start([CALLS_OTHERS])
+        ahead.start([by_address])
         ahead.finish(lambda name, most: None)
         ahead.close()
-        return ahead.kept == [CALLS_OTHERS]
+        return ahead.kept == [by_address]
 
     monkeypatch.setattr("asyncengine.kernels.cpu.cache.elsewhere", [SimpleNamespace(wait_for=wait_for)])
     heard: list[str] = []
     token = watcher.set(lambda name, most: heard.append(name))
     try:
-        compiled_for(norm._norm_part, f"void({', '.join(['int64'] * 8)}, float32, float32)")
+        compiled_for(norm.norm, by_address.split(":")[2])
     finally:
         watcher.reset(token)
-    assert asked == [(f"{_CPU}norm", f"({', '.join(['int64'] * 8)}, float32, float32)")]
+    assert asked == [(f"{_CPU}norm", CALLS_OTHERS.split(":")[2])]
     assert heard == []
 
 
@@ -246,21 +263,25 @@ def test_cpus_that_a_program_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 <= usable_cpus() <= (os.cpu_count() or 1)
 
 
-def test_what_was_guessed_and_is_not_called_is_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_guessed_and_is_not_called_is_not_waited_for(
+    folder: Path, in_place: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of another kind of model than most. What makes a team of threads is no guess."""
 
     def first_names(*, float32: bool = False, most: bool = True) -> list[str]:
         return [SMALL, UNKNOWN, CALLS_OTHERS] if most else [SMALL]
 
     monkeypatch.setattr(compile_ahead, "first_names", first_names)
-    monkeypatch.setattr(CompileAhead, "_open", lambda ahead, most: None)
+    in_place(answering(begin := folder / "begin"))
     ahead = CompileAhead(2)
     ahead.expect(first_time=True)
     ahead.expect()
-    assert list(ahead._waiting) == [SMALL, UNKNOWN, CALLS_OTHERS]
     ahead.start([CALLS_OTHERS])
-    assert list(ahead._waiting) == [SMALL, CALLS_OTHERS]
-    assert ahead._needed == 2
+    begin.touch()
+    told = []
+    ahead.finish(lambda name, most: told.append((name, most)))
+    ahead.close()
+    assert told == [(SMALL, 2), (CALLS_OTHERS, 2)]
 
 
 def test_what_cannot_be_compiled_is_left_to_its_caller(folder: Path) -> None:
@@ -284,7 +305,7 @@ def test_a_load_that_is_given_up_ends_the_processes_at_once(folder: Path) -> Non
     with pytest.raises(KeyboardInterrupt):
         ahead.finish(give_up)
     ahead.close()
-    assert all(process.ended for process in ahead._processes.all)
+    assert all(process.ended for process in ahead.processes.all)
     assert serving() == []
 
 
@@ -294,17 +315,17 @@ def test_processes_that_nobody_gave_a_name_end(folder: Path) -> None:
     assert len(serving()) == 2
     ahead.finish(lambda name, most: pytest.fail("nothing was to be compiled"))
     assert serving() == []
-    assert all(process.ended for process in ahead._processes.all)
+    assert all(process.ended for process in ahead.processes.all)
 
 
 @pytest.mark.parametrize(
     "program", ["exit 3", "echo ready; read line; exit 3", "exec sleep 100", "echo ready; exec sleep 100"]
 )
 def test_processes_that_die_or_hang_are_not_waited_for(
-    program: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    program: str, folder: Path, in_place: Callable[[str], None]
 ) -> None:
     """Before they are ready, or with a kernel."""
-    programs(monkeypatch, program)
+    in_place(program)
     ahead = CompileAhead(2)
     if "sleep" in program:
         ahead.patience = 0.2
@@ -312,7 +333,7 @@ def test_processes_that_die_or_hang_are_not_waited_for(
     ahead.finish(lambda name, most: None)
     ahead.close()
     assert kept(folder) == []
-    assert all(process.ended for process in ahead._processes.all)
+    assert all(process.ended for process in ahead.processes.all)
 
 
 def refuse(*args: object, **rest: object) -> None:
@@ -351,7 +372,7 @@ def test_where_no_process_may_compile_it_is_left_to_the_load(
     assert [record for record in caplog.records if "kernels are not kept" not in record.getMessage()] == []
 
 
-on_linux = pytest.mark.skipif(not compile_process._FORKS, reason="no process forks here")
+on_linux = pytest.mark.skipif(not compile_process.FORKS, reason="no process forks here")
 
 
 def opened(most: int) -> CompilerProcesses:
@@ -375,7 +396,7 @@ def test_all_but_the_first_are_forks_of_it_and_compile_as_it_does(folder: Path) 
     processes = opened(3)
     first, *forks = processes.all
     assert (first.is_first, [fork.is_first for fork in forks]) == (True, [False, False])
-    assert len({process._pid for process in processes.all}) == 3
+    assert len({process.pid for process in processes.all}) == 3
     for process, name in zip(processes.all, (UNKNOWN, SMALL, CALLS_OTHERS), strict=True):
         process.ask(name)
     answers: list[list[str]] = [[], [], []]
@@ -389,13 +410,13 @@ def test_all_but_the_first_are_forks_of_it_and_compile_as_it_does(folder: Path) 
     for process in reversed(processes.all):
         process.end()
         assert process.ended
-        assert not is_alive(process._pid)  # and nobody has to ask how it ended
+        assert not is_alive(process.pid)  # and nobody has to ask how it ended
 
 
 @on_linux
 def test_forks_end_with_the_first_process_whatever_ends_it(folder: Path) -> None:
     first, *forks = opened(3).all
-    os.kill(first._pid, signal.SIGKILL)
+    os.kill(first.pid, signal.SIGKILL)
     for process in (*forks, first):
         assert process.hear() == ""
         process.end()
@@ -404,8 +425,7 @@ def test_forks_end_with_the_first_process_whatever_ends_it(folder: Path) -> None
 @on_linux
 def test_a_fork_ends_with_its_input() -> None:
     first, fork = opened(2).all
-    os.close(fork._names)
-    fork._names = -1
+    fork.close_names()
     assert fork.hear() == ""
     first.ask(UNKNOWN)
     assert first.hear() == "-"
@@ -417,10 +437,9 @@ def test_a_fork_of_a_process_that_is_gone_is_refused_and_nothing_is_left_open() 
     before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
     processes = CompilerProcesses()
     first = processes.open(forks=2, later=False)
-    assert first._program is not None
-    first._program.kill()
-    first._program.wait()
-    with pytest.raises(BrokenPipeError) if compile_process._FORKS else nullcontext():
+    first.kill()
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(BrokenPipeError) if compile_process.FORKS else nullcontext():
         processes.open(forks=1, later=False)
     first.end()
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -432,16 +451,20 @@ def test_a_fork_of_a_process_that_is_gone_is_refused_and_nothing_is_left_open() 
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_whoever_waits_for_a_kernel_gets_it_next() -> None:
-    ahead = CompileAhead(0)
-    ahead._add(CALLS_OTHERS)
-    ahead._add(SMALL)
-    ahead._add(UNKNOWN, later=True)
-    ahead.patience, ahead._alive = 0.01, 1
-    for name in (CALLS_OTHERS, UNKNOWN):
+def test_whoever_waits_for_a_kernel_gets_it_next(folder: Path, in_place: Callable[[str], None]) -> None:
+    in_place(answering(begin := folder / "begin"))
+    ahead = CompileAhead(2)
+    ahead.start([SMALL, CALLS_OTHERS], [UNKNOWN])
+    ahead.patience = 0.01
+    for name in (SMALL, CALLS_OTHERS, UNKNOWN):
         module, _, types = name.split(":")
-        assert not ahead.wait_for(module, types)  # nobody compiles it
-    assert list(ahead._waiting) == [CALLS_OTHERS, SMALL]
+        assert not ahead.wait_for(module, types)  # nobody compiles it yet
+    ahead.patience = 10.0
+    begin.touch()
+    told = []
+    ahead.finish(lambda name, most: told.append(name))
+    ahead.close()
+    assert told == [CALLS_OTHERS, SMALL]
 
 
 def test_the_process_ends_with_the_program_that_started_it() -> None:

@@ -45,8 +45,9 @@ class _Library(JITCodeLibrary):  # type: ignore[misc]
 
     def __init__(self, codegen: Any, name: str) -> None:
         super().__init__(codegen, name)
-        self._emitted = self.only_part = False
-        """`only_part`: never called by its address, so that it is optimised where it is taken over."""
+        self.emitted = self.only_part = False
+        """Whether machine code was made of it, and whether it is never called by its address, so that it is optimised
+        where it is taken over."""
         self._runtime: Any = None
 
     def add_linking_library(self, library: Any) -> None:
@@ -78,9 +79,9 @@ class _Library(JITCodeLibrary):  # type: ignore[misc]
 
     def _emit(self) -> None:
         self._ensure_finalized()
-        if self._emitted:
+        if self.emitted:
             return
-        self._emitted = True
+        self.emitted = True
         self._dynamic_globals.clear()
         super()._finalize_final_module()
         for place in self._final_module.global_variables:

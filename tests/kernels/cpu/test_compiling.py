@@ -59,7 +59,7 @@ def test_a_part_is_neither_kept_nor_made_machine_code(tmp_path: Path) -> None:
     inner: Any = _twice
     assert not inner.signatures, "compiled for Python, which does not call it"
     (part,) = inner.part.overloads.values()
-    assert not part.library._emitted
+    assert not part.library.emitted
     assert _twice(4) == 8  # until it is called
 
 

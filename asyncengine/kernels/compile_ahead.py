@@ -67,7 +67,7 @@ _BY_MOST = (
     ("attention_write:_prepare_units", True),
     ("sampling:_choose_at_once", False),
     ("activation:_gate_part", True),
-    ("gather:_copy_few_rows", False),
+    ("gather:copy_few_rows", False),
 )
 """Kernels that most models call: compiled until the model is known, which is after torch is imported."""
 

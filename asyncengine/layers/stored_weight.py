@@ -75,7 +75,7 @@ class TakesStored(WeightForm):
 
     order: torch.Tensor | None
     _stored: StoredForm
-    _rows: int
+    rows_at_once: int
     """Rows that are unpacked at once."""
 
     def takes(self, first: int) -> StoredForm | None:
@@ -97,12 +97,12 @@ class TakesStored(WeightForm):
         count = weight.shape[0]
 
         def take(begin: int) -> None:
-            end = min(begin + self._rows, count)
+            end = min(begin + self.rows_at_once, count)
             self._pack(first + begin, weight.rows(begin, end))
             if end < count:
                 weight.release(begin, end)
 
-        share_out(take, range(0, count, self._rows))
+        share_out(take, range(0, count, self.rows_at_once))
         weight.release(0, count)
 
     def _pack(self, first: int, rows: GroupedRows) -> None:
@@ -125,7 +125,7 @@ class GroupedWeight(TakesStored, PanelWeight):
         super().__init__(outputs, inputs, form, True, stored.ordered, dtype, empty)
         self.name = stored.name
         self._stored, self._numbers = stored, stored.numbers
-        self._rows = max(_AT_ONCE // inputs // PANEL, 1) * PANEL
+        self.rows_at_once = max(_AT_ONCE // inputs // PANEL, 1) * PANEL
 
     def _pack(self, first: int, rows: GroupedRows) -> None:
         self._packing.pack_rows(self._form, self.panels, first, rows.numbers, **self._planes(rows))
@@ -162,7 +162,7 @@ class ChunkedWeight(TakesStored):
             raise ValueError(f"there is no kernel for {form}")
         self.outputs, self.inputs, self.bias_dtype, self.name = outputs, inputs, torch.float32, stored.name
         self._kernels, self._stored, self._device = packed_matmul, stored, device
-        self._rows = max(1, _BROUGHT_AT_ONCE // inputs)
+        self.rows_at_once = max(1, _BROUGHT_AT_ONCE // inputs)
         self.order = torch.arange(inputs, device=device) if stored.ordered else None
         bits = 4 if form.bits == 4 else 8
         self._group, self._inputs = group, -(-inputs // (8 // bits * group)) * (8 // bits * group)

@@ -30,7 +30,7 @@ from asyncengine.kernels.cpu.jit import compiled_for
 from asyncengine.kernels.elsewhere import elsewhere
 
 _CPU = "asyncengine.kernels.cpu."
-SMALL = f"{_CPU}gather:_copy_few_rows:(int64, int64, int64, int64, int64)"
+SMALL = f"{_CPU}gather:copy_few_rows:(int64, int64, int64, int64, int64)"
 CALLS_OTHERS = f"{_CPU}norm:norm:(int64, int64, int64, int64, int64, float32, float32, int64)"
 UNKNOWN = f"{_CPU}gather:nothing_of_the_kind:(int64)"
 
@@ -101,7 +101,7 @@ def test_all_are_kept_with_those_they_call_and_the_next_load_starts_nothing(
     ahead.close()
     assert ahead.kept == [SMALL, CALLS_OTHERS]
     names = [name for name, _ in told]
-    assert sorted(names) == ["_copy_few_rows", "_norm_part", "_run", "norm"]
+    assert sorted(names) == ["copy_few_rows", "_norm_part", "_run", "norm"]
     assert told[-1][1] == 4
     assert {"norm._norm_part", "norm.norm", "calls._run", "first_load", "gather._copy_rows"} <= set(kept(folder))
     assert all(process.ended for process in processes)

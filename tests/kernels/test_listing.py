@@ -114,7 +114,7 @@ def test_types_are_found_without_source(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_types_are_those_that_a_kernel_is_written_with() -> None:
     assert written("activation:gate", "float32") == f"{CPU}activation:gate:({'int64, ' * 5}float32, int64)"
-    assert written("gather:_copy_few_rows") == f"{CPU}gather:_copy_few_rows:({', '.join(['int64'] * 5)})"
+    assert written("gather:copy_few_rows") == f"{CPU}gather:copy_few_rows:({', '.join(['int64'] * 5)})"
     with pytest.raises(AssertionError, match="there is no gather:missing"):
         written("gather:missing")
     for name in first_names():

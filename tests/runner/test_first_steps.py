@@ -107,10 +107,10 @@ def test_a_model_loaded_again_runs_one_step_and_is_not_measured_again(monkeypatc
 def test_what_is_read_is_there_when_it_is_called() -> None:
     from asyncengine.kernels.cpu import gather
 
-    name = f"asyncengine.kernels.cpu.gather:_copy_few_rows:({', '.join(['int64'] * 5)})"
+    name = f"asyncengine.kernels.cpu.gather:copy_few_rows:({', '.join(['int64'] * 5)})"
     assert not read_kept(())
     assert read_kept([name])
-    assert len(gather._copy_few_rows.overloads) == 1
+    assert len(gather.copy_few_rows.overloads) == 1
 
 
 def test_no_request_waits_for_a_kernel_after_a_load_that_read_them() -> None:

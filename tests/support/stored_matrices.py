@@ -34,7 +34,7 @@ class RandomMatrix:
         self.name, self.shape, self.form = name, (outputs, inputs), FORMS[name]
         self.order = np.arange(inputs - 1, -1, -1) if ordered else None
         self.released: list[tuple[int, int]] = []
-        self._whole = self._make(np.random.default_rng(seed + outputs + inputs))
+        self.whole = self._make(np.random.default_rng(seed + outputs + inputs))
 
     def _make(self, generator: np.random.Generator) -> GroupedRows:
         form, (count, inputs) = self.form, self.shape
@@ -62,7 +62,7 @@ class RandomMatrix:
         )  # fmt: skip
 
     def rows(self, first: int, last: int) -> GroupedRows:
-        return GroupedRows(*(None if part is None else part[first:last].copy() for part in self._whole))  # type: ignore[arg-type]
+        return GroupedRows(*(None if part is None else part[first:last].copy() for part in self.whole))  # type: ignore[arg-type]
 
     def release(self, first: int, last: int) -> None:
         self.released.append((first, last))
@@ -93,11 +93,11 @@ class FloatMatrix(RandomMatrix):
 
     def dense(self) -> torch.Tensor:
         """float32: what it stands for."""
-        floats, scales = self._whole.floats, self._whole.float_scales
+        floats, scales = self.whole.floats, self.whole.float_scales
         assert floats is not None
         if scales is None:
-            assert self._whole.row_scales is not None
-            scales = self._whole.row_scales[:, None]
+            assert self.whole.row_scales is not None
+            scales = self.whole.row_scales[:, None]
         wide = np.repeat(scales, self.form.floats or self.shape[1], axis=1)[:, : self.shape[1]]
         return torch.from_numpy(floats).view(torch.float8_e4m3fn).float() * torch.from_numpy(wide)
 

@@ -22,7 +22,7 @@ def _copy_rows(places: int, table: int, out: int, count: int, width: int) -> Non
             results[index, place] = row[place]
 
 
-_copy_few_rows = with_gil(_copy_rows)
+copy_few_rows = with_gil(_copy_rows)
 
 
 class RowCopies:
@@ -38,7 +38,7 @@ class RowCopies:
     def __call__(self, places: torch.Tensor) -> torch.Tensor:
         """[n, width]: rows `places` (int64 [n], contiguous, in range). The interpreter's lock is kept."""
         count = places.shape[0]
-        _copy_few_rows(places.data_ptr(), *self._at, count, self._width)
+        copy_few_rows(places.data_ptr(), *self._at, count, self._width)
         found = self._parts.get(count)
         if found is None:
             found = self._parts[count] = self._memory[:count]

@@ -129,20 +129,20 @@ def code_for(form: PanelForm, dtype: torch.dtype) -> int:
         words = (form.bits, form.group, form.below, form.block, form.scale, kind, *form.table)
         report(f"{__name__}:compile_code:form {' '.join(map(str, words))}", False)
         return 0
-    address: int = _code_for(form, kind).address
+    address: int = _code_for(form, kind, NARROW).address
     return address
 
 
 def compile_code(words: str) -> None:
     """Compile, and keep, what `code_for` names so."""
     _, bits, group, below, block, scale, kind, *table = words.split()
-    _code_for(PanelForm(int(bits), int(group), below, int(block), scale, tuple(map(int, table))), kind)
+    _code_for(PanelForm(int(bits), int(group), below, int(block), scale, tuple(map(int, table))), kind, NARROW)
 
 
 @functools.cache
-def _code_for(form: PanelForm, kind: str) -> Any:
-    """It stays where it is."""
-    return compiled_for(_make_part(form), f"void({', '.join(['int64'] * 12)}, {kind})")
+def _code_for(form: PanelForm, kind: str, narrow: bool) -> Any:
+    """It stays where it is. `narrow`: by tiles of `NarrowWriter`, of a form that it takes."""
+    return compiled_for(_make_part(form, narrow), f"void({', '.join(['int64'] * 12)}, {kind})")
 
 
 @serial_in_order
@@ -237,10 +237,10 @@ def _round_group(values: Any, numbers: Any, count: int) -> tuple[np.float32, np.
     return scale, total
 
 
-def _make_part(form: PanelForm) -> Any:
+def _make_part(form: PanelForm, narrow: bool) -> Any:
     """Make the function that computes the outputs of the pairs of panels of one of `pieces`, for all rows, for one
     form."""
-    made_for, smallest, streamed, tile, spread = _tiles_of(form)
+    made_for, smallest, streamed, tile, spread = _tiles_of(form, narrow)
     bits, summed, spreads = form.bits, form.summed, form.bits == 6 and SPREAD > 0
     parts, chunk_bytes, sums_of_chunk = form.chunk // GROUP, form.chunk_bytes, form.chunk // form.summed
 
@@ -298,11 +298,10 @@ def _make_part(form: PanelForm) -> Any:
     return serial_in_order(allocates(multiply_part))
 
 
-def _tiles_of(form: PanelForm) -> tuple[str, int, int, Any, Any]:
+def _tiles_of(form: PanelForm, narrow: bool) -> tuple[str, int, int, Any, Any]:
     """(what the function is made for, the rows from which one panel at a time is multiplied, if there are such, those
     up to which it is read as one stream, the tile, what spreads its numbers)"""
-    narrow = NARROW and narrow_fits(form)
-    writer, streamed = (NarrowWriter, 0) if narrow else (WideWriter, streamed_rows(form))
+    writer, streamed = (NarrowWriter, 0) if narrow and narrow_fits(form) else (WideWriter, streamed_rows(form))
     smallest = min((rows for rows in range(1, MOST + 1) if writer.panels_of(rows) == 1), default=0)
     tiles = [(writer, rows, False) for rows in range(2 if streamed else 1, MOST + 1)]
     tiles += [(StreamWriter, rows, False) for rows in range(1, streamed + 1)]

@@ -78,7 +78,9 @@ class RowGroups:
         rows = np.ascontiguousarray(order[np.searchsorted(slots[order], 0) :])
         used, firsts, counts = np.unique(slots[rows], return_index=True, return_counts=True)
         groups = np.ascontiguousarray(np.stack([firsts, counts, used], axis=1), dtype=np.int64)
-        self._held = (groups, rows)
+        self.groups, self.rows = groups, rows
+        """Where each adapter's rows begin in the list of rows, how many there are, and its slot: int64 [adapters, 3];
+        and that list, int64 [rows with an adapter]."""
         self.count = len(rows)
         """Rows with an adapter."""
         self._record = np.array([groups.ctypes.data, len(groups), rows.ctypes.data, len(rows)], dtype=np.int64)

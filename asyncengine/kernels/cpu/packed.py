@@ -245,7 +245,7 @@ def _make_tile(sizes: Sequence[int], panels: int = 1) -> Any:
               out: Any, across: Any, out_size: Any, kind: Any) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             for size in sizes:
-                write = _write_tile if WIDE else _write_narrow_tile if size * panels <= 2 else _write_narrow_block
+                write = write_tile if WIDE else write_narrow_tile if size * panels <= 2 else write_narrow_block
                 with builder.if_then(builder.icmp_signed("==", arguments[0], LONG(size))):
                     write(builder, size, panels, kind, *arguments[1:11])
             return context.get_dummy_value()
@@ -255,7 +255,7 @@ def _make_tile(sizes: Sequence[int], panels: int = 1) -> Any:
     return intrinsic(typed)
 
 
-def _write_tile(
+def write_tile(
     builder: Any, rows: int, panels: int, kind: Any, x: Any, x_size: Any, panel: Any, lines: Any,
     ahead: Any, share: Any, bias: Any, out: Any, across: Any, out_size: Any,
 ) -> None:  # fmt: skip
@@ -279,7 +279,7 @@ def _write_tile(
     _store_tile(builder, found, FLOATS, kind, bias, out, across, out_size)
 
 
-def _write_narrow_tile(
+def write_narrow_tile(
     builder: Any, rows: int, panels: int, kind: Any, x: Any, x_size: Any, panel: Any, lines: Any,
     ahead: Any, share: Any, bias: Any, out: Any, across: Any, out_size: Any,
 ) -> None:  # fmt: skip
@@ -311,7 +311,7 @@ def _write_narrow_tile(
     _store_tile(builder, found, vectors.EIGHT_FLOATS, kind, bias, out, across, out_size)
 
 
-def _write_narrow_block(
+def write_narrow_block(
     builder: Any, rows: int, panels: int, kind: Any, x: Any, x_size: Any, panel: Any, lines: Any,
     ahead: Any, share: Any, bias: Any, out: Any, across: Any, out_size: Any,
 ) -> None:  # fmt: skip

@@ -112,12 +112,12 @@ def cpu_has(*features: str) -> bool:
     if numba.config.CPU_NAME is not None or numba.config.CPU_FEATURES is not None:
         chosen = str(numba.config.CPU_FEATURES or "").split(",")  # kernels for other machines than this one
         return all(f"+{name}" in chosen for name in features)
-    host = _features_here()
+    host = features_here()
     return all(host.get(name, False) for name in features)
 
 
 @functools.cache
-def _features_here() -> Any:
+def features_here() -> Any:
     """Each question to LLVM takes half a millisecond, and a model's layers ask often. Of 64-bit ARM it knows features
     on some systems only (not Apple's): NEON, with fused products and float16, is part of that architecture."""
     arm = platform.machine().lower() in ("aarch64", "arm64")

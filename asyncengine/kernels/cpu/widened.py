@@ -51,7 +51,7 @@ def _widen_half(_: Any, panel: Any, lines: Any, out: Any, kind: Any) -> Any:
     return numba.types.void(*[numba.types.int64] * 3, kind), generate
 
 
-def _write_tile(builder: Any, x: Any, weights: Any, depth: Any, sums: Any, ahead: Any, share: Any) -> None:
+def write_tile(builder: Any, x: Any, weights: Any, depth: Any, sums: Any, ahead: Any, share: Any) -> None:
     cells = [(row, part) for row in range(_TILE) for part in range(_PARTS)]
     places = {cell: builder.add(sums, LONG((cell[0] * _ACROSS + cell[1] * 8) * 4)) for cell in cells}
     totals = {cell: cgutils.alloca_once(builder, EIGHT_FLOATS) for cell in cells}
@@ -81,7 +81,7 @@ def _add_input(builder: Any, x: Any, weights: Any, index: Any, totals: dict[tupl
 
 def _tile(_: Any, x: Any, weights: Any, depth: Any, sums: Any, ahead: Any, share: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _write_tile(builder, *arguments)
+        write_tile(builder, *arguments)
         return context.get_dummy_value()
 
     return numba.types.void(*[numba.types.int64] * 6), generate

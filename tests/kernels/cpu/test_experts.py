@@ -96,9 +96,9 @@ def test_a_row_s_bits_are_its_own(dtype: torch.dtype, bits: int | None) -> None:
     for row in range(0, 60, 7):
         part = slice(row, row + 1)
         assert torch.equal(experts(x[part], ids[part], weights[part]), whole[part])
-    experts._most = 4 * CHOSEN
+    experts.pairs_at_once = 4 * CHOSEN
     assert torch.equal(experts(x, ids, weights), whole)
-    experts._most = 1 << 30
+    experts.pairs_at_once = 1 << 30
     for threads in (2, 4):
         with team_of(threads):
             assert torch.equal(experts(x, ids, weights), whole)

@@ -126,7 +126,6 @@ def test_what_is_not_finite_stays_in_its_row(value: float, dtype: torch.dtype) -
 
 def test_rows_by_adapter() -> None:
     groups = RowGroups(np.array(ROWS))
-    by_adapter, rows = groups._held
-    assert rows.tolist() == [2, 7, 0, 3, 6, 4]
-    assert by_adapter.tolist() == [[0, 1, 0], [1, 1, 1], [2, 3, 2], [5, 1, 4]]
+    assert groups.rows.tolist() == [2, 7, 0, 3, 6, 4]
+    assert groups.groups.tolist() == [[0, 1, 0], [1, 1, 1], [2, 3, 2], [5, 1, 4]]
     assert RowGroups(np.array([-1, -1])).count == 0

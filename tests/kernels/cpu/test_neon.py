@@ -56,14 +56,14 @@ def compiled(write: Callable[..., None], count: int) -> list[str]:
 @pytest.mark.parametrize("kind", [numba.types.float32, numba.types.uint16])
 @pytest.mark.parametrize(("rows", "panels"), [(1, 1), (1, 2), (2, 1), (4, 1)])
 def test_products_of_floats(rows: int, panels: int, kind: Any) -> None:
-    write = packed._write_narrow_tile if rows * panels <= 2 else packed._write_narrow_block
+    write = packed.write_narrow_tile if rows * panels <= 2 else packed.write_narrow_block
     names = compiled(lambda builder, *arguments: write(builder, rows, panels, kind, *arguments), 10)
     sides = 1 if kind == numba.types.float32 else 2
     assert names.count("fmla") >= rows * panels * sides * packed.WIDTH // 4
 
 
 def test_products_of_widened_blocks() -> None:
-    names = compiled(widened._write_tile, 6)
+    names = compiled(widened.write_tile, 6)
     assert names.count("fmla") == 3 * 6 * packed.WIDTH // 2 // 4  # of two inputs, then of an odd one
 
 

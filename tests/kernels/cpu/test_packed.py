@@ -317,7 +317,7 @@ def test_what_the_compiler_does_not_know_of_arm(machine: str, has: bool, monkeyp
     import llvmlite.binding
     import numba
 
-    monkeypatch.setattr(vectors, "_features_here", vectors._features_here.__wrapped__)
+    monkeypatch.setattr(vectors, "features_here", vectors.features_here.__wrapped__)
     monkeypatch.setattr(llvmlite.binding, "get_host_cpu_features", dict)
     monkeypatch.setattr(vectors.platform, "machine", lambda: machine)
     for name in ("CPU_NAME", "CPU_FEATURES"):

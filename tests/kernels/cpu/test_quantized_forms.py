@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -91,7 +90,7 @@ def test_the_largest_numbers_do_not_overflow(name: str, value: float) -> None:
     """Whole numbers in x stay as they are, where the largest of a group is 127: the sums are exact."""
     matrix, table = RandomMatrix(name, 16, 512), FORMS[name].table
     for number in {0, (1 << FORMS[name].bits) - 1, table.index(max(table)) if table else 0}:
-        matrix._whole.numbers[:] = number
+        matrix.whole.numbers[:] = number
         weight, x = weight_of(matrix), torch.full((9, 512), value)
         expected = x.double() @ matrix.dense().double().T
         for rows in (2, 9):
@@ -107,7 +106,6 @@ def test_tiles_of_both_kinds_agree(name: str, monkeypatch: pytest.MonkeyPatch) -
     shorter = [x[:rows] for rows in (1, 2, 3, 5, 11)]
     narrow = [weight.multiply(rows, bias) for rows in shorter]
     monkeypatch.setattr(gemm_quantized, "NARROW", False)
-    monkeypatch.setattr(gemm_quantized, "_code_for", functools.cache(gemm_quantized._code_for.__wrapped__))
     for rows, expected in zip(shorter, narrow, strict=True):
         assert torch.equal(weight.multiply(rows, bias), expected)
 
@@ -127,7 +125,7 @@ def test_matrices_that_come_in_parts_and_orders() -> None:
     """As the whole to the bit; an order of the inputs is that of x."""
     matrix = RandomMatrix("Q4_K", 96, 512)
     whole, weight = weight_of(matrix), GroupedWeight(96, 512, StoredForm("Q4_K", matrix.form), torch.float32)
-    weight._rows = 16
+    weight.rows_at_once = 16
     weight.load(0, matrix)
     assert torch.equal(weight.panels, whole.panels)
     assert matrix.released[-1] == (0, 96)
@@ -150,7 +148,7 @@ def test_groups_larger_than_those_of_kernels(group: int, inputs: int) -> None:
     scales = generator.uniform(0.5, 1, (20, groups)).astype(np.float16).astype(np.float32)
     zeros = generator.integers(0, 16, (20, groups), dtype=np.uint8)
     matrix.shape, matrix.form = (20, inputs), type(matrix.form)(4, group, "zeros")
-    matrix._whole = GroupedRows(numbers, scales, zeros=zeros)
+    matrix.whole = GroupedRows(numbers, scales, zeros=zeros)
     size = group or inputs
     exact = torch.from_numpy(
         np.stack([(numbers[:, i] - zeros[:, i // size].astype(float)) * scales[:, i // size] for i in range(inputs)], 1)

@@ -73,16 +73,20 @@ def threads_for(threads: int | None, device: torch.device) -> int:
 class Cores:
     """The threads of one engine's kernels, and of torch's operators in its steps. One step at a time."""
 
-    def __init__(self, threads: int | None = None, device: torch.device = _CPU, sharing: Sharing = _PROCESS) -> None:
-        """`threads` None: as many as torch uses in this program. On another device than a CPU, one: to launch."""
+    def __init__(
+        self, threads: int | None = None, device: torch.device = _CPU, sharing: Sharing = _PROCESS,
+        team: Team | None = None,
+    ) -> None:  # fmt: skip
+        """`threads` None: as many as torch uses in this program. On another device than a CPU, one: to launch. `team`:
+        of so many threads; None: one is made when it is first joined, as a first load has its kernels compiled until
+        then."""
         self.most = threads_for(threads, device)
         self._here = device.type == "cpu"
         self._sharing = sharing
         self._company = Company(self.most)
         self._used = self.most
         self._compiled = compiler_missing(torch.float32, device) is None
-        self._team: Team | None = None
-        """Made when it is first joined: a first load has its kernels compiled until then."""
+        self._team = team
 
     @contextmanager
     def step(self, *, torch_alone: bool = False, small: bool = False) -> Iterator[None]:

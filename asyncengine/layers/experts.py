@@ -92,22 +92,23 @@ class Experts:
             form = replace(config, experts=count)
             self.kernel = _kernel(form, number, self.up.product(), self.down.product(), options.dtype)
         self._grouped = _grouped(options, config, self.up, self.down, self._gate)
-        self._most = 1 << 30
+        self.pairs_at_once = 1 << 30
+        """Pairs of a row and an expert in one call of the kernel: those for which it has memory."""
         if self.kernel is not None:
             size = options.dtype.itemsize
-            self._most = max(1, _SCRATCH // self.kernel.scratch_bytes(1, size))
+            self.pairs_at_once = max(1, _SCRATCH // self.kernel.scratch_bytes(1, size))
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         if self.ranks is not None or self.kernel is None:
             shares = torch.ones(chosen.shape, device=x.device, dtype=torch.float32) if weights is None else weights
             if self.ranks is not None:
                 return gather_experts(self.ranks, self._make, x.contiguous(), chosen - self._held.start, shares)
-            made: torch.Tensor = (self._grouped or self._by_torch)(x, chosen, shares)
+            made: torch.Tensor = (self._grouped or self.by_torch)(x, chosen, shares)
             return made
         x, chosen = x.contiguous(), chosen.contiguous()
         weights = None if weights is None else weights.contiguous()
         out = torch.empty_like(x)
-        rows = max(1, self._most // chosen.shape[1])
+        rows = max(1, self.pairs_at_once // chosen.shape[1])
         for first in range(0, len(x), rows):
             part = slice(first, first + rows)
             self.kernel(x[part], chosen[part], None if weights is None else weights[part], out[part])
@@ -118,15 +119,15 @@ class Experts:
         `pair // k` and the expert experts[pair]."""
         count = len(experts) // max(len(x), 1)
         if self.kernel is None:
-            self._make_by_torch(x, experts, made)
+            self._make_in_turns(x, experts, made)
             return
         (own,) = ((experts >= 0) & (experts < len(self._held))).nonzero(as_tuple=True)
-        for some in torch.split(own, self._most) if len(own) else ():
+        for some in torch.split(own, self.pairs_at_once) if len(own) else ():
             rows, results = x[some // count], x.new_empty(len(some), x.shape[1])
             self.kernel(rows, experts[some, None].contiguous(), None, results)
             made[some] = results
 
-    def _make_by_torch(self, x: torch.Tensor, experts: torch.Tensor, made: torch.Tensor) -> None:
+    def _make_in_turns(self, x: torch.Tensor, experts: torch.Tensor, made: torch.Tensor) -> None:
         """One product after the other for each expert that has rows, whose numbers the host reads."""
         count = len(experts) // max(len(x), 1)
         by_expert, order = experts.sort(stable=True)
@@ -135,10 +136,10 @@ class Experts:
             if 0 <= expert < len(self._held):
                 made[pairs] = self.down.multiply(expert, self._gate(self.up.multiply(expert, x[pairs // count])))
 
-    def _by_torch(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def by_torch(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         rows, count = chosen.shape
         made = x.new_empty((rows * count, x.shape[1]))
-        self._make_by_torch(x, chosen.flatten(), made)
+        self._make_in_turns(x, chosen.flatten(), made)
         return (made.view(rows, count, x.shape[1]).float() * weights[..., None]).sum(1).to(x.dtype)
 
     def _gate(self, both: torch.Tensor) -> torch.Tensor:

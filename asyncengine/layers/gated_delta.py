@@ -121,7 +121,8 @@ class GatedDelta(StateLayer):
             (config.value_heads, config.key_dim, config.value_dim), self.conv.window,
             tuple(config.key_heads * channels for channels in mixed), units, self.share is not None,
         )  # fmt: skip
-        self._kinds = _kind_indices(config, options.device)
+        self.kinds = _kind_indices(config, options.device)
+        """Columns of queries, keys, values, z, b and a in the projection."""
         heads = (config.key_heads, config.value_heads, config.key_dim, config.value_dim)
         self.rule = delta_rule(self.conv.on_device, heads, self.rate, self.dt_bias)
         if options.compiled:
@@ -138,7 +139,7 @@ class GatedDelta(StateLayer):
         if self.kernel is not None:
             return by_kernel(self.kernel, projected, step, self.index)
         if self.config.interleaved:
-            q, k, v, z, b, a = (projected.index_select(1, kind) for kind in self._kinds)
+            q, k, v, z, b, a = (projected.index_select(1, kind) for kind in self.kinds)
             inputs = torch.cat((q, k, v), dim=1)
         else:
             heads = self.config.value_heads

@@ -42,7 +42,7 @@ class RecordedLayers:
         """`run`: all layers. `paths`: of their products, as adapters name them."""
         self._run, self._keeps_states, self._paths = run, keeps_states, paths
         self._arena: Arena | None = None
-        self._records: dict[tuple[Any, ...], tuple[Record, torch.Tensor]] = {}
+        self.records: dict[tuple[Any, ...], tuple[Record, torch.Tensor]] = {}
         """Records and their results, by the number of tokens, whether rows have adapters, and which angles scale
         queries."""
         self._owners: tuple[Callable[[], Any], ...] = ()
@@ -69,7 +69,7 @@ class RecordedLayers:
         inputs += [part for part in (vectors, *(own.query_scale for own in angles)) if part is not None]
         values = _values(inputs, step, adapters)
         key = tokens, adapters is not None, tuple(own.query_scale is not None for own in angles)
-        known = self._records.get(key)
+        known = self.records.get(key)
         if known is None:
             with self._recorder(inputs) as recorder:
                 more = () if vectors is None else (vectors,)
@@ -85,7 +85,7 @@ class RecordedLayers:
         if len(self._owners) != len(owners) or any(
             known() is not own for known, own in zip(self._owners, owners, strict=True)
         ):
-            self._records.clear()
+            self.records.clear()
             self._owners = tuple((lambda: None) if own is None else ref(own) for own in owners)
 
     def _recorder(self, inputs: Sequence[torch.Tensor]) -> Recorder:
@@ -105,9 +105,9 @@ class RecordedLayers:
             logger.info("layers are called one by one, as %s is computed between their kernels", self.obstacle)
         elif recorder.full:
             self._arena = Arena(4 * self._arena.size)
-            self._records.clear()
+            self.records.clear()
         else:
-            self._records[key] = recorder.record(), self._arena.alias(out)
+            self.records[key] = recorder.record(), self._arena.alias(out)
         return out.clone()
 
     def _with_symbols(self, step: StepContext, values: list[int], adapters: AdapterRecords | None) -> StepContext:
@@ -129,7 +129,7 @@ class _RecordedAdapters:
 
     def __init__(self, paths: tuple[str, ...], records: AdapterRecords) -> None:
         self._places = {path: place for place, path in enumerate(paths)}
-        self._records = records
+        self.records = records
 
     def changes(self, path: str) -> bool:
         return True
@@ -137,7 +137,7 @@ class _RecordedAdapters:
     def add(self, path: str, x: torch.Tensor, y: torch.Tensor) -> None:
         from asyncengine.kernels.cpu.lora import add_table_deltas
 
-        add_table_deltas(x, y, self._places[path], self._records)
+        add_table_deltas(x, y, self._places[path], self.records)
 
     def records(self, paths: tuple[str, ...]) -> AdapterRecords | None:
         return None

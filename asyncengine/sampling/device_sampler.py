@@ -25,7 +25,7 @@ class DeviceSampler:
     """Chooses a token for each of up to `max_rows` rows. Holds working memory: one step at a time."""
 
     def __init__(self, params: SlotParams, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        self._params, self._device, self._vocab_size = params, device, vocab_size
+        self.params, self._device, self._vocab_size = params, device, vocab_size
         self._max_rows = max_rows
         self._blocks = -(-vocab_size // BLOCK.value)
         self._chunks = {name: -(-self._blocks // blocks) for name, (blocks, _) in _SHAPES.items()}
@@ -41,9 +41,9 @@ class DeviceSampler:
 
     def refresh(self) -> None:
         """Send the parameters of slots, if some have changed; before a graph is replayed, never part of one."""
-        if self._version != self._params.version:
-            self._version = self._params.version
-            self._table[:-1].copy_(upload(self._params.packed(), self._device))
+        if self._version != self.params.version:
+            self._version = self.params.version
+            self._table[:-1].copy_(upload(self.params.packed(), self._device))
 
     def choose(
         self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array
@@ -52,7 +52,7 @@ class DeviceSampler:
         self.refresh()
         where = upload(np.stack((slots, positions)), self._device)
         tokens, best = torch.empty_like(where[0]), torch.empty(len(slots), device=self._device)
-        self.sample(logits, where[0], where[1], tokens, best, bool(self._params.truncated[slots].any()))
+        self.sample(logits, where[0], where[1], tokens, best, bool(self.params.truncated[slots].any()))
         return tokens, best
 
     def sample(

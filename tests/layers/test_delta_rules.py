@@ -65,7 +65,7 @@ def projections(layer: Layer, tokens: int, dtype: torch.dtype) -> torch.Tensor:
 def gated_exactly(layer: GatedDelta, projected: torch.Tensor) -> torch.Tensor:
     """In float64, as the paper has it, of one sequence from its beginning."""
     config, group = layer.config, layer.config.value_heads // layer.config.key_heads
-    q, k, v, z, b, a = (projected.double()[:, kind] for kind in layer._kinds)
+    q, k, v, z, b, a = (projected.double()[:, kind] for kind in layer.kinds)
     inputs = functional.pad(torch.cat((q, k, v), 1).T[None], (config.taps - 1, 0))
     weight = layer.conv.weight.double().T[:, None]
     mixed = functional.silu(functional.conv1d(inputs, weight, groups=len(weight)))[0].T

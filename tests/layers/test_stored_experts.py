@@ -143,7 +143,7 @@ def exactly_near(found: Experts, plain: Experts, width: int, every: tuple[int, .
         weights = torch.rand(rows, CHOSEN, generator=generator)
         made = found(x, ids, weights)
         assert made.shape == x.shape
-        assert relative_error(Experts._by_torch(plain, x, ids, weights), made) < 1e-5 or not rows, rows
+        assert relative_error(plain.by_torch(x, ids, weights), made) < 1e-5 or not rows, rows
 
 
 @pytest.mark.parametrize(

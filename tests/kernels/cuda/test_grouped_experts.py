@@ -124,7 +124,7 @@ def test_layers_by_kernels_are_those_by_torch(
         other.load(tensor)
     x = torch.randn(9, 32, generator=generator).half()
     expected = plain(x, None)
-    monkeypatch.setattr(Experts, "_by_torch", None)
+    monkeypatch.setattr(Experts, "by_torch", None)
     with NothingRead():
         found = grouped(x, None)
     assert relative_error(expected.double(), found.double()) < 4e-3

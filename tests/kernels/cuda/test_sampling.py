@@ -99,7 +99,7 @@ def test_a_slot_that_changes_hands_is_sent_again() -> None:
     logits = random_logits(1, 600)
     sampler = device_sampler(first, 600, CPU)
     assert by_kernels(sampler, first, logits)[0].tolist() == logits.argmax(dim=1).tolist()
-    sampler._params.update(second)
+    sampler.params.update(second)
     sampler.refresh()
     assert by_kernels(sampler, second, logits)[0].tolist() == by_cpu(second, logits)[0].tolist()
 

@@ -80,7 +80,7 @@ def test_experts_stay_as_they_are_stored(kind: str, pair: Pair, packed: None, mo
     folder, dense = pair("qwen3moe", kind, layers=1)
     plain = load(dense)
     monkeypatch.setattr(expert_matrices, "triton_missing", lambda device: None)
-    monkeypatch.setattr(experts.Experts, "_by_torch", None)
+    monkeypatch.setattr(experts.Experts, "by_torch", None)
     loaded = load(folder)
     assert relative_error(logits_of(plain.model, IDS), logits_of(loaded.model, IDS)) < 1e-5
     mixtures = [mixture.experts for layer in loaded.model.layers for mixture in layer.mixtures()]

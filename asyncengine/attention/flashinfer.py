@@ -152,7 +152,7 @@ class FlashInferBackend(AttentionBackend):
         self._groups = list(dict.fromkeys(self._group_of))
         self._chunks = list(dict.fromkeys((None, *(group.chunk for group in self._groups))))
         with torch.inference_mode(False):  # written in place later, inside of inference mode and outside
-            self._pools = [self._pool(spec, device) for spec in layers]
+            self.pools = [self._pool(spec, device) for spec in layers]
             size = float_workspace_bytes(self._groups, max_rows, self.memory.processors())
             self._workspace = torch.zeros(size, dtype=torch.uint8, device=device)
         self._prefill = {group: self._prefill_wrapper("fa2") for group in self._groups}
@@ -166,7 +166,7 @@ class FlashInferBackend(AttentionBackend):
         self._graphs: dict[int, _DecodeGraph] = {}
         self._wrappers: dict[LayerGroup, _Planned] = {}
         self._arrays: DeviceArrays | None = None
-        self._slots = torch.empty(0, dtype=torch.int64)
+        self.kv_slots = torch.empty(0, dtype=torch.int64)
         self.attend_merged: Callable[..., torch.Tensor] | None = None
         """Norms, rotation, `write` and `attend` at once, as the compiled backend's; None: there is no kernel."""
         if triton_missing(device) is None:
@@ -178,7 +178,7 @@ class FlashInferBackend(AttentionBackend):
     # -- before the forward, on the host -------------------------------------------------------------------------
 
     def plan(self, step: StepView) -> None:
-        self._slots = step.kv_slots
+        self.kv_slots = step.kv_slots
         decode = len(step.counts) == int(step.qo_indptr[-1])
         self._wrappers = self._decode if decode else self._long if self._is_long(step) else self._prefill
         for chunk in reversed(self._chunks):
@@ -197,7 +197,7 @@ class FlashInferBackend(AttentionBackend):
         """`plan` for the graph of as many rows. A padding row looks like any other: start 0, page table [0]. Returns
         how many elements of `host`, which is pinned and as large as the inputs, are to be copied there."""
         used, graph = 0, self._graphs[len(step.counts)]
-        self._wrappers, self._slots = graph.wrappers, step.kv_slots
+        self._wrappers, self.kv_slots = graph.wrappers, step.kv_slots
         for chunk, (begin, self._arrays) in graph.arrays.items():
             at = partial(host.narrow, 0, begin)
             packed = pack_step(in_chunks(step, chunk, self.page_size), self.page_size, at)
@@ -262,7 +262,7 @@ class FlashInferBackend(AttentionBackend):
             self.attend(layer, zeros)
 
     def close(self) -> None:
-        self._pools = []
+        self.pools = []
         self._wrappers, self._prefill, self._long, self._decode, self._graphs = {}, {}, {}, {}, {}
         self._arrays = None
         self._workspace = torch.empty(0, dtype=torch.uint8)
@@ -277,7 +277,7 @@ class FlashInferBackend(AttentionBackend):
             self._stored(value),
             arrays.batch_indices,
             arrays.positions,
-            self._pools[layer],
+            self.pools[layer],
             arrays.kv_indices,
             arrays.kv_indptr,
             arrays.last_page_len,
@@ -292,7 +292,7 @@ class FlashInferBackend(AttentionBackend):
     def _attend_merged(
         self, layer: int, qkv: torch.Tensor, heads: MergedHeads, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
-        query = self._prepare_and_write(qkv, heads, cos, sin, self._slots, self._pools[layer])
+        query = self._prepare_and_write(qkv, heads, cos, sin, self.kv_slots, self.pools[layer])
         return self.attend(layer, query).view(len(qkv), -1)
 
     def attend_into(self, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
@@ -301,7 +301,7 @@ class FlashInferBackend(AttentionBackend):
 
     def _run(self, layer: int, query: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """A sink is one more term of the softmax's denominator: of its logarithm (to base 2), which kernels give."""
-        run, pool, sinks = self._wrappers[self._group_of[layer]].run, self._pools[layer], self._sinks[layer]
+        run, pool, sinks = self._wrappers[self._group_of[layer]].run, self.pools[layer], self._sinks[layer]
         if sinks is None:
             found: torch.Tensor = run(query, pool, out=out)
             return found
@@ -312,7 +312,7 @@ class FlashInferBackend(AttentionBackend):
     def cut_at(self, cut: Callable[[int, torch.Tensor], torch.Tensor], kv_slots: torch.Tensor) -> Iterator[None]:
         """Inside, nothing attends: `cut(layer, query [T, heads, key dim])` is called instead, and what it returns is
         taken for the result. Keys and values are written by `kv_slots`, int64 [T] at a fixed address of the device."""
-        self._cut, self._slots = cut, kv_slots
+        self._cut, self.kv_slots = cut, kv_slots
         try:
             yield
         finally:

@@ -53,8 +53,8 @@ SMALL = 2**25
 _BRIEF = 2**17
 """Pairs of a query and a key in a step of such a model that takes a few milliseconds."""
 _HELD = (
-    "_backend", "_graphs", "_prompt_graphs", "_lora", "_unwritten", "_sampler", "_last_token", "_awaited",
-    "_unfinished", "_states", "_images", "memory",
+    "backend", "graphs", "_prompt_graphs", "_lora", "_unwritten", "sampler", "last_token", "_awaited",
+    "_unfinished", "states", "images", "memory",
 )  # fmt: skip
 """Attributes that refer to weights, adapters or device memory; deleted when the runner is closed."""
 
@@ -89,25 +89,25 @@ class ModelRunner:
         self.draft_costs: tuple[float, ...] | None = None  # measured, of the draft model's passes
         self.draft_model: DraftModel | None = None  # it makes guesses that are left open
         self.model: CausalLM | None = model.model
-        self._backend, self._device = backend, model.device
+        self.backend, self.device = backend, model.device
         self._copies, self._used = copy_stream(model.device), list[torch.Tensor]()
         self._buffers = StepBuffers(max_num_seqs, page_size, model.device)
         self._jump = jump_forward
         self.cores = Cores(device=model.device) if cores is None else cores
         self.memory = ModelMemory(model, self.page_memory, self.cores, reads_images=images is not None)
-        self._expert_type, self._small = expert_type(model.model), model.weights_bytes <= SMALL
-        self._graphs: DecodeGraphs | None = None
+        self._expert_type, self.small = expert_type(model.model), model.weights_bytes <= SMALL
+        self.graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
         self._unwritten: dict[int, Any] = {}  # by adapter slot, what no row has used yet: it may not fit in memory
-        self._lora, self._images = lora, images
+        self._lora, self.images = lora, images
         self.ranks: Ranks | None = None  # other processes that compute its passes with this one
         self._masks = MaskFiller(model.vocab_size, model.device)
         self._unfinished: UnreadStep | None = None  # whose reader launches what is left of the step behind it
         self._awaited: dict[int, AwaitedToken] = {}  # by slot, of the last constrained row that was launched for it
-        self._sampler = Sampler(max_num_seqs, model.vocab_size, model.device)
+        self.sampler = Sampler(max_num_seqs, model.vocab_size, model.device)
         kept = model.states, num_states, model.dtype, model.device
-        self._states = StatePools(*kept, padding=backend.graphs, shared=backend.shared) if num_states else None
-        self._last_token = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=model.device)
+        self.states = StatePools(*kept, padding=backend.graphs, shared=backend.shared) if num_states else None
+        self.last_token = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=model.device)
         self._inference = torch.inference_mode()  # making one takes longer than to begin and end it
 
     def launch(self, batch: Batch) -> StepHandle:
@@ -120,15 +120,15 @@ class ModelRunner:
             batch = self.draft_model.guess(batch)
         for swap in batch.swaps:
             self._unwritten[swap.slot] = swap.weights
-        if batch.encode is not None and self._images is not None:
-            with self._inference, on_device(self._device), self.cores.step():
-                self._images.encode(batch.encode)
-        return launch_in_parts(batch, self._launch, self._device)
+        if batch.encode is not None and self.images is not None:
+            with self._inference, on_device(self.device), self.cores.step():
+                self.images.encode(batch.encode)
+        return launch_in_parts(batch, self.launch_part, self.device)
 
     @property
     def asynchronous(self) -> bool:
         """True: `launch` returns while the device computes."""
-        return self._device.type != "cpu"
+        return self.device.type != "cpu"
 
     def is_brief(self, batch: Batch) -> bool:
         """True: `launch` takes milliseconds of one thread, which waits for no other: that of the event loop may be the
@@ -140,8 +140,8 @@ class ModelRunner:
         if any(row.grammar is not None for row in batch.rows) and not self._masks_later(batch.rows):
             return False
         if self.asynchronous:
-            return is_plain_thread(self._device)
-        if not self._small or self.model is None or not self.model.compiled:
+            return is_plain_thread(self.device)
+        if not self.small or self.model is None or not self.model.compiled:
             return False
         pairs = sum(row.num_scheduled * (row.start + row.num_scheduled) for row in batch.rows)
         return batch.num_tokens <= MOST_TOKENS and pairs <= _BRIEF
@@ -149,11 +149,11 @@ class ModelRunner:
     def _masks_later(self, rows: Sequence[Row]) -> bool:
         """Whether a launch does not wait for the masks of these rows, some of which have one: a graph's forward does
         not, and nothing of another step is left to be launched."""
-        if self._graphs is None or self._graphs.processed is None or self._unfinished is not None:
+        if self.graphs is None or self.graphs.processed is None or self._unfinished is not None:
             return False
         if any(row.spec.params.logprobs or (row.state is not None and row.state.saves) for row in rows):
             return False
-        return len(rows) <= self._graphs.sizes[-1] and all(row.num_scheduled == 1 and row.samples for row in rows)
+        return len(rows) <= self.graphs.sizes[-1] and all(row.num_scheduled == 1 and row.samples for row in rows)
 
     def prepare_update(self, weights: WeightSource | None, config: EngineConfig, partial: bool) -> Callable[[], None]:
         """See `ModelMemory.prepare_update`."""
@@ -165,8 +165,8 @@ class ModelRunner:
 
     def page_memory(self) -> CpuPageMemory:
         """Pages and states as bytes, for a store of prefixes. On a CPU."""
-        pools, layout = self._backend.page_pools(), f"{self._backend.name} {self.page_size}"
-        return CpuPageMemory(pools, self._states, layout, self._backend.shared)
+        pools, layout = self.backend.page_pools(), f"{self.backend.name} {self.page_size}"
+        return CpuPageMemory(pools, self.states, layout, self.backend.shared)
 
     def threads(self) -> ThreadStats:
         """The threads that compute steps. May be called from any thread."""
@@ -174,18 +174,18 @@ class ModelRunner:
 
     def profile_run(self, batch: Batch) -> StepResult:
         """Run one whole step, to see what it takes. Raises `torch.OutOfMemoryError` if it does not fit."""
-        return self._launch(batch).wait()
+        return self.launch_part(batch).wait()
 
-    def _launch(self, batch: Batch) -> PendingStep:
+    def launch_part(self, batch: Batch) -> PendingStep:
         if self._unfinished is not None:
             self._unfinished.wait()
         pending = PendingStep(batch, Readback(self._copies, self._used), self._jump)
         # what torch computes beside kernels is little, and its threads wait where the kernels' helpers should run
         assert self.model is not None
-        cores = self.cores.step(torch_alone=self.model.compiled, small=self._small)
-        with self._inference, on_device(self._device), cores:
+        cores = self.cores.step(torch_alone=self.model.compiled, small=self.small)
+        with self._inference, on_device(self.device), cores:
             masks = self._masks.start(batch, self._awaited)
-            if self._graphs is None or not self._replay(pending, masks, self._graphs):
+            if self.graphs is None or not self._replay(pending, masks, self.graphs):
                 self._run(pending, masks)
                 pending.readback.send()
         return pending
@@ -195,14 +195,14 @@ class ModelRunner:
         step: Step | FlatStep
         if self._unwritten:
             self._write_adapters([row.adapter_slot for row in batch.rows])
-        pictured = self._images is not None and any(row.spec.images for row in batch.rows)
+        pictured = self.images is not None and any(row.spec.images for row in batch.rows)
         if not pictured and self._prompt_graphs is not None and self._prompt_graphs.hold(batch):
             step, logits = self._run_pieces(batch, self._prompt_graphs)
         else:
-            step = self._buffers.build(batch, self._last_token)
+            step = self._buffers.build(batch, self.last_token)
             routed = self._expert_type is not None and any(row.spec.params.return_routed_experts for row in batch.rows)
             routes: list[torch.Tensor] | None = [] if routed else None
-            inputs, pending.failed = inputs_of(step, batch.rows, self._images if pictured else None)
+            inputs, pending.failed = inputs_of(step, batch.rows, self.images if pictured else None)
             with nullcontext() if self.ranks is None else self.ranks.computing(inputs):
                 logits = self.forward(inputs, routes)
             if routes:
@@ -219,7 +219,7 @@ class ModelRunner:
         if step.sampling:
             pending.sampling = step.sampling
             every = len(step.sample_logits) == logits.shape[0]
-            chosen = logits if every else logits[upload(step.sample_logits, self._device)]
+            chosen = logits if every else logits[upload(step.sample_logits, self.device)]
             sampled = self._sample(pending, chosen, masks)
         for index, first, last in step.prompt_spans:
             pending.score_prompt(index, logits[first:last])
@@ -229,14 +229,14 @@ class ModelRunner:
     def _replay(self, pending: PendingStep, masks: StepMasks | None, graphs: DecodeGraphs) -> bool:
         """Run the step as a graph; False: none holds it, and nothing was done."""
         rows = pending.batch.rows
-        if self._images is not None and self._images.axes and any(row.spec.images for row in rows):
+        if self.images is not None and self.images.axes and any(row.spec.images for row in rows):
             return False  # positions of one axis are all that a graph has
         step = self._buffers.decodes(rows) if 0 < len(rows) <= graphs.sizes[-1] else None
         if step is None:
             return False
         self._write_adapters(step.adapters)
         slots, positions = step.numbers[SLOT], step.numbers[NEXT]
-        processed, scored = self._sampler.begin(rows, slots, positions)
+        processed, scored = self.sampler.begin(rows, slots, positions)
         if masks is not None:
             constrained = [place for place, row in enumerate(rows) if row.grammar is not None]
             processed = np.union1d(processed, constrained)
@@ -263,14 +263,14 @@ class ModelRunner:
 
         def run() -> None:
             try:
-                with torch.inference_mode(), on_device(self._device):
+                with torch.inference_mode(), on_device(self.device):
                     finish()
                     pending.readback.send()
             except BaseException as error:
                 pending.failure = error
             self._unfinished = None
 
-        if is_plain_thread(self._device):
+        if is_plain_thread(self.device):
             run()
         else:  # whoever reads has entered a stream, or a mode of torch, since the step was launched
             thread = threading.Thread(target=run)
@@ -289,13 +289,13 @@ class ModelRunner:
                 pending.filled = graphs.processed.choose(rows, numbers, processed, masks)
             changed = None if graphs.processed is None else graphs.processed.changed
             drawn = Sampled(graphs.sampled, graphs.sampled, processed.tolist(), changed)
-            pending.score(scored.tolist(), logits, drawn, self._sampler)
+            pending.score(scored.tolist(), logits, drawn, self.sampler)
             arrived = pending.readback.fetch_now(graphs.sampled)
             pending.sampled = Sampled(*graphs.split(arrived, len(rows)), processed.tolist())
         except BaseException:  # for want of memory: the step is launched again, with the tokens it had
             graphs.restore()
             for slot in numbers[SLOT, processed].tolist():  # who knows whether tokens have been counted
-                self._sampler.forget(slot)
+                self.sampler.forget(slot)
             raise
         self._settle(pending)
 
@@ -317,15 +317,15 @@ class ModelRunner:
     def context_of(self, inputs: StepInputs, routes: list[torch.Tensor] | None = None) -> StepContext:
         """The context of a pass, for which the backend is planned."""
         view, _, positions, rows, slots, segments, pictures = inputs
-        self._backend.plan(view)
+        self.backend.plan(view)
         own = (None, None) if self._lora is None else self._lora.begin(slots, view.counts, rows)
         return self._context(positions, own, segments, pictures, routes)
 
     def _context(
         self, positions: torch.Tensor, adapters: StepAdapters, moves: StateSegments | LoneTokens | None, *more: Any
     ) -> StepContext:
-        states = None if self._states is None or moves is None else state_step(self._states, moves, self._device)
-        return StepContext(positions, self._backend, *adapters, states, *more)
+        states = None if self.states is None or moves is None else state_step(self.states, moves, self.device)
+        return StepContext(positions, self.backend, *adapters, states, *more)
 
     def _run_pieces(self, batch: Batch, graphs: PromptGraphs) -> tuple[FlatStep, torch.Tensor]:
         """The step, and logits [N, vocab] of its wanted rows."""
@@ -336,11 +336,11 @@ class ModelRunner:
         if not step.wanted:
             hidden = hidden[:0]
         elif len(step.wanted) < len(hidden) or any(step.adapters):
-            wanted = upload(np.array(step.wanted, dtype=np.int64), self._device)
+            wanted = upload(np.array(step.wanted, dtype=np.int64), self.device)
             hidden = hidden.index_select(0, wanted)
             if self._lora is not None:
                 own = self._lora.begin(step.adapters, step.counts, wanted)
-        return step, self.model.logits(hidden, StepContext(self._last_token, self._backend, *own))
+        return step, self.model.logits(hidden, StepContext(self.last_token, self.backend, *own))
 
     def _compute(
         self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, adapters: StepAdapters,
@@ -353,20 +353,20 @@ class ModelRunner:
         self, sizes: Sequence[int], capture: Capture, report: Callable[[], None] = lambda: None
     ) -> DecodeGraphs:
         """Run decode steps of up to the largest of `sizes` rows as graphs, captured now; `report` after each."""
-        with torch.inference_mode(), on_device(self._device):
-            backend, slots = cast(FlashInferBackend, self._backend), len(self._last_token) - 1
+        with torch.inference_mode(), on_device(self.device):
+            backend, slots = cast(FlashInferBackend, self.backend), len(self.last_token) - 1
             graphs = DecodeGraphs(
-                self._compute, backend, self._lora, sizes, slots, capture, self._sampler, self.num_states
+                self._compute, backend, self._lora, sizes, slots, capture, self.sampler, self.num_states
             )
             graphs.capture_all(report)
-        self._graphs, self._last_token = graphs, graphs.last_token
+        self.graphs, self.last_token = graphs, graphs.last_token
         self._masks.threaded = graphs.processed is None
         return graphs
 
     @property
     def may_cut(self) -> bool:
         """Whether there can be graphs for steps with prompts."""
-        return may_be_cut(self.model, self._backend)
+        return may_be_cut(self.model, self.backend)
 
     def use_prompt_graphs(
         self, sizes: Sequence[int], capture: Pieces, report: Callable[[], None] = lambda: None
@@ -374,9 +374,9 @@ class ModelRunner:
         """Run steps with prompts of up to the largest of `sizes` tokens as graphs in pieces, captured now; `report`
         after each. Graphs of decode steps are there already, and it `may_cut`."""
         assert isinstance(self.model, Decoder)
-        backend = cast(FlashInferBackend, self._backend)
-        graphs = PromptGraphs(self.model, backend, self._last_token, sizes, capture, self._lora)
-        with torch.inference_mode(), on_device(self._device):
+        backend = cast(FlashInferBackend, self.backend)
+        graphs = PromptGraphs(self.model, backend, self.last_token, sizes, capture, self._lora)
+        with torch.inference_mode(), on_device(self.device):
             graphs.capture_all(report)
         self._prompt_graphs = graphs
         return graphs
@@ -393,15 +393,15 @@ class ModelRunner:
             self.cores.close()
             if self.ranks is not None:
                 self.ranks.close()
-        if self._device.type != "cpu":  # Python does not know when memory is short there
+        if self.device.type != "cpu":  # Python does not know when memory is short there
             gc.collect()  # fused modules refer to themselves
-            release_cached(self._device)
+            release_cached(self.device)
 
     def _let_go(self) -> None:
-        for graphs in (self._graphs, self._prompt_graphs):
+        for graphs in (self.graphs, self._prompt_graphs):
             if graphs is not None:
                 graphs.close()
-        self._backend.close()
+        self.backend.close()
         self._masks.close()
         if self._lora is not None:
             self._lora.close()
@@ -416,11 +416,11 @@ class ModelRunner:
         goes into `pending`."""
         rows = every_place(pending.batch, pending.sampling)
         filled = FilledMasks.none() if masks is None else masks.wait(pending.sampling)
-        sampled = self._sampler.sample(rows, logits, filled, self._last_token)
+        sampled = self.sampler.sample(rows, logits, filled, self.last_token)
         pending.filled, pending.places = filled, rows
         pending.sampled = sampled.fetch(pending.readback)
         wanted = [place for place, row in enumerate(rows) if row.spec.params.logprobs]
-        pending.score(wanted, logits, sampled, self._sampler)
+        pending.score(wanted, logits, sampled, self.sampler)
         return sampled.tokens
 
     def _keep(self, pending: PendingStep, tokens: torch.Tensor) -> None:
@@ -428,19 +428,19 @@ class ModelRunner:
         again must find what was there before it."""
         slots = [pending.batch.rows[index].slot for index in pending.sampling]
         # what a matcher puts in the place of a token is not here: rows launched for this one are discarded then
-        if self._device.type == "cpu":
-            last = self._last_token.numpy()
+        if self.device.type == "cpu":
+            last = self.last_token.numpy()
             for slot, token in zip(slots, tokens.tolist(), strict=True):  # a row's last one stands
                 last[slot] = token
         else:
-            self._last_token.index_copy_(0, upload(np.array(slots, dtype=np.int64), self._device), tokens)
+            self.last_token.index_copy_(0, upload(np.array(slots, dtype=np.int64), self.device), tokens)
         self._settle(pending)
 
     def _settle(self, pending: PendingStep) -> None:
         """Know of what matchers have to say of the step's tokens."""
         rows, sampling, filled = pending.batch.rows, pending.sampling, pending.filled
         for place in filled.discarded:  # tokens that were not to be have been counted
-            self._sampler.forget(rows[sampling[place]].slot)
+            self.sampler.forget(rows[sampling[place]].slot)
         for place in filled.places:
             token = AwaitedToken(pending)
             pending.awaited[place] = self._awaited[rows[sampling[place]].slot] = token

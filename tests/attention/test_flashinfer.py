@@ -123,7 +123,7 @@ def test_eight_bit_keys_and_values(fake: FakeFlashInfer) -> None:
     assert 0 < pair.step([(0, 20), (1, 3)]) < 0.5
     assert 0 < pair.step([(0, 1), (1, 1)]) < 0.5
     backend.write(0, torch.full((2, 2, 64), 1e4, dtype=torch.bfloat16), torch.zeros(2, 2, 64, dtype=torch.bfloat16))
-    stored = backend._pools[0][pair.tables[0][20 // 4], 0, 0].float()  # position 20 of row 0, planned last
+    stored = backend.pools[0][pair.tables[0][20 // 4], 0, 0].float()  # position 20 of row 0, planned last
     assert bool((stored == 448).all()), "too large values saturate"
 
 
@@ -202,7 +202,7 @@ def test_a_prompt_is_cut_where_chunks_end(fake: FakeFlashInfer) -> None:
 
 def test_what_a_former_owner_left_is_not_read(fake: FakeFlashInfer) -> None:
     backend = make_flashinfer([BASE], fake)
-    backend._pools[0][1:] = math.nan
+    backend.pools[0][1:] = math.nan
     pair = Pair(backend, [BASE], rows=2)
     assert pair.step([(0, 6), (1, 3)]) < 1e-5
     for _ in range(6):
@@ -215,7 +215,7 @@ def test_warm_up_runs_every_kernel_once_per_group_and_leaves_no_trace(fake: Fake
         fake.calls.clear()
         backend.warm_up()
         assert fake.calls == {"append": 4, "prefill": 2, "decode": 2}
-        assert not bool(backend._pools[0][0].any())
+        assert not bool(backend.pools[0][0].any())
         assert Pair(backend, GEMMA, rows=1).step([(0, 9)]) < 1e-5
 
 
@@ -237,13 +237,13 @@ def test_padding_rows_change_nothing(layers: list[LayerSpec], fake: FakeFlashInf
     pair = Pair(backend, layers, rows=5)
     pair.fixed = prepare(backend, 8)
     assert pair.step([(row, 3 + 7 * row) for row in range(5)]) < 1e-5
-    kept = [pool.clone() for pool in backend._pools]
+    kept = [pool.clone() for pool in backend.pools]
     for count in (5, 4, 1, 5):
         for _ in range(3):
             assert pair.step([(row, 1) for row in range(count)], padded=8) < 1e-5
     assert pair.step([(row, 2) for row in range(5)]) < 1e-5
     used = {page for table in pair.tables for page in table}
-    for pool, before in zip(backend._pools, kept, strict=True):
+    for pool, before in zip(backend.pools, kept, strict=True):
         unused = [page for page in range(1, 140) if page not in used]
         assert torch.equal(pool[unused].nan_to_num(), before[unused].nan_to_num()), "written to nobody's page"
 

@@ -69,13 +69,13 @@ def make_runner(folder: Path, *, pieces: bool) -> ModelRunner:
 def logits_of(runner: ModelRunner) -> list[torch.Tensor]:
     """Logits of each step's last tokens, taken where the sampler gets them."""
     found: list[torch.Tensor] = []
-    choose = runner._sampler.sample
+    choose = runner.sampler.sample
 
     def kept(rows, logits, masks, last):  # type: ignore[no-untyped-def]
         found.append(logits.float().clone())
         return choose(rows, logits, masks, last)
 
-    runner._sampler.sample = kept  # type: ignore[method-assign]
+    runner.sampler.sample = kept  # type: ignore[method-assign]
     tokens = [[(7 * place + 13 * slot) % 4000 + 5 for place in range(400)] for slot in range(3)]
     specs = [RequestSpec(slot + 1, tuple(known), GREEDY, 512, seed=slot) for slot, known in enumerate(tokens)]
     pages = [list(range(1 + 32 * slot, 33 + 32 * slot)) for slot in range(3)]

@@ -140,7 +140,7 @@ def test_merged_and_own_attention_answer_alike(name: str, make_runner: MakeRunne
     outputs = []
     for backend in ("auto", "torch"):
         runner = make_runner(name, attention_backend=backend)
-        assert hasattr(runner._backend, "attend_merged") == (backend == "auto")
+        assert hasattr(runner.backend, "attend_merged") == (backend == "auto")
         driver = Driver(runner)
         outputs.append(driver.run([driver.job(prompt, 12) for prompt in asked], chunk=7))
     assert outputs[0] == outputs[1]

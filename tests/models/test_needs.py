@@ -115,7 +115,7 @@ def test_needs_of_a_family_are_what_its_runner_allocates(
     loaded = load_model(folder, config)
     runner = build_runner(loaded, config, two_pools=True)
     try:
-        states = 0 if runner._states is None else runner._states.nbytes
+        states = 0 if runner.states is None else runner.states.nbytes
         assert needs.weight_bytes == pytest.approx(loaded.weights_bytes, rel=0.05)  # matrices fill whole panels
         assert needs.num_states * needs.state_bytes == states
         both = needs.kv_bytes_per_token * config.page_size

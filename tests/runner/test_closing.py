@@ -44,7 +44,7 @@ def no_collection() -> Iterator[None]:
 
 def tensors_of(runner: ModelRunner) -> list[weakref.ref[torch.Tensor]]:
     """The model's weights in whatever form, and what the runner has of its own."""
-    return [weakref.ref(value) for value in (*tensors_in(runner.model), runner._last_token)]
+    return [weakref.ref(value) for value in (*tensors_in(runner.model), runner.last_token)]
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -57,8 +57,8 @@ async def test_nothing_is_kept_after_closing(graphs: bool, folder: Path, monkeyp
     )  # fmt: skip
     await engine.generate([3, 4, 5], SamplingParams(max_tokens=4, repetition_penalty=1.2, ignore_eos=True))
     runner: Any = engine.core.loop.runner.executor  # type: ignore[attr-defined]
-    assert (runner._graphs is not None) == graphs
-    (penalized,) = runner._sampler.tables.penalties._states.values()
+    assert (runner.graphs is not None) == graphs
+    (penalized,) = runner.sampler.tables.penalties._states.values()
     held = [*tensors_of(runner), weakref.ref(penalized.output_counts)]
     del penalized
     assert len(held) > 12
@@ -79,7 +79,7 @@ def test_where_only_a_collection_frees_it_is_done(folder: Path, monkeypatch: pyt
     released: list[torch.device] = []
     monkeypatch.setattr(model_runner, "release_cached", released.append)
     with no_collection():
-        runner._device = GPU
+        runner.device = GPU
         runner.close()
         assert not [kept for kept in held if kept() is not None]
     assert released == [GPU]

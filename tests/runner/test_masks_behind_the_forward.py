@@ -126,7 +126,7 @@ def test_an_error_of_what_follows_is_that_of_its_own_step(
     runner, _ = made
     matcher = Allowing()
     first, second = (runner.launch(Batch(step, (row(0, step, matcher),))) for step in range(2))
-    monkeypatch.setattr(runner._graphs.processed, "run", lambda *_: 1 / 0)
+    monkeypatch.setattr(runner.graphs.processed, "run", lambda *_: 1 / 0)
     HeldReadback.here.set()
     assert first.wait().tokens[0] in ALLOWED
     with pytest.raises(ZeroDivisionError):
@@ -138,7 +138,7 @@ def test_which_constrained_steps_wait_for_nobody(
 ) -> None:
     runner, _ = made
     monkeypatch.setattr(model_runner, "is_plain_thread", lambda device: True)
-    runner._device = torch.device("cuda")
+    runner.device = torch.device("cuda")
     decode = row(0, 1, Allowing())
     scored = row(1, 1, Allowing(), SamplingParams(temperature=0.0, logprobs=True))
     saving = decode._replace(state=StateUse(1, 1, ((8, 2),)))

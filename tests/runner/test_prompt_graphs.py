@@ -123,9 +123,9 @@ def merged(backend: Any) -> Any:
         size = [heads.num_heads * heads.key_dim, heads.num_kv_heads * heads.key_dim, heads.num_kv_heads * heads.key_dim]
         query, key, value = (part.unflatten(1, (-1, heads.key_dim)) for part in qkv.split(size, dim=1))
         angles = Angles(cos, sin, "halves")
-        page, place = backend._slots // backend.page_size, backend._slots % backend.page_size
-        backend._pools[layer][page, 0, place] = rotate(key, angles)
-        backend._pools[layer][page, 1, place] = value
+        page, place = backend.kv_slots // backend.page_size, backend.kv_slots % backend.page_size
+        backend.pools[layer][page, 0, place] = rotate(key, angles)
+        backend.pools[layer][page, 1, place] = value
         return backend.attend(layer, rotate(query, angles)).flatten(1)
 
     return attend_merged

@@ -83,11 +83,11 @@ def row(request: Request, step: int) -> Row:
 @contextmanager
 def failing(runner: ModelRunner, mode: FailOnce | None) -> Iterator[None]:
     """`mode` is on from the end of the next forward or replay to the end of its launch."""
-    owner, name = (runner, "forward") if runner._graphs is None else (runner._graphs, "run")
-    forward, launch = getattr(owner, name), runner._launch
+    owner, name = (runner, "forward") if runner.graphs is None else (runner.graphs, "run")
+    forward, launch = getattr(owner, name), runner.launch_part
 
     def one_launch(batch: Batch) -> Any:
-        runner._launch = launch  # type: ignore[method-assign]
+        runner.launch_part = launch  # type: ignore[method-assign]
         try:
             return launch(batch)
         finally:
@@ -101,7 +101,7 @@ def failing(runner: ModelRunner, mode: FailOnce | None) -> Iterator[None]:
             mode.__enter__()
         return made
 
-    runner._launch = one_launch  # type: ignore[method-assign]
+    runner.launch_part = one_launch  # type: ignore[method-assign]
     setattr(owner, name, then_fail)
     yield
 
@@ -168,7 +168,7 @@ def test_wherever_memory_runs_out(runner: ModelRunner) -> None:
     counting = FailOnce(0)
     assert outputs(runner, counting)[0] == expected
     assert counting.seen > 20
-    for at in range(1 if LONG else 1 + (runner._graphs is None), counting.seen + 1, 1 if LONG else 5):
+    for at in range(1 if LONG else 1 + (runner.graphs is None), counting.seen + 1, 1 if LONG else 5):
         mode = FailOnce(at)
         found, scored = outputs(runner, mode)
         assert found == expected, f"after a failure of operation {at} of {counting.seen}"

@@ -34,7 +34,7 @@ class Silent:
 @pytest.fixture
 def runner(tmp_path: Path) -> ModelRunner:
     made = on_fakes(make_wide("qwen2", tmp_path / "model"))
-    made._sampler.on_device = Silent()
+    made.sampler.on_device = Silent()
     return made
 
 
@@ -55,8 +55,8 @@ def batches(steps: int, rows: int) -> list[Batch]:
 
 
 def test_a_decode_step_is_one_replay_between_two_copies(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, inside, backend = Launches(), Launches(), runner._backend
-    sampler: Any = runner._sampler.on_device
+    whole, inside, backend = Launches(), Launches(), runner.backend
+    sampler: Any = runner.sampler.on_device
     memory: FakeMemory = backend.memory  # type: ignore[attr-defined]
     for owner, name in ((runner, "_compute"), (sampler, "sample")):
         monkeypatch.setattr(owner, name, inside.without(getattr(owner, name)))

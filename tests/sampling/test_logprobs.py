@@ -59,7 +59,7 @@ def test_scores_of_what_was_drawn(compiled: bool, make_runner: MakeRunner) -> No
     """Against the slow reference, applied to the log-probabilities that the model itself gives."""
     driver = Driver(make_runner("llama"))
     if not compiled:
-        driver.runner._sampler._kernel = None
+        driver.runner.sampler._kernel = None
     inputs = prompts([6, 9, 3, 5, 8, 7, 4], VOCAB, seed=4)
     own = {"top_p": 1.0, "top_k": 0, "temperature": 1.0, "repetition_penalty": 1.0, "logprobs_of": "sampled"}
     jobs = [

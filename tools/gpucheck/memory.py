@@ -71,7 +71,7 @@ def greedy_for_memory(engine: AsyncEngine) -> None:
     def hungry(pending: Any, masks: Any) -> None:
         if any(row.tokens[0] == MARK for row in pending.batch.rows):
             try:
-                torch.empty(_TOO_MUCH, dtype=torch.uint8, device=executor._device)
+                torch.empty(_TOO_MUCH, dtype=torch.uint8, device=executor.device)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise CheckFailed(f"an allocation failed with something else: {error!r}") from error

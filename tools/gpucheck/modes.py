@@ -130,7 +130,7 @@ def require_graphs(engine: Any) -> None:
 
 def graphs_of(engine: Any) -> Any:
     """The runner's graphs, or None."""
-    return getattr(engine.core.loop.runner.executor, "_graphs", None)
+    return getattr(engine.core.loop.runner.executor, "graphs", None)
 
 
 def check_constrained(folder: Path, asks: Sequence[Ask], outputs: Sequence[Output]) -> str:

@@ -85,7 +85,7 @@ class Seen:
 def watched(executor: Any, forbid: Forbid) -> Iterator[Seen]:
     """A launch that waits is noted and done again, so that its requests go on."""
     seen = Seen()
-    launch = executor._launch
+    launch = executor.launch_part
 
     def strict(batch: Any) -> Any:
         seen.launches += 1
@@ -100,11 +100,11 @@ def watched(executor: Any, forbid: Forbid) -> Iterator[Seen]:
             forbid(False)
         return launch(batch)
 
-    executor._launch = strict
+    executor.launch_part = strict
     try:
         yield seen
     finally:
-        del executor._launch
+        del executor.launch_part
 
 
 def _place(error: BaseException) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from asyncengine.models.memory.caches import page_bytes
 pytest.importorskip("numba")
 
 from asyncengine.attention.cpu import CompiledBackend
-from asyncengine.kernels.cpu import attention_fields as fields
+from asyncengine.attention.cpu_short import StepPlan
 
 CPU = torch.device("cpu")
 BASE = LayerSpec(index=0, num_heads=4, num_kv_heads=2, key_dim=64, value_dim=64, scale=0.125)
@@ -64,9 +64,8 @@ class Pair:
         self.tables = pages.view(len(STEPS[0]), most).to(torch.int32).numpy()
         self.compiled = CompiledBackend([spec], pages.numel() + 1, page_size, dtype)
         self.torch = TorchPagedBackend([replace(spec, index=0)], pages.numel() + 1, page_size, torch.float32, CPU)
-        for pool in self.compiled._pools:
-            for memory in (pool._memory.keys, pool._memory.values):
-                memory.fill_(0xFF)
+        for pool in self.compiled.page_pools():
+            pool.memory.fill_(0xFF)
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator).to(self.dtype)
@@ -164,7 +163,8 @@ def test_a_block_is_the_same_bits_in_any_company() -> None:
 
 def test_the_check_can_fail() -> None:
     pair = Pair(BASE, torch.float32)
-    pair.compiled._pools[0]._numbers[0] *= 1.01
+    other = replace(BASE, scale=BASE.scale * 1.01)
+    pair.compiled = CompiledBackend([other], pair.torch.num_pages, pair.page_size, torch.float32)
     found, expected = pair.step(STEPS[0])
     assert float((found - expected).abs().max()) > 1e-4
 
@@ -220,36 +220,22 @@ def test_bit_for_bit_in_any_company(shape: str) -> None:
                 assert torch.equal(chunk, whole[0][first:last])
 
 
-def test_a_long_row_alone_is_split() -> None:
-    with team_of(2):
-        split_rows()
-
-
-def split_rows() -> None:
+def test_a_long_row_alone_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another load may change the default type meanwhile: transformers sets it while it makes a model, for the whole
+    process."""
+    planned: list[Any] = []
+    fill = StepPlan.fill
+    monkeypatch.setattr(StepPlan, "fill", lambda plan, *given: planned.append(given) or fill(plan, *given))
     rows = Lengths(replace(BASE, num_heads=2, num_kv_heads=1), [1300])
-    rows.attend([(0, 0, 1300)])
-    rows.attend([(0, 1299, 1300)])
-    (plan,) = rows.backend._plans.values()
-    assert plan._numbers[fields.NUM_ITEMS] == 3
-    joins = (ctypes.c_int64 * 3).from_address(int(plan._numbers[fields.JOINS]))
-    assert (plan._numbers[fields.NUM_JOINS], list(joins)) == (1, [0, 0, 3])
-
-
-def test_another_load_may_change_the_default_type_meanwhile() -> None:
-    """transformers sets it while it makes a model, for the whole process: a load beside an engine that serves."""
     with team_of(2):
-        split_in_another_type()
-
-
-def split_in_another_type() -> None:
-    rows = Lengths(replace(BASE, num_heads=2, num_kv_heads=1), [1300])
-    rows.attend([(0, 0, 1299)])
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        rows.attend([(0, 1299, 1300)])
-    finally:
-        torch.set_default_dtype(torch.float32)
-    partials = rows.backend._partials
+        rows.attend([(0, 0, 1299)])
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            rows.attend([(0, 1299, 1300)])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    work, *_, partials, _, _ = planned[-1]
+    assert (len(work.costs), work.joins) == (3, [0, 0, 3])
     assert partials.numel()
     assert partials.dtype is torch.float32
 

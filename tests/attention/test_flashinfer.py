@@ -141,7 +141,8 @@ def test_long_prompts_go_through_the_kernels_of_hopper() -> None:
         before = fake.calls["long"]
         assert pair.step(parts) < 0.1
         assert fake.calls["long"] - before == long, parts
-    backend._processors = 132  # too many for few queries behind many keys: these must be divided then
+    fake.memory.processors = lambda: 132  # too many for few queries behind many keys: these must be divided then
+    pair.tested = make_flashinfer(layers, fake, dtype=torch.bfloat16, num_pages=600)
     for parts, long in (([(0, 130)], 0), ([(1, 140), (0, 140)], 0), ([(0, 600)], 1)):
         before = fake.calls["long"]
         pair.plan(parts)

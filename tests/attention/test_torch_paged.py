@@ -145,8 +145,8 @@ def test_what_a_former_owner_left_in_a_page_is_gone() -> None:
     for variant in ("plain", "sinks"):
         spec = VARIANTS[variant]
         backend = TorchPagedBackend([spec], 30, 4, torch.float32, CPU)
-        for pool in (*backend._keys, *backend._values):
-            pool[:, 1:] = math.nan
+        for pool in backend.page_pools():
+            pool.memory[:, 1:] = math.nan
         rows = Sequences(backend, spec, [6, 0], seed=2)
         assert rows.step([(0, 1), (1, 3)]) < 1e-5
         for _ in range(6):

@@ -138,14 +138,16 @@ def test_which_constrained_steps_wait_for_nobody(
 ) -> None:
     runner, _ = made
     monkeypatch.setattr(model_runner, "is_plain_thread", lambda device: True)
-    runner.device = torch.device("cuda")
+    monkeypatch.setattr(ModelRunner, "asynchronous", True)
     decode = row(0, 1, Allowing())
     scored = row(1, 1, Allowing(), SamplingParams(temperature=0.0, logprobs=True))
     saving = decode._replace(state=StateUse(1, 1, ((8, 2),)))
     assert runner.is_brief(Batch(1, (decode, row(2, 1, None))))
     for rows in ((decode, row(2, 0, None)), (decode, scored), (saving,), (decode,) * 5):
         assert not runner.is_brief(Batch(1, rows))
-    runner._unfinished = object()  # type: ignore[assignment]
+    matcher = Allowing()
+    for step in range(2):
+        runner.launch(Batch(step, (row(0, step, matcher),)))
     assert not runner.is_brief(Batch(1, (decode,))), "it waits for a step that nobody has read"
 
 

@@ -9,7 +9,7 @@ import pytest
 from asyncengine import DEMO_MODEL
 from asyncengine.config import EngineConfig
 from asyncengine.models.loading import load_model
-from asyncengine.runner import building, step_times
+from asyncengine.runner import building
 from asyncengine.runner.building import build_runner
 from asyncengine.runner.step_times import is_sound, measure_steps, shortest
 from asyncengine.speculation.costs import SIZES
@@ -105,17 +105,18 @@ def test_where_nothing_can_be_measured_usual_times_are_taken(nonsense: tuple[flo
     assert EngineConfig(speculation_costs=found).speculation_costs == found
 
 
-def test_sound_times_of_the_same_steps_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_times, "_kept", {})
+def test_sound_times_of_the_same_steps_are_measured_once() -> None:
+    """And not kept for ever: those of 64 kinds of steps are."""
+    one, *others = (object() for _ in range(100))
     disturbed = Steps(dict(zip(SIZES, NONSENSE[0], strict=True)))
-    assert measure_steps(disturbed, "one") != TIMES
-    assert measure_steps(steps(), "one") == TIMES
-    assert measure_steps(steps(2.0), "one") == TIMES
-    assert measure_steps(steps(2.0), "other") == tuple(2 * time for time in TIMES)
-    for key in range(100):
+    assert measure_steps(disturbed, one) != TIMES
+    assert measure_steps(steps(), one) == TIMES
+    assert measure_steps(steps(2.0), one) == TIMES
+    assert measure_steps(steps(2.0), object()) == tuple(2 * time for time in TIMES)
+    for key in others:
         measure_steps(steps(), key)
-    assert len(step_times._kept) == step_times._MAX_KEPT
-    assert measure_steps(steps(3.0), "one") == tuple(3 * time for time in TIMES)
+    kept = [measure_steps(steps(3.0), key) == TIMES for key in reversed([one, *others])]
+    assert kept == [True] * 64 + [False] * 36
 
 
 def test_given_costs_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,8 @@ class RadixTree:
         """Called with each node whose page leaves the tree."""
         self.log: CacheLog | None = None
         """Told of every page that comes or goes. Nobody who has none pays for it."""
-        self._roots: dict[Namespace, Node] = {}
+        self.roots: dict[Namespace, Node] = {}
+        """The root of each namespace that has pages or is locked."""
         self._heap: list[tuple[object, int, Node]] = []  # what `evict` may take, by a key that may be out of date
         self._tick = 0
 
@@ -92,9 +93,9 @@ class RadixTree:
         return self.num_pages - self.num_locked
 
     def root(self, namespace: Namespace) -> Node:
-        root = self._roots.get(namespace)
+        root = self.roots.get(namespace)
         if root is None:
-            root = self._roots[namespace] = Node(None, (), 0, self._tick, 0)
+            root = self.roots[namespace] = Node(None, (), 0, self._tick, 0)
             root.namespace = namespace
             if self.log is not None:
                 root.hash = root_hash(namespace)
@@ -102,7 +103,7 @@ class RadixTree:
 
     def peek(self, namespace: Namespace, tokens: Sequence[int], limit: int) -> Node | None:
         """The node that `match` would find; None: no request of the namespace is known. Changes nothing."""
-        node = self._roots.get(namespace)
+        node = self.roots.get(namespace)
         return None if node is None else self._walk(node, tokens, limit)
 
     def match(self, namespace: Namespace, tokens: Sequence[int], limit: int) -> Node:
@@ -232,7 +233,7 @@ class RadixTree:
 
     def drop(self, namespace: Namespace) -> list[int]:
         """Remove all of a namespace's pages; none may be locked. Their ids."""
-        root = self._roots.pop(namespace, None)
+        root = self.roots.pop(namespace, None)
         pages: list[int] = []
         stack = [] if root is None else list(root.children.values())
         while stack:
@@ -247,11 +248,11 @@ class RadixTree:
 
     def clear(self) -> list[int]:
         """Remove all pages of all namespaces; none may be locked. Their ids."""
-        return [page for namespace in list(self._roots) for page in self.drop(namespace)]
+        return [page for namespace in list(self.roots) for page in self.drop(namespace)]
 
     def nodes(self) -> Iterator[Node]:
         """Every page's node, parents first (for checks and tests)."""
-        stack = list(self._roots.values())
+        stack = list(self.roots.values())
         while stack:
             node = stack.pop()
             if node.page:
@@ -272,7 +273,7 @@ class RadixTree:
         if self._may_go(node):
             self._queue(node)
         elif node.namespace is not None and not node.locks and not node.children:
-            self._roots.pop(node.namespace, None)
+            self.roots.pop(node.namespace, None)
 
     def _key(self, node: Node) -> tuple[bool, tuple[int, ...]]:
         return not node.passed, self.strategy(node)

@@ -102,18 +102,20 @@ class StateGroup:
     """Slots of one engine's states, 1 .. num_slots - 1. Slot 0 is the state before any token, and nobody's."""
 
     def __init__(self, num_slots: int) -> None:
-        self._pool = BlockPool(num_slots, "state slot")
-        self.capacity = self._pool.capacity
-        self._snapshots: dict[int, Snapshot] = {}
+        self.pool = BlockPool(num_slots, "state slot")
+        self.capacity = self.pool.capacity
+        self.snapshots: dict[int, Snapshot] = {}
         """Snapshots by slot, least recently used first."""
         self._passed: dict[int, Snapshot] = {}
         """Snapshots that nobody is expected to start from again, likewise."""
-        self._saving: dict[int, None] = {}
+        self.saving: dict[int, None] = {}
+        """Slots into which a launched step saves a state."""
         self._trails: dict[int, WorkingState] = {}
         """States of running requests by the slot of their trail, oldest first."""
         self._most_trails = self.capacity // _TRAILS
-        self._retiring: Retiring[int] = Retiring(lambda slot: self._pool.give((slot,)))
-        self._reading: Retiring[Snapshot] = Retiring(lambda snapshot: self._pin(snapshot, -1))
+        self._retiring: Retiring[int] = Retiring(lambda slot: self.pool.give((slot,)))
+        self.reading: Retiring[Snapshot] = Retiring(lambda snapshot: self._pin(snapshot, -1))
+        """Snapshots that launched steps read, pinned until then."""
         self._arriving: dict[int, None] = {}
         """Slots into which a stored state is being read."""
         self._kept: list[Snapshot] = []
@@ -128,7 +130,7 @@ class StateGroup:
     @property
     def num_available(self) -> int:
         """Slots that a request could have now."""
-        at_once = self._pool.num_free + len(self._snapshots) + len(self._passed) - self._num_pinned
+        at_once = self.pool.num_free + len(self.snapshots) + len(self._passed) - self._num_pinned
         retired = self._retiring.retired
         return at_once + sum(working.trail_step <= retired for working in self._trails.values())
 
@@ -159,7 +161,7 @@ class StateGroup:
         if working.position != start:
             raise InvariantViolation(f"a row starts at {start}, but its state is that of position {working.position}")
         if working.unread is not None:
-            self._reading.add(working.unread, step)
+            self.reading.add(working.unread, step)
             working.unread = None
         saves = self._plan_saves(working, end) if working.marks and working.marks[0] <= end else ()
         if full and working.follows and working.source == working.slot:
@@ -175,7 +177,7 @@ class StateGroup:
             position = working.marks.pop(0)
             slot = self._take()
             if slot:
-                self._saving[slot] = None
+                self.saving[slot] = None
                 working.saving.append(position)
                 saves.append((position, slot))
         return tuple(saves)
@@ -214,20 +216,20 @@ class StateGroup:
         self._hang(slot, working, node, depth)
         if (snapshot := self._at(node)) is not None:
             self._pin(snapshot, 1)
-            self._reading.add(snapshot, working.trail_step)
+            self.reading.add(snapshot, working.trail_step)
 
     def settle(self, saves: Iterable[tuple[int, int]], working: WorkingState, node: Node, page_size: int) -> None:
         """The step that took `saves` has retired. They hang on the path to `node`, the last published page, now."""
         for position, slot in saves:
-            del self._saving[slot]
+            del self.saving[slot]
             working.saving.remove(position)
             self._hang(slot, working, node, position // page_size)
 
     def discard(self, saves: Iterable[tuple[int, int]]) -> None:
         """The same, but the request has gone, or what it computed does not count."""
         for _, slot in saves:
-            del self._saving[slot]
-            self._pool.give((slot,))
+            del self.saving[slot]
+            self.pool.give((slot,))
 
     def close(self, working: WorkingState, node: Node, page_size: int, fence: int) -> None:
         """The request is done with its slot, which returns when step `fence` has retired.
@@ -245,7 +247,7 @@ class StateGroup:
 
     def retire(self, step: int) -> None:
         """Steps up to `step` have finished: nothing reads or writes what only they named."""
-        self._reading.retire(step)
+        self.reading.retire(step)
         self._retiring.retire(step)
 
     # ---------------------------------------------------------------- snapshots
@@ -262,11 +264,11 @@ class StateGroup:
         found = [self._passed.pop(node.state)] if node.state in self._passed else []
         step: Node | None = node
         while step is not None:
-            if step.state in self._snapshots:
-                found.append(self._snapshots.pop(step.state))
+            if step.state in self.snapshots:
+                found.append(self.snapshots.pop(step.state))
             step = step.parent
         for snapshot in reversed(found):
-            self._snapshots[snapshot.slot] = snapshot
+            self.snapshots[snapshot.slot] = snapshot
 
     def forget(self, node: Node) -> None:
         """`node` leaves the tree, and its snapshot with it."""
@@ -276,7 +278,7 @@ class StateGroup:
         if snapshot.readers:
             raise InvariantViolation(f"state slot {snapshot.slot} is read, and its page leaves the cache")
         self._remove(snapshot)
-        self._pool.give((snapshot.slot,))
+        self.pool.give((snapshot.slot,))
         self._evictions += 1
 
     def reserve(self) -> int:
@@ -309,7 +311,7 @@ class StateGroup:
         self._pin(snapshot, -1)
 
     def _at(self, node: Node) -> Snapshot | None:
-        return self._snapshots.get(node.state) or self._passed.get(node.state)
+        return self.snapshots.get(node.state) or self._passed.get(node.state)
 
     def _hang(self, slot: int, working: WorkingState, node: Node, depth: int) -> None:
         """Make `slot` the snapshot of the node in `depth` pages on the path to `node`, if that has none."""
@@ -317,38 +319,38 @@ class StateGroup:
             node = node.parent  # type: ignore[assignment]  # only a root has none, and its depth is 0
         self._attach(slot, None if node.depth < depth else node)
         origin = working.origin
-        if node.depth > origin.depth and len(origin.children) < 2 and origin.state in self._snapshots:
-            self._passed[origin.state] = self._snapshots.pop(origin.state)
+        if node.depth > origin.depth and len(origin.children) < 2 and origin.state in self.snapshots:
+            self._passed[origin.state] = self.snapshots.pop(origin.state)
         working.origin = node
 
     def _attach(self, slot: int, node: Node | None) -> None:
         """Make `slot` the snapshot of `node`; free again where there is none, or it has one."""
         if node is None or node.state:
-            self._pool.give((slot,))
+            self.pool.give((slot,))
             return
         node.state = slot
-        self._snapshots[slot] = Snapshot(slot, node)
+        self.snapshots[slot] = Snapshot(slot, node)
         if self.hung is not None:
-            self.hung.append(self._snapshots[slot])
+            self.hung.append(self.snapshots[slot])
 
     def _take(self) -> int:
         """A free slot, else the one of the snapshot that is least worth keeping; 0: all are in use."""
-        if not self._pool.num_free:
+        if not self.pool.num_free:
             victim = next((each for each in self._in_order() if not each.readers), None)
             if victim is None:
                 return 0
             self._remove(victim)
             self._evictions += 1
             return victim.slot
-        return self._pool.take(1)[0]
+        return self.pool.take(1)[0]
 
     def _in_order(self) -> Iterator[Snapshot]:
         yield from self._passed.values()
-        yield from self._snapshots.values()
+        yield from self.snapshots.values()
 
     def _remove(self, snapshot: Snapshot) -> None:
         snapshot.node.state = 0
-        if self._snapshots.pop(snapshot.slot, None) is None:
+        if self.snapshots.pop(snapshot.slot, None) is None:
             del self._passed[snapshot.slot]
 
     def _pin(self, snapshot: Snapshot | None, count: int) -> None:
@@ -365,10 +367,10 @@ class StateGroup:
 
     def counts(self, num_working: int) -> StateCounts:
         return StateCounts(
-            free=self._pool.num_free,
+            free=self.pool.num_free,
             working=num_working + len(self._trails),
-            snapshots=len(self._snapshots) + len(self._passed),
-            saving=len(self._saving) + len(self._arriving),
+            snapshots=len(self.snapshots) + len(self._passed),
+            saving=len(self.saving) + len(self._arriving),
             retiring=len(self._retiring),
             total=self.capacity,
             hits=self._hits,
@@ -380,7 +382,7 @@ class StateGroup:
         counts = self.counts(num_working)
         if counts.free + counts.working + counts.snapshots + counts.saving + counts.retiring != counts.total:
             raise InvariantViolation(f"state slots do not add up: {counts}")
-        if idle and (self._saving or counts.retiring or self._reading):
+        if idle and (self.saving or counts.retiring or self.reading):
             raise InvariantViolation(f"state slots wait for a step, and none is in flight: {counts}")
 
     def check(self, working: Iterable[WorkingState], nodes: Iterable[Node]) -> None:
@@ -391,16 +393,16 @@ class StateGroup:
         working = list(working)
         hung = {node.state: node for node in nodes if node.state}
         owned: list[tuple[str, Iterable[int]]] = [("working", [each.slot for each in working])]
-        owned += [("a trail", [each.trail for each in working if each.trail]), ("saving", self._saving)]
-        owned += [("a snapshot", self._snapshots), ("a snapshot", self._passed), ("retiring", self._retiring)]
+        owned += [("a trail", [each.trail for each in working if each.trail]), ("saving", self.saving)]
+        owned += [("a snapshot", self.snapshots), ("a snapshot", self._passed), ("retiring", self._retiring)]
         owned += [("arriving", self._arriving)]
-        self._pool.check(owned)
+        self.pool.check(owned)
         if self._trails != {each.trail: each for each in working if each.trail}:
             raise InvariantViolation(f"trails {sorted(self._trails)} are not those of running requests")
         snapshots = {each.slot: each for each in self._in_order()}
         if {slot: each.node for slot, each in snapshots.items()} != hung:
             raise InvariantViolation(f"snapshots {sorted(snapshots)}, but the tree's are {sorted(hung)}")
-        readers = [*self._kept, *self._reading, *(each.unread for each in working if each.unread is not None)]
+        readers = [*self._kept, *self.reading, *(each.unread for each in working if each.unread is not None)]
         for snapshot in snapshots.values():
             if snapshot.readers != (count := readers.count(snapshot)):
                 raise InvariantViolation(

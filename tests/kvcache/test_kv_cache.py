@@ -77,7 +77,7 @@ def test_without_caching_samples_share_pages_and_the_last_one_drops_them():
     kv.close(second, 0)
     counts = kv.counts([])
     assert (counts.free, counts.cached) == (counts.total, 0)
-    assert not kv.tree._roots
+    assert not kv.tree.roots
 
 
 # -------------------------------------------------------------------- the checker finds what is planted

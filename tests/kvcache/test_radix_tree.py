@@ -153,9 +153,9 @@ def test_empty_namespaces_are_forgotten():
     for tenant in range(100):
         insert(radix, [1, 2], [10 + tenant], namespace=("", str(tenant)))
     assert len(radix.evict(100)) == 100
-    assert not radix._roots
+    assert not radix.roots
     radix.unlock(_locked_root(radix, "x"))
-    assert not radix._roots
+    assert not radix.roots
 
 
 def _locked_root(radix: RadixTree, salt: str) -> Node:

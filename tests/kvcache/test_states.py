@@ -8,6 +8,7 @@ import pytest
 
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache import KVCache, PageTable
+from asyncengine.kvcache.retiring import Retiring
 
 SIZE = 4
 
@@ -177,25 +178,25 @@ def test_a_state_is_not_taken_back() -> None:
 
 
 def lose_one(kv: KVCache, run: Run) -> None:
-    kv.states._pool.take(1)  # type: ignore[union-attr]
+    kv.states.pool.take(1)  # type: ignore[union-attr]
 
 
 def share_one(kv: KVCache, run: Run) -> None:
-    run.table.state.slot = next(iter(kv.states._snapshots))  # type: ignore[union-attr]
+    run.table.state.slot = next(iter(kv.states.snapshots))  # type: ignore[union-attr]
 
 
 def hang_it_elsewhere(kv: KVCache, run: Run) -> None:
-    (snapshot,) = kv.states._snapshots.values()  # type: ignore[union-attr]
+    (snapshot,) = kv.states.snapshots.values()  # type: ignore[union-attr]
     snapshot.node.state = 0
     snapshot.node.parent.state = snapshot.slot  # type: ignore[union-attr]
 
 
 def forget_a_reader(kv: KVCache, run: Run) -> None:
-    kv.states._reading._queue.clear()  # type: ignore[union-attr]
+    kv.states.reading = Retiring(lambda snapshot: None)  # type: ignore[union-attr]
 
 
 def keep_what_is_saved(kv: KVCache, run: Run) -> None:
-    kv.states._saving.clear()  # type: ignore[union-attr]
+    kv.states.saving.clear()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("plant", [lose_one, share_one, hang_it_elsewhere, forget_a_reader, keep_what_is_saved])

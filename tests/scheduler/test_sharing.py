@@ -81,7 +81,7 @@ def test_without_caching_nothing_outlives_the_samples():
     steps.add_group(list(range(2, 42)), 3)
     steps.run()
     assert steps.kv.counts([]).cached == 0
-    assert not steps.kv.tree._roots
+    assert not steps.kv.tree.roots
 
 
 def test_without_caching_different_requests_share_nothing():

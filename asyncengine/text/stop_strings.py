@@ -14,7 +14,7 @@ class StopAutomaton:
     strings: a state's usual successor is the next state, so only branches of the trie need a table entry.
     """
 
-    __slots__ = ("_branches", "_chars", "_depth", "_fail", "_match", "first")
+    __slots__ = ("_branches", "_chars", "_depth", "_match", "failures", "first")
 
     def __init__(self, stops: Sequence[str]) -> None:
         if not all(stops):
@@ -27,7 +27,7 @@ class StopAutomaton:
         parents = self._build_trie(stops, chars)
         self._chars = chars
         """The character that leads from a state to the next one; "" where none does."""
-        self._fail = self._build_failures(parents)
+        self.failures = self._build_failures(parents)
         self.first = re.compile("[" + re.escape("".join(sorted({s[0] for s in stops}))) + "]" if stops else "(?!)")
         """Matches the characters that stop strings begin with; all others leave the initial state as it is."""
 
@@ -54,7 +54,7 @@ class StopAutomaton:
 
     def _build_failures(self, parents: list[tuple[int, str]]) -> array[int]:
         """Each state's longest proper suffix that is a state too, shallow states first."""
-        self._fail = fail = array("i", bytes(4 * len(parents)))
+        self.failures = fail = array("i", bytes(4 * len(parents)))
         for state in sorted(range(1, len(parents)), key=self._depth.__getitem__):
             parent, char = parents[state]
             if parent:
@@ -69,7 +69,7 @@ class StopAutomaton:
 
     def step(self, state: int, char: str) -> int:
         """The state after one more character. Linear in the text overall: each failure undoes an earlier success."""
-        chars, branches, fail = self._chars, self._branches, self._fail
+        chars, branches, fail = self._chars, self._branches, self.failures
         while True:
             if chars[state] == char:
                 return state + 1

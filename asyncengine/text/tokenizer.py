@@ -53,7 +53,8 @@ class TextTokenizer:
         self._templates: dict[str, ChatTemplate] = {}
         self._table: TokenTable | None = None
         self._own_hf: Any = None
-        self._backend = self._direct_backend()
+        self.backend: Any | None = self._direct_backend()
+        """The Rust tokenizer, where using it directly gives the same ids. Do not change its settings."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process makes its own of the same tokenizer: locks, tables and compiled templates stay here."""
@@ -111,11 +112,6 @@ class TextTokenizer:
         return vocabulary
 
     @property
-    def backend(self) -> Any | None:
-        """The Rust tokenizer, where using it directly gives the same ids. Do not change its settings."""
-        return self._backend
-
-    @property
     def table(self) -> TokenTable:
         """The shared token table. The first use builds it (about a second for a large vocabulary)."""
         if self._table is None:
@@ -132,8 +128,8 @@ class TextTokenizer:
         if not isinstance(text, str):
             raise InvalidParameter("prompt", "must be a str", text)
         check_unicode("prompt", text)
-        if self._backend is not None:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if self.backend is not None:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
             return ids
         with self._lock:
             return list(self._hf.encode(text, add_special_tokens=add_special_tokens))

@@ -36,13 +36,13 @@ def test_texts_and_pairs_as_transformers_has_them(like: str, side: str, directly
     tokenizer = tokenizer_in(tmp_path, like=like)
     hf = tokenizer.hf
     hf.truncation_side = side
+    if not directly:
+        tokenizer.backend = None
     sizes = (0, 1, 4, 5, 8, 9, 100)
     texts = [" ".join((WORDS.split(" ") * 50)[:size]) for size in sizes]
     pairs = [(one, other) for one in texts for other in texts]
     for most in (8, 13):
         batches = BatchTokenizer(tokenizer, most)
-        if not directly:
-            batches._backend = None
         for items in (texts, pairs):
             for item, found in zip(items, batches.encode(items), strict=True):
                 right = hf([item], truncation="longest_first", max_length=most)

@@ -240,7 +240,7 @@ def test_texts_stream_token_by_token() -> None:
     words = load_gguf_tokenizer(byte_level_metadata(published("qwen2"), "qwen2", pad_to=640))
     assert (pieces.table.mode, words.table.mode) == ("pieces", "bytes")
     for built in (pieces, words):
-        assert built._backend is not None
+        assert built.backend is not None
         for text in TEXTS:
             ids = built.encode(text, add_special_tokens=False)
             stream = built.table.stream(skip_special_tokens=False)

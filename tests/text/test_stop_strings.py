@@ -148,7 +148,7 @@ def test_adversarial_text_costs_linear_time() -> None:
     """Work is counted, not timed: one step a character, and fewer failures than steps."""
     automaton = CountingAutomaton(["a" * 500 + "b", "a" * 300 + "c", "ab" * 400 + "c"])
     automaton.steps = 0
-    automaton._fail = failures = CountingList(automaton._fail)
+    automaton.failures = failures = CountingList(automaton.failures)
     matcher = StopStringMatcher(automaton)
     text = ("a" * 499 + "x" + "ab" * 399 + "a") * 20
     shown = "".join(matcher.push(text[at : at + 3])[0] for at in range(0, len(text), 3))

@@ -122,9 +122,9 @@ def test_eight_threads_at_once(folder: Path, direct: bool) -> None:
     hf.backend_tokenizer.enable_truncation(4)
     hf.backend_tokenizer.enable_padding(length=9)
     tokenizer = TextTokenizer(hf)
-    assert tokenizer._backend is not None
+    assert tokenizer.backend is not None
     if not direct:
-        tokenizer._backend = None  # as for a tokenizer whose wrapper does more than its backend
+        tokenizer.backend = None  # as for a tokenizer whose wrapper does more than its backend
     plain = byte_level(qwen=True)
     expected = {line: plain.encode(line).ids for line in LINES}
     barrier = threading.Barrier(8)

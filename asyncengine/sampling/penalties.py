@@ -37,7 +37,8 @@ class PenaltyTable:
         self._vocab_size = vocab_size
         self._device = device
         self._one = torch.ones(1, dtype=torch.int32, device=device)
-        self._states: dict[int, _SlotState] = {}
+        self.states: dict[int, _SlotState] = {}
+        """What is counted, by slot."""
         self._counted = np.full(max_num_seqs, -1, dtype=np.int64)
         """Tokens of each slot's request that are in its tables, the one in flight included; -1: there are none."""
         self._addresses = np.zeros((2, max_num_seqs), dtype=np.int64)
@@ -45,7 +46,7 @@ class PenaltyTable:
 
     def forget(self, slot: int) -> None:
         """The slot's request asks for no penalty. Idempotent."""
-        self._states.pop(slot, None)
+        self.states.pop(slot, None)
         self._counted[slot] = -1
 
     def counting(self, slots: Int64Array, positions: Int64Array, prompts: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -66,14 +67,14 @@ class PenaltyTable:
         what is returned and nowhere else: nobody knows yet whether they stand.
         """
         total = row.start + row.num_scheduled - len(row.drafts)
-        state = self._states.get(row.slot)
+        state = self.states.get(row.slot)
         if state is None or state.spec() is not row.spec or self._counted[row.slot] > total:
             state = _SlotState(
                 ref(row.spec),
                 torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device),
                 torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device),
             )
-            self._states[row.slot] = state
+            self.states[row.slot] = state
             self._counted[row.slot] = 0
             self._addresses[:, row.slot] = state.prompt_seen.data_ptr(), state.output_counts.data_ptr()
         if self._counted[row.slot] < total:

@@ -114,7 +114,7 @@ async def test_a_slot_that_could_not_be_written_is_not_used_with_its_old_weights
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No device memory for an adapter's first use: requests may fail, but none is answered by another's weights."""
-    make_room, failures = LoraLayers._make_room, 6
+    make_room, failures = LoraLayers.make_room, 6
 
     def full(self: LoraLayers, place: Any, rank: int) -> None:
         nonlocal failures
@@ -125,7 +125,7 @@ async def test_a_slot_that_could_not_be_written_is_not_used_with_its_old_weights
 
     async with await load(zoo, adapters=zoo.paths, max_loras=1) as engine:
         assert (await ask(engine, "a0", PROMPT))[0] == zoo.answer("a0", PROMPT, WANT)
-        monkeypatch.setattr(LoraLayers, "_make_room", full)
+        monkeypatch.setattr(LoraLayers, "make_room", full)
         made = await gather_all(engine.generate(prompt, greedy(), adapter="a1") for prompt in PROMPTS)
         failures = 0
         made += await gather_all(engine.generate(prompt, greedy(), adapter="a1") for prompt in PROMPTS)

@@ -58,7 +58,7 @@ async def test_nothing_is_kept_after_closing(graphs: bool, folder: Path, monkeyp
     await engine.generate([3, 4, 5], SamplingParams(max_tokens=4, repetition_penalty=1.2, ignore_eos=True))
     runner: Any = engine.core.loop.runner.executor  # type: ignore[attr-defined]
     assert (runner.graphs is not None) == graphs
-    (penalized,) = runner.sampler.tables.penalties._states.values()
+    (penalized,) = runner.sampler.tables.penalties.states.values()
     held = [*tensors_of(runner), weakref.ref(penalized.output_counts)]
     del penalized
     assert len(held) > 12

@@ -55,7 +55,7 @@ def test_a_kernel_counts_what_comes_token_by_token_and_nothing_else() -> None:
 
     def ready(position: int) -> bool:
         addresses, counted = table.counting(slots, np.array([position]), prompts)
-        known = table._states.get(asked.slot)
+        known = table.states.get(asked.slot)
         assert known is None or addresses[1, 0] == known.output_counts.data_ptr()
         return bool(counted[0])
 

@@ -36,16 +36,17 @@ class TransformersModel(CausalLM):
         self.vocab_size = probed.logits.shape[-1]
         self.input_vocab_size = int(module.get_input_embeddings().weight.shape[0])
         self._attention_modules = probed.modules
-        self._bound: StepAttention | None = None
+        self.bound: StepAttention | None = None
+        """The attention backend that its modules call; None: none yet, or it was let go."""
         self._current = CurrentStep()
         self._places: list[Place] | None = None
 
     def forward(self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor) -> torch.Tensor:
         """Logits [N, vocab] of `rows` (int64 [N], ascending) of ids [T]."""
-        if step.backend is not self._bound:
+        if step.backend is not self.bound:
             for index, part in enumerate(self._attention_modules):
                 attach(part, LayerAttention(index, step.backend))
-            self._bound = step.backend
+            self.bound = step.backend
         self._current.context = step
         try:
             output = self.module(
@@ -66,4 +67,4 @@ class TransformersModel(CausalLM):
         """Let go of the attention backend of earlier forwards. Idempotent."""
         for part in self._attention_modules:
             attach(part, None)
-        self._bound = None
+        self.bound = None

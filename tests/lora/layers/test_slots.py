@@ -144,7 +144,7 @@ def test_decoding_from_fixed_memory(llama: Reference, checkpoint: Checkpoint, mo
 def test_half_precision_is_close(dtype: str, llama: Reference, checkpoint: Checkpoint) -> None:
     exact, rounded = (make_driver(checkpoint, "llama", dtype=name) for name in ("float32", dtype))
     for driver in (exact, rounded):
-        driver.lora.write(2, llama.adapters[1].to(driver.lora._dtype))
+        driver.lora.write(2, llama.adapters[1].to(driver.lora.dtype))
     differences = [abs(left - right) for left, right in zip(exact.scores(2), rounded.scores(2), strict=True)]
     assert 0 < max(differences) < 0.3
 

@@ -59,10 +59,10 @@ def test_attention_that_hides_something_is_refused(checkpoint: Checkpoint, monke
 def test_it_lets_go_of_a_backend(checkpoint: Checkpoint) -> None:
     model = load(checkpoint("llama"))
     logits_of(model, IDS)
-    assert model._bound is not None
+    assert model.bound is not None
     model.unbind()
     model.unbind()
-    assert model._bound is None
+    assert model.bound is None
     assert not any("asyncengine_attention" in vars(part) for part in model.module.modules())
     assert logits_of(model, IDS).shape == (11, model.vocab_size)
 

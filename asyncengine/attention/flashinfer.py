@@ -81,7 +81,7 @@ class _Planned:
 
     def __init__(self, wrapper: Any, memory: CudaMemory, again: Any = None) -> None:
         """`again`: in a graph, `flashinfer.fast_decode_plan`, which leaves the buffers to whoever fills them."""
-        self._wrapper, self._again = wrapper, again
+        self.wrapper, self._again = wrapper, again
         self._event = memory.event()
         self._divided: bytes | None = None
         """The row pointers of the last plan."""
@@ -95,10 +95,10 @@ class _Planned:
         if self._divided is not None:
             self._event.synchronize()
         if self._again is None or self._divided is None:  # it is the first plan that finds a kernel
-            self._wrapper.plan(*arrays, **options)
+            self.wrapper.plan(*arrays, **options)
         else:
             options = {name: value for name, value in options.items() if name not in ("seq_lens", "o_data_type")}
-            self._again(self._wrapper, *arrays, global_override_indptr_cpu=arrays[0], **options)
+            self._again(self.wrapper, *arrays, global_override_indptr_cpu=arrays[0], **options)
         self._event.record()
         self._divided = divided
 
@@ -163,7 +163,7 @@ class FlashInferBackend(AttentionBackend):
         if faster and self.memory.hopper():
             self._long = self._prefill | {group: self._prefill_wrapper("fa3") for group in faster}
         self._decode = {group: self._decode_wrapper(group) for group in self._groups}
-        self._graphs: dict[int, _DecodeGraph] = {}
+        self.decode_graphs: dict[int, _DecodeGraph] = {}
         self._wrappers: dict[LayerGroup, _Planned] = {}
         self._arrays: DeviceArrays | None = None
         self.kv_slots = torch.empty(0, dtype=torch.int64)
@@ -196,7 +196,7 @@ class FlashInferBackend(AttentionBackend):
     def plan_graph(self, step: StepView, host: torch.Tensor) -> int:
         """`plan` for the graph of as many rows. A padding row looks like any other: start 0, page table [0]. Returns
         how many elements of `host`, which is pinned and as large as the inputs, are to be copied there."""
-        used, graph = 0, self._graphs[len(step.counts)]
+        used, graph = 0, self.decode_graphs[len(step.counts)]
         self._wrappers, self.kv_slots = graph.wrappers, step.kv_slots
         for chunk, (begin, self._arrays) in graph.arrays.items():
             at = partial(host.narrow, 0, begin)
@@ -208,7 +208,7 @@ class FlashInferBackend(AttentionBackend):
     def advance_graph(self, size: int, rows: int, host: Int32Array) -> None:
         """Make of what `plan_graph` put into `host` the step after, whose first `rows` rows are one position further on
         the same pages: its plans stand."""
-        for begin in self._graphs[size].growing:
+        for begin in self.decode_graphs[size].growing:
             host[begin : begin + rows] += 1
 
     def graph_inputs(self, size: int) -> int:
@@ -230,7 +230,7 @@ class FlashInferBackend(AttentionBackend):
                 growing += [place - front for place in places]
                 begin += self._input_size(size, chunk)
             wrappers = {group: self._graph_wrapper(group, size, arrays[group.chunk][1]) for group in self._groups}
-        self._graphs[size] = _DecodeGraph(arrays, wrappers, growing)
+        self.decode_graphs[size] = _DecodeGraph(arrays, wrappers, growing)
 
     def warm_up(self) -> None:
         """Run each kernel once on page 0 and wait: compiles what is not compiled yet, and shows what cannot run. Others
@@ -263,7 +263,7 @@ class FlashInferBackend(AttentionBackend):
 
     def close(self) -> None:
         self.pools = []
-        self._wrappers, self._prefill, self._long, self._decode, self._graphs = {}, {}, {}, {}, {}
+        self._wrappers, self._prefill, self._long, self._decode, self.decode_graphs = {}, {}, {}, {}, {}
         self._arrays = None
         self._workspace = torch.empty(0, dtype=torch.uint8)
 

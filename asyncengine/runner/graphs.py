@@ -179,7 +179,7 @@ class DecodeGraphs:
         """`sampler`: graphs end with the logits where it is None or has nothing `on_device`. `num_states`: slots of
         recurrent states; those of padding rows go behind them."""
         self._forward = forward
-        self._backend = backend
+        self.backend = backend
         self._capture = capture
         self._sampler: Any = None if sampler is None else sampler.on_device
         self._tables = None if sampler is None else sampler.tables
@@ -188,8 +188,8 @@ class DecodeGraphs:
         self._front = (max_num_seqs + 2) // 2 * 2
         with torch.inference_mode(False):
             words = max(2 * NUMBERS * size + backend.graph_inputs(size) for size in self.sizes)
-            self._inputs = FixedInputs(backend.memory, words, kept=2 * self._front)
-            self._tokens = self._inputs.device[: 2 * (self._front + NUMBERS * most)].view(torch.int64)
+            self.inputs = FixedInputs(backend.memory, words, kept=2 * self._front)
+            self._tokens = self.inputs.device[: 2 * (self._front + NUMBERS * most)].view(torch.int64)
             self.last_token = self._tokens[: max_num_seqs + 1]
             """int64 [max_num_seqs + 1] on the device: of each slot, and of the one that padding rows have."""
             device = self._tokens.device
@@ -221,13 +221,13 @@ class DecodeGraphs:
         """Capture every size, largest first, so that smaller graphs find their memory in the pool; `report` after
         each."""
         for size in reversed(self.sizes):
-            self._backend.prepare_graph(size, self._inputs.sent[2 * NUMBERS * size :])
+            self.backend.prepare_graph(size, self.inputs.sent[2 * NUMBERS * size :])
         for size in reversed(self.sizes):
             self._plain[size] = self._captured(size, None)
             report()
         if self._sampler is not None:
             chosen = self.split(self.sampled, self.sizes[-1] + 1)
-            fixed = self._backend.memory, self._logits, self.input_ids, chosen, self.last_token
+            fixed = self.backend.memory, self._logits, self.input_ids, chosen, self.last_token
             self.processed = ProcessedRows(*fixed, self._sampler, self._tables)
             self.processed.capture_all(self._capture)
         self._adapted.capture_all(self._captured, self.sizes, report)
@@ -265,7 +265,7 @@ class DecodeGraphs:
     def _send(self, size: int, step: DecodeStep) -> None:
         """Plan, and put what a graph reads of a step's rows, and of padding rows, where it reads it."""
         self._size = size
-        host, sent, rows = self._inputs.take(), 2 * NUMBERS * size, len(step.adapters)
+        host, sent, rows = self.inputs.take(), 2 * NUMBERS * size, len(step.adapters)
         words = host.numpy()
         numbers: Int64Array = words[:sent].view(np.int64).reshape(NUMBERS, size)
         *before, was_sent = self._last
@@ -273,7 +273,7 @@ class DecodeGraphs:
             used = len(was_sent)
             words[:used] = was_sent
             numbers[GROWING, :rows] += 1
-            self._backend.advance_graph(size, rows, words[sent:])
+            self.backend.advance_graph(size, rows, words[sent:])
         else:
             numbers[:, :rows], numbers[:, rows:] = step.numbers, self._padding
             given = np.flatnonzero(numbers[GIVEN] >= 0)
@@ -281,8 +281,8 @@ class DecodeGraphs:
             numbers[SOURCE, given] = self._front + GIVEN * size + given
             ones, indptr, kv_slots = self._shapes[size]
             view = StepView(numbers[POSITION], ones, indptr, step.tables, kv_slots, slots=numbers[SLOT])
-            used = sent + self._backend.plan_graph(view, host[sent:])
-        self._inputs.send(used)
+            used = sent + self.backend.plan_graph(view, host[sent:])
+        self.inputs.send(used)
         self._last = step.order, size, words[:used]
 
     def _fixed(self, which: int, size: int) -> torch.Tensor:

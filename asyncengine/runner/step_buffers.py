@@ -27,7 +27,7 @@ from asyncengine.layers.states import StateSegments
 from asyncengine.pooling.pool import Span
 from asyncengine.step import Batch, Row, first_scored
 
-_FEW = 64
+FEW = 64
 """Tokens of a step up to which counting them one by one takes less time than calling numpy."""
 _SHAPES = 64
 """Shapes of short steps whose arrays are kept: a few KiB each."""
@@ -199,7 +199,7 @@ class StepBuffers:
         the tokens or pages its positions need.
         """
         self._known = None
-        if self._device.type == "cpu" and 0 < batch.num_tokens <= _FEW:
+        if self._device.type == "cpu" and 0 < batch.num_tokens <= FEW:
             return self._build_short(batch.rows, last_token)
         return self._build(batch.rows, last_token)
 

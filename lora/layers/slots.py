@@ -91,9 +91,9 @@ class LoraLayers:
             for index, (path, width) in enumerate(place.parts):
                 self.modules[path] = ModuleDims(place.in_features, width, place.kind, place.scale)
                 self._places[path] = (place, index)
-        self._dtype, self._device = model.dtype, model.device
+        self.dtype, self._device = model.dtype, model.device
         self._masked = self._device.type != "cpu" if masked is None else masked
-        self._compiled = not self._masked and compiler_missing(self._dtype, self._device) is None
+        self._compiled = not self._masked and compiler_missing(self.dtype, self._device) is None
         self._memory = Arena() if self._compiled else None
         self.version = 0
         """Grows whenever memory of adapters is taken or moves: what a CUDA graph has captured is stale then."""
@@ -120,7 +120,7 @@ class LoraLayers:
         for path in paths:
             place, _ = self._place(path)
             if place.here:
-                self._make_room(place, self.max_rank if rank is None else min(rank, self.max_rank))
+                self.make_room(place, self.max_rank if rank is None else min(rank, self.max_rank))
 
     def write(self, slot: int, adapter: LoraAdapter) -> None:
         """Make `slot` hold `adapter` instead of whatever it holds. Not while a step runs; steps wait for it.
@@ -133,7 +133,7 @@ class LoraLayers:
             self._check(path, factors)
         here = {path: factors for path, factors in adapter.modules.items() if self._places[path][0].here}
         for path, factors in here.items():
-            self._make_room(self._places[path][0], factors.a.shape[0])
+            self.make_room(self._places[path][0], factors.a.shape[0])
         self.clear(slot)
         used: dict[str, LoraStack] = {}
         try:
@@ -206,7 +206,7 @@ class LoraLayers:
             self._known[key] = RowStep(own, self._ranks)
         return self._known[key]
 
-    def _make_room(self, place: Place, rank: int) -> None:
+    def make_room(self, place: Place, rank: int) -> None:
         """Have a stack for `place` that can hold `rank`."""
         key = place.path
         if self._table is not None:
@@ -218,8 +218,8 @@ class LoraLayers:
         if self._compiled and not self._stacks:
             from asyncengine.kernels.cpu.lora import compile_for
 
-            compile_for(self._dtype)
-        self._stacks[key] = self._form(place)(place, self.max_loras, rank, self._dtype, self._device, self._memory)
+            compile_for(self.dtype)
+        self._stacks[key] = self._form(place)(place, self.max_loras, rank, self.dtype, self._device, self._memory)
 
     def _form(self, place: Place) -> type[LoraStack]:
         if self._masked:
@@ -237,8 +237,8 @@ class LoraLayers:
         if tuple(factors.a.shape) != (rank, place.in_features) or tuple(factors.b.shape) != (width, rank):
             shapes = f"{list(factors.a.shape)} and {list(factors.b.shape)}"
             raise AdapterError("adapter", f"{path} maps {place.in_features} to {width}, not as {shapes}")
-        if factors.a.dtype != self._dtype or factors.b.dtype != self._dtype:
-            raise AdapterError("adapter", f"{path} must be in the model's {self._dtype}", str(factors.a.dtype))
+        if factors.a.dtype != self.dtype or factors.b.dtype != self.dtype:
+            raise AdapterError("adapter", f"{path} must be in the model's {self.dtype}", str(factors.a.dtype))
 
     def _place(self, path: str) -> tuple[Place, int]:
         if path not in self._places:

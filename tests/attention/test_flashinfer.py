@@ -285,11 +285,11 @@ def test_graphs_read_one_memory_and_have_small_workspaces(fake: FakeFlashInfer) 
     backend = make_flashinfer(GEMMA, fake, max_pages_per_row=30)
     inputs = prepare(backend, 8, 4, 2, 1)
     memory = inputs.device.untyped_storage().data_ptr()
-    for graph in backend._graphs.values():
+    for graph in backend.decode_graphs.values():
         ((begin, arrays),) = graph.arrays.values()
         assert (begin, arrays.kv_indptr.untyped_storage().data_ptr()) == (0, memory)
-        assert all(wrapper._wrapper.int_workspace_bytes < 2**18 for wrapper in graph.wrappers.values())
-    assert backend._graphs[8].arrays[None][1].kv_indices.numel() >= 8 * 30
+        assert all(wrapper.wrapper.int_workspace_bytes < 2**18 for wrapper in graph.wrappers.values())
+    assert backend.decode_graphs[8].arrays[None][1].kv_indices.numel() >= 8 * 30
 
 
 def test_rows_of_the_longest_length_fit_a_graph(fake: FakeFlashInfer) -> None:

@@ -52,7 +52,7 @@ def sent(graphs: DecodeGraphs, buffers: StepBuffers, rows: list[Row]) -> tuple[D
     step = buffers.decodes(tuple(rows))
     assert step is not None
     graphs.run(step)
-    return step, graphs._inputs.sent[: len(graphs._last[2])].tolist()
+    return step, graphs.inputs.sent[: graphs.inputs.used].tolist()
 
 
 def nothing(ids: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -128,15 +128,14 @@ def differing(found: list[int], wanted: list[int]) -> set[int]:
 
 def host_only_places(graphs: DecodeGraphs, step: DecodeStep) -> set[int]:
     """Where the lengths lie that only the first plan reads, and the room between parts."""
-    used = len(graphs._last[2])
     size = next(size for size in graphs.sizes if size >= len(step.adapters))
     read = set(range(2 * (NUMBERS - 1) * size))
-    for _, arrays in graphs._backend._graphs[size].arrays.values():
+    for _, arrays in graphs.backend.decode_graphs[size].arrays.values():
         pages = arrays.kv_indices[: int(arrays.kv_indptr[-1])]
         for part in (arrays.kv_indptr, arrays.last_page_len, arrays.batch_indices, arrays.positions, pages):
-            begin = part.storage_offset() - graphs._inputs.sent.storage_offset()
+            begin = part.storage_offset() - graphs.inputs.sent.storage_offset()
             read |= set(range(begin, begin + len(part)))
-    return set(range(used)) - read
+    return set(range(graphs.inputs.used)) - read
 
 
 def test_a_row_at_its_pages_end_takes_the_next_page() -> None:

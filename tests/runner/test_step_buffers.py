@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from asyncengine.request_spec import RequestSpec
-from asyncengine.runner.step_buffers import Step, StepBuffers
+from asyncengine.runner import step_buffers
+from asyncengine.runner.step_buffers import FEW, Step, StepBuffers
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import Batch, Row, WindowPages
 
@@ -133,7 +134,9 @@ class Lives:
 
 @pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_short_steps_in_arrays_of_others_are_what_new_arrays_would_be(seed: int, windows: bool) -> None:
+def test_short_steps_in_arrays_of_others_are_what_new_arrays_would_be(
+    seed: int, windows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows come and go, in any order, with drafts of any number, pages of others and windows that move: whatever an
     array held of an earlier step is not seen."""
     lives, last_token = Lives(seed, windows), torch.arange(100, 108)
@@ -141,13 +144,13 @@ def test_short_steps_in_arrays_of_others_are_what_new_arrays_would_be(seed: int,
     for number in range(400):
         batch = lives.batch(number)
         frozen = Batch(number, tuple(row._replace(tokens=list(row.tokens)) for row in batch.rows))
-        if frozen.num_tokens > 64:
+        if frozen.num_tokens > FEW:
             continue
         shapes += 1
-        found, wanted = (
-            kept._build_short(frozen.rows, last_token),
-            StepBuffers(8, 4, CPU)._build(frozen.rows, last_token),
-        )
+        found = kept.build(frozen, last_token)
+        with monkeypatch.context() as patch:
+            patch.setattr(step_buffers, "FEW", 0)
+            wanted = StepBuffers(8, 4, CPU).build(frozen, last_token)
         assert same(found, wanted), frozen
     assert shapes > 200
 

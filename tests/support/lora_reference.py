@@ -36,7 +36,7 @@ def random_weights(lora: Any, rank: int, ends: str | tuple[str, ...], *, seed: i
         if path.endswith(ends):
             a = torch.randn(rank, dims.inputs, generator=generator) * size
             b = torch.randn(dims.outputs, rank, generator=generator) * size
-            modules[path] = LoraWeights(path, a.to(lora._dtype), b.to(lora._dtype), dims.kind == "embedding")
+            modules[path] = LoraWeights(path, a.to(lora.dtype), b.to(lora.dtype), dims.kind == "embedding")
     return Weights(modules)
 
 

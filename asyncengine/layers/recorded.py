@@ -129,7 +129,7 @@ class _RecordedAdapters:
 
     def __init__(self, paths: tuple[str, ...], records: AdapterRecords) -> None:
         self._places = {path: place for place, path in enumerate(paths)}
-        self.records = records
+        self._records = records
 
     def changes(self, path: str) -> bool:
         return True
@@ -137,7 +137,7 @@ class _RecordedAdapters:
     def add(self, path: str, x: torch.Tensor, y: torch.Tensor) -> None:
         from asyncengine.kernels.cpu.lora import add_table_deltas
 
-        add_table_deltas(x, y, self._places[path], self.records)
+        add_table_deltas(x, y, self._places[path], self._records)
 
     def records(self, paths: tuple[str, ...]) -> AdapterRecords | None:
         return None

@@ -63,10 +63,10 @@ class StagedRunner(ModelRunner):
         """Begin the step's pass."""
         rows = pending.batch.rows
         self._write_adapters([row.adapter_slot for row in rows])
-        step = self._buffers.build(pending.batch, self._last_token)
+        step = self._buffers.build(pending.batch, self.last_token)
         step = replace(step, sample_logits=step.sample_logits.copy())  # the next step is made in the same memory
         pictured = any(row.spec.images for row in rows)
-        inputs, pending.failed = inputs_of(step, rows, self._images if pictured else None)
+        inputs, pending.failed = inputs_of(step, rows, self.images if pictured else None)
         assert self.ranks is not None
         with self.ranks.computing(inputs):
             context, _ = self._begin(inputs)
@@ -84,7 +84,7 @@ class StagedRunner(ModelRunner):
             traceback.clear_frames(error.__traceback__)
             del context
             raise
-        with self._turn, torch.inference_mode(), self.cores.step(torch_alone=self._decoder.compiled, small=self._small):
+        with self._turn, torch.inference_mode(), self.cores.step(torch_alone=self._decoder.compiled, small=self.small):
             hidden = self._decoder.projected(x, context, None if every else context.positions)
             self._conclude(pending, step, self._decoder.logits(hidden, context), masks)
 

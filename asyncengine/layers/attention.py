@@ -82,16 +82,17 @@ class HeadGate:
 
     def __init__(self, options: LayerOptions, heads: int, dim: int) -> None:
         self.heads, self.dim = heads, dim
-        self._kernels: Any = None
+        self.kernels: Any = None
+        """The module of compiled kernels, on a CPU; None: torch does it."""
         if options.compiled:
             from asyncengine.kernels.cpu import head_gate
 
-            self._kernels = head_gate
+            self.kernels = head_gate
 
     def split(self, projected: torch.Tensor) -> torch.Tensor:
         """The projection without the gates: queries, and what stands behind them."""
-        if self._kernels is not None:
-            made: torch.Tensor = self._kernels.split_queries(projected, self.heads, self.dim)
+        if self.kernels is not None:
+            made: torch.Tensor = self.kernels.split_queries(projected, self.heads, self.dim)
             return made
         size = self.heads * self.dim
         queries = projected[:, : 2 * size].view(-1, self.heads, 2, self.dim)[:, :, 0]
@@ -99,8 +100,8 @@ class HeadGate:
 
     def multiply(self, attended: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
         """`attended` [T, heads * dim] times the sigmoid of the gates, rounded once."""
-        if self._kernels is not None:
-            made: torch.Tensor = self._kernels.gate_heads(attended, projected, self.heads, self.dim)
+        if self.kernels is not None:
+            made: torch.Tensor = self.kernels.gate_heads(attended, projected, self.heads, self.dim)
             return made
         gates = projected[:, : 2 * self.heads * self.dim].view(-1, self.heads, 2, self.dim)[:, :, 1].flatten(1)
         return (attended.float() * gates.float().sigmoid()).to(attended.dtype)

@@ -44,17 +44,18 @@ class CausalConv:
         self.window = (taps - 1, channels)
         """Shape of the inputs that it remembers of a sequence."""
         self.on_device = state_kernels(options)
-        self._kernel: Any = None
+        self.kernel: Any = None
+        """What convolves compiled, on a CPU; None: torch does."""
         if options.compiled:
             from asyncengine.kernels.cpu.causal_conv import convolve_segments
 
-            self._kernel = convolve_segments
+            self.kernel = convolve_segments
 
     def __call__(self, x: torch.Tensor, step: StateStep, index: int) -> torch.Tensor:
         """[T, channels] of a step's inputs x [T, channels], whose rows may be part of longer ones, with the windows of
         state layer `index`, which has no other state."""
-        if self._kernel is not None:
-            made: torch.Tensor = self._kernel(
+        if self.kernel is not None:
+            made: torch.Tensor = self.kernel(
                 x, self.weight, self.bias, self.activation is not None, step.pools.windows[index], step.segments
             )
             return made

@@ -28,9 +28,11 @@ def make_layer(channels: int, taps: int, dtype: torch.dtype, plain: bool = False
     torch.manual_seed(channels)
     weight, bias = torch.randn(channels, 1, taps), torch.randn(channels)
     layer = CausalConv(
-        options(dtype, plain=plain), "conv", channels, taps, bias=own, activation="silu" if own else None
+        options(dtype), "conv", channels, taps, bias=own, activation="silu" if own else None
     )
     fill(layer, {"conv.weight": weight, **({"conv.bias": bias} if own else {})})
+    if plain:
+        layer.kernel = None
     return layer
 
 

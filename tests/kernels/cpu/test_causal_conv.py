@@ -27,9 +27,7 @@ SHAPES = [(48, 3), (300, 4), (5, 2), (600, 4)]
 def make_layer(channels: int, taps: int, dtype: torch.dtype, plain: bool = False, own: bool = True) -> CausalConv:
     torch.manual_seed(channels)
     weight, bias = torch.randn(channels, 1, taps), torch.randn(channels)
-    layer = CausalConv(
-        options(dtype), "conv", channels, taps, bias=own, activation="silu" if own else None
-    )
+    layer = CausalConv(options(dtype), "conv", channels, taps, bias=own, activation="silu" if own else None)
     fill(layer, {"conv.weight": weight, **({"conv.bias": bias} if own else {})})
     if plain:
         layer.kernel = None

@@ -45,7 +45,7 @@ class CausalConv:
         """Shape of the inputs that it remembers of a sequence."""
         self.on_device = state_kernels(options)
         self.kernel: Any = None
-        """What convolves compiled, on a CPU; None: torch does."""
+        """The compiled kernel on a CPU; None: torch convolves."""
         if options.compiled:
             from asyncengine.kernels.cpu.causal_conv import convolve_segments
 

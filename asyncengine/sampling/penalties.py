@@ -38,7 +38,7 @@ class PenaltyTable:
         self._device = device
         self._one = torch.ones(1, dtype=torch.int32, device=device)
         self.states: dict[int, _SlotState] = {}
-        """What is counted, by slot."""
+        """Counts by slot."""
         self._counted = np.full(max_num_seqs, -1, dtype=np.int64)
         """Tokens of each slot's request that are in its tables, the one in flight included; -1: there are none."""
         self._addresses = np.zeros((2, max_num_seqs), dtype=np.int64)

@@ -79,7 +79,7 @@ class RowGroups:
         used, firsts, counts = np.unique(slots[rows], return_index=True, return_counts=True)
         groups = np.ascontiguousarray(np.stack([firsts, counts, used], axis=1), dtype=np.int64)
         self.groups, self.rows = groups, rows
-        """Where each adapter's rows begin in the list of rows, how many there are, and its slot: int64 [adapters, 3];
+        """Groups int64 [adapters, 3], each with its first place in the list of rows, its number of rows and its slot;
         and that list, int64 [rows with an adapter]."""
         self.count = len(rows)
         """Rows with an adapter."""

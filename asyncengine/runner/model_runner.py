@@ -54,7 +54,7 @@ _BRIEF = 2**17
 """Pairs of a query and a key in a step of such a model that takes a few milliseconds."""
 _HELD = (
     "backend", "graphs", "_prompt_graphs", "_lora", "_unwritten", "sampler", "last_token", "_awaited",
-    "_unfinished", "states", "images", "memory",
+    "_unfinished", "states", "image_store", "memory",
 )  # fmt: skip
 """Attributes that refer to weights, adapters or device memory; deleted when the runner is closed."""
 
@@ -99,7 +99,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
         self._unwritten: dict[int, Any] = {}  # by adapter slot, what no row has used yet: it may not fit in memory
-        self._lora, self.images = lora, images
+        self._lora, self.image_store = lora, images
         self.ranks: Ranks | None = None  # other processes that compute its passes with this one
         self._masks = MaskFiller(model.vocab_size, model.device)
         self._unfinished: UnreadStep | None = None  # whose reader launches what is left of the step behind it
@@ -120,9 +120,9 @@ class ModelRunner:
             batch = self.draft_model.guess(batch)
         for swap in batch.swaps:
             self._unwritten[swap.slot] = swap.weights
-        if batch.encode is not None and self.images is not None:
+        if batch.encode is not None and self.image_store is not None:
             with self._inference, on_device(self.device), self.cores.step():
-                self.images.encode(batch.encode)
+                self.image_store.encode(batch.encode)
         return launch_in_parts(batch, self.launch_part, self.device)
 
     @property
@@ -195,14 +195,14 @@ class ModelRunner:
         step: Step | FlatStep
         if self._unwritten:
             self._write_adapters([row.adapter_slot for row in batch.rows])
-        pictured = self.images is not None and any(row.spec.images for row in batch.rows)
+        pictured = self.image_store is not None and any(row.spec.images for row in batch.rows)
         if not pictured and self._prompt_graphs is not None and self._prompt_graphs.hold(batch):
             step, logits = self._run_pieces(batch, self._prompt_graphs)
         else:
             step = self._buffers.build(batch, self.last_token)
             routed = self._expert_type is not None and any(row.spec.params.return_routed_experts for row in batch.rows)
             routes: list[torch.Tensor] | None = [] if routed else None
-            inputs, pending.failed = inputs_of(step, batch.rows, self.images if pictured else None)
+            inputs, pending.failed = inputs_of(step, batch.rows, self.image_store if pictured else None)
             with nullcontext() if self.ranks is None else self.ranks.computing(inputs):
                 logits = self.forward(inputs, routes)
             if routes:
@@ -229,7 +229,7 @@ class ModelRunner:
     def _replay(self, pending: PendingStep, masks: StepMasks | None, graphs: DecodeGraphs) -> bool:
         """Run the step as a graph; False: none holds it, and nothing was done."""
         rows = pending.batch.rows
-        if self.images is not None and self.images.axes and any(row.spec.images for row in rows):
+        if self.image_store is not None and self.image_store.axes and any(row.spec.images for row in rows):
             return False  # positions of one axis are all that a graph has
         step = self._buffers.decodes(rows) if 0 < len(rows) <= graphs.sizes[-1] else None
         if step is None:

@@ -66,7 +66,7 @@ class StagedRunner(ModelRunner):
         step = self._buffers.build(pending.batch, self.last_token)
         step = replace(step, sample_logits=step.sample_logits.copy())  # the next step is made in the same memory
         pictured = any(row.spec.images for row in rows)
-        inputs, pending.failed = inputs_of(step, rows, self.images if pictured else None)
+        inputs, pending.failed = inputs_of(step, rows, self.image_store if pictured else None)
         assert self.ranks is not None
         with self.ranks.computing(inputs):
             context, _ = self._begin(inputs)

@@ -157,7 +157,7 @@ def test_encoded_again_where_it_does_not_stay(model: Any) -> None:
     run = Run(model.loaded, image_cache_memory=None, max_num_batched_tokens=16, prefix_caching=False)
     assert run.serve(specs(model)) == answers(model)
     assert run.encoded > 2
-    assert len(model.loaded.runner.images._encoded) <= 2
+    assert len(model.loaded.runner.image_store._encoded) <= 2
 
 
 @some_models

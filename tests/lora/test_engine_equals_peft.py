@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from support.adapter_engine import slots_of
 from support.long import LONG
-from support.lora_engine import assert_given_back, load
 from support.lora_zoo import Zoo, random_prompts
 
 from asyncengine import AsyncEngine, SamplingParams

@@ -74,7 +74,8 @@ def test_short_plans_give_the_bits_of_those_by_arrays(name: str, monkeypatch: py
 
 
 def test_plans_are_at_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of each group of layers: a record (`layers.recorded`) reads every step there, short or long."""
+    """The plans of each group of layers keep one address: a record (`layers.recorded`) reads every step there, short or
+    long."""
     near = replace(SPECS["window"], index=1, window=600)
     backend = CompiledBackend([SPECS["one kv head"], near], 60, 16, torch.float32)
     draw, filled = random.Random(7), set()

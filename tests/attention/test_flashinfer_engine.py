@@ -67,7 +67,7 @@ def on_flashinfer(fake: FakeFlashInfer, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture(scope="module")
 def expected(folder: Callable[[str], Path]) -> Callable[[str], Answers]:
-    """What the torch backend answers."""
+    """The torch backend's answers, by the name of a checkpoint."""
 
     @cache
     def get(name: str) -> Answers:
@@ -84,7 +84,7 @@ def expected(folder: Callable[[str], Path]) -> Callable[[str], Answers]:
 
 @contextmanager
 def torch_backend() -> Iterator[None]:
-    """What is built here runs on torch, whatever `on_flashinfer` has set up."""
+    """Runners that are built here run on torch, whatever `on_flashinfer` has set up."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("asyncengine.runner.building.make_backend", make_backend)
         patch.setattr(loading, "layer_kernels", layer_kernels)

@@ -79,7 +79,7 @@ class Watched:
 
 
 def signature_of(function: Any) -> inspect.Signature:
-    """Of what does the work: a plan that takes anything hands it on to `_plan_impl`."""
+    """The signature of the function that does the work: a `plan` that takes anything hands it on to `_plan_impl`."""
     signature = inspect.signature(function)
     loose = any(value.kind is inspect.Parameter.VAR_KEYWORD for value in signature.parameters.values())
     owner = getattr(inspect.getmodule(function), function.__qualname__.split(".")[0], None)

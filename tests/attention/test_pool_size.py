@@ -1,4 +1,4 @@
-"""How many pages a pool gets, and when there are too few."""
+"""The number of pages that a pool gets, and the refusals when there are too few."""
 
 from __future__ import annotations
 

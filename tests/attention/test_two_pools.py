@@ -1,4 +1,4 @@
-"""How the bytes of a KV cache are divided between layers that see everything and those with windows."""
+"""The division of a KV cache's bytes between layers that see everything and those with windows."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def test_requests_of_two_windows_run_beside_each_other_as_before(kind: str) -> N
 
 
 def test_what_is_won() -> None:
-    """Of a gibibyte: with five of six layers in windows of 1,024, three times the context; with every second in windows
-    of 128, nearly twice."""
+    """A gibibyte holds three times the context in two pools with five of six layers in windows of 1,024, and nearly
+    twice with every second layer in windows of 128."""
     for specs, least in ((GEMMA, 3.2), (GPT_OSS, 1.75)):
         assert sizes(specs).pages >= least * pages_of_one(specs)
 

@@ -47,7 +47,7 @@ VARIANTS = {
 def test_a_gguf_file_holds_the_model_of_the_checkpoint(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As this engine reads it, which knows llama.cpp's converter by files of its own tests."""
+    """The file is read by this engine, which knows llama.cpp's converter by files of its own tests."""
     for variant, make in VARIANTS.items():
         monkeypatch.setitem(FAMILIES, variant, make)
     folder = make_checkpoint(name, tmp_path / "m", heavy=True)

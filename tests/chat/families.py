@@ -1,4 +1,5 @@
-"""How today's families of models write an answer: turns, reasoning and calls with their real marks, templates our own.
+"""Today's families of models as they write an answer: turns, reasoning and calls with their real marks, templates our
+own.
 
 `python -m pytest tests/chat/test_families.py` says of each which format is recognised, held to and taken apart.
 """
@@ -73,11 +74,11 @@ class Family:
     calls: str
     """Writes the calls of the message `m`; empty: the template leaves them out."""
     think: Think | None = None
-    """What stands around the reasoning."""
+    """The marks around the reasoning."""
     prompt: str = ""
     """Ends a prompt, behind the beginning of the answer."""
     said: str = ""
-    """What the template says of tools."""
+    """The template's text about tools."""
     special: tuple[str, ...] = ()
     one: bool = False
     """There is one call at most."""
@@ -266,4 +267,4 @@ FAMILIES = {
         special=("<start_function_call>", "<end_function_call>", "<escape>"),
     ),
 }  # fmt: skip
-"""By name, as `docs/howto/tools_and_agents.md` has them."""
+"""Families by the names that `docs/howto/tools_and_agents.md` has for them."""

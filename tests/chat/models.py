@@ -101,7 +101,8 @@ class Oracle:
         return self._compiled[grammar].deep_copy()
 
     def refused_at(self, grammar: Grammar, text: str) -> str | None:
-        """What of `text` is not allowed; "" if it is allowed but may not end there; None if it is accepted."""
+        """The rest of `text` that is not allowed; "" if all is allowed but it may not end there; None if it is
+        accepted."""
         matcher = self.matcher(grammar)
         ids = self(text)
         for i, token in enumerate(ids):
@@ -113,7 +114,7 @@ class Oracle:
         return grammar is None or self.refused_at(grammar, text) is None
 
     def forced(self, grammar: Grammar, text: str) -> str:
-        """What must follow `text`."""
+        """The continuation that must follow `text`."""
         matcher = self.matcher(grammar)
         for token in self(text):
             assert matcher.consume_token(token), text

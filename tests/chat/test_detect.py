@@ -1,4 +1,4 @@
-"""How a model writes calls and reasoning is read off its template's renderings."""
+"""Detection, from a template's renderings, of how a model writes calls and reasoning."""
 
 from __future__ import annotations
 

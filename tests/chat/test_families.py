@@ -30,7 +30,7 @@ def test_the_documentation_names_these_families() -> None:
 
 
 def written(family: Family, text: TextTokenizer, planner: ChatPlanner, calls: list[Any], thought: str) -> str:
-    """What the model writes behind the prompt for these calls, by its own template."""
+    """The text that the model writes behind the prompt for these calls, by its own template."""
     made = [
         {"id": f"abcdefgh{i}", "type": "function", "function": {"name": "add", "arguments": arguments}}
         for i, arguments in enumerate(calls)
@@ -95,5 +95,5 @@ def test_recognised_held_to_and_taken_apart(name: str) -> None:
 
 
 def in_channels(family: Family) -> bool:
-    """Where thoughts and calls have channels of their own, none is inside another."""
+    """True if thoughts and calls have channels of their own: then none is inside another."""
     return family.form == "harmony"

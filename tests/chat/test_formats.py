@@ -70,7 +70,7 @@ def model(name: str) -> tuple[TextTokenizer, ChatPlanner, Oracle]:
 
 
 def rendered(text: TextTokenizer, calls: list[tuple[str, dict[str, Any]]]) -> str:
-    """What the template writes for an answer with these calls."""
+    """The text that the template writes for an answer with these calls."""
     answer = {
         "role": "assistant",
         "tool_calls": [

@@ -174,7 +174,7 @@ def test_arguments_that_are_no_json_are_broken() -> None:
 
 @pytest.mark.parametrize("form", [HERMES, MISTRAL, MARKED, LLAMA])
 def test_calls_only_at_the_beginning_if_asked(form: ToolFormat) -> None:
-    """Where the answer is calls or JSON, a marker inside the JSON is data."""
+    """In an answer that is either calls or JSON, a marker inside the JSON is data."""
     answer = f'{{"text": "{form.trigger} {form.name_open[:1]}"}}'
     check(parsers(form, calls_after_text=False), answer, Read(answer, "", [], [], []))
     written = f"{form.trigger}{form.opening}{form.name_open}add{form.name_close}{{}}{form.call_close}{form.closing}"

@@ -94,7 +94,7 @@ def test_a_call_in_the_midst_of_reasoning_ends_it(model: Model) -> None:
 
 
 def test_an_undecided_answer_cannot_hide_reasoning_in_its_text(model: Model) -> None:
-    """What the parser would take for reasoning is reasoning for the grammar too."""
+    """Text that the parser would take for reasoning is reasoning for the grammar too."""
     plan = model.planner.plan(UNDECIDED, tools=[ADD])
     model.judge(plan.grammar, ["text", CALL, "<thin", ""], ["<think>so", " <think>so", f"<think>{CALL}text"])
 

@@ -29,7 +29,7 @@ class Case:
     raw: bool = False
     """Strings stand as they are."""
     quote: str = ""
-    """What no string may contain."""
+    """The text that no string may contain."""
     one: bool = False
     """There is one call at most."""
 
@@ -168,7 +168,7 @@ CASES = {
         one=True,
     ),
 }  # fmt: skip
-"""By family, perhaps with a word on the tokenizer."""
+"""Cases by family; some keys add a word on the tokenizer."""
 DROPS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}<|im_end|>\n"
 DROPS += "{% endfor %}{% if tools %}SIGN{% endif %}"
 SIGNS = {

@@ -1,4 +1,5 @@
-"""What all tests share: one thread per operator (tiny models gain nothing from more), no network, no progress bars."""
+"""Settings that all tests share: one thread per operator (tiny models gain nothing from more), no network, no progress
+bars."""
 
 import atexit
 import gc

@@ -44,7 +44,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture(scope="module")
 def answers(root: Path) -> dict[str, str]:
-    """What the engine answers with either of them, and without."""
+    """The engine's answers with either adapter, and without one, by the adapter's name."""
     question = [{"role": "user", "content": "What is the capital of Norway?"}]
     params = SamplingParams(temperature=0, max_tokens=10)
     with Engine.from_pretrained("demo", num_threads=1, adapter_root=root) as engine:

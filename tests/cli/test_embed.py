@@ -20,7 +20,7 @@ LINES = ["Who leads Velmora?", "", "  a lamp  ", "Ein schöner Tag ☀", "word "
 
 @pytest.fixture(scope="module")
 def vectors() -> Iterator[np.ndarray]:
-    """What the lines are to become."""
+    """The vectors that the lines are to become."""
     handle: EngineHandle = shared_engine("demo-embed", dtype="float32", num_threads=1)
     engine = handle.get()
     yield engine.embed(LINES, prompt_name="query").vectors

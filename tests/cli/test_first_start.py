@@ -1,4 +1,4 @@
-"""What a command does first on a machine where nothing was compiled yet."""
+"""The start of a command on a machine where nothing was compiled yet."""
 
 import subprocess
 import sys

@@ -14,7 +14,7 @@ MIB = 2**20
 
 
 def on(monkeypatch: pytest.MonkeyPatch, free: int, *gpus: int) -> None:
-    """As if this machine had so many bytes free, and each of its GPUs."""
+    """Makes this machine seem to have `free` bytes free, and a GPU with so many for each of `gpus`."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: bool(gpus))
     monkeypatch.setattr("torch.cuda.device_count", lambda: len(gpus))
     monkeypatch.setattr(memory, "free_bytes", lambda device: free if device.type == "cpu" else gpus[device.index])

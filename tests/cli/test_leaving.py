@@ -1,4 +1,4 @@
-"""How a command ends: at once, but not before all is said and done."""
+"""The end of a command: at once, but not before all is said and done."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(main: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_modules_are_not_taken_apart() -> None:
-    """What was printed arrives, what was registered for the exit is done, and the code is the command's."""
+    """Printed text arrives, functions that were registered for the exit have run, and the code is the command's."""
     found = run("pass")
     assert (found.stdout, found.stderr, found.returncode) == ("said, done", "", 3)
 

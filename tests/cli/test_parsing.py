@@ -1,4 +1,4 @@
-"""What the command line accepts and refuses, before any model is loaded."""
+"""Arguments that the command line accepts and refuses, before any model is loaded."""
 
 from __future__ import annotations
 

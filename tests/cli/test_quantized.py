@@ -1,4 +1,4 @@
-"""What the figures say of a checkpoint that is quantized."""
+"""The figures that commands show of a quantized checkpoint."""
 
 from __future__ import annotations
 

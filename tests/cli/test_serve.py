@@ -110,7 +110,7 @@ TRACED = (
     "provider.add_span_processor(export.SimpleSpanProcessor(console)); trace.set_tracer_provider(provider);"
     "from asyncengine.cli.main import script; script()",
 )
-"""What `opentelemetry-instrument` does, by hand: a provider is set before the command runs."""
+"""The start of a command as `opentelemetry-instrument` does it, by hand: a provider is set before the command runs."""
 
 
 def test_sigterm_lets_answers_end_and_takes_no_new_ones(tmp_path: Path) -> None:

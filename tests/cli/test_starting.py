@@ -55,7 +55,7 @@ def test_programs_that_import_the_engine_keep_their_ctrl_c(tmp_path: Path) -> No
 
 
 def test_ctrl_c_that_is_ignored_stays_ignored() -> None:
-    """As in a shell's background."""
+    """A shell starts commands in the background with Ctrl-C ignored."""
     done = subprocess.run(
         [sys.executable, "-m", "asyncengine", "--version"],
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN) and None,

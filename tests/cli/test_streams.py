@@ -111,7 +111,7 @@ sys.exit(main._interrupted())
 @pytest.mark.skipif(sys.platform == "win32", reason="needs pseudo-terminals")
 @pytest.mark.parametrize("piped", [False, True], ids=["terminal", "stdout in a pipe"])
 def test_who_is_interrupted_while_a_thread_draws_leaves_the_cursor_visible(piped: bool) -> None:
-    """As it draws the bar of a load, which hides the cursor and cannot be stopped."""
+    """The thread draws the bar of a load, which hides the cursor and cannot be stopped."""
     import pty
 
     ours, child = pty.openpty()

@@ -1,4 +1,5 @@
-"""How many threads a step gets: fewer in company, shared between engines, and nobody else's settings touched."""
+"""The number of threads that a step gets: fewer in company, shared between engines, and nobody else's settings
+touched."""
 
 from __future__ import annotations
 

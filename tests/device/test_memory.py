@@ -1,4 +1,5 @@
-"""What loading does about memory that nobody asked for."""
+"""Memory that compiled kernels keep, errors of allocations that fail, and the bytes that the system and its limits
+leave free."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def machine(system: Path, nodes: dict[int, str], online: str, cores: list[str], 
 
 
 def test_two_nodes_of_cores_with_two_threads_each(tmp_path: Path) -> None:
-    """As most servers number them: the second threads come last, and nodes take turns where firmware says so."""
+    """Most servers number their cores so: the second threads come last, and nodes take turns where firmware says so."""
     system = machine(tmp_path, {0: "0,2,4,6", 1: "1,3,5,7"}, "0-7", ["0,4", "1,5", "2,6", "3,7"])
     nodes = memory_nodes(system, range(8))
     assert nodes == [MemoryNode(0, ((0, 4), (2, 6)), GIB), MemoryNode(1, ((1, 5), (3, 7)), GIB)]

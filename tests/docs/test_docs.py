@@ -18,7 +18,7 @@ HOWTOS = sorted((ROOT / "docs" / "howto").glob("*.md"))
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 OUTPUT = re.compile(r"\s*^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-"""What a block prints, where the page shows it right after the block."""
+"""The output of a block, where the page shows it right after the block."""
 OPTIONAL = {"dspy": "dspy", "instructor": "instructor", "pydantic_ai": "pydantic-ai-slim"}
 """Modules that how-tos are about and no extra of this package installs, with what to install. Where one is missing the
 blocks that import it are skipped; no other import may be missing."""
@@ -51,7 +51,8 @@ def test_block_runs(
     page: Path, line: int, code: str, shown: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """As a reader would run it: pasted into an empty file, in an empty folder. Line numbers are the document's."""
+    """A block runs as a reader would run it: pasted into an empty file, in an empty folder. Line numbers are the
+    document's."""
     if "outlines" in imported(code) and sys.version_info >= (3, 14):
         pytest.skip("outlines 1.3 refuses Python 3.14")
     for module in sorted(imported(code) & OPTIONAL.keys()):
@@ -94,7 +95,8 @@ def test_only_what_no_extra_installs_may_be_missing() -> None:
 
 
 LANGUAGES = {"python", "py", "text", "toml", "bash", "dockerfile"}
-"""Of fenced blocks: what is python runs, `py` is a program of another library, what is not marked could be anything."""
+"""Languages of fenced blocks: `python` runs, `py` is a program of another library; a block without one could be
+anything."""
 FOREIGN = re.compile(r"^```py\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -158,7 +160,7 @@ def test_cited_files_and_tests_exist() -> None:
 
 @pytest.mark.parametrize("page", [page for page in HOWTOS if page.stem.startswith("add_a_")])
 def test_names_are_defined_in_the_files_that_a_page_says(page: Path) -> None:
-    """Of the pages on adding code, where they say "`NAME` (`file.py`)" or "`NAME` in `file.py`"."""
+    """Pages on adding code cite a name and its file as "`NAME` (`file.py`)" or "`NAME` in `file.py`"."""
     cited = re.findall(r"`(\w+)`\s(?:in\s|\()`([\w/]+\.py)`", page.read_text(encoding="utf-8"))
     for name, file in cited:
         [path] = [at for base in ("", "asyncengine", "asyncengine/models") if (at := ROOT / base / file).exists()]

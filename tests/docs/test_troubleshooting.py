@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 GAP = "\0"
-"""What a message has in the place of what differs."""
+"""The placeholder in a message for a part that differs."""
 
 
 def quoted() -> list[str]:

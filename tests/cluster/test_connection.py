@@ -173,7 +173,7 @@ async def test_without_its_handler_nobody_is_admitted() -> None:
 
 
 async def test_whoever_has_taken_a_replicas_port_is_not_believed(caplog: pytest.LogCaptureFixture) -> None:
-    """What a fleet reads is unpickled: it must come from the key that Ray's call told."""
+    """A fleet unpickles what it reads: that must come from the key that Ray's call told."""
     context = new_context()
     other, secret = zmq.curve_keypair()
     plain, keyed = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
@@ -224,7 +224,7 @@ async def test_a_replica_without_pyzmq_or_a_port_says_so(monkeypatch: pytest.Mon
 
 
 async def test_orders_that_are_not_understood_end_the_connection() -> None:
-    """Whoever waits for what comes of them must not wait for ever."""
+    """A caller that waits for what comes of them must not wait for ever."""
     host = Host()
     async with connected(host) as (fleet_end, told):
         fleet_end.post(b"?")
@@ -234,7 +234,8 @@ async def test_orders_that_are_not_understood_end_the_connection() -> None:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="needs Linux's /proc")
 async def test_after_the_end_no_thread_no_task_and_no_descriptor_is_left() -> None:
-    """Of either end of a replica's, though the fleet's context goes on; and of that."""
+    """Both ends of a replica's connection leave nothing, though the fleet's context goes on; nor does the context
+    itself."""
 
     def held() -> tuple[int, int, int]:
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), len(asyncio.all_tasks())

@@ -51,7 +51,7 @@ def alone() -> Iterator[AsyncEngine]:
 
 @pytest.fixture(scope="module")
 def right(alone: AsyncEngine) -> dict[str, list[int]]:
-    """What one engine answers to each text."""
+    """One engine's answer to each text."""
     return {text: Engine(alone).generate(text, SAMPLED).token_ids for text in TEXTS}
 
 
@@ -272,7 +272,7 @@ async def test_closing_drains_or_aborts(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_an_adapter_is_also_where_a_replica_was_about_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody asks it while it loads, and what it was told to load is older."""
+    """The replacement is not asked while it loads, and what it was told to load is older than the adapter."""
     loading, go_on = threading.Event(), threading.Event()
     call = LocalProcess.call
 
@@ -418,7 +418,8 @@ async def test_a_fleet_that_stood_still_blames_nobody(monkeypatch: pytest.Monkey
 
 
 async def test_a_connection_that_breaks_between_two_who_live_is_a_lost_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody could tell what was lost with it. Its streams go on elsewhere, and what is left of it is ended."""
+    """The fleet cannot tell what was lost with the connection. The replica's streams go on elsewhere, and what is left
+    of it is ended."""
     pytest.importorskip("zmq", reason=NEEDS_ZMQ)
     async with local_fleet(monkeypatch, replicas=2, on_loss="resume") as (fleet, cluster):
         right = {text: (await fleet.generate(text, SAMPLED)).token_ids for text in TEXTS}

@@ -88,7 +88,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def right() -> dict[str, list[int]]:
-    """What one engine answers."""
+    """One engine's answer to each text."""
     with Engine.from_pretrained("demo", **ENGINE) as engine:
         return {text: engine.generate(text, PARAMS).token_ids for text in TEXTS}
 

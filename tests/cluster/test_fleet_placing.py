@@ -1,4 +1,5 @@
-"""Where replicas go on the nodes that Ray describes, without Ray: tests/cluster/test_fleet_on_ray.py has a real one."""
+"""The placement of replicas on the nodes that Ray describes, without Ray: tests/cluster/test_fleet_on_ray.py has a real
+one."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def test_replicas_spread_or_fill_nodes_and_never_take_more_than_there_is() -> No
     [("spread", "aab", {"a"}), ("spread", "abbb", {"b"}), ("binpack", "aaab", {"b"}), ("spread", "abc", {"gone"})],
 )
 def test_replicas_go_from_where_they_are_least_wanted(placement: str, where: str, first: set[str]) -> None:
-    """By GPUStack's rule, with what nodes have as Ray tells it; on a node that is gone, first of all."""
+    """Replicas are removed by GPUStack's rule, with what nodes have as Ray tells it; first of all those on a node that
+    is gone."""
     settings, ours = FleetConfig(placement=placement), []  # type: ignore[arg-type]
     for number, node in enumerate(where):
         found = placed([ray_node(node)], settings, ours=[one for one in ours if one.shares[0].node == node])
@@ -139,7 +141,7 @@ def test_gpus_are_given_whole_or_in_parts() -> None:
 
 
 def test_ranks_of_a_replica_share_a_node_and_no_gpu() -> None:
-    """As many cores and GPUs as it has ranks, all of one node, each GPU with a shard."""
+    """A replica takes as many cores and GPUs as it has ranks, all of one node, each GPU with a shard."""
     known = [ray_node("a", **{DEVICE_MEMORY: "24GiB"}), ray_node("b", **{DEVICE_MEMORY: "80GiB"})]
     assert in_turn(known, FleetConfig(num_cpus=2), 2, ranks=2) == [("a", []), ("b", [])]
     with pytest.raises(AssertionError, match="2 with fewer than 4 free CPUs"):
@@ -294,7 +296,7 @@ def test_a_bundle_has_what_all_ranks_of_a_replica_take() -> None:
 
 
 def test_a_node_on_which_others_were_quicker_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Ray tells of its nodes is a moment old."""
+    """Ray's account of its nodes is a moment old."""
     cluster = cluster_on(AskedRay(), FleetConfig())
     cluster.prepare("demo", EngineConfig())
     tried: list[str] = []

@@ -121,7 +121,7 @@ input()
 
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "ended without closing"])
 def test_a_fleet_that_is_gone_leaves_no_process(killed: bool) -> None:
-    """Nobody is there to end them: they see it themselves."""
+    """Replicas see by themselves that their fleet is gone: nobody is there to end them."""
     start = [sys.executable, "-c", ABANDONED]
     with subprocess.Popen(start, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None

@@ -1,4 +1,4 @@
-"""What must hold of every placement, whatever the cluster: on random ones."""
+"""Properties that hold of every placement, whatever the cluster: on random ones."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def freed(case: Case, r: random.Random) -> Case:
 
 
 def test_more_free_memory_never_worsens_a_placement() -> None:
-    """What was placed stays placed, in no later stage, on no more devices; what was refused may now fit. GPUStack's own
-    rules do not hold this."""
+    """A model that was placed stays placed, in no later stage, on no more devices; one that was refused may now fit.
+    GPUStack's own rules do not hold this."""
     better = 0
     for seed in range(CASES):
         case = random_case(seed, utilization=False)

@@ -41,7 +41,7 @@ Alone = Callable[[list[int]], Any]
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for a peer's answer waits on a busy machine as well. Each answer has one record."""
+    """A wait for a peer's answer lasts long enough on a busy machine as well. Each answer has one record."""
     monkeypatch.setattr(peers, "PLANNED_SECONDS", PATIENCE)
     monkeypatch.setattr(peers, "BATCH_BYTES", 1)
 
@@ -81,7 +81,8 @@ def alone() -> Iterator[Alone]:
 
 @pytest.mark.parametrize(("model", "dtype"), [("demo", "bfloat16"), ("lfm2", "float32"), ("mistral", "float32")])
 async def test_one_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str, dtype: str) -> None:
-    """Of attention, of a hybrid with recurrent states, and with windows."""
+    """Replicas with roles answer as one engine does, for a model of attention, a hybrid with recurrent states, and one
+    with windows."""
     path, prompt = model, PROMPT
     if model != "demo":
         make_checkpoint(model, tmp_path)

@@ -66,7 +66,7 @@ class Desk:
         return self.tokenizer.encode(TEXTS[text % 4]), grammar, max(least, BUDGETS[budget % 4])
 
     def _answers(self, jump: bool) -> list[tuple[list[int], str]]:
-        """What all jobs must answer, each alone."""
+        """The answers that all jobs must get, each as if alone."""
         made = []
         for prompt, grammar, budget in self.jobs:
             if grammar is None:
@@ -145,7 +145,7 @@ async def test_what_the_plain_loop_answers_is_worth_comparing(desk: Desk) -> Non
 
 
 async def test_logprobs_are_the_models_and_there_are_no_jumps(desk: Desk) -> None:
-    """Of every token, under the model's own distribution, steered ones too."""
+    """Every token has its logprob under the model's own distribution, steered ones too."""
     grammar = Grammar.json_schema(PERSON)
     prompt = desk.tokenizer.encode(TEXTS[0])
     async with await desk.engine(max_num_batched_tokens=7) as engine:

@@ -32,7 +32,7 @@ def load(folder: Path, **settings: Any) -> Engine:
 
 
 def wanted(folder: Path, texts: list[str], **options: Any) -> np.ndarray:
-    """What sentence-transformers makes of each text, alone: its own batches change its bits."""
+    """The vectors that sentence-transformers makes of each text, alone: its own batches change their bits."""
     model = library().SentenceTransformer(str(folder), device="cpu", local_files_only=True)
     return np.stack([model.encode(text, **options) for text in texts])
 

@@ -26,7 +26,7 @@ FORMS: list[tuple[str, str, Any]] = [
     ("llama", "bfloat16", "int4"), ("qwen3moe", "float32", None), ("qwen3next", "float32", None),
 ]  # fmt: skip
 SOME = [*((*form, True) for form in (*FORMS[::2], FORMS[-1])), (*FORMS[1], False)]
-"""What the short form tries: one of each kind of form with panels, and one without. Forms in 4 bits are rewritten by
+"""Cases of the short form: one of each kind of form with panels, and one without. Forms in 4 bits are rewritten by
 test_weight_updates.py."""
 
 
@@ -74,7 +74,7 @@ async def test_after_waking_answers_are_those_of_a_fresh_engine(
 
 
 async def test_adapters_stay_and_a_draft_model_comes_back() -> None:
-    """Of the demo model, in float32, in which everything is compiled."""
+    """The demo model runs in float32, in which everything is compiled."""
     settings: dict[str, Any] = {"adapters": {"a": "demo/pirate"}, "draft_model": "demo/draft", "dtype": "float32"}
     settings |= {"speculation_costs": (1.0, 1.0002, 1.0008), "draft_costs": (1e-6,) * 3}  # so that it is asked
     params = SamplingParams(max_tokens=24, temperature=0)
@@ -118,7 +118,7 @@ async def test_a_checkpoint_that_has_gone_leaves_it_asleep(tmp_path: Path) -> No
 
 
 async def test_the_stored_cache_is_found_after_sleep(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    """What was not written yet when it fell asleep is written first."""
+    """Pages that were not written yet when the engine fell asleep are written first."""
     settings = {"kv_cache_dir": str(tmp_path / "kv"), "page_size": 16, "dtype": "float32"}
     async with await engine_on(checkpoint("llama"), **settings) as engine:
         store = engine.core.loop.sources.tiers[0]

@@ -78,7 +78,7 @@ class Planted:
 
 
 async def answers(engine: AsyncEngine, every: int) -> list[Any]:
-    """Of all kinds of requests, `every` at a time."""
+    """Answers to all kinds of requests, `every` at a time."""
     asked = [({"role": "user", "content": chat}, SamplingParams(max_tokens=48, logprobs=True, **params))
              for params in PARAMS.values() for chat in CHATS]  # fmt: skip
     for number, grammar in enumerate(GRAMMARS.values()):
@@ -141,7 +141,7 @@ async def least_budget(engine: AsyncEngine, grammar: Grammar) -> int:
 
 
 async def test_fourteen_grammars_with_budgets_from_the_least_one_up() -> None:
-    """By lookup and by the draft model, which knows no grammar."""
+    """Guesses come from lookup and from the draft model, which knows no grammar."""
     assert len(SHAPES) == 14
     least: dict[str, int] = {}
 

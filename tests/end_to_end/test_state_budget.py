@@ -50,7 +50,7 @@ async def test_states_of_sixty_four_requests_stay_within_the_budget(
         pools.append(self)
 
     def launch(self: ModelRunner, batch: Batch) -> Any:
-        """What every step may write: of which no two are of one slot."""
+        """Notes the slots that a step may write, of which no two are the same, and launches it."""
         used = [row.state for row in batch.rows if row.state]
         targets = [slot for use in used for slot in (use.slot, *(place for _, place in use.saves))]
         assert len(set(targets)) == len(targets)

@@ -1,4 +1,4 @@
-"""What an engine says of its tokens: ids of texts and chats, texts of ids, and the prompt of a stream."""
+"""An engine's account of its tokens: ids of texts and chats, texts of ids, and the prompt of a stream."""
 
 from __future__ import annotations
 

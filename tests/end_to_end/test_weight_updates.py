@@ -41,7 +41,7 @@ def engine_on(folder: Path, **settings: Any) -> Any:
 
 
 async def answers(engine: AsyncEngine) -> list[Any]:
-    """Of requests together, with and without an adapter, and one by one."""
+    """Answers to requests together, with and without an adapter, and to one alone."""
     calls = [engine.generate(prompt, PARAMS, adapter="a" if i % 2 else None) for i, prompt in enumerate(PROMPTS)]
     found = [*await asyncio.gather(*calls), await engine.generate(PROMPTS[0], PARAMS)]
     return [(each.token_ids, each.logprobs) for each in found]

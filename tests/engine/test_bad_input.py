@@ -1,4 +1,4 @@
-"""What is malformed, non-finite, unknown or impossible is refused at submit by name and limit (contract 7)."""
+"""Malformed, non-finite, unknown or impossible input is refused at submit by name and limit (contract 7)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request leaves open is taken from the model's generation_config.json."""
+"""Parameters that a request leaves open are taken from the model's generation_config.json."""
 
 from __future__ import annotations
 

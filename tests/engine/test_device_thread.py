@@ -1,4 +1,4 @@
-"""Where steps run and when their results come: order, depth, threads, faults, limits of time, and the end."""
+"""The threads of steps and the arrival of their results: order, depth, threads, faults, limits of time, and the end."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class LateExecutor(FakeExecutor):
         self.launched = 0
         self.failure: BaseException | None = None
         self.threads: dict[str, None] = {}
-        """Those that launched."""
+        """Threads that launched steps."""
         self.readers: dict[str, None] = {}
-        """Those that made results of what had come."""
+        """Threads that made results of what had come."""
 
     def launch(self, batch: Batch) -> Any:
         assert not self.closed
@@ -92,7 +92,7 @@ class InlineExecutor(FakeExecutor):
         self.prompted: dict[str, None] = {}
         self.failure: BaseException | None = None
         self.seconds = 0.0
-        """What a decoding step takes."""
+        """Seconds that a decoding step takes."""
 
     def is_brief(self, batch: Batch) -> bool:
         return all(row.num_scheduled == 1 for row in batch.rows)

@@ -51,7 +51,7 @@ async def test_two_that_can_do_it_must_be_told_apart() -> None:
 
 
 async def test_one_budget_is_divided() -> None:
-    """What is taken stays within the budget, and an engine that can use little has it all."""
+    """Engines together stay within the budget, and an engine that can use little has all that it can use."""
     models = {"small": {"model": "demo", "max_num_seqs": 1}, "large": {"model": "demo", "max_model_len": 1024}}
     settings = {**SMALL, "max_num_seqs": 64}
     async with await EngineGroup.from_pretrained(models, memory="96MiB", **settings) as group:

@@ -104,7 +104,7 @@ class PutAt:
     def __init__(self, mailbox: Mailbox, line: int) -> None:
         self.mailbox, self.left = mailbox, line
         self.told: list[Waiter | None] = []
-        """What `put_token` returned; empty: not so many lines were run."""
+        """Results of `put_token`; empty: fewer lines were run."""
 
     def trace(self, frame: FrameType, event: str, _: Any) -> Any:
         if frame.f_code.co_filename != mailbox_module.__file__:

@@ -94,7 +94,7 @@ def check_refusal(error: EngineError, what: str, field: str | None = None) -> No
 
 
 async def outcome(call: Any, what: str) -> str:
-    """How a call ended; fails for anything but a typed refusal or a finished completion."""
+    """The way a call ended; fails for anything but a typed refusal or a finished completion."""
     try:
         completion = await call()
     except EngineError as error:
@@ -187,7 +187,7 @@ async def test_prompts_and_chats(engine: AsyncEngine) -> None:
 
 
 def test_settings() -> None:
-    """As `EngineConfig` takes or refuses them; what is taken is of plain types."""
+    """`EngineConfig` takes each value or refuses it by name; what it takes is of plain types."""
     for field in fields(EngineConfig):
         for value in NASTY:
             what = f"{field.name}={shown(value)}"

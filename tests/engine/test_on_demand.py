@@ -42,7 +42,7 @@ class Loaded:
 
 
 class Loads:
-    """What was loaded and closed, in order. Loads wait for `gate`, and raise what `failures` has for them."""
+    """A record of loads and closings, in order. Loads wait for `gate`, and raise what `failures` has for them."""
 
     def __init__(self) -> None:
         self.happened: list[str] = []

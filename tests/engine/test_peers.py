@@ -40,7 +40,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Wire:
-    """What lies between two engines: `tamper` gets the answer's maker and the question, and makes another answer."""
+    """A connection between two engines: `tamper` gets the answer's maker and the question, and makes another answer."""
 
     def __init__(self) -> None:
         self.theirs: PeerPrefixes | None = None
@@ -65,7 +65,7 @@ class Pair:
     def __init__(self, there: AsyncEngine, here: AsyncEngine, wire: Wire) -> None:
         self.there, self.here, self.wire = there, here, wire
         self.peer = Peer("there", "", b"", FULL)
-        """What requests to the second engine are told."""
+        """The peer that requests to the second engine name."""
 
     async def ask(self, prompt: list[int] = PROMPT, *, pages: int = FULL) -> Completion:
         """The second engine's answer to a prompt of which the first has so many pages."""
@@ -174,7 +174,7 @@ async def flips(answer: Answer, question: bytes) -> bytes:
 
 
 async def flips_a_token(answer: Answer, question: bytes) -> bytes:
-    """Of the description, with a checksum that is right."""
+    """A token of the description is another one, with a checksum that is right."""
     said = await answer(question)
     if b"parts" not in question:
         return said

@@ -33,7 +33,7 @@ class Forgetful(Updatable):
 
     without_weights = False
     lost = ""
-    """What is wrong with the files of the weights."""
+    """The fault of the files of the weights; empty: none."""
 
     def prepare_update(self, weights: Any, config: Any, partial: bool) -> Callable[[], None]:
         if self.lost:
@@ -79,7 +79,7 @@ async def running(engine: AsyncEngine, count: int = 200, number: int = 0) -> asy
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("dropped", [("keep", "keep"), ("keep", "drop"), ("drop", "keep"), ("drop", "drop")])
 async def test_requests_wait_and_are_answered_as_if_nothing_had_been(dropped: tuple[Any, Any], depth: int):
-    """Those that ran with "keep", and those that came meanwhile; steps is what it does not run."""
+    """Requests that ran with "keep" and those that came meanwhile are answered; an engine asleep runs no steps."""
     async with engine_of(max_steps_in_flight=depth) as engine:
         first = await running(engine)
         await engine.sleep(weights=dropped[0], cache=dropped[1], mode="keep")
@@ -163,7 +163,8 @@ async def test_twice_deeper_and_waking_one_that_is_awake():
 
 
 async def test_other_weights_meanwhile():
-    """By `update_weights`, at once and whatever the mode, and by `wake`; who was kept goes on with them."""
+    """Weights change by `update_weights`, at once and whatever the mode, and by `wake`; requests that were kept go on
+    with them."""
     async with engine_of() as engine:
         first = await running(engine, 150)
         await engine.pause()

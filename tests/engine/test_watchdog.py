@@ -23,7 +23,7 @@ class Timer:
 
 
 class Loop:
-    """As much of an event loop as a timer needs; its time moves when told to."""
+    """The part of an event loop that a timer needs; its time moves when told to."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -66,7 +66,7 @@ async def test_the_hard_limit_ends_the_engine_loudly(hosted: bool, caplog):
 @pytest.mark.parametrize("hosted", HOSTINGS)
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_a_loss_elsewhere_ends_streams_while_the_device_hangs(hosted: bool, depth: int):
-    """As of a GPU's kernel that waits for a rank that is gone. What it leaves in the end is delivered to nobody."""
+    """A GPU's kernel hangs so when it waits for a rank that is gone. Its late result is delivered to nobody."""
     async with make_engine(hosted=hosted, max_steps_in_flight=depth) as engine:
         executor = executor_of(engine)
         executor.hold()

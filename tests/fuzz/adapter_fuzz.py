@@ -27,7 +27,7 @@ LETTERS = range(5, 31)
 
 @dataclass
 class AdapterTally:
-    """What a number of lives contained."""
+    """Counts of what a number of lives contained."""
 
     requests: int = 0
     with_adapter: int = 0
@@ -183,7 +183,7 @@ class AdapterLife(EngineByHand):
             self.loader.contents[f"path of {name}"] = rng.choice(["bad", "bug", f"{name} changed unseen"])
 
     def _content(self, name: str) -> str:
-        """What it was, or a new version; sometimes the content of another, or nothing good."""
+        """The adapter's content as it was, or a new version; sometimes the content of another, or nothing good."""
         version = f"{name} v{self.orders}"
         if name not in self.means:  # what was unloaded, and may be in use still, seldom comes back
             return self.rng.choice([version, version, version, name, "bad"])

@@ -31,7 +31,7 @@ class _Job(NamedTuple):
     future: Future[Any]
     work: Callable[[], Any]
     files: dict[str, str]
-    """What the loader's "files" held when the job began: that is what it has read, however late it ends."""
+    """The loader's "files" as they were when the job began: that is what it has read, however late it ends."""
 
 
 class HandPool(Executor):
@@ -159,7 +159,8 @@ class EngineByHand:
         return bool(self.open or self.scheduler.requests or self.launched or self.pool.busy)
 
     def turn(self) -> None:
-        """What `EngineLoop.run` does in a turn, except that steps are computed late: others are launched meanwhile."""
+        """Does what `EngineLoop.run` does in a turn, except that steps are computed late: others are launched
+        meanwhile."""
         depth = self.core.config.max_steps_in_flight
         self.loop.apply_inbox()
         batch = None
@@ -183,7 +184,7 @@ class EngineByHand:
             self.loop.commit(self.executor.execute(self.launched.popleft()))
 
     def _read(self) -> None:
-        """What consumers get."""
+        """Reads what consumers get."""
         for first, prepared in list(self.open.items()):
             tickets = prepared.tickets
             for chunk in prepared.mailbox.take():

@@ -21,7 +21,7 @@ from asyncengine.errors import ModelNotFound, UnsupportedModel
 from asyncengine.models.formats.gguf.model import GgufModel
 
 SECONDS = 1.0
-"""Of this thread: others may keep the machine busy."""
+"""Seconds of this thread: others may keep the machine busy."""
 MEMORY = 100e6
 _NUMBERS = (0, 1, 2, 3, 7, 8, 9, 12, 13, 31, 32, 33, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1)
 _LONG = (*_NUMBERS, 2**40, 2**60, 2**62 - 1, 2**63 - 1, 2**63, 2**64 - 1)

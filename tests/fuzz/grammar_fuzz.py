@@ -41,7 +41,7 @@ class Breaking(Matcher):
 
 @dataclass(frozen=True)
 class Plan:
-    """What one request must come to, if nothing happens to it."""
+    """The answer that one request must come to, if nothing happens to it."""
 
     tokens: list[int]
     reason: str
@@ -131,7 +131,8 @@ class GrammarLife(Life):
                 self.apply(AdapterReady(ticket, adapter))
 
     def _plan_grammar(self, spec: RequestSpec, prompt: list[int], found: SmallGrammar, budget: int) -> GrammarReady:
-        """What the request must answer, and the message that will bring its matcher (or, seldom, an error)."""
+        """Plans what the request must answer, and returns the message that will bring its matcher (or, seldom, an
+        error)."""
         rng, params = self.rng, spec.params
         if rng.random() < 0.02:
             self.plans[spec.ticket] = Plan([], "error")
@@ -200,7 +201,8 @@ class GrammarLife(Life):
             assert counters.forced_tokens == self.forced
 
     def _check_valid(self, plan: Plan, tokens: list[int]) -> None:
-        """What ended by itself or by its budget is complete, whatever was foretold (contract line 15)."""
+        """Checks that an answer that ended by itself or by its budget is complete, whatever was foretold (contract line
+        15)."""
         if plan.grammar is None or plan.own_stops:
             return
         if plan.reason == "error":
@@ -225,7 +227,7 @@ class GrammarLife(Life):
 
 
 def _taken(sampled: int, forced: list[int], stop_ids: tuple[int, ...]) -> int:
-    """How many of `forced` a request takes: a stop id ends it, forced or not."""
+    """The number of tokens of `forced` that a request takes: a stop id ends it, forced or not."""
     for count, token in enumerate([sampled, *forced]):
         if token in stop_ids:
             return count

@@ -32,7 +32,7 @@ LONGEST = 3
 
 @dataclass
 class Tally:
-    """What a number of lives contained: a fuzz that never preempts proves nothing about preemption."""
+    """Counts of what a number of lives contained: a fuzz that never preempts proves nothing about preemption."""
 
     requests: int = 0
     preemptions: int = 0
@@ -54,7 +54,7 @@ class Tally:
 
 
 def random_windows(rng: random.Random) -> tuple[tuple[int, int], ...]:
-    """Of layers that all have one, mostly."""
+    """Kinds of windows, mostly of layers that all have one."""
     kinds = [(rng.choice([1, 3, 8, 20, 33]), 0) for _ in range(rng.choice([1, 1, 2]))]
     if rng.random() < 0.4:
         kinds.append((rng.choice([0, 0, 5]), rng.choice([4, 6, 16, 32])))
@@ -71,7 +71,7 @@ def random_window_pages(rng: random.Random, kinds: tuple[tuple[int, int], ...], 
 
 
 def window_pages(row: Row, start: int, page_size: int) -> list[int]:
-    """Those that `row` names of positions from `start` on."""
+    """The window pages that `row` names of positions from `start` on."""
     if row.window is None:
         return []
     first, end = row.window.first, -(-(row.start + row.num_scheduled) // page_size)
@@ -133,7 +133,7 @@ class Life:
         model = FakeModel(eos_every=rng.choice([0, 20]), windows=kinds)
         self.executor = FakeExecutor(num_pages, self.config.page_size, model, num_states, num_window_pages=own)
         self.predict: Callable[[Sequence[int]], tuple[int, ...]] = lambda right: ()
-        """What the caller of a request says that its answer will be; `right` is what it is."""
+        """The caller's prediction of a request's answer; `right` is what the answer is."""
         self.windowed = kv.lookback is not None
         self.losing = states and seed % 4 == 2
         """Some steps have not enough memory, and states that they had begun to move are lost."""

@@ -70,7 +70,7 @@ def planner_for(life: Life, answers: Mapping[int, Sequence[int]], model_costs: S
 
 
 class _Answers(Mapping[int, Sequence[int]]):
-    """What requests with grammars must answer."""
+    """The answers that requests with grammars must get, by ticket."""
 
     def __init__(self, life: GrammarLife) -> None:
         self._life = life
@@ -95,7 +95,7 @@ def speculative_life(seed: int, depth: int | None = None, *, mixed: bool = False
 
 
 class ForgetfulModel(FakeModel):
-    """Of a draft: about one guess in `every` is another than the right one; 0: none."""
+    """A draft model of which about one guess in `every` is another than the right one; 0: none."""
 
     def __init__(self, right: FakeModel, every: int) -> None:
         super().__init__(right.vocab_size, right.eos, right.eos_every, right.windows)
@@ -117,7 +117,7 @@ def life_with_draft_model(seed: int, depth: int | None = None, every: int = 0, *
 
 
 def check_guesses(life: Life) -> int:
-    """Of a draft model that knows better: it was never wrong. Returns how often it was right."""
+    """Checks that a draft model that knows better was never wrong. Returns how often it was right."""
     assert life.scheduler.speculation is not None
     made, right = life.scheduler.speculation.by_model
     assert right == made, f"{made - right} of {made} guesses are wrong"

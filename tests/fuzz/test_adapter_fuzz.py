@@ -94,7 +94,7 @@ class Traffic:
         self.lab = lab
         self.rng = random.Random(seed)
         self.versions: dict[str, list[str]] = {f"n{index}": [f"n{index}"] for index in range(6)}
-        """What was to be loaded under a name, in order."""
+        """The versions that were to be loaded under a name, in order."""
         self.meant = dict.fromkeys(self.versions, 0)
         """Index of the last version that was."""
         self.seen: Counter[str] = Counter()
@@ -165,7 +165,7 @@ async def test_callers_and_managers_of_an_engine(hosted: bool, depth: int) -> No
 
 
 def test_an_engine_wires_its_registry_to_its_slots() -> None:
-    """What the fuzz turns by hand is what `wiring.wire` makes."""
+    """The parts that the fuzz connects by hand are those that `wiring.wire` connects."""
     lab = Lab()
     core = make_core(lab.executor, wiring={"adapters": lab.registry})
     assert core.loop.adapters is core.adapters is core.validator.adapters is lab.registry

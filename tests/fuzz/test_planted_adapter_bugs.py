@@ -186,7 +186,7 @@ def let_the_first_load_win(patch: pytest.MonkeyPatch) -> None:
 
 
 def bring_back_what_was_unloaded(patch: pytest.MonkeyPatch) -> None:
-    """By a load that was asked for before and ends after."""
+    """A load that was asked for before the unload and ends after it takes effect."""
     unload = AdapterRegistry.unload
 
     def broken(self: AdapterRegistry, name: str, *, wait: bool = False) -> Any:
@@ -198,7 +198,7 @@ def bring_back_what_was_unloaded(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_changed_files_for_the_same(patch: pytest.MonkeyPatch) -> None:
-    """What is read again goes under the digest that was asked for, whatever it is."""
+    """An adapter that is read again goes under the digest that was asked for, whatever its content is."""
     reloaded = Claims.reloaded
 
     def broken(self: Claims, digest: str, adapter: Any, error: Any, calls: Calls) -> None:

@@ -41,7 +41,7 @@ def lose_the_last_forced_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def believe_forced_tokens_are_computed(patch: pytest.MonkeyPatch) -> None:
-    """Nobody has computed their keys and values yet."""
+    """Their keys and values were not computed yet."""
 
     def broken(self: Results, flown: InFlight, result: StepResult, now: float) -> None:
         apply(self, flown, result, now)

@@ -92,7 +92,7 @@ def take_a_page_for_what_it_was(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_a_guess_for_right(patch: pytest.MonkeyPatch) -> None:
-    """What the draft model computed for the first guess is taken to hold, whatever came of it."""
+    """The draft model's keys and values of the first guess are taken to hold, whatever came of the guess."""
     overwritten = DraftPages.overwritten
 
     def broken(self: DraftPages, rows: Any) -> None:

@@ -60,7 +60,7 @@ def start_behind_a_hole(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_lock(patch: pytest.MonkeyPatch) -> None:
-    """Of pages that are given back before the end of their request."""
+    """Pages that are given back before the end of their request stay locked."""
     unlock = RadixTree.unlock
     patch.setattr(RadixTree, "unlock", lambda *args, root, ends: unlock(*args, root=root, ends=ends) if root else None)
 
@@ -69,7 +69,7 @@ def forget_the_lock(patch: pytest.MonkeyPatch) -> None:
 
 
 def start_where_window_pages_are_gone(patch: pytest.MonkeyPatch) -> None:
-    """What is not there is taken for something."""
+    """A page that is not there is taken for one that is."""
     walk, path = RadixTree._walk, RadixTree.path_pages
 
     def broken(tree: RadixTree, node: Node, tokens: Any, limit: int) -> Node:
@@ -99,7 +99,7 @@ def hand_out_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_ones_own(patch: pytest.MonkeyPatch) -> None:
-    """Of a page that somebody else published first, without giving up one's window page for it."""
+    """A request keeps its own copy of a page that another published first, without giving up its window page for it."""
     publish = PageGroup.publish
 
     def broken(group: PageGroup, table: PageTable, *args: Any) -> list[Node]:
@@ -127,7 +127,7 @@ def evict_and_leave_it_there(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_window_page(patch: pytest.MonkeyPatch) -> None:
-    """Of a page that leaves the tree."""
+    """A page that leaves the tree does not give its window page back."""
     patch.setattr(PageGroup, "drop", lambda *args: None)
 
 

@@ -289,7 +289,7 @@ def test_queues_and_timeouts_take_the_world_s_time() -> None:
 
 
 def test_engines_say_where_threads_and_time_come_from() -> None:
-    """By the names of three modules, which a world exchanges: nothing of them is imported by itself."""
+    """Engines name the three modules that a world exchanges: nothing of them is imported by itself."""
     wrong = re.compile(r"^\s*(from (threading|queue|time) import|import (threading|queue|time) as)", re.MULTILINE)
     folders = [ROOT / folder for folder in ("asyncengine", "grammar", "lora", "integrations")]
     assert not [path for folder in folders for path in folder.rglob("*.py") if wrong.search(path.read_text("utf-8"))]

@@ -19,11 +19,11 @@ class UpdateLife(Life):
         self.asked: dict[int, str] = {}
         self.happened: list[int] = []
         self.came_after: dict[int, list[int]] = {}
-        """By ticket: the updates that were waiting when it came."""
+        """Updates that were waiting when a request came, by its ticket."""
         self.seen: dict[int, list[int]] = {}
-        """By ticket: the weights of its tokens."""
+        """Weights of a request's tokens, by its ticket."""
         self.asked_of: dict[int, tuple[list[int], int]] = {}
-        """By ticket: prompt and seed."""
+        """Prompt and seed of a request, by its ticket."""
         self.recomputed = 0
         """Updates that found requests running."""
 

@@ -38,7 +38,7 @@ def make(layers: list[LayerSpec], device: torch.device, dtype: torch.dtype, **ch
 
 @pytest.mark.parametrize("heads", [8, 16, 32])
 def test_long_prompts_on_hopper(heads: int, device: torch.device) -> None:
-    """By FlashAttention-3's kernels: whole prompts, parts of pages, chunks behind others."""
+    """FlashAttention-3's kernels compute whole prompts, parts of pages, and chunks behind others."""
     if not is_hopper(device):
         pytest.skip("needs compute capability 9")
     layers = [replace(BASE, num_heads=heads), replace(BASE, index=1, num_heads=heads, window=21)]

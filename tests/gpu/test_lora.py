@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an 
 
 SLOTS = 6
 RANKS = {0: 16, 1: 3, 2: 40, 4: 8}
-"""Of the slots that hold something."""
+"""Ranks by slot, for the slots that hold something."""
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 CUDA = torch.device("cuda")
 PLACES = {"one": Place(1024, (("o", 2048),)), "merged": Place(768, (("q", 512), ("k", 256), ("v", 136)))}

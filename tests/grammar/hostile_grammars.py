@@ -95,7 +95,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "Lark 10,000 groups deep": lambda: Grammar.lark("start: " + "(" * 10_000 + '"a"' + ")" * 10_000),
     "Lark with a budget of its own": lambda: Grammar.lark("start: body\nbody[max_tokens=3]: /[a-z]*/"),
 }  # fmt: skip
-"""What cannot be served, and must be refused with a typed error that names the field."""
+"""Grammars that cannot be served, and must be refused with a typed error that names the field."""
 
 BEARABLE: dict[str, Callable[[], Any]] = {
     "exponential alternation": lambda: Grammar.regex("(a|aa|aaa|b)*(a|ab|aba)*(b|ba|bab)*c"),
@@ -113,4 +113,4 @@ BEARABLE: dict[str, Callable[[], Any]] = {
     "numbers beyond doubles": lambda: {"type": "integer", "minimum": 10**30, "maximum": 10**30 + 1},
     "a count of 10,000": lambda: Grammar.regex("a{0,10000}"),
 }  # fmt: skip
-"""What may be served or refused, but within its time and to nobody's harm."""
+"""Grammars that may be served or refused, but within their time and to nobody's harm."""

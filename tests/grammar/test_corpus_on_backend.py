@@ -23,7 +23,7 @@ MENDED = {
     "pattern_not_quote", "pattern_not_backslash", "pattern_file_name", "key_pattern_not_quote", "escaped_key",
     "escaped_key_after_plain", "escaped_key_of_pattern", "leap_day", "leap_day_and_time", "long_host",
 }  # fmt: skip
-"""What llguidance lets through and our lowering does not."""
+"""Cases with texts that llguidance lets through and our lowering does not."""
 
 REFUSED = {"refused/uniqueItems_06", "pydantic/Labels", *(f"refused/pattern_{number}" for number in range(28, 31))}
 """Schemas that llguidance refuses and the lowering does, too; all others it makes it take, with the same meaning."""

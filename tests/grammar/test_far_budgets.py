@@ -134,7 +134,8 @@ class Served:
 
 
 async def test_a_limit_of_the_library_that_one_output_hits_is_not_for_others(vocabulary: Vocabulary) -> None:
-    """What is shared breaks without a word: others refused every token, and so did the compiled grammar ever after."""
+    """State that is shared breaks without a word: others refused every token, and so did the compiled grammar ever
+    after."""
     served = Served(vocabulary, Grammar.json_schema(EXPENSIVE))
     try:
         beside = await served.matcher(1500)

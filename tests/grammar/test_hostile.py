@@ -71,7 +71,7 @@ def constrained(grammar: Any, max_tokens: int = 30, **changes: Any) -> SamplingP
 
 
 def free(engine: AsyncEngine, prompt: list[int], max_tokens: int) -> list[int]:
-    """What an unconstrained greedy request with seed 0 must answer."""
+    """The answer that an unconstrained greedy request with seed 0 must get."""
     return executor_of(engine).model.oracle(prompt, max_tokens, 0, (EOS,))
 
 

@@ -163,7 +163,7 @@ def test_messages_are_bounded() -> None:
 
 
 def test_a_set_is_refused_with_what_its_author_can_do() -> None:
-    """By a list; or by what is written where the schema is given, in OpenAI's shape or as a `Grammar`."""
+    """The author can use a list; or what is written where the schema is given, in OpenAI's shape or as a `Grammar`."""
     with pytest.raises(GrammarUnsupported) as refused:
         to_llguidance(Grammar.of(set[int]))
     said = str(refused.value)

@@ -270,7 +270,7 @@ def test_masks_of_forced_text_are_shared_behind_the_same_token() -> None:
 
 
 def test_memory_for_shared_masks_is_bounded() -> None:
-    """Those used last are kept longest, and the readings of a position count."""
+    """Masks that were used last are kept longest, and the readings of a position count."""
     mask = np.full(8, 3, dtype=np.int32)
     masks, positions = SharedMasks(3 * (mask.nbytes + KEY_BYTES + READING_BYTES)), [(at,) for at in range(4)]
     for position in positions[:3]:

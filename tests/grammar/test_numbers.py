@@ -59,7 +59,7 @@ def decimal(value: Any) -> Decimal:
 
 
 def keeps(schema: dict[str, Any], integer: bool, value: Decimal) -> bool:
-    """By decimal arithmetic, straight from the specification."""
+    """True if the value keeps the bounds, by decimal arithmetic, straight from the specification."""
     bounds: dict[str, Callable[[Decimal, Decimal], bool]] = {
         "minimum": lambda value, bound: value >= bound,
         "maximum": lambda value, bound: value <= bound,
@@ -151,8 +151,8 @@ def test_no_number_between_whole_bounds_that_are_no_doubles() -> None:
 
 
 def keeps_as_double(schema: dict[str, Any], value: float, exactly: bool = False) -> bool:
-    """As whoever reads both the schema and the output as doubles compares them; `exactly`: as Python does, for which a
-    whole bound is none."""
+    """True if the value keeps the bounds when schema and output are both read as doubles; `exactly`: as Python
+    compares, for which a whole bound is none."""
     bounds = {key: bound if exactly else float(bound) for key, bound in schema.items()}
     return (
         value >= bounds.get("minimum", value)

@@ -1,4 +1,4 @@
-"""What a grammar of JSON lets a model write without end, Python and its libraries read."""
+"""Values that a grammar of JSON lets a model write without end are read by Python and its libraries."""
 
 from __future__ import annotations
 

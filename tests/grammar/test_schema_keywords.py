@@ -140,7 +140,7 @@ def test_it_is_completed_within_any_budget(name: str, vocabulary: Vocabulary) ->
 
 @pytest.mark.parametrize("name", [*OBJECTS, *OTHERS])
 def test_the_stated_minimum_is_that_of_a_short_value(name: str, vocabulary: Vocabulary) -> None:
-    """Of the letters of a set one stands for all, so that another may be a token less."""
+    """One letter of a set stands for all of them, so that another may be a token less."""
     schema = {**OBJECTS, **OTHERS}[name]
     template = LlguidanceBackend(vocabulary).compile(Grammar.json_schema(schema))
     validator = Draft202012Validator(schema)

@@ -82,7 +82,7 @@ FREE = re.compile(r"(?:(?!<f=|\[x\]|<g>).)*", re.DOTALL)
 
 
 def tagged(text: str, at_least_one: bool = False, stop: bool = False) -> bool:
-    """By hand: free text up to a trigger, a whole tag there, and so on."""
+    """True if `text` is accepted, checked by hand: free text up to a trigger, a whole tag there, and so on."""
     found = 0
     here = 0
     while True:

@@ -63,7 +63,7 @@ def torture(vocabulary: Vocabulary, cases: Sequence[Case], seeds: Sequence[int])
 
 
 def one(vocabulary: Vocabulary, template: LlgTemplate, case: Case, seed: int, tally: Tally) -> str | None:
-    """What is wrong with one walk's output, if something is."""
+    """The fault of one walk's output, if it has one."""
     rng = random.Random(f"{case.name} {seed}")
     budget = template.min_tokens + int(rng.expovariate(4 / MOST))
     matcher = Matcher(template, budget, "close")

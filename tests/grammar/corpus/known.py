@@ -1,4 +1,4 @@
-"""Where llguidance 1.9.1 and JSON Schema disagree, one line each.
+"""Differences between llguidance 1.9.1 and JSON Schema, one line each.
 
 LOOSE are texts it lets through although the schema forbids them: faults of the library, or limits it documents. NARROW
 are texts it will not write although the schema allows them: no harm, but a teacher-forced check must not use them.

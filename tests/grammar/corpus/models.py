@@ -1,4 +1,4 @@
-"""What pydantic writes for models as people write them."""
+"""Schemas that pydantic writes for models as people write them."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from .combined import INTEGER, STRING
 TWO = {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}}
 CARD = {"type": "object", "properties": {"card": INTEGER, "zip": STRING}}
 PYDANTIC_DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
-"""What some releases of pydantic write for Decimal."""
+"""The pattern that some releases of pydantic write for Decimal."""
 
 KEYWORDS: list[tuple[str, dict[str, Any], list[Any], list[Any]]] = [
     ("not", {"type": "string", "not": {"const": "no"}}, ["yes"], ["no"]),

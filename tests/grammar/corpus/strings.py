@@ -115,7 +115,7 @@ FORMATS: dict[str, tuple[list[str], list[str]]] = {
 UNKNOWN_FORMATS = (
     "idn-email", "idn-hostname", "regex", "binary", "password", "path", "url", "byte", "phone", "uuid4", "semver",
 )  # fmt: skip
-"""Those of JSON Schema that no pattern enforces, and those that people made up."""
+"""Formats of JSON Schema that no pattern enforces, and some that people made up."""
 
 
 def lengths() -> Iterator[Case]:

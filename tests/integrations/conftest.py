@@ -124,7 +124,7 @@ def loaded_adapters(handle: EngineHandle, adapter_folders: dict[str, str]) -> tu
 
 @pytest.fixture
 def answers(handle: EngineHandle, loaded_adapters: tuple[str, ...]) -> dict[str | None, str]:
-    """What the engine itself answers to "Hello" in `TOKENS` tokens, by adapter."""
+    """The engine's own answers to "Hello" in `TOKENS` tokens, by adapter."""
     params, chat = SamplingParams(temperature=0, max_tokens=TOKENS), [{"role": "user", "content": "Hello"}]
     found = {name: handle.get().chat(chat, params, adapter=name).text for name in (None, *loaded_adapters)}
     assert len({*found.values()}) == 3, "the adapters answer differently"
@@ -158,7 +158,7 @@ def added(chunks: list[AIMessageChunk]) -> AIMessageChunk:
 
 
 class Watch:
-    """What the engine did meanwhile, and whether anything is left behind."""
+    """A record of what the engine did meanwhile, and a check that nothing is left behind."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.engine = engine
@@ -232,8 +232,8 @@ class Watch:
         assert stats.pages.free + stats.pages.cached == stats.pages.total
 
     async def assert_aborted(self, count: int = 1) -> None:
-        """Where the engine is held it is so until their aborts have come: a generator that was dropped is closed some
-        loop ticks later, in which an engine that runs freely may write hundreds of tokens."""
+        """Waits for `count` aborts. An engine that is held stays so until they have come: a generator that was dropped
+        is closed some loop ticks later, in which an engine that runs freely may write hundreds of tokens."""
         try:
             await until(lambda: self.ended("abort") >= count, f"the end of {count} by an abort")
         finally:

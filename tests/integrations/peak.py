@@ -1,4 +1,5 @@
-"""How many requests an engine ran at once, and engines that wait for their callers: a slow machine changes neither."""
+"""The number of requests that an engine ran at once, and engines that wait for their callers: a slow machine changes
+neither."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_the_engine_lives_as_long_as_a_model_object(kind: Any, model_path: str) 
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_a_model_object_made_in_each_call_loads_the_model_once(kind: Any, model_path: str) -> None:
-    """As in a request handler: the engine stays for a while without any."""
+    """A request handler makes them so: the engine stays for a while without any."""
     engines = []
     for _ in range(3):
         model = kind(model=model_path, engine_config=OWN, max_tokens=2)

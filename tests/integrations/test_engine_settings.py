@@ -39,7 +39,7 @@ GIVEN: dict[str, Any] = {"quantization": "int4", "num_threads": 1, "max_model_le
 
 
 def spec(model: Any) -> Any:
-    """What the model object's engine is shared by: the model's name and all settings."""
+    """The key by which the model object's engine is shared: the model's name and all settings."""
     return model._engines()._engine.spec
 
 

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("demo")  # it stays loaded from one example
 
 @pytest.fixture(scope="module", autouse=True)
 def conventional_names() -> Iterator[None]:
-    """Where asyncengine is run from its checkout without being installed, the two modules it ships beside itself are
-    not on the path. Where it is installed they must be: then nothing is put in their place."""
+    """Puts the two modules that asyncengine ships beside itself where an installation has them, if it is run from its
+    checkout without being installed. If it is installed they must be there: then nothing is put in their place."""
     added: dict[str, types.ModuleType] = {}
     try:
         metadata.distribution("asyncengine")
@@ -186,7 +186,7 @@ async def test_a_client_that_disconnects_frees_its_request(client: Client) -> No
 
 
 async def test_a_cancelled_scope_around_the_application_frees_its_request(client: Client) -> None:
-    """What a server's shutdown, or Starlette's own task groups, do."""
+    """A server's shutdown, or Starlette's own task groups, cancel a scope so."""
     watch = Watch(client.engine)
     with anyio.move_on_after(600) as scope:
         async with anyio.create_task_group() as group:

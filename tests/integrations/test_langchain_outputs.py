@@ -113,7 +113,7 @@ def test_the_pieces_of_one_chunk_are_one_tool_call_chunk_each() -> None:
 
 
 def test_broken_calls_are_invalid_ones() -> None:
-    """Of each sample its own."""
+    """Each sample has its own."""
     broken = Sample("", [1], "stop", tool_calls=[CALLS[0]], broken_calls=[ToolCall("id1", "g", '{"a": ')])
     made = chat_result(replace(completion(), samples=[broken, completion().samples[0]]), "m")
     first, second = (generation.message for generation in made.generations)
@@ -138,7 +138,7 @@ def test_every_error_of_the_engine_has_a_langchain_twin() -> None:
 
 
 def test_a_call_that_python_does_not_read_is_an_invalid_one() -> None:
-    """Of whatever made it: too long a number, or nesting beyond what is left of the stack."""
+    """The arguments hold too long a number, or nesting beyond what is left of the stack, whatever made the call."""
     for arguments in ('{"n": ' + "9" * 5000 + "}", '{"n": ' + "[" * 100_000):
         unread = Sample("", [1], "stop", tool_calls=[ToolCall("id1", "g", arguments)])
         [generation] = chat_result(replace(completion(), samples=[unread]), "m").generations

@@ -33,7 +33,7 @@ class TestUnit(ChatModelUnitTests):
 
     @pytest.fixture
     def snapshot(self) -> Any:
-        """What is written is compared in test_langchain_serializing: here, only reading it back may fail."""
+        """The written form is compared in test_langchain_serializing: here, only reading it back may fail."""
         return lambda name: mock.ANY
 
     @pytest.mark.xfail(
@@ -47,7 +47,7 @@ class TestUnit(ChatModelUnitTests):
 
 
 class TestIntegration(ChatModelIntegrationTests):
-    """What this chat model declares; none of the suite's tests is changed. Structured output is by its default."""
+    """The suite's tests with what this chat model declares; none is changed. Structured output is by its default."""
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod

@@ -183,7 +183,7 @@ class Dog(BaseModel):
 
 
 class Owner(BaseModel):
-    """Who keeps a pet."""
+    """A person who keeps a pet."""
 
     pet: Annotated[Cat | Dog, Field(discriminator="kind")]
 

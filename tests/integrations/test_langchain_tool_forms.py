@@ -1,4 +1,4 @@
-"""What may be given to `bind_tools`: every kind of tool and every form of tool choice becomes OpenAI's. No model."""
+"""Arguments of `bind_tools`: every kind of tool and every form of tool choice becomes OpenAI's. No model."""
 
 from __future__ import annotations
 

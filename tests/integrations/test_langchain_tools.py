@@ -90,7 +90,7 @@ def test_choices_decide_whatever_the_model_would_do(chat: ChatAsyncEngine) -> No
 
 
 def test_strict(chat: ChatAsyncEngine) -> None:
-    """What the library cannot enforce is refused, or left out; the schemas are open only where asked."""
+    """A schema that the library cannot enforce is refused, or left out; schemas are open only where asked."""
     odd = {"title": "odd", "type": "object", "properties": {"n": {"type": "integer", "not": {"multipleOf": 3}}}}
     for strict in (None, True):
         with pytest.raises(GrammarUnsupported):

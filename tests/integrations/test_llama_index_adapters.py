@@ -34,7 +34,7 @@ def make(model_path: str) -> Make:
 
 
 async def test_eight_calls_take_the_adapter(make: Make, answers: dict[str | None, str]) -> None:
-    """As a field, and as a keyword on top of another one's field."""
+    """The adapter is named by a field, and by a keyword on top of another one's field."""
     for llm, kwargs in ((make(adapter="first"), {}), (make(adapter="second"), {"model": "first"})):
         responses: list[Any] = [
             llm.chat(HELLO, **kwargs),

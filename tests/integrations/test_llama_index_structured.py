@@ -57,7 +57,7 @@ def one_by_one(demo: EngineHandle) -> AsyncEngineLLM:
 
 
 async def four_forms(llm: AsyncEngineLLM, output_cls: type[BaseModel], prompt: Any = PROMPT, **args: Any) -> list[Any]:
-    """What the two whole forms give, and all that the two streams give."""
+    """The results of the two whole forms, and all that the two streams give."""
     return [
         [llm.structured_predict(output_cls, prompt, **args)],
         [await llm.astructured_predict(output_cls, prompt, **args)],

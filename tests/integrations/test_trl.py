@@ -34,7 +34,7 @@ def model(engine: Engine) -> Iterator[Any]:
 
 
 def a_trainer(model: Any, **changed: Any) -> Any:
-    """What the adapter reads of a trainer, as GRPOTrainer has it."""
+    """A stand-in with what the adapter reads of a trainer, as GRPOTrainer has it."""
     args = SimpleNamespace(generation_kwargs=None, vllm_structured_outputs_regex=None)
     tokenizer = hf.AutoTokenizer.from_pretrained(DEMO_MODEL)
     fields = {
@@ -272,8 +272,8 @@ peft_cases = {
 
 @pytest.mark.parametrize("case", peft_cases)
 def test_peft_adapters(case: str, engine: Engine, model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """What the engine serves is pushed as an adapter, on the trainer's own base. What it does not is merged, and the
-    base stays what it was, to the bit."""
+    """An adapter that the engine serves is pushed as one, on the trainer's own base. One that it does not serve is
+    merged, and the base stays what it was, to the bit."""
     peft = pytest.importorskip("peft")
     keywords, served = peft_cases[case]
     move(model)  # so that the base is not what the engine was loaded with

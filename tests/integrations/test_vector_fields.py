@@ -1,4 +1,4 @@
-"""What the four adapter classes ask of an engine: prompts by the kind of text, settings, and nothing else."""
+"""Requests of the four adapter classes to an engine: prompts by the kind of text, settings, and nothing else."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ async def test_an_index_finds_the_demo_s_documents(index: AsyncEngineEmbedding) 
 
 
 def scores(folder: str, query: str, texts: list[str]) -> list[float]:
-    """As sentence-transformers' CrossEncoder has them: one label, squashed."""
+    """Scores as sentence-transformers' CrossEncoder has them: one label, squashed."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     import torch

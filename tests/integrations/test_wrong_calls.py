@@ -1,4 +1,4 @@
-"""What people get wrong: each is refused by the name of what is wrong, and costs nobody else anything."""
+"""Mistakes that people make: each is refused by the name of what is wrong, and costs nobody else anything."""
 
 from __future__ import annotations
 

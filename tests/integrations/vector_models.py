@@ -1,4 +1,4 @@
-"""What the tests of vectors share: an engine that notes what it is asked."""
+"""A stand-in that the tests of vectors share: an engine that notes what it is asked."""
 
 from __future__ import annotations
 

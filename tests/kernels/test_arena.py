@@ -107,7 +107,7 @@ def resident(tensor: torch.Tensor) -> float:
 
 
 def _flags(address: int) -> str:
-    """What the system says of the mapping that holds `address`; empty: there is none."""
+    """The system's flags of the mapping that holds `address`; empty: there is none."""
     found = False
     with open("/proc/self/smaps", encoding="utf-8") as lines:
         for line in lines:

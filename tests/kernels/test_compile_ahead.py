@@ -196,7 +196,7 @@ def test_nobody_waits_for_processes_that_are_gone(folder: Path, in_place: Callab
 
 @pytest.mark.parametrize("most", [1, 2])
 def test_what_this_process_has_is_not_looked_for(most: int, folder: Path) -> None:
-    """As for a model loaded before, or another one with the same kernels."""
+    """A model that was loaded before, or another one with the same kernels, leaves kernels in this process."""
     compile_ahead.had.update([SMALL, CALLS_OTHERS])
     ahead = CompileAhead(most)
     ahead.start([SMALL], [CALLS_OTHERS])
@@ -266,7 +266,8 @@ def test_cpus_that_a_program_allows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_guessed_and_is_not_called_is_not_waited_for(
     folder: Path, in_place: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of another kind of model than most. What makes a team of threads is no guess."""
+    """The guess suits most models, and this one is of another kind. A kernel that makes a team of threads is no
+    guess."""
 
     def first_names(*, float32: bool = False, most: bool = True) -> list[str]:
         return [SMALL, UNKNOWN, CALLS_OTHERS] if most else [SMALL]
@@ -500,7 +501,7 @@ os._exit(0)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems say nothing of a parent's end")
 def test_the_process_ends_with_its_program_even_inside_a_compiler() -> None:
-    """Where nobody in it gets to run. It has the program's stderr: what is read ends when both have ended."""
+    """No Python code in it gets to run there. It has the program's stderr: what is read ends when both have ended."""
     program = subprocess.Popen(
         [sys.executable, "-c", _PROGRAM, _IN_A_COMPILER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

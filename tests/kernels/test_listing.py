@@ -81,7 +81,7 @@ def test_what_a_model_calls_is_listed(family: str) -> None:
 
 
 def test_no_other_process_is_waited_for() -> None:
-    """Of a model in several processes, the kernels are those of the whole one."""
+    """The kernels of a model in several processes are those of the whole one."""
     described, alone = decoder_config_of(FAMILIES["qwen3"](), 64), options(torch.bfloat16, bits=8)
     ranks: Any = SimpleNamespace(rank=0, size=2, exact=True)  # without anything that exchanges results
     decoder = Decoder(described, replace(alone, ranks=ranks), 64)
@@ -105,7 +105,7 @@ def test_decoders_of_one_form_are_gone_through_once(monkeypatch: pytest.MonkeyPa
 
 
 def test_types_are_found_without_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a frozen program."""
+    """A frozen program has no source."""
     names = ["truncation:top_p_threshold", "truncation:top_k_threshold", "sampling:_draw"]
     expected = [written(name, by_address=True) for name in names]
     monkeypatch.setattr("asyncengine.kernels.compile_ahead.__file__", "nowhere/compile_ahead.py")

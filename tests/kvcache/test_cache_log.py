@@ -14,7 +14,7 @@ SPACES = (("", ""), ("adapter", ""), ("", "salt"))
 
 
 def told(known: set[int], news: CacheNews) -> set[int]:
-    """What a listener knows after `news`; it must never be told what it knows."""
+    """The pages that a listener knows after `news`; it must never be told what it knows."""
     if news.whole:
         return set(news.added)
     assert not known & set(news.added)

@@ -79,7 +79,7 @@ def test_where_ways_part_window_pages_are_kept():
 
 
 def test_a_lock_is_not_there_any_more_when_a_page_can_leave_the_tree():
-    """Somebody else's later fence is first in the queue; the request ends when its own has passed."""
+    """Another request's later fence is first in the queue; the request ends when its own has passed."""
     kv = cache(windows=12)
     table = computed(kv, TOKENS[:25])
     other = kv.open(NS, [5] * 9, 8)

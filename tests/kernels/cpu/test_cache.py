@@ -43,7 +43,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def compiled(number: int) -> tuple[int, list[str]]:
-    """What a kernel made anew, of the same source each time, gives for `number`, and what was compiled for it."""
+    """The result for `number` of a kernel made anew, of the same source each time, and the names of what was compiled
+    for it."""
 
     @serial
     def three_more(value: int) -> int:
@@ -164,7 +165,7 @@ def test_what_others_could_have_written_is_not_run(
 
 
 def test_unused_keys_go_when_a_new_one_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that were not used for 90 days, and beyond so many bytes those that were not used for longest."""
+    """Keys go that were not used for 90 days, and beyond so many bytes those that were not used for longest."""
     monkeypatch.setattr(cache, "_MOST_BYTES", 10_000)
     now = time.time()
     for days in range(0, 120, 10):  # a kilobyte and a bit each

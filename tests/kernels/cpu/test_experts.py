@@ -22,7 +22,7 @@ COUNT, CHOSEN = 7, 3
 FORMS = [(HALF, None), (FLOAT, None), (FLOAT, 8), (HALF, 4)]
 """Types, and bits of the weights: those that the tests of whole models have compiled as well."""
 ERROR = {(HALF, None): 6e-3, (FLOAT, None): 1e-6, (FLOAT, 8): 2e-2, (HALF, 4): 0.2}
-"""Of the sum, with weights drawn at random: what rounding takes."""
+"""The relative error of the sum that rounding causes, with weights drawn at random."""
 SHAPES = [(64, 32, False), (96, 160, True)]
 """Widths of x and between the products (groups of 64 inputs that are full, and those that are not), and whether the
 activation is bounded."""
@@ -123,7 +123,7 @@ def test_only_what_is_chosen_is_read() -> None:
 
 @pytest.mark.parametrize("dtype", [FLOAT, HALF])
 def test_without_the_kernel(dtype: torch.dtype) -> None:
-    """By torch, expert after expert: the same numbers."""
+    """Torch, expert after expert, gives the same numbers."""
     compiled, plain = make(64, 32, dtype, None), Experts(options(dtype, plain=True), ExpertsConfig(COUNT, 32), "", 64)
     assert not plain.compiled
     for _, slot in plain.stacked_slots():

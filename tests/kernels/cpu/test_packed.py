@@ -89,7 +89,7 @@ def test_an_odd_number_of_inputs() -> None:
 
 @forms
 def test_wide_rows(dtype: torch.dtype, result: torch.dtype) -> None:
-    """Of 4 KiB: a few are multiplied panel by panel, many by blocks of panels of which the last is shorter."""
+    """A few rows of 4 KiB are multiplied panel by panel, many by blocks of panels of which the last is shorter."""
     inputs = 4096 // dtype.itemsize
     x, weight = random(90, inputs, dtype=dtype), random(21 * 32, inputs, dtype=dtype)
     many = product(x, weight, result)
@@ -230,7 +230,7 @@ def test_x_that_is_not_contiguous(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [FLOAT, HALF])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_layout(outputs: int, inputs: int, dtype: torch.dtype) -> None:
-    """As the module documents it, whatever the weight's strides."""
+    """The layout is as the module documents it, whatever the weight's strides."""
     weight = random(outputs, inputs, dtype=dtype)
     step = 2 if dtype == HALF else 1
     made = pack(weight)
@@ -313,7 +313,7 @@ def test_onednns_own_limit_holds_for_these_kernels(variables: dict[str, str], ma
     ("machine", "has"), [("aarch64", True), ("arm64", True), ("x86_64", False), ("riscv64", False)]
 )
 def test_what_the_compiler_does_not_know_of_arm(machine: str, has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it names no features, as on Apple's systems, 64-bit ARM has its vectors all the same."""
+    """A compiler may name no features, as on Apple's systems: 64-bit ARM has its vectors all the same."""
     import llvmlite.binding
     import numba
 

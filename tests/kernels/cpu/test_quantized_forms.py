@@ -122,7 +122,7 @@ def test_what_is_not_finite_stays_so(name: str, value: float) -> None:
 
 
 def test_matrices_that_come_in_parts_and_orders() -> None:
-    """As the whole to the bit; an order of the inputs is that of x."""
+    """Parts of a matrix give what the whole gives, to the bit; an order of the inputs is that of x."""
     matrix = RandomMatrix("Q4_K", 96, 512)
     whole, weight = weight_of(matrix), GroupedWeight(96, 512, StoredForm("Q4_K", matrix.form), torch.float32)
     weight.rows_at_once = 16

@@ -1,4 +1,4 @@
-"""What compilers remember: the same comes out, and is asked for less often."""
+"""Compilers that remember answers give the same code, and ask less often."""
 
 import json
 

@@ -81,7 +81,7 @@ def made_up(outputs: int, inputs: int) -> torch.Tensor:
 
 
 def rounded(weight: torch.Tensor, bits: int) -> NDArray[np.float32]:
-    """What the rounded weight stands for."""
+    """The numbers that the rounded weight stands for."""
     form = QuantizedWeight(*weight.shape, bits, weight.dtype)
     form.load(0, weight)
     out = torch.empty(weight.shape)

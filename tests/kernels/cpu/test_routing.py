@@ -25,7 +25,7 @@ EXPERTS = 16
 
 
 def both(form: str, logits: torch.Tensor, chosen: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """By torch and by the kernel."""
+    """The routes by torch and by the kernel."""
     config = RouterConfig(EXPERTS, chosen, **FORMS[form])
     generator = torch.Generator().manual_seed(1)
     correction = 0.3 * torch.randn(EXPERTS, generator=generator) if config.correction else None

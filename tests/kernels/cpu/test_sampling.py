@@ -19,7 +19,7 @@ from asyncengine.sampling.top_p import kept_threshold
 
 
 def columns(count: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Any:
-    """What `choose` takes, for `count` rows that differ in seed and position."""
+    """The arguments of `choose` for `count` rows that differ in seed and position."""
     params = np.array([[temperature, top_p, min_p]] * count, dtype=np.float32)
     keys = np.array([[top_k, 9 + row, row * 7 % 5, 100 + row] for row in range(count)], dtype=np.int64)
     return params, keys

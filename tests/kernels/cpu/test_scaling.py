@@ -39,7 +39,7 @@ def test_rows_times_factors(threads: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_columns_side_by_side(threads: int, dtype: torch.dtype) -> None:
-    """Of wider rows, of one row for all heads, and of no rows."""
+    """Columns come from wider rows, from one row for all heads, and from no rows."""
     x, heads = torch.randn(9, 40).to(dtype), torch.randn(9, 4, 11).to(dtype)
     shared = x[:, None, :6].expand(-1, 4, -1)
     cases = [

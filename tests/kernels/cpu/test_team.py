@@ -52,7 +52,7 @@ def _meet_all(words: int, pieces: int, team: int) -> None:
 
 
 def run(pieces: int, loops: int) -> tuple[list[int], list[int]]:
-    """How often each piece was computed, and how many each worker did."""
+    """Counts of how often each piece was computed, and of how many each worker did."""
     out, workers = np.zeros(pieces, np.int64), np.zeros(64, np.int64)
     _count_all(out.ctypes.data, workers.ctypes.data, pieces, loops, use_team())
     return out.tolist(), workers.tolist()
@@ -76,7 +76,7 @@ def test_helpers_take_part() -> None:
 
 
 def test_nobody_is_waited_for_who_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the helpers' cores were taken for good."""
+    """The helpers' threads never run, like those whose cores are taken for good."""
     monkeypatch.setattr(threading.Thread, "start", lambda self: None)
     monkeypatch.setattr(threading.Thread, "join", lambda self, timeout=None: None)
     with team_of(4) as team:

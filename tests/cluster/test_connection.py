@@ -234,8 +234,7 @@ async def test_orders_that_are_not_understood_end_the_connection() -> None:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="needs Linux's /proc")
 async def test_after_the_end_no_thread_no_task_and_no_descriptor_is_left() -> None:
-    """Both ends of a replica's connection leave nothing, though the fleet's context goes on; nor does the context
-    itself."""
+    """Both ends of a replica's connection leave nothing while the fleet's context goes on; nor does the context."""
 
     def held() -> tuple[int, int, int]:
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), len(asyncio.all_tasks())

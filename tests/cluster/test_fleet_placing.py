@@ -1,5 +1,4 @@
-"""The placement of replicas on the nodes that Ray describes, without Ray: tests/cluster/test_fleet_on_ray.py has a real
-one."""
+"""Placement of replicas on nodes that Ray describes, without Ray: tests/cluster/test_fleet_on_ray.py has a real one."""
 
 from __future__ import annotations
 

@@ -163,8 +163,7 @@ async def test_twice_deeper_and_waking_one_that_is_awake():
 
 
 async def test_other_weights_meanwhile():
-    """Weights change by `update_weights`, at once and whatever the mode, and by `wake`; requests that were kept go on
-    with them."""
+    """Weights change by `update_weights`, at once in any mode, and by `wake`; kept requests go on with the new ones."""
     async with engine_of() as engine:
         first = await running(engine, 150)
         await engine.pause()

@@ -159,8 +159,7 @@ class EngineByHand:
         return bool(self.open or self.scheduler.requests or self.launched or self.pool.busy)
 
     def turn(self) -> None:
-        """Does what `EngineLoop.run` does in a turn, except that steps are computed late: others are launched
-        meanwhile."""
+        """Turns as `EngineLoop.run` does, except that steps are computed late: others are launched meanwhile."""
         depth = self.core.config.max_steps_in_flight
         self.loop.apply_inbox()
         batch = None

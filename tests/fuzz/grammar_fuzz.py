@@ -131,8 +131,7 @@ class GrammarLife(Life):
                 self.apply(AdapterReady(ticket, adapter))
 
     def _plan_grammar(self, spec: RequestSpec, prompt: list[int], found: SmallGrammar, budget: int) -> GrammarReady:
-        """Plans what the request must answer, and returns the message that will bring its matcher (or, seldom, an
-        error)."""
+        """Plans the request's answer, and returns the message that will bring its matcher (or, seldom, an error)."""
         rng, params = self.rng, spec.params
         if rng.random() < 0.02:
             self.plans[spec.ticket] = Plan([], "error")
@@ -201,8 +200,7 @@ class GrammarLife(Life):
             assert counters.forced_tokens == self.forced
 
     def _check_valid(self, plan: Plan, tokens: list[int]) -> None:
-        """Checks that an answer that ended by itself or by its budget is complete, whatever was foretold (contract line
-        15)."""
+        """Checks that an answer ended by itself or its budget is complete, whatever was foretold (contract line 15)."""
         if plan.grammar is None or plan.own_stops:
             return
         if plan.reason == "error":

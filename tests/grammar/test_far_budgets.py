@@ -134,8 +134,7 @@ class Served:
 
 
 async def test_a_limit_of_the_library_that_one_output_hits_is_not_for_others(vocabulary: Vocabulary) -> None:
-    """State that is shared breaks without a word: others refused every token, and so did the compiled grammar ever
-    after."""
+    """Shared state breaks without a word: others refused every token, and so did the compiled grammar ever after."""
     served = Served(vocabulary, Grammar.json_schema(EXPENSIVE))
     try:
         beside = await served.matcher(1500)

@@ -145,8 +145,7 @@ def test_a_recursive_discriminated_union_of_pydantic() -> None:
 
 
 def test_many_closed_objects_that_share_members() -> None:
-    """Members that a branch has and ten others lack are said in the fewest ways: all of them would be 5^10
-    alternatives."""
+    """Members of a branch that ten others lack are said in the fewest ways: all of them would be 5^10 alternatives."""
     names = "abcdefghijk"
     branches = [
         closed({"type": {"const": name}, "label": {}, "size": {}, name: {}}, required=["type"]) for name in names

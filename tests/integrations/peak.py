@@ -1,5 +1,4 @@
-"""The number of requests that an engine ran at once, and engines that wait for their callers: a slow machine changes
-neither."""
+"""The most requests that an engine ran at once, and engines that wait for callers: a slow machine changes neither."""
 
 from __future__ import annotations
 

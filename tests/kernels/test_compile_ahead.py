@@ -266,8 +266,7 @@ def test_cpus_that_a_program_allows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_guessed_and_is_not_called_is_not_waited_for(
     folder: Path, in_place: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The guess suits most models, and this one is of another kind. A kernel that makes a team of threads is no
-    guess."""
+    """The guess suits most models, and this one is another kind. A kernel that makes a team of threads is no guess."""
 
     def first_names(*, float32: bool = False, most: bool = True) -> list[str]:
         return [SMALL, UNKNOWN, CALLS_OTHERS] if most else [SMALL]

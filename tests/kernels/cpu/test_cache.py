@@ -43,8 +43,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def compiled(number: int) -> tuple[int, list[str]]:
-    """The result for `number` of a kernel made anew, of the same source each time, and the names of what was compiled
-    for it."""
+    """A fresh kernel's result for `number`, of the same source each time, and the names of what was compiled for it."""
 
     @serial
     def three_more(value: int) -> int:

@@ -71,8 +71,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_its_slot() -> None:
 
 
 def test_rows_without_a_token_say_so_and_harm_nobody() -> None:
-    """Two rows of each kind are tested, of which one has a number that is none, one without any, or one that is too
-    large."""
+    """Each kind has two rows, of which one has a NaN, nothing but -inf, or an inf."""
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1}]
     rows = rows_of(10, kinds)
     logits = random_logits(10, 600)

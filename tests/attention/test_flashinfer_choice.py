@@ -1,4 +1,4 @@
-"""Which backend an engine gets, and what it says when it cannot have the one that was asked for."""
+"""The backend that an engine gets, and what it says when it cannot have the one that was asked for."""
 
 from __future__ import annotations
 

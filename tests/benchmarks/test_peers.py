@@ -76,7 +76,7 @@ def test_a_worker_that_ends_is_a_failure_of_its_system(tmp_path: Path) -> None:
 
 
 def test_a_worker_is_stopped_between_its_turns(tmp_path: Path) -> None:
-    """And gone, with everything that it started, after its end."""
+    """The worker is gone after its end, with everything that it started."""
     worker = Worker("transformers_generate", sys.executable, settings(tmp_path), tmp_path / "log", limit=30.0)
     try:
         worker.pause()

@@ -32,7 +32,7 @@ from chat.zoo import (
 )
 
 Turn = tuple[str, str, str]
-"""Before the user's text, between that and the answer, behind the answer."""
+"""Text before the user's, text between that and the answer, and text behind the answer."""
 CHATML: Turn = ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>\n")
 HEADERS: Turn = (
     "<|start_header_id|>user<|end_header_id|>\n\n",

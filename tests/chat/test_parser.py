@@ -39,7 +39,7 @@ def pairs(calls: list[ToolCall]) -> list[tuple[str, str]]:
 
 
 def read(parser: OutputParser, pieces: list[str]) -> Read:
-    """Also checks the shape of the deltas: id and name first and once, indices without gaps."""
+    """Reads all pieces, and checks the shape of the deltas: id and name first and once, indices without gaps."""
     parts: list[Parsed] = [*[parser.push(piece) for piece in pieces], parser.finish()]
     names: list[str] = []
     ids: list[str] = []

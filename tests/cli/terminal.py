@@ -21,7 +21,7 @@ PATIENCE = 120.0
 
 
 def _take_terminal() -> None:
-    """In the child. The tests may have been started in the background, where shells have Ctrl-C ignored for good."""
+    """Takes the terminal in the child. Tests may run in the background, where shells have Ctrl-C ignored for good."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 

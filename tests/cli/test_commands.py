@@ -49,8 +49,8 @@ def test_generate_streams_what_json_reports(run: Run) -> None:
 
 
 def test_generate_answers_as_the_readme_says(run: Run) -> None:
-    """Nothing given but the question: a model with a chat template gets it as a message, and the bundled one's
-    generation_config makes it greedy. Twice, for a drawn answer may be right by chance."""
+    """The question alone is given: a model with a chat template gets it as a message, and the bundled one's
+    generation_config makes it greedy. It is asked twice, for a drawn answer may be right by chance."""
     answers = [run("generate", "demo", "What is the capital of Norway?", *SMALL)[0] for _ in range(2)]
     assert answers == ["The capital of Norway is Oslo.\n"] * 2
     plain = json.loads(run("generate", "demo", "Hello!", "--no-chat", "--json", *GREEDY)[0])
@@ -169,7 +169,7 @@ def test_bench_reports_each_level(run: Run, tmp_path: Path) -> None:
 
 
 def test_demo_tells_its_story(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without LangChain, as text and as a picture."""
+    """The demo runs without LangChain, as text and as a picture."""
     monkeypatch.setitem(sys.modules, "asyncengine.integrations.langchain", None)
     out, _ = run("demo", "--streams", "14", "--export-svg", str(tmp_path / "demo.svg"))
     assert "\x1b" not in out

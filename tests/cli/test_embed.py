@@ -52,7 +52,7 @@ def test_json_lines_on_stdout(vectors: np.ndarray, capsys: pytest.CaptureFixture
 def test_files(
     vectors: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In chunks of two lines, so that the array grows and indices go on."""
+    """Chunks have two lines, so that the array grows and indices go on."""
     monkeypatch.setattr(embed, "CHUNK_LINES", 2)
     for name in ("vectors.npy", "vectors.jsonl"):
         monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(LINES)))

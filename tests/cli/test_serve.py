@@ -114,7 +114,7 @@ TRACED = (
 
 
 def test_sigterm_lets_answers_end_and_takes_no_new_ones(tmp_path: Path) -> None:
-    """And spans go to the provider that the starter has set up."""
+    """Spans go to the provider that the starter has set up."""
     with Served("demo", "--telemetry", start=TRACED, cwd=str(tmp_path)) as served:
         served.ready()
         with served.stream(300) as answer:

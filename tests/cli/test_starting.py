@@ -35,7 +35,7 @@ sys.meta_path.insert(0, Interrupt())
     ],
 )
 def test_ctrl_c_ends_a_command_that_starts(module: str, at: str, tmp_path: Path) -> None:
-    """In the package's own imports, in a command's, and while it runs."""
+    """Ctrl-C comes in the package's own imports, in a command's, and while it runs."""
     (tmp_path / "sitecustomize.py").write_text(_HOOK)
     paths = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(

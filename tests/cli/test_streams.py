@@ -151,7 +151,7 @@ def test_the_way_out_of_a_real_process(size: int, shell: str, code: int, shown: 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="closes them as a shell does")
 def test_what_is_opened_later_never_has_the_number_of_a_closed_stream() -> None:
-    """Or an output file would get what libraries print to number 2."""
+    """An output file would otherwise get what libraries print to number 2."""
     opens = (
         "import os, sys; from asyncengine.cli.text import prepare_streams; prepare_streams(); "
         "print(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno(), sys.stderr.fileno(), sys.stderr.isatty())"

@@ -94,7 +94,7 @@ async def heard(told: Any) -> bytes:
 
 
 async def test_both_ways_everything_arrives_once_and_in_order() -> None:
-    """Also what was posted before there was a connection, and what is longer than the kernel's buffers."""
+    """Messages may have been posted before there was a connection, and be longer than the kernel's buffers."""
     host = Host()
     orders = [b"%d" % number * (1 if number % 50 else 200_000) for number in range(1, 500)]
     async with connected(host) as (fleet_end, told):
@@ -342,7 +342,7 @@ asyncio.run(main())
 
 
 def test_a_machine_whose_network_is_cut_is_given_up_within_two_seconds() -> None:
-    """In a network of its own, whose only interface goes down."""
+    """The program runs in a network of its own, whose only interface goes down."""
     alone = ["unshare", "--map-root-user", "--net"]
     try:
         subprocess.run([*alone, "true"], check=True, capture_output=True)

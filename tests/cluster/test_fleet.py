@@ -229,7 +229,7 @@ async def test_scaling_and_restarting_drop_no_stream(
 
 
 async def test_who_goes_is_said_by_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by who is least busy alone: that decides among equals."""
+    """The load of a replica alone does not decide who goes: it decides among equals."""
     async with local_fleet(monkeypatch, replicas=4) as (fleet, cluster):
         first, second, third, fourth = cluster.processes
         cluster.hold()
@@ -441,7 +441,7 @@ async def test_a_connection_that_breaks_between_two_who_live_is_a_lost_replica(m
 async def test_without_connections_ray_s_calls_are_used(
     monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """From the first request on, which was submitted while the connection was being made."""
+    """Ray carries all from the first request on, which was submitted while the connection was being made."""
     zmq = pytest.importorskip("zmq", reason=NEEDS_ZMQ)
 
     async def listen(replica: Replica, address: str, fleet_key: bytes) -> tuple[int, bytes]:
@@ -487,7 +487,7 @@ async def test_unknown_settings_are_refused_before_anything_starts() -> None:
 async def test_experts_come_from_whichever_replicas_computed_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Also of a request whose replica was lost in the middle."""
+    """A request whose replica was lost in the middle has them all as well."""
     folder = str(make_checkpoint("qwen3moe", tmp_path / "model"))
     params, prompt = SAMPLED.replace(return_routed_experts=True, n=2), list(range(5, 40))
     with Engine.from_pretrained(folder, **ENGINE) as engine:

@@ -261,7 +261,7 @@ async def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyP
 
 
 def test_only_one_file_imports_ray() -> None:
-    """And that not before a fleet is made."""
+    """Ray is not imported before a fleet is made."""
     import_of_ray = re.compile(r"^\s*(import|from) ray\b", re.MULTILINE)
     importers = {module for module, path in sources() if import_of_ray.search(path.read_text("utf-8"))}
     assert importers == {"asyncengine.cluster.fleet.ray_cluster"}

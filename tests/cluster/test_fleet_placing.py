@@ -101,7 +101,7 @@ def test_a_refusal_counts_every_node_by_what_it_fell_to() -> None:
 
 
 def test_what_others_reserved_is_not_given_and_ours_counts_once() -> None:
-    """Whether Ray has told of our own reservation yet or not."""
+    """Ray may have told of our own reservation yet or not."""
     settings = FleetConfig(num_cpus=2)
     one = placed([ray_node("a")], settings, memory=3 * GIB)
     assert isinstance(one, Placement)

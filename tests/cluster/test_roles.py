@@ -99,7 +99,7 @@ async def test_one_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model
 
 
 async def test_one_answer_to_whatever_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And who is asked: a decoder computes what is short, or scored."""
+    """Some requests are not sent on to a prefiller: a decoder computes what is short, cached or scored."""
     settings: dict[str, Any] = {"adapters": {"pirate": "demo/pirate"}}
     calls: list[tuple[SamplingParams, dict[str, Any]]] = [
         (PARAMS, {"adapter": "pirate"}),
@@ -239,7 +239,7 @@ async def test_leavers_and_deadlines_while_a_prompt_is_computed_elsewhere(monkey
 async def test_prompts_go_on_where_they_belong_when_their_replica_is_lost(
     monkeypatch: pytest.MonkeyPatch, alone: Alone
 ) -> None:
-    """While it computes them, and while it stands by; the one that takes its place has its role."""
+    """The replica is lost while it computes them, and while it stands by; the one that takes its place has its role."""
     right = [alone(prompt_of(number)) for number in range(3)]
     async with local_fleet(monkeypatch, **APART) as (fleet, cluster):
         await acquainted(fleet)

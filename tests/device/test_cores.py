@@ -75,7 +75,7 @@ def test_preempted_threads_of_openmp_count() -> None:
 
 
 def test_what_is_left_by_other_engines_is_judged_too() -> None:
-    """With fewer threads than it would use, and up again although it never gets them all."""
+    """Steps have fewer threads than the engine would use; it goes up again although it never gets them all."""
     company = Company(4)
     for _ in range(10):
         company.note(2, STEP, POOR, 0)
@@ -120,7 +120,7 @@ def test_engines_share_the_cores_while_they_run_steps() -> None:
 
 
 def test_a_step_gives_cores_up_in_its_midst() -> None:
-    """And has them back when the other's step is over: ten thousand documents are long steps, a chat's are short."""
+    """The step has them back when the other's is over: ten thousand documents are long steps, a chat's are short."""
     sharing = Sharing()
     long, short = Cores(4, sharing=sharing), Cores(4, sharing=sharing)
     inside, leave = threading.Event(), threading.Event()
@@ -187,7 +187,7 @@ def test_what_a_step_raises_leaves_nothing_behind() -> None:
 
 @pytest.fixture
 def interval() -> Iterator[SwitchInterval]:
-    """With Python's own interval, whatever engines of other tests have made of it."""
+    """A switch interval that begins with Python's own, whatever engines of other tests have made of it."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(0.005)
     yield SwitchInterval()

@@ -123,7 +123,7 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def test_what_is_free_is_what_the_system_says(machine: Path) -> None:
-    """On every system that psutil knows, of which only Linux has /proc/meminfo."""
+    """All systems that psutil knows are read so; only Linux has /proc/meminfo."""
     assert free_bytes(CPU) == 8 * GIB
     assert limited_by(CPU) == ""
 

@@ -70,8 +70,8 @@ def test_block_runs(
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "howto" / "speculation.md"])
 def test_the_example_of_a_prediction_shows_what_it_is_for(page: Path) -> None:
-    """In float32, which speculates on every CPU: the text is right, nearly all of it as predicted, in few passes.
-    What a pass costs is given: on a busy machine it may seem that guesses are not worth their time."""
+    """The page runs in float32, which speculates on every CPU: the text is right, nearly all of it as predicted, in few
+    passes. What a pass costs is given: on a busy machine it may seem that guesses are not worth their time."""
     [code] = [code for code in BLOCK.findall(page.read_text(encoding="utf-8")) if "prediction=" in code]
     assert 'dtype="float32"' in code
     code = code.replace('dtype="float32"', 'dtype="float32", speculation_costs=(1.0, 1.02, 1.08)')

@@ -63,7 +63,7 @@ def messages(source: str) -> frozenset[str]:
 
 
 def says(message: str, quote: str) -> bool:
-    """Whether the message has the words of the quotation, in order; where it has `...`, anything may stand."""
+    """True if the message has the words of the quotation, in order; where it has `...`, anything may stand."""
     at = 0
     for words in filter(None, (part.strip() for part in quote.split("..."))):
         found = message.find(words, at)

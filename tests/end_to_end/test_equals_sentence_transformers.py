@@ -70,8 +70,8 @@ MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoke
 
 @pytest.mark.parametrize("modes", MODES, ids=str)
 def test_every_pooling(modes: str | tuple[str, ...], tmp_path: Path) -> None:
-    """With and without the prompt in it; a causal model's texts in chunks. The short form asks every second mode of
-    each family."""
+    """The prompt is pooled with the text or left out; a causal model's texts come in chunks. The short form asks every
+    second mode of each family."""
     told = {"prompts": {"query": "query: the ", "document": ""}, "default_prompt_name": None}
     turn = MODES.index(modes)
     asked = (("bert", turn // 2 % 2 == 1), ("qwen3", turn // 2 % 2 == 0))

@@ -51,7 +51,7 @@ def experts_of(name: str, ids: list[int]) -> NDArray[Any]:
 
 @pytest.mark.parametrize("name", ["qwen3moe", "mixtral", "gpt-oss", "gemma4moe"])
 def test_experts_are_those_of_transformers(name: str, checkpoint: Checkpoint) -> None:
-    """In short steps and in long ones; of prompt and answer alike."""
+    """Experts of short steps and of long ones are right, for prompt and answer alike."""
     with Engine.from_pretrained(checkpoint(name), **SETTINGS) as engine:
         for prompt in (PROMPT, PROMPT[:9], PROMPT[:1]):
             done = engine.generate(prompt, ROUTED)
@@ -70,8 +70,8 @@ def replayed(engine: Engine, ids: list[int]) -> NDArray[Any]:
 
 @pytest.mark.parametrize("name", ["qwen3moe", "qwen3.5moe", "gpt-oss"] if LONG else ["qwen3.5moe", "gpt-oss"])
 def test_experts_do_not_depend_on_how_they_are_computed(name: str, checkpoint: Checkpoint) -> None:
-    """In chunks, with guesses, after preemption and beside requests that do not ask; several samples of one prompt; and
-    asking changes no answer."""
+    """Requests run in chunks, with guesses, after preemption and beside others that do not ask; with several samples of
+    one prompt; and asking changes no answer."""
     prompts = [PROMPT, PROMPT[:30] + PROMPT[:20], PROMPT[:6] * 6, PROMPT[:70]]
     with (
         Engine.from_pretrained(checkpoint(name), **SETTINGS) as quiet,
@@ -122,7 +122,7 @@ def worded(tmp_path_factory: pytest.TempPathFactory, request: Any) -> Iterator[E
 
 
 def test_tokens_that_a_grammar_forces_or_replaces_have_their_own_experts(worded: Engine) -> None:
-    """Also where an earlier request has left them in the cache."""
+    """An earlier request may have left them in the cache."""
     schema = {"type": "object", "properties": {"a_long_name": {"enum": ["one of few", "one of many"]}},
               "required": ["a_long_name"], "additionalProperties": False}  # fmt: skip
     params = ROUTED.replace(max_tokens=60, grammar=Grammar.json_schema(schema), ignore_eos=False)

@@ -47,7 +47,7 @@ async def answers(engine: AsyncEngine) -> list[Any]:
 async def test_after_waking_answers_are_those_of_a_fresh_engine(
     name: str, dtype: str, quantization: Any, panels: bool, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In every form of weights, with states and a mixture; by the files, and by tensors given then."""
+    """Weights of every form come back, with states and a mixture: from the files, and from tensors given then."""
     pytest.importorskip("numba")
     use_panels(panels, monkeypatch)
     settings = {"dtype": dtype, "quantization": quantization}
@@ -151,8 +151,8 @@ def resident() -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("dtype", "tied"), [("bfloat16", False), *LONG * [("float32", True)]])
 async def test_memory_goes_back_to_the_system(dtype: str, tied: bool, tmp_path: Path) -> None:
-    """At least 95 % of weights and of what was written of the cache, again in each cycle; nothing stays behind.
-    `benchmarks.sleeping` is the long form."""
+    """Sleep frees at least 95 % of weights and of what was written of the cache, again in each cycle; nothing stays
+    behind. `benchmarks.sleeping` is the long form."""
     write(tmp_path, SHAPES["small"] | {"tie_word_embeddings": tied, "num_hidden_layers": 4})
     async with await engine_on(tmp_path, dtype=dtype, kv_cache_memory="64MB") as engine:
         sizes = []

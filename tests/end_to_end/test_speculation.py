@@ -212,8 +212,8 @@ async def test_adapters_in_float32() -> None:
 
 
 async def test_a_model_that_guesses_for_itself_is_never_wrong() -> None:
-    """With the noise and the parameters of each request, over prefixes that others left, pages that were taken away and
-    prompts that it must catch up with."""
+    """Guesses are made with the noise and the parameters of each request, over prefixes that others left, pages that
+    were taken away and prompts that the model must catch up with."""
     settings: dict[str, Any] = {**ALWAYS, "kv_cache_memory": "5MiB", "max_num_seqs": 6, "preempt_every": 3,
                                 "speculation_memory": 1}  # fmt: skip
     async with await AsyncEngine.from_pretrained("demo", draft_model=str(MODEL_PATH), **settings) as engine:
@@ -294,7 +294,7 @@ def test_a_machine_that_cannot_guess_says_so_and_runs(
 
 
 def test_a_machine_that_can_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    """Also where the type of the checkpoint would be another unit's: with the setting that its reason names."""
+    """The setting that the reason names is given, for the checkpoint's type would be another unit's."""
     caplog.set_level("INFO", "asyncengine")
     with Engine.from_pretrained("demo", quantization="int8") as engine:
         assert engine.info.no_speculation is engine.info.batch_variance is None

@@ -52,7 +52,7 @@ async def test_afterwards_it_is_an_engine_on_the_new_checkpoint(
     name: str, dtype: str, quantization: Any, checkpoint: Checkpoint, adapters: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """With what was cached, drafted from and adapted before; by path and back by tensors."""
+    """Earlier requests left cached pages, drafts and adapters; weights come by path, and back by tensors."""
     pytest.importorskip("numba")
     use_panels(True, monkeypatch)
     settings = {"dtype": dtype, "quantization": quantization, "adapters": {"a": adapters[name]}}

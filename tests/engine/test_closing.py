@@ -173,7 +173,7 @@ async def test_a_blocking_close_of_an_owned_engine_is_refused_and_names_what_clo
 
 
 async def test_a_hosted_engine_cannot_wait_for_its_own_end():
-    """From a hook, which is called on its thread: joining that thread there would raise bare, or never end."""
+    """A hook is called on the engine's thread: joining that thread there would raise bare, or never end."""
     refused: list[BaseException] = []
     async with make_engine(hosted=True) as engine:
 

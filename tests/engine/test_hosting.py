@@ -438,7 +438,7 @@ async def test_stats_add_up_and_may_be_read_from_any_thread_while_running():
 
 
 def test_a_blocking_stream_is_submitted_when_it_is_made():
-    """Not at the first `next`: it is served though nobody reads, and what is refused is so where it is asked for."""
+    """A stream does not wait for `next`: it is served though nobody reads, and refused where it is asked for."""
     with Engine(make_engine(hosted=True)) as engine:
         engine.aengine.start_blocking()
         streams = [engine.stream([2 + i, 3], greedy(6)) for i in range(3)]

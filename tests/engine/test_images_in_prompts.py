@@ -48,7 +48,7 @@ def test_the_prompt_comes_back_with_placeholders() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_axes_are_those_of_transformers(seed: int) -> None:
-    """In pieces of any size, of prompts of several pictures and of what follows them."""
+    """Axes come in pieces of any size, of prompts of several images and of what follows them."""
     chance = random.Random(seed)
     spans: list[ImageSpan] = []
     grids: list[list[int]] = []

@@ -133,7 +133,7 @@ async def test_everything_is_back_within_three_steps(hosted: bool, way):
 
 
 def wait_for_readers(engine: AsyncEngine) -> None:
-    """From now on a step ends when this loop has turned: nobody is so late that the last token is there before him."""
+    """Makes a step end only when this loop has turned: no reader is so late that the last token is there before it."""
     loop, turned = asyncio.get_running_loop(), threading.Event()
 
     def hook(event: object) -> None:

@@ -175,7 +175,7 @@ async def test_a_start_left_by_one_goes_on_for_the_next(rooms: Rooms):
 
 
 def test_a_load_that_is_given_up_ends_at_its_next_stage():
-    """With the real model: nothing of it is left behind, and the next load is whole."""
+    """The real model is loaded: nothing of the load is left behind, and the next one is whole."""
     attempt = LoadAttempt()
     stages: list[str] = []
 

@@ -133,7 +133,7 @@ def test_another_loop_of_the_same_thread_cannot_wait_for_an_engine_that_stands_s
 
 
 async def test_an_owned_engine_closed_from_another_loop():
-    """While its own loop runs."""
+    """The engine's own loop runs meanwhile."""
     engine = make_engine()
     await engine.start()
     stream = engine.stream([2, 3], LONG)

@@ -1,4 +1,4 @@
-"""From the engine's thread to a reader: tokens that nobody has taken join, and nothing is lost on the way."""
+"""Tokens on their way from the engine's thread to a reader: those that nobody has taken join, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ class PutAt:
 
 @pytest.mark.parametrize("blocking", [False, True])
 async def test_the_only_token_is_put_at_any_line_of_its_reader(blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From before the reader looks until it waits: it finds the token, or whoever put it is told to wake it."""
+    """The token comes at any line from the reader's look until its wait: it finds the token, or the writer is to wake
+    it."""
     monkeypatch.setattr(mailbox_module, "threading", SimpleNamespace(Event=Alarm))
     for put_at in count(1):
         mailbox = Mailbox()
@@ -142,7 +143,7 @@ async def test_the_only_token_is_put_at_any_line_of_its_reader(blocking: bool, m
 
 @pytest.mark.parametrize("read", [True, False], ids=["read token by token", "read at its end"])
 async def test_a_long_answer_is_not_as_many_objects_as_it_has_tokens(read: bool) -> None:
-    """Or the collector of garbage looks through the whole program each time there are so many more."""
+    """The garbage collector would look through the whole program each time there are so many more."""
     many = 1000
 
     def ours() -> int:
@@ -165,7 +166,7 @@ async def test_a_long_answer_is_not_as_many_objects_as_it_has_tokens(read: bool)
 
 @pytest.mark.parametrize("reader", ["thread", "task", "stream"])
 def test_a_token_that_joins_a_chunk_under_its_reader(reader: str) -> None:
-    """At any line: the engine's thread takes the last chunk back for a moment, and its reader finds all the same; a
+    """The engine's thread may take the last chunk back for a moment at any line, and its reader finds all the same; a
     reader that has just announced itself again is not forgotten with its former announcement."""
     for seed in range(40 * TIMES):
         world = World(seed, switching=0.5)

@@ -122,7 +122,7 @@ async def test_copies_of_streams_are_refused_and_end_nothing(copied: Callable[[A
 
 @pytest.mark.parametrize("copied", COPIES)
 def test_copies_of_engines_are_refused(copied: Callable[[Any], Any]):
-    """Also before it is started: two objects would start it twice."""
+    """An engine is not copied before it is started either: two objects would start it twice."""
     engine: AsyncEngine = make_engine()
     with pytest.raises(TypeError, match="an engine cannot be copied or pickled"):
         copied(engine)

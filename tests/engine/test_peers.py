@@ -298,7 +298,7 @@ async def test_nobody_else_waits_and_the_late_compute() -> None:
 
 
 async def test_a_pull_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the peer never answers: its pages come back."""
+    """The peer never answers: its pages come back all the same."""
     monkeypatch.setattr(prefix_store, "LEAST_PATIENCE", 0.05)
     async with pair_of() as pair:
 

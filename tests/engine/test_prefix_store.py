@@ -138,7 +138,7 @@ async def test_simultaneous_requests_share_one_reading(kind: str) -> None:
 
 
 async def test_only_who_wants_the_same_next_page_shares_a_reading() -> None:
-    """Not who has its first token in common."""
+    """A request that has only its first token in common reads for itself."""
     disk, other = Disk(), [PROMPT[0], *range(40, 60)]
     await lived(disk, "pages", [PROMPT, other])
     async with engine_on(disk) as engine:
@@ -222,7 +222,7 @@ async def test_reading_must_be_worth_it() -> None:
 
 
 async def test_running_requests_get_the_pages_that_a_reading_has() -> None:
-    """In a pool that holds one request: it neither ends in an error nor waits for ever."""
+    """The pool holds one such request, which neither ends in an error nor waits for ever."""
     disk = Disk()
     await lived(disk, "pages", [PROMPT])
     async with engine_on(disk, pages=12, max_num_batched_tokens=8) as engine:

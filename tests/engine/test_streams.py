@@ -176,7 +176,7 @@ async def test_nothing_runs_before_the_first_await():
 
 @pytest.mark.parametrize("blocking", [False, True])
 async def test_who_wants_the_whole_answer_is_woken_for_many_tokens_at_a_time(blocking: bool):
-    """And reads on where it left off, if it is cancelled."""
+    """A reader that is cancelled reads on where it left off."""
     async with make_engine(hosted=True) as engine:
         woken = []
         put = Mailbox.put

@@ -64,10 +64,10 @@ class AdapterLife(EngineByHand):
         self.unloads: list[Future[None]] = []
         self.refused: dict[str, int] = {}
         self.passed: list[PreparedRequest] = []
-        """Through the gate, not posted yet."""
+        """Requests that have passed the gate and are not posted yet."""
 
     def run(self) -> None:
-        """To the end of all requests. Raises with the path of a replay file if anything is not as it must be."""
+        """Runs to the end of all requests. Raises with the path of a replay file if anything is not as it must be."""
         try:
             self._live()
             self._check_end()
@@ -155,7 +155,7 @@ class AdapterLife(EngineByHand):
             self.executor.fail_tickets[rng.choice(list(self.scheduler.running))] = "the row failed"
 
     def _refuse(self, error: BaseException, name: str | None) -> None:
-        """Not found is only what means nothing."""
+        """Notes a refusal. A name is only refused as not found if it means nothing."""
         kind = type(error).__name__
         assert kind != "AdapterNotFound" or name not in self.means
         self.refused[kind] = self.refused.get(kind, 0) + 1

@@ -35,7 +35,7 @@ class _Job(NamedTuple):
 
 
 class HandPool(Executor):
-    """In the place of a registry's pool. At most `workers` jobs have begun and not ended."""
+    """A stand-in for a registry's pool. At most `workers` jobs have begun and not ended."""
 
     def __init__(self, loader: FakeLoader, workers: int) -> None:
         self._loader = loader

@@ -74,7 +74,7 @@ class GrammarLife(Life):
         self.forced = 0
         """Tokens that grammars forced on requests which were still there to take them."""
         self.check_forced = True
-        """With drafts, forced tokens are not told from those that were guessed."""
+        """False with drafts: forced tokens are then not told from those that were guessed."""
         self.plans: dict[int, Plan] = {}
         self.coming: list[Message] = []
         """Grammars being compiled and adapters being loaded."""

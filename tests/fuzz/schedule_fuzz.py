@@ -64,7 +64,7 @@ def random_windows(rng: random.Random) -> tuple[tuple[int, int], ...]:
 
 
 def random_window_pages(rng: random.Random, kinds: tuple[tuple[int, int], ...], page_size: int) -> int:
-    """From as few as one request needs to go on."""
+    """A number of window pages, from as few as one request needs to go on."""
     near = Lookback.of(kind for kind in kinds if any(kind))
     assert near is not None
     return 2 + BESIDE + near.span // page_size + rng.choice([0, 0, 1, 3, 10, 30])
@@ -160,7 +160,7 @@ class Life:
         return "weighted-fair" if self.seed % 5 == 4 else drawn
 
     def run(self) -> None:
-        """To the end of all requests. Raises with the path of a replay file if anything is not as it must be."""
+        """Runs to the end of all requests. Raises with the path of a replay file if anything is not as it must be."""
         try:
             self._live()
             self.check_end()
@@ -285,7 +285,7 @@ class Life:
             self.scheduler.check()
 
     def before_commit(self, batch: Batch, result: StepResult) -> None:
-        """For books of one's own."""
+        """A hook for books of one's own."""
 
     def check_retire_rule(self, batch: Batch) -> None:
         """No page or state that `batch` writes, and no slot it uses, may be named by somebody else's row in flight."""

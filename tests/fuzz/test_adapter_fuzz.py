@@ -43,8 +43,8 @@ def test_random_requests_with_adapters() -> None:
 
 
 def test_a_saved_recording_replays_to_the_same_outputs(tmp_path: Path) -> None:
-    """Without files, threads or a registry: slots and their contents follow from the messages (contract line 14). Also
-    one in which adapters failed: an error is saved as its text."""
+    """A replay needs no files, threads or registry: slots and their contents follow from the messages (contract line
+    14). In some recordings adapters failed: an error is saved as its text."""
     failed = 0
     for seed in range(6):
         life = AdapterLife(seed, grammars=False)

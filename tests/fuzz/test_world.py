@@ -42,7 +42,7 @@ def test_lives_go_right() -> None:
 
 
 def test_a_seed_is_one_run_in_any_process() -> None:
-    """Whatever the process has done before, and however its strings hash."""
+    """The process may have done anything before, and hash its strings in any way."""
     probe = (
         "from fuzz.world.life import Life; from fuzz.world.plan import make_plan\n"
         "for seed in (3, 5, 8): life = Life(make_plan(seed)); life.run(); print(life.world.digest, life.world.ticks)"
@@ -296,7 +296,7 @@ def test_engines_say_where_threads_and_time_come_from() -> None:
 
 
 def test_an_engine_can_be_simulated_by_hand() -> None:
-    """Without a plan: what an application's test would do."""
+    """There is no plan: an application's test would do the same."""
     from support.fake_engine import GREEDY, make_core
 
     from asyncengine.testing import FakeExecutor

@@ -34,7 +34,7 @@ def write_small_qwen3(folder: Path) -> Path:
 
 
 def runner_without_graphs(folder: Path) -> ModelRunner:
-    """On the current GPU, in bfloat16; graphs are the caller's to capture."""
+    """A runner on the current GPU, in bfloat16; graphs are the caller's to capture."""
     config = EngineConfig(
         device="cuda", dtype="bfloat16", load_format="dummy", max_num_seqs=16, kv_cache_memory="200MB",
         cuda_graphs=False, max_model_len=512,

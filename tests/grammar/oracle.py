@@ -1,4 +1,4 @@
-"""Which texts a grammar accepts, byte by byte, straight from the library: no engine, no vocabulary."""
+"""Texts that a grammar accepts, byte by byte, straight from the library: no engine, no vocabulary."""
 
 from __future__ import annotations
 

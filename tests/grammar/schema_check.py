@@ -112,7 +112,7 @@ def is_template(text: str) -> bool:
 
 
 def is_format(name: str, text: str) -> bool:
-    """Whether `text` has the format; one that no grammar enforces is not looked at."""
+    """True if `text` has the format; one that no grammar enforces is not looked at."""
     match name:
         case "date":
             return is_date(text)

@@ -30,7 +30,7 @@ def test_vocabulary(size: int) -> None:
 
 
 def test_transformers_tokenizes_alike() -> None:
-    """At SMALL only: LARGE takes seconds and differs in nothing but its length."""
+    """The size is SMALL: LARGE takes seconds and differs in nothing but its length."""
     made = big_tokenizer(SMALL)
     assert len(made.hf) == SMALL
     for text in TEXTS:

@@ -110,7 +110,7 @@ def test_contradictions_are_impossible(schema: Any) -> None:
 
 
 def test_a_loop_without_end_is_impossible() -> None:
-    """In Lark it compiles; the complaint comes with the first mask, and with a dump of the parser's state."""
+    """The loop compiles in Lark; the complaint comes with the first mask, and with a dump of the parser's state."""
     with pytest.raises(GrammarImpossible):
         to_llguidance(Grammar.json_schema({"$ref": "#"}))
     grammar = Grammar.lark("start: a\na: start\n")

@@ -188,7 +188,7 @@ def test_walks_match_the_pattern(backend: LlguidanceBackend, vocabulary: Vocabul
 def test_masks_of_many_at_once_are_those_one_by_one(
     backend: LlguidanceBackend, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In any rows of memory that holds anything; what is broken heals, or is an error of its own."""
+    """Masks go into any rows of memory that holds anything; a broken matcher heals, or is an error of its own."""
     grammar = Grammar.json_schema({"type": "array", "items": {"type": "string"}})
     template, lost = backend.compile(grammar), backend.compile(grammar)
     matchers = {place: Matcher(lost if place == 4 else template, 40, "truncate") for place in (5, 0, 3, 4, 1)}
@@ -255,7 +255,7 @@ def test_outputs_at_one_position_share_a_mask(
 
 
 def test_masks_of_forced_text_are_shared_behind_the_same_token() -> None:
-    """Which token the library allows there depends on the one before, not on others."""
+    """The token that the library allows there depends on the one before, not on others."""
     masks, position = SharedMasks(2**20), (3, 5)
     first, second = np.array([[0, 4, 0], [0, -(2**31), 0]], dtype=np.int32)
     key, known = masks.find(position, 7)

@@ -126,7 +126,7 @@ def test_they_do_so_in_a_tool_and_wherever_it_is_moved(name: str) -> None:
 
 @pytest.mark.parametrize("reference", ["other.json", "http://example.org/other#/a", "#nowhere", "#/$defs/none", URN])
 def test_what_leads_out_of_the_document_is_refused_by_name(reference: str) -> None:
-    """Even where a resource had such a place, were it the document: the pointer below is relative to `inner`."""
+    """A place that the outer document has is no exception: the pointer below is relative to `inner`."""
     inner = {"$id": "inner", "properties": {"a": {"$ref": reference}}}
     schema = {"$id": "http://example.org/", "$ref": "inner", "$defs": {"inner": inner, "none": {}}}
     assert "at /$defs/inner/properties/a/$ref" in complaint(Grammar.json_schema(schema))

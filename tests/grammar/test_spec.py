@@ -129,7 +129,7 @@ def test_classes_are_closed_objects(cls: type, good: list[str], bad: list[str]) 
 
 
 def test_typing_typed_dict_is_accepted() -> None:
-    """Also before Python 3.12, where pydantic takes only the one of `typing_extensions`."""
+    """Python before 3.12 is no exception, where pydantic takes only the one of `typing_extensions`."""
     assert accepts(Grammar.json_schema(Outer), '{"a": {}}')
     assert not accepts(Grammar.json_schema(Outer), '{"a": {"c": 1}}')
 

@@ -173,9 +173,8 @@ class Watch:
         return self.engine.stats().finished.get(reason, 0) - self.before.finished.get(reason, 0)
 
     def hold(self, steps: int = 16, until: Callable[[], bool] | None = None) -> None:
-        """From now on the engine stands still after every so many `steps` until something lies in its inbox, or
-        `until` says so: what a test is about to leave can't end before it, however late the test's own thread is. See
-        `release`."""
+        """Holds the engine after every so many `steps` until something lies in its inbox, or `until` says so: what a
+        test is about to leave can't end before it, however late the test's own thread is. See `release`."""
         held, count = threading.Event(), 0
         go_on = until or (lambda: bool(posted(self.engine)))
         gives_up = time.monotonic() + 120
@@ -196,7 +195,7 @@ class Watch:
 
     @property
     def num_requests(self) -> int:
-        """That have come to the engine and not ended, whether it has seen them or not. While it is held."""
+        """Requests that have come to the engine and not ended, whether it has seen them or not. It must be held."""
         return len(self.engine.core.loop.scheduler.requests) + len(posted(self.engine))
 
     def release(self) -> None:

@@ -73,7 +73,7 @@ def slowed(handle: EngineHandle, seconds: float = 0.02) -> Iterator[None]:
 
 
 def _wait(condition: Callable[[], bool]) -> None:
-    """On the engine's own thread, which stands still meanwhile."""
+    """Waits on the engine's own thread, which stands still meanwhile."""
     gives_up = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < gives_up, "nobody came to the engine that waits"

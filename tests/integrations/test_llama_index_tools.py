@@ -196,7 +196,7 @@ def test_text_before_calls_stays_and_calls_keep_apart() -> None:
 
 
 def test_how_a_tool_is_offered(llm: AsyncEngineLLM) -> None:
-    """Under its own name, by which LlamaIndex finds it again, and however long its description is."""
+    """A tool keeps its own name, by which LlamaIndex finds it again, however long its description is."""
     tool = FunctionTool.from_defaults(add, name="math.add", description="Add. " * 400)
     assert openai_tool(tool)["function"]["name"] == "math.add"
     assert list(openai_tool(ADD)["function"]) == ["name", "description", "parameters"]

@@ -161,7 +161,7 @@ def test_completions_are_scored_as_the_trainer_scores_them(engine: Engine, model
 
 
 def test_the_trainer_says_what_ends_a_completion(engine: Engine, model: Any) -> None:
-    """Not the checkpoint: ids that the trainer does not know as ends do not end."""
+    """The checkpoint does not: ids that the trainer does not know as ends do not end."""
     question = engine.tokenize([{"role": "user", "content": "What is the capital of Norway?"}])
     dot = engine.tokenize(".", add_special_tokens=False)[-1]
     [ended] = EngineGeneration(engine, a_trainer(model, eos_token_ids=[dot], max_completion_length=40)).generate(

@@ -85,7 +85,7 @@ class TestIntegration(EmbeddingsIntegrationTests):
 
 
 async def test_vectors_are_the_model_s_own(chain: AsyncEngineEmbeddings, index: AsyncEngineEmbedding) -> None:
-    """With the prompt of each kind of text, in all ten calls."""
+    """All ten calls put the prompt of their kind before the text."""
     served = Served(DEMO_EMBEDDER)
     documents = served(TEXTS, PROMPTS["document"]).numpy()
     query = served(["Who leads Velmora?"], PROMPTS["query"]).numpy()[0]

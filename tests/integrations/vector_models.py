@@ -17,7 +17,7 @@ def usage(prompt_tokens: int) -> Usage:
 
 
 class NotingEngine:
-    """In place of an engine, sync or async: vectors of the texts' lengths, ranks by length, and a note of each call."""
+    """A fake engine, sync or async: vectors of the texts' lengths, ranks by length, and a note of each call."""
 
     def __init__(self, prompts: tuple[str, ...] = (), asynchronous: bool = False) -> None:
         self.info = type("Info", (), {"prompts": prompts})()
@@ -46,7 +46,7 @@ class NotingEngine:
 
 
 class NotingSource:
-    """In place of a model object's `EngineSource`."""
+    """A fake of a model object's `EngineSource`."""
 
     name = "noting"
 

@@ -79,7 +79,7 @@ def test_what_is_not_given_out_or_gone_is_not_found() -> None:
 
 @_ON_LINUX
 def test_who_is_told_may_end_it() -> None:
-    """When a load is given up, nobody goes on looking for its memory."""
+    """A load that is given up ends the search for its memory."""
     arena = Arena()
     held = arena.empty((2**27,), torch.uint8)
     told: list[None] = []

@@ -208,7 +208,7 @@ def test_what_this_process_has_is_not_looked_for(most: int, folder: Path) -> Non
 
 
 def test_a_kernel_is_not_compiled_here_while_others_are_at_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the step of a request that calls it: it is asked for by its module and types, and found in the cache."""
+    """The step of a request calls it: the kernel is asked for by its module and types, and found in the cache."""
     asked, by_address = [], CALLS_OTHERS.replace("(", "void(")
 
     def wait_for(module: str, types: str) -> bool:
@@ -324,7 +324,7 @@ def test_processes_that_nobody_gave_a_name_end(folder: Path) -> None:
 def test_processes_that_die_or_hang_are_not_waited_for(
     program: str, folder: Path, in_place: Callable[[str], None]
 ) -> None:
-    """Before they are ready, or with a kernel."""
+    """They do so before they are ready, or with a kernel."""
     in_place(program)
     ahead = CompileAhead(2)
     if "sleep" in program:
@@ -358,7 +358,7 @@ NOBODY: dict[str, tuple[int, Callable[[pytest.MonkeyPatch], None]]] = {
 def test_where_no_process_may_compile_it_is_left_to_the_load(
     why: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And nothing is said, but by a cache that keeps nothing."""
+    """Nothing is said, but by a cache that keeps nothing."""
     assert can_start()
     most, plant = NOBODY[why]
     plant(monkeypatch)
@@ -376,7 +376,7 @@ on_linux = pytest.mark.skipif(not compile_process.FORKS, reason="no process fork
 
 
 def opened(most: int) -> CompilerProcesses:
-    """So many processes that are ready."""
+    """`most` processes that are ready."""
     processes = CompilerProcesses()
     for index in range(most):
         assert processes.open(forks=most - 1 - index, later=False).becomes_ready()
@@ -468,7 +468,7 @@ def test_whoever_waits_for_a_kernel_gets_it_next(folder: Path, in_place: Callabl
 
 
 def test_the_process_ends_with_the_program_that_started_it() -> None:
-    """Whatever it is doing: here, waiting for names, with its input closed as a dead program's is."""
+    """The process ends whatever it is doing: here, waiting for names, with its input closed as a dead program's is."""
     process = compiling_process()
     process.stdin.close()
     assert process.wait(timeout=120) == 0

@@ -90,7 +90,7 @@ def test_no_other_process_is_waited_for() -> None:
 
 
 def test_decoders_of_one_form_are_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one of another form has a list of its own."""
+    """A decoder of another form has a list of its own."""
     described = decoder_config_of(FAMILIES["qwen3"](), 64)
     forms = [(torch.float32, None, 4), (torch.bfloat16, None, 4), (torch.bfloat16, 8, 4), (torch.bfloat16, 8, 32)]
 

@@ -77,7 +77,7 @@ def test_bounds_and_the_sum_so_far() -> None:
 
 
 def test_a_block_of_nothing_changes_nothing() -> None:
-    """Whatever lies in the tile: NaN beyond the bounds never enters."""
+    """NaN beyond the bounds never enters, whatever lies in the tile."""
     found, state = weights(np.full(BLOCK, np.nan, dtype=np.float32), 5, 5, np.array([7, 2, 0], dtype=np.float32))
     assert not found.any()
     assert state.tolist() == [7, 2, 1]

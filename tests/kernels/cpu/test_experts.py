@@ -33,7 +33,7 @@ def draw(*shape: int) -> torch.Tensor:
 
 
 def make(width: int, inner: int, dtype: torch.dtype, bits: int | None, *, bounded: bool = False) -> Experts:
-    """With random weights, which are loaded all experts' at once."""
+    """Experts with random weights, which are loaded all experts' at once."""
     from unittest.mock import patch
 
     from asyncengine.kernels.cpu import packed
@@ -58,7 +58,7 @@ def choice(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 def reference(
     experts: Experts, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, bounded: bool
 ) -> torch.Tensor:
-    """In float64."""
+    """The experts' sum in float64."""
     inner = experts.config.width
     up, down = (
         draw(COUNT, 2 * inner, x.shape[1]) * 2 * x.shape[1] ** -0.5,

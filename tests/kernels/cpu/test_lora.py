@@ -60,7 +60,7 @@ def expected(x: torch.Tensor, y: torch.Tensor, slots: Sequence[int], deltas: lis
 @pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_equals_torch(inputs: int, widths: list[int], dtype: torch.dtype) -> None:
-    """Also into float32, as logits are. What no adapter changes keeps its bits."""
+    """Sums may also go into float32, as logits are. Rows and columns that no adapter changes keep their bits."""
     factors, deltas = make(inputs, widths, dtype)
     x = random(len(ROWS), inputs, dtype=dtype)
     for out in {dtype, torch.float32}:

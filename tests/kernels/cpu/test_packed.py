@@ -155,7 +155,7 @@ def test_rows_do_not_depend_on_threads(count: int, dtype: torch.dtype, result: t
 def test_what_is_not_finite_stays_in_its_row(
     rows: int, bad: int, value: float, dtype: torch.dtype, result: torch.dtype
 ) -> None:
-    """Also in rows that two tiles have in common."""
+    """Rows that two tiles have in common are no exception."""
     x, weight = random(rows, 66, dtype=dtype), random(64, 66, dtype=dtype)
     clean = product(x, weight, result)
     x[bad, 65] = value
@@ -177,7 +177,7 @@ def test_no_nan_is_rounded_to_a_number(bits: int) -> None:
 @forms
 @pytest.mark.parametrize(("panels", "inputs"), [(1, 34), (9, 258), (2, 600), (3, 257)])
 def test_widened_blocks(panels: int, inputs: int, dtype: torch.dtype, result: torch.dtype) -> None:
-    """On any CPU: one row or hundreds, whole blocks or parts of them have the bits of tiles in float32."""
+    """One row or hundreds, whole blocks or parts of them have the bits of tiles in float32, on any CPU."""
     inputs += inputs % 2 if dtype == HALF else 0
     x, weight, bias = random(133, inputs, dtype=dtype), random(32 * panels, inputs, dtype=dtype), random(32 * panels)
     size, across, packs = inputs * dtype.itemsize, 32 * panels * result.itemsize, pack(weight)
@@ -199,7 +199,7 @@ def test_widened_blocks(panels: int, inputs: int, dtype: torch.dtype, result: to
 @forms
 @pytest.mark.parametrize("rows", [1, 5, 7, 12, 13, 29])
 def test_nothing_else_is_written_or_read(rows: int, dtype: torch.dtype, result: torch.dtype) -> None:
-    """At addresses that are aligned to nothing, between numbers that would show in the result."""
+    """Operands lie at addresses that are aligned to nothing, between numbers that would show in the result."""
     for outputs in (96, 75):
         x, weight, bias = random(rows, 34, dtype=dtype), random(outputs, 34, dtype=dtype), random(outputs)
         given = [within(part, float("nan")) for part in (x, pack(weight), bias)]
@@ -332,7 +332,7 @@ def test_what_the_compiler_does_not_know_of_arm(machine: str, has: bool, monkeyp
 
 
 def test_tiles_cover_every_row() -> None:
-    """And no other; as few tiles as the sizes there are allow, and the smallest that do it."""
+    """No other row is covered; tiles are as few as the sizes there are allow, and the smallest that do it."""
     for rows in range(1, 301):
         tile, tiles = packed.tiles_for(rows)
         covered = {min(turn * tile, rows - tile) + row for turn in range(tiles) for row in range(tile)}

@@ -34,8 +34,8 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @forms
 def test_the_product_is_that_of_the_exact_matrix(name: str) -> None:
-    """But for the rounding of x, which is the same in all forms: 1e-2 at most, and to neither side. Of a row of zeros
-    they are zeros."""
+    """The rounding of x is all that differs, and the same in all forms: 1e-2 at most, and to neither side. Products
+    with a row of zeros are zeros."""
     matrix = RandomMatrix(name, OUTPUTS, INPUTS)
     assert not weight_of(matrix).multiply(torch.zeros(2, INPUTS), None).any()
     x, exact = random(40, INPUTS), matrix.dense().double()
@@ -50,7 +50,7 @@ def test_the_product_is_that_of_the_exact_matrix(name: str) -> None:
 
 @forms
 def test_rows_in_any_company_and_with_any_threads(name: str) -> None:
-    """To the bit; so too into columns of a wider matrix."""
+    """Results are equal to the bit; so too in columns of a wider matrix."""
     weight, x = weight_of(RandomMatrix(name, OUTPUTS, INPUTS)), random(15, INPUTS)
     together = weight.multiply(x, None)
     for first, last in ((0, 1), (1, 3), (3, 8), (8, 15), (2, 5), (5, 9)):
@@ -101,7 +101,7 @@ def test_the_largest_numbers_do_not_overflow(name: str, value: float) -> None:
 @pytest.mark.skipif(not quantized_narrow.NARROW, reason="a CPU that has tiles of one kind")
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "IQ4_XS", "gptq8", "w8a8"])
 def test_tiles_of_both_kinds_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit: what one machine answers, another does."""
+    """Results are equal to the bit: what one machine answers, another does."""
     weight, x, bias = weight_of(RandomMatrix(name, OUTPUTS, INPUTS)), random(11, INPUTS), random(OUTPUTS)
     shorter = [x[:rows] for rows in (1, 2, 3, 5, 11)]
     narrow = [weight.multiply(rows, bias) for rows in shorter]

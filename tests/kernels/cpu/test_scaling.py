@@ -23,7 +23,7 @@ def every_kind() -> list[LayerKernels]:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_rows_times_factors(threads: int, dtype: torch.dtype) -> None:
-    """In place, the first columns; or a row for each of several factors."""
+    """Rows are scaled in place, in their first columns; or there is a row for each of several factors."""
     x, factors = torch.randn(7, 50).to(dtype), torch.randn(7, 3)
     with team_of(threads, 64):
         compiled, plain = (each.scaled_rows(x, factors) for each in every_kind())

@@ -1,4 +1,4 @@
-"""When a launch goes through Triton's search for what it compiled, and when it does not."""
+"""Launches that go through Triton's search for what it compiled, and those that do not."""
 
 from __future__ import annotations
 

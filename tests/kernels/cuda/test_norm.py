@@ -24,7 +24,7 @@ def test_norm(rows: int, width: int, dtype: torch.dtype) -> None:
 
 
 def test_norm_of_parts_of_wider_rows() -> None:
-    """In two dimensions rows are read where they lie; heads are copied first."""
+    """Rows of two dimensions are read where they lie; heads are copied first."""
     merged, weight = torch.randn(5, 96), torch.rand(32) + 0.5
     close(rms_norm(merged[:, 32:64], weight, 1e-6), reference(merged[:, 32:64], (32,), weight, 1e-6), torch.float32)
     heads = merged[:, 32:].view(5, 2, 32)

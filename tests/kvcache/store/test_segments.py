@@ -77,7 +77,7 @@ def live(seed: int, *, flips: int = 0) -> None:
 
 
 def dropped(store: SegmentStore) -> bool:
-    """Whether old segments have made room."""
+    """True if old segments have made room."""
     return min((entry.segment for entry in store._entries.values()), default=2) > 1
 
 

@@ -118,8 +118,7 @@ class PutAt:
 
 @pytest.mark.parametrize("blocking", [False, True])
 async def test_the_only_token_is_put_at_any_line_of_its_reader(blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token comes at any line from the reader's look until its wait: it finds the token, or the writer is to wake
-    it."""
+    """The token comes at any line from a reader's look to its wait: it finds the token, or the writer must wake it."""
     monkeypatch.setattr(mailbox_module, "threading", SimpleNamespace(Event=Alarm))
     for put_at in count(1):
         mailbox = Mailbox()

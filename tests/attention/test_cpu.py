@@ -123,7 +123,7 @@ BLOCKS = ((0, 3, 30), (0, 30, 41), (1, 0, 20), (2, 28, 40), (4, 60, 61))
 @pytest.mark.parametrize("backend", ["compiled", "torch"])
 @pytest.mark.parametrize("near", [False, True], ids=["everywhere", "in windows"])
 def test_blocks_are_attended_to_both_ways(shape: str, backend: str, near: bool) -> None:
-    """Against the softmax written out, over chunks of which some begin within a block."""
+    """Results equal the softmax written out, over chunks of which some begin within a block."""
     spec = replace(BASE, window=40) if shape == "window of 40" else SHAPES[shape]
     lengths = (50, 20, 45, 1, 600)
     rows = Lengths(spec, list(lengths))
@@ -204,7 +204,7 @@ class Lengths:
 
 @pytest.mark.parametrize("shape", ["group of 3, 80 dimensions", "window", "chunks", "all"])
 def test_bit_for_bit_in_any_company(shape: str) -> None:
-    """Alone, among 64, on one or two threads, in chunks of any size: long rows too, which are split when alone."""
+    """Rows run alone, among 64, on one or two threads, in chunks of any size; long rows are split when alone."""
     lengths = [1300, 17, 600, *[20 + row for row in range(61)]]
     rows = Lengths(SHAPES[shape], lengths)
     whole = rows.attend([(row, 0, length) for row, length in enumerate(lengths)])

@@ -252,7 +252,7 @@ def test_padding_rows_change_nothing(layers: list[LayerSpec], fake: FakeFlashInf
 
 @pytest.mark.parametrize("layers", [GEMMA, LLAMA4], ids=["windows", "chunks"])
 def test_a_captured_graph_follows_the_plans(layers: list[LayerSpec], fake: FakeFlashInfer) -> None:
-    """Captured once per size, replayed over many steps: what is launched reads fixed memory that each plan refills."""
+    """A graph is captured once per size and replayed over many steps: it reads fixed memory that each plan refills."""
     backend = make_flashinfer(layers, fake)
     pair = Pair(backend, layers, rows=8, most=68)
     assert pair.step([(row, 2 + 5 * row) for row in range(8)]) < 1e-5

@@ -16,7 +16,7 @@ from benchmarks.open_close import HOSTINGS, SCHEMA
 WARM, LAST = 2, 3
 """Cycles after which kernels are compiled and caches of a whole process are filled; the last one."""
 LIBRARIES = ("asyncengine", "jinja2", "llguidance", "tokenizers", "torch", "transformers", "threading")
-"""Whose objects an engine is made of."""
+"""Libraries of whose objects an engine is made."""
 
 
 def left() -> Counter[str]:

@@ -52,7 +52,7 @@ TREE = {
         "$defs": {"Tree": {"properties": {"next": {"anyOf": [{"$ref": "#/$defs/Tree"}, {"type": "null"}]}}}},
     },
 }
-"""Recursive, with values that look like the marks of a call."""
+"""A recursive schema, with values that look like the marks of a call."""
 ANSWER = {
     "type": "object",
     "properties": {"name": {"enum": ["add", "x", "<tool_call>"]}, "tags": {"type": "array", "minItems": 1}},

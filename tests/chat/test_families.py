@@ -22,7 +22,7 @@ ID = re.compile(r', "id": "\w+"|\[CALL_ID\]\w+')
 
 
 def test_the_documentation_names_these_families() -> None:
-    """One that is lost here is still promised there."""
+    """A family that is lost here would still be promised there."""
     rows = re.findall(r"^\| (`[^|]+) \|.*\| ([^|]+) \|$", HOWTO.read_text(encoding="utf-8"), re.MULTILINE)
     promised = [(name, re.findall(r"`(\w+)`", forms)) for forms, names in rows for name in re.split("[;,] ", names)][1:]
     assert sorted(name for name, _ in promised) == sorted(FAMILIES)

@@ -74,7 +74,7 @@ class Terminal:
         self.expect(text)
 
     def end(self) -> int:
-        """Read to the end of the output; the exit code."""
+        """Reads to the end of the output, and returns the exit code."""
         deadline = time.monotonic() + PATIENCE
         while self._read(deadline):
             pass

@@ -131,7 +131,7 @@ async def test_a_fleet_that_takes_nothing_is_sent_a_bounded_amount() -> None:
 
 
 async def test_whoever_does_not_have_the_fleets_key_is_not_heard(caplog: pytest.LogCaptureFixture) -> None:
-    """Nor told anything, and the fleet does not notice."""
+    """A stranger is told nothing either, and the fleet does not notice."""
     host = Host()
     async with connected(host) as (fleet_end, told), contextlib.AsyncExitStack() as undo:
         host.says.put_nowait(b"a")

@@ -94,7 +94,7 @@ def right() -> dict[str, list[int]]:
 
 
 async def visit(engine: AsyncEngine, number: int, right: dict[str, list[int]], rng: random.Random) -> bool:
-    """One stream; about a third leave early. True: it was read to its end."""
+    """Reads one stream; about a third leave early. True: it was read to its end."""
     text, stays = TEXTS[number % len(TEXTS)], rng.randrange(-40, 20)
     tokens: list[int] = []
     async with engine.stream(text, PARAMS) as stream:
@@ -140,7 +140,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 async def refusals(fleet: Fleet, cluster: Any) -> None:
-    """Beside a fleet that has a part of everything."""
+    """Checks refusals beside a fleet that has a part of everything."""
     with pytest.raises(InvalidParameter, match="another fleet has it"):
         await Fleet.from_pretrained("demo", name="three", **ENGINE)
     for settings, said in REFUSED.values():

@@ -201,7 +201,7 @@ async def test_the_fleets_demo_tells_its_story(
 
 
 async def test_replicas_of_different_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Named, and what was started is ended."""
+    """The error names the difference, and replicas that were started are ended."""
     made: list[LocalCluster] = []
     start = frontend.start_replicas
 

@@ -247,7 +247,7 @@ class AskedRay:
 
 
 def cluster_on(ray: AskedRay, settings: FleetConfig) -> RayCluster:
-    """One that is connected to it."""
+    """A cluster that is connected to `ray`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray_cluster, "load_ray", lambda: ray)
         return RayCluster(settings, "fleet")

@@ -133,7 +133,7 @@ def test_devices_share_evenly_and_divide_the_heads() -> None:
 
 
 def test_each_device_has_its_copy_and_its_part_of_the_rest() -> None:
-    """One device where it suffices, then as few of one node as do, then of several."""
+    """A replica takes one device where it suffices, then as few of one node as do, then of several."""
     nodes = [node("a", devices=4), node("b", devices=4)]
 
     def taken(gib: float, **changes: Any) -> list[list[int]]:

@@ -280,7 +280,7 @@ async def test_a_decoder_that_is_lost_has_not_begun_what_is_computed_elsewhere(
 async def test_pages_that_do_not_come_are_computed_and_after_some_nobody_is_asked(
     monkeypatch: pytest.MonkeyPatch, alone: Alone
 ) -> None:
-    """Evicted, of another fingerprint, or refused with their prompt."""
+    """Pages may be evicted or of another fingerprint, or their prompt is refused."""
     prompts = [prompt_of(number) for number in range(MOST_MISSED + 2)]
     right = [alone(prompt) for prompt in prompts]
     async with local_fleet(monkeypatch, **APART) as (fleet, cluster):

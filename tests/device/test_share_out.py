@@ -20,7 +20,7 @@ def cores() -> Cores:
 
 
 def test_all_threads_take_part_and_each_item_is_taken_once(cores: Cores) -> None:
-    """Within, kernels and torch are alone on their thread, and in the mode that the caller is in."""
+    """Kernels and torch are alone on their thread meanwhile, and in the mode that the caller is in."""
     meeting, seen = threading.Barrier(3, timeout=120), list[tuple[int, int, int, bool]]()
 
     def work(item: int) -> None:

@@ -122,7 +122,7 @@ def test_predictions(model: Any) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
 def test_bfloat16(family: str, tmp_path: Path) -> None:
-    """Near transformers' own, and in chunks and batches the same to the bit."""
+    """Logprobs are near transformers' own, and in chunks and batches the same to the bit."""
     whole = save_picture_model(family, tmp_path).to(torch.bfloat16)
     loaded = Loaded(tmp_path, dtype="bfloat16")
     run = Run(loaded, prefix_caching=False)

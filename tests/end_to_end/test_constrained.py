@@ -105,7 +105,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 async def test_greedy_equals_the_plain_loop(name: str, desk: Desk) -> None:
-    """Constrained and free rows in one batch, whatever the schedule; and each alone."""
+    """Constrained and free rows share batches, whatever the schedule; and each runs alone."""
     settings = SETTINGS[name]
     expected = desk.answers(settings.get("jump_forward", True))
     async with await desk.engine(**settings) as engine:

@@ -84,8 +84,8 @@ def engine(path: Path, **settings: Any) -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES if LONG else ONE_OF_EACH)
 async def test_greedy_equals_generate(family: str, checkpoints: Any, references: Any) -> None:
-    """Alone and batched; chunks of 1, 7, 16 and unlimited; cache on and off; preempted; two steps in flight. Families
-    that bring nothing of their own to the schedule: preempted, once."""
+    """Prompts run alone and batched; in chunks of 1, 7, 16 and unlimited; with cache on and off; preempted; with two
+    steps in flight. Families that bring nothing of their own to the schedule run once, preempted."""
     expected = references(family)
     assert len({tuple(tokens) for tokens in expected}) > 1
     assert max(len(set(tokens)) for tokens in expected) > 4  # they wander: equality means something

@@ -32,7 +32,7 @@ def engine(folder: Path, request: Any) -> Iterator[AsyncEngine]:
 
 
 async def test_scores_are_the_models_own_and_nothing_is_generated(engine: AsyncEngine, folder: Path) -> None:
-    """Together with requests that generate, twice: the second time the prompts are in the prefix cache."""
+    """Requests that generate run beside, twice: the second time the prompts are in the prefix cache."""
     reference, before = Reference(folder), engine.stats().generated_tokens
     wanted = [torch.log_softmax(reference.logits(prompt), dim=-1) for prompt in PROMPTS]
     for _ in range(2):

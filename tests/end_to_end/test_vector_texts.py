@@ -33,7 +33,7 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"] if LONG else ["modernbert", "qwen3"])
 def test_a_text_s_bits_do_not_depend_on_its_company(family: str, tmp_path: Path) -> None:
-    """Alone, among 2 to 256 others, in any order, in steps of any size, from the cache or not."""
+    """A text runs alone, among 2 to 256 others, in any order, in steps of any size, from the cache or not."""
     rng = random.Random(1)
     modes = "lasttoken" if family == "qwen3" else "mean"
     folder = sentence_folder(tmp_path, family=family, modes=modes, normalize=True)

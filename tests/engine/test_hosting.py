@@ -261,7 +261,7 @@ async def use(**settings: Any) -> asyncengine.AsyncEngine:
 
 
 async def some_ticks(engine: asyncengine.AsyncEngine, count: int = 3) -> None:
-    """Until the engine's loop has looked at the clock so many times since."""
+    """Waits until the engine's loop has looked at the clock `count` times."""
     seen, loop = [], engine.core.loop
     tick = loop.on_tick
     assert tick is not None

@@ -8,7 +8,7 @@ from asyncengine.engine.inbox import Inbox
 
 
 async def test_what_was_posted_before_the_reader_waits_is_not_waited_for() -> None:
-    """Between its look and its wait: a post finds nobody to wake then."""
+    """The post comes between the reader's look and its wait: it finds nobody to wake then."""
     inbox: Inbox[int] = Inbox()
     assert inbox.take() == []
     assert inbox.post(1, 2)

@@ -38,7 +38,7 @@ async def leave_by_cancel(engine: AsyncEngine, prompt: list[int], after: int) ->
 
 
 async def read(stream: TokenStream, chunks: int) -> bool:
-    """Read some chunks. False: a starved reader gets all there is in fewer, and nothing is left to leave."""
+    """Reads some chunks. False: a starved reader gets all there is in fewer, and nothing is left to leave."""
     for _ in range(chunks):
         try:
             await anext(stream)

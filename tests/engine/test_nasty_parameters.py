@@ -27,7 +27,7 @@ from asyncengine.options import ChatRequest, RequestOptions
 
 
 class Mute:
-    """Cannot even be shown."""
+    """An object that cannot even be shown."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no name")

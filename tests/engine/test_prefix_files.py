@@ -27,7 +27,7 @@ PROMPT = [2 + (7 * place) % 90 for place in range(30)]
 
 
 class Memory(FakePageMemory):
-    """Page memory that makes the second copy of a page wait for the gate."""
+    """Page memory whose second page is copied only when the gate opens."""
 
     def __init__(self, executor: Executor) -> None:
         super().__init__(executor)

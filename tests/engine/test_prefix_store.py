@@ -50,7 +50,7 @@ class Disk:
         self.disk = disk or VirtualDisk(random.Random(1))
         self.gate = threading.Event()
         self.gate.set()
-        """Reads of records wait for it."""
+        """A gate that reads of records wait for."""
         self._calls = threading.Lock()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -317,7 +317,7 @@ def trust_copies(patch: pytest.MonkeyPatch) -> None:
 
 
 def publish_before_reading(patch: pytest.MonkeyPatch) -> None:
-    """However fast a disk is: each reading begins when the next one is asked for."""
+    """A reading begins when the next one is asked for, however fast the disk is."""
     load, asked = PrefixStore.load, list[Any]()
 
     def hasty(self: PrefixStore, order: Any, loaded: Any) -> None:

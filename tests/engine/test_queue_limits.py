@@ -208,7 +208,7 @@ def test_an_interrupted_wait_gives_its_place_back():
 
 @pytest.mark.parametrize("how", ["call", "chat of many samples", "request_timeout", "waiting_timeout", "thread"])
 async def test_deadlines_run_while_a_request_waits_for_a_place(how: str):
-    """However long the step in progress takes: the request never reached the engine."""
+    """The request never reached the engine: the step in progress may take any time."""
     settings = {how: 0.05} if how.endswith("_timeout") else {}
     engine, running = await engine_with_one_running(max_queued_requests=2, when_full="wait", hosted=how == "thread")
     async with engine:

@@ -75,7 +75,7 @@ def start(folder: Path, number: int) -> Program:
 
 
 def answers(process: Program, most: int = 100) -> list[Answer]:
-    """Up to so many answers of a process."""
+    """Answers of a process, `most` at most."""
     assert process.stdout is not None
     found: list[Answer] = []
     while len(found) < most and (line := process.stdout.readline()):

@@ -159,7 +159,7 @@ class EngineByHand:
         return bool(self.open or self.scheduler.requests or self.launched or self.pool.busy)
 
     def turn(self) -> None:
-        """Turns as `EngineLoop.run` does, except that steps are computed late: others are launched meanwhile."""
+        """Runs a turn of `EngineLoop.run`, except that steps are computed late: others are launched meanwhile."""
         depth = self.core.config.max_steps_in_flight
         self.loop.apply_inbox()
         batch = None

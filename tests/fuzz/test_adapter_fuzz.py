@@ -96,7 +96,7 @@ class Traffic:
         self.versions: dict[str, list[str]] = {f"n{index}": [f"n{index}"] for index in range(6)}
         """The versions that were to be loaded under a name, in order."""
         self.meant = dict.fromkeys(self.versions, 0)
-        """Index of the last version that was."""
+        """The index of the last version that was to be loaded under a name."""
         self.seen: Counter[str] = Counter()
         self.done = False
 

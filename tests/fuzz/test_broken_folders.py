@@ -261,5 +261,5 @@ def test_names_of_models(model: Any) -> None:
 
 
 def _some(cases: list[Any]) -> list[Any]:
-    """All, or a sample that is the same every time."""
+    """All cases, or a sample that is the same every time."""
     return cases if len(cases) <= SAMPLE else random.Random(7).sample(cases, SAMPLE)

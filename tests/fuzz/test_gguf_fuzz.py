@@ -52,6 +52,6 @@ def seed_files(folder: Path) -> list[bytes]:
 
 
 def test_mutated_files(tmp_path: Path) -> None:
-    """Opened, refused as broken and refused as unsupported: all three come up, and nothing else."""
+    """Files are opened, refused as broken or refused as unsupported: all three come up, and nothing else."""
     found = run(seed_files(tmp_path), CASES, tmp_path)
     assert set(found) == {"opened", "ModelNotFound", "UnsupportedModel"}

@@ -117,7 +117,7 @@ def live_on() -> None:
 
 
 def test_a_picture_that_is_cut_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would be encoded for each of its chunks: no wrong answer, and no progress to speak of."""
+    """The image would otherwise be encoded for each of its chunks: no wrong answer, and no progress to speak of."""
 
     def encoded() -> int:
         lives: list[Life] = [ImageLife(seed) for seed in range(5)]

@@ -168,7 +168,7 @@ def ask_the_matcher_whether_it_is_done(patch: pytest.MonkeyPatch) -> None:
 
 
 def start_before_the_grammar_is_there(patch: pytest.MonkeyPatch) -> None:
-    """Whose adapter is loaded starts, whether its grammar is compiled or not."""
+    """A request whose adapter is loaded starts, whether its grammar is compiled or not."""
 
     def broken(self: Roster, queue: Any, ticket: int, error: Any) -> None:
         if queue is self.adapter_queue:

@@ -150,7 +150,7 @@ PLANTS: list[Plant] = [
     a_snapshot_of_a_moved_state,
 ]
 IN_ORDER = [free_under_a_running_step]
-"""Seen by the books and the retire rule alone: the fake device runs one step after another, as a stream does."""
+"""Bugs that the books and the retire rule alone see: the fake device runs one step after another, as a stream does."""
 IN_TOKENS = [plant for plant in PLANTS if plant not in IN_ORDER]
 FOUND = (AssertionError, InvariantViolation, ValueError, IndexError, KeyError)
 

@@ -58,7 +58,7 @@ def answers(path: Path, *, graphs: bool) -> list[Job]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_graphs_answer_as_steps_without(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to rounding: padded to other numbers of rows, products may be summed in another order."""
+    """Answers are equal up to rounding: padded to other numbers of rows, products may be summed in another order."""
     monkeypatch.setitem(tiny_models.FAMILIES, name, partial(widened, tiny_models.FAMILIES[name]))
     path = make_checkpoint(name, tmp_path / name)
     for plain, replayed in zip(answers(path, graphs=False), answers(path, graphs=True), strict=True):

@@ -59,7 +59,7 @@ def test_kernels_give_what_torch_gives(place: str, rows: int, dtype: torch.dtype
 
 @pytest.mark.parametrize("rows", [2, 64])
 def test_a_replayed_graph_follows_the_slots(rows: int) -> None:
-    """Captured with rows that have none, behind a product, as in a model's layer."""
+    """The graph is captured with rows that have none, behind a product, as in a model's layer."""
     place = PLACES["merged"]
     stack = filled(KernelStack, place, torch.bfloat16)
     x = torch.randn(rows, 768, device=CUDA, dtype=torch.bfloat16)

@@ -67,7 +67,7 @@ def test_the_kernel_gives_what_torch_gives(name: str, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_graph_moves_the_states_of_any_step(name: str) -> None:
-    """Captured with padding rows only, then replayed with others, of which the last is padding."""
+    """The graph is captured with padding rows only, then replayed with others, of which the last is padding."""
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).to("cuda", torch.bfloat16)
     every, nobody = torch.arange(4, device="cuda"), torch.full((4,), 9, device="cuda")
     sources, targets = torch.tensor([[0, 3, 5, 0], [2, 3, 6, 9]], device="cuda")

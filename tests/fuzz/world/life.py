@@ -128,7 +128,7 @@ class Life:
 
     @contextmanager
     def _expecting(self, what: str, *known: type[Exception]) -> Iterator[None]:
-        """Within, any error but `known` ones is a violation."""
+        """A context in which any error but `known` ones is a violation."""
         try:
             yield
         except known:
@@ -257,7 +257,7 @@ class Life:
 
 @contextmanager
 def _silent_logger() -> Iterator[None]:
-    """Within, planned faults are not logged."""
+    """Keeps planned faults out of the log, as a context."""
     logger = logging.getLogger("asyncengine")
     before, logger.disabled = logger.disabled, True
     try:

@@ -240,11 +240,11 @@ class Checker:
         self._validator = Strict(exact(schema))
 
     def fault(self, instance: Any) -> str | None:
-        """Why plain data does not satisfy the schema, or None."""
+        """The reason why plain data does not satisfy the schema, or None."""
         return self._fault(exact(instance))
 
     def text_fault(self, text: str) -> str | None:
-        """Why a text is not JSON that satisfies the schema, or None."""
+        """The reason why a text is not JSON that satisfies the schema, or None."""
         try:
             loaded = strict_loads(text)
         except ValueError as error:

@@ -66,7 +66,7 @@ def templates(vocabulary: Vocabulary) -> dict[str, LlgTemplate]:
 def test_no_output_is_lost_from_the_stated_minimum_on(
     name: str, templates: dict[str, LlgTemplate], vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor searched for: the costs are known wherever the output goes."""
+    """No output is searched for either: the costs are known wherever the output goes."""
     template, least = templates[name], templates[name].min_tokens
     monkeypatch.setattr(template, "searched", lambda: pytest.fail("a search took over"))
     for seed in range(4 if least > 500 else 20):

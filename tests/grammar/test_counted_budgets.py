@@ -183,7 +183,7 @@ def test_classes_of_characters_are_those_of_the_library(vocabulary: Vocabulary, 
 
 @pytest.mark.parametrize("letters", ["abcdefghijklmnopqrstuvwxyz", " 01:x", "".join(map(chr, range(128))), "é", ""])
 def test_tokens_within_a_set_of_letters_are_all_of_them(letters: str) -> None:
-    """Against every token of a real vocabulary, looked at letter by letter."""
+    """The set is checked against every token of a real vocabulary, looked at letter by letter."""
     vocabulary = real_vocabulary(SMALL)
     allowed = {letter for letter in letters.encode() if letter < 128}
     wanted: dict[int, int] = {}

@@ -167,7 +167,7 @@ async def test_a_search_that_hits_the_librarys_limit_costs_nobody_a_token(vocabu
 def test_where_no_way_is_known_the_output_goes_on_while_the_budget_is_far(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ended by the model it is complete; ended by its budget it is an error, never passed off as complete."""
+    """An output that the model ends is complete; one that its budget ends is an error, never passed off as complete."""
     monkeypatch.setattr("asyncengine.grammar.closing.tracker.LEAF_EFFORT", 0)
     schema = note(pattern="^\\p{L}{200}end$")  # only the library knows such classes
     template = compiled(vocabulary, schema)

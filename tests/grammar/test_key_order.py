@@ -44,7 +44,7 @@ def schema_of(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def instance_of(rng: random.Random, schema: Any, depth: int) -> Any:
-    """Mostly valid; keys in random order."""
+    """An instance of the schema, mostly valid; keys in random order."""
     if not isinstance(schema, dict) or depth == 0 or rng.random() < 0.05:
         return rng.choice(VALUES)
     if schema.get("type") == "array":

@@ -225,7 +225,7 @@ SCHEMA = {
 def test_outputs_at_one_position_share_a_mask(
     backend: LlguidanceBackend, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However they came there, together or one after the other, the library is asked once."""
+    """The library is asked once, however outputs came there, together or one after the other."""
     template = backend.compile(Grammar.json_schema(SCHEMA))
     texts = [b'{"name": "ab', b'{"name": "\xc3\xbcz', b'{ "name":"xyz', b'{"n', b'{"n', b'{"name": "a']
     wanted = np.zeros((len(texts), vocabulary.mask_words), dtype=np.int32)

@@ -136,8 +136,8 @@ def test_random_ranges_against_decimal_arithmetic(part: int) -> None:
 
 
 def differs_by_less_than_a_double(schema: dict[str, Any], text: str) -> bool:
-    """Beside an exclusive bound, and no double lies between, or written with a fraction where doubles have none: such
-    texts are left out."""
+    """True if no double lies between the number and an exclusive bound, or if it has a fraction where doubles have
+    none: such texts are left out."""
     opened = [float(schema[key]) for key in ("exclusiveMinimum", "exclusiveMaximum") if key in schema]
     beyond = "." in text and abs(Decimal(text)) >= 2**53 - 2
     return beyond or any(abs(Decimal(text) - decimal(bound)) < 2 * Decimal(math.ulp(bound)) for bound in opened)

@@ -81,13 +81,13 @@ def test_text_that_has_to_come_for_ever_is_not_looked_for(name: str) -> None:
     ],
 )  # fmt: skip
 def test_where_it_may_be_looked_for(lark: str, endless: bool) -> None:
-    """Otherwise text that has to come is cut as the tokenizer would, and costs no steps."""
+    """Text that has to come is otherwise cut as the tokenizer would, and costs no steps."""
     template = LlguidanceBackend(shared_vocabulary()).compile(Grammar.lark(lark))
     assert ("no_forcing" in template.text) == endless
 
 
 def random_grammar(rng: random.Random) -> Grammar:
-    """Small, and odd: every keyword, extreme counts and numbers, any pattern, any Lark."""
+    """A small and odd grammar: every keyword, extreme counts and numbers, any pattern, any Lark."""
     match rng.randrange(4):
         case 0:
             return Grammar("regex", random_pattern(rng, 4))

@@ -178,7 +178,7 @@ print(ChatAsyncEngine(model="m", **{given})._get_llm_string())
 
 
 def test_cache_keys_do_not_depend_on_how_settings_are_given() -> None:
-    """Nor on the order in which a process goes through a set: LangChain's caches outlive it."""
+    """The order in which a process goes through a set does not matter either: LangChain's caches outlive it."""
     forms = [{**GIVEN}, dict(reversed(GIVEN.items())), {"engine_config": GIVEN}]
     assert len({ChatAsyncEngine(model="m", **form)._get_llm_string() for form in forms}) == 1
     run = subprocess.run(

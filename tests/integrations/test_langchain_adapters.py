@@ -55,7 +55,7 @@ async def test_text_completion_takes_adapters_too(handle: EngineHandle, make_llm
 
 
 def test_the_cache_tells_adapters_apart(make_chat: Make, answers: dict[str | None, str], watch: Watch) -> None:
-    """However the choice is written: a field, `model=` or `adapter=` on top of it."""
+    """The choice may be written as a field, or as `model=` or `adapter=` on top of it."""
     cache = InMemoryCache()
     chats = {name: make_chat(max_tokens=TOKENS, cache=cache, adapter=name) for name in NAMES}
     base = chats[None].model

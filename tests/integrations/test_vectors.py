@@ -108,7 +108,7 @@ async def test_vectors_are_the_model_s_own(chain: AsyncEngineEmbeddings, index: 
 
 
 async def test_an_index_finds_the_demo_s_documents(index: AsyncEngineEmbedding) -> None:
-    """Made blocking inside a running loop, asked with and without awaiting."""
+    """The index is made blocking inside a running loop, and asked with and without awaiting."""
     nodes = [TextNode(id_=name, text=text) for name, text in DOCUMENTS.items()]
     retriever = VectorStoreIndex(nodes, embed_model=index).as_retriever(similarity_top_k=1)
     for question, expected in FOR_RETRIEVAL:

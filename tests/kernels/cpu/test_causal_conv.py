@@ -46,7 +46,7 @@ def pools_of(layer: CausalConv, dtype: torch.dtype) -> StatePools:
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize(("channels", "taps"), SHAPES)
 def test_equals_torchs_convolution(channels: int, taps: int, own: bool, dtype: torch.dtype) -> None:
-    """Compiled and as reference, with bias and activation or without; in rows that are part of longer ones."""
+    """Compiled and reference layers are equal, with bias and activation or without, also in rows of longer ones."""
     x = torch.randn(40, channels + 7).to(dtype)[:, 3 : channels + 3]
     for plain in (True, False):
         layer = make_layer(channels, taps, dtype, plain, own)

@@ -89,7 +89,7 @@ def test_near_the_exact_sum(width: int, inner: int, dtype: torch.dtype, bits: in
 
 @pytest.mark.parametrize(("dtype", "bits"), FORMS)
 def test_a_row_s_bits_are_its_own(dtype: torch.dtype, bits: int | None) -> None:
-    """Alone and in any company, by any number of threads in pieces of any size, and cut into shorter calls."""
+    """Rows run alone and in any company, by any number of threads in pieces of any size, and cut into shorter calls."""
     experts = make(96, 160, dtype, bits)
     x, (ids, weights) = draw(60, 96).to(dtype), choice(60)
     whole = experts(x, ids, weights)

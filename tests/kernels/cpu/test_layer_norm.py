@@ -28,7 +28,7 @@ def inputs(rows: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...
 
 
 def near(found: torch.Tensor, exact: torch.Tensor) -> None:
-    """Within a rounding of the exact number, and of float32."""
+    """Checks that a result is within a rounding of the exact number, and of float32."""
     step = 2.0**-8 if found.dtype == torch.bfloat16 else 2e-6
     assert (found.double() - exact).abs().max() <= step * exact.abs().max()
 

@@ -139,7 +139,7 @@ def test_rows_do_not_depend_on_their_neighbours(dtype: torch.dtype, result: torc
 @forms
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_rows_do_not_depend_on_threads(count: int, dtype: torch.dtype, result: torch.dtype) -> None:
-    """Nor is anything left out where there are fewer panels than threads."""
+    """No panel is left out where there are fewer of them than threads."""
     x, weight = random(13, 98, dtype=dtype), random(32 * count, 98, dtype=dtype)
     alone = product(x, weight, result)
     check(alone, x, weight, None)

@@ -58,7 +58,7 @@ def test_vectors_give_the_same_numbers(dim: int, rotary: int, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("dim", "rotary"), SHAPES + ODD_SHAPES)
 def test_equals_torch(dim: int, rotary: int, dtype: torch.dtype, normed: bool) -> None:
-    """Rounded after each of its operations; the norm's own sum may differ in its last bit."""
+    """Results are rounded after each operation; the norm's own sum may differ in its last bit."""
     head, weight, cos, sin = given(dim, rotary, dtype)
     out = torch.full_like(head, 9)
     prepare_head(

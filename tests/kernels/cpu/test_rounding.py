@@ -66,7 +66,7 @@ def test_whatever_memory_held_before_and_however_rows_come(bits: int) -> None:
 
 
 def made_up(outputs: int, inputs: int) -> torch.Tensor:
-    """Among them a row of zeros, ties of both signs in both orders, one large number, and very small ones."""
+    """Weights with a row of zeros, ties of both signs in both orders, one large number, and very small ones."""
     generator = torch.Generator().manual_seed(outputs * 1000 + inputs)
     weight = torch.randn(outputs, inputs, generator=generator) * 0.02
     for row, sign in ((1, 1.0), (2, -1.0)):

@@ -1,5 +1,4 @@
-"""Settings that all tests share: one thread per operator (tiny models gain nothing from more), no network, no progress
-bars."""
+"""Settings of all tests: one thread per operator (tiny models gain nothing from more), no network, no progress bars."""
 
 import atexit
 import gc

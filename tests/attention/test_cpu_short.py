@@ -74,8 +74,7 @@ def test_short_plans_give_the_bits_of_those_by_arrays(name: str, monkeypatch: py
 
 
 def test_plans_are_at_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plans of each group of layers keep one address: a record (`layers.recorded`) reads every step there, short or
-    long."""
+    """Each group has its plans at one address: a record (`layers.recorded`) reads every step there, short or long."""
     near = replace(SPECS["window"], index=1, window=600)
     backend = CompiledBackend([SPECS["one kv head"], near], 60, 16, torch.float32)
     draw, filled = random.Random(7), set()

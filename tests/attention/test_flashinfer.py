@@ -128,8 +128,7 @@ def test_eight_bit_keys_and_values(fake: FakeFlashInfer) -> None:
 
 
 def test_long_prompts_go_through_the_kernels_of_hopper() -> None:
-    """Hopper's kernels are chosen by the mean of the step's rows, and only in groups of layers that they were made
-    for."""
+    """Hopper's kernels are chosen by the mean of the step's rows, and only in groups of layers that they support."""
     wide = replace(BASE, key_dim=128, value_dim=128)
     layers = [wide, replace(wide, index=1, window=6)]
     fake = FakeFlashInfer(FakeMemory(hopper=True))

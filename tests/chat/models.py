@@ -101,8 +101,7 @@ class Oracle:
         return self._compiled[grammar].deep_copy()
 
     def refused_at(self, grammar: Grammar, text: str) -> str | None:
-        """The rest of `text` that is not allowed; "" if all is allowed but it may not end there; None if it is
-        accepted."""
+        """The rest of `text` that is not allowed; "" if only its end is not allowed there; None if it is accepted."""
         matcher = self.matcher(grammar)
         ids = self(text)
         for i, token in enumerate(ids):

@@ -74,8 +74,7 @@ def test_replicas_spread_or_fill_nodes_and_never_take_more_than_there_is() -> No
     [("spread", "aab", {"a"}), ("spread", "abbb", {"b"}), ("binpack", "aaab", {"b"}), ("spread", "abc", {"gone"})],
 )
 def test_replicas_go_from_where_they_are_least_wanted(placement: str, where: str, first: set[str]) -> None:
-    """Replicas are removed by GPUStack's rule, with what nodes have as Ray tells it; first of all those on a node that
-    is gone."""
+    """Removal follows GPUStack's rule, with what nodes have as Ray tells it; replicas on lost nodes go first of all."""
     settings, ours = FleetConfig(placement=placement), []  # type: ignore[arg-type]
     for number, node in enumerate(where):
         found = placed([ray_node(node)], settings, ours=[one for one in ours if one.shares[0].node == node])

@@ -81,8 +81,7 @@ def alone() -> Iterator[Alone]:
 
 @pytest.mark.parametrize(("model", "dtype"), [("demo", "bfloat16"), ("lfm2", "float32"), ("mistral", "float32")])
 async def test_one_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str, dtype: str) -> None:
-    """Replicas with roles answer as one engine does, for a model of attention, a hybrid with recurrent states, and one
-    with windows."""
+    """Replicas with roles answer as one engine: with attention, with recurrent states (a hybrid), and with windows."""
     path, prompt = model, PROMPT
     if model != "demo":
         make_checkpoint(model, tmp_path)

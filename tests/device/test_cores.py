@@ -1,5 +1,4 @@
-"""The number of threads that a step gets: fewer in company, shared between engines, and nobody else's settings
-touched."""
+"""The threads that a step gets: fewer in company, shared between engines, and nobody else's settings touched."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Memory that compiled kernels keep, errors of allocations that fail, and the bytes that the system and its limits
-leave free."""
+"""Memory that kernels keep, errors of allocations that fail, and bytes that the system and its limits leave free."""
 
 from __future__ import annotations
 

@@ -51,8 +51,7 @@ def test_block_runs(
     page: Path, line: int, code: str, shown: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """A block runs as a reader would run it: pasted into an empty file, in an empty folder. Line numbers are the
-    document's."""
+    """Blocks run as a reader would run them: pasted into an empty file, in an empty folder, with the page's lines."""
     if "outlines" in imported(code) and sys.version_info >= (3, 14):
         pytest.skip("outlines 1.3 refuses Python 3.14")
     for module in sorted(imported(code) & OPTIONAL.keys()):
@@ -95,8 +94,7 @@ def test_only_what_no_extra_installs_may_be_missing() -> None:
 
 
 LANGUAGES = {"python", "py", "text", "toml", "bash", "dockerfile"}
-"""Languages of fenced blocks: `python` runs, `py` is a program of another library; a block without one could be
-anything."""
+"""Languages of fenced blocks: `python` runs, `py` is another library's program, and one without could be anything."""
 FOREIGN = re.compile(r"^```py\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 

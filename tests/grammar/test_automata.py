@@ -87,8 +87,7 @@ def test_words_are_said_in_full() -> None:
 
 
 def test_products_are_what_all_of_some_patterns_match_and_none_of_others() -> None:
-    """Products equal Python's own matching for every text of a few letters; and none leads to an end where there is
-    none."""
+    """Products equal Python's own matching for every text of a few letters; none leads to an end where none is."""
     rng = random.Random(6)
     some = ["[ab]*", "(ab|a)*1?", ".{3}", "a.*|1", "(.*b)?a{2,}.*", "[^b]+", "(?s:.*)1(?s:.*)", "(?i:AB)+", "b*|a+"]
     texts = ["".join(letters) for size in range(5) for letters in itertools.product("ab1", repeat=size)]

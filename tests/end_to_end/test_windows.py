@@ -71,7 +71,7 @@ async def greedy(engine: AsyncEngine, prompt: list[int], most: int) -> list[int]
 async def test_layers_with_windows_beside_others_have_pages_of_their_own(
     family: str, backend: str, chunk: int, settings: dict[str, Any], checkpoint: Callable[[str], Path]
 ) -> None:
-    """Window pages suffice for a request or two: alone, from the cache, in a batch, in any chunks, preempted."""
+    """Window pages for a request or two suffice: alone, from the cache, in a batch, in any chunks, preempted."""
     path = checkpoint(family)
     settings = {"max_num_batched_tokens": chunk, "max_num_seqs": 4, "kv_cache_memory": "400KB", **settings}
     right = {length: longer_answer(path, length, 28) for length in (len(PROMPT), 73)}

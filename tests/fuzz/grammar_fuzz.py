@@ -200,7 +200,7 @@ class GrammarLife(Life):
             assert counters.forced_tokens == self.forced
 
     def _check_valid(self, plan: Plan, tokens: list[int]) -> None:
-        """Checks that an answer ended by itself or its budget is complete, whatever was foretold (contract line 15)."""
+        """Checks that what ended by itself or by its budget is complete, whatever was foretold (contract line 15)."""
         if plan.grammar is None or plan.own_stops:
             return
         if plan.reason == "error":

@@ -257,7 +257,7 @@ class Life:
 
 @contextmanager
 def _silent_logger() -> Iterator[None]:
-    """Keeps planned faults out of the log, as a context."""
+    """A context that keeps planned faults out of the log."""
     logger = logging.getLogger("asyncengine")
     before, logger.disabled = logger.disabled, True
     try:

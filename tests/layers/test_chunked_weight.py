@@ -52,7 +52,7 @@ def check(weight: ChunkedWeight, dense: torch.Tensor, rows: int, dtype: torch.dt
 
 @pytest.mark.parametrize("name", FORMS)
 def test_products_of_each_form(name: str) -> None:
-    """By each kernel, and of rows that are looked up. Blocks of 64 rows are tried below."""
+    """Products by each kernel, and rows looked up, are the dense matrix's. Blocks of 64 rows are tried below."""
     matrix = RandomMatrix(name, 24, 256)
     weight, dense = loaded(matrix), matrix.dense()
     for rows in (1, 3, 9, 17):
@@ -160,7 +160,7 @@ def test_what_is_not_as_was_said_is_refused() -> None:
 
 
 def test_tables_output_layers_and_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As layers make them on a GPU: equal neighbours are one matrix, of whatever number of rows."""
+    """Weights as layers make them on a GPU: equal neighbours are one matrix, of whatever number of rows."""
     monkeypatch.setattr(stored_weight, "on_gpu", lambda device: True)
     monkeypatch.setattr(stored_weight, "stored_missing", lambda dtype, device: None)
     matrix, ids = RandomMatrix("Q6_K", 100, 256), torch.tensor([3, 99, 3])

@@ -86,7 +86,7 @@ def test_a_tied_quantized_matrix(dtype: torch.dtype, bits: int) -> None:
 
 
 def test_adapters_come_after_the_scale() -> None:
-    """What they add has the scale in it: their loader multiplies by it."""
+    """An adapter's addend has the scale in it already: its loader multiplies by it."""
     table, head = tied(torch.float32, 3.0)
     weight = torch.randn(TOKENS, WIDTH)
     fill(head, {"embed.weight": weight})

@@ -32,7 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [ORIGINAL // 2, 4 * ORIGINAL])
 def test_angles_are_transformers(kind: str, length: int) -> None:
-    """What depends on the length of a sequence is set for the longest that may come."""
+    """Frequencies that depend on the length of a sequence are set for the longest that may come."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config = hf.LlamaConfig(

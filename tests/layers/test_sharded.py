@@ -83,7 +83,7 @@ def matrices(sizes: list[int], settings: Any) -> tuple[dict[str, StoredForm], di
     ],
 )
 def test_linears_give_the_same_bits(parts: list[int], settings: Any, size: int) -> None:
-    """Of several matrices, with biases, in every form; each rank holds its part and no more."""
+    """Linears of several matrices, with biases, are tried in every form; each rank holds its part and no more."""
     stored, given = matrices(parts, settings)
     x = {rows: numbers(rows, INPUTS) for rows in (1, 7)}
 

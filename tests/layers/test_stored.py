@@ -1,4 +1,4 @@
-"""What a quantized matrix stands for."""
+"""Quantized matrices as they are stored: the numbers they stand for, ranges of their rows, and their bytes."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_parts_of_several_forms(parts: Any, name: str, matrices: int, bias: bool
 
 
 def test_each_order_is_its_own() -> None:
-    """Of two matrices with an order of inputs each, none is merged with the other."""
+    """Two matrices with an order of inputs each are not merged with one another."""
     forms = {path: stored("gptq8", True) for path in "ab"}
     linear = Linear(options(forms=forms), [Part("a", 32), Part("b", 32)], 256)
     matrices = [RandomMatrix("gptq8", 32, 256, seed=seed, ordered=seed == 1) for seed in (0, 1)]
@@ -170,7 +170,7 @@ KINDS = (
     ("down", "w8a8"),
     ("embed", "Q8_0"),
 )
-"""What is stored how, by a part of its name; the rest is plain."""
+"""Storage forms by a part of a matrix's name; the rest is plain."""
 
 
 def form_of(path: str) -> str:

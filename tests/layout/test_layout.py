@@ -30,7 +30,7 @@ MAX_FUNCTION_LINES = 60
 
 
 def folder_of(package: str) -> Path:
-    """Where a package's sources lie, by the longest mapped prefix."""
+    """Folder of a package's sources, by the longest mapped prefix."""
     parts = package.split(".")
     for size in range(len(parts), 0, -1):
         mapped = PACKAGE_DIR.get(".".join(parts[:size]))
@@ -87,7 +87,7 @@ def test_guarded_packages_have_one_name() -> None:
 
 
 def shipped_files() -> list[Path]:
-    """What a build may read. Not by asking git: a checkout may be an unpacked archive."""
+    """Files that a build may read. Git is not asked: a checkout may be an unpacked archive."""
     top = {"pyproject.toml", "README.md", "LICENSE"}
     tops = {"asyncengine", *(Path(folder).parts[0] for folder in PACKAGE_DIR.values())}
     found = [ROOT / name for name in sorted(top)]
@@ -318,7 +318,7 @@ def test_nothing_imports_in_a_circle() -> None:
 
 
 def leaves_of(node: ast.AST) -> list[str]:
-    """What an import names, without the packages that it lies in."""
+    """Names that an import brings, without the packages that they lie in."""
     found = names_in([node])
     return found[1:] if isinstance(node, ast.ImportFrom) else found
 
@@ -329,7 +329,7 @@ their texts, and that makes grammars."""
 
 
 def test_no_file_imports_in_a_circle() -> None:
-    """What functions import counts; what only type checkers see, and the whole package, which precedes all, do not."""
+    """Imports in functions count; those for type checkers, and the whole package, which precedes all, do not."""
     modules, arrows = dict(sources()), {}
     for module, path in modules.items():
         nodes = runtime(path)

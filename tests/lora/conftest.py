@@ -1,4 +1,4 @@
-"""What tests of whole engines with adapters share."""
+"""Fixtures of tests of whole engines with adapters."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def no_thread_left() -> Iterator[None]:
 
 @pytest.fixture(params=["owned", "hosted", "blocking"])
 def kind(request: pytest.FixtureRequest) -> str:
-    """How the engine is hosted and called."""
+    """The way in which the engine is hosted and called."""
     name: str = request.param
     return name

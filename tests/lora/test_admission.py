@@ -11,7 +11,7 @@ from asyncengine.step import AdapterSwap
 
 
 class Device:
-    """What each slot holds, as an executor would know it from the steps it gets."""
+    """A device that knows the content of each slot as an executor would, from the steps it gets."""
 
     def __init__(self) -> None:
         self.content: dict[int, str] = {}

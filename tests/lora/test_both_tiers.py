@@ -19,7 +19,7 @@ ADAPTERS = [f"adapter {i}" for i in range(64)]
 
 
 class Engine:
-    """What wiring must do: claim at submit, start when taken up, post what comes back, cancel at the end."""
+    """An engine that does wiring's work: claim at submit, start when taken up, post what comes back, cancel at last."""
 
     def __init__(self, room: int, slots: int, seed: int) -> None:
         self.loader = FakeLoader()

@@ -123,7 +123,7 @@ async def test_the_last_call_wins_whatever_is_read_last(face: Face) -> None:
 
 
 async def test_a_finished_request_is_not_in_the_way(face: Face) -> None:
-    """Whoever has read the end of a request may unload what it used at once, from any thread."""
+    """A caller that has read the end of a request may unload what it used at once, from any thread."""
     deliver, delivery = face.engine.core.loop.delivery.deliver, face.engine.core.loop.delivery
 
     def slowly(outputs: Any) -> None:

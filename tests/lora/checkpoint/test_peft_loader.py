@@ -24,7 +24,7 @@ def load(folder: Path, model: Any = None, **settings: Any) -> Adapter:
 
 
 def reloaded(model: Any, folder: Path) -> Any:
-    """What peft makes of the files. (It sorts the patterns when it saves, so it may differ from what was trained.)"""
+    """The model peft makes of the files. (It sorts patterns when it saves, so it may differ from what was trained.)"""
     import peft
 
     return peft.PeftModel.from_pretrained(model, folder)

@@ -1,4 +1,4 @@
-"""What is not supported or does not fit is refused by a typed error that names the field; hostile files do no harm."""
+"""Adapters that are not supported or do not fit get a typed error that names the field; hostile files do no harm."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_values_beyond_the_models_dtype(base: dict[str, ModuleDims], folder: Pat
 
 
 def test_an_adapter_larger_than_the_memory_for_all(base: dict[str, ModuleDims], folder: Path):
-    """What counts is what it takes in the model's dtype, without copies of base weights in the file."""
+    """The bytes that count are those in the model's dtype, without copies of base weights in the file."""
     edit_weights(folder, put("base_model.model.lm_head.base_layer.weight", torch.ones(40, 16)))
     for dtype in (torch.float32, torch.bfloat16):
         loader = PeftLoader(base, dtype=dtype, max_rank=8)

@@ -79,7 +79,7 @@ def test_eight_adapters_and_the_base_in_one_batch(
 
 
 def test_the_same_shapes_in_every_step(family: str, reference: Reference, checkpoint: Checkpoint) -> None:
-    """What a GPU gets where there is no Triton."""
+    """The masked form, which a GPU gets where there is no Triton, answers like peft whichever slots a batch has."""
     driver = make_driver(checkpoint, family, masked=True)
     for slot, adapter in enumerate(reference.adapters, 1):
         driver.lora.write(slot, adapter)

@@ -94,7 +94,7 @@ def test_rows_without_an_adapter_keep_their_bits(checkpoint: Checkpoint, calls: 
 
 
 def test_memory_that_moves_is_found(checkpoint: Checkpoint, calls: list[int]) -> None:
-    """Of a stack that grows, of one that comes later, and of more rows than ever before."""
+    """A stack grows, another one comes later, and a step has more rows than ever before."""
     driver = make(checkpoint)
     before = run(driver, [4, 2])
     driver.lora.write(3, random_weights(driver.lora, 16, HEADS))

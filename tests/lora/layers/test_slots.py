@@ -52,7 +52,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(field: str, llama: Ref
 
 
 def test_a_write_that_runs_out_of_memory_leaves_the_slot_empty(llama: Reference, checkpoint: Checkpoint) -> None:
-    """Whoever gets the slot next may not use all the modules of the adapter that did not fit."""
+    """The adapter that gets the slot next may have fewer modules than the one that did not fit."""
     driver = make_driver(checkpoint, "llama", max_rank=8)
     driver.lora.allocate(driver.lora.modules)
     path, factors = next(iter(llama.adapters[0].modules.items()))
@@ -118,7 +118,7 @@ def test_memory_follows_the_largest_rank_there_is(masked: bool, llama: Reference
 
 
 def test_decoding_from_fixed_memory(llama: Reference, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a CUDA graph captures: the same work whatever slots stand in the memory it reads; padding has none."""
+    """A CUDA graph captures the same work whatever slots stand in the memory it reads; padding has none."""
     driver = make_driver(checkpoint, "llama", masked=True)
     lora, begin = driver.lora, driver.lora.begin
     for slot, adapter in ((1, llama.adapters[0]), (3, llama.adapters[1])):

@@ -21,7 +21,7 @@ from asyncengine.lora.layers.stack import LoraStack, padded_rank
 SLOTS = 6
 PARTS = {"one": [24], "q, k and v": [32, 8, 8], "gate and up": [40, 40], "odd widths": [9, 6]}
 RANKS = {0: 3, 1: 16, 2: 8, 4: 1}
-"""Of the slots that hold something."""
+"""Ranks of the slots that hold something."""
 CPU = torch.device("cpu")
 
 
@@ -154,7 +154,7 @@ def test_a_module_that_sees_other_rows_is_an_error(form: str) -> None:
 
 
 def test_outputs_that_lie_apart() -> None:
-    """What is cut out of something wider is changed where it lies, and nothing between."""
+    """Outputs that are cut out of something wider are changed where they lie, and nothing beside them."""
     form = "compiled"
     stack = make(form, place_of([8, 8]))
     deltas = fill(stack)

@@ -52,7 +52,7 @@ def theirs_of(content: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def check(content: dict[str, Any]) -> Any:
-    """What a family makes of a file is what it makes of transformers' object of the same file."""
+    """Check that a family makes of a file what it makes of transformers' object of the same file."""
     plain = native_config(copy.deepcopy(content))
     assert plain is not None
     compare(plain, decoder_config_of(plain, LENGTH), *theirs_of(content))
@@ -73,7 +73,7 @@ def test_a_saved_file(name: str) -> None:
 
 @pytest.mark.parametrize("family", NATIVE)
 def test_a_file_without_what_has_a_default(family: str) -> None:
-    """What is missing has the default of the class, or is left to it."""
+    """A field that is missing has the default of the class, or the file is left to the class."""
     content, optional = {**of_type(family), **BESIDE.get(family, {})}, []
     fields = sorted(content.keys() - {"model_type", "dtype"})
     if not LONG:  # families have most fields in common: every second one, the others of the next family

@@ -115,7 +115,7 @@ def test_rows_that_are_not_wanted_are_not_computed(checkpoint: Checkpoint, monke
 
 
 def test_adapters_are_asked_at_every_place(checkpoint: Checkpoint) -> None:
-    """By the paths that `places` names, so that none can be forgotten."""
+    """Adapters are asked by the paths that `places` names, so that none can be forgotten."""
     model = load(checkpoint("qwen3"))
     seen: list[str] = []
 

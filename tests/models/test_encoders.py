@@ -33,7 +33,7 @@ def forward(
 
 @torch.inference_mode()
 def theirs(model: Any, text: list[int], segments: list[int] | None = None) -> torch.Tensor:
-    """Of one text, by transformers."""
+    """Hidden states of one text, by transformers."""
     more = {} if segments is None else {"token_type_ids": torch.tensor([segments])}
     found: torch.Tensor = model(torch.tensor([text]), **more)[0][0]
     return found
@@ -41,7 +41,7 @@ def theirs(model: Any, text: list[int], segments: list[int] | None = None) -> to
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_hidden_states(name: str, tmp_path: Path) -> None:
-    """Of texts of all lengths together, as transformers computes each of them alone."""
+    """Texts of all lengths are computed together, and are what transformers computes of each of them alone."""
     model = make_encoder(name, tmp_path)
     loaded = load_encoder(str(tmp_path), EngineConfig(**CONFIG))
     some = texts(*LENGTHS)
@@ -120,7 +120,7 @@ def test_few_tokens_are_replayed(name: str, dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["bert", "nomic_bert", "gte"])
 def test_token_types(name: str, tmp_path: Path) -> None:
-    """Of pairs of texts."""
+    """Token types tell the two texts of a pair apart."""
     model = make_encoder(name, tmp_path)
     loaded = load_encoder(str(tmp_path), EngineConfig(**CONFIG))
     some = texts(30, 8)
@@ -144,7 +144,7 @@ def test_padding_tokens_inside_a_text_have_no_position(name: str, padding: int, 
 
 @pytest.mark.parametrize("name", ["bert", "nomic_bert", "gte", "jina_embeddings_v3"])
 def test_tensors_by_other_names(name: str, tmp_path: Path) -> None:
-    """As transformers names them today, below another prefix; and norms as TensorFlow's BERT named them."""
+    """Names are those of transformers today, below another prefix, and those of norms in TensorFlow's BERT."""
     model = make_encoder(name, tmp_path)
     expected = forward(load_encoder(str(tmp_path), EngineConfig(**CONFIG)), texts(20))[0]
     weights = {f"encoder.{path}": weight.contiguous() for path, weight in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""What a load needs is known: no kernel is compiled that was not expected, and nothing slow is imported."""
+"""The needs of a load are known: no kernel is compiled that was not expected, and nothing slow is imported."""
 
 import json
 import re
@@ -29,7 +29,7 @@ _SLOW = (
 )  # fmt: skip
 _SOURCE = "".join(file.read_text(encoding="utf-8") for file in Path(cpu.__file__).parent.glob("*.py"))
 _RARE = sorted(set(re.findall(r"call_rare\(\s*(\w+),", _SOURCE)))
-"""What kernels call by address and compile with nobody: who needs it must say so."""
+"""Kernels that are called by address and compiled with no caller of theirs: a model that needs one must say so."""
 _ASKED = "asked for "
 """Before names of functions that Python passes on by address."""
 _LOAD = f"""
@@ -114,8 +114,8 @@ def run_in_process(
 
 
 def unexpected(called: list[str], expected: list[str]) -> list[str]:
-    """What was compiled on the way. The team's loops and the rounding of weights are needed before anything else; what
-    is called by address, unless rarely, is compiled with its callers."""
+    """Names of unexpected kernels among those compiled on the way. The team's loops and the rounding of weights are
+    needed before anything else; what is called by address, unless rarely, is compiled with its callers."""
     asked = {name.removeprefix(_ASKED) for name in called if name.startswith(_ASKED)}
     others = {name for name in called if not name.startswith(_ASKED)} - set(expected)
     with_callers = {name for name in others - asked if ":void(" in name and name.split(":")[1] not in _RARE}
@@ -134,7 +134,7 @@ def test_a_first_answer_needs_no_more_than_a_load_waits_for(dtype: str) -> None:
 
 
 def test_others_are_expected_that_nobody_waits_for() -> None:
-    """Of a model whose dtype is not given."""
+    """All kernels that are called are expected, here of a model whose dtype is not given."""
     called, expected, loaded = load(str(MODEL_PATH))
     assert loaded == []
     assert unexpected(called, expected) == []

@@ -45,7 +45,7 @@ class Hub:
         """Files that are said to be of another size."""
 
     def begun(self, file: str) -> list[int]:
-        """Where each download of a file began."""
+        """Offsets at which the downloads of a file began."""
         return [int(path.rpartition("@")[2]) for _, path in self.asked if f"/{file}@" in path]
 
 
@@ -294,7 +294,7 @@ def test_files_that_came_before_an_end_are_not_fetched_again(hub: Hub, monkeypat
     ],
 )
 def test_one_of_several_gguf_models(hub: Hub, choice: str, file: str) -> None:
-    """By its file, or by a word of it; with all parts, and nothing else."""
+    """A model is chosen by its file, or by a word of it; all its parts come, and nothing else."""
     hub.repos["me/a"] = QUANTS
     found = fetch(f"me/a:{choice}")
     assert found.read_bytes() == QUANTS[file]

@@ -49,7 +49,7 @@ class Modules:
 
 
 def built(monkeypatch: pytest.MonkeyPatch, config: Any, dtype: torch.dtype = HALF, **fields: Any) -> list[Any]:
-    """What a model of this configuration has built."""
+    """Modules that are built for a model of this configuration."""
     modules = Modules()
     monkeypatch.setattr(kernel_builds, "load_flashinfer", lambda: modules)
     described = decoder_config_of(config, 64)

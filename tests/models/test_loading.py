@@ -1,4 +1,4 @@
-"""What a loaded model reports, in which type, and that its weights come from the checkpoint and nowhere else."""
+"""A loaded model: what it reports, in which dtype, and that its weights come from the checkpoint and nowhere else."""
 
 from __future__ import annotations
 

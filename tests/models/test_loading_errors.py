@@ -1,4 +1,4 @@
-"""What cannot be loaded says why, in one line, with the right type."""
+"""Checkpoints that cannot be loaded say why, in one line, with the right type of error."""
 
 from __future__ import annotations
 

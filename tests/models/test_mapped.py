@@ -75,7 +75,7 @@ def test_owned_weights_leave_the_file(weight: torch.Tensor, tmp_path: Path) -> N
 
 
 def test_a_file_behind_a_link_is_known_by_its_path(tmp_path: Path) -> None:
-    """As in a hub's cache, where names of files say nothing."""
+    """A hub's cache has such links, to files whose names say nothing."""
     save_file({"weight": torch.arange(ROWS * WIDTH, dtype=torch.float32)}, tmp_path / "a1b2")
     link = tmp_path / FILE
     link.symlink_to(tmp_path / "a1b2")

@@ -102,14 +102,14 @@ def test_gpt_oss_experts_in_mxfp4(checkpoint: Checkpoint, tmp_path: Path) -> Non
 
 
 def row_error(model: Decoder, reference: Any) -> float:
-    """Of most rows: where a random router has a near tie, another expert may be chosen."""
+    """Error of most rows: where a random router has a near tie, another expert may be chosen."""
     with torch.inference_mode():
         exact = reference(torch.tensor([IDS]), use_cache=False).logits[0]
     return float(((logits_of(model, IDS) - exact).norm(dim=-1) / exact.norm(dim=-1)).median())
 
 
 def test_adapters_of_experts_are_refused_by_name(checkpoint: Checkpoint) -> None:
-    """Those of attention and of shared experts are not."""
+    """Adapters of attention and of shared experts are not refused."""
     from support.lora_reference import Weights
 
     from asyncengine.lora.layers.slots import LoraLayers

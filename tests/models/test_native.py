@@ -26,7 +26,7 @@ PROMISED = (
     "ernie4_5_moe", "minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mamba2", "bamba",
     "falcon_h1", "nemotron_h", "lfm2", "lfm2_moe", "kimi_linear",
 )  # fmt: skip
-"""What docs and release notes call native. A family is taken from here only when they say so."""
+"""Types that docs and release notes call native. A family is taken from here only when they say so."""
 DUMMY = EngineConfig(load_format="dummy", dtype="float32", show_progress=False)
 
 

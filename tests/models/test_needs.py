@@ -1,4 +1,4 @@
-"""What a model takes, told before it is loaded, against what it takes once it is."""
+"""Memory that a model takes: estimates from its files before it is loaded, against what it takes once it is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asyncengine.runner.building import build_runner
 
 @pytest.fixture(autouse=True)
 def no_panels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a tiny model are filled up by a tenth of its size, which is nothing of a model that anybody uses."""
+    """Panels are off: they add a tenth to the size of a tiny model, and nothing to that of one that anybody uses."""
     use_panels(False, monkeypatch)
 
 
@@ -74,7 +74,7 @@ def test_needs_of_a_model_that_reads_images(tmp_path: Path) -> None:
 
 
 def test_needs_of_an_embedder_without_the_output_layer_of_its_family(tmp_path: Path) -> None:
-    """As files have it that are made by transformers' `AutoModel`."""
+    """Files made by transformers' `AutoModel` have no output layer."""
     folder = make_checkpoint("mistral", tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     del tensors["lm_head.weight"]

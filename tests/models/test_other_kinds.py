@@ -1,4 +1,4 @@
-"""What is no text generator in safetensors says what it is, and what to do (issue: errors that mislead)."""
+"""Files that are no text generator in safetensors say what they are, and what to do (issue: errors that mislead)."""
 
 from __future__ import annotations
 

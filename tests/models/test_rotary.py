@@ -60,7 +60,7 @@ def test_a_long_neighbour_changes_nothing(kind: str, fuse: bool, tmp_path: Path)
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_a_context_within_the_original_has_the_original_frequencies(kind: str, fuse: bool, tmp_path: Path) -> None:
-    """What docs/contract.md offers those who want transformers' answers to short prompts."""
+    """Such a limit is what docs/contract.md offers those who want transformers' answers to short prompts."""
     model, folder = make(kind, tmp_path / "m")
     config = EngineConfig(page_size=4, kv_cache_memory="8MiB", max_num_seqs=64, max_model_len=ORIGINAL, fuse=fuse)
     driver = Driver(build_runner(load_model(folder, config), config))

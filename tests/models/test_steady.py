@@ -1,4 +1,4 @@
-"""Where `unsteady` says nothing, a token has the same bits alone and in a chunk: what speculation rests on."""
+"""Models of which `unsteady` says nothing give a token one result alone and in a chunk: speculation rests on it."""
 
 from __future__ import annotations
 

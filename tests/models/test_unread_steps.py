@@ -42,7 +42,7 @@ class RefusesEmpty(TorchDispatchMode):
 
 @pytest.fixture(params=["compiled", "flashinfer"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Those that models are loaded with from now on."""
+    """Kernels that models are loaded with from now on."""
     if request.param == "flashinfer":
         fake = FakeFlashInfer(FakeMemory())
         monkeypatch.setattr(loading, "layer_kernels", lambda *_: CudaKernels(fake, torch.device("cpu")))

@@ -1,4 +1,4 @@
-"""What a live model refuses as its new weights, by name, and what it takes."""
+"""New weights of a live model: what it refuses, by name, and what it takes."""
 
 from __future__ import annotations
 

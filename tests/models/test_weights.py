@@ -89,7 +89,7 @@ REFUSED: dict[str, tuple[Callable[[Tensors], Any], str]] = {
 def test_a_wrong_checkpoint_is_refused_by_name_and_changes_nothing(
     case: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    """By a new engine, and by a live one, whose weights all stay."""
+    """A new engine refuses it, and so does a live one, whose weights all stay."""
     change, message = REFUSED[case]
     folder = changed(checkpoint("llama", seed=1), tmp_path / "a", change)
     with pytest.raises(ModelNotFound, match=message):
@@ -187,7 +187,7 @@ def test_updates_beneath_an_adapter(checkpoint: Checkpoint) -> None:
 
 
 def taken_by(load: Callable[[], Any]) -> tuple[Any, int]:
-    """What `load` returns, and the most KiB that this process had meanwhile beyond what it had before."""
+    """The result of `load`, and the most KiB that this process had meanwhile beyond what it had before."""
 
     def peak_kib() -> int:
         return int(Path("/proc/self/status").read_text(encoding="utf-8").split("VmHWM:")[1].split()[0])
@@ -221,7 +221,7 @@ def test_no_weight_is_held_twice_while_loading(
 
 
 def test_memory_is_found_before_weights_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By as many threads as the engine may use, with a stage of its own; all that the model's layers were given."""
+    """Memory of all the model's layers is found by as many threads as the engine may use, in a stage of its own."""
     pytest.importorskip("numba")
     use_panels(True, monkeypatch)
     told: list[str] = []

@@ -28,7 +28,7 @@ def load(path: Any, **fields: Any) -> TransformersModel:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt-oss", "gemma2"])
 def test_logits_are_transformers(name: str, checkpoint: Checkpoint) -> None:
-    """Of all rows and of some, at any position."""
+    """Logits of all rows and of some are compared, from the first position on and from a later one."""
     model, oracle = load(checkpoint(name)), make_model(name)
     oracle.set_attn_implementation("eager")
     for first in (0, 300):

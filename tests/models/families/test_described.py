@@ -173,7 +173,7 @@ def test_numbers_are_large_enough_for_the_option_to_show(
 
 @pytest.mark.parametrize(("name", "prefix"), [("gpt2", "transformer."), ("opt", "model."), ("gemma2", "model.")])
 def test_names_without_what_all_begin_with(name: str, prefix: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """As they once were; GPT-2's masks were once saved beside the weights."""
+    """Checkpoints once had such names, and GPT-2's had masks beside the weights."""
     folder = checkpoint(name)
     stored = load_file(folder / "model.safetensors")
     tensors = {key.removeprefix(prefix): tensor for key, tensor in stored.items()}

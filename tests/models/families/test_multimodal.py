@@ -27,7 +27,7 @@ from asyncengine.sampling_params import SamplingParams
 CONFIG = EngineConfig(page_size=4, kv_cache_memory="8MiB", show_progress=False)
 LONG, SHORT = prompts([45, 11], VIDEO)
 SCALED = {"aya_vision": 0.5, "cohere2_vision": 0.5, "llava_next": 1 / 1.5}
-"""What the text's own causal model multiplies logits by, and transformers' class of the whole leaves out."""
+"""Factors of logits that the text's own causal model has and transformers' class of the whole leaves out."""
 
 
 def load(folder: Path) -> LoadedModel:

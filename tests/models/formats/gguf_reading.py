@@ -1,4 +1,4 @@
-"""What a GGUF model holds, in float32: its tensors, and a decoder made of them."""
+"""Contents of a GGUF model, in float32: its tensors, and a decoder made of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asyncengine.models.formats.gguf.model import GgufModel
 from asyncengine.models.loading import load_model
 
 LENGTH = 256
-"""Of the longest sequence."""
+"""Tokens of the longest sequence."""
 CPU = torch.device("cpu")
 
 
@@ -48,7 +48,7 @@ def check_decoder(model: GgufModel, reference: Any, ids: Sequence[int]) -> None:
 
 
 def median_error(path: Path, reference: Any, ids: Sequence[int]) -> float:
-    """Of a token's logits as the engine loads the file, relative to those of transformers' model."""
+    """Error of a token's logits as the engine loads the file, relative to those of transformers' model."""
     loaded = load_model(str(path), EngineConfig(show_progress=False, dtype="float32")).model
     expected = transformers_logits(reference, ids)
     error = (logits_of(loaded, ids) - expected).norm(dim=-1) / expected.norm(dim=-1)

@@ -19,7 +19,7 @@ from asyncengine.models.mapped import OpenFiles
 def matrix_of(
     tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], folder: Path, path: str = "layer."
 ) -> MappedMatrix:
-    """What a file with these tensors of one module has, read as `config` says."""
+    """The one matrix of a file with these tensors of one module, read as `config` says."""
     file = folder / "model.safetensors"
     save_file({path + name: tensor.contiguous() for name, tensor in tensors.items()}, str(file))
     opened, headers = OpenFiles(), read_header(file)

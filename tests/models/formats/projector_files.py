@@ -118,7 +118,7 @@ def _write_language(
 
 
 def _header(writer: Any, family: str, config: Any) -> None:
-    """What the converter writes of a vision tower and its processor."""
+    """Write what the converter says of a vision tower and its processor."""
     vision, processor = config.vision_config, PROCESSORS[family]
     get = lambda *names: next(getattr(vision, name) for name in names if hasattr(vision, name))  # noqa: E731
     writer.add_clip_has_vision_encoder(True)

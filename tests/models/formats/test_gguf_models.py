@@ -59,7 +59,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "exaone4 with windows": changed("exaone4", num_hidden_layers=4, sliding_window=24, layer_types=pattern(4, 4)),
 }  # fmt: skip
 DIFFERENT = {"mistral": "llama"}
-"""What llama.cpp makes of a family that is Llama but for its name."""
+"""Model types that come back where llama.cpp's files do not tell a family from Llama."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -188,7 +188,7 @@ def test_the_mapping_lives_as_long_as_a_tensor(tmp_path: Path) -> None:
 
 
 def test_mixed_types(tmp_path: Path) -> None:
-    """As Q4_K_M has them: two types for the same matrix of different layers, another for the output."""
+    """Types are mixed as in Q4_K_M: two for the same matrix of different layers, another for the output."""
     config = changed("qwen3", hidden_size=256, head_dim=64, intermediate_size=256, tie_word_embeddings=False)()
 
     def kind_of(name: str, _: torch.Tensor) -> str:

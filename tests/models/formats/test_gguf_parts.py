@@ -56,7 +56,7 @@ PARTS = {
 
 
 class FusingWriter(gguf.GGUFWriter):
-    """What llama.cpp's converter writes if it is told to fuse."""
+    """A writer that fuses tensors as llama.cpp's converter does if it is asked to."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)

@@ -1,4 +1,4 @@
-"""Where a GGUF model may be: paths, folders, Ollama's store."""
+"""Places where a GGUF model may be: paths, folders, Ollama's store."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_ollama(store: Store, weights: Path) -> None:
 
 
 def test_stop_strings_of_ollama_end_a_text(store: Store, tmp_path: Path) -> None:
-    """Those that are special tokens end it as tokens; a request's own go before them, and `ignore_eos` before both."""
+    """Stop strings that are special tokens end it as tokens; a request's own go first, `ignore_eos` before both."""
     write_demo(tmp_path / "demo.gguf", "Q8_0")
     layer = store.blob((tmp_path / "demo.gguf").read_bytes(), "model")
     params = store.blob(json.dumps({"stop": [" Oslo", "<|im_start|>", ""]}).encode(), "params")

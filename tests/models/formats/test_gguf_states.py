@@ -167,7 +167,7 @@ def test_lfm2_as_ollama_makes_it(tmp_path: Path) -> None:
     ],
 )
 def test_headers_that_lie(name: str, key: str, value: Any, message: str, tmp_path: Path) -> None:
-    """By name, and before memory is taken for what they say."""
+    """Wrong values are refused by name, and before memory is taken for what they say."""
     write(name, tmp_path, lambda writer: put_value(writer, key, value), legacy=True)
     with pytest.raises(ModelNotFound, match=message):
         load_model(str(tmp_path / "m.gguf"), EngineConfig(show_progress=False))

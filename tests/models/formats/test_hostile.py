@@ -155,7 +155,7 @@ def test_what_changes_nothing(case: str, pair: Pair, tmp_path: Path) -> None:
 
 
 def test_configurations_in_files_of_their_own(pair: Pair, tmp_path: Path) -> None:
-    """As AutoGPTQ and AutoAWQ wrote them, with the weights under AutoGPTQ's name."""
+    """AutoGPTQ and AutoAWQ wrote such files, the former with the weights under a name of its own."""
     for kind, name in (("gptq", "quantize_config.json"), ("awq", "quant_config.json")):
         folder = tmp_path / kind
         shutil.copytree(pair("llama", kind)[0], folder)

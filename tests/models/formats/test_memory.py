@@ -20,7 +20,7 @@ from asyncengine.models.loading import load_model
 
 
 def resident_bytes(file: Path) -> int:
-    """Of a mapped file, in this process."""
+    """Bytes of a mapped file that are resident in this process."""
     found, inside = 0, False
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         if "-" in line.split()[0]:

@@ -1,4 +1,4 @@
-"""What others write and read back is what is read here, to the bit where nothing is rounded."""
+"""Files that other libraries write are read as they read them back, to the bit where nothing is rounded."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_compressed_tensors(name: str, tmp_path: Path) -> None:
 
 
 def scales_of(weight: torch.Tensor, weights: dict[str, Any], compressed: Any) -> dict[str, torch.Tensor]:
-    """As an observer would find them: `weight_scale`, and `weight_zero_point` or `weight_global_scale`."""
+    """Scales that an observer would find: `weight_scale`, and `weight_zero_point` or `weight_global_scale`."""
     args = compressed.quantization.QuantizationArgs(**weights)
     rows, inputs = weight.shape
     if args.strategy == "block":

@@ -33,8 +33,8 @@ IDS = [3, 17, 40, 9, 3, 3, 88, 101, 7, 61, 12, 5]
 
 
 def bound(kind: str, dense: Path) -> float:
-    """Of the norm of the logits: a hundredth, or (Gemma's norms enlarge it) what rounding x to 8 bits costs where
-    weights stay in small numbers; FP8 loses something in them, too."""
+    """Largest error, as a part of the logits' norm: a hundredth, or (Gemma's norms enlarge it) what rounding x to 8
+    bits costs where weights stay in small numbers; FP8 loses something in them, too."""
     cost = relative_error(oracle(dense), oracle(dense, rounded=True))
     return max(1e-2, 1.3 * cost) * (1.5 if kind.startswith("fp8") else 1.0)
 

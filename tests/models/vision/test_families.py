@@ -75,7 +75,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def answers(model: Any) -> list[list[int]]:
-    """What each of `CHATS` is answered alone, which is compared with transformers once."""
+    """Answers to each of `CHATS` alone, which are compared with transformers once."""
     for name, (messages, pictures) in CHATS.items():
         if name not in model.answers:
             run = Run(model.loaded)

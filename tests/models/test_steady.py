@@ -1,4 +1,4 @@
-"""Models of which `unsteady` says nothing give a token one result alone and in a chunk: speculation rests on it."""
+"""Tokens have the same bits alone and in a chunk where `unsteady` says nothing: speculation rests on it."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ SOME = [
     ("qwen3.5", "bfloat16", 4),
 ]  # fmt: skip
 WHOLE = {"hunyuanmoe": FORMS}
-"""What cannot be split: transformers' modules."""
+"""Forms in which a family cannot be split: it runs through transformers' modules."""
 EVERY = [(family, form, 2) for family in FAMILIES for form in FORMS if form not in WHOLE.get(family, ())]
 (TOKENS,) = prompts([24], VOCAB)
 

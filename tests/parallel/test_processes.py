@@ -118,7 +118,7 @@ async def killed_in_mid_answer(engine: AsyncEngine, number: int) -> None:
 
 
 async def killed_while_idle(engine: AsyncEngine) -> None:
-    """Nobody has to send a request to find out."""
+    """The engine finds out without a request."""
     heard = asyncio.Event()
     engine.on_event(lambda event: heard.set() if isinstance(event, EngineDied) else None)
     ranks()[0].kill()
@@ -157,7 +157,7 @@ for chunk in engine.stream([5, 6, 7], SamplingParams(max_tokens=4000, ignore_eos
 
 
 def test_a_killed_engine_leaves_no_rank() -> None:
-    """Nobody is there to end them: they see it themselves. A rank does not mind Ctrl-C, which the engine has too."""
+    """Ranks see it themselves, as no engine can end them. A rank does not mind Ctrl-C, which the engine gets too."""
     program = forked.start(PROGRAM)
     assert program.stdout is not None
     with program.stdout:

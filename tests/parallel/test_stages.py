@@ -38,7 +38,7 @@ MOST = 32
 
 
 def wanted(chunk: list[int]) -> torch.Tensor:
-    """Of the first chunk, which is not the prompt's last, no row; of others the last one."""
+    """Rows whose logits are wanted: none of the first chunk, which is not the prompt's last; the last of others."""
     return torch.tensor([] if chunk is CHUNKS[0] else [len(chunk) - 1], dtype=torch.int64)
 
 

@@ -1,4 +1,4 @@
-"""What files say of pooling, in today's forms, in older ones, and broken: read without torch, refused by name."""
+"""Files that say how to pool, in today's forms, in older ones, and broken: read without torch, refused by name."""
 
 from __future__ import annotations
 

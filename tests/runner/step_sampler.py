@@ -39,7 +39,7 @@ class TorchStepSampler:
 
 
 def sample_in_graphs(monkeypatch: pytest.MonkeyPatch) -> list[TorchStepSampler]:
-    """Of all runners made from now on; gets their samplers."""
+    """Let all runners that are made from now on sample in graphs, and get their samplers."""
     made: list[TorchStepSampler] = []
 
     def make(*arguments: Any) -> Sampler:

@@ -1,4 +1,4 @@
-"""How much of a GPU the KV pool gets, and what happens where something does not fit: with a device of numbers only."""
+"""The KV pool's share of a GPU, and errors where something does not fit: with a device of numbers only."""
 
 from __future__ import annotations
 

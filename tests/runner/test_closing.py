@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """What only a collection would free stays."""
+    """Objects that only a collection of garbage would free stay."""
     gc.collect()
     gc.disable()
     try:

@@ -80,7 +80,7 @@ def test_a_failed_capture_leaves_the_thread_where_it_was(where: int, cuda: FakeC
 
 
 def test_engines_capture_one_after_the_other(cuda: FakeCuda) -> None:
-    """Whoever begins waits for the whole device, and nobody may do that while another captures."""
+    """A capture waits for the whole device before it begins, which no engine may do while another captures."""
     errors: list[BaseException] = []
 
     def engine() -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong in one row stays in that row."""
+"""Faults of one row stay in that row."""
 
 from __future__ import annotations
 

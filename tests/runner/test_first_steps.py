@@ -114,7 +114,7 @@ def test_what_is_read_is_there_when_it_is_called() -> None:
 
 
 def test_no_request_waits_for_a_kernel_after_a_load_that_read_them() -> None:
-    """Of the second process, whose kernels the first one has kept if nobody had."""
+    """The second process counts: the first one has kept its kernels if none were kept before."""
     for _ in range(2):
         output = forked.run(_AFTER_LOADING, str(DEMO_MODEL))
         kept, while_loading, afterwards = json.loads(output.splitlines()[-1])
@@ -134,7 +134,7 @@ def test_no_event_loop_waits_for_a_kernel_that_others_compile(monkeypatch: pytes
 
 
 def test_a_step_that_asks_a_draft_model_is_not_brief() -> None:
-    """Nobody else's is slower for there being one."""
+    """Steps that do not ask it stay brief."""
     loaded = load_model(str(DEMO_MODEL), CONFIG)
     runner = build_runner(loaded, CONFIG)
     there: Any = object()

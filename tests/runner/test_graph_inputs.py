@@ -1,4 +1,4 @@
-"""What a graph of decodes reads is the same whether a step is flattened anew or made of the one before."""
+"""Inputs of a graph of decodes are the same whether a step is flattened anew or made of the one before."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def differing(found: list[int], wanted: list[int]) -> set[int]:
 
 
 def host_only_places(graphs: DecodeGraphs, step: DecodeStep) -> set[int]:
-    """Where the lengths lie that only the first plan reads, and the room between parts."""
+    """Places of the lengths that only the first plan reads, and of the room between parts."""
     size = next(size for size in graphs.sizes if size >= len(step.adapters))
     read = set(range(2 * (NUMBERS - 1) * size))
     for _, arrays in graphs.backend.decode_graphs[size].arrays.values():

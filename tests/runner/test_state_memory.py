@@ -1,4 +1,4 @@
-"""How many states a budget holds, and what is said where it holds none."""
+"""The number of states that a budget holds, and the error where it holds none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decode step launches on a device besides its model and its sampler: a handful of kernels and copies."""
+"""Launches of a decode step on a device besides its model and its sampler: a handful of kernels and copies."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_a_step_that_took_longer_than_its_neighbours_allow_is_run_again(count: i
 
 
 def test_times_that_do_bend_down_are_believed_the_second_time() -> None:
-    """As where a wider kernel serves the longer steps."""
+    """A wider kernel that serves the longer steps makes them so."""
     run = steps(_8=0.11)
     assert measure_steps(run) == (0.04, 0.11, 0.12)
     assert run.runs.count(8) == 2

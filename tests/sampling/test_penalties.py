@@ -1,4 +1,4 @@
-"""What penalized requests have seen, counted once whatever happens."""
+"""Tokens that penalized requests have seen are counted once, whatever happens."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_a_starving_adapter_drains_a_running_one(max_passes: int):
 
 
 def test_only_the_slot_that_a_starving_adapter_waits_for_drains():
-    """Of two running adapters the one that ends first takes no more requests; the other goes on taking them."""
+    """The one of two running adapters that ends first takes no more requests; the other goes on taking them."""
     steps = Steps(adapters=AdapterSlots(2), max_passes=2, pages=400, max_num_seqs=32)
     wanted = {"S": 6, "L": 60}
     for adapter, count in wanted.items():

@@ -1,4 +1,4 @@
-"""What a step may compute: decodes first, prompts in chunks, the cap on shared steps."""
+"""The work that a step may compute: decodes first, prompts in chunks, the cap on shared steps."""
 
 from support.fake_engine import Steps, rows
 

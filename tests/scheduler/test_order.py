@@ -72,7 +72,7 @@ def test_an_unknown_policy_is_refused_by_name():
 
 
 def passed_over(steps: Steps, ticket: int) -> int:
-    """How many later requests started before `ticket` did."""
+    """Number of later requests that started before `ticket` did."""
     order = starts(steps)
     return sum(other > ticket for other in order[: order.index(ticket)])
 

@@ -149,7 +149,7 @@ def test_running_requests_wait_for_retiring_pages_rather_than_preempt():
 @pytest.mark.parametrize("chunk", [5, 6, 7, 8])
 @pytest.mark.parametrize("every", [2, 3])
 def test_forced_preemption_in_step_with_chunks_ends_all_the_same(chunk: int, every: int):
-    """Nobody gives way again before it has got a token: here a preemption could come just before each of them."""
+    """No request gives way again before it has got a token: here a preemption could come just before each of them."""
     steps = Steps(pages=64, prefix_caching=False, preempt_every=every, max_num_batched_tokens=chunk)
     for i in range(3):
         steps.add([5 + i] * 40, 6)

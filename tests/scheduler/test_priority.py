@@ -86,7 +86,7 @@ def test_pages_are_taken_from_as_many_as_it_needs() -> None:
 
 
 def test_nobody_gives_way_in_vain() -> None:
-    """What lacks is held by somebody as important: the others go on."""
+    """The pages that lack are held by a request that is as important: the others go on."""
     steps = Steps(policy="priority", pages=13, max_num_seqs=8, prefix_caching=False)
     equal, low = steps.add(range(2, 26), 3, priority=0), steps.add([9, 9], 12, priority=5)
     steps.step()
@@ -175,7 +175,7 @@ def test_who_starves_for_an_adapter_keeps_the_slot_that_drains_for_it() -> None:
 
 
 def test_a_state_is_given_up() -> None:
-    """Of a model that keeps recurrent states there are few; the one that gave way starts again from a snapshot."""
+    """States are few in a model that keeps recurrent ones; the request that gave way starts again from a snapshot."""
     steps, tickets = busy(3, num_states=4, pages=200, max_num_seqs=16)
     urgent = steps.add([2] * 6, 5, priority=0)
     assert urgent in rows(steps.step())

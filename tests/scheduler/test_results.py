@@ -19,7 +19,7 @@ from asyncengine.step import ConstrainedToken, StepResult
 
 @pytest.mark.parametrize(("stop", "taken", "forced"), [(5, 1, 0), (6, 2, 0), (7, 3, 1), (8, 4, 2), (9, 4, 2)])
 def test_tokens_behind_a_stop_are_not_counted(stop: int, taken: int, forced: int) -> None:
-    """Of four tokens the last two are forced; one of the caller's stop ids is among them, or none."""
+    """The last two of four tokens are forced; one of the caller's stop ids is among the four, or none."""
     steps = Steps()
     ticket = steps.add([2, 3], 8, needs_grammar=True, stop_ids=(stop,))
     steps.apply(GrammarReady(ticket, Letters([5, 6, 7, 8], 8)))
@@ -50,7 +50,7 @@ def test_a_request_that_goes_on_from_the_cache_has_computed_all_of_its_row() -> 
 
 
 def test_as_many_waiting_requests_are_looked_at_as_the_setting_says() -> None:
-    """Those without a slot for their adapter, and samples whose prompt is being computed, count once each."""
+    """Requests without a slot for their adapter, and samples whose prompt is being computed, count once each."""
     steps = Steps(adapters=AdapterSlots(1), admission_lookahead=2)
     running = steps.add([2, 3], 6, adapter="A")
     steps.step()

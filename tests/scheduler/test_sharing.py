@@ -1,4 +1,4 @@
-"""What is computed once: prefixes shared by simultaneous requests, prompts shared by n samples."""
+"""Work that is done once: prefixes shared by simultaneous requests, prompts shared by n samples."""
 
 import pytest
 from support.fake_engine import Steps, rows

@@ -15,7 +15,7 @@ from asyncengine.lora.admission import AdapterSlots
 
 
 def shares(steps: Steps, owner: dict[int, str], first: int = 0) -> dict[str, float]:
-    """Of the tokens computed in the steps from `first` on, by flow."""
+    """Shares of the tokens computed in the steps from `first` on, by flow."""
     served: Counter[str] = Counter()
     for batch in steps.batches[first:]:
         for row in batch.rows:
@@ -78,7 +78,7 @@ def test_a_thousand_requests_of_one_do_not_starve_another() -> None:
 
 
 def test_idleness_is_no_credit() -> None:
-    """Who comes back after a pause starts at the virtual time, and so does who has never been there."""
+    """A tenant that comes back after a pause starts at the virtual time, and so does one that has never been there."""
     steps = Steps(policy="weighted-fair", max_num_seqs=1, pages=200)
     owner: dict[int, str] = {}
 

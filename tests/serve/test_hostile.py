@@ -220,7 +220,7 @@ def test_methods(client: httpx.Client, method: str) -> None:
     ids=["TLS", "version", "0.9", "negative", "two lengths", "long header", "many headers", "long path"],
 )
 def test_heads(url: str, head: bytes) -> None:
-    """What is no request, or one whose head has no end, is refused and the connection closed."""
+    """Bytes that are no request, and a request whose head has no end, are refused and the connection closed."""
     with connection(url) as raw, contextlib.suppress(ConnectionError):
         raw.sendall(head)
         answer = everything(raw)

@@ -1,4 +1,4 @@
-"""What stays in the store of responses, and what goes."""
+"""The store of responses: what stays in it, and what goes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What its caller predicts is computed with the end of a prompt, where nobody else waits for it."""
+"""A caller's prediction is computed with the end of its prompt, where no other request waits for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a draft model guesses: as long as it is sure."""
+"""A draft model guesses as long as it is sure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many guesses a step is worth, by what became of earlier ones."""
+"""The number of guesses that a step is worth, by what became of earlier ones."""
 
 from __future__ import annotations
 

@@ -216,4 +216,4 @@ SENTENCEPIECE: dict[str, Callable[[], tuple[Any, dict[str, float]]]] = {
     "phi3": cache(lambda: llama_like("phi3")),
     "gemma3": cache(gemma_like),
 }
-"""By `general.architecture`."""
+"""Makers of a tokenizer and its pieces' scores, by `general.architecture`."""

@@ -86,7 +86,7 @@ def test_a_call_without_content_gets_an_empty_one_where_the_template_needs_it() 
 
 
 def test_tools_are_found_in_a_template_that_gives_them_a_default() -> None:
-    """As Mistral's and Llama's templates do."""
+    """Mistral's and Llama's templates do so."""
     default = "{% if not tools is defined %}{% set tools = none %}{% elif tools is not none %}T{% endif %}{{ tools }}"
     assert with_template(default).render_chat([USER], tools=[TOOL]).startswith("T[{")
     assert with_template(default).render_chat([USER]) == "None"

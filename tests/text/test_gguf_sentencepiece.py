@@ -23,7 +23,7 @@ TRAINING: dict[str, Any] = {
 
 
 def header(pieces: Any, architecture: str, whole: list[str]) -> dict[str, Any]:
-    """What a converter writes of a trained model; `whole` are its user-defined pieces."""
+    """The header that a converter writes of a trained model; `whole` are its user-defined pieces."""
     tokens, scores, types = [], [], []
     for index in range(pieces.vocab_size()):
         token, score = pieces.IdToPiece(index), pieces.GetScore(index)

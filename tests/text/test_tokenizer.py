@@ -50,7 +50,7 @@ def test_what_ends_an_answer_is_the_end_of_sequence_unless_more_is_known(folder:
 
 
 def test_a_template_that_lies_beside_the_tokenizer(folder: Path, tmp_path: Path) -> None:
-    """Where older models that read images have theirs. A tokenizer's own goes first; what is no template is none."""
+    """Older models that read images have theirs there. A tokenizer's own goes first; what is no template is none."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "chat_template.json"
     for content in ("[", "[]", '{"chat_template": 1}'):

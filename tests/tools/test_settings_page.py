@@ -21,7 +21,7 @@ def test_it_is_as_written() -> None:
 
 
 def test_every_field_is_described() -> None:
-    """By a sentence of its own: a bare name says nothing to a stranger."""
+    """Each has a sentence of its own: a bare name says nothing to a stranger."""
     for kind in (EngineConfig, RequestOptions, ChatRequest, SamplingParams):
         rows = settings(kind, (), None)
         assert list(rows) == [field.name for field in fields(kind)]
@@ -29,7 +29,7 @@ def test_every_field_is_described() -> None:
 
 
 def test_every_setting_is_in_one_group() -> None:
-    """As the page and the command line show them: those of a group together, in the order of their class."""
+    """The page and the command line show settings of a group together, in the order of their class."""
     shown = [line.split("`")[1] for line in page().splitlines() if line.startswith("| `")]
     assert shown[: len(fields(EngineConfig))] == [field.name for field in fields(EngineConfig)]
 

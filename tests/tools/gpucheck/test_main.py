@@ -77,7 +77,7 @@ def test_the_sections_fit_into_their_time() -> None:
 
 
 def test_a_run_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where even cancelling does not help: what was found by then is kept."""
+    """Cancelling does not help here: the process exits, and what was found by then is kept."""
     ended = threading.Event()
     codes: list[int] = []
 

@@ -21,7 +21,7 @@ EOS = 1
 
 
 class AdapterExecutor(SteppedExecutor):
-    """What a row writes into its pages, and hence every answer, depends on the content its slot got from the swaps.
+    """An executor whose cells in pages, and hence all answers, depend on the content a slot got from the swaps.
 
     So a swap that was lost, a slot overwritten too early, a row with another's slot and a prefix computed under another
     adapter all change the output. `adapter_oracle` says what is right.
@@ -55,7 +55,7 @@ class AdapterExecutor(SteppedExecutor):
 
 
 def _digest(swap: AdapterSwap) -> str:
-    """Of what is really copied; a replay copies nothing."""
+    """Digest of the adapter that is really copied; a replay copies nothing."""
     return swap.digest if swap.weights is None else str(swap.weights.digest)
 
 

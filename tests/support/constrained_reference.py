@@ -1,4 +1,4 @@
-"""What a constrained request must answer: a plain loop of model, mask and matcher, without any engine."""
+"""Answers that constrained requests must get: a plain loop of model, mask and matcher, without any engine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def constrained_reference(
 
 
 def fake_choice(model: FakeModel, seed: int = 0) -> Choose:
-    """How the fake runner chooses: the first allowed id from the model's own token upwards, in a circle."""
+    """The fake runner's choice: the first allowed id from the model's own token upwards, in a circle."""
 
     def choose(tokens: list[int], ids: np.ndarray) -> int:
         assert len(ids), "a dead end"

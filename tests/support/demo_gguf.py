@@ -56,7 +56,7 @@ def _q4_k_m(name: str, layers: int) -> str:
 
 
 def tokenizer_values() -> dict[str, Any]:
-    """What a GGUF file says of the demo model's tokenizer, and its chat template."""
+    """Values of a GGUF header that describe the demo model's tokenizer, and its chat template."""
     whole = (DEMO / "tokenizer.json").read_text(encoding="utf-8")
     content = json.loads(whole)
     added = {entry["id"]: entry for entry in content["added_tokens"]}

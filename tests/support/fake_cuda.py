@@ -64,7 +64,7 @@ class FakeGraph:
 
 
 class FakeCuda:
-    """What replaces `torch.cuda`. Streams come from a pool of `streams` numbers, in turns; 0 is everybody's first."""
+    """A replacement of `torch.cuda`. Streams come from a pool of `streams` numbers, in turns; 0 is the first of all."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, streams: int = 32) -> None:
         self.log: list[str] = []

@@ -279,7 +279,7 @@ def executor_of(engine: AsyncEngine) -> SteppedExecutor:
 
 
 def oracle(engine: AsyncEngine, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """What a greedy request with seed 0 must answer."""
+    """The answer that a greedy request with seed 0 must get."""
     return executor_of(engine).model.oracle(prompt, max_tokens, 0, (1,))
 
 

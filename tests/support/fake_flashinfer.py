@@ -233,11 +233,11 @@ def _check_cache(cache: torch.Tensor) -> tuple[int, int, int]:
 
 
 class Wrapper:
-    """What both wrappers share: workspaces, the staging area, the checks of a plan, the arithmetic. Their arguments are
-    held against the package itself in tests/attention/test_flashinfer_signatures.py."""
+    """The base of both wrappers: workspaces, the staging area, the checks of a plan, the arithmetic. Their arguments
+    are held against the package itself in tests/attention/test_flashinfer_signatures.py."""
 
     name: str
-    """Of its launches, as counted."""
+    """Name of its launches, as counted."""
 
     def __init__(self, fake: FakeFlashInfer, float_workspace_buffer: torch.Tensor, kv_layout: str, backend: str):
         assert kv_layout == "NHD"
@@ -342,7 +342,7 @@ class Wrapper:
         return out, logs
 
     def at_launch(self) -> None:
-        """What must hold when a kernel runs, also when it is replayed."""
+        """Check what must hold when a kernel runs, also when it is replayed."""
 
 
 def _attention(

@@ -1,4 +1,4 @@
-"""What FlashInfer 0.6.13 to 0.7.2 asks of the tensors it is given, read from its sources.
+"""Demands of FlashInfer 0.6.13 to 0.7.2 on the tensors it is given, read from its sources.
 
 Each check names the file it comes from, relative to the package (`csrc` and `include` lie in its `data`). Where the
 library refuses, the same kind of error is raised: `RuntimeError` from its bindings, `ValueError` from its Python. Where

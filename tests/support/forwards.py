@@ -65,7 +65,7 @@ class Forwards:
 
 
 def logits_of(model: CausalLM, ids: Sequence[int], **fields: Any) -> torch.Tensor:
-    """Of one sequence from its beginning."""
+    """Logits of one sequence from its beginning."""
     return Forwards(model, most=max(len(ids), 1)).step(ids, **fields)
 
 

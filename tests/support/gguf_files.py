@@ -22,13 +22,13 @@ _HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "MXFP4": (),
     "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_XS": (0,),
 }  # fmt: skip
-"""Where a block of each type has float16."""
+"""Byte offsets of float16 scales in a block of each type."""
 QUANTIZED = tuple(_HALVES)
 _LARGEST = {
     "Q4_0": 8, "Q4_1": 16, "Q5_0": 16, "Q5_1": 32, "Q8_0": 128, "IQ4_NL": 127, "Q2_K": 45, "Q3_K": 128, "Q4_K": 945,
     "Q5_K": 1953, "Q6_K": 4096, "IQ4_XS": 4064,
 }  # fmt: skip
-"""Of a number times its scale's step."""
+"""The largest number of each type, in steps of its scale."""
 
 ARCHITECTURES = {
     "llama": "llama", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "smollm3": "smollm3",
@@ -61,7 +61,7 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int = 0, size: float
 
 
 def dequantized(blocks: np.ndarray, kind: str) -> torch.Tensor:
-    """What the public package says that the blocks stand for."""
+    """Numbers that the blocks stand for by the public package."""
     return torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind]))
 
 
@@ -169,7 +169,7 @@ def _stacked(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _name(table: Any, name: str) -> str:
-    """By gguf's own table, which has some of the names without ".weight", and some not at all."""
+    """The name by gguf's own table, which has some of the names without ".weight", and some not at all."""
     if name.startswith("blk."):
         return name
     given = name.replace("dt_bias", "dt_proj.bias").replace("e_score_correction_bias", "e_score_correction.bias")
@@ -217,7 +217,7 @@ def _stored(values: np.ndarray, kind: str) -> tuple[np.ndarray, torch.Tensor]:
 
 
 def _hyperparameters(writer: Any, architecture: str, config: Any) -> None:
-    """What the converter writes for a family."""
+    """Write what the converter says of a family."""
     if config.model_type in STATES:
         state_header(writer, config)
         return

@@ -1,4 +1,4 @@
-"""What a converter writes about a Hugging Face tokenizer into a GGUF header, for tests.
+"""Metadata that a converter writes about a Hugging Face tokenizer into a GGUF header, for tests.
 
 From the documented behaviour of llama.cpp's converter: tokens by id, padded to the size of the embedding; control,
 user-defined and unused tokens marked; merges as "left right"; spaces of Gemma's user-defined tokens written as spaces;

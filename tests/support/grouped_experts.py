@@ -75,4 +75,4 @@ def make_mixture(
 
 
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""Of the sum, as a part of its size: what rounding takes."""
+"""The largest error of the sum, as a part of its size: what rounding takes."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 _SHRINK = (1.0, 0.95, 0.9, 0.85)
 """Parts of a group's range that its numbers may span: outliers cost less than coarse steps."""
 _FALLBACK = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""What llama.cpp takes for rows that are no whole blocks."""
+"""Types that llama.cpp takes for rows that are no whole blocks."""
 
 
 def stored_as(kind: str, columns: int) -> str:

@@ -1,4 +1,4 @@
-"""What single layers are built with in tests."""
+"""Options and weights that single layers are built with in tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What peft over transformers answers with random adapters on everything it can change."""
+"""Answers of peft over transformers, with random adapters on everything it can change."""
 
 from __future__ import annotations
 

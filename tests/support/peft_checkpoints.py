@@ -31,7 +31,7 @@ def tiny_gpt2() -> Any:
 
 
 def base_modules(model: Any) -> dict[str, ModuleDims]:
-    """What of `model` can take an adapter."""
+    """Modules of `model` that can take an adapter, with their dimensions."""
     found = {}
     for path, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):

@@ -22,7 +22,7 @@ class Written(NamedTuple):
     """One matrix [outputs, inputs]."""
 
     tensors: Tensors
-    """By the last part of their names."""
+    """Tensors by the last part of their names."""
     dense: torch.Tensor
     """float32: what they stand for."""
 

@@ -17,7 +17,7 @@ Part = tuple[int, int, int]
 
 
 def segments_of(rows: Sequence[Sequence[Part]]) -> StateSegments:
-    """Of each row's segments, whose tokens stand one after another in the step."""
+    """Segments of each row, whose tokens stand one after another in the step."""
     bounds, flat, token = [0], [], 0
     for row in rows:
         for tokens, source, target in row:
@@ -29,7 +29,7 @@ def segments_of(rows: Sequence[Sequence[Part]]) -> StateSegments:
 
 
 def forward(layer: Any, x: torch.Tensor, rows: Sequence[Sequence[Part]], pools: StatePools) -> torch.Tensor:
-    """What a layer makes of inputs [tokens, width] of these rows, and keeps in `pools`."""
+    """Outputs of a layer for inputs [tokens, width] of these rows; it keeps its states in `pools`."""
     backend: Any = None
     step = StepContext(torch.arange(len(x)), backend, states=StateStep(pools, segments_of(rows)))
     with torch.inference_mode():

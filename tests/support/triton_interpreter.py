@@ -23,7 +23,7 @@ def patch_once_a_launch() -> None:
     patched: set[Any] = set()
 
     class Restored:
-        """What is called when a launch has ended; `scope`: the interpreter's own, where it has one."""
+        """The handle that is called when a launch has ended; `scope`: the interpreter's own, where it has one."""
 
         def __init__(self, scope: Any) -> None:
             self._scope = scope

@@ -13,7 +13,7 @@ from support import tiny_models
 from support.tiny_models import WINDOW, make_checkpoint
 
 CHUNK = 12
-"""Of Llama 4's attention: three pages of the tests."""
+"""Tokens of a chunk of Llama 4's attention: three pages of the tests."""
 
 
 def _sized(heads: int, kv_heads: int, **changes: Any) -> dict[str, Any]:

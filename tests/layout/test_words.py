@@ -61,11 +61,13 @@ def names(nodes: Iterable[ast.AST]) -> Iterator[str]:
             yield node.attr
 
 
-@pytest.mark.parametrize("folder", [*FOLDERS, "benchmarks", "tools"])
+@pytest.mark.parametrize("folder", [*FOLDERS, "benchmarks", "tests", "tools"])
 def test_docstrings_begin_with_a_sentence_or_a_noun(folder: str) -> None:
     files = files_in(folder)
+    files = [path for path in files if folder != "tests" or path.relative_to(ROOT).parts[1] >= "l"]
     assert files
-    assert not {str(path.relative_to(ROOT)): found for path in files if (found := fragments(nodes_of(path)))}
+    nodes = nodes_of.__wrapped__ if folder == "tests" else nodes_of  # read here alone: kept, they would take 170 MiB
+    assert not {str(path.relative_to(ROOT)): found for path in files if (found := fragments(nodes(path)))}
 
 
 def test_fragments_are_found() -> None:

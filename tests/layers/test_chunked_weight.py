@@ -72,7 +72,7 @@ def test_products_in_narrow_types(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rows", [0, 1, 8])
 def test_a_gate_within_the_product(rows: int) -> None:
-    """For few rows, narrow chunks, and without an order."""
+    """The gate is part of the product for few rows, narrow chunks and matrices without an order."""
     matrix, x = RandomMatrix("Q4_0", 44, 96), torch.randn(rows, 96)
     found = loaded(matrix).multiply_gated(x)
     assert found is not None

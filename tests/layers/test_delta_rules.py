@@ -63,7 +63,7 @@ def projections(layer: Layer, tokens: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def gated_exactly(layer: GatedDelta, projected: torch.Tensor) -> torch.Tensor:
-    """In float64, as the paper has it, of one sequence from its beginning."""
+    """Outputs in float64, by the paper's rule, of one sequence from its beginning."""
     config, group = layer.config, layer.config.value_heads // layer.config.key_heads
     q, k, v, z, b, a = (projected.double()[:, kind] for kind in layer.kinds)
     inputs = functional.pad(torch.cat((q, k, v), 1).T[None], (config.taps - 1, 0))
@@ -88,7 +88,7 @@ def gated_exactly(layer: GatedDelta, projected: torch.Tensor) -> torch.Tensor:
 
 
 def kimi_exactly(layer: KimiDelta, projected: torch.Tensor) -> torch.Tensor:
-    """In float64, as the paper has it: S = (I - b k k^T) diag(a) S + b k v^T, of one sequence from its beginning."""
+    """Outputs in float64, by the paper's S = (I - b k k^T) diag(a) S + b k v^T, of one sequence from its beginning."""
     config, x = layer.config, projected.double()
     size, heads, dim = config.size, config.heads, config.head_dim
     inputs = functional.pad(x[:, : 3 * size].T[None], (config.taps - 1, 0))

@@ -46,7 +46,7 @@ def test_rows_of_the_table(dtype: torch.dtype, scale: float, panels: bool) -> No
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [TOKENS, 101, 3])
 def test_logits(dtype: torch.dtype, bias: bool, tokens: int, panels: bool) -> None:
-    """In float32, of a vocabulary that fills panels, and of two that do not."""
+    """Logits are float32, of a vocabulary that fills panels, and of two that do not."""
     head = LMHead(options(dtype), "lm_head", tokens, WIDTH, bias=bias)
     weight, offset = torch.randn(tokens, WIDTH).to(dtype), torch.randn(tokens).to(dtype)
     fill(head, {"lm_head.weight": weight, **({"lm_head.bias": offset} if bias else {})})
@@ -69,7 +69,7 @@ def test_a_tied_matrix_exists_once(panels: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_tied_quantized_matrix(dtype: torch.dtype, bits: int) -> None:
-    """In 8 bits either way; fewer tokens than a panel has, too."""
+    """The matrix has 8 bits either way; fewer tokens than a panel has are tried, too."""
     pytest.importorskip("numba")
     for tokens in (50, 7):
         table, head = tied(dtype, 2.0, tokens, bits=bits)

@@ -159,7 +159,7 @@ def same_bits(model: Decoder, steps: list[list[int]]) -> None:
 
 
 def test_queries_that_grow_with_their_position(checkpoint: Checkpoint) -> None:
-    """From some position on, they are multiplied by a number of the step."""
+    """Queries from some position on are multiplied by a number of the step."""
     model = load(checkpoint("ministral3"))
     recorded: Any = model.recorded
     seen = []
@@ -205,7 +205,7 @@ def test_the_same_tokens_and_logprobs(
 def test_shared_among_threads_in_the_smallest_pieces(
     name: str, quantization: str | None, make_runner: MakeRunner
 ) -> None:
-    """To the bit: rows so long that their keys are split among threads, next to short ones."""
+    """Rows so long that their keys are split among threads, next to short ones, are the same to the bit."""
     from asyncengine.kernels.cpu.team import Team
 
     runner = make_runner(name, quantization=quantization, max_num_batched_tokens=1024)
@@ -250,8 +250,8 @@ def test_long_steps_adapters_and_other_backends_go_the_long_way(checkpoint: Chec
 
 
 def test_a_record_holds_nothing_of_its_step(checkpoint: Checkpoint) -> None:
-    """Recorded twice, of other tokens, at other addresses, among other segments: the same but for what is declared to
-    change."""
+    """Steps recorded again, of other tokens, at other addresses, among other segments, have the same record but for
+    what is declared to change."""
     model = load(checkpoint("qwen3.5"))
     recorded: Any = model.recorded
     forwards = Forwards(model, rows=4)
@@ -313,7 +313,7 @@ def test_an_arena_that_is_full_grows(checkpoint: Checkpoint, monkeypatch: pytest
 
 
 def test_a_team_that_ends_meanwhile_is_no_part_of_a_record() -> None:
-    """Replayed, its end would be another team's, or nobody's."""
+    """A recorded end would be replayed as another team's, or nobody's."""
     from asyncengine.kernels.cpu.team import Team
     from asyncengine.kernels.recording import Arena, Recorder
 

@@ -52,7 +52,7 @@ def test_numbers_are_those_of_a_cpu(outputs: int, inputs: int, bits: int) -> Non
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_products_however_rows_come(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In parts that begin anywhere, a few rows rounded at once, and of a matrix that is quantized already."""
+    """Rows come in parts that begin anywhere, are rounded a few at once, or are of a quantized matrix."""
     given = drawn(50, 200)
     whole, parts = (RoundedWeight(50, 200, bits, CPU) for _ in range(2))
     whole.load(0, given)

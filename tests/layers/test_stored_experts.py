@@ -44,7 +44,7 @@ def make(config: ExpertsConfig, width: int, forms: dict[str, str], *, ordered: b
 
 
 def say_what_they_take(experts: Experts, stored: dict[str, str]) -> bool:
-    """Whether each place takes the form that its part of a path is stored in, and no other."""
+    """True if each place takes the form that its part of a path is stored in, and no other."""
     for path, slot in experts.slots():
         kind = next((kind for part, kind in stored.items() if part in path), None)
         if (None if slot.takes is None else slot.takes.name) != (kind or None):
@@ -53,7 +53,8 @@ def say_what_they_take(experts: Experts, stored: dict[str, str]) -> bool:
 
 
 def near(found: Experts, plain: Experts, width: int) -> None:
-    """To what rounding x to 8 bits costs in two products, of which some add up to little; at one row and at many."""
+    """Check the error against the cost of rounding x to 8 bits in two products, of which some add up to little; at one
+    row and at many."""
     generator = torch.Generator().manual_seed(1)
     for rows in (1, 19):
         x = torch.randn(rows, width, generator=generator)

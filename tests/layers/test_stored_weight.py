@@ -178,7 +178,7 @@ def form_of(path: str) -> str:
 
 
 def test_whole_models_of_mixed_forms() -> None:
-    """In one call or layer by layer to the bit, and near what the matrices stand for."""
+    """The model gives the same bits in one call and layer by layer, and is near what the matrices stand for."""
     dtype = torch.bfloat16
     described = decoder_config_of(FAMILIES["qwen3"](), 64)
     assert described is not None

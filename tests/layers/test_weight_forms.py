@@ -90,7 +90,7 @@ def test_quantized_takes_what_fills_no_panel() -> None:
 @dtypes
 @pytest.mark.parametrize("cuts", [(32, 64), (16, 80), (7, 40, 41)], ids=["panels", "half panels", "odd"])
 def test_rows_come_in_any_order_and_type(name: str, dtype: torch.dtype, cuts: tuple[int, ...]) -> None:
-    """To the bit what one piece gives, also from float16 and float64, and from a transposed view."""
+    """The bits are those of one piece, also from float16 and float64, and from a transposed view."""
     weight = random(OUTPUTS, INPUTS).half()
     whole = filled(name, weight.to(dtype))
     options = {"bounds": cuts} if name in ERROR else {}
@@ -106,7 +106,7 @@ def test_rows_come_in_any_order_and_type(name: str, dtype: torch.dtype, cuts: tu
 @dtypes
 @pytest.mark.parametrize(("outputs", "inputs", "cut"), [(96, 64, 32), (96, 64, 40), (50, 100, 20)])
 def test_loaded_again_it_is_as_if_new(name: str, dtype: torch.dtype, outputs: int, inputs: int, cut: int) -> None:
-    """To the bit, with nothing of the first weight in it, and at its address: whoever has that, has the new weight."""
+    """Nothing of the first weight is in its bits, and its address stays: whoever has that, has the new weight."""
     options = {"bounds": (cut,)} if name in ERROR else {}
     old, new = (scale * random(outputs, inputs, dtype=dtype, seed=scale) for scale in (9, 1))
     form, fresh = (make(name, outputs, inputs, dtype, **options) for _ in range(2))
@@ -159,7 +159,7 @@ def test_quantized_rows_that_share_a_panel_are_no_block() -> None:
 
 @pytest.mark.parametrize("name", ["dense", "packed", "int8", "int4"])
 def test_memory_is_what_the_form_needs(name: str) -> None:
-    """And each part of a mapped file is given back once it is read."""
+    """Each part of a mapped file is given back once it is read."""
     weight, released = random(8192 + 32, 128, dtype=torch.bfloat16), []
     form = filled(name, weight)
     assert form.nbytes == sum(each.nbytes for each in tensors_in(form))

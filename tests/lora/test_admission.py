@@ -54,7 +54,7 @@ def test_books_that_cannot_be_right_are_told():
 
 
 def test_every_row_names_the_slot_that_holds_its_adapter():
-    """At each launch: also with two steps in flight and forced preemption, when slots change hands all the time."""
+    """Names hold at each launch, with two steps in flight and forced preemption: slots change hands all the time."""
     device = Device()
     slots = AdapterSlots(2, weights)
     steps = Steps(adapters=slots, max_steps_in_flight=2, preempt_every=5, pages=200)

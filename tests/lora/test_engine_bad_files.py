@@ -57,7 +57,7 @@ BROKEN: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("fault", BROKEN)
 async def test_bad_files_end_those_who_need_them_and_nothing_else(zoo: Zoo, fault: str, tmp_path: Path) -> None:
-    """At a load, and when an adapter that was dropped from memory is to be read again, while others run."""
+    """A load fails, and so does reading again an adapter that was dropped from memory, while others run."""
     folder = zoo.copy("a0", tmp_path / "a0")
     adapters = {"a0": folder, "a1": zoo.path("a1"), "a2": zoo.path("a2")}
     settings = {"adapter_memory": "20KB", "adapter_workers": 1, "max_loras": 2, "max_num_seqs": 4}

@@ -226,7 +226,7 @@ async def test_closing_with_adapters_loading_and_running(hosted: bool, drain: bo
 
 
 def test_posted_to_an_engine_that_has_just_ended() -> None:
-    """Between the gate and the inbox the engine closes or dies, on its own thread: told as what it was."""
+    """The engine closes or dies, on its own thread, between the gate and the inbox: a request is told which."""
     for failure in (None, RuntimeError("device lost")):
         lab = Lab(hosted=True)
         lab.engine.start_blocking()

@@ -44,7 +44,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 
 
 class FileWatch:
-    """Which threads touch files below a folder."""
+    """A record of the threads that touch files below a folder."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self._folder = os.fspath(folder)

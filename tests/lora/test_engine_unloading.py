@@ -67,7 +67,7 @@ async def test_unload_is_refused_while_in_use_and_waits_if_told_to(face: Face) -
 
 
 async def test_waiting_to_unload_does_not_keep_old_requests_from_finishing(face: Face) -> None:
-    """Also those that had not started; the name may be taken again meanwhile."""
+    """Requests that had not started finish, too; the name may be taken again meanwhile."""
     await face.load("a")
     face.executor.hold()
     calls = [asyncio.create_task(face.engine.generate(PROMPT, greedy(9, n=1 + i % 2), adapter="a")) for i in range(4)]

@@ -75,7 +75,7 @@ def _counted(method: Callable[..., Any], name_of: Callable[..., str], launches: 
 LAYERS = 3
 IDS = [3, 17, 40, 9, 3, 3, 88]
 OUTER = {"_angles": 1, "_rms_norm": 1}
-"""Before the layers and behind them, beside the lookup of the token and the output layer."""
+"""Launches before the layers and behind them, beside the lookup of the token and the output layer."""
 LAYER = {"_rms_norm": 2, "_prepare_and_write": 1, "decode": 1}
 
 
@@ -114,7 +114,7 @@ def test_kernels_change_no_answer(name: str, folder: Callable[[str], Path], requ
 
 
 def test_products_of_one_row(folder: Callable[[str], Path], request: pytest.FixtureRequest) -> None:
-    """Rounded otherwise: bfloat16 has as many digits as may differ."""
+    """Products of one row are rounded otherwise: bfloat16 has as many digits as may differ."""
     plain = load(folder, "qwen3", "bfloat16")
     fake = request.getfixturevalue("fake")
     expected, found = Forwards(plain, backend="torch"), on_flashinfer(load(folder, "qwen3", "bfloat16"), fake)

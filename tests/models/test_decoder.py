@@ -42,9 +42,9 @@ def load(path: Any, **fields: Any) -> Decoder:
     indirect=["panels"],
 )  # fmt: skip
 def test_logits_are_transformers(name: str, panels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At positions far from the first: each part of attention by itself, as on GPUs and without a compiler, and in
-    panels, in which `tests/runner/test_families.py` compares all families from the first on. For all rows and for
-    some."""
+    """Positions are far from the first, and each part of attention is by itself, as on GPUs and without a compiler, or
+    in panels, in which `tests/runner/test_families.py` compares all families from the first on. Logits are for all rows
+    and for some."""
     # transformers scales the queries of Llama 4 by their place in the cache, whatever position_ids says
     first = 300 if name != "llama4" else 0
     if not panels:
@@ -74,7 +74,7 @@ def test_bfloat16_in_panels(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_what_it_says_of_itself(name: str, panels: bool, checkpoint: Checkpoint) -> None:
-    """And its weights are those of the checkpoint, each counted once."""
+    """The weights are those of the checkpoint, each counted once."""
     model = load(checkpoint(name))
     counts = {form: int(count) for form, count in (entry.split(" x ") for entry in model.describe())}
     assert counts.pop("decoder") == 1

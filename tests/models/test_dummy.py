@@ -47,7 +47,7 @@ def test_weights_are_random_the_same_each_time_and_disturb_nobody(folder: Path) 
 
 
 def test_norms_and_biases_are_what_they_are_before_training(folder: Path) -> None:
-    """So that numbers neither vanish nor overflow in a deep model."""
+    """Numbers neither vanish nor overflow in a deep model with such norms and biases."""
     for config, biased in ((FAMILIES["qwen2"](), True), (FAMILIES["qwen3"](), False)):
         config.save_pretrained(folder)
         model = load_model(str(folder), DUMMY).model

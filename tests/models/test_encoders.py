@@ -104,7 +104,7 @@ def test_same_bits_alone_and_among_others(name: str, dtype: str, tmp_path: Path)
 
 @pytest.mark.parametrize(("name", "dtype"), by_turns([name for name in FAMILIES if name != "mpnet"], DTYPES))
 def test_few_tokens_are_replayed(name: str, dtype: str, tmp_path: Path) -> None:
-    """Whatever texts they are of, and once more where more pages were needed meanwhile; to the bits of the layers."""
+    """A record serves any texts, and is made anew where more pages are needed; the bits are those of the layers."""
     make_encoder(name, tmp_path)
     model = (loaded := load_encoder(str(tmp_path), EngineConfig(**CONFIG, dtype=dtype))).model
     recorded = model.recorded

@@ -31,7 +31,7 @@ _SOURCE = "".join(file.read_text(encoding="utf-8") for file in Path(cpu.__file__
 _RARE = sorted(set(re.findall(r"call_rare\(\s*(\w+),", _SOURCE)))
 """Kernels that are called by address and compiled with no caller of theirs: a model that needs one must say so."""
 _ASKED = "asked for "
-"""Before names of functions that Python passes on by address."""
+"""Prefix of names of functions that Python passes on by address."""
 _LOAD = f"""
 import json, sys
 from numba.core.dispatcher import Dispatcher
@@ -160,7 +160,7 @@ class Case(NamedTuple):
     functions: frozenset[str] = frozenset()
     settings: Mapping[str, object] = MappingProxyType({})
     needed: bool = False
-    """Only what a first answer needs is looked at."""
+    """True if only what a first answer needs is looked at."""
 
 
 _MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}

@@ -234,7 +234,7 @@ def test_models_are_called_by_their_own_name(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_whole_model_is_fetched_once(hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
-    """Only what is read of it; where to, and how much, is said before."""
+    """Only files that are read are fetched; where to, and how much, is said before."""
     hub.repos["me/a"] = PLAIN
     with caplog.at_level(logging.INFO, "asyncengine"):
         folder = fetch("me/a")

@@ -82,7 +82,7 @@ def test_those_that_the_model_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_hopper_those_of_long_prompts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And only where the backend calls them: of 128 dimensions, 16 bits, without windows and caps."""
+    """They are built only where the backend calls them: of 128 dimensions, 16 bits, without windows and caps."""
     monkeypatch.setattr(kernel_builds, "is_hopper", lambda device: True)
     wide = Qwen3Config(**sized(head_dim=128))
     assert built(monkeypatch, wide) == [

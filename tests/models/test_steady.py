@@ -69,7 +69,7 @@ def test_the_bundled_model_is_steady(settings: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_says_why_not_and_what_helps(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this machine is; the setting that the reason names gives the engine's own products."""
+    """The CPU counts as one without AVX2; the setting that the reason names gives the engine's own products."""
     from asyncengine.demo import MODEL_PATH
     from asyncengine.kernels.cpu import packed
 

@@ -60,7 +60,7 @@ SOME = (
     *COMPILED, "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "cohere2", "stablelm", "apertus", "llama4", "mixtral",
     "qwen2moe", "phimoe", "qwen3next", "kimi-linear", "falcon-h1", "bamba", "granite4", "hunyuanmoe",
 )  # fmt: skip
-"""And of each kind of rotation, norm, branch and activation; the last through transformers. The long form has all."""
+"""Families of each kind of rotation, norm, branch, activation; the last through transformers. The long form has all."""
 
 
 @pytest.mark.parametrize(

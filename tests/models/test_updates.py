@@ -92,7 +92,7 @@ PARTIAL: dict[str, tuple[Callable[[Tensors], Any], type[EngineError], str]] = {
 
 @pytest.mark.parametrize("case", [*GIVEN, *PARTIAL])
 def test_given_tensors_are_refused_by_name(case: str, checkpoint: Checkpoint) -> None:
-    """Before anything is written."""
+    """The refusal comes before anything is written."""
     change, error, message = {**GIVEN, **PARTIAL}[case]
     live = load(checkpoint("llama"))
     before = logits_of(live, IDS)
@@ -200,7 +200,7 @@ def test_the_one_matrix_of_a_tied_model_has_two_names(spelling: str, checkpoint:
 
 
 def test_a_folder_may_hold_a_part(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """Also of a model that is not tied though its configuration says so, which the folder cannot know."""
+    """The live model is not tied though its configuration says so, which the folder cannot know."""
 
     def untie(tensors: Tensors) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).clone()

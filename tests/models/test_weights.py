@@ -151,7 +151,7 @@ FORMS: list[tuple[str, str, Any]] = [
 def test_the_same_door_serves_later_updates(
     name: str, dtype: str, quantization: Any, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit what a fresh model on the second checkpoint gives, in short steps and long; no weight moves."""
+    """Logits are to the bit a fresh model's on the second checkpoint, in short steps and long; no weight moves."""
     if quantization is not None:
         pytest.importorskip("numba")
     use_panels(True, monkeypatch)

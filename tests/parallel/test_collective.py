@@ -46,7 +46,7 @@ def gathers(size: int) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_what_each_has_written_is_what_all_have(dtype: torch.dtype) -> None:
-    """To the bit, zeros with a sign and what is no number included; sizes that are no whole number of words too."""
+    """Bits are the same, of zeros with a sign and of what is no number, too; sizes are no whole number of words."""
     whole = torch.arange(15).view(3, 5).to(dtype)
     if dtype.is_floating_point:
         whole[0, 0], whole[1, 2], whole[2, 4] = -0.0, float("nan"), float("-inf")
@@ -127,7 +127,7 @@ def test_logits_of_matrices_as_a_gpu_has_them(family: str, checkpoint: Any, monk
 
 
 async def test_an_engine_over_two_processes_answers_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With caches of their own: what needs those of all in one process is refused, and all else works. Whoever waits
+    """Each process has caches of its own: what needs those of all in one is refused, and all else works. Whoever waits
     for a rank in a collective operation, in mid-stream, is told that it was killed."""
     params = SamplingParams(max_tokens=8, temperature=0, top_logprobs=3, ignore_eos=True)
     drawn = params.replace(temperature=0.9, seed=7)
@@ -175,7 +175,7 @@ async def test_an_engine_over_two_processes_answers_as_one(tmp_path: Path, monke
     ],
 )
 def test_what_gpus_cannot_be_is_refused(settings: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a process is started. Two GPUs are made up."""
+    """No process is started before the refusal. Two GPUs are made up."""
     from contextlib import ExitStack
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -187,7 +187,7 @@ def test_what_gpus_cannot_be_is_refused(settings: dict[str, Any], reason: str, m
 
 
 async def test_quantized_matrices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the constructor; no process is started, which would be ended before it loads."""
+    """The constructor refuses them. No rank is really started here: it would be ended before it loads."""
     monkeypatch.setattr(rank_wiring, "_ON_CPU", "gloo")
     monkeypatch.setattr(child, "_START", "import sys; sys.stdin.read()")
     with pytest.raises(InvalidParameter, match=r"tensor_parallel: .*quantized matrices are divided on a CPU alone"):

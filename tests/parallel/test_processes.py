@@ -99,7 +99,7 @@ async def test_an_engine_over_two_processes_answers_as_one(
 
 
 async def killed_in_mid_answer(engine: AsyncEngine, number: int) -> None:
-    """At some moment of a step or between two: every stream is told within a second."""
+    """Kill a rank at some moment of a step or between two: every stream is told within a second."""
     rng = random.Random(number)
     params = SamplingParams(max_tokens=1200, temperature=0, ignore_eos=True)
     streams = [engine.stream([5 + each, 6, 7] * 5, params) for each in range(3)]
@@ -130,7 +130,7 @@ async def killed_while_idle(engine: AsyncEngine) -> None:
 @pytest.mark.skipif(not LONG, reason="one moment is that of the test above")
 @pytest.mark.parametrize("number", range(KILLS))
 async def test_a_rank_that_is_killed_ends_the_engine(number: int) -> None:
-    """Whatever the processes share, by turns; nothing is left."""
+    """The processes share each layer and have some of the layers each, by turns; nothing is left."""
     setting = ("pipeline_parallel", "tensor_parallel")[number % 2]
     engine = await load(setting=setting, quantization="int8", preempt_every=None, adapters=())
     async with engine:
@@ -202,7 +202,7 @@ def test_both_at_once_are_refused() -> None:
 async def test_what_cannot_be_split_is_refused(
     model: str, settings: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the constructor, and no process is left. None is started here: they would be ended before they load."""
+    """The constructor refuses it, and leaves no process. No rank starts here: it would be ended before it loads."""
     from asyncengine.device import child
 
     monkeypatch.setattr(child, "_START", "import sys; sys.stdin.read()")

@@ -1,4 +1,4 @@
-"""Which steps may be computed on the event loop's thread: short ones of a small model, which wait for nobody."""
+"""Steps that may be computed on the event loop's thread: short ones of a small model, which wait for nobody."""
 
 from __future__ import annotations
 

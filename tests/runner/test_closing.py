@@ -49,7 +49,7 @@ def tensors_of(runner: ModelRunner) -> list[weakref.ref[torch.Tensor]]:
 
 @pytest.mark.parametrize("graphs", [False, True])
 async def test_nothing_is_kept_after_closing(graphs: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With adapters installed, as they always are, and with graphs."""
+    """Adapters are installed, as they always are, and graphs are captured or not."""
     fake_gpu(monkeypatch)
     engine = await AsyncEngine.from_pretrained(
         folder, dtype="bfloat16", kv_cache_memory="8MiB", cuda_graphs=graphs, max_num_seqs=4, show_progress=False,

@@ -193,7 +193,7 @@ def test_a_request_that_does_not_fit_alone_ends_alone(make_runner: MakeRunner) -
 
 
 class Guesses:
-    """In the place of a draft model: guesses nothing, and counts how often it is asked."""
+    """A stand-in for a draft model that guesses nothing, and counts how often it is asked."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -207,7 +207,7 @@ class Guesses:
 
 
 def test_a_step_that_is_launched_in_parts_is_guessed_for_once(make_runner: MakeRunner) -> None:
-    """Asked again, a draft model takes what it has just computed for overwritten."""
+    """A draft model that is asked again takes what it has just computed for overwritten."""
     driver = Driver(make_runner("llama", hungry := Hungry(SAYINGS[0])))
     hungry.most = 7
     driver.runner.draft_model = guesses = Guesses()  # type: ignore[assignment]

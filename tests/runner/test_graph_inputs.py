@@ -101,7 +101,7 @@ def test_steps_made_of_the_one_before(seed: int) -> None:
 
 @pytest.mark.parametrize("count", range(SLOTS + 1))
 def test_padding_rows_write_to_the_state_of_nobody(count: int) -> None:
-    """Not before any row has come either: a graph is captured with padding rows alone. The first state stays zero."""
+    """A graph is captured with padding rows alone, before any row has come. The first state stays zero."""
     states = SLOTS + 1
     pools = StatePools([StateSpec((1,))], states, torch.float32, CPU, padding=True)
     (pool,) = pools.recurrent
@@ -139,7 +139,7 @@ def host_only_places(graphs: DecodeGraphs, step: DecodeStep) -> set[int]:
 
 
 def test_a_row_at_its_pages_end_takes_the_next_page() -> None:
-    """Without the others' being flattened anew: only its place among keys and values is looked up."""
+    """The other rows are not flattened anew: only its place among keys and values is looked up."""
     buffers = StepBuffers(SLOTS, PAGE, CPU)
     one, two = [3, 9], [5, 6, 7]
     for start, follows in ((5, False), (6, True), (7, True), (8, False), (9, True)):

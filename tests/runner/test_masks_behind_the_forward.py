@@ -97,7 +97,7 @@ def test_a_launch_does_not_wait_and_the_reader_finishes_it(made: tuple[ModelRunn
 
 
 def test_the_row_for_which_no_token_is_allowed_is_told_so(made: tuple[ModelRunner, TorchStepSampler]) -> None:
-    """In a graph's step, by its own processed logits: those of the forward are finite, and so are its neighbours'."""
+    """The row's own processed logits tell it in a graph's step: the forward's are finite, as are its neighbours'."""
     runner, _ = made
     HeldReadback.here.set()
     matchers = None, Allowing(), Allowing(empty=1), Allowing()

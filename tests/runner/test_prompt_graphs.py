@@ -62,7 +62,7 @@ class _Thread:
             self._stopped.put(error)
 
     def cut(self) -> None:
-        """Called where a piece ends."""
+        """Stop where a piece ends, until the next one may begin."""
         self._stopped.put(None)
         self._go.get()
 

@@ -43,7 +43,7 @@ def steps(factor: float = 1.0, **changes: float) -> Steps:
     ],
 )
 def test_a_step_is_measured_until_two_runs_agree(taken: list[float], runs: int, least: float) -> None:
-    """And three times at most: the first one may find its memory for the first time, or another process in its way."""
+    """A step runs thrice at most: the first time may find memory for the first time, or another process in its way."""
     left = iter(taken)
     assert shortest(lambda count: next(left), 1) == least
     assert len(taken) - len(list(left)) == runs
@@ -99,14 +99,14 @@ def test_nonsense_is_measured_anew(nonsense: tuple[float, ...]) -> None:
 
 @pytest.mark.parametrize("nonsense", NONSENSE)
 def test_where_nothing_can_be_measured_usual_times_are_taken(nonsense: tuple[float, ...]) -> None:
-    """And no load fails: the configuration takes them."""
+    """No load fails: the configuration takes the usual times."""
     found = measure_steps(Steps(dict(zip(SIZES, nonsense, strict=True))))
     assert is_sound(found)
     assert EngineConfig(speculation_costs=found).speculation_costs == found
 
 
 def test_sound_times_of_the_same_steps_are_measured_once() -> None:
-    """And not kept for ever: those of 64 kinds of steps are."""
+    """Times are not kept for ever: those of 64 kinds of steps are."""
     one, *others = (object() for _ in range(100))
     disturbed = Steps(dict(zip(SIZES, NONSENSE[0], strict=True)))
     assert measure_steps(disturbed, one) != TIMES

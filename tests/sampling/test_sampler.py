@@ -84,7 +84,7 @@ EDITS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", EDITS, ids=str)
 def test_penalties_and_bias(fields: dict[str, Any]) -> None:
-    """Compared on the processed logits: greedy choices after removing the winner again and again."""
+    """Processed logits are a plain reference's; the row without penalties is left alone."""
     from asyncengine.sampling.logit_processors import LogitProcessors, SlotTables
     from asyncengine.sampling.slot_params import SlotParams
 
@@ -103,7 +103,7 @@ def test_penalties_and_bias(fields: dict[str, Any]) -> None:
 
 
 def test_penalty_state_follows_the_request() -> None:
-    """Extended step by step, with a token in flight, after a preemption and when the slot changes hands."""
+    """Counts are extended step by step, with a token in flight, after a preemption and when the slot changes hands."""
     sampler = Sampler(8, 50, CPU)
     logits = torch.zeros(1, 50)
     last = torch.zeros(8, dtype=torch.int64)

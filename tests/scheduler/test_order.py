@@ -1,4 +1,4 @@
-"""In what order waiting requests start, and that nobody is passed over for ever."""
+"""The order in which waiting requests start, and that nobody is passed over for ever."""
 
 import random
 

@@ -15,7 +15,7 @@ def test_nothing_is_launched_beyond_the_length_limit():
 
 
 def test_memory_pressure_with_steps_in_flight_delivers_every_token_in_order():
-    """After vLLM's test_kv_pressure_preemption_with_inflight_output; the scenario must really happen."""
+    """The scenario of vLLM's test_kv_pressure_preemption_with_inflight_output must really happen."""
     for depth in (2, 3, 4):
         steps = Steps(pages=24, max_steps_in_flight=depth, prefix_caching=False)
         for i in range(8):

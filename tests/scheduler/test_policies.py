@@ -94,7 +94,7 @@ def test_an_object_shares_an_engine(pages: int) -> None:
 
 
 def test_an_object_says_who_gives_way() -> None:
-    """Not who came last, as by default, but who has been served most."""
+    """The request that has been served most gives way, not the one that came last, as by default."""
     steps = Steps(policy=FairByPriority(), max_num_seqs=2, pages=10, prefix_caching=False)
     most, least = steps.add(range(2, 10), 20, priority=0), steps.add(range(3, 11), 20, priority=2)
     while not steps.scheduler.counters.preemptions:

@@ -53,7 +53,7 @@ class Patient(ByPriority):
 
 
 def test_nobody_starts_in_a_step_that_preempted():
-    """Not even an urgent request that would fit into what the victim gave back."""
+    """An urgent request that would fit into what the victim gave back does not start either."""
     steps = squeeze(Patient(), max_num_seqs=3)
     steps.step()
     steps.add([3], 2, priority=-1)

@@ -32,7 +32,7 @@ def test_tokens_behind_a_stop_are_not_counted(stop: int, taken: int, forced: int
 
 
 def test_a_request_that_goes_on_from_the_cache_has_computed_all_of_its_row() -> None:
-    """Also where the row begins behind the prompt."""
+    """The row may begin behind the prompt, too."""
     steps = Steps(preempt_every=7)
     ticket = steps.add([2, 3], 30)
     resumed = 0

@@ -14,7 +14,7 @@ def ask(steps: Steps, number: int, mode: str = "wait") -> None:
 
 
 def run(steps: Steps) -> list[int]:
-    """To the end, with each update when it is due: it makes the weights those of its number. Returns their order."""
+    """Run to the end, with each update when it is due: weights become those of its number. Returns their order."""
     done: list[int] = []
     while steps.scheduler.requests or steps.launched or steps.scheduler.due_update is not None:
         if (due := steps.scheduler.due_update) is not None:

@@ -59,7 +59,7 @@ def client(url: str) -> Iterator[httpx.Client]:
 
 @pytest.fixture(autouse=True)
 def undisturbed(client: httpx.Client) -> Iterator[None]:
-    """Whatever a test does, a good request is answered after it."""
+    """A good request is answered after whatever a test does."""
     yield
     answer = client.post(f"/open{CHAT}", json=HELLO)
     assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 4)
@@ -325,7 +325,7 @@ def test_many_connections_disturb_nobody(url: str, client: httpx.Client) -> None
 
 
 def test_connections_without_a_request_are_closed(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    """Also where a byte comes now and then; one whose request is being answered stays."""
+    """A byte that comes now and then does not help; a connection whose request is being answered stays."""
     monkeypatch.setattr(server, "IDLE_SECONDS", 0.05)
     with connection(url) as silent, connection(url) as slow:
         slow.sendall(b"GET /open/he")

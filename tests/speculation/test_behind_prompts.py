@@ -56,7 +56,7 @@ def test_nobody_elses_prompt_waits_for_a_guess() -> None:
 
 
 def test_without_a_prediction_a_prompt_is_computed_as_it_is() -> None:
-    """Also if it would be found in the prompt what comes."""
+    """Nothing is guessed, though what comes could be found in the prompt."""
     made = scheduler()
     made.apply(RequestSpec(1, (5, 6, 7, 8, 5, 6), SamplingParams(), 200))
     assert [row.drafts for row in planned(made)] == [()]

@@ -53,7 +53,7 @@ def gain(costs: StepCosts, rate: float, agreed: int, tokens: int = 96, rows: int
 @pytest.mark.parametrize("kind", COSTS)
 @pytest.mark.parametrize("rows", [1, 4])
 def test_useless_guesses_cost_three_percent_at_most(kind: str, agreed: int, rows: int) -> None:
-    """From the first one of an engine on, before anything was learnt."""
+    """The bound holds from the first guess of an engine on, before anything was learnt."""
     assert gain(StepCosts(COSTS[kind]), 0.0, agreed, rows=rows) >= 0.97
 
 

@@ -44,7 +44,7 @@ def test_tokens_that_were_left_out_or_put_in() -> None:
 
 
 def test_it_is_found_again_near_by() -> None:
-    """Though the same two tokens stand in a hundred other places."""
+    """The same two tokens stand in a hundred other places."""
     rng = random.Random(1)
     lines = [[rng.randrange(200, 10_000) for _ in range(6)] + [1, 2] for _ in range(100)]
     text = [token for line in lines for token in line]

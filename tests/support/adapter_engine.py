@@ -60,7 +60,7 @@ def _digest(swap: AdapterSwap) -> str:
 
 
 def key_of(digest: str) -> int:
-    """Not 0, which is no adapter."""
+    """Number of an adapter's content; 0 is no adapter."""
     return 1 + int(digest[:6], 16) if digest else 0
 
 
@@ -148,7 +148,7 @@ class Lab:
         return self.registry.claims.num_waiting
 
     async def settled(self) -> None:
-        """Until nothing runs or is read. Then nothing is claimed, in use or reserved, and memory is as it is said."""
+        """Wait until nothing runs or is read: then nothing is claimed, in use or reserved, and memory is as is said."""
         await idle(self.engine)
         loop, store = self.engine.core.loop, self.registry.store
         await until(lambda: not (loop.delivery.streams or loop.queue_limit.waiting), "that everybody is told")

@@ -11,7 +11,7 @@ from triton.runtime import interpreter
 
 
 def with_bfloat16_dots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on in this test."""
+    """Let Triton's interpreter multiply bfloat16 blocks from now on in this test."""
     multiply = interpreter.InterpreterBuilder.create_dot
 
     def widened(block: Any) -> Any:

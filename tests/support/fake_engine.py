@@ -150,7 +150,7 @@ class Steps:
         return batch
 
     def run(self, most: int = 10_000) -> None:
-        """Until nothing is left."""
+        """Step until nothing is left."""
         for _ in range(most):
             if not self.scheduler.requests and not self.launched:
                 return
@@ -305,7 +305,7 @@ def posted(engine: AsyncEngine) -> list[Any]:
 
 
 async def idle(engine: AsyncEngine) -> None:
-    """Until the engine has nothing left to do."""
+    """Wait until the engine has nothing left to do."""
     core = engine.core
 
     def done() -> bool:

@@ -18,7 +18,7 @@ VECTOR = 16
 """Bytes that a kernel loads at once."""
 HALVES = (torch.float16, torch.bfloat16)
 IsHost = Callable[[torch.Tensor], bool]
-"""Whether a tensor lies in host memory, as far as the stand-in knows."""
+"""Predicate that a tensor lies in host memory, as far as the stand-in knows."""
 
 
 def refuse(wrong: bool, message: str) -> None:

@@ -153,7 +153,7 @@ def finish(writer: Any) -> None:
 
 
 def _stacked(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With one tensor for all experts, and for the norms of all heads, as the converter has them."""
+    """Weights with one tensor for all experts, and for the norms of all heads, as the converter has them."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
         before, stack, after = next((name.partition(part) for part in _STACKS if part in name), (name, "", ""))

@@ -112,7 +112,7 @@ def special_ids(hf: Any) -> dict[str, Any]:
 
 
 def looks_special(token: str) -> bool:
-    """Whether the converter takes a token that is not special for a control token, by its name."""
+    """True if the converter takes a token that is not special for a control token, by its name."""
     return (
         token in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
         or (token.startswith("<|") and token.endswith("|>"))

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def options(dtype: torch.dtype = torch.float32, *, plain: bool = False, **fields: Any) -> LayerOptions:
-    """On the CPU; with torch's own norms and activations if `plain`, else with the best there are."""
+    """Options on the CPU, with torch's own norms and activations if `plain`, else with the best there are."""
     return LayerOptions(dtype, CPU, LayerKernels() if plain else layer_kernels("auto", dtype, CPU), **fields)
 
 

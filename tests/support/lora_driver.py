@@ -36,7 +36,7 @@ class AdapterDriver(Driver):
         return job
 
     def answers(self, slots: Sequence[int], chunk: int | None = None, preempt_every: int | None = None) -> list[Any]:
-        """For every slot the outputs of all prompts, everything in one batch, adapters alternating."""
+        """Outputs of all prompts for every slot, everything in one batch, adapters alternating."""
         inputs = prompts(LENGTHS, VOCAB)
         jobs = [self.with_adapter(prompt, slot) for prompt in inputs for slot in slots]
         outputs = self.run(jobs, chunk, preempt_every)

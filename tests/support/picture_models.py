@@ -24,7 +24,7 @@ TOKENS = [
     "<row_2_col_2>", "<img>", "</img>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
     *(f"<|img_row_{row}_col_{column}|>" for row in (1, 2) for column in (1, 2)),
 ]  # fmt: skip
-"""Added to the demo model's tokenizer, in this order."""
+"""Tokens added to the demo model's tokenizer, in this order."""
 VOCAB = 2048 + len(TOKENS)
 IMAGE, BEGIN, END, BREAK, VIDEO = (
     2048 + TOKENS.index(f"<|{name}|>") for name in ("image", "begin", "end", "break", "video")

@@ -72,7 +72,7 @@ class Compiler:
         self._done[ticket] = done
 
     def finish(self, ticket: int, outcome: Any = None) -> None:
-        """Compiled: the grammar itself is the matcher, unless `outcome` says otherwise."""
+        """End a compilation: the grammar itself is the matcher, unless `outcome` says otherwise."""
         grammar = self.pending.pop(ticket)
         self._done.pop(ticket)(ticket, grammar if outcome is None else outcome)
 

@@ -136,7 +136,7 @@ def int_quantized(weight: torch.Tensor) -> Written:
 
 
 def fp8(weight: torch.Tensor, *, scale: str = "weight_scale_inv", block: tuple[int, int] | None = (32, 32)) -> Written:
-    """With a scale for each block of rows and inputs; (1, 0): for each row; None: for the matrix."""
+    """One FP8 matrix with a scale for each block of rows and inputs; (1, 0): for each row; None: for the matrix."""
     rows, inputs = weight.shape
     high, wide = block or (rows, inputs)
     wide = wide or inputs

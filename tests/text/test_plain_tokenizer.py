@@ -65,7 +65,7 @@ CHATS: list[list[Settings]] = [
 
 
 def qwen() -> Tokenizer:
-    """With the rules of `Qwen2Tokenizer`."""
+    """A tokenizer with the rules of `Qwen2Tokenizer`."""
     tok = Tokenizer(models.BPE())
     tok.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(QWEN_SPLIT), "isolated")
@@ -324,7 +324,7 @@ def test_the_loaded_tokenizer_gives_transformers_own_on_demand(tmp_path: Path) -
 
 
 def test_tokenizers_of_one_file_share_their_table(tmp_path: Path) -> None:
-    """And none has one of a file that was changed since; a transformers tokenizer has its own."""
+    """No tokenizer has the table of a file that was changed since; a transformers tokenizer has its own."""
     folder = Path(shutil.copytree(MODEL_PATH, tmp_path / "model"))
     known = native_config(json.loads((folder / "config.json").read_text()))
     assert known is not None

@@ -15,7 +15,7 @@ from tools import models_page
 from tools.models_page import OWN, REFUSED, TRANSFORMERS, families, own_row, page, read_page, read_release, tried_row
 
 SAMPLE = ("gemma3_text", "granitemoehybrid", "llama4", "qwen2_5_vl")
-"""Asked again here; the page's own command asks all."""
+"""Types that are asked again here; the page's own command asks all."""
 
 
 def test_it_has_every_family_and_is_as_written() -> None:

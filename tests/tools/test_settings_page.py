@@ -35,7 +35,7 @@ def test_every_setting_is_in_one_group() -> None:
 
 
 def test_every_setting_carries_its_limits() -> None:
-    """In its type: a field without any would take what nobody has thought of."""
+    """Limits are in its type: a field without any would take what nobody has thought of."""
     assert [*signature(EngineConfig).parameters] == [field.name for field in fields(EngineConfig)]
     assert [*EngineConfig.checks()] == [field.name for field in fields(EngineConfig)]
     assert {field.name for field in fields(SamplingParams)} - SamplingParams.checks().keys() == {"grammar"}

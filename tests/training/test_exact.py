@@ -57,7 +57,7 @@ def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("kind", "dtype"), by_turns(KINDS, ["float32", "bfloat16"]))
 def test_trainer_and_engine_agree_to_the_bit(kind: str, dtype: str, folders: Callable[..., Path]) -> None:
-    """Sampled in company, in chunks, with cached prefixes, guesses and preemption; and again after some updates."""
+    """Answers are drawn in company, in chunks, with cached prefixes, guesses and preemption, also after updates."""
     model = trainer_of(folders(kind, dtype), dtype)
     with engine_on(folders(kind, dtype), dtype, **BUSY) as engine:
         exact = make_exact(model, engine, temperature=TEMPERATURE)
@@ -90,8 +90,8 @@ def test_trainer_and_engine_agree_to_the_bit(kind: str, dtype: str, folders: Cal
 
 @pytest.mark.parametrize("kind", ["qwen3moe", "gpt-oss", "mixtral"])
 def test_gradients_go_through_the_experts_that_the_sampler_chose(kind: str, folders: Callable[..., Path]) -> None:
-    """In bfloat16, with routers so undecided that transformers' would choose others at some tokens: what the engine
-    said of its answer, what the exact forward goes through and what the backward pass goes through are one."""
+    """Routers in bfloat16 are so undecided that transformers' would choose others at some tokens: what the engine said
+    of its answer, what the exact forward goes through and what the backward pass goes through are one."""
     model = trainer_of(folders(kind, "bfloat16"), "bfloat16")
     routers = [(name, each) for name, each in model.named_modules() if type(each).__name__.endswith("TopKRouter")]
     with torch.no_grad():

@@ -32,7 +32,7 @@ def engine(folder: Path) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_adapter_that_peft_trains(dtype: str, tmp_path: Path) -> None:
-    """Pushed to the engine as tensors; switched off, the model is the base again."""
+    """The adapter is pushed to the engine as tensors; where it is switched off, the model is the base again."""
     pytest.importorskip("peft")
     folder = exact_folder("llama", dtype, tmp_path / "model")
     model = make_peft(trainer_of(folder, dtype), target_modules="all-linear", r=4)
@@ -199,7 +199,7 @@ def test_other_models_and_calls_are_refused_by_name(folder: Path, engine: Engine
 
 
 def test_master_weights_in_float32_train_with_an_engine_in_bfloat16(folder: Path) -> None:
-    """Under autocast, as trainers run it."""
+    """Forwards run under autocast, as trainers run them."""
     model = trainer_of(folder)
     with engine_on(folder, "bfloat16") as engine:
         exact = make_exact(model, engine, temperature=TEMPERATURE)

@@ -18,8 +18,8 @@ from asyncengine.errors import InvariantViolation
 pytest.importorskip("peft")
 
 FAMILIES = ["gpt2", "gemma4", "opt-350m"]
-"""Transposed, scaled with towers, with projections; plain ones and those with experts through whole engines
-(tests/lora/test_engine_equals_peft.py)."""
+"""Families with transposed matrices, with scales and towers, and with projections; plain ones and those with experts
+are compared through whole engines (tests/lora/test_engine_equals_peft.py)."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -23,7 +23,7 @@ PARAMS = SamplingParams(temperature=0.0, logprobs=True, top_logprobs=3)
 
 @pytest.fixture(autouse=True)
 def in_panels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the CPU that runs the tests is best at."""
+    """Let weights lie in panels, whatever the CPU that runs the tests is best at."""
     from asyncengine.kernels.cpu import packed
 
     monkeypatch.setattr(packed, "packing_pays", lambda dtype: True)
@@ -69,7 +69,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_the_bits_of_layer_by_layer(
     name: str, fields: dict[str, Any], checkpoint: Checkpoint, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also on experts that all rows share, and on a state beside attention."""
+    """Adapters are also on experts that all rows share, and on a state beside attention."""
     driver = make(checkpoint, name, **fields)
     slots = [4, 0, 1, 2, 0, 1]
     recorded = run(driver, slots)

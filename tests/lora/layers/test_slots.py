@@ -83,7 +83,7 @@ def test_memory_is_taken_for_targets_only(llama: Reference, checkpoint: Checkpoi
 
 
 def test_adapters_of_a_configuration_take_memory_for_what_they_change(llama: Reference, checkpoint: Checkpoint) -> None:
-    """And so a GPU launches nothing for the other products."""
+    """A GPU launches nothing for the other products."""
     driver = make_driver(checkpoint, "llama")
     first, second = "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"
     known = [AdapterInfo(path, "", path, rank, 0, (path,), False, True, 0) for path, rank in ((first, 3), (second, 8))]

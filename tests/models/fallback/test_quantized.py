@@ -41,7 +41,7 @@ def test_linear(bits: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "opt", "hunyuanmoe"])
 def test_every_linear_of_a_module_is_replaced(name: str, quantization: str, checkpoint: Checkpoint) -> None:
-    """But an output layer that is the embedding as well, and a router whose weight is read by its family's code."""
+    """An output layer that is the embedding as well is kept, and a router whose weight is read by its family's code."""
     model, plain = load(checkpoint(name), quantization=quantization), load(checkpoint(name))
     module = model.model.module
     tied = model.hf_config.tie_word_embeddings

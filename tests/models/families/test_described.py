@@ -213,7 +213,7 @@ def with_images(name: str) -> Any:
     "gemma4-keys-are-values", "cohere-head-norms", "opt-bare", "images of gemma3", "images of gemma4",
 ])  # fmt: skip
 def test_places_are_the_paths_of_modules(name: str) -> None:
-    """Covered by peft for the families of `tests/lora`; the others have at least the same paths."""
+    """The families of `tests/lora` are compared with peft there; the others have at least the same paths."""
     images = name.startswith("images of ")
     config = with_images(name.removeprefix("images of ")) if images else (FAMILIES | OPTIONS)[name]()
     described = decoder_config_of(config, 64)

@@ -51,8 +51,8 @@ def test_every_family_is_tried() -> None:
 @pytest.mark.filterwarnings("ignore:Casting complex values")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_equals_transformers(name: str, tmp_path: Path) -> None:
-    """Computed at once and in chunks. How a decoder's layers go through steps, tests/runner/test_families.py compares,
-    and with pictures tests/models/vision."""
+    """The text is computed at once and in chunks. How a decoder's layers go through steps,
+    tests/runner/test_families.py compares, and with pictures tests/models/vision."""
     model = save_multimodal(name, tmp_path)
     loaded = load(tmp_path)
     if name == "llama4":  # transformers 5.24 forgets a field of its result, where there are no pictures

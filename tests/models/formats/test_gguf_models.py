@@ -165,7 +165,7 @@ def test_every_type_in_a_model(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no /proc")
 def test_the_mapping_lives_as_long_as_a_tensor(tmp_path: Path) -> None:
-    """And no longer: an engine that is closed leaves nothing of the file behind."""
+    """No mapping lives longer: an engine that is closed leaves nothing of the file behind."""
     config = FAMILIES["llama"]()
     path = tmp_path / "m.gguf"
     write_gguf(path, config, dict(make_model(config).state_dict()))
@@ -219,7 +219,7 @@ def test_ends_of_turns_and_sampling(tmp_path: Path) -> None:
 
 
 def test_gemma_3_as_ollama_makes_it(tmp_path: Path) -> None:
-    """With its image part in the file, and without what every Gemma 3 has alike."""
+    """The file has its image part in it, and lacks what every Gemma 3 has alike."""
     config = CASES["gemma3"]()
     written = write_gguf(
         tmp_path / "m.gguf", config, dict(make_model(config).state_dict()),

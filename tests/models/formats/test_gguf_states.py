@@ -79,7 +79,7 @@ def write(name: str, folder: Path, change: Any = lambda writer: None, *, legacy:
 
 
 def put_value(writer: Any, key: str, value: Any) -> None:
-    """In the place of what the header has under that key."""
+    """Put a value in the place of what the header has under that key."""
     values, name = writer.kv_data[0], f"{writer.arch}.{key}"
     values.pop(name, None)
     (writer.add_array if isinstance(value, list) else writer.add_uint32)(name, value)

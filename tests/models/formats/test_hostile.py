@@ -119,7 +119,7 @@ CASES: dict[str, Case] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_refused_by_name(case: str, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing has been made for it."""
+    """No weight is read before the refusal."""
     kind, change, settings, error, message = CASES[case]
     folder = rewritten(pair("llama", kind)[0], tmp_path / "a", change, **settings)
     monkeypatch.setattr("asyncengine.models.loading.load_weights", lambda *_: pytest.fail("weights were read"))

@@ -19,7 +19,7 @@ EXACT = [name for name in KINDS if not name.startswith("fp8")]
 
 @pytest.mark.parametrize("name", EXACT)
 def test_the_matrix_is_what_was_written(name: str, tmp_path: Path) -> None:
-    """In any slices of rows."""
+    """Any slices of its rows are the whole's."""
     written = KINDS[name].write(random_weight())
     matrix = matrix_of(written.tensors, KINDS[name].config, tmp_path)
     assert matrix.shape == (96, 128)

@@ -48,7 +48,7 @@ def reference(folder: Path) -> Any:
 
 
 def rounded_input(module: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-    """In 8 bits, by groups of 64."""
+    """The input in 8 bits, by groups of 64."""
     grouped = args[0].unflatten(-1, (-1, 64))
     steps = grouped.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
     return (((grouped / steps).round() * steps).flatten(-2),)
@@ -79,7 +79,7 @@ def test_logits_are_those_of_the_dequantized_model(family: str, kind: str, pair:
 
 
 def test_what_each_matrix_is_stored_as(pair: Pair) -> None:
-    """In the order of layers."""
+    """The list is in the order of layers."""
     stored = load(pair("llama", "gptq asymmetric")[0]).stored
     assert Counter(stored.values()) == {"gptq": 22}
     assert list(stored)[-1] == "model.layers.2.self_attn.v_proj"
@@ -111,7 +111,7 @@ def test_adapters_on_top_are_what_peft_makes_of_the_dequantized_model(pair: Pair
 
 @pytest.mark.parametrize("kind", ["awq", "gptq act-order", "fp8 blocks", "w8a8"])
 def test_another_checkpoint_of_the_same_form_into_a_live_model(kind: str, pair: Pair) -> None:
-    """To the bit what a fresh model gives; one that lacks a part of a matrix changes nothing."""
+    """Logits are a fresh model's to the bit."""
     live, fresh = load(pair("llama", kind)[0]).model, load(pair("llama", kind, 1)[0]).model
     before = logits_of(live, IDS)
     prepare_update(live, pair("llama", kind, 1)[0], QUIET)()
@@ -148,7 +148,7 @@ def test_float16_on_a_cpu_becomes_bfloat16(pair: Pair, plain: Callable[[str], Pa
 def test_where_nothing_multiplies_small_numbers_they_become_the_model_s_type(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With one line that says so."""
+    """One line of the log says so."""
     folder, dense = pair("llama", "awq")
     with caplog.at_level(logging.WARNING, "asyncengine"):
         loaded = load(folder, dtype="float16")

@@ -43,7 +43,7 @@ def red_circle() -> Image.Image:
 
 @torch.inference_mode()
 def test_the_engine_gives_the_answers_of_the_reference(engine: Engine, reference: Any) -> None:
-    """With the processor's own pixels, and the text that transformers' processor puts in the place of a picture."""
+    """Pixels are the processor's own, and so is the text that it puts in the place of a picture."""
     processor = transformers.AutoImageProcessor.from_pretrained(VISION_PATH, backend="pil")
     tokenizer = transformers.AutoTokenizer.from_pretrained(VISION_PATH)
     holder: Any = type("Holder", (), {

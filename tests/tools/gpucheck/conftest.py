@@ -6,5 +6,5 @@ __all__ = ["one_thread"]
 
 @pytest.fixture(autouse=True)
 def no_full_collections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After each check they free device memory. Here there is none, and a process full of modules."""
+    """Let checks free no memory: here is no device's, and a process full of modules to go through."""
     monkeypatch.setattr("tools.gpucheck.session.release", lambda _: None)

@@ -33,8 +33,8 @@ FEW = Shape("few", 32, 48, 2, 2, 1, tied=True, head_dim=16, vocab=128)
 def test_it_runs_from_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a GPU's stand-ins, with tiny shapes and short loads; the peer is tried on its own, and sections that do what
-    another one does with a larger shape are left to the long form."""
+    """A GPU's stand-ins run it, with tiny shapes and short loads; the peer is tried on its own, and sections that do
+    what another one does with a larger shape are left to the long form."""
     skipped = ("peer",) if LONG else ("peer", *ALIKE)
     calls = fake_gpu(monkeypatch)
     monkeypatch.setattr(environment, "flashinfer_missing", lambda: None)

@@ -20,7 +20,7 @@ GPU = Settings("cpu", "flashinfer", quick=True, seed=2)
 
 
 class Switch:
-    """In the place of torch's own mode."""
+    """A stand-in for torch's own mode."""
 
     def __init__(self) -> None:
         self.on = False

@@ -26,7 +26,7 @@ _WORDS = _SPELT.split()
 
 
 def make_tokenizer(folder: Path, *, like: str = "bert", lower: bool = True, length: int | None = 96) -> None:
-    """Write a tokenizer of word pieces; special tokens are as in `like`: "bert", "roberta", or "end", one at the end."""
+    """Write a tokenizer of word pieces; special tokens as in `like`: "bert", "roberta", or "end", one at the end."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

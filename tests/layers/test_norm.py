@@ -24,7 +24,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor, config: NormConfig, bias: torch
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Within one rounding to a narrow type, and a few of float32."""
+    """Check that both are within one rounding to a narrow type, and a few of float32."""
     unit = max(torch.finfo(found.dtype).eps, 2e-6)
     torch.testing.assert_close(found.double(), expected, rtol=unit, atol=2 * unit)
 

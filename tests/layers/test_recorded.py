@@ -174,7 +174,7 @@ def test_queries_that_grow_with_their_position(checkpoint: Checkpoint) -> None:
 def test_the_same_tokens_and_logprobs(
     name: str, quantization: str | None, make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone and together, next to prompts and without: to the bit, whichever way a step goes."""
+    """Requests alone and together, next to prompts and without, have the same bits, whichever way a step goes."""
     runner = make_runner(name, quantization=quantization)
     inputs = prompts([5, 33, 18], VOCAB)
     taken: list[int] = []

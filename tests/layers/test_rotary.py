@@ -101,7 +101,7 @@ def test_no_tokens_have_no_angles() -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_positions_with_three_axes(interleaved: bool, dtype: torch.dtype) -> None:
-    """Against transformers' rotary embeddings of Qwen2.5-VL and Qwen3-VL; axes that are alike turn as one position."""
+    """Angles are those of Qwen2.5-VL and Qwen3-VL in transformers; axes that are alike turn as one position."""
     if interleaved:
         module: Any = hf.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLTextRotaryEmbedding
         config: Any = hf.Qwen3VLConfig().text_config

@@ -12,7 +12,7 @@ from asyncengine.layers.weight_forms import DenseWeight
 
 
 def test_every_part_of_a_form() -> None:
-    """Against the formula of the module, number by number."""
+    """Numbers are those of the module's formula, one by one."""
     generator = np.random.default_rng(0)
     inputs, group, block = 512, 32, 256
     numbers = generator.integers(0, 16, (3, inputs), dtype=np.uint8)
@@ -42,7 +42,7 @@ def test_zeros_tables_and_middles() -> None:
 
 
 class _Reversed:
-    """Its inputs lie in the opposite order."""
+    """A matrix whose inputs lie in the opposite order."""
 
     name, shape, form = "test", (64, 16), NumberForm(8, 0)
     order = np.arange(15, -1, -1)

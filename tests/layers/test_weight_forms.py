@@ -151,7 +151,7 @@ def test_an_input_that_does_not_fit_is_refused(x: torch.Tensor) -> None:
 
 
 def test_quantized_rows_that_share_a_panel_are_no_block() -> None:
-    """Unless it was told where matrices end: it would write over its neighbour."""
+    """A form that was not told where matrices end refuses it: it would write over its neighbour."""
     form = make("int8", OUTPUTS, INPUTS, torch.float32)
     with pytest.raises(ValueError, match="panel"):
         form.load(7, torch.ones(9, INPUTS))

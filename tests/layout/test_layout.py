@@ -306,7 +306,7 @@ def test_circles_are_found() -> None:
 
 
 def test_nothing_imports_in_a_circle() -> None:
-    """Among the parts; what only type checkers see does not count."""
+    """Circles are sought among the parts; what only type checkers see does not count."""
     arrows: dict[str, dict[str, str]] = {}
     for module, path in sources():
         here = room(module)

@@ -105,7 +105,7 @@ async def test_a_root_that_cannot_be_read_is_refused_by_name(zoo: Zoo, tmp_path:
 
 
 async def test_a_relative_path_means_the_same_folder_for_good(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the program goes between the load and the reading again."""
+    """The program may go anywhere between the load and the reading again."""
     monkeypatch.chdir(zoo.path("a0").parent)
     adapters, settings = {"a0": "a0", "a1": "a1"}, {"adapter_memory": "16KB", "adapter_workers": 1}
     async with await load(zoo, adapters=adapters, **settings) as engine:

@@ -1,4 +1,4 @@
-"""However a request with an adapter ends, it gives back what it claimed: memory, device slot, place at the gate."""
+"""A request with an adapter gives back what it claimed, however it ends: memory, device slot, place at the gate."""
 
 from __future__ import annotations
 

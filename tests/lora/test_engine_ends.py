@@ -1,4 +1,4 @@
-"""Cancelling, closing and dying while adapters are read and awaited: everybody hears of it as what it is."""
+"""Cancelling, closing and dying while adapters are read and awaited: all callers hear of it as what it is."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def test_an_engine_closed_while_it_loads_keeps_no_adapters() -> None:
 
 @pytest.mark.parametrize("end", ["close", "drain", "death"])
 async def test_the_engine_ends_while_callers_wait(kind: str, end: str) -> None:
-    """Everybody hears of it as such. Who waited for requests that the end aborts has what it waited for."""
+    """All callers hear of it as such. One that waited for requests that the end aborts has what it waited for."""
     face = Face(kind, workers=1, pages=600)
     async with face.engine:
         await face.load("used")

@@ -20,7 +20,7 @@ pytest.importorskip("peft")
 FAMILIES = ["llama", "gemma2", "phi3", "qwen3moe"]
 WANT = 6
 PROMPTS = random_prompts([37, 37])
-"""Longer than two pages and than the window of the families that have one; the first two pages are the same."""
+"""Prompts longer than two pages and than the window of families that have one; the first two pages are the same."""
 GREEDY = SamplingParams(max_tokens=WANT, temperature=0, ignore_eos=True)
 NAMES = [None, *(f"a{index}" for index in range(8))]
 

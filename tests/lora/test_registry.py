@@ -47,7 +47,7 @@ class Desk:
         return ticket
 
     def holds(self, content: str) -> bool:
-        """Is this content in memory, under whatever name or none?"""
+        """True if this content is in memory, under whatever name or none."""
         try:
             self.registry.get(digest_of(content))
         except AdapterNotFound:

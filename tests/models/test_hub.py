@@ -38,7 +38,7 @@ class Hub:
         self.asked: list[tuple[str, str]] = []
         """Method and path of each request; of part of a file with where it begins."""
         self.status: dict[str, tuple[int, dict[str, str]]] = {}
-        """Answers, with headers, to whatever is asked of a repository."""
+        """Answers, with headers, that a repository's requests get instead."""
         self.cut: dict[str, int] = {}
         """Files whose connection breaks after so many bytes, once."""
         self.sizes: dict[str, int] = {}

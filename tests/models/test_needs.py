@@ -60,7 +60,7 @@ def test_needs_of_the_text_part_of_a_model_that_reads_images(tmp_path: Path) -> 
 
 
 def test_needs_of_a_model_that_reads_images(tmp_path: Path) -> None:
-    """Its tower beside its text, unless it is left out, and the pictures that are kept."""
+    """The needs are its tower beside its text, unless it is left out, and the pictures that are kept."""
     save_picture_model("qwen3_vl", tmp_path)
     config = EngineConfig(device="cpu", num_threads=1, show_progress=False, dtype="float32", image_cache_memory=1000)
     with Engine.from_pretrained(tmp_path, config=config.replace(kv_cache_memory="1MiB")) as engine:

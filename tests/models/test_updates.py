@@ -60,7 +60,7 @@ def with_(tensors: Tensors, name: str, tensor: Any) -> Tensors:
 
 
 class Subclassed(torch.Tensor):
-    """Like a distributed tensor: what it says of itself is not what its memory holds."""
+    """A tensor like a distributed one: what it says of itself is not what its memory holds."""
 
 
 GIVEN: dict[str, tuple[Callable[[Tensors], Any], type[EngineError], str]] = {

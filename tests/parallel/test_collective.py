@@ -80,7 +80,7 @@ def test_one_that_is_gone_before_they_have_met_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize("told", ["before", "while it waits", "not at all"])
 def test_the_reason_of_another_s_end_is_what_a_meeting_says(told: str) -> None:
-    """Behind a first meeting too, where gloo itself says only that a connection is closed; the first reason stands."""
+    """The first reason stands, after a meeting too, where gloo itself says only that a connection is closed."""
     first, other = gathers(2)
 
     def meet(one: Any) -> None:

@@ -28,7 +28,7 @@ VOCAB, WIDTH = 120, 32
 
 @dataclass(frozen=True)
 class LeakyConfig:
-    """Adds up what it sees, forgets a part of it with every token, and looks back by one token."""
+    """A layer that adds up what it sees, forgets a part of it with every token, and looks back by one token."""
 
     keep: float
 

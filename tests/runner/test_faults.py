@@ -27,7 +27,7 @@ class Broken(Letters):
 
 
 class Poison:
-    """Makes the embedding of one token NaN while it is `on`, whichever way the model runs."""
+    """A change of a model: the embedding of one token is NaN while it is `on`, whichever way the model runs."""
 
     def __init__(self, on: bool = True) -> None:
         self.on = on

@@ -29,7 +29,7 @@ ALLOWED = (11, 12, 40)
 
 
 class Allowing(Letters):
-    """Allows `ALLOWED`, fails to make mask number `broken`, and allows nothing in number `empty`."""
+    """A grammar that allows `ALLOWED`, fails to make mask number `broken`, and allows nothing in number `empty`."""
 
     def __init__(self, broken: int | None = None, empty: int | None = None) -> None:
         super().__init__(ALLOWED, 99)

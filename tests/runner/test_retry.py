@@ -45,7 +45,7 @@ ASKED = {
 
 
 class Counting(Letters):
-    """Allows other tokens after each one it is told."""
+    """A grammar that allows other tokens after each one it is told."""
 
     def fill_mask(self, mask: Any) -> None:
         self.allowed = tuple(10 + (len(self.advanced) * 7 + turn) % 40 for turn in range(3))

@@ -99,7 +99,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     [*((name, "1KiB") for name in SCHEDULES if LONG or name != "together"), ("together", "8KiB")],
 )
 def test_one_answer(schedule: str, states: str, expected: list[list[int]]) -> None:
-    """Twice the same requests: a state before any token that is not empty shows in the second round."""
+    """The same requests come twice: a state before any token that is not empty shows in the second round."""
     runner = leaky_runner(state_memory=states)
     served = Served(runner, **SCHEDULES[schedule])
     for _ in range(2):
@@ -125,7 +125,7 @@ def test_samples_of_a_prompt_and_scored_prompts(expected: list[list[int]]) -> No
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_step_that_runs_out_of_memory_moves_no_state_twice(depth: int, expected: list[list[int]]) -> None:
-    """Somewhere in the middle of its layers, or behind them: some rows have moved their states by then."""
+    """Memory runs out in the middle of its layers, or behind them: some rows have moved their states by then."""
     runner = leaky_runner()
     failures = 0
     for at in range(3, 120, 15):

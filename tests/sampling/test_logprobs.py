@@ -57,7 +57,7 @@ DRAWN: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_scores_of_what_was_drawn(compiled: bool, make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the slow reference, applied to the log-probabilities that the model itself gives."""
+    """Scores are the slow reference's, applied to the log-probabilities that the model itself gives."""
     if not compiled:
         monkeypatch.setattr(sampler, "compiler_missing", lambda *_: "there is none")
     driver = Driver(make_runner("llama"))

@@ -1,4 +1,4 @@
-"""Too late is a reason, not an exception: waiting, in all, and between two tokens (contract 9)."""
+"""Deadlines end a request with a reason, not an exception: waiting, in all, and between two tokens (contract 9)."""
 
 import pytest
 from support.fake_engine import Steps

@@ -36,7 +36,7 @@ EOS = ("<|im_end|>", "<|endoftext|>")
 
 
 def ranks_file() -> Path:
-    """Skips the test where the file is not installed."""
+    """Path of the file of ranks. Skips the test where it is not installed."""
     found = importlib.util.find_spec("llama_index.core")
     for folder in (found.submodule_search_locations or []) if found else []:
         path = Path(folder) / "_static" / "tiktoken_cache" / O200K
@@ -133,5 +133,5 @@ class BigTokenizer:
 
 @cache
 def big_tokenizer(size: int = SMALL) -> BigTokenizer:
-    """Built once in a run. Skips the test where the ranks are not installed."""
+    """A tokenizer that is built once in a run. Skips the test where the ranks are not installed."""
     return BigTokenizer(size)

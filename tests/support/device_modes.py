@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = torch.device("meta")
-"""Stands for the accelerator: it is not the host, and it computes nothing."""
+"""A stand-in for the accelerator: it is not the host, and it computes nothing."""
 
 
 class FailOnce(TorchDispatchMode):

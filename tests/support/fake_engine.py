@@ -198,7 +198,7 @@ def rows(batch: Batch | None) -> dict[int, int]:
 
 
 class Reciter(FakeModel):
-    """Says `script`, one token after the other, whatever the prompt (of one token)."""
+    """A model that says `script`, one token after the other, whatever the prompt (of one token)."""
 
     def __init__(self, script: list[int], vocab_size: int) -> None:
         super().__init__(vocab_size)

@@ -26,7 +26,7 @@ HEAD_DIMS = (64, 128, 256, 512)
 
 
 class FakeEvent:
-    """Knows how much was queued when it was recorded."""
+    """An event that knows how much was queued when it was recorded."""
 
     def __init__(self, memory: FakeMemory) -> None:
         self.memory = memory

@@ -12,7 +12,7 @@ from asyncengine.testing.fake_states import FIRST, after
 
 _STATE = struct.Struct("<qQ")
 _NOTHING = (-2, 0)
-"""Stands for a state that nobody wrote."""
+"""A state that nobody wrote."""
 
 
 class FakePageMemory:

@@ -56,7 +56,7 @@ class Mixture:
 def make_mixture(
     rows: int, count: int, experts: int, width: int, inner: int, dtype: torch.dtype, device: str, *, bounded: bool
 ) -> Mixture:
-    """Drawn at random. Two experts are liked more than the others, and one by nobody."""
+    """A mixture drawn at random. Two experts are liked more than the others, and one by nobody."""
     generator = torch.Generator().manual_seed(rows + width)
 
     def draw(*shape: int) -> torch.Tensor:

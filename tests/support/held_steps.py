@@ -16,8 +16,8 @@ from asyncengine.step import Batch
 
 
 class HeldSteps:
-    """Lets `after` more steps of `engine` pass. The one behind them waits for `release`, on the device thread: the
-    engine's loop goes on, and what the earlier steps made is delivered."""
+    """A gate that lets `after` more steps of `engine` pass. The one behind them waits for `release`, on the device
+    thread: the engine's loop goes on, and what the earlier steps made is delivered."""
 
     def __init__(self, engine: AsyncEngine, after: int = 0) -> None:
         self._executor: Any = engine.core.loop.runner.executor  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Drives a model runner by hand, each request with the adapter slot it was given."""
+"""A model runner driven by hand, each request with the adapter slot it was given."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def use_panels(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=[True, False], ids=["panels", "no panels"])
 def panels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Both, one after the other: are weights in panels?"""
+    """Run a test with weights in panels, and without."""
     wanted = bool(request.param)
     if wanted:
         pytest.importorskip("numba")

@@ -156,7 +156,7 @@ FOUR = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def four_bit_floats(values: torch.Tensor) -> torch.Tensor:
-    """Their codes, uint8."""
+    """Codes of the values, uint8."""
     nearest = (values.abs()[..., None] - FOUR).abs().argmin(-1)
     return (nearest + 8 * (values < 0)).to(torch.uint8)
 

@@ -1,4 +1,4 @@
-"""Does a test leave a thread of the engine's behind?"""
+"""A check that tests leave no thread of the engine's behind."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_only_the_first_token_loses_its_space(name: str) -> None:
 
 
 def test_token_bytes_join_to_the_text(kind: tuple[str, Any, TokenTable]) -> None:
-    """Except where text depends on neighbours: there a token's bytes are those of the token alone."""
+    """A token's bytes are those of the token alone where text depends on neighbours."""
     name, tokenizer, table = kind
     if table.mode not in ("bytes", "pieces"):
         alone = [tokenizer.decode([i], skip_special_tokens=False) for i in range(table.size)]

@@ -80,7 +80,7 @@ def qwen() -> Tokenizer:
 
 
 def beginning(tok: Tokenizer) -> Tokenizer:
-    """Puts a token before each text."""
+    """The tokenizer, putting a token before each text."""
     place = tok.token_to_id("<s>")
     template = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", place)])
     tok.post_processor = template
@@ -138,7 +138,7 @@ def theirs(folder: Path) -> Any:
 
 @pytest.fixture(scope="module", params=[*KINDS, "demo"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PlainTokenizer, Any]:
-    """Ours and transformers'."""
+    """A tokenizer of ours and transformers' of the same folder."""
     if request.param == "demo":
         folder, family = MODEL_PATH, json.loads((MODEL_PATH / "config.json").read_text())["model_type"]
     else:
@@ -184,7 +184,7 @@ def test_the_engines_view_is_the_same(pair: tuple[PlainTokenizer, Any]) -> None:
 
 
 def rendered(tokenizer: Any, chat: list[Settings], template: str = TEMPLATE, **more: Any) -> str | None:
-    """None: it was refused. A `PlainTokenizer`'s chats are rendered as an engine does it."""
+    """The chat's text; None: it was refused. A `PlainTokenizer`'s chats are rendered as an engine does it."""
     try:
         if isinstance(tokenizer, PlainTokenizer):
             return ChatTemplate(tokenizer, template)._render(chat, **more)

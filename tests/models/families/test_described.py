@@ -90,7 +90,7 @@ def test_adapters_on_everything_equal_peft(name: str, checkpoint: Checkpoint) ->
 def test_options_that_are_not_written_down_run_through_transformers(
     make: Any, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Said in one line, and never computed as if they were not there."""
+    """One line says so, and nothing is computed as if the options were not there."""
     monkeypatch.setitem(FAMILIES, "other", make)
     model = make_model("other")
     model.save_pretrained(tmp_path)

@@ -41,7 +41,7 @@ def decoder_of(model: GgufModel) -> Decoder:
 
 
 def check_decoder(model: GgufModel, reference: Any, ids: Sequence[int]) -> None:
-    """Its logits of `ids` are those of transformers' model, whose weights are the numbers that the file stands for."""
+    """Compare logits of `ids` with those of transformers' model, whose weights are the numbers the file stands for."""
     expected = transformers_logits(reference, ids)
     bound = 2e-5 * float(expected.abs().max())
     torch.testing.assert_close(logits_of(decoder_of(model), ids), expected, rtol=0.0, atol=bound)

@@ -28,5 +28,5 @@ def matrix_of(
 
 
 def random_weight(outputs: int = 96, inputs: int = 128) -> torch.Tensor:
-    """Normally distributed."""
+    """A matrix of normally distributed numbers."""
     return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(outputs))

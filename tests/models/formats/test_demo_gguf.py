@@ -38,7 +38,7 @@ def test_weights_survive(mix: tuple[str, GgufModel]) -> None:
 
 
 def test_answers_survive(mix: tuple[str, GgufModel]) -> None:
-    """Greedily, from the weights that the file's numbers stand for."""
+    """Greedy answers come from the weights that the file's numbers stand for."""
     _, model = mix
     assert model.metadata["tokenizer.huggingface.json"] == (DEMO / "tokenizer.json").read_text(encoding="utf-8")
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(DEMO / "tokenizer.json"))

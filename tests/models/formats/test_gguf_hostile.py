@@ -198,7 +198,7 @@ def test_a_million_words_open_at_once(tmp_path: Path) -> None:
 
 
 def test_words_that_are_no_text(tmp_path: Path) -> None:
-    """Are found when somebody asks for them."""
+    """Words that are not UTF-8 are found when they are read."""
     path = tmp_path / "model.gguf"
     path.write_bytes(model(array("tokenizer.ggml.tokens", STRING, 2, text("a") + text(b"\xff"))))
     opened = GgufModel(path)

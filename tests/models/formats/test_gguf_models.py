@@ -253,7 +253,7 @@ def test_gemma_3_by_its_layers(layers: int, scaled: bool, cap: float | None, tmp
 
 @pytest.mark.parametrize(("name", "architecture"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl")])
 def test_the_text_part_of_models_with_images(name: str, architecture: str, tmp_path: Path) -> None:
-    """Is that of its sibling without."""
+    """The text part is that of the sibling without images."""
     config = FAMILIES[name]()
     tensors = dict(make_model(config).state_dict())
     written = write_gguf(

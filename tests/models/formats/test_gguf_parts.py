@@ -63,7 +63,7 @@ class FusingWriter(gguf.GGUFWriter):
         self.held: dict[str, dict[str, np.ndarray]] = {}
 
     def add_tensor(self, name: str, tensor: np.ndarray, raw_shape: Any = None, raw_dtype: Any = None) -> None:
-        """Held until the others are there."""
+        """Hold a tensor until the others are there."""
         start, _, suffix = name.rpartition(".")
         layer, _, stem = start.rpartition(".")
         fused = PARTS.get(stem)

@@ -34,7 +34,7 @@ def matrix_of(folder: Path, kind: str, blocks: np.ndarray, number: int | None = 
 
 
 def test_the_table_is_ggmls() -> None:
-    """Number, name, numbers and bytes of a block: all that the public package knows, and one of Ollama's."""
+    """The table has number, name, numbers and bytes of all blocks of the public package, and of one of Ollama's."""
     known = {kind.value: (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
     known[4] = ("MXFP4_PAIRS", *gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.MXFP4])
     assert known == {number: (kind.name, kind.numbers, kind.nbytes) for number, kind in BLOCK_TYPES.items()}

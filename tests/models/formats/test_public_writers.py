@@ -39,7 +39,7 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_compressed_tensors(name: str, tmp_path: Path) -> None:
-    """Its own package writes, and reads back."""
+    """The package of that format writes them, and reads them back."""
     compressed = pytest.importorskip("compressed_tensors")
     form, weights = SCHEMES[name]
     scheme = compressed.quantization.QuantizationScheme(targets=["Linear"], weights=weights)

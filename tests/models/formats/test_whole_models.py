@@ -139,7 +139,7 @@ def test_another_form_is_refused_before_a_live_model_changes(
 
 
 def test_float16_on_a_cpu_becomes_bfloat16(pair: Pair, plain: Callable[[str], Path], tmp_path: Path) -> None:
-    """Unless it is asked for by name, or nothing is quantized."""
+    """A dtype that is asked for by name stays, and so does that of a model without quantized matrices."""
     folder = quantized(plain("llama"), tmp_path / "a", "awq", dtype="float16")
     assert load(folder).dtype == torch.bfloat16
     assert load(folder, dtype="float16").dtype == torch.float16

@@ -17,7 +17,7 @@ ASKS = [Ask((1,), 6), Ask((2, 3), 6, "a0")]
 
 
 class Model:
-    """Continues each of `RIGHT`; `wrong`: (request, place) -> another token there."""
+    """A model that continues each of `RIGHT`; `wrong`: (request, place) -> another token there."""
 
     def __init__(self, wrong: dict[tuple[int, int], int] | None = None) -> None:
         self.wrong = wrong or {}

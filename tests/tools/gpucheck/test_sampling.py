@@ -31,7 +31,7 @@ def make(device: torch.device) -> Sampler:
 
 
 class InTorch(Sampler):
-    """Computes with torch's operations."""
+    """A sampler that computes with torch's operations."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(ROWS, VOCAB, device)
@@ -39,7 +39,7 @@ class InTorch(Sampler):
 
 
 class Forgets(Sampler):
-    """Everything but the temperature."""
+    """A sampler that forgets everything but the temperature."""
 
     def sample(self, rows: Sequence[Row], logits: torch.Tensor, _: FilledMasks, last: torch.Tensor) -> Sampled:
         kept = self.__dict__.setdefault("kept", {})

@@ -119,7 +119,7 @@ def test_outputs_are_those_without_graphs(
 
 @pytest.mark.parametrize("name", ["qwen3next", "lfm2"])
 def test_snapshots_are_taken_and_started_from(name: str, folder: Callable[[str], Path], make_runner: Any) -> None:
-    """The scheduler drives them: answers fill pages, so that states go on elsewhere; shared prefixes start from them."""
+    """The scheduler drives: answers fill pages, so that states go on elsewhere; shared prefixes start from them."""
     answers = []
     for graphs in (False, True):
         runner, capture = make_runner(folder(name), graphs)

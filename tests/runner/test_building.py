@@ -126,7 +126,7 @@ def built(monkeypatch: pytest.MonkeyPatch, config: EngineConfig = CONFIG, lora: 
 
 
 def test_the_pool_is_cut_from_what_is_really_free(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What loading and the profile run left in torch's cache is not counted, nor is the pool of the profile run."""
+    """Memory that loading and the profile run left in torch's cache is not counted, nor is the pool of the profile run."""
     runner, free = built(monkeypatch)
     assert free == TOTAL - WEIGHTS - WORKSPACE - STEP
     assert runner.graphs

@@ -55,7 +55,7 @@ OTHERS = [name for name, make in FAMILIES.items() if make().model_type not in NA
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_others_say_so(name: str, checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture) -> None:
-    """One visible line says so, and `info` does."""
+    """One visible line says so, and so does `info`."""
     with caplog.at_level(logging.WARNING, "asyncengine"):
         model = load_model(str(checkpoint(name)), EngineConfig(show_progress=False))
     assert isinstance(model.model, TransformersModel)

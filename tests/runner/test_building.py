@@ -126,7 +126,7 @@ def built(monkeypatch: pytest.MonkeyPatch, config: EngineConfig = CONFIG, lora: 
 
 
 def test_the_pool_is_cut_from_what_is_really_free(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that loading and the profile run left in torch's cache is not counted, nor is the pool of the profile run."""
+    """Memory that loading and the profile run left in torch's cache is not counted, nor is the latter's pool."""
     runner, free = built(monkeypatch)
     assert free == TOTAL - WEIGHTS - WORKSPACE - STEP
     assert runner.graphs
@@ -169,7 +169,7 @@ def test_a_model_that_keeps_states_has_graphs_too(device: Device, monkeypatch: p
 def test_what_graphs_take_is_measured(
     nbytes: int, count: int, device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The device says how much, not torch's cache; with adapters there are twice as many."""
+    """The device says how much, not torch's cache; with adapters there are twice as many graphs."""
     caplog.set_level("INFO", "asyncengine")
     built(monkeypatch, lora=SimpleNamespace(nbytes=nbytes))
     assert re.search(rf"captured {count} CUDA graphs in \d\.\d s; they take {GRAPHS // MIB} MiB", caplog.text)

@@ -43,7 +43,7 @@ def steps(factor: float = 1.0, **changes: float) -> Steps:
     ],
 )
 def test_a_step_is_measured_until_two_runs_agree(taken: list[float], runs: int, least: float) -> None:
-    """A step runs thrice at most: the first time may find memory for the first time, or another process in its way."""
+    """A step runs three times at most: the first one may have to find its memory, or meet another process."""
     left = iter(taken)
     assert shortest(lambda count: next(left), 1) == least
     assert len(taken) - len(list(left)) == runs

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from support.fake_engine import CACHE_KINDS, GREEDY, PATIENCE, make_core
 from support.fake_memory import FakePageMemory
-from support.updatable import Updatable
 
 from asyncengine import AsyncEngine, EngineConfig
 from asyncengine.engine import prefix_store
@@ -32,6 +31,8 @@ from asyncengine.testing import FakeExecutor
 from asyncengine.testing.leaks import assert_nothing_held
 from asyncengine.testing.replay import Recording, replay
 from asyncengine.testing.world import ProcessDied, VirtualDisk
+
+from .updatable import Updatable
 
 SIZE = 4
 FINGERPRINT = b"f" * 32

@@ -101,7 +101,7 @@ def test_all_are_kept_with_those_they_call_and_the_next_load_starts_nothing(
     ahead.close()
     assert ahead.kept == [SMALL, CALLS_OTHERS]
     names = [name for name, _ in told]
-    assert sorted(names) == ["copy_few_rows", "_norm_part", "_run", "norm"]
+    assert sorted(names) == ["_norm_part", "_run", "copy_few_rows", "norm"]
     assert told[-1][1] == 4
     assert {"norm._norm_part", "norm.norm", "calls._run", "first_load", "gather._copy_rows"} <= set(kept(folder))
     assert all(process.ended for process in processes)

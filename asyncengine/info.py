@@ -58,7 +58,7 @@ class ModelInfo:
     stored: Mapping[str, str] = field(default_factory=dict)
     """Formats of the checkpoint's quantized matrices, by name ("model.layers.0.mlp.up_proj" -> "awq")."""
     fused: tuple[str, ...] = ()
-    """Which parts of the model run in a fused form."""
+    """Parts of the model that run in a fused form."""
     attention: str = ""
     """Backend of the attention kernels: "compiled", "torch", "flashinfer"; an encoder's, "of whole texts"."""
     no_speculation: str | None = None

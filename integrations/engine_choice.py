@@ -1,4 +1,4 @@
-"""Which engine a framework's object works with: the fields of every adapter class, and what copies of it share."""
+"""The engine that a framework's object works with: the fields of every adapter class, and what copies of it share."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ ENGINE_SETTINGS = {name: f"is a setting of the engine: pass {name}=... to the mo
 
 
 class EngineFields(EngineChoice):
-    """Which engine, and with which sampling defaults; values are checked as `SamplingParams` and `EngineConfig` check
+    """The engine and its sampling defaults; values are checked as `SamplingParams` and `EngineConfig` check
     them. Constructing loads nothing."""
 
     elsewhere: ClassVar[Mapping[str, str]] = {

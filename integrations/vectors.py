@@ -39,7 +39,7 @@ class RequestFields(EngineChoice):
 
 
 class EmbeddingFields(RequestFields):
-    """Which engine embeds, and how."""
+    """The engine that embeds, and its settings."""
 
     variable: ClassVar[str] = "ASYNCENGINE_EMBEDDING_MODEL"
     choices: ClassVar[str] = 'a path, a hub id or "demo-embed"'
@@ -48,7 +48,7 @@ class EmbeddingFields(RequestFields):
     """Path, hub id, or "demo-embed" (the bundled embedder). Defaults to the environment variable
     ASYNCENGINE_EMBEDDING_MODEL."""
     query_prompt_name: str | None = None
-    """Which of the model's prompts goes in front of a query; None: the one called "query", where there is one."""
+    """Name of the model's prompt that goes in front of a query; None: the one called "query", where there is one."""
     document_prompt_name: str | None = None
     """The same of a document; None: the one called "document" or "passage", where there is one."""
     query_prompt: str | None = None
@@ -94,7 +94,7 @@ class EmbeddingFields(RequestFields):
 
 
 class RerankFields(RequestFields):
-    """Which engine reranks, and how."""
+    """The engine that reranks, and its settings."""
 
     variable: ClassVar[str] = "ASYNCENGINE_RERANK_MODEL"
     choices: ClassVar[str] = 'a path, a hub id or "demo-rerank"'

@@ -1,4 +1,4 @@
-"""Which adapters share a batch, and in which device slot each lies.
+"""Adapters that share a batch, and the device slot in which each lies.
 
 An adapter's slot is its own as long as one admission of it is not released; the scheduler releases only when the last
 step that names the slot has retired, so a slot is never overwritten under a step. After that the adapter stays where

@@ -25,7 +25,8 @@ class ModuleDims(NamedTuple):
 
 
 class AdapterAdmission(Protocol):
-    """Which adapters share a batch. Pure; the scheduler calls it while admitting (S-LoRA; vLLM's `max_loras`)."""
+    """Choice of the adapters that share a batch. Pure; the scheduler calls it while it admits (S-LoRA; vLLM's
+    `max_loras`)."""
 
     def fits(self, digest: str) -> bool:
         """Would `admit` find a slot now? Changes nothing."""

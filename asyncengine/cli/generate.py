@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _is_chat(args: argparse.Namespace, engine: Engine) -> bool:
-    """Unless the flags say so or not: models with a chat template were trained to answer messages, not to go on with
-    a text."""
+    """Whether the prompt is a message, where no flag says it: models with a chat template were trained to answer
+    messages, not to go on with a text."""
     if args.chat is None and args.system is None and not args.image:
         return engine.info.has_chat_template
     return args.chat is not False

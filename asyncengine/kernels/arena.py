@@ -50,7 +50,7 @@ class MappedPart(NamedTuple):
     """Some of the memory that an arena has given out."""
 
     memory: mmap.mmap
-    """Which holds it."""
+    """The arena that holds it."""
     address: int
     size: int
 

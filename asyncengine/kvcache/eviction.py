@@ -1,4 +1,4 @@
-"""Which cached page goes first: one key by rule; the tree keeps leaves before parents whatever the rule."""
+"""The order in which cached pages go: one key by rule; the tree keeps leaves before parents whatever the rule."""
 
 from __future__ import annotations
 

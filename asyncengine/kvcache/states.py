@@ -1,4 +1,4 @@
-"""Which slot holds which recurrent state: those of running requests, and snapshots that others start from.
+"""Slots of recurrent states: those of running requests, and snapshots that others start from.
 
 A state (`layers.states`) is all that state layers remember of a sequence after some number of its tokens. It can be
 copied, but not cut: a request can start behind a cached prefix only where somebody left a snapshot of the state there.

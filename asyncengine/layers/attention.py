@@ -28,7 +28,7 @@ class AttentionConfig:
     head_dim: int
     scale: float
     rotary: int | None = 0
-    """Which of the decoder's rotary embeddings; None: this layer rotates nothing."""
+    """Index among the decoder's rotary embeddings; None: this layer rotates nothing."""
     window: int | None = None
     """Sliding window: position p sees positions (p - window, p]. None: all up to p."""
     chunk: int | None = None

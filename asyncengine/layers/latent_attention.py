@@ -41,7 +41,7 @@ class LatentAttentionConfig:
     rotary: int | None = None
     """It rotates nothing."""
     keys_of: int | None = None
-    """Nor are its keys another layer's."""
+    """Its keys are not another layer's."""
     window: int | None = None
     chunk: int | None = None
 

@@ -1,4 +1,4 @@
-"""Which experts a row goes to: scores, choice and weights (Shazeer et al. 2017), as families differ in them.
+"""Experts that a row goes to: scores, choice and weights (Shazeer et al. 2017), as families differ in them.
 
 Logits are sums in float32, and so is everything that is made of them. Of equal scores the expert with the lowest number
 is chosen.

@@ -149,7 +149,7 @@ class Decoder(CausalLM):
         self.rotary = [Rotary(rotary, max_model_len, options.dtype, options.device) for rotary in config.rotary]
         chosen = [None if layer.attention is None else layer.attention.rotary for layer in config.layers]
         self._rotaries = [len(self.rotary) if own is None else own for own in chosen]
-        """Which of these each layer has; the last: none."""
+        """For each layer, the index of its rotary embedding; the one behind the last: none."""
         self._unrotated = Angles(options.zeros(1, 0), options.zeros(1, 0), "halves")
         attentions = [layer.attention for layer in self.layers if layer.attention is not None]
         self.specs = [own.spec for own in attentions if own.config.keys_of is None]

@@ -33,7 +33,7 @@ def by_stored_name(
 
 
 def _parts(name: str, slots: Mapping[str, TensorSlot], spelling: Spelling) -> list[str] | None:
-    """Which slots a tensor fills, in the order of its rows; None: none that is there."""
+    """Slots that a tensor fills, in the order of its rows; None: none that is there."""
     if name in slots:
         return [name]
     module, _, kind = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Which compiled kernels a decoder or an encoder calls, by name, known before its weights are read.
+"""Compiled kernels that a decoder or an encoder calls, by name, known before its weights are read.
 
 For `kernels.compile_ahead`: what Python calls while a model is loaded and run. Its layers run once over weights that
 hold nothing yet, under a `kernels.listing.KernelList`. Only the sampler is named here: it is made later than the model,

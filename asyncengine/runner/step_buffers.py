@@ -389,7 +389,7 @@ def _segments(rows: tuple[Row, ...], indptr: Iterable[int]) -> StateSegments | N
 def _wanted_logits(
     rows: tuple[Row, ...], indptr: list[int]
 ) -> tuple[list[int], list[int], list[int], list[tuple[int, int, int]], list[Span]]:
-    """Which tokens' logits are wanted, and for what; of requests for vectors, which hidden states."""
+    """Tokens whose logits are wanted, and for what; of requests for vectors, their hidden states."""
     wanted: list[int] = []
     sampling: list[int] = []
     sample_logits: list[int] = []

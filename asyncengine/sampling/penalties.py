@@ -1,4 +1,4 @@
-"""Which tokens each penalized request has seen, kept on the device between steps.
+"""Tokens that each penalized request has seen, kept on the device between steps.
 
 Memory is taken only for slots whose request asks for a penalty: two vocabulary-wide rows each. The state of a slot
 counts a prefix of the request's tokens; it is extended by the tokens that are new, and rebuilt when the slot has a new

@@ -33,7 +33,7 @@ from asyncengine.stats import EngineStats, Summary
 LABELS = ["model_name", "engine"]
 """Labels of vLLM's metrics. An engine here is one of its own, numbered 0 in its model."""
 PLAIN = "text/plain; version=0.0.4; charset=utf-8"
-"""Whatever Prometheus would rather have: in other forms the library writes "vllm_" for "vllm:"."""
+"""The form that is written, whatever Prometheus asks for: in other forms the library writes "vllm_" for "vllm:"."""
 SECONDS = tuple(float(f"{digit}e{power}") for power in range(-4, 4) for digit in (1, 2.5, 5))
 TOKENS = tuple(float(f"{digit}e{power}") for power in range(7) for digit in (1, 2, 5))
 HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {

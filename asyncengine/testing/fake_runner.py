@@ -162,7 +162,7 @@ class FakeExecutor:
         self.fail_tickets: dict[int, str] = {}
         """Ticket -> error: rows that fail as data."""
         self.lose: Callable[[Row], bool] = lambda row: False
-        """Which rows lose their states in a step that has not enough memory: those that move it where it lies."""
+        """Rows that lose their states in a step that has not enough memory: those that move it where it lies."""
         self.draft_model: DraftModel | None = None
         """The model that makes guesses that are left open."""
         self.closed = False

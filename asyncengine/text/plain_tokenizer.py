@@ -160,7 +160,7 @@ def _is_known(config: Any) -> bool:
 
 
 def _class_of(folder: Path, family: str, config: Mapping[str, Any], text: str, size: int) -> str | None:
-    """Which class transformers would take for a model of this family: "TokenizersBackend", which takes a file as it
+    """The class that transformers would take for a model of this family: "TokenizersBackend", which takes a file as it
     is, or "Qwen2Tokenizer"; None: another one."""
     declared = config["tokenizer_class"].removesuffix("Fast")
     as_it_is = declared in ("PreTrainedTokenizer", "TokenizersBackend")

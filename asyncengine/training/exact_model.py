@@ -147,7 +147,7 @@ class ExactModel:
         self._adapter: Any = None
         self._adapted = False
         self._tuples = [False] * len(self._modules)
-        """Which layers give their result in a tuple."""
+        """Layers that give their result in a tuple."""
         self.sync()
         # fused optimizers change tensors without a new version of them
         self._unhook = register_optimizer_step_post_hook(self._stepped)

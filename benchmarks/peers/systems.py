@@ -1,4 +1,4 @@
-"""Which systems there are, what each can do, and whether it is installed."""
+"""Systems to compare with, what each can do, and whether it is installed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class System:
     needs: tuple[str, ...]
     """Packages, the first of which gives the version."""
     python: str = ""
-    """Whose Python; "": the one that runs this."""
+    """Python of the system's own environment; "": the one that runs this."""
     gguf: bool = False
     """Reads the GGUF file."""
     streams: bool = False

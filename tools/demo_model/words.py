@@ -71,7 +71,7 @@ _EMOJI = "😀😂🎉🚀🌍🔥✨🍕🐱🐶🌈⭐🎵📚💡🏆🍎🌸
 
 
 def in_held_out(text: str) -> bool:
-    """Which side a value belongs to; about one value in six is held out."""
+    """The side that a value belongs to; about one value in six is held out."""
     return zlib.crc32(text.encode()) % 6 == 0
 
 

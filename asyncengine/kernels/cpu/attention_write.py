@@ -71,7 +71,7 @@ def _pieces(layer: int, step: int, team: int) -> int:
 
 @serial
 def share(piece: int, pieces: int, layer: int, step: int) -> Any:
-    """Which new keys a piece puts in their places: (first token, last token, first kv head, last kv head).
+    """New keys that a piece puts in their places: (first token, last token, first kv head, last kv head).
 
     Many tokens are shared out by tokens, so that one reads whole rows. Never between two keys whose values share
     words: writing the first of them clears its neighbour.

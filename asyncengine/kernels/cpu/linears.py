@@ -37,6 +37,6 @@ class LinearWeights(NamedTuple):
 
 
 def forms_of(parts: Iterable[LinearWeights]) -> tuple[np.generic | None, np.generic | None]:
-    """Which products there are, (quantized, packed): None for none, for which no code is compiled then."""
+    """Kinds of products that there are, (quantized, packed): None for none, for which no code is compiled then."""
     rounded = {isinstance(part.weights, QuantizedMatrix) for part in parts}
     return np.uint8(0) if True in rounded else None, np.uint8(0) if False in rounded else None

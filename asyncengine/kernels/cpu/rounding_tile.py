@@ -101,7 +101,7 @@ def _value(builder: Any, start: Any, index: Any) -> Any:
 
 
 def _below(builder: Any, count: Any) -> Any:
-    """Which lanes are below a count."""
+    """Lanes that are below a count."""
     lanes = ir.Constant(WORDS, list(range(LANES)))
     return builder.icmp_signed("<", lanes, splat(builder, builder.trunc(count, WORD)))
 

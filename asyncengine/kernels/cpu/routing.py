@@ -1,4 +1,4 @@
-"""Which experts each row goes to, and with what weights: scores, groups, choice and normalisation in one pass.
+"""Experts that each row goes to, and their weights: scores, groups, choice and normalisation in one pass.
 
 Of equal scores the expert with the lowest number is taken. A row's choice depends on that row alone.
 """

@@ -20,7 +20,7 @@ _IGNORED = (
 )  # fmt: skip
 """Tensors that go with the training that these checkpoints are of."""
 _MPNET_PADDING = 1
-"""Whatever its config says."""
+"""The padding token's id, whatever the config says."""
 
 
 def encoder_config(config: Any, length: int | None, classifies: bool) -> EncoderConfig:

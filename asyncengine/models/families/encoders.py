@@ -1,4 +1,4 @@
-"""Which encoders are written down: from a config.json to an `EncoderConfig`, one short file for each group.
+"""Encoders that are written down: from a config.json to an `EncoderConfig`, one short file for each group.
 
 Those that are not are refused by name, with the reason: there is no other way to run one.
 """

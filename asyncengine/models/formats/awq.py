@@ -21,7 +21,7 @@ from asyncengine.models.formats.unpacking import along_outputs, floats, grouped_
 _LAYOUTS = ("gemm", "exllama", "ipex", "marlin")
 """Values of `version`: kernels that read one layout."""
 _OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of a word's eight outputs the n-th four bits are."""
+"""The output, of a word's eight, that the n-th four bits are."""
 
 
 def find(config: Mapping[str, Any], tensors: StoredTensors) -> dict[str, FoundMatrix]:

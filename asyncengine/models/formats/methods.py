@@ -1,4 +1,4 @@
-"""Which format a safetensors checkpoint is quantized in, and the matrices that it has."""
+"""The format that a safetensors checkpoint is quantized in, and the matrices that it has."""
 
 from __future__ import annotations
 

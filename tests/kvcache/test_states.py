@@ -220,9 +220,27 @@ def test_the_cheap_check_finds(plant: Callable[[KVCache, Run], None]) -> None:
         kv.check_sums([run.table])
 
 
-def test_an_idle_engine_waits_for_no_step() -> None:
+def saves(kv: KVCache) -> list[PageTable]:
+    return [Run(kv, [1] * 14, 1).table]
+
+
+def retires(kv: KVCache) -> list[PageTable]:
+    run = Run(kv, [1] * 3, 1)  # no page of it is full: nothing is saved
+    kv.close(run.table, 1)
+    return []
+
+
+def reads(kv: KVCache) -> list[PageTable]:
+    Run(kv, [1] * 9, 1).end()
+    run = Run(kv, [1] * 9, 2)
+    assert (bool(run.use.source), run.use.saves) == (True, ())
+    return [run.table]
+
+
+@pytest.mark.parametrize("begin", [saves, retires, reads])
+def test_an_idle_engine_waits_for_no_step(begin: Callable[[KVCache], list[PageTable]]) -> None:
     kv = books()
-    run = Run(kv, [1] * 14, 1)
-    kv.check_sums([run.table])
-    with pytest.raises(InvariantViolation, match="none is in flight"):
-        kv.check_sums([run.table], idle=True)
+    tables = begin(kv)
+    kv.check_sums(tables)
+    with pytest.raises(InvariantViolation, match=r"state slots .* none is in flight"):
+        kv.check_sums(tables, idle=True)

@@ -227,7 +227,7 @@ async def compare(model: str, options: argparse.Namespace) -> None:
         handles[-1].get()
         chats[name] = ChatAsyncEngine(model=model, engine_config=config, temperature=0, max_tokens=options.tokens)
     engines = dict(zip(configs, [handle.get() for handle in handles], strict=True))
-    planner_of(engines[ALONE])._make = lambda *_: Nothing()
+    planner_of(engines[ALONE]).make = lambda *_: Nothing()
     said_costs(engines[ALONE].aengine.core.config)
     rng = random.Random(1)
     for kind, chosen in tasks().items():

@@ -13,7 +13,7 @@ import asyncio, json, sys
 from pathlib import Path
 from asyncengine.engine import prefix_store
 
-prefix_store._WORTH, prefix_store.LEAST_PATIENCE = 1e9, 100.0  # on however busy a machine
+prefix_store.WORTH, prefix_store.LEAST_PATIENCE = 1e9, 100.0  # on however busy a machine
 sys.path.insert(0, sys.argv[1])
 import langgraph_restart
 

@@ -336,22 +336,37 @@ def test_processes_that_die_or_hang_are_not_waited_for(
     assert all(process.ended for process in ahead.processes.all)
 
 
-def refuse(*args: object, **rest: object) -> None:
-    raise PermissionError("no processes here")
-
-
 NOBODY: dict[str, tuple[int, Callable[[pytest.MonkeyPatch], None]]] = {
     "no core": (0, lambda patch: None),
     "one core": (1, lambda patch: None),
     "a frozen program": (2, lambda patch: patch.setattr(sys, "frozen", True, raising=False)),
     "a frozen program on one core": (1, lambda patch: patch.setattr(sys, "frozen", True, raising=False)),
-    "processes are forbidden": (2, lambda patch: patch.setattr(subprocess, "Popen", refuse)),
     "a cache that keeps nothing": (
         2, lambda patch: patch.setattr(cache, "kernel_folder", lambda machine: KernelFolder(None, "there is none")),
     ),
     **{f"the program {name}": (2, lambda patch, name=name: patch.setattr(sys, "executable", name))
        for name in ("", None, "/usr/bin/uwsgi", "C:/program/app.exe")},
 }  # fmt: skip
+
+
+def test_where_processes_are_forbidden_it_is_left_to_the_load(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is said. The threads that would give names to processes end by themselves."""
+
+    def refuse(*args: object, **rest: object) -> None:
+        raise PermissionError("no processes here")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with caplog.at_level(logging.INFO):
+        ahead = CompileAhead(2)
+        ahead.start([SMALL], [CALLS_OTHERS])
+        ahead.finish(lambda name, most: pytest.fail("nothing was to be compiled"))
+        for thread in serving():
+            thread.join(60)
+    assert serving() == []
+    assert (ahead.kept, ahead.left) == ((), [SMALL, CALLS_OTHERS])
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize("why", NOBODY)

@@ -53,9 +53,13 @@ class DraftPages:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self._size = page_size
         self._held = [0] * num_pages
+        self._empty = True
+        """True until something is written: each step of a model that is never asked would look through its rows."""
 
     def overwritten(self, rows: Iterable[Row]) -> None:
         """`rows` are about to write into the first pool: from there on nothing holds."""
+        if self._empty:
+            return
         size, held = self._size, self._held
         for row in rows:
             number, offset = divmod(row.start, size)
@@ -74,6 +78,7 @@ class DraftPages:
 
     def written(self, pages: Sequence[int], begin: int, end: int) -> None:
         """Positions [begin, end) are there, and all before them."""
+        self._empty = False
         size, held = self._size, self._held
         for number in range(begin // size, -(-end // size)):
             page = pages[number]

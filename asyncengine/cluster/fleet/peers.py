@@ -81,7 +81,8 @@ class PeerConnections(Door):
                     said = await answer(question)
                 except Exception as error:
                     logger.info("a peer's question has no answer: %r", error)
-                await self.socket.send_multipart([sender, number, said])
+                with contextlib.suppress(zmq.ZMQError):  # one who cannot be answered takes no answer from others
+                    await self.socket.send_multipart([sender, number, said])
 
         try:
             async with asyncio.TaskGroup() as workers:

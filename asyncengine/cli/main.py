@@ -21,6 +21,7 @@ from asyncengine.cli.arguments import (
     add_embed,
     add_fit,
     add_generate,
+    add_perplexity,
     add_serve,
 )
 from asyncengine.cli.errors import FAILED, INTERRUPTED, USAGE, CliError
@@ -48,7 +49,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"asyncengine {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=OneLineParser)
-    for add in (add_demo, add_serve, add_chat, add_generate, add_embed, add_bench, add_fit, add_cache):
+    for add in (
+        add_demo, add_serve, add_chat, add_generate, add_embed, add_bench, add_perplexity, add_fit, add_cache,
+    ):  # fmt: skip
         add(commands)
     return parser
 

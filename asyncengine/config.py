@@ -296,7 +296,7 @@ class GrammarSettings(Settings):
     grammar_backend: Annotated[str, one_of(("llguidance", "none"))] = "llguidance"
     """The library that compiles grammars; "none": refuse grammars and save the time and memory that they need."""
     grammar_timeout: Seconds = 10.0
-    """Seconds a request waits for its grammar to compile, from when a worker has begun with it."""
+    """Seconds a request waits for its grammar to compile, from its arrival; then the work is given up."""
     grammar_workers: Threads = 2
     """Threads that compile grammars."""
     grammar_cache_memory: CacheMemory = "256MiB"

@@ -38,6 +38,9 @@ MAX_REPEAT = 10_000
 """Largest count in `{m,n}`, `minItems` and `minProperties`."""
 MAX_OPTIONAL = 2_000
 """Optional properties of one object; 10,000 keep a worker busy for 39 s."""
+MAX_PATTERNS = 250
+"""Patterns in the `patternProperties` of one object: each is written with all others excluded, so that 1,000 keep a
+worker busy for 5 s, of which the library gives nothing up, and 4,000 for 80."""
 MAX_LEFT_OUT = 2_000
 """Items of one pattern or one Lark text that may be left out or repeated: of 20,000 in a row (`a?a?...`) a mask takes
 20 s and 1.6 GB, in the thread that all outputs wait for, of 5,000 2 s; 2,000 are refused by the library in 0.3 s."""
@@ -164,6 +167,8 @@ def _check_schema(text: str, max_depth: int, check: _Patterns) -> None:
             least = node.get(keyword)
             if isinstance(least, (int, float)) and least > most:
                 raise _too_large(keyword, str(most), least)
+        if len(_named(node.get("patternProperties"))) > MAX_PATTERNS:
+            raise _too_large("an object", f"{MAX_PATTERNS} patternProperties", len(node["patternProperties"]))
         named, required = node.get("properties"), node.get("required")
         if isinstance(named, dict) and len(named) > MAX_OPTIONAL:
             optional = len(named) - (len(required) if isinstance(required, list) else 0)

@@ -34,6 +34,7 @@ from asyncengine.grammar.closing.tracker import LEAF_EFFORT
 from asyncengine.grammar.closing.ways import UNREACHABLE
 from asyncengine.grammar.keywords import explain, summary
 from asyncengine.grammar.lower import Written, with_rules
+from asyncengine.grammar.schema.rules import Checkpoint, proceed
 from asyncengine.grammar.shapes.nodes import Opaque, Shape, Unmodelled
 from asyncengine.grammar.shapes.schemas import shape_of
 from asyncengine.grammar.shared_masks import SharedMasks
@@ -68,13 +69,13 @@ class LlguidanceBackend:
         self._executor: Any = None
         self.masks = SharedMasks(MASK_BYTES)
 
-    def compile(self, grammar: Grammar) -> LlgTemplate:
+    def compile(self, grammar: Grammar, checkpoint: Checkpoint = proceed) -> LlgTemplate:
         """Blocking, bounded by llguidance's own fuel. Needs a stack of `service.STACK_BYTES` at worst.
 
-        Raises `GrammarUnsupported`, `GrammarTooLarge`, `GrammarImpossible`, `GrammarError`.
+        Raises `GrammarUnsupported`, `GrammarTooLarge`, `GrammarImpossible`, `GrammarError`, and what `checkpoint` does.
         """
         try:
-            return LlgTemplate(self, grammar)
+            return LlgTemplate(self, grammar, checkpoint)
         except Exception:
             raise
         except BaseException as error:
@@ -122,16 +123,18 @@ class LlguidanceBackend:
 class LlgTemplate:
     """One compiled grammar: a matcher over the vocabulary, one over bytes, and a way to a complete output."""
 
-    def __init__(self, backend: LlguidanceBackend, grammar: Grammar) -> None:
+    def __init__(self, backend: LlguidanceBackend, grammar: Grammar, checkpoint: Checkpoint = proceed) -> None:
         self.backend = backend
         self.grammar = grammar
-        self.text, schemas = with_rules(grammar)
+        self.text, schemas = with_rules(grammar, checkpoint)
         self._matcher = backend.matcher(grammar, self.text, backend.vocabulary.ll_tokenizer)
         self.masks = backend.masks
         self._bytes: Any = None
         self._spoiled = False
         self._searched: Counted | None = None
+        checkpoint()
         shape = self._shape(schemas)
+        checkpoint()
         if grammar.kind == "lark" and (shape is None or may_be_endless(shape)):
             self.text += _UNFORCED
             self._matcher = self.fresh_matcher()

@@ -14,7 +14,7 @@ from asyncengine.grammar.lark import literal, replace_json
 from asyncengine.grammar.regexes import expression, looks_ahead, quoted
 from asyncengine.grammar.schema.builder import schema_grammar
 from asyncengine.grammar.schema.formats import keep_enforced
-from asyncengine.grammar.schema.rules import Rules
+from asyncengine.grammar.schema.rules import Checkpoint, Rules, proceed
 from asyncengine.grammar.schemas import pointed, subschemas, unescape, with_local_references
 from asyncengine.grammar.spec import Grammar
 
@@ -42,29 +42,30 @@ def to_llguidance(grammar: Grammar) -> str:
     return with_rules(grammar)[0]
 
 
-def with_rules(grammar: Grammar) -> tuple[str, list[Written]]:
-    """The same, and the rules of each schema in the grammar, in its order. Raises likewise."""
+def with_rules(grammar: Grammar, checkpoint: Checkpoint = proceed) -> tuple[str, list[Written]]:
+    """The same, and the rules of each schema in the grammar, in its order. Raises likewise and as `checkpoint`."""
     from llguidance import LLMatcher
 
     if grammar.kind == "json_schema":
         lenient = grammar.unsupported != "error"
         schema = _object(grammar.text, lenient, grammar.formats == "strict")
         options = {**OPTIONS[grammar.whitespace], "key_order": grammar.key_order}
-        rules, start = _rules(schema, options, lenient)
+        rules, start = _rules(schema, options, lenient, checkpoint)
         return str(LLMatcher.grammar_from_lark(rules.lark(start))), [(rules, start)]
     if grammar.kind == "lark":
         schemas: list[Written] = []
-        return str(LLMatcher.grammar_from_lark(replace_json(grammar.text, partial(_embedded, schemas)))), schemas
+        text = replace_json(grammar.text, partial(_embedded, schemas, checkpoint))
+        return str(LLMatcher.grammar_from_lark(text)), schemas
     return str(LLMatcher.grammar_from_lark(f"start: OUTPUT\nOUTPUT: {fragment(grammar)}\n")), []
 
 
-def _rules(schema: dict[str, Any], options: dict[str, Any], lenient: bool) -> Written:
+def _rules(schema: dict[str, Any], options: dict[str, Any], lenient: bool, checkpoint: Checkpoint) -> Written:
     """Rules for a schema. If `lenient`, keywords that stand in the way are left out. Raises as `schema_grammar`."""
     own = schema.pop("x-guidance", None)
     merged = {**options, **(own if isinstance(own, dict) else {}), "lenient": lenient}
     for left in range(MAX_RETRIES, -1, -1):
         try:
-            return schema_grammar(schema, merged)
+            return schema_grammar(schema, merged, checkpoint)
         except GrammarUnsupported as error:
             if not left or not lenient or not sum(_drop(schema, pointer) for _, pointer in error.features):
                 raise
@@ -80,12 +81,12 @@ def _drop(schema: dict[str, Any], pointer: str) -> bool:
     return isinstance(here, dict) and here.pop(unescape(last), None) is not None
 
 
-def _embedded(schemas: list[Written], text: str) -> str:
+def _embedded(schemas: list[Written], checkpoint: Checkpoint, text: str) -> str:
     """The rule for `%json text` in a Lark grammar; its rules are added to `schemas`."""
     schema = json.loads(text)
     own = schema.get("x-guidance") if isinstance(schema, dict) else None
     lenient = isinstance(own, dict) and own.get("lenient") is True
-    rules, start = _rules(_object(text, lenient), {}, lenient)
+    rules, start = _rules(_object(text, lenient), {}, lenient, checkpoint)
     schemas.append((rules, start))
     return "%lark {\n" + rules.lark(start) + "}"
 

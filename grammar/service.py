@@ -1,9 +1,9 @@
 """The grammar queue's worker: compiles each grammar once, off the event loop, for everybody who waits for it.
 
 One shared job per grammar, no polling, no sleeping. Requests that wait for the same grammar share its job; the last
-one to leave cancels it if it has not begun. A job that takes too long fails those who wait, each by its own clock, and
-is left to finish into the cache: nothing is remembered about the timeout. The clocks start with the job: waiting for a
-worker that compiles somebody else's grammar is not this grammar's fault (a request's own deadline covers it).
+one to leave gives it up, whether a worker has begun with it or not, so that grammars that take too long hold no worker
+from others for longer than they are waited for. Each request has its own clock, which starts as it arrives: the wait
+for a worker counts. Nothing is remembered about a timeout.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class _Waiter:
     order: GrammarOrder
     done: GrammarDone
     loop: asyncio.AbstractEventLoop
-    alarm: asyncio.TimerHandle | None = None
-    """Set when a worker has begun with its grammar."""
+    alarm: asyncio.TimerHandle
 
 
 @dataclass(slots=True, eq=False)
@@ -50,8 +49,13 @@ class _Job:
 
     key: str
     waiters: dict[int, _Waiter] = field(default_factory=dict)
-    begun: bool = False
+    given_up: bool = False
     future: Future[None] | None = None
+
+    def checkpoint(self) -> None:
+        """Raise `GrammarTimeout` once the job is given up. Called now and then by the compiler."""
+        if self.given_up:
+            raise GrammarTimeout("grammar", "nobody waits for it any more")
 
 
 class GrammarService:
@@ -133,56 +137,48 @@ class GrammarService:
                 job.future = self._pool.submit(self._run, job, spec)  # may start a thread
             finally:
                 threading.stack_size(usual)
-        waiter = job.waiters[ticket] = _Waiter(order, done, asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        alarm = loop.call_later(self.config.grammar_timeout, self._time_out, ticket)
+        job.waiters[ticket] = _Waiter(order, done, loop, alarm)
         self.waiting[ticket] = job
-        if job.begun:
-            waiter.alarm = waiter.loop.call_later(self.config.grammar_timeout, self._time_out, ticket)
-
-    def _begin(self, job: _Job) -> LlgTemplate | GrammarError | None:
-        """From now on its waiters' clocks run. What the cache has meanwhile."""
-        with self._lock:
-            job.begun = True
-            for ticket, waiter in job.waiters.items():
-                with contextlib.suppress(RuntimeError):  # its loop is closed
-                    waiter.loop.call_soon_threadsafe(self._set_alarm, ticket, job)
-            return self.cache.get(job.key)
-
-    def _set_alarm(self, ticket: int, job: _Job) -> None:
-        with self._lock:
-            waiter = job.waiters.get(ticket)
-            if waiter is not None and not self._closed:
-                waiter.alarm = waiter.loop.call_later(self.config.grammar_timeout, self._time_out, ticket)
 
     def cancel(self, ticket: int) -> None:
         self._leave(ticket)
 
     def _leave(self, ticket: int) -> _Waiter | None:
-        """Take `ticket` out of its job; cancel a job that nobody waits for and that has not begun."""
+        """Take `ticket` out of its job; give up a job that nobody waits for."""
         with self._lock:
             job = self.waiting.pop(ticket, None)
             if job is None:
                 return None
             waiter = job.waiters.pop(ticket)
-            if not job.waiters and job.future is not None and job.future.cancel():
-                self._jobs.pop(job.key, None)
-        if waiter.alarm is not None:
-            waiter.alarm.cancel()
+            if not job.waiters:
+                self._give_up(job)
+                del self._jobs[job.key]
+        waiter.alarm.cancel()
         return waiter
+
+    @staticmethod
+    def _give_up(job: _Job) -> None:
+        job.given_up = True
+        if job.future is not None:
+            job.future.cancel()
 
     def _time_out(self, ticket: int) -> None:
         waiter = self._leave(ticket)
         if waiter is not None:
             limit = self.config.grammar_timeout
-            waiter.done(ticket, GrammarTimeout("grammar", f"took over grammar_timeout={limit:g} s to compile"))
+            waiter.done(ticket, GrammarTimeout("grammar", f"took over grammar_timeout={limit:g} s to be compiled"))
 
     # ---------------------------------------------------------------- on a worker thread
 
     def _run(self, job: _Job, spec: Grammar) -> None:
-        known = self._begin(job)
+        with self._lock:
+            known = self.cache.get(job.key)
         outcome: LlgTemplate | Exception
         try:
             if known is None or isinstance(known, GrammarError):
-                known = self._library().compile(spec)
+                known = self._library().compile(spec, job.checkpoint)
                 self.compiled += 1
             outcome = known
         except Exception as error:  # a library's fault is the fault of those who use this grammar
@@ -190,7 +186,8 @@ class GrammarService:
                 error if isinstance(error, GrammarError) else GrammarError("grammar", f"did not compile: {error!r}")
             )
         with self._lock:
-            self._jobs.pop(job.key, None)
+            if self._jobs.get(job.key) is job:
+                del self._jobs[job.key]
             waiters, job.waiters = job.waiters, {}
             for ticket in waiters:
                 self.waiting.pop(ticket, None)
@@ -199,9 +196,8 @@ class GrammarService:
             elif not isinstance(outcome, GrammarTimeout):
                 self.cache.put_error(job.key, outcome)
         for ticket, waiter in waiters.items():
-            if waiter.alarm is not None:
-                with contextlib.suppress(RuntimeError):  # its loop is closed, and the alarm with it
-                    waiter.loop.call_soon_threadsafe(waiter.alarm.cancel)
+            with contextlib.suppress(RuntimeError):  # its loop is closed, and the alarm with it
+                waiter.loop.call_soon_threadsafe(waiter.alarm.cancel)
             waiter.done(ticket, _outcome(outcome, waiter.order))
 
     def _library(self) -> LlguidanceBackend:
@@ -211,17 +207,18 @@ class GrammarService:
             return self._backend
 
     def close(self) -> None:
-        """Cancel what has not begun and let go of the rest. Idempotent."""
+        """Give up all that is being compiled. Idempotent."""
         with self._lock:
             self._closed = True
             pool, self._pool = self._pool, None
             backend = self._backend
             waiters = [waiter for job in self._jobs.values() for waiter in job.waiters.values()]
+            for job in self._jobs.values():
+                self._give_up(job)
             self._jobs.clear()
             self.waiting.clear()
         for waiter in waiters:
-            if waiter.alarm is not None:
-                waiter.alarm.cancel()
+            waiter.alarm.cancel()
         if backend is not None:
             backend.close()
         if pool is not None:

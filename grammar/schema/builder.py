@@ -38,7 +38,7 @@ from asyncengine.grammar.schema.members import (
 )
 from asyncengine.grammar.schema.numbers import FRACTION, KEYWORDS
 from asyncengine.grammar.schema.one_of import Branches
-from asyncengine.grammar.schema.rules import MAX_KEYS, Members, Rules, Symbol, repeat
+from asyncengine.grammar.schema.rules import MAX_KEYS, Checkpoint, Members, Rules, Symbol, proceed, repeat
 from asyncengine.grammar.schema.terms import MADE, Alternatives, Conjunction, Entry, Term
 from asyncengine.grammar.schemas import escape
 
@@ -54,24 +54,26 @@ Member = tuple[str, bool]
 """(rule of one member, or of all undeclared ones; needed)"""
 
 
-def schema_grammar(schema: dict[str, Any], options: dict[str, Any]) -> tuple[Rules, str]:
+def schema_grammar(
+    schema: dict[str, Any], options: dict[str, Any], checkpoint: Checkpoint = proceed
+) -> tuple[Rules, str]:
     """Rules of the JSON values valid under `schema`, and the name of the one for the whole value; `options` as
     llguidance's JSON compiler takes them.
 
     Raises `GrammarImpossible` naming the bounds that no number keeps, `GrammarUnsupported` for what cannot be written
     beside such numbers, `GrammarTooLarge`, and `GrammarError` for a malformed schema.
     """
-    return _Builder(schema, options).build()
+    return _Builder(schema, options, checkpoint).build()
 
 
 class _Builder:
-    def __init__(self, root: dict[str, Any], options: dict[str, Any]) -> None:
+    def __init__(self, root: dict[str, Any], options: dict[str, Any], checkpoint: Checkpoint) -> None:
         self.root = root
         self._options = options
         self._any_order = options.get("key_order") == "any"
-        self.rules = Rules()
+        self.rules = Rules(checkpoint)
         branches = Branches(root)
-        self._alternatives = Alternatives(root, branches.of, branches.is_empty)
+        self._alternatives = Alternatives(root, branches.of, branches.is_empty, checkpoint)
         self._known: dict[tuple[str, ...], str] = {}
         self._todo: list[tuple[str, Conjunction]] = []
         self._tails: dict[tuple[str, int, int | None], str] = {}

@@ -47,13 +47,21 @@ Symbol = str | Repeat | Members
 """The name of a rule, Lark text that stands for itself, or a repetition. `Members` are the whole of their rule."""
 
 
+Checkpoint = Callable[[], None]
+"""Called now and then by long work; raises when the work is to be given up."""
+
+
+def proceed() -> None:
+    """The `Checkpoint` of work that nobody gives up."""
+
+
 _BRACKETS: tuple[list[Symbol], ...] = (['"["'], ['"{"'])
 
 
 class Rules:
     """Alternatives by rule name. A name that is no rule is Lark text."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoint: Checkpoint = proceed) -> None:
         self.alternatives: dict[str, list[list[Symbol]]] = {}
         self._shared: dict[tuple[tuple[Symbol, ...], ...], str] = {}
         self._terminals: dict[str, str] = {}
@@ -61,9 +69,11 @@ class Rules:
         self._deep: dict[str, bool] = {}
         self._size = 0
         """Alternatives of all rules."""
+        self._checkpoint = checkpoint
 
     def add(self, name: str, *alternatives: list[Symbol]) -> str:
         """Raises `GrammarTooLarge` beyond `MAX_RULES` and `MAX_ALTERNATIVES`."""
+        self._checkpoint()
         self.alternatives.setdefault(name, []).extend(alternatives)
         self._size += len(alternatives)
         if len(self.alternatives) > MAX_RULES or self._size > MAX_ALTERNATIVES:

@@ -15,6 +15,7 @@ from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar.schema.complements import ALL_TYPES, NoOpposite, opposites, structure
 from asyncengine.grammar.schema.formats import PATTERNS
 from asyncengine.grammar.schema.numbers import KEYWORDS, Numbers, exact, number_text, of_schema
+from asyncengine.grammar.schema.rules import Checkpoint, proceed
 from asyncengine.grammar.schemas import escape, resolve
 
 _BOUNDS = frozenset(KEYWORDS)
@@ -130,6 +131,7 @@ class Alternatives:
         root: dict[str, Any],
         branches: Callable[[Entry], list[Entry]] | None = None,
         is_empty: Callable[[Conjunction], bool] | None = None,
+        checkpoint: Checkpoint = proceed,
     ) -> None:
         self._root = root
         self._branches = branches
@@ -137,6 +139,7 @@ class Alternatives:
         self._own: dict[str, Entry] = {}
         """The parts of schemas that no applicator adds, by their pointers."""
         self._work = 0
+        self._checkpoint = checkpoint
 
     def of(self, conjunction: Sequence[Entry]) -> list[Term]:
         """In the order of the schema; together they mean what `conjunction` does.
@@ -171,8 +174,9 @@ class Alternatives:
                         todo[:0] = [*self._applied(item), *rest]
             if not dead:
                 found.append(term._replace(loops=loops))
-        if len(found) > MAX_TERMS:
-            raise GrammarTooLarge("grammar", f"a conjunction of choices must not exceed {MAX_TERMS} alternatives")
+                if len(found) > MAX_TERMS:  # at once: what is left may be a thousand times as much
+                    limit = f"a conjunction of choices must not exceed {MAX_TERMS} alternatives"
+                    raise GrammarTooLarge("grammar", limit)
         return found
 
     def followed(self, entry: Entry) -> Entry:
@@ -187,6 +191,7 @@ class Alternatives:
         return entry
 
     def _count(self, item: Entry | list[Entry] | Rest, done: Conjunction) -> None:
+        self._checkpoint()
         self._work += len(item) + len(done) // 8 if isinstance(item, list) else 1 + len(done) // 8
         if self._work > MAX_WORK:
             raise GrammarTooLarge("grammar", f"its choices and conjunctions must not exceed {MAX_WORK} combinations")

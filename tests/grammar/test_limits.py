@@ -55,6 +55,7 @@ REFUSED = {
     "bytes": (lambda: schema({"description": "x" * (1 << 20)}), "1048576 bytes"),
     "bytes, not letters": (lambda: schema({"description": "é" * (600 << 10)}), "1048576 bytes"),
     "enum of 10 MB": (lambda: schema({"enum": [f"x{i:09}" * 10 for i in range(100_000)]}), "1048576 bytes"),
+    "patterns of names": (lambda: schema({"patternProperties": {f"^p{i}": {} for i in range(251)}}), "250 pattern"),
     "depth": (lambda: schema(nested(64)), "64 levels"),
     "depth of data": (lambda: schema({"const": json.loads("[" * 64 + "]" * 64)}), "64 levels"),
     "groups": (lambda: Grammar.regex("(" * 30_000 + "a" + ")" * 30_000), "64 nested groups"),

@@ -12,13 +12,15 @@ from support.grammar_walks import text_of, walk
 from support.long import LONG
 from support.small_grammars import closed, shared_vocabulary
 
-from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge, GrammarUnsupported
+from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTimeout, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.canonical import canonical_json
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.lower import OPTIONS, _object, to_llguidance
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.schema.builder import schema_grammar
+from asyncengine.grammar.schema.members import MAX_EXCLUDED, Texts
+from asyncengine.grammar.schema.terms import MAX_TERMS
 from asyncengine.grammar.vocabulary import Vocabulary
 
 from .corpus import compilable, invalid_texts, valid_texts
@@ -282,3 +284,49 @@ def test_a_schema_may_speak_of_the_character_nul(schema: dict[str, Any]) -> None
     for value in ("a\0b", "ab", "\0", "x", "/a", "/a\0", {"k\0": 1}, {"k": 1}):
         valid = jsonschema.Draft202012Validator(schema).is_valid(value)
         assert accepts(Grammar.json_schema(schema), json.dumps(value)) == valid, value
+
+
+class Counted(str):
+    """A string that counts how often it is compared."""
+
+    comparisons = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Counted.comparisons += 1
+        return str.__eq__(self, other)
+
+
+def test_each_listed_value_is_looked_up_and_not_searched_for() -> None:
+    values = [Counted(f"v{index}") for index in range(2000)]
+    texts = Texts([{"enum": values}, {"enum": values[::-1]}], [{"enum": values[::2]}], "")
+    Counted.comparisons = 0
+    assert texts.listed == values[1::2]
+    assert Counted.comparisons < 20 * len(values), "searching would take a thousand comparisons for each"
+
+
+def test_more_excluded_values_than_the_library_takes_in_time_are_refused() -> None:
+    schema = {"type": "string", "not": {"enum": [f"{index:x}" for index in range(MAX_EXCLUDED + 1)]}}
+    with pytest.raises(GrammarTooLarge, match=f"must not exceed {MAX_EXCLUDED}"):
+        schema_grammar(schema, OPTIONS["flexible"])
+
+
+def test_a_conjunction_of_too_many_choices_is_refused_before_all_are_made() -> None:
+    calls = 0
+
+    def count() -> None:
+        nonlocal calls
+        calls += 1
+
+    pairs = [{"anyOf": [{"required": [f"a{index}"]}, {"required": [f"b{index}"]}]} for index in range(20)]
+    with pytest.raises(GrammarTooLarge, match=f"must not exceed {MAX_TERMS} alternatives"):
+        schema_grammar({"allOf": pairs}, OPTIONS["flexible"], count)
+    assert MAX_TERMS < calls < 16 * MAX_TERMS
+
+
+def test_work_that_nobody_waits_for_is_given_up() -> None:
+    def give_up() -> None:
+        raise GrammarTimeout("grammar", "given up")
+
+    with pytest.raises(GrammarTimeout, match="given up"):
+        schema_grammar({"type": "integer"}, OPTIONS["flexible"], give_up)

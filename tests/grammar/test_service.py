@@ -22,6 +22,7 @@ from asyncengine.errors import (
 )
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.interface import GrammarOrder
+from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.service import GrammarService
 
 
@@ -81,11 +82,12 @@ class Backend:
         self.outcome: Callable[[Grammar], Any] = lambda grammar: Template()
         self.closed = False
 
-    def compile(self, grammar: Grammar) -> Any:
+    def compile(self, grammar: Grammar, checkpoint: Callable[[], None]) -> Any:
         self.compiled.append(grammar.text)
         self.threads.append(threading.current_thread().name)
         self.begun.release()
         self.go.wait(120)
+        checkpoint()
         return self.outcome(grammar)
 
     def close(self) -> None:
@@ -149,7 +151,7 @@ async def test_a_known_grammar_is_answered_at_once():
         assert threading.active_count() == threads
 
 
-async def test_one_who_leaves_cancels_what_has_not_begun():
+async def test_the_last_one_who_leaves_gives_the_work_up():
     async with Desk(grammar_workers=1) as desk:
         desk.backend.go.clear()
         first = desk.start(1, A)
@@ -161,15 +163,15 @@ async def test_one_who_leaves_cancels_what_has_not_begun():
         desk.service.cancel(3)
         desk.service.cancel(3)
         desk.service.cancel(99)
-        desk.service.cancel(1)  # has begun: finishes into the cache
+        desk.service.cancel(1)  # has begun: ends at its next checkpoint
         desk.backend.go.set()
         await both
         assert desk.backend.compiled == ["a+", "c+"]
         await asyncio.sleep(0)
         assert desk.order == [4]
         assert not first.done()
-        await desk.start(5, A)
-        assert desk.backend.compiled == ["a+", "c+"], "what was left behind was kept"
+        assert not isinstance(await desk.start(5, A), Exception)
+        assert desk.backend.compiled == ["a+", "c+", "a+"], "what was given up is begun anew"
 
 
 async def test_a_timeout_fails_the_waiter_and_is_not_remembered():
@@ -181,30 +183,40 @@ async def test_a_timeout_fails_the_waiter_and_is_not_remembered():
         assert outcome.field == "grammar"
         assert "grammar_timeout=0.3" in str(outcome)
         desk.let_take(PATIENCE)
-        again = desk.start(2, A)  # joins what still runs
+        again = desk.start(2, A)  # while a worker still has what was given up
         desk.backend.go.set()
         assert not isinstance(await again, Exception)
-        assert desk.backend.compiled == ["a+"]
+        assert desk.backend.compiled == ["a+", "a+"]
         assert desk.service.check(A, 10, "close") == A
 
 
-async def test_waiting_for_a_worker_is_not_the_grammars_own_time():
-    """Somebody's slow grammar keeps the only worker busy: it times out, those behind it do not."""
+async def test_the_wait_for_a_worker_counts_and_ends_with_the_grammar_that_keeps_it():
+    """One slow grammar keeps the only worker: it is given up when nobody waits for it, and who came later is served."""
     async with Desk(grammar_timeout=0.3, grammar_workers=1) as desk:
-        desk.backend.go.clear()
+        outcome = desk.backend.outcome
+        given_up = threading.Event()
+
+        def endless(grammar: Grammar, checkpoint: Callable[[], None]) -> Any:
+            desk.backend.begun.release()
+            while grammar == A:
+                try:
+                    checkpoint()
+                except GrammarTimeout:
+                    given_up.set()
+                    raise
+                given_up.wait(0.001)
+            return outcome(grammar)
+
+        desk.backend.compile = endless  # type: ignore[method-assign]
         slow = desk.start(1, A)
-        behind = [desk.start(2, B), desk.start(3, C)]
-        assert isinstance(await slow, GrammarTimeout)
-        done, _ = await asyncio.wait(behind, timeout=0.1)
-        assert not done
+        await desk.begun()
+        behind = desk.start(2, B)
         desk.let_take(PATIENCE)
-        desk.backend.go.set()
-        assert not any(isinstance(answer, Exception) for answer in await asyncio.gather(*behind))
-        desk.let_take(0.3)
-        desk.backend.go.clear()
-        late = desk.start(4, Grammar.regex("d+"))  # its own time counts from when a worker has it
-        assert isinstance(await late, GrammarTimeout)
-        desk.backend.go.set()
+        later = desk.start(3, C)
+        assert isinstance(await slow, GrammarTimeout)
+        assert given_up.wait(120)
+        assert not isinstance(await later, Exception)
+        assert isinstance(await behind, (GrammarTimeout, Matcher)), "by its own clock, at once or not at all"
 
 
 async def test_errors_that_will_not_go_away_are_remembered():

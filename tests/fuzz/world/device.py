@@ -156,9 +156,10 @@ class LettersBackend:
         self._world = world
         self._timeout = timeout
 
-    def compile(self, grammar: Grammar) -> LettersTemplate:
+    def compile(self, grammar: Grammar, checkpoint: Callable[[], None]) -> LettersTemplate:
         remainder, length, kind = grammar.text.split("-")
         self._world.sleep(self._timeout * 2 if kind == "slow" else self._world.rng.random())
+        checkpoint()
         if kind == "broken":
             raise GrammarError("grammar", "is broken, as planned")
         return LettersTemplate(int(remainder), int(length))

@@ -9,8 +9,11 @@ child.
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +21,8 @@ from typing import TextIO
 
 from asyncengine.errors import EngineClosed, WrongProcess
 
+EXIT_PATIENCE = 10.0
+"""Seconds that the program's end waits for threads that may be inside torch."""
 _FORKED = (
     "this process was forked from one that had loaded an engine, whose threads and locks a fork does not copy: start "
     'processes by spawning (multiprocessing.get_context("spawn")), or fork before the first engine is loaded'
@@ -36,6 +41,9 @@ class Process:
         self._changed = threading.Condition()
         self.line: deque[LoadAttempt] = deque()
         """Loads that have their turn or wait for it, in order."""
+        self.is_ending = False
+        """The program is being left: what loads is given up."""
+        self._background: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         if hasattr(os, "register_at_fork"):  # not on Windows, which has no forks either
             os.register_at_fork(after_in_child=self._forked)
 
@@ -65,7 +73,7 @@ class Process:
         with self._changed:
             self.line.append(attempt)
             try:
-                self._changed.wait_for(lambda: self.line[0] is attempt or attempt.given_up)
+                self._changed.wait_for(lambda: self.line[0] is attempt or attempt.is_over)
             except BaseException:
                 self._leave(attempt)
                 raise
@@ -79,6 +87,23 @@ class Process:
     def _leave(self, attempt: LoadAttempt) -> None:
         self.line.remove(attempt)
         self._changed.notify_all()
+
+    def waits_at_exit_for(self, thread: threading.Thread) -> None:
+        """Have the program's end wait for a daemon thread that may be inside torch: an interpreter that takes itself
+        apart under such a thread aborts the process (Python 3.13 and older end it amid C++, `std::terminate`)."""
+        if not self._background:
+            atexit.unregister(self._wait_at_exit)
+            atexit.register(self._wait_at_exit)
+        self._background.add(thread)
+
+    def _wait_at_exit(self) -> None:
+        """Have all loads end at their next stage, and wait for them."""
+        self.is_ending = True
+        self.wake()
+        latest = time.monotonic() + EXIT_PATIENCE
+        for thread in [*self._background]:
+            if thread.is_alive():
+                thread.join(max(0.0, latest - time.monotonic()))
 
     def wake(self) -> None:
         """Have those in line look again."""
@@ -101,9 +126,13 @@ class LoadAttempt:
             self.given_up = True
             PROCESS.wake()
 
+    @property
+    def is_over(self) -> bool:
+        return self.given_up or PROCESS.is_ending
+
     def check(self) -> None:
-        """Raises `EngineClosed` once it is given up."""
-        if self.given_up:
+        """Raises `EngineClosed` once it is given up, or the program is being left."""
+        if self.is_over:
             raise EngineClosed("the engine was closed while it loaded")
 
 

@@ -17,14 +17,12 @@ from contextvars import Context
 
 import anyio
 
-from asyncengine.device.process import PROCESS
+from asyncengine.device.process import EXIT_PATIENCE, PROCESS
 from asyncengine.engine.loop import CANCELLED, EngineLoop
 from asyncengine.engine.threads import finished, promised
 from asyncengine.errors import EngineClosed, InvalidParameter, WrongLoop
 from asyncengine.scheduler.messages import Drain
 
-EXIT_PATIENCE = 10.0
-"""Seconds that a program's end waits for a step to finish."""
 WATCH_PERIOD = 60.0
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any, TypeVar
 
+from asyncengine.device.process import PROCESS
 from asyncengine.errors import EngineClosed
 
 T = TypeVar("T")
@@ -38,7 +39,9 @@ def _begin(work: Callable[[], T], name: str) -> tuple[threading.Thread, Future[T
         except BaseException as error:
             done.set_exception(error)
 
-    thread = threading.Thread(target=run, name=name, daemon=True)  # leaving the program does not wait for it
+    # a daemon: leaving the program waits for it no longer than `device.process.EXIT_PATIENCE`
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    PROCESS.waits_at_exit_for(thread)
     thread.start()
     return thread, done
 

@@ -27,14 +27,14 @@ def routes(serving: Serving) -> list[Route]:
         fields, name, model = await read(request)
         path, again = _needed(fields, "lora_path", "the folder"), fields.switch("load_inplace")
         fields.ignore("base_model_name", "is_3d_lora_weight")
-        fields.end()
+        fields.end(known=True)
         await serving.models.load_adapter(name, path, model, again=again)
         return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
 
     async def unload(request: Request) -> Response:
         fields, name, model = await read(request)
         fields.ignore("lora_int_id")
-        fields.end()
+        fields.end(known=True)
         await serving.models.unload_adapter(name, model)
         return PlainTextResponse(f"Success: LoRA adapter {name!r} removed successfully.")
 

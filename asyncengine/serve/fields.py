@@ -71,15 +71,15 @@ class Fields:
             raise InvalidParameter(name, "is not served here")
         self.ignored.append(name)
 
-    def end(self, *, tolerant: bool = False) -> None:
-        """Refuse whatever is left, as unknown, or pass it over where the dialect's own servers do (`tolerant`).
-
-        Raises `InvalidParameter`.
+    def end(self, *, known: bool = False) -> None:
+        """Pass over the fields that are left: clients of other servers send their own. Raises `InvalidParameter` for
+        one of them where `strict`, or where they must all be `known` since each of them asks for another answer.
         """
-        if tolerant:
+        if not known:
             self.ignore(*self._left)
-        for name in self._left:
-            raise InvalidParameter((self._within + name)[:100], "is no field of this request")
+        for name, value in self._left.items():
+            if value is not None:
+                raise InvalidParameter((self._within + name)[:100], "is no field of this request")
 
 
 def as_object(name: str, value: object) -> Mapping[str, Any]:

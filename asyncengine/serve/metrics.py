@@ -229,7 +229,7 @@ def routes(serving: Serving) -> list[Route]:
             raise Problem(403, "a profile is made where requests need a key, or in process", code="forbidden")
         fields = await read_fields(request, serving)
         model, options = fields.text("model"), fields.some(("steps", "timeout"))
-        fields.end()
+        fields.end(known=True)
         with await serving.models.acquire(model) as target, TemporaryDirectory() as folder:
             path = await target.engine.profile(folder, **options)
             return Response(await run_in_threadpool(path.read_bytes), media_type="application/json")

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -30,7 +31,9 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """A connection that is closed in time where no request comes, whether nothing is sent or a byte now and then, and
     at once where a request's head has no end.
 
-    uvicorn itself closes idle connections only after their first request, and httptools reads any number of headers.
+    uvicorn itself closes idle connections only after their first request, and httptools reads any number of headers. A
+    request that offers another protocol than WebSocket is served as if it had not: every client on the JVM offers h2c
+    at http://, and httptools reads no body behind such a head (uvicorn's issue 2722).
     """
 
     def connection_made(self, transport: Any) -> None:
@@ -40,9 +43,33 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self._wait()
 
     def data_received(self, data: bytes) -> None:
+        self._data = data
         super().data_received(data)
         self._head_bytes += len(data)
         self._wait()
+
+    @property
+    def _declines_upgrade(self) -> bool:
+        return self.parser.should_upgrade() and self._get_upgrade() is not None and not self._should_upgrade()
+
+    def on_headers_complete(self) -> None:
+        if not self._declines_upgrade:
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self._declines_upgrade:
+            super().on_message_complete()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Read the request again, without its offer. Called while httptools' `HttpParserUpgrade` is handled, which says
+        where in the data the body begins."""
+        upgrade, method = sys.exception(), self.parser.get_method()
+        if upgrade is None or self._get_upgrade() is None:  # CONNECT, which is answered as any unknown method
+            return
+        head = [method + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()]
+        head += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        self.parser = type(self.parser)(self)
+        super().data_received(b"\r\n".join([*head, b"", b""]) + self._data[upgrade.args[0] :])
 
     def _wait(self) -> None:
         if self.transport.get_protocol() is not self:

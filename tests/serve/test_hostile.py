@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import re
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -304,6 +305,32 @@ def test_sockets_of_other_pages_are_refused(url: str, origin: str | None, status
     with connection(url) as raw:
         raw.sendall("\r\n".join([*head, "", ""]).encode())
         assert int(raw.recv(1 << 16).split(b" ")[1]) == status
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("cut", [None, 30])
+@pytest.mark.parametrize("offer", ["h2c", "foo/2"])
+def test_a_request_that_offers_another_protocol_is_served(url: str, offer: str, cut: int | None, chunked: bool) -> None:
+    """Clients on the JVM offer h2c with each request at http://."""
+    body = json.dumps(HELLO).encode()
+    length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(body)}"
+    head = [
+        f"POST /open{CHAT} HTTP/1.1", "Host: localhost", "Connection: Upgrade, HTTP2-Settings", f"Upgrade: {offer}",
+        "HTTP2-Settings: AAEAAEAAAAIAAAAB", "Content-Type: application/json", length, "", "",
+    ]  # fmt: skip
+    framed = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) if chunked else body
+    sent = "\r\n".join(head).encode() + framed
+    with connection(url) as raw:
+        for _ in range(2):  # the connection goes on
+            raw.sendall(sent[:cut])
+            if cut is not None:
+                raw.sendall(sent[cut:])
+            answer = raw.recv(1 << 16)
+            assert answer.startswith(b"HTTP/1.1 200 "), answer
+            _, _, content = answer.partition(b"\r\n\r\n")
+            while len(content) < int(re.search(rb"content-length: (\d+)", answer)[1]):  # type: ignore[index]
+                content += raw.recv(1 << 16)
+            assert json.loads(content)["usage"]["completion_tokens"] == 4
 
 
 # ---------------------------------------------------------------- connections

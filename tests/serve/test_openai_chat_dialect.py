@@ -76,6 +76,10 @@ def test_functions_go_unread_beside_tools() -> None:
         ({"json_schema": {"const": "42"}}, Grammar.json_schema({"const": "42"})),
         ({"structured_outputs": {"choice": ["a"], "json": None}}, Grammar.choice(["a"])),
         ({"structured_outputs": {"json_object": True}}, Grammar.json_object()),
+        ({"structured_outputs": {"json": {}}}, Grammar.json_schema({})),
+        ({"structured_outputs": {"regex": "", "json_object": False}}, Grammar.regex("")),
+        ({"regex": "[0-9]+"}, Grammar.regex("[0-9]+")),
+        ({"ebnf": 'root ::= "a"'}, Grammar.ebnf('root ::= "a"')),
     ],
 )
 def test_every_name_of_a_grammar_is_taken(given: dict[str, Any], wanted: Grammar) -> None:
@@ -90,6 +94,8 @@ def test_a_wrong_grammar_has_the_name_that_it_came_under() -> None:
         ({"guided_choice": []}, "guided_choice"),
         ({"grammar": "root ::= (not valid"}, "grammar"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar"),
     ):
         turn, _ = read(**given)  # type: ignore[arg-type]
         assert turn.grammar is not None
@@ -164,19 +170,75 @@ def test_a_field_without_meaning_is_told_or_refused(name: str) -> None:
         ({"guided_regex": "a", "grammar": "b"}, "grammar"),
         ({"guided_regex": "a" * ((1 << 20) + 1)}, "guided_regex"),
         ({"stream_options": []}, "stream_options"),
-        ({"stream_options": {"foo": 1}}, "stream_options.foo"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"chat_template": "{{ x }}"}, "chat_template"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"add_special_tokens": True}, "add_special_tokens"),
-        ({"foo": 1}, "foo"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        ({"best_of": 3}, "best_of"),
+        ({"max_tokens": 5, "n_predict": 6}, "n_predict"),
+        ({"format": "json"}, "format"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(given: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidParameter) as refused:
         read(**given)
     assert refused.value.field == field
+
+
+FOREIGN = {
+    "ttl": 300, "keep_alive": "5m", "options": {"num_ctx": 8192}, "provider": {"order": ["x"]},
+    "usage": {"include": True},
+    "transforms": [], "session_id": "s", "cache_control": {"type": "ephemeral"}, "typical_p": 1, "mirostat": 0,
+    "timings_per_token": True, "samplers": ["top_k"], "watermark": False, "separate_reasoning": True, "num_ctx": 4096,
+    "thinking_budget": 100, "mm_processor_kwargs": {}, "kv_transfer_params": {"a": 1}, "stream_options": {"foo": 1},
+}  # fmt: skip
+"""Fields of OpenRouter, LM Studio, Ollama, llama.cpp, TGI, SGLang and DashScope."""
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_field_of_another_server_is_passed_over_and_told(name: str) -> None:
+    told = "stream_options.foo" if name == "stream_options" else name
+    assert read(**{name: FOREIGN[name]})[1].ignored == [told]
+    assert read(strict=True, **{name: None})[1].ignored == [], "null asks for nothing"
+    with pytest.raises(InvalidParameter) as refused:
+        read(strict=True, **{name: FOREIGN[name]})
+    assert refused.value.field == told
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"n_predict": 7}, {"max_tokens": 7}),
+        ({"num_predict": 7, "max_tokens": 7}, {"max_tokens": 7}),
+        ({"max_tokens": -1}, {}),
+        ({"stop": ""}, {}),
+        ({"n": 2, "best_of": 2}, {"n": 2}),
+    ],
+)
+def test_other_names_of_the_same_are_understood(given: dict[str, Any], wanted: dict[str, Any]) -> None:
+    turn, fields = read(**given)
+    assert (turn.params, fields.ignored) == (wanted, [])
+
+
+def test_other_words_for_thinking_are_wishes() -> None:
+    off = {"enable_thinking": False}
+    assert read(thinking={"type": "disabled"})[0].wishes == {"thinking": off}
+    assert read(think=False)[0].wishes == {"think": off}
+    turn, _ = read(reasoning={"effort": "low", "enabled": False, "exclude": True})
+    assert turn.wishes == {"reasoning.enabled": off, "reasoning.effort": {"reasoning_effort": "low"}}
+    assert turn.extra["reasoning"] is False
+
+
+@pytest.mark.parametrize("text", ["{a:", "[]", "5"])
+def test_a_broken_call_of_an_earlier_answer_does_not_end_the_conversation(text: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": text}}
+    turn, _ = read(messages=[ASK, {"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert turn.messages is not None
+    ((kept,), *_) = [message["tool_calls"] for message in turn.messages if "tool_calls" in message]
+    assert kept["function"] == {"name": "add", "arguments": {"arguments": text}}
 
 
 def test_template_variables_and_hints() -> None:

@@ -57,7 +57,7 @@ def read(fields: Fields, *, counting: bool = False) -> Turn:
     _form(fields, turn)
     if turn.messages[-1]["role"] == "assistant" and "tool_calls" not in turn.messages[-1]:
         turn.chat["template_kwargs"] = {"add_generation_prompt": False, "continue_final_message": True}
-    fields.end(tolerant=True)  # cache_control among them: every prefix is cached, without marks
+    fields.end()  # cache_control among them: every prefix is cached, without marks
     return turn
 
 
@@ -186,7 +186,7 @@ def _tool_choice(fields: Fields) -> dict[str, Any]:
         chat["tool_choice"] = {"type": "function", "function": {"name": name}}
     if given.take("disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False
-    given.end(tolerant=True)
+    given.end()
     return chat
 
 
@@ -203,8 +203,8 @@ def _form(fields: Fields, turn: Turn) -> None:
         turn.wishes["output_config.effort"] = {"reasoning_effort": EFFORTS.get(effort, effort)}
     if (thinks := THINKS.get(str(thinking.take("type")))) is not None:
         turn.wishes["thinking"] = {"enable_thinking": thinks}
-    output.end(tolerant=True)
-    thinking.end(tolerant=True)
+    output.end()
+    thinking.end()
 
 
 # -------------------------------------------------------------------- answers

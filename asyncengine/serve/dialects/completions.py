@@ -10,7 +10,7 @@ from typing import Any
 from asyncengine.checks import as_integer
 from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Completion, LogprobEntry, Sample, Usage
-from asyncengine.serve.dialects.openai_common import Frames, read_common
+from asyncengine.serve.dialects.openai_common import Frames, max_tokens, read_common
 from asyncengine.serve.dialects.openai_shape import openai_usage
 from asyncengine.serve.events import End, Event, Text
 from asyncengine.serve.fields import Fields
@@ -34,9 +34,7 @@ def read(fields: Fields) -> Turn:
     samples = turn.params.get("n", 1)
     if isinstance(samples, int) and samples * len(turn.prompts) > MAX_SAMPLES:
         raise InvalidParameter("prompt", f"asks for more than {MAX_SAMPLES} samples: n of each prompt")
-    if (best_of := fields.take("best_of")) is not None and best_of != samples:
-        raise InvalidParameter("best_of", f"must be n, which is {samples}: all samples are returned", best_of)
-    turn.params["max_tokens"] = fields.take("max_tokens", MAX_TOKENS)
+    turn.params |= max_tokens(fields, MAX_TOKENS)
     _read_scores(fields, turn)
     fields.end()
     return turn

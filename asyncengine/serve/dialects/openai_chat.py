@@ -8,8 +8,8 @@ from typing import Any
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Completion, FinishReason, LogprobEntry, Sample, Usage
-from asyncengine.serve.dialects.openai_common import Frames, error, read_common
-from asyncengine.serve.dialects.openai_shape import openai_logprobs, openai_usage, tool_call
+from asyncengine.serve.dialects.openai_common import Frames, error, max_tokens, read_common
+from asyncengine.serve.dialects.openai_shape import openai_logprobs, openai_usage, tool_call, with_object
 from asyncengine.serve.events import CallArguments, CallBegin, End, Event, Text, Thinking
 from asyncengine.serve.fields import Fields, as_object
 from asyncengine.serve.turn import Answered, Message, Turn
@@ -22,6 +22,7 @@ REFUSED = {
     "add_special_tokens": "is not served: the chat template writes a chat's special tokens",
     "functions": "is not served: use tools",
     "function_call": "is not served: use tools and tool_choice",
+    "format": "is not served: use response_format",
 }
 REASONS: Mapping[FinishReason, str] = {
     "stop": "stop",
@@ -46,12 +47,14 @@ def read(fields: Fields) -> Turn:
     turn.params |= max_tokens(fields)
     turn.params |= logprobs(fields)
     turn.chat |= fields.some(("response_format", "enable_thinking"))
+    turn.extra["reasoning"] = fields.switch("include_reasoning", True)
     read_template(fields, turn)
     modalities = fields.take("modalities", ["text"])
     if modalities != ["text"]:
         raise InvalidParameter("modalities", 'must be ["text"]: text is served, sounds are not', modalities)
     fields.ignore("audio")  # says how sounds are to be, which nobody wants
-    turn.extra["reasoning"] = fields.switch("include_reasoning", True)
+    if fields.peek("function_call") in ("none", "auto"):  # calls nothing by itself
+        fields.ignore("function_call")
     fields.refuse(REFUSED)
     fields.end()
     return turn
@@ -73,9 +76,10 @@ def read_messages(given: Any) -> Any:
         if made.get("role") == "developer":
             made["role"] = "system"
         if isinstance(calls := made.get("tool_calls"), list):
+            refuse_custom(f"messages[{index}].tool_calls", calls)
+            made["tool_calls"] = [*map(with_object, calls)]
             if not calls:  # as clients send their own answers back
                 del made["tool_calls"]
-            refuse_custom(f"messages[{index}].tool_calls", calls)
         messages.append(_with_refusals(made))
     return messages
 
@@ -105,10 +109,21 @@ def refuse_custom(name: str, tools: object) -> None:
 
 def read_template(fields: Fields, turn: Turn) -> None:
     """Read what the chat template is told: variables, and whether the last message is to be gone on with."""
-    if (effort := fields.text("reasoning_effort")) is not None:
-        turn.wishes["reasoning_effort"] = {"reasoning_effort": effort}
-        if effort == "none":
-            turn.wishes["reasoning_effort"]["enable_thinking"] = False
+    efforts = {"reasoning_effort": fields.text("reasoning_effort")}
+    if isinstance(fields.peek("reasoning"), Mapping):  # OpenRouter's
+        reasoning = fields.inner("reasoning")
+        efforts["reasoning.effort"], enabled = reasoning.text("effort"), reasoning.switch("enabled", True)
+        turn.extra["reasoning"] &= not reasoning.switch("exclude")
+        if not enabled:
+            turn.wishes["reasoning.enabled"] = {"enable_thinking": False}
+        reasoning.end()
+    for name, effort in efforts.items():
+        if effort is not None:
+            turn.wishes[name] = {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
+    if isinstance(fields.peek("thinking"), Mapping):  # DeepSeek's and GLM's
+        turn.wishes["thinking"] = {"enable_thinking": fields.take("thinking").get("type") != "disabled"}
+    if isinstance(fields.peek("think"), bool):  # Ollama's
+        turn.wishes["think"] = {"enable_thinking": fields.take("think")}
     if variables := template_variables(fields):
         turn.chat["template_kwargs"] = variables
 
@@ -120,14 +135,6 @@ def template_variables(fields: Fields) -> dict[str, Any]:
     if variables.get("continue_final_message") is True:
         variables.setdefault("add_generation_prompt", False)
     return variables
-
-
-def max_tokens(fields: Fields) -> dict[str, Any]:
-    """Most tokens to write, under the new name or the old one."""
-    given = fields.some(("max_completion_tokens", "max_tokens"))
-    if len(given) == 2 and len(set(map(repr, given.values()))) > 1:
-        raise InvalidParameter("max_tokens", "is given twice, as max_completion_tokens too, with another value")
-    return {"max_tokens": next(iter(given.values()))} if given else {}
 
 
 def logprobs(fields: Fields) -> dict[str, Any]:

@@ -23,8 +23,8 @@ SAMPLING = {
         "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos",
         "skip_special_tokens",
     )
-} | {"include_stop_str_in_output": "include_stop"}  # fmt: skip
-"""Fields that mean to the engine what they mean here; those that OpenAI lacks have vLLM's names."""
+} | {"include_stop_str_in_output": "include_stop", "repeat_penalty": "repetition_penalty"}  # fmt: skip
+"""Fields that mean to the engine what they mean here; those that OpenAI lacks have vLLM's names, or llama.cpp's."""
 OPTIONS = ("priority", "prediction", "timeout", "cache_salt")
 WITHOUT_MEANING = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -42,6 +42,8 @@ REFUSED = {
     "guided_whitespace_pattern": "is not served: blanks in JSON are as the grammar has them",
 }
 """Fields that are known and not served, and why."""
+MAX_TOKENS = ("max_completion_tokens", "max_tokens", "n_predict", "num_predict")
+"""OpenAI's names, llama.cpp's and Ollama's."""
 MAX_GRAMMAR = 1 << 20
 """Characters of a grammar; so many lie below every engine's own limit."""
 
@@ -61,13 +63,20 @@ GUIDES: Mapping[str, Maker] = {
     "guided_grammar": Grammar.ebnf,
     "json_schema": Grammar.json_schema,
     "grammar": Grammar.ebnf,
+    "regex": Grammar.regex,
+    "ebnf": Grammar.ebnf,
 }
-"""vLLM's older names, then llama.cpp's."""
+"""vLLM's older names, then llama.cpp's and SGLang's."""
 
 
 def read_common(fields: Fields, turn: Turn) -> None:
     """Read into `turn` what both kinds of completions have. Raises `InvalidParameter` naming the field."""
     turn.params |= fields.some(SAMPLING)
+    if turn.params.get("stop") in ("", []):
+        del turn.params["stop"]
+    samples = turn.params.get("n", 1)
+    if (best_of := fields.take("best_of")) is not None and best_of != samples:
+        raise InvalidParameter("best_of", f"must be n, which is {samples}: all samples are returned", best_of)
     turn.options |= fields.some(OPTIONS)
     turn.grammar = grammar(fields)
     read_stream_options(fields, turn)
@@ -81,10 +90,10 @@ def grammar(fields: Fields) -> Callable[[], Grammar] | None:
     given = {name: (make, value) for name, make in GUIDES.items() if (value := fields.take(name)) is not None}
     structured = fields.inner("structured_outputs")
     for name, make in STRUCTURED.items():
-        if value := structured.take(name):
+        if (value := structured.take(name)) is not None and not (name == "json_object" and value is False):
             given[f"structured_outputs.{name}"] = (make, value)
     structured.ignore("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
-    structured.end()
+    structured.end(known=True)  # another form of answer is asked for
     if not given:
         return None
     if len(given) > 1:
@@ -104,6 +113,16 @@ def grammar(fields: Fields) -> Callable[[], Grammar] | None:
         return found
 
     return made
+
+
+def max_tokens(fields: Fields, default: int | None = None) -> dict[str, Any]:
+    """Most tokens to write, under any of its names; -1 stands for no limit of the request's own."""
+    given = {name: value for name in MAX_TOKENS if (value := fields.take(name)) is not None}
+    (name, value), *others = [*given.items()] or [("max_tokens", default)]
+    for other, again in others:
+        if repr(again) != repr(value):
+            raise InvalidParameter(other, f"is given twice, as {name} too, with another value", again)
+    return {} if value is None or (value == -1 and type(value) is int) else {"max_tokens": value}
 
 
 def read_stream_options(fields: Fields, turn: Turn) -> None:

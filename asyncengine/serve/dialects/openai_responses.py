@@ -63,8 +63,10 @@ def read(fields: Fields, recall: Recall = not_found) -> Turn:
     fields.refuse(REFUSED)
     turn = Turn(model=fields.text("model"), stream=fields.switch("stream"))
     previous, instructions = fields.text("previous_response_id"), fields.text("instructions")
-    items = read_input(fields.take("input"))
+    items = read_input(asked := fields.take("input"))
     turn.messages = messages_of(instructions, recall(previous) if previous else (), items)
+    if asked == []:  # a client's probe, which wants to be answered
+        turn.messages = turn.messages or [{"role": "user", "content": ""}]
     if not turn.messages:
         raise InvalidParameter("input", "is missing: the text or the items to answer")
     echo = {"previous_response_id": previous, "instructions": instructions} | _read_limits(fields, turn)
@@ -159,8 +161,8 @@ def _read_form(fields: Fields, turn: Turn) -> dict[str, Any]:
     if effort is not None:
         thinks = {"enable_thinking": True, "reasoning_effort": effort}
         turn.wishes["reasoning.effort"] = {"enable_thinking": False} if effort == "none" else thinks
-    text.end(tolerant=True)
-    reasoning.end(tolerant=True)
+    text.end()
+    reasoning.end()
     return {"text": {"format": form}, "reasoning": {"effort": effort, "summary": None}}
 
 

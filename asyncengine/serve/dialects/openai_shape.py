@@ -5,6 +5,7 @@ The HTTP dialects and the adapters of LangChain and LlamaIndex make their messag
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -97,3 +98,16 @@ def openai_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
 
 def _entry(entry: LogprobEntry) -> dict[str, Any]:
     return {"token": entry.token, "logprob": entry.logprob, "bytes": list(entry.bytes)}
+
+
+def with_object(call: Any) -> Any:
+    """A call of an earlier answer, whose arguments are an object: a broken one's text is the only member of one, for a
+    conversation in which a model once wrote something else must be able to go on."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    given = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(given, str) or not given.strip():
+        return call
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(json.loads(given), dict):
+            return call
+    return {**call, "function": {**function, "arguments": {"arguments": given}}}

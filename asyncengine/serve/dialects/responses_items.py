@@ -17,6 +17,7 @@ from asyncengine.serve.dialects.openai_shape import (
     text_part,
     tool_call,
     tool_message,
+    with_object,
 )
 from asyncengine.serve.fields import objects
 
@@ -134,7 +135,7 @@ def messages_of(instructions: str | None, earlier: Sequence[Item], items: Sequen
                 last(role)["content"].append("".join(_texts(item["content"])))
             case "function_call":
                 names[item["call_id"]] = item["name"]
-                call = tool_call(item["call_id"], item["name"], item["arguments"])
+                call = with_object(tool_call(item["call_id"], item["name"], item["arguments"]))
                 last("assistant").setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 if item["call_id"] not in names:

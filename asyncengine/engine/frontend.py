@@ -125,7 +125,9 @@ class Frontend:
             if isinstance(prompt, _NO_TOKENS) or not isinstance(prompt, Iterable):
                 raise InvalidParameter("prompt", "must be a str or a sequence of token ids", prompt)
             return list(as_items("prompt", prompt))
-        return self._tokenizer("prompt").encode(prompt)
+        tokenizer = self._tokenizer("prompt")
+        tokenizer.check_fits("prompt", prompt, self.info.max_model_len)
+        return tokenizer.encode(prompt)
 
     def tokens(
         self,
@@ -140,17 +142,20 @@ class Frontend:
         if isinstance(text, str):
             return self._tokenizer("prompt").encode(text, add_special_tokens is not False)
         tokenizer, variables = self._tokenizer("messages"), template_variables(template_kwargs)
-        _, ids, _ = self._chat(tokenizer, text, template_tools(tools), variables, add_special_tokens is True)
+        _, ids, _ = self._chat(tokenizer, text, template_tools(tools), variables, add_special_tokens is True, False)
         return ids
 
     def _chat(
         self, tokenizer: TextTokenizer, messages: ChatMessages, tools: list[Any] | None, variables: Mapping[str, Any],
-        add_special_tokens: bool = False,
+        add_special_tokens: bool = False, to_answer: bool = True,
     ) -> tuple[str, list[int], tuple[ImageSpan, ...]]:  # fmt: skip
-        """A chat as the model's template renders it, its token ids, and the pictures among these."""
+        """A chat as the model's template renders it, its token ids, and the pictures among these. `to_answer`: raises
+        `ContextLengthExceeded` for one that is far too long, without encoding it."""
         images = None if self._images is None else self._images.parts()
         messages = messages if self.planner is None else self.planner.messages(messages)
         text = tokenizer.render_chat(messages, tools, images=images, **variables)
+        if to_answer:
+            tokenizer.check_fits("messages", text, self.info.max_model_len)
         if self._images is None or images is None or not images.parts:
             return text, tokenizer.encode(text, add_special_tokens), ()
         return text, *self._images.encode(text, images.parts)

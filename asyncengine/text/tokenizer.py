@@ -5,19 +5,30 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from asyncengine.checks import MIN_INT64, as_integer, as_items, check_unicode
 from asyncengine.config import ModelSettings
-from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, UnsupportedModel, shorten
+from asyncengine.errors import (
+    ContextLengthExceeded,
+    EngineError,
+    InvalidParameter,
+    ModelNotFound,
+    UnsupportedModel,
+    shorten,
+)
 from asyncengine.text.chat_template import ChatTemplate
 from asyncengine.text.media import ImageParts
 from asyncengine.text.plain_tokenizer import read_plain_tokenizer
 from asyncengine.text.token_table import SAMPLES, TokenTable, table_of
 
 MAX_CHAT_CHARS = 4_000_000
+ENCODED_AT_ONCE = 4096
+"""Characters of a text that takes a millisecond, for which it isn't worth to let other threads in."""
+_NORMALIZED = 4
+"""A character can stand for several (a letter and its accents), or for none."""
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt",
     "spiece.model", "sentencepiece.bpe.model", "tekken.json", "tiktoken.model",
@@ -129,10 +140,26 @@ class TextTokenizer:
             raise InvalidParameter("prompt", "must be a str", text)
         check_unicode("prompt", text)
         if self.backend is not None:
-            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) > ENCODED_AT_ONCE:  # one text alone is encoded under the interpreter's lock, a batch is not
+                (made,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            else:
+                made = self.backend.encode(text, add_special_tokens=add_special_tokens)
+            ids: list[int] = made.ids
             return ids
         with self._lock:
             return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token's name, which is no shorter than its text."""
+        return max(map(len, self.get_vocab()), default=1)
+
+    def check_fits(self, field: str, text: str, most_tokens: int) -> None:
+        """Raises `ContextLengthExceeded` for a text that is far too long for so many tokens, without encoding it."""
+        most = most_tokens * self.longest_token * _NORMALIZED
+        if len(text) > most:
+            limit = f"must not exceed {most} characters: {most_tokens} tokens (max_model_len) hold far fewer"
+            raise ContextLengthExceeded(field, limit, len(text))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids without a token (a padded vocabulary) have none.

@@ -142,7 +142,7 @@ async def rest_of(several: Several) -> list[Chunk]:
         ({"use_beam_search": True}, "use_beam_search"),
         ({"guided_regex": "(", "max_tokens": 3}, "guided_regex"),
         ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
-        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "hi"}]}, "messages"),
     ],
 )
 def test_a_wrong_field_is_named(client: openai.OpenAI, given: dict[str, Any], param: str) -> None:

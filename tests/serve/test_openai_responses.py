@@ -186,7 +186,6 @@ def test_a_conversation_becomes_one_item(client: openai.OpenAI) -> None:
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"include": "all"}, "include"),
-        ({"temprature": 1}, "temprature"),
     ],
 )
 def test_a_wrong_field_is_named(client: openai.OpenAI, given: dict[str, Any], param: str) -> None:

@@ -263,3 +263,10 @@ def test_a_whole_answer_is_the_stream_s_last_word() -> None:
     ]  # fmt: skip
     assert whole == written(*events)[-1]["response"]
     assert [item["status"] for item in whole["output"]] == ["completed", "completed", "completed", "incomplete"]
+
+
+def test_a_probe_with_an_empty_input_is_answered() -> None:
+    """Codex asks so whether a server is there."""
+    assert dialect.read(Fields({"input": []})).messages == [{"role": "user", "content": ""}]
+    with pytest.raises(InvalidParameter, match="is missing"):
+        dialect.read(Fields({}))

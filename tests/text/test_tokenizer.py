@@ -7,12 +7,13 @@ import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from text.tokenizer_zoo import LINES, byte_fallback, byte_level, fast
 
 from asyncengine.config import EngineConfig
-from asyncengine.errors import InvalidParameter, ModelNotFound, UnsupportedModel
+from asyncengine.errors import ContextLengthExceeded, InvalidParameter, ModelNotFound, UnsupportedModel
 from asyncengine.text import TextTokenizer, TokenTable, load_tokenizer
 
 CONFIG = EngineConfig()
@@ -153,3 +154,38 @@ def test_threads_build_one_table(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         tables = set(pool.map(lambda _: tokenizer.table, range(32)))
     assert tables == set(built)
     assert len(built) == 1
+
+
+class Counting:
+    """A Rust tokenizer that counts what is asked of it."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend, self.batches, self.alone = backend, 0, 0
+
+    def encode(self, text: str, **options: Any) -> Any:
+        self.alone += 1
+        return self._backend.encode(text, **options)
+
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        self.batches += 1
+        return self._backend.encode_batch_fast(texts, **options)
+
+
+def test_a_long_text_is_encoded_so_that_other_threads_run(folder: Path) -> None:
+    """The library lets the interpreter's lock go for a batch only."""
+    tokenizer = load(folder)
+    text = "Grüße, 世界 <|im_end|> and more. " * 1000
+    for special in (False, True):
+        alone = load(folder).backend.encode(text, add_special_tokens=special).ids  # type: ignore[union-attr]
+        tokenizer.backend = counting = Counting(load(folder).backend)
+        assert tokenizer.encode(text, special) == alone
+        assert (counting.batches, counting.alone) == (1, 0)
+
+
+def test_a_text_that_cannot_fit_is_refused_without_being_encoded(folder: Path) -> None:
+    tokenizer = load(folder)
+    tokenizer.backend = None
+    tokenizer.check_fits("prompt", "a" * 100, 100)
+    with pytest.raises(ContextLengthExceeded, match="must not exceed") as refused:
+        tokenizer.check_fits("prompt", "a" * 10**6, 100)
+    assert refused.value.field == "prompt"

@@ -20,6 +20,10 @@ from asyncengine.step import TokenLogprob
 MAX_TOKENS = 16
 """Tokens to write where the request does not say, as OpenAI has it."""
 MAX_SAMPLES = 2048
+REFUSED = {
+    "suffix": "is not served: text is written at the end, not in the middle",
+    "messages": "is served at /v1/chat/completions",
+}
 Scored = tuple[str, float | None, Mapping[str, float] | None]
 """A token's text and log-probability, with those of the likeliest ones and of itself; a prompt's first has none."""
 
@@ -30,7 +34,7 @@ def read(fields: Fields) -> Turn:
     turn.prompts = read_prompts(fields.take("prompt"))
     turn.special_tokens = fields.switch("add_special_tokens", True)
     read_common(fields, turn)
-    fields.refuse({"suffix": "is not served: text is written at the end, not in the middle"})
+    fields.refuse(REFUSED)
     samples = turn.params.get("n", 1)
     if isinstance(samples, int) and samples * len(turn.prompts) > MAX_SAMPLES:
         raise InvalidParameter("prompt", f"asks for more than {MAX_SAMPLES} samples: n of each prompt")

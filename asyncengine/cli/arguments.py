@@ -140,19 +140,13 @@ def add_perplexity(commands: Commands) -> None:
     parser = commands.add_parser(
         "perplexity", help="measure how well a model predicts a text", allow_abbrev=False,
         usage="asyncengine perplexity [flags] MODEL --text FILE",
-        description="The exponential of the mean negative log-probability of the text's tokens. Lower is better; only "
-        "figures of the same text and tokenizer compare, such as those of two --quantization.",
+        description="Lower is better. Figures of the same text, chunks and tokenizer compare.",
     )  # fmt: skip
     _add_model(parser)
     parser.add_argument("--text", required=True, metavar="FILE", help='text in UTF-8; "-" reads it from stdin')
-    parser.add_argument(
-        "--context", type=literal, metavar="N", help="tokens of a chunk [1024, or what the model reads if that is less]"
-    )
-    parser.add_argument(
-        "--stride", type=literal, metavar="N",
-        help="tokens from one chunk's begin to the next one's; with fewer than --context chunks overlap, and a token "
-        "is scored where it has most before it [--context]",
-    )  # fmt: skip
+    parser.add_argument("--context", type=literal, metavar="N", help="tokens of a chunk [1024, or all the model reads]")
+    overlap = "tokens from one chunk's begin to the next one's; fewer than --context: chunks overlap [--context]"
+    parser.add_argument("--stride", type=literal, metavar="N", help=overlap)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     _add_engine_flags(parser)
 

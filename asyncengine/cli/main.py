@@ -49,9 +49,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"asyncengine {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=OneLineParser)
-    for add in (
-        add_demo, add_serve, add_chat, add_generate, add_embed, add_bench, add_perplexity, add_fit, add_cache,
-    ):  # fmt: skip
+    measuring = add_bench, add_perplexity, add_fit
+    for add in (add_demo, add_serve, add_chat, add_generate, add_embed, *measuring, add_cache):
         add(commands)
     return parser
 

@@ -15,7 +15,6 @@ from asyncengine.cli.loading import open_engine
 from asyncengine.cli.options import engine_config
 from asyncengine.cli.text import write, write_json
 from asyncengine.sampling_params import SamplingParams
-from asyncengine.sync_engine import Engine
 
 CONTEXT = 1024
 """Tokens of a chunk, where the model reads so many."""
@@ -31,20 +30,19 @@ def run(args: argparse.Namespace) -> int:
         ids = engine.tokenize(text, add_special_tokens=False)
         chunks = list(chunked(ids, context, stride, front))
         for number, (chunk, start) in enumerate(chunks, 1):
-            losses += scored(engine, chunk, start)
-            so_far = f"chunk {number} of {len(chunks)}: perplexity {_perplexity(losses):.4f}"
-            print(f"{so_far} over {len(losses)} tokens so far", file=sys.stderr, flush=True)
-        info = engine.info
+            params = SamplingParams(max_tokens=0, prompt_logprobs_start=start)
+            scores = engine.generate(chunk, params).prompt_logprobs or []
+            losses += [-score.logprob for score in scores[start:] if score is not None]
+            perplexity = math.exp(statistics.fmean(losses))
+            print(f"chunk {number} of {len(chunks)}: {perplexity:.4f} so far", file=sys.stderr, flush=True)
     if len(losses) < 2:
         raise CliError("text: so short a text says nothing of a model")
-    perplexity = _perplexity(losses)
-    error = perplexity * statistics.stdev(losses) / math.sqrt(len(losses))  # of the mean, carried through exp
+    error = perplexity * statistics.stdev(losses) / math.sqrt(len(losses))  # that of the mean, through exp
     if args.json:
-        figures = {"model": info.name, "dtype": info.dtype, "perplexity": perplexity, "standard_error": error}
-        write_json({**figures, "tokens": len(losses), "chunks": len(chunks), "context": context, "stride": stride})
+        sizes = {"tokens": len(losses), "chunks": len(chunks), "context": context, "stride": stride}
+        write_json({"model": args.model, "perplexity": perplexity, "standard_error": error, **sizes})
     else:
-        sizes = f"{len(losses)} tokens in {len(chunks)} chunks (context {context}, stride {stride})"
-        write(f"perplexity {perplexity:.4f} +- {error:.4f} over {sizes}\n")
+        write(f"perplexity {perplexity:.4f} +- {error:.4f} ({len(losses)} tokens in chunks of {context})\n")
     return 0
 
 
@@ -52,37 +50,19 @@ def chunked(ids: list[int], context: int, stride: int, front: list[int]) -> Iter
     """(a prompt of at most `context` tokens, `front` and some of `ids`; its first position to score). Prompts begin
     `stride` tokens apart. Each scores the tokens that none before it has, but none that has nothing before it."""
     room = context - len(front)
-    done = 0
-    for begin in range(0, len(ids), stride):
-        end = min(begin + room, len(ids))
-        start = len(front) + done - begin or 1
-        if start < len(front) + end - begin:
-            yield front + ids[begin:end], start
-        if end == len(ids):
-            return
-        done = end
-
-
-def scored(engine: Engine, prompt: list[int], start: int) -> list[float]:
-    """The negative log-probabilities of a prompt's tokens from position `start` on, in nats."""
-    params = SamplingParams(max_tokens=0, prompt_logprobs_start=start)
-    entries = engine.generate(prompt, params).prompt_logprobs or []
-    return [-entry.logprob for entry in entries[start:] if entry is not None]
-
-
-def _perplexity(losses: list[float]) -> float:
-    return math.exp(math.fsum(losses) / len(losses))
+    for begin in range(0, max(1, len(ids) - room + stride), stride):
+        prompt = front + ids[begin : begin + room]
+        start = len(front) + (room - stride if begin else 0) or 1
+        if start < len(prompt):
+            yield prompt, start
 
 
 def _read(name: str) -> str:
-    """Raises `CliError` for a text that is empty or cannot be read."""
+    """Raises `CliError` for a text that cannot be read."""
     try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CliError(f"text: cannot read {name}: {error}") from error
-    if not text:
-        raise CliError(f"text: {name} is empty")
-    return text
 
 
 def _sizes(args: argparse.Namespace, front: int, most: int) -> tuple[int, int]:

@@ -55,14 +55,14 @@ def test_the_figure_is_that_of_transformers(tmp_path: Path, capsys: pytest.Captu
     assert (found["tokens"], found["context"], found["stride"]) == (len(losses), 24, 10)
     spread = torch.tensor(losses, dtype=torch.float64).std().item()
     assert found["standard_error"] == pytest.approx(found["perplexity"] * spread / len(losses) ** 0.5, rel=1e-3)
-    assert f"chunk {found['chunks']} of {found['chunks']}: perplexity {found['perplexity']:.4f}" in progress
+    assert f"chunk {found['chunks']} of {found['chunks']}: {found['perplexity']:.4f}" in progress
 
 
 @pytest.mark.parametrize(
     ("text", "flags", "message"),
     [
         (None, (), "text: cannot read"),
-        ("", (), "is empty"),
+        ("", (), "text: so short a text says nothing"),
         ("x", (), "text: so short a text says nothing"),
         ("some words", ("--context", "99999"), "--context: this model reads "),
         ("some words", ("--context", "1"), "--context: must be an integer >= 2, got 1"),

@@ -70,6 +70,8 @@ class ToolCall:
     name: str
     arguments: str
     """JSON text of an object; valid against the tool's schema."""
+    steered_from: int | None = None
+    """Number of characters of the arguments that are the model's own, where the engine closed them; else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +91,13 @@ class Chunk:
     `index` is the sample (0 unless `n` > 1); `finish_reason` is None on all but a sample's last chunk; `usage` is set
     on the last chunk of the stream; `error` says what went wrong where the reason is "error" or "engine_dead"; `stop`
     is the stop string that ended the sample, on its last chunk, if one did.
-    In a chat `text` is the answer without the `reasoning` before it and the `tool_calls` in it.
+    In a chat `text` is the answer without the `reasoning` before it and the `tool_calls` in it. `steered_from` is
+    `Sample.steered_from`, from the chunk on in which the engine began to close the output.
     """
 
     __slots__ = (
-        "error", "finish_reason", "index", "logprobs", "reasoning", "stop", "text", "token_ids", "tool_calls", "usage",
+        "error", "finish_reason", "index", "logprobs", "reasoning", "steered_from", "stop", "text", "token_ids",
+        "tool_calls", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -108,6 +112,7 @@ class Chunk:
         tool_calls: list[ToolCallDelta] | None = None,
         reasoning: str = "",
         stop: str | None = None,
+        steered_from: int | None = None,
     ) -> None:
         self.text = text
         self.token_ids = token_ids
@@ -119,12 +124,13 @@ class Chunk:
         self.tool_calls = tool_calls
         self.reasoning = reasoning
         self.stop = stop
+        self.steered_from = steered_from
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments alone: half of the time and bytes of a state by name, and fleets send one per token."""
         return Chunk, (
             self.text, self.token_ids, self.finish_reason, self.index, self.logprobs, self.error, self.usage,
-            self.tool_calls, self.reasoning, self.stop,
+            self.tool_calls, self.reasoning, self.stop, self.steered_from,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -145,9 +151,13 @@ class Sample:
     schema_error: str | None = None
     """The violation of the schema that a check at the end found, with `unsupported="validate"`."""
     broken_calls: list[ToolCall] = field(default_factory=list)
-    """Begun and never finished, with the arguments so far: a stop string, an abort or a deadline came first."""
+    """Begun and never finished, with the arguments so far: a stop string, an abort, a deadline or the end of the budget
+    came first."""
     stop: str | None = None
     """The stop string that ended the text; None: something else did."""
+    steered_from: int | None = None
+    """Number of characters of `text` that are the model's own, where the engine closed the output as its budget ended;
+    None: all are. What the engine wrote in place of a call or of thoughts is there or nowhere."""
     weight_versions: tuple[tuple[int, int], ...] = ((0, 0),)
     """(version of the weights, number of tokens) of each run of tokens that the same weights gave, in order; one of no
     token where there is none. `update_weights` with mode "recompute" makes several."""
@@ -183,6 +193,7 @@ class Completion:
     schema_error: str | None = None
     broken_calls: list[ToolCall] = field(default_factory=list)
     stop: str | None = None
+    steered_from: int | None = None
     weight_versions: tuple[tuple[int, int], ...] = ((0, 0),)
     routed_experts: NDArray[np.integer] | None = field(default=None, compare=False)
 

@@ -82,6 +82,8 @@ class RequestSpec:
     """Seconds between two of its tokens, at most."""
     resumed: tuple[int, ...] = ()
     """Output it already has, from an engine that was lost: it goes on behind that, like one that was preempted."""
+    resumed_steered: bool = False
+    """Not all of that output is the model's own."""
     peer: Peer | None = None
     """An engine that may be asked for its prefix."""
     pooled: Pooled | None = None

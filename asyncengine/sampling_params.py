@@ -13,7 +13,9 @@ from typing import Annotated, Any, Literal
 from asyncengine.checks import MIN_INT64, Count, Settings, as_integer, as_items, as_number, integer_in, number_in
 from asyncengine.errors import InvalidParameter
 
-OnBudget = Literal["close", "truncate", "error"]
+OnBudget = Literal["close", "offer", "truncate", "error"]
+CLOSED: tuple[OnBudget, ...] = ("close", "offer")
+"""The values with which the engine completes an output whose budget runs out."""
 
 GREEDY_BELOW = 1e-5
 """A temperature below it is taken as 0 (as in vLLM): nothing but the likeliest token is ever drawn there."""
@@ -121,7 +123,9 @@ class SamplingParams(Settings):
     grammar: Any = None
     """A grammar from `asyncengine.grammar` that the output must match."""
     on_budget: OnBudget = "close"
-    """The way in which a constrained output ends when its budget runs out."""
+    """The way in which a constrained output ends when its budget runs out. "close": the engine closes it and says from
+    where on; a tool call that it closed is a broken one. "offer": it closes it and offers that as the model's own.
+    "truncate": it is cut. "error": the request fails."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
 

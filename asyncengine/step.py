@@ -30,8 +30,9 @@ OPEN = -1
 class GrammarMatcher(Protocol):
     """State of one constrained output. Lives with its request; used by one thread at a time, that of its row's step."""
 
-    steered: bool
-    """True once a token was put in the place of a sampled one so that the output is complete within its budget."""
+    steered_from: int | None
+    """Number of output tokens before the first one that is not the model's own: it was put in the place of a sampled
+    one so that the output is complete within its budget. None: there is none."""
 
     def fill_mask(self, mask: NDArray[np.int32]) -> None:
         """Write the packed bitmask of allowed next tokens into `mask` (shape [ceil(vocab / 32)], lowest bit first)."""
@@ -192,8 +193,8 @@ class ConstrainedToken(NamedTuple):
     """Another token stands in its place."""
     complete: bool
     """The output is complete and nothing may follow."""
-    steered: bool
-    """Some token of the output, so far, was put in so that it is complete within its budget."""
+    steered_from: int | None
+    """`GrammarMatcher.steered_from`, so far."""
     forced: int = 0
     """The number of the row's tokens that were not sampled: the grammar left no choice."""
 

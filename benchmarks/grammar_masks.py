@@ -124,7 +124,7 @@ class Bench:
             matcher.fill_mask(self.mask)
             tokens = matcher.accept(output[place], jump)
             seconds = clock() - began
-            if matcher.steered:  # the way out it knows is longer than the rest of the sample
+            if matcher.steered_from is not None:  # the way out it knows is longer than the rest of the sample
                 self.steered += 1
                 break
             if tokens != output[place : place + len(tokens)]:

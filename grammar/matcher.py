@@ -3,8 +3,10 @@
 Contract line 15: a constrained output that ends for lack of budget is complete. Beside the grammar's state walks a
 closing, a known way to a complete output. A sampled token from which that way would no longer fit into what is left
 of the budget is not taken; the first token of the way is, in its place. So the way always fits, and the output is
-complete when the budget is spent. Where no way is known (a grammar too rich to search in time) nothing is steered: the
-output goes on as long as the budget is far from spent, and one that is not complete in the end is an error.
+complete when the budget is spent. From the first such token on the output is not the model's (`steered_from`), unless
+that says what the sampled one would have come to but for blanks. Where no way is known (a grammar too rich to search in
+time) nothing is steered: the output goes on as long as the budget is far from spent, and one that is not complete in
+the end is an error.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from asyncengine.errors import GrammarError
 from asyncengine.grammar.backend import JointFill, Mask
-from asyncengine.sampling_params import OnBudget
+from asyncengine.sampling_params import CLOSED, OnBudget
 
 if TYPE_CHECKING:
     from asyncengine.grammar.llguidance_backend import LlgState, LlgTemplate
@@ -25,7 +27,7 @@ class Matcher:
     """A `step.GrammarMatcher`. Used by one thread at a time: the one that runs the step its row is in."""
 
     def __init__(self, template: LlgTemplate, budget: int, on_budget: OnBudget) -> None:
-        """`budget`: output tokens at most; for `on_budget="close"` no less than the template's `min_tokens`.
+        """`budget`: output tokens at most; for an `on_budget` in `CLOSED` no less than the template's `min_tokens`.
 
         Raises `GrammarError` if the template is broken.
         """
@@ -33,9 +35,9 @@ class Matcher:
         self._budget = budget
         self._on_budget = on_budget
         self.state = template.new_state()
-        self.closing = template.new_closing() if on_budget == "close" else None
+        self.closing = template.new_closing() if on_budget in CLOSED else None
         self._left = budget
-        self.steered = False
+        self.steered_from: int | None = None
 
     def fresh(self) -> Matcher:
         return Matcher(self._template, self._budget, self._on_budget)
@@ -107,7 +109,7 @@ class Matcher:
     def accept(self, token: int, jump: bool = True) -> list[int]:
         taken = self._take(token)
         if taken is None:
-            taken = self._steer()
+            taken = self._steer(token)
         tokens = [taken]
         if jump and not self.state.is_terminated():
             for forced in self.state.forced():
@@ -125,9 +127,10 @@ class Matcher:
         self._left -= 1
         return token
 
-    def _steer(self) -> int:
+    def _steer(self, sampled: int) -> int:
         assert self.closing is not None
-        self.steered = True
+        if self.steered_from is None and not self.closing.is_meant(sampled):
+            self.steered_from = self._budget - self._left
         token = self._take(self.closing.first())
         if token is None:
             raise GrammarError("grammar", "no complete output fits the budget any more")
@@ -139,6 +142,6 @@ class Matcher:
     def overrun(self) -> str | None:
         if self._on_budget == "truncate" or self.state.is_accepting():
             return None
-        if self._on_budget == "close":
+        if self._on_budget in CLOSED:
             return "no way to a complete output was found before the budget (max_tokens or the context) ended"
         return "the budget (max_tokens or the context) ended before the constrained output was complete"

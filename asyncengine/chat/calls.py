@@ -33,6 +33,7 @@ class _Call:
     name: str
     pieces: list[str] = field(default_factory=list)
     complete: bool = False
+    steered_from: int | None = None
 
 
 class Calls:
@@ -41,35 +42,51 @@ class Calls:
     def __init__(self, short_ids: bool) -> None:
         self._short_ids = short_ids
         self._calls: list[_Call] = []
+        self._sealed = False
+        self._steered: int | None = None
+        """`steered_from` of a call that begins."""
 
     def begin(self, name: str, out: Parsed, written: str = "") -> None:
         """A call of `name`, with the id `written` by the model unless that has been used, or a new one."""
+        if self._sealed:
+            return
         if written and all(call.id != written for call in self._calls):
             identity = written
         elif self._short_ids:
             identity = "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
         else:
             identity = f"call_{secrets.token_hex(12)}"
-        self._calls.append(_Call(identity, name))
+        self._calls.append(_Call(identity, name, steered_from=self._steered))
         out.tool_calls.append(ToolCallDelta(len(self._calls) - 1, identity, name, ""))
 
     def extend(self, piece: str, out: Parsed) -> None:
         """The next piece of the newest call's arguments."""
+        if self._sealed:
+            return
         self._calls[-1].pieces.append(piece)
         out.tool_calls.append(ToolCallDelta(len(self._calls) - 1, None, None, piece))
 
     def close(self) -> None:
         """The newest call has all its arguments; it counts as complete if they are a JSON object."""
+        if self._sealed:
+            return
         call = self._calls[-1]
         try:
             call.complete = isinstance(json.loads("".join(call.pieces)), dict)
         except (ValueError, RecursionError):
             call.complete = False
 
+    def steer(self, offers: bool) -> None:
+        """The model's own text ends here. Unless the engine `offers` calls all the same, the newest one stays as it is,
+        and none begins."""
+        self._sealed, self._steered = not offers, 0
+        if self._calls and not self._calls[-1].complete:
+            self._calls[-1].steered_from = sum(map(len, self._calls[-1].pieces))
+
     def taken(self, complete: bool) -> list[ToolCall]:
         """The complete calls in order, or the others."""
         found = [call for call in self._calls if call.complete is complete]
-        return [ToolCall(call.id, call.name, "".join(call.pieces)) for call in found]
+        return [ToolCall(call.id, call.name, "".join(call.pieces), call.steered_from) for call in found]
 
 
 class Parser(ABC):
@@ -108,6 +125,10 @@ class Parser(ABC):
             self._end(rest)
         self._step = lambda: False
         return self._taken()
+
+    def steer(self, offers: bool) -> None:
+        """The model's own text ends with what was pushed last; `offers` as for `Calls`."""
+        self._calls.steer(offers)
 
     @abstractmethod
     def _end(self, rest: str) -> None:

@@ -11,14 +11,20 @@ from asyncengine.outputs import Chunk, ToolCall
 class ChatReader:
     """One parser for each sample. Belongs to the request's consumer."""
 
-    def __init__(self, make_parser: Callable[[], Parser], n: int) -> None:
+    def __init__(self, make_parser: Callable[[], Parser], n: int, offers: bool = False) -> None:
+        """`offers`: calls that the engine closed count as the model's own."""
         self._parsers = [make_parser() for _ in range(n)]
+        self._offers = offers
         self.reasoning_tokens = 0
 
     def read(self, chunk: Chunk) -> None:
         """Take `chunk.text` apart, in place. The last chunk of a sample gets what was held back."""
         parser = self._parsers[chunk.index]
-        parsed = [parser.push(chunk.text)]
+        parsed = [parser.push(chunk.text[: chunk.steered_from])]
+        if (own := chunk.steered_from) is not None:
+            chunk.steered_from = len(parsed[0].text)
+            parser.steer(self._offers)
+            parsed.append(parser.push(chunk.text[own:]))
         if chunk.finish_reason is not None:
             parsed.append(parser.finish())
         chunk.text = "".join(part.text for part in parsed)

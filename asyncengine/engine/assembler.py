@@ -21,7 +21,7 @@ class _Output:
     """All of one sample so far. Chunks are not kept: as many objects as there are tokens make the collector of garbage
     look through the whole program, again and again, for which an engine of many streams stands still."""
 
-    __slots__ = ("last", "logprobs", "reasoning", "texts", "token_ids")
+    __slots__ = ("last", "logprobs", "reasoning", "steered_from", "texts", "token_ids")
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -30,6 +30,7 @@ class _Output:
         self.reasoning: list[str] = []
         self.last: Chunk | None = None
         """The one that ended it."""
+        self.steered_from: int | None = None
 
 
 class Assembler:
@@ -45,7 +46,8 @@ class Assembler:
         if prepared.plan is not None and prepared.plan.make_parser is not None:
             from asyncengine.chat import ChatReader
 
-            self._reader = ChatReader(prepared.plan.make_parser, len(prepared.streams))
+            offers = prepared.spec.params.on_budget == "offer"
+            self._reader = ChatReader(prepared.plan.make_parser, len(prepared.streams), offers)
         self._ended_at = 0.0
         self.finished = False
 
@@ -63,6 +65,9 @@ class Assembler:
                 self._reader.read(chunk)
                 if chunk.reasoning:
                     output.reasoning.append(chunk.reasoning)
+            if chunk.steered_from is not None and output.steered_from is None:
+                output.steered_from = sum(map(len, output.texts)) + chunk.steered_from
+            chunk.steered_from = output.steered_from
             if chunk.text:
                 output.texts.append(chunk.text)
             output.token_ids += chunk.token_ids
@@ -121,6 +126,7 @@ class Assembler:
             schema_error=samples[0].schema_error,
             broken_calls=samples[0].broken_calls,
             stop=samples[0].stop,
+            steered_from=samples[0].steered_from,
             weight_versions=samples[0].weight_versions,
             routed_experts=samples[0].routed_experts,
         )
@@ -140,6 +146,7 @@ class Assembler:
             schema_error=None if check is None or reason == "tool_calls" else check(text),
             broken_calls=[] if self._reader is None else self._reader.broken_calls(index),
             stop=None if last is None else last.stop,
+            steered_from=None if output.steered_from is None else min(output.steered_from, len(text)),
             weight_versions=self.prepared.mailbox.weight_versions.get(index, ((0, len(output.token_ids)),)),
             routed_experts=self._routed_experts(index, len(output.token_ids)),
         )
@@ -174,6 +181,11 @@ def merge(chunks: list[Chunk]) -> list[Chunk]:
         run = list(group)
         last = run[-1]
         logprobs = [entry for chunk in run for entry in chunk.logprobs or ()]
+        steered = (
+            sum(len(chunk.text) for chunk in run[:at]) + each.steered_from
+            for at, each in enumerate(run)
+            if each.steered_from is not None
+        )
         merged.append(
             Chunk(
                 "".join(chunk.text for chunk in run),
@@ -183,6 +195,7 @@ def merge(chunks: list[Chunk]) -> list[Chunk]:
                 logprobs or None,
                 last.error,
                 stop=last.stop,
+                steered_from=next(steered, None),
             )
         )
     return merged

@@ -168,7 +168,8 @@ class Delivery:
         if output.routed_experts is not None:
             stream.mailbox.routed_experts.append((stream.spec.index, *output.routed_experts))
             return None
-        text = ""
+        text, held = "", "" if stream.stops is None else stream.stops.held
+        steered_from = len(held) if output.steered else None
         end: FinishReason | None = reason
         if token >= 0:
             if stream.num_tokens:
@@ -194,7 +195,8 @@ class Delivery:
         if isinstance(error, Exception):
             stream.mailbox.cause, error = error, str(error)
         stop = stream.stop if end == "stop" else None
-        return Chunk(text, [] if token < 0 else [token], end, stream.spec.index, logprobs, error, stop=stop)
+        ids, index = [] if token < 0 else [token], stream.spec.index
+        return Chunk(text, ids, end, index, logprobs, error, stop=stop, steered_from=steered_from)
 
     def _undecodable(self, stream: OutputStream, output: Output, error: Exception) -> Chunk:
         if output.reason is None:

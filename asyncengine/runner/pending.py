@@ -225,7 +225,7 @@ class PendingStep:
         assert grammar is not None
         produced: list[int] = []
         used: list[tuple[int, int]] = []
-        made = ConstrainedToken(False, False, False)
+        made = ConstrainedToken(False, False, None)
         # the log-probability of a token that was not sampled would be missing, and so would the experts of those that
         # a grammar forces at the end of an output, which are never computed: no jumps then
         jump = self.jump and not (row.spec.params.logprobs or row.spec.params.return_routed_experts)
@@ -234,7 +234,7 @@ class PendingStep:
             try:
                 taken, *forced = grammar.accept(sampled[place], jump)
                 made = ConstrainedToken(
-                    taken != sampled[place], grammar.is_terminated(), grammar.steered, made.forced + len(forced)
+                    taken != sampled[place], grammar.is_terminated(), grammar.steered_from, made.forced + len(forced)
                 )
             except Exception as error:  # a foreign matcher may raise anything; it ends its own request only
                 result.errors[index] = grammar_failed(error)

@@ -39,6 +39,8 @@ class Output(NamedTuple):
     """An exception is for the caller to be raised as it is."""
     vector: NDArray[np.float32] | None = None
     """On the last output of a request that was asked for one, and got it."""
+    steered: bool = False
+    """True: `token` is the first that is not the model's own (`step.GrammarMatcher.steered_from`)."""
 
 
 _PLAIN = Output(-1, plain=True)[3:]

@@ -111,6 +111,8 @@ class Request:
             moved = [token for past in self.spec.resumed for token in matcher.accept(past, False)]
         except GrammarError as error:
             return str(error)
+        if self.spec.resumed_steered:  # which the tokens do not show
+            matcher.steered_from = 0
         return None if moved == [*self.spec.resumed] else "its grammar does not take the output it already has"
 
     @property

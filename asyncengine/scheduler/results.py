@@ -123,23 +123,25 @@ class Results:
         logprob: TokenLogprob | None,
         now: float,
         constrained: ConstrainedToken | None = None,
+        steered: bool = False,
     ) -> None:
         """Append a token of `request`; end the request if that was its last.
 
         A request preempted meanwhile takes its token all the same: it was sampled from intact pages. `constrained`:
-        what its grammar made of the last of the tokens that came with this one, if this is that one.
+        what its grammar made of the last of the tokens that came with this one, if this is that one. `steered`:
+        `Output.steered`.
         """
         request.tokens.append(token)
         request.last_token_at = now
         reason, error = plain_end(request, token), None
         if constrained is not None and request.matcher is not None:
-            reason, error = constrained_end(request.matcher, constrained, reason)
-        if reason is None and logprob is None and request.num_output > 1:
+            reason, error = constrained_end(request, constrained, reason)
+        if reason is None and logprob is None and request.num_output > 1 and not steered:
             self._roster.outputs.append(plain_output(request.spec.ticket, token))
             return
         if reason is not None:
             self._roster.forget(request)
-        self._roster.outputs.append(with_counts(request, token, reason, logprob=logprob, error=error))
+        self._roster.outputs.append(with_counts(request, token, reason, logprob=logprob, error=error, steered=steered))
 
     def _accept_several(
         self,
@@ -164,7 +166,9 @@ class Results:
             if place < accepted:
                 request.num_computed += 1
                 request.num_launched += 1
-            self._accept(request, token, scored[place] if scored else None, now, constrained if place == last else None)
+            steered = constrained is not None and constrained.steered_from == request.num_output
+            made = constrained if place == last else None
+            self._accept(request, token, scored[place] if scored else None, now, made, steered)
             if request.state is RequestState.FINISHED and place < last:  # a stop token id of the caller's
                 forced = 0 if constrained is None else max(0, constrained.forced - (last - place))
                 self._roster.counters.forced_tokens += forced

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from asyncengine.kvcache import KVCache
 from asyncengine.scheduler.messages import EndReason
 from asyncengine.scheduler.request import Request
-from asyncengine.step import Batch, ConstrainedToken, GrammarMatcher, Row, WindowPages
+from asyncengine.step import Batch, ConstrainedToken, Row, WindowPages
 
 
 class InFlight(NamedTuple):
@@ -83,17 +83,20 @@ def plain_end(request: Request, token: int) -> EndReason | None:
 
 
 def constrained_end(
-    matcher: GrammarMatcher, token: ConstrainedToken, reason: EndReason | None
+    request: Request, token: ConstrainedToken, reason: EndReason | None
 ) -> tuple[EndReason | None, str | None]:
     """Reason and error with which a constrained output ends, if it does; `reason` is the one without its grammar.
 
     The matcher itself is asked only where the budget is spent: till then a launched step may be moving it.
     """
+    assert request.matcher is not None
+    steered = token.steered_from is not None
+    offered = steered and request.spec.params.on_budget == "offer"
     if token.complete:
-        return "length" if token.steered else "stop", None
-    if reason == "length" and (overrun := matcher.overrun()) is not None:
+        return "length" if steered and not offered else "stop", None
+    if reason == "length" and (overrun := request.matcher.overrun()) is not None:
         return "error", overrun
-    return reason, None
+    return "stop" if reason == "length" and offered else reason, None
 
 
 def next_row(request: Request, count: int) -> Row:

@@ -284,7 +284,7 @@ class FakeExecutor:
             self.confirmed[row.slot] = False
         produced: list[int] = []
         scored: list[TokenLogprob] = []
-        made = ConstrainedToken(False, False, False)
+        made = ConstrainedToken(False, False, None)
         for place in sampling_places(row):
             if len(produced) != len(place.drafts):
                 continue  # the grammar forced what was guessed here
@@ -299,7 +299,7 @@ class FakeExecutor:
                     self.last_token.setdefault(row.slot, 0)
                     return
                 made = ConstrainedToken(
-                    token != sampled, row.grammar.is_terminated(), row.grammar.steered, made.forced + len(forced)
+                    token != sampled, row.grammar.is_terminated(), row.grammar.steered_from, made.forced + len(forced)
                 )
             produced += [token, *forced]
             scored.append(TokenLogprob(token, -float(token) / self.model.vocab_size))

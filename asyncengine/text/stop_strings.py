@@ -100,13 +100,14 @@ class StopStringMatcher:
     Held back is only the longest suffix that may still become a stop string.
     """
 
-    __slots__ = ("_automaton", "_held", "_include", "_state", "matched")
+    __slots__ = ("_automaton", "_include", "_state", "held", "matched")
 
     def __init__(self, stops: Sequence[str] | StopAutomaton, include_stop: bool = False) -> None:
         self._automaton = stops if isinstance(stops, StopAutomaton) else StopAutomaton(stops)
         self._include = include_stop
         self._state = 0
-        self._held = ""
+        self.held = ""
+        """Text held back."""
         self.matched: str | None = None
         """The stop string found, once there is one."""
 
@@ -120,8 +121,8 @@ class StopStringMatcher:
         if not armed:
             return self.finish() + text, None
         automaton, state = self._automaton, self._state
-        text = self._held + text
-        at = len(self._held)
+        text = self.held + text
+        at = len(self.held)
         while at < len(text):
             if not state:
                 begin = automaton.first.search(text, at)
@@ -132,14 +133,14 @@ class StopStringMatcher:
             at += 1
             if length := automaton.match(state):
                 self.matched = text[at - length : at]
-                self._held = ""
+                self.held = ""
                 return text[: at if self._include else at - length], self.matched
         self._state = state
         shown = len(text) - automaton.depth(state)
-        self._held = text[shown:]
+        self.held = text[shown:]
         return text[:shown], None
 
     def finish(self) -> str:
         """The text held back, at the end of the output; "" after a match."""
-        held, self._held, self._state = self._held, "", 0
+        held, self.held, self._state = self.held, "", 0
         return held

@@ -32,6 +32,7 @@ CLOSE = 4
 """Times the budget that a way may cost by its parts to be spelled as a whole: mostly it takes half of that."""
 ACCOUNT, REFILL = 200_000, 100
 """The account of all readings of one output at first, and its growth by each byte."""
+_BLANKS = frozenset(b" \t\r\n")
 
 
 class Counted:
@@ -105,6 +106,30 @@ class Closing:
             if not self._planned():
                 raise GrammarError("grammar", "no way to a complete output was found in time")
         return self._vocabulary.eos_ids[0] if self._next is None else self._next
+
+    def is_meant(self, token: int) -> bool:
+        """Whether `first()` writes nothing that an output which goes on with `token` would not: what that token says
+        itself, blanks aside, and else what nothing but blanks could stand in the place of."""
+        first = self.first()
+        if first in self._vocabulary.eos_ids:
+            return False
+        (short, said), (_, whole) = sorted(
+            ((one, [each for each in self._vocabulary.symbols(one) if each not in _BLANKS]) for one in (token, first)),
+            key=lambda pair: len(pair[1]),
+        )
+        return whole[: len(said)] == said and self._forced(self._step(short), whole[len(said) :])
+
+    def _forced(self, standing: Standing | None, symbols: list[int]) -> bool:
+        """Whether these are all that can come behind `standing`, blanks aside."""
+        step, effort = self._tracker.step, Effort(MAX_STEPS)
+        with contextlib.suppress(Lost):
+            for symbol in symbols:
+                others = (each for each in range(self._vocabulary.end) if each != symbol and each not in _BLANKS)
+                if not standing or any(step(standing, (each,), effort) for each in others):
+                    return False
+                standing = step(standing, (symbol,), effort)
+            return True
+        return False
 
     def advance(self, token: int, at_most: int) -> bool:
         """Move past `token` if a completion of at most `at_most` tokens is known from there, or if there may be one and

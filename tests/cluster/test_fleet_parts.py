@@ -78,7 +78,7 @@ def test_a_request_goes_on_behind_the_output_it_has(settings: dict[str, int]) ->
 class Picky:
     """A matcher that takes these tokens."""
 
-    steered = False
+    steered_from: int | None = None
 
     def __init__(self, takes: list[int]) -> None:
         self.takes = takes
@@ -91,11 +91,12 @@ class Picky:
 
 def test_a_grammar_catches_up_with_the_output_or_ends_the_request() -> None:
     steps = Steps()
-    fine = steps.add([2, 3], 8, needs_grammar=True, resumed=(5, 6))
+    fine = steps.add([2, 3], 8, needs_grammar=True, resumed=(5, 6), resumed_steered=True)
     wrong = steps.add([2, 3], 8, needs_grammar=True, resumed=(5, 9))
     matcher: Any = Picky([5, 6, 7])
     steps.apply(GrammarReady(fine, matcher))
     assert matcher.takes == [7]
+    assert matcher.steered_from == 0  # the engine that was lost had closed it
     refusing: Any = Picky([5, 6, 7])
     steps.apply(GrammarReady(wrong, refusing))
     assert steps.ended == {wrong: "error"}

@@ -72,7 +72,7 @@ BAD: list[tuple[str, Call, str, str]] = [
     ("bias out of range", params(logit_bias={5: 101}), "logit_bias[5]", "<= 100"),
     ("bias of an unknown token", params(logit_bias={97: 1.0}), "logit_bias", "below 97"),
     ("ignore_eos of text", params(ignore_eos="no"), "ignore_eos", "True or False"),
-    ("on_budget", params(on_budget="hope"), "on_budget", "one of 'close', 'truncate', 'error'"),
+    ("on_budget", params(on_budget="hope"), "on_budget", "one of 'close', 'offer', 'truncate', 'error'"),
     ("empty prompt", request([]), "prompt", "must not be empty"),
     ("empty text", request(""), "prompt", "must not be empty"),
     ("text without a tokenizer", request("hello"), "prompt", "no tokenizer"),

@@ -55,6 +55,36 @@ def matcher(template: LlgTemplate, budget: int) -> Matcher:
     return Matcher(template, budget, "close")
 
 
+ONE_NUMBER, OPTIONAL_NUMBER = closed({"a": {"type": "integer"}}), {"type": "integer"}
+WISHES: list[tuple[dict[str, Any], str, str, bool]] = [
+    (ONE_NUMBER, '{"a":12', "\n    ", True),
+    (ONE_NUMBER, '{"a":12', "3", False),
+    (closed({"a": {"type": "integer"}, "b": OPTIONAL_NUMBER}, ["a"]), '{"a":12', "\n    ", False),
+    (closed({"s": {"type": "string"}}), '{"s":"the', '"', True),
+    (closed({"s": {"type": "string"}}), '{"s":"the', " and", False),
+    (closed({"s": {"type": "string"}}), '{"s":"the', " ", False),
+    ({"enum": ["ice", "ice age"]}, '"ice', " ", False),
+    ({"type": "array", "items": {"type": "string"}}, '["the"', ",", False),
+    ({"type": "array", "items": {"type": "string"}}, '["the"', '","', False),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "wish", "own"), WISHES)
+def test_an_output_is_not_the_models_own_where_the_engine_chose(
+    schema: dict[str, Any], text: str, wish: str, own: bool, vocabulary: Vocabulary
+) -> None:
+    """With one token left the wish is refused. The engine's token is the model's own if nothing but blanks could have
+    stood in its place: a list, a number or an optional key might have gone on."""
+    output = matcher(LlguidanceBackend(vocabulary).compile(Grammar.json_schema(schema)), len(text) + 1)
+    for byte in text.encode():
+        assert output.accept(byte, False) == [byte]
+    sampled = vocabulary.by_bytes[wish.encode()]
+    [taken] = output.accept(sampled, False)
+    assert taken != sampled
+    assert output.is_terminated()
+    assert output.steered_from == (None if own else len(text))
+
+
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_every_budget_ends_in_a_valid_instance(
     name: str, templates: dict[str, LlgTemplate], vocabulary: Vocabulary
@@ -68,7 +98,7 @@ def test_every_budget_ends_in_a_valid_instance(
         tokens, _ = walk(vocabulary, output, budget, rng, jump=bool(budget % 2))
         assert len(tokens) <= budget
         validator.validate(json.loads(text_of(vocabulary, tokens)))
-        steered += output.steered
+        steered += output.steered_from is not None
     assert steered or name in ("enum", "numbers"), "some walk must have been cut short"
 
 
@@ -86,7 +116,7 @@ def test_an_output_that_may_end_is_ended_by_an_end_of_sequence(vocabulary: Vocab
     output = matcher(template, 2)
     assert output.accept(ord("a")) == [ord("a")]
     assert output.accept(ord("b")) == [EOS]
-    assert output.steered
+    assert output.steered_from is not None
     assert output.is_terminated()
 
 
@@ -100,7 +130,7 @@ def test_without_steering_an_output_is_what_was_sampled(
         for on_budget in ("close", "truncate"):
             output = Matcher(template, 3000, on_budget)
             outputs.append(walk(vocabulary, output, 120, random.Random(5), jump=False))
-            assert not output.steered
+            assert output.steered_from is None
         assert outputs[0] == outputs[1]
 
 

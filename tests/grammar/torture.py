@@ -69,7 +69,7 @@ def one(vocabulary: Vocabulary, template: LlgTemplate, case: Case, seed: int, ta
     matcher = Matcher(template, budget, "close")
     tokens, _ = walk(vocabulary, matcher, budget, rng, jump=bool(seed % 2))
     tally.walks += 1
-    tally.steered += matcher.steered
+    tally.steered += matcher.steered_from is not None
     tally.tokens += len(tokens)
     if len(tokens) > budget:
         return f"{len(tokens)} tokens, budget {budget}"

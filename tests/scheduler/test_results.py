@@ -24,7 +24,7 @@ def test_tokens_behind_a_stop_are_not_counted(stop: int, taken: int, forced: int
     ticket = steps.add([2, 3], 8, needs_grammar=True, stop_ids=(stop,))
     steps.apply(GrammarReady(ticket, Letters([5, 6, 7, 8], 8)))
     assert steps.scheduler.schedule(0.0) is not None
-    made = ConstrainedToken(replaced=False, complete=False, steered=False, forced=2)
+    made = ConstrainedToken(replaced=False, complete=False, steered_from=None, forced=2)
     steps.scheduler.commit(StepResult(1, [5], {0: [6, 7, 8]}, constrained={0: made}), 0.0)
     counters = steps.scheduler.counters
     assert [output.token for output in steps.scheduler.take_outputs()] == [5, 6, 7, 8][:taken]

@@ -37,7 +37,7 @@ def constrained_reference(
         output = tokens[len(prompt) :]
         assert len(output) <= budget
         if matcher.is_terminated():
-            return output, "length" if matcher.steered else "stop"
+            return output, "stop" if matcher.steered_from is None else "length"
         if last in stop_ids:
             return output, "stop"
         if len(output) == budget:

@@ -20,7 +20,7 @@ class Letters:
         self.advanced: list[int] = []
         self.fills = 0
         self.fail_at: int | None = None
-        self.steered = False
+        self.steered_from: int | None = None
 
     def fill_mask(self, mask: Any) -> None:
         self.fills += 1

@@ -246,6 +246,8 @@ class Dispatcher:
             stream.last_token_at = now
             if self._resumes:
                 request.tokens.setdefault(chunk.index, []).extend(tokens)
+            if chunk.steered_from is not None:
+                request.steered.add(chunk.index)
         if chunk.finish_reason is not None:
             self._close(request, [stream.spec], chunk.finish_reason)
         waiter = stream.mailbox.put(chunk)

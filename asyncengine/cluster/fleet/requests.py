@@ -60,6 +60,8 @@ class FleetRequest:
     """Tickets whose consumers have left."""
     tokens: dict[int, list[int]] = field(default_factory=dict)
     """Output so far by sample index, where the fleet resumes."""
+    steered: set[int] = field(default_factory=set)
+    """Indices of samples whose output is not all the model's own."""
 
     def __post_init__(self) -> None:
         self.key = self.spec.ticket
@@ -89,7 +91,10 @@ class FleetRequest:
     def to_submit(self, now: float, peer: Peer | None = None) -> Submit:
         """The message to its replica: the specifications, the output so far, and whom to ask for the prefix."""
         have = self.tokens
-        specs = [replace(s, resumed=tuple(have[s.index])) if s.index in have else s for s in self.specs]
+        specs = [
+            replace(s, resumed=tuple(have[s.index]), resumed_steered=s.index in self.steered) if s.index in have else s
+            for s in self.specs
+        ]
         if peer is not None:
             specs = [replace(spec, peer=peer) for spec in specs]
             if peer.planned:  # it has started

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import json
 import re
 import types
@@ -55,7 +56,7 @@ def is_typed_dict(cls: Any) -> bool:
 def class_schema(cls: Any) -> dict[str, Any]:
     """The schema of a pydantic model (v1 or v2), dataclass or TypedDict, closed: no undeclared keys."""
     if callable(getattr(cls, "model_json_schema", None)):
-        return closed(_asked(cls, cls.model_json_schema))
+        return closed(_asked(cls, lambda: pydantic_schema(cls)))
     if hasattr(cls, "__fields__") and callable(getattr(cls, "schema", None)):
         return closed(_asked(cls, cls.schema))
     if dataclasses.is_dataclass(cls) or is_typed_dict(cls):
@@ -68,7 +69,43 @@ def annotation_schema(annotation: Any) -> dict[str, Any]:
     from pydantic import TypeAdapter
 
     subject = _modern(annotation)
-    return closed(_asked(annotation, lambda: TypeAdapter(subject).json_schema()))
+    return closed(_asked(annotation, lambda: pydantic_schema(TypeAdapter(subject))))
+
+
+def pydantic_schema(source: Any) -> dict[str, Any]:
+    """The schema of a model class or a `TypeAdapter` of pydantic, with formats that say which of its dates and times
+    have a time zone: what pydantic writes itself asks for one everywhere."""
+    ask: Any = getattr(source, "model_json_schema", None) or source.json_schema
+    taken = inspect.signature(ask).parameters.values()  # of a class that has its own it may take nothing
+    own = any(each.name == "schema_generator" or each.kind is each.VAR_KEYWORD for each in taken)
+    return dict(ask(schema_generator=_generator()) if own else ask())
+
+
+@functools.cache
+def _generator() -> Any:
+    from pydantic.json_schema import GenerateJsonSchema
+
+    class WithTimeZones(GenerateJsonSchema):
+        def datetime_schema(self, schema: Any) -> dict[str, Any]:
+            return _zoned(super().datetime_schema(schema), schema.get("tz_constraint"))
+
+        def time_schema(self, schema: Any) -> dict[str, Any]:
+            return _zoned(super().time_schema(schema), schema.get("tz_constraint"))
+
+        def timedelta_schema(self, schema: Any) -> dict[str, Any]:
+            found = super().timedelta_schema(schema)
+            return {**found, "format": "timedelta"} if "format" in found else found
+
+    return WithTimeZones
+
+
+def _zoned(node: dict[str, Any], zone: object) -> dict[str, Any]:
+    """The schema of a date or time; `zone`: pydantic's `tz_constraint`, where either will do None."""
+    name = node.get("format")  # None: written as a number
+    if name is None or (zone is not None and zone != "naive"):
+        return node
+    local = {"format": f"{name}-local"}
+    return {**node, **local} if zone else {"type": node["type"], "anyOf": [{"format": name}, local]}
 
 
 def _asked(subject: Any, ask: Callable[[], Any]) -> dict[str, Any]:
@@ -157,6 +194,18 @@ def pointed(root: Any, pointer: str) -> Any:
         else:
             return None
     return here
+
+
+def take_formats(schema: dict[str, Any], own: Any, root: dict[str, Any]) -> None:
+    """Put the formats of `own`, a part of `root` as `pydantic_schema` has it, into `schema`, in which another library
+    has written the same part, perhaps with its references resolved."""
+    own = resolve(root, own)
+    if "format" in schema and isinstance(own, dict):
+        del schema["format"]
+        schema |= {key: own[key] for key in [key for key in ("anyOf", "format", "pattern") if key in own][:1]}
+        return
+    for step, child in children(schema):
+        take_formats(child, pointed(own, step), root)
 
 
 def moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
@@ -298,8 +347,6 @@ def json_of(spec: Any) -> dict[str, Any]:
 
 def arguments_schema(function: Any) -> dict[str, Any]:
     """The keyword arguments a function takes, as a JSON object; those with a default may be left out."""
-    import inspect
-
     import pydantic
 
     name = getattr(function, "__name__", "Arguments")
@@ -311,6 +358,6 @@ def arguments_schema(function: Any) -> dict[str, Any]:
             parameter.name: (parameter.annotation, ... if parameter.default is parameter.empty else parameter.default)
             for parameter in parameters
         }
-        return closed(pydantic.create_model(name, **fields).model_json_schema())
+        return closed(pydantic_schema(pydantic.create_model(name, **fields)))
     except Exception as error:
         raise GrammarError("grammar", f"no schema for the arguments of {name}: {str(error)[:120]}") from error

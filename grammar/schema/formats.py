@@ -13,17 +13,30 @@ _LONG, _SHORT = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])", "(?:0[469]|11)-
 _DAY = f"(?:{_LONG}|{_SHORT}|02-(?:0[1-9]|1[0-9]|2[0-8]))"
 DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP}-02-29)"
 CLOCK = "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]"
-_TIME = rf"{CLOCK}(?:\.[0-9]{{1,6}})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_PARTS = "(?:N{0}(?:N{1}(?:N{2})?)?|N{1}(?:N{2})?|N{2})".replace("N", "[0-9]{{1,6}}")
-_YEARS, _HOURS = _PARTS.format(*"YMD"), _PARTS.format(*"HMS")
+_LOCAL = rf"{CLOCK}(?:\.[0-9]{{1,6}})?"
+_TIME = rf"{_LOCAL}(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_PARTS, _LOOSE = (
+    f"(?:N{{0}}{more}|N{{1}}(?:N{{2}})?|N{{2}})".replace("N", "[0-9]{{1,6}}")
+    for more in ("(?:N{1}(?:N{2})?)?", "(?:N{1})?(?:N{2})?")
+)
+
+
+def _span(parts: str, seconds: str = "S") -> str:
+    days, hours = parts.format(*"YMD"), parts.format("H", "M", seconds)
+    return f"P(?:{days}(?:T{hours})?|T{hours}|[0-9]{{1,6}}W)"
+
+
 DATES = {
     "date": f"^{DATE}$",
     "date-time": f"^{DATE}T{_TIME}$",
     "time": f"^{_TIME}$",
-    "duration": f"^P(?:{_YEARS}(?:T{_HOURS})?|T{_HOURS}|[0-9]{{1,6}}W)$",
+    "duration": f"^{_span(_PARTS)}$",
+    "date-time-local": f"^{DATE}T{_LOCAL}$",
+    "time-local": f"^{_LOCAL}$",
+    "timedelta": f"^-?{_span(_LOOSE, seconds='(?:[.][0-9]{1,6})?S')}$",
 }
 """RFC 3339 as Python and pydantic read it: years 1 to 9999, no 60th second, capitals, and durations that a `timedelta`
-holds. Read only."""
+holds; of OpenAPI's registry, what has no time zone; and durations as pydantic writes them. Read only."""
 _UCS = "\xa0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef\U00010000-\U0001fffd\U00020000-\U0002fffd"  # RFC 3987, planes 0 to 2
 _PCT = "%[0-9A-Fa-f]{2}"
 _POINTER = "(?:/(?:[^~/]|~[01])*)*"

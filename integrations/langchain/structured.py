@@ -21,7 +21,7 @@ from langchain_core.utils.function_calling import convert_to_json_schema
 from pydantic import BaseModel, ConfigDict, PydanticUserError, RootModel, TypeAdapter, ValidationError
 
 from asyncengine.errors import GrammarError, InvalidParameter
-from asyncengine.grammar import Grammar, as_meant
+from asyncengine.grammar import Grammar, as_meant, pydantic_schema
 from asyncengine.integrations.langchain.tools import OpenAITool, is_model, model_schema, openai_tools, tool_name
 
 Method = Literal["json_schema", "function_calling", "json_mode"]
@@ -82,7 +82,7 @@ def is_type(schema: Any) -> bool:
 def type_schema(kind: Any) -> JSONSchema:
     """The JSON schema of a Python type, as pydantic means it. Raises `InvalidParameter` for what has none."""
     try:
-        return as_meant(TypeAdapter(kind).json_schema())
+        return as_meant(pydantic_schema(TypeAdapter(kind)))
     except PydanticUserError as error:
         raise InvalidParameter("schema", f"has no JSON schema: {error.message}") from error
 

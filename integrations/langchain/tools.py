@@ -12,7 +12,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.grammar import as_meant
+from asyncengine.grammar import as_meant, pydantic_schema, take_formats
 
 AnyTool = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
 """A LangChain tool, a function, a pydantic class (v1 or v2), a TypedDict, or a dict of OpenAI's, Anthropic's or
@@ -46,6 +46,7 @@ def _openai_tool(where: str, tool: AnyTool, strict: bool | None) -> OpenAITool:
         function["parameters"] = {key: value for key, value in whole.items() if key not in ("title", "description")}
     elif whole and isinstance(function.get("parameters"), dict):
         as_meant(function["parameters"])
+        take_formats(function["parameters"], whole, whole)
     if is_model(tool):
         function["name"] = tool_name(function["name"])
     if strict is not None:
@@ -63,7 +64,7 @@ def is_model(kind: Any) -> bool:
 
 def model_schema(kind: Any) -> dict[str, Any]:
     """The JSON schema of a pydantic class, as pydantic means it."""
-    return as_meant(dict(kind.model_json_schema() if hasattr(kind, "model_json_schema") else kind.schema()))
+    return as_meant(pydantic_schema(kind) if hasattr(kind, "model_json_schema") else dict(kind.schema()))
 
 
 def tool_name(name: str) -> str:

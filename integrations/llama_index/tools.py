@@ -10,6 +10,7 @@ from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.tools.types import BaseTool
 
 from asyncengine.errors import InvalidParameter
+from asyncengine.grammar import pydantic_schema, take_formats
 from asyncengine.integrations.llama_index.messages import tool_calls
 from asyncengine.integrations.llama_index.outputs import partial_object
 from asyncengine.serve.dialects.openai_shape import Message
@@ -24,6 +25,9 @@ def openai_tool(tool: BaseTool, where: str = "tool") -> Message:
         raise InvalidParameter(where, "must be a LlamaIndex tool, as FunctionTool.from_defaults makes one", tool)
     made: Message = tool.metadata.to_openai_tool(skip_length_check=True)
     function = {**made["function"], "name": tool.metadata.get_name()}
+    if tool.metadata.fn_schema is not None:  # LlamaIndex's own does not say which times have a zone
+        whole = pydantic_schema(tool.metadata.fn_schema)
+        take_formats(function["parameters"], whole, whole)
     return {**made, "function": {key: value for key, value in function.items() if value is not None}}
 
 

@@ -29,6 +29,7 @@ URI = rf"[A-Za-z][A-Za-z0-9+.\-]*:{URI_HOST}{URI_CHARACTER}*(#{URI_CHARACTER}*)?
 DURATION_TIME = r"T(\d+H(\d+M(\d+S)?)?|\d+M(\d+S)?|\d+S)"
 DURATION_DATE = r"(\d+Y(\d+M(\d+D)?)?|\d+M(\d+D)?|\d+D)"
 DURATION = rf"P({DURATION_DATE}({DURATION_TIME})?|{DURATION_TIME}|\d+W)"
+TIMEDELTA = r"-?P(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.]\d{1,6})?S)?)?|-?P\d+W"
 UUID = r"[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{12}"
 ENFORCED_FORMATS = (
     "date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
@@ -122,6 +123,12 @@ def is_format(name: str, text: str) -> bool:
             return is_date_time(text)
         case "duration":
             return full(DURATION, text)
+        case "date-time-local":
+            return is_date_time(text + "Z")
+        case "time-local":
+            return full(FULL_TIME, text + "Z")
+        case "timedelta":
+            return full(TIMEDELTA, text)
         case "email":
             return is_email(text)
         case "hostname":

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from datetime import date, datetime, time, timedelta, timezone
 from random import Random
 from typing import Any, get_type_hints
 from uuid import UUID
 
 import pytest
-from pydantic import UUID1, UUID4, BaseModel, IPvAnyAddress, TypeAdapter
+from pydantic import (
+    UUID1,
+    UUID4,
+    AwareDatetime,
+    BaseModel,
+    FutureDate,
+    IPvAnyAddress,
+    NaiveDatetime,
+    PastDatetime,
+    TypeAdapter,
+)
 
 from asyncengine.errors import GrammarError, GrammarUnsupported
 from asyncengine.grammar import Grammar
@@ -77,8 +88,48 @@ class Ids(BaseModel):
     host: IPvAnyAddress
 
 
-@pytest.mark.parametrize("name", Ids.model_fields)
-def test_formats_of_pydantic_s_own_types_are_what_pydantic_reads(name: str) -> None:
-    found, random = matcher(Grammar.json_schema(class_schema(Ids)["properties"][name], formats="strict")), Random(name)
+class Times(BaseModel):
+    """Dates and times of every kind."""
+
+    naive: NaiveDatetime
+    aware: AwareDatetime
+    either: datetime
+    clock: time
+    span: timedelta
+
+
+@pytest.mark.parametrize(("model", "name"), [(model, name) for model in (Ids, Times) for name in model.model_fields])
+def test_formats_of_pydantic_s_own_types_are_what_pydantic_reads(model: type[BaseModel], name: str) -> None:
+    schema = class_schema(model)["properties"][name]
+    found, random = matcher(Grammar.json_schema(schema, formats="strict")), Random(name)
     for _ in range(100):
-        TypeAdapter(get_type_hints(Ids, include_extras=True)[name]).validate_python(text_of_walk(found, random))
+        TypeAdapter(get_type_hints(model, include_extras=True)[name]).validate_python(text_of_walk(found, random))
+
+
+class Dated(Times):
+    """Further dates and times, some of which no format tells apart."""
+
+    past: PastDatetime
+    day: FutureDate
+    perhaps: datetime | None
+
+
+EAST = timezone(timedelta(hours=5, minutes=30))
+NAIVE, AWARE = datetime(2020, 2, 29, 9, 30, 1, 5), datetime(2020, 2, 29, 9, 30, tzinfo=EAST)
+
+
+@pytest.mark.parametrize(
+    ("one", "clock", "span"),
+    [
+        (NAIVE, time(9, 30), timedelta(seconds=-1.5)),
+        (AWARE, time(9, 30, 0, 7, EAST), timedelta(days=400, microseconds=3)),
+    ],
+)
+def test_what_pydantic_writes_of_dates_and_times_can_be_written(one: datetime, clock: time, span: timedelta) -> None:
+    found = Dated(
+        naive=NAIVE, aware=AWARE, either=one, clock=clock, span=span, past=one, day=date(2400, 1, 1), perhaps=one
+    )
+    assert accepts(Grammar.json_schema(Dated), found.model_dump_json())
+    wrong = found.model_dump_json().replace('"naive":"2020-02-29T09:30:01.000005"', f'"naive":"{AWARE.isoformat()}"')
+    assert wrong != found.model_dump_json()
+    assert not accepts(Grammar.json_schema(Dated), wrong)

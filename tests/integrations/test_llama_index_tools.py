@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import itertools
 import json
+from datetime import time
 from typing import Any
 
 import pytest
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole, ThinkingBlock, ToolCallBlock
 from llama_index.core.tools import FunctionTool
+from pydantic import BaseModel
 
 from asyncengine import Chunk, EngineHandle, Usage
 from asyncengine.errors import InvalidParameter
@@ -202,6 +204,18 @@ def test_how_a_tool_is_offered(llm: AsyncEngineLLM) -> None:
     assert list(openai_tool(ADD)["function"]) == ["name", "description", "parameters"]
     dotted = FunctionTool.from_defaults(add, name="math.add", description="Add two numbers.")
     assert llm.predict_and_call([dotted], SUM, tool_required=True).response == "42"
+
+
+class Visit(BaseModel):
+    """A visit."""
+
+    until: time
+
+
+def test_times_without_a_zone_have_none_for_the_engine_either() -> None:
+    made = openai_tool(FunctionTool.from_defaults(add, fn_schema=Visit))
+    declared = made["function"]["parameters"]["properties"]["until"]
+    assert declared == {"title": "Until", "type": "string", "anyOf": [{"format": "time"}, {"format": "time-local"}]}
 
 
 def test_a_call_that_cannot_be_read_is_told_of_and_not_run() -> None:

@@ -27,7 +27,6 @@ from asyncengine.grammar.schema.members import (
     Texts,
     at,
     bounds_of,
-    contradictory,
     count_of,
     hitting_sets,
     items_of,
@@ -172,14 +171,10 @@ class _Builder:
         elif several and (listed := texts.listed) is not None:
             if listed:
                 self.rules.add(name, [self._json({"type": "string", "enum": listed})])
-        elif apart:
+        elif apart or "Unable to determine" in texts.complaint:  # whether any text is left: in Lark it does not ask
             self.rules.add(name, [self.rules.terminal(texts.terminal([], [], []))])
-        else:
-            parts = [{"type": "string", **part} for part in texts.parts or [{}]]
-            schema = parts[0] if len(parts) == 1 else {"allOf": parts}
-            plain = not any("pattern" in part for part in parts) or [*map(len, parts)] == [2]
-            if plain or not contradictory(canonical_json(schema)):
-                self.rules.add(name, [self._json(schema)])
+        elif "Unsatisfiable" not in texts.complaint:
+            self.rules.add(name, [self._json(texts.schema)])
 
     # ---------------------------------------------------------------- arrays
 

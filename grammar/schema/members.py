@@ -13,6 +13,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
+from asyncengine.grammar.canonical import canonical_json
 from asyncengine.grammar.lark import regex
 from asyncengine.grammar.regexes import quoted, words
 from asyncengine.grammar.schema.formats import LIBRARY, MAX_HOSTNAME
@@ -150,6 +151,19 @@ class Texts:
                 parts.append(said)
         return cls(parts, without, next((entry.place for entry in term.entries), ""))
 
+    @property
+    def schema(self) -> dict[str, Any]:
+        """A JSON schema of all but what they must not be."""
+        parts = [{"type": "string", **part} for part in self.parts or [{}]]
+        return parts[0] if len(parts) == 1 else {"allOf": parts}
+
+    @cached_property
+    def complaint(self) -> str:
+        """The library's complaint about `schema`; empty where it takes it, as it does a pattern alone."""
+        patterns = ["pattern" in part for part in self.parts]
+        alone = not any(patterns) or (len(patterns) == 1 and len(self.parts[0]) == 1)
+        return "" if alone else _complaint(canonical_json(self.schema))
+
     @cached_property
     def bounds(self) -> tuple[int, int | None]:
         """Least and most characters."""
@@ -218,9 +232,8 @@ class Texts:
 
 
 @functools.lru_cache(4096)
-def contradictory(schema: str) -> bool:
-    """The library says that no string is valid under a schema of strings."""
-    return "Unsatisfiable" in LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
+def _complaint(schema: str) -> str:
+    return str(LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema)))
 
 
 def hitting_sets(choices: Iterable[Sequence[str | None]]) -> list[frozenset[str | None]]:

@@ -134,6 +134,10 @@ def patterns() -> Iterator[Case]:
     yield make("pattern", "with_length", both, ["abc", "abcde"], ["ab", "abcdef", "ABC"])
     unanchored = {"type": "string", "pattern": "[0-9]{2}", "maxLength": 6}
     yield make("pattern", "unanchored_with_length", unanchored, ["ab12cd", "12"], ["ab12cde", "a1b2"])
+    # the library cannot tell whether any text is left
+    domain = "^(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\\.)+[a-z0-9][a-z0-9-]{0,61}[a-z0-9]$"
+    host = {"type": "string", "pattern": domain, "minLength": 1, "maxLength": 253}
+    yield make("pattern", "domain_with_length", host, ["a.bc", "www.site.org"], ["site", "a.b.", 50 * "site." + "orgs"])
 
 
 def formats() -> Iterator[Case]:

@@ -109,6 +109,7 @@ class GrammarUnsupported(GrammarError):
 
     def __init__(self, field: str, features: Sequence[tuple[str, str]], detail: str = "") -> None:
         self.features = tuple(features)
+        self.detail = detail
         shown = ", ".join(f"{keyword!r} at {pointer or '/'}" for keyword, pointer in self.features[:8])
         more = f" and {len(self.features) - 8} more" if len(self.features) > 8 else ""
         found = f"cannot enforce {shown}{more}" if self.features else "cannot be enforced"

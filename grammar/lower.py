@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -86,9 +87,22 @@ def _embedded(schemas: list[Written], checkpoint: Checkpoint, text: str) -> str:
     schema = json.loads(text)
     own = schema.get("x-guidance") if isinstance(schema, dict) else None
     lenient = isinstance(own, dict) and own.get("lenient") is True
-    rules, start = _rules(_object(text, lenient), {}, lenient, checkpoint)
+    with named_tool(own.get("tool") if isinstance(own, dict) else None):
+        rules, start = _rules(_object(text, lenient), {}, lenient, checkpoint)
     schemas.append((rules, start))
     return "%lark {\n" + rules.lark(start) + "}"
+
+
+@contextlib.contextmanager
+def named_tool(name: str | None) -> Iterator[None]:
+    """Have a refusal of what cannot be enforced name the tool whose schema asks for it."""
+    try:
+        yield
+    except GrammarUnsupported as error:
+        if name is None:
+            raise
+        detail = f"{error.detail}, in tool {name!r}" if error.detail else f"in tool {name!r}"
+        raise GrammarUnsupported(error.field, error.features, detail) from error
 
 
 def fragment(grammar: Grammar) -> str:
@@ -112,8 +126,9 @@ def inline_json(
 ) -> str:
     """`%json {...}` for use inside Lark, with the options written into it. `schema`: a dict, or its JSON text.
 
-    `options` are further llguidance options (`whitespace_pattern`), or `key_order`. References (`#/$defs/...`) are
-    relative to this schema. A schema's own "x-guidance" wins over `whitespace`, never over `lenient`.
+    `options` are further llguidance options (`whitespace_pattern`), `key_order`, or `tool`, the name of the tool whose
+    arguments they are. References (`#/$defs/...`) are relative to this schema. A schema's own "x-guidance" wins over
+    `whitespace`, never over `lenient`.
     """
     node = dict(_object(schema if isinstance(schema, str) else canonical_json(schema), lenient, strict_formats))
     own = node.pop("x-guidance", None)

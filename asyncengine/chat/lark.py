@@ -21,7 +21,7 @@ from asyncengine.chat.members import member_rules
 from asyncengine.chat.tools import Tool
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.lark import literal
-from asyncengine.grammar.lower import fragment, inline_json
+from asyncengine.grammar.lower import fragment, inline_json, named_tool
 from asyncengine.grammar.schemas import moved
 
 ANY = "/(?s:.*)/"
@@ -216,6 +216,8 @@ class _Writer:
             self._lines.append(f"call_{i}: {head} body_{i}")
             self._lines.append(f"body_{i}: {sequence(f'arguments_{i}', lark(form.call_close))}")
             if form.members is not None:
-                self._lines += member_rules(f"arguments_{i}", tool, form.members, self._markers)
+                with named_tool(tool.name):
+                    self._lines += member_rules(f"arguments_{i}", tool, form.members, self._markers)
                 continue
-            self._lines.append(f"arguments_{i}: {inline_json(tool.schema, lenient=not tool.strict)}")
+            arguments = inline_json(tool.schema, lenient=not tool.strict, tool=tool.name)
+            self._lines.append(f"arguments_{i}: {arguments}")

@@ -5,14 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterable
+from datetime import time
 from typing import Any
 
 import pytest
 from langchain_core.messages import BaseMessage, HumanMessage, ToolMessage
+from langchain_core.tools import tool as as_langchain_tool
+from pydantic import BaseModel, NaiveDatetime
 
 from asyncengine import EngineHandle
 from asyncengine.errors import GrammarUnsupported, InvalidParameter
 from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
+from asyncengine.integrations.langchain.structured import response_format
+from asyncengine.integrations.langchain.tools import openai_tools
 
 from .conftest import added
 from .langchain_demo_tools import TOOLS, add, get_weather, multiply
@@ -93,9 +98,30 @@ def test_strict(chat: ChatAsyncEngine) -> None:
     """A schema that the library cannot enforce is refused, or left out; schemas are open only where asked."""
     odd = {"title": "odd", "type": "object", "properties": {"n": {"type": "integer", "not": {"multipleOf": 3}}}}
     for strict in (None, True):
-        with pytest.raises(GrammarUnsupported):
+        with pytest.raises(GrammarUnsupported, match="in tool 'odd'"):
             chat.bind_tools([odd], tool_choice="odd", strict=strict).invoke("odd")
     assert made(chat.bind_tools([odd], tool_choice="odd", strict=False).invoke("odd"))[0][0] == "odd"
+
+
+class Visit(BaseModel):
+    """A visit."""
+
+    at: NaiveDatetime
+
+
+def book(until: time, visits: list[Visit]) -> str:
+    """Book visits."""
+    return str([until, *visits])
+
+
+def test_times_without_a_zone_have_none_for_the_engine_either() -> None:
+    [tool] = openai_tools([as_langchain_tool(book)])
+    declared = tool["function"]["parameters"]["properties"]
+    assert declared["until"]["anyOf"] == [{"format": "time"}, {"format": "time-local"}]
+    assert "format" not in declared["until"]
+    assert declared["visits"]["items"]["properties"]["at"]["format"] == "date-time-local"
+    answer = response_format(Visit, None)["json_schema"]["schema"]
+    assert answer["properties"]["at"]["format"] == "date-time-local"
 
 
 def test_a_call_that_a_stop_string_cuts_is_invalid(chat: ChatAsyncEngine) -> None:

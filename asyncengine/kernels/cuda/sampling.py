@@ -58,7 +58,7 @@ def _gumbel(ids, low, high, position):
     outer = _mix(_mix(_mix(high ^ 0x7F4A7C15) ^ position) ^ low)
     bits = _mix(_mix(ids ^ inner) + outer)
     upper = bits >= 0x80000000
-    part = (tl.where(upper, ~bits, bits).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    part = (tl.where(upper, bits ^ 0xFFFFFFFF, bits).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     ratio = part / (2.0 - part)
     square = ratio * ratio
     series = 1.0 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9 + square * (

@@ -57,7 +57,7 @@ def parse_keep_alive(name: str, value: Any) -> float:
     """ "5m" -> 300.0; numbers are seconds, -1 is never (infinite). Raises `InvalidParameter`."""
     found = _TIME.fullmatch(value.strip()) if isinstance(value, str) else None
     number = float(found[1]) * _SECONDS[found[2]] if found else value
-    if number == -1 and not isinstance(number, bool):
+    if not isinstance(number, bool) and isinstance(number, numbers.Real) and number in (-1, math.inf):
         return math.inf
     try:
         return as_number(name, number, 0.0, MAX_SECONDS)
@@ -119,6 +119,12 @@ def _store_folder(name: str, value: Any) -> str | bool:
     return True if value is True or (isinstance(value, str) and value == "True") else _path(name, value, said)
 
 
+def _cache_bytes(name: str, value: Any) -> int:
+    if isinstance(value, numbers.Integral):  # as a copy of the settings is given it again
+        return as_integer(name, value, 0, MAX_BYTES)
+    return parse_bytes(name, value) or 0
+
+
 def _store_bytes(name: str, value: Any) -> int:
     nbytes = parse_bytes(name, value) or 0
     if nbytes < LEAST_STORE:
@@ -131,8 +137,8 @@ Memory = Annotated[int | str, parse_bytes]
 Projector = Annotated[str, partial(_path, what="the path of a GGUF file")]
 StoreFolder = Annotated[str | bool, _store_folder]
 StoreBytes = Annotated[int | str, _store_bytes]
-CacheMemory = Annotated[int | str, lambda name, value: parse_bytes(name, value) or 0]
-"""None keeps nothing."""
+CacheMemory = Annotated[int | str, _cache_bytes]
+"""None and 0 keep nothing."""
 Costs = Annotated[tuple[float, ...], _costs]
 Model = Annotated[str, partial(_path, what='a folder, a hub id or "demo/draft"')]
 Adapters = Annotated[tuple[tuple[str, str], ...] | Mapping[str, str], _adapters]
@@ -330,7 +336,7 @@ class AdapterSettings(Settings):
     """Largest rank of an adapter. Memory and time follow the largest rank that was loaded, not this limit."""
     adapter_memory: CacheMemory = "1GiB"
     """Bytes of adapters kept in host memory. Those that no request uses are dropped, least recently used first, and
-    read again when they are needed."""
+    read again when they are needed. None: none, and every adapter is refused."""
     adapter_workers: Threads = 2
     """Threads that read adapters."""
 

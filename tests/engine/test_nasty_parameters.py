@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from dataclasses import fields
 from decimal import Decimal
 from fractions import Fraction
@@ -22,8 +23,10 @@ from support.fake_engine import make_engine
 from support.worded_model import make_worded_model
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
+from asyncengine.checks import MAX_BYTES, MAX_COUNT, MAX_SECONDS, as_switch
 from asyncengine.errors import EngineError, InvalidParameter
 from asyncengine.options import ChatRequest, RequestOptions
+from asyncengine.serve.settings import ServerSettings
 
 
 class Mute:
@@ -202,13 +205,64 @@ def test_settings() -> None:
                 json.dumps(getattr(config, field.name))
 
 
+@pytest.mark.parametrize("settings", [EngineConfig, ServerSettings, SamplingParams])
+def test_a_copy_is_taken_as_it_is(settings: Any) -> None:
+    """Every check takes again the value that it made: engines copy their settings."""
+    for field in fields(settings):
+        for value in [*NASTY, "2GiB", "5m", "-1"]:
+            with suppress(InvalidParameter):
+                given = settings.from_dict({field.name: value})
+                try:
+                    assert given.replace() == given
+                except InvalidParameter as error:
+                    pytest.fail(f"{field.name}={shown(value)}: {error}")
+
+
+def limits() -> dict[str, dict[str, Any]]:
+    """{"none": {field: None} of those that take it and have another default, "least": {field: number}, "most": alike},
+    as the fields' own checks have it."""
+    numbers: set[Any] = {0, 5e-324, MAX_SECONDS, MAX_COUNT, MAX_BYTES, *(2**power for power in range(63))}
+    found: dict[str, dict[str, Any]] = {"none": {}, "least": {}, "most": {}}
+    for field in fields(EngineConfig):
+        check, optional = EngineConfig.checks().get(field.name, (as_switch, True))
+        bounds = (bound for bound in getattr(check, "keywords", {}).values() if isinstance(bound, int))
+        taken: list[Any] = [None] if optional else []
+        for value in (None, *numbers, *bounds):
+            with suppress(InvalidParameter):
+                check(field.name, value)
+                taken.append(value)
+        if None in taken and field.default is not None:
+            found["none"][field.name] = None
+        if numeric := [value for value in taken if value is not None]:
+            found["least"][field.name], found["most"][field.name] = min(numeric), max(numeric)
+    return found
+
+
+OTHER_PROCESSES = {"tensor_parallel", "pipeline_parallel"}
+"""tests/parallel has them."""
+ENDS_REQUESTS = {"waiting_timeout", "request_timeout", "inter_token_timeout", "step_hard_limit", "max_model_len"}
+"""Their least values leave no request the time, or the room, to answer."""
+NEED_MEMORY = {"page_size", "kv_cache_memory", "max_lora_rank", "max_loras", "max_model_len"}
+"""Extremes that a model or a machine may not have the room for."""
+
+
+@pytest.mark.parametrize("which", ["none", "least", "most"])
+async def test_every_documented_limit_loads(folder: Path, which: str) -> None:
+    """All settings at once that the machine has nothing to do with, so that a new one is among them."""
+    alone = OTHER_PROCESSES | NEED_MEMORY | (ENDS_REQUESTS if which == "least" else set())
+    settings = {name: value for name, value in limits()[which].items() if name not in alone}
+    assert {"speculation_memory", "grammar_cache_memory", "image_cache_memory", "adapter_memory"} <= {*settings}
+    async with await AsyncEngine.from_pretrained(folder, **{"kv_cache_memory": "8MiB", **settings}) as engine:
+        done = await engine.generate(PROMPT, SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
+        assert len(done.token_ids) == 3
+
+
 @pytest.mark.parametrize(
     "settings",
     [
-        {"max_num_seqs": 2**16}, {"page_size": 2**16}, {"max_num_batched_tokens": 2**24}, {"max_loras": 4096},
-        {"kv_cache_memory": 1}, {"kv_cache_memory": 2**63 - 1}, {"max_lora_rank": 2**16},
-        {"step_hard_limit": 1e9, "step_soft_limit": 1e-9}, {"adapter_memory": 1}, {"device": "cpu:99"},
-        {"device": "gpu"}, {"device": ""}, {"device": "\0"},
+        {"page_size": 1}, {"page_size": 2**16}, {"max_loras": 4096}, {"max_lora_rank": 2**16}, {"kv_cache_memory": 1},
+        {"kv_cache_memory": 2**63 - 1}, {"max_model_len": 2**31 - 1}, {"device": "cpu:99"}, {"device": "gpu"},
+        {"device": ""}, {"device": "\0"},
     ],
     ids=str,
 )  # fmt: skip

@@ -123,19 +123,24 @@ class TorchPagedBackend(AttentionBackend):
         self._plans: dict[_LayerGroup, _GroupPlan] = {}
         self._kv_slots: dict[bool, torch.Tensor] = {}
         """Positions in the pool, by whether a layer has a window."""
+        self._opened: dict[bool, torch.Tensor] = {}
+        """Pages that a layer clears before it writes, alike."""
 
     def plan(self, step: StepView) -> None:
         views = {False: step.for_others(), True: step.for_windows()}
         self._kv_slots = {windowed: view.kv_slots for windowed, view in views.items()}
-        self._clear_opened_pages(views)
+        self._opened = self._opened_pages(views)
         self._plans = {
             group: self._plan_group(group, spec, views[spec.windowed]) for group, spec in self._groups.items()
         }
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        windowed = self._layers[layer].windowed
+        slots, opened = self._kv_slots[windowed], self._opened.get(windowed)
         for pool, new in ((self._keys[layer], key), (self._values[layer], value)):
             heads, _, _, dim = pool.shape
-            slots = self._kv_slots[self._layers[layer].windowed]
+            if opened is not None:
+                pool.index_fill_(1, opened, 0)
             pool.view(heads, -1, dim).index_copy_(1, slots, new.transpose(0, 1))
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
@@ -163,8 +168,9 @@ class TorchPagedBackend(AttentionBackend):
 
     # -- planning (host) -----------------------------------------------------------------------------------------
 
-    def _clear_opened_pages(self, views: dict[bool, StepView]) -> None:
-        """Zero each page that this step begins but does not fill.
+    def _opened_pages(self, views: dict[bool, StepView]) -> dict[bool, torch.Tensor]:
+        """The pages that this step begins but does not fill, if any. Each layer clears its own when it writes: what
+        another process computes in shared memory (pipeline parallelism) may have been written by then.
 
         Attention reads whole pages and masks what is not written yet; a former owner's NaN there would survive the
         mask (0 * NaN) and one bad request would spoil another.
@@ -174,14 +180,12 @@ class TorchPagedBackend(AttentionBackend):
         last_pages = ends // self.page_size
         opened = (ends % self.page_size != 0) & (last_pages * self.page_size >= step.starts)
         rows = np.flatnonzero(opened)
-        if rows.size:
-            pages = {
-                windowed: self._to_device(view.page_tables[rows, last_pages[rows]].astype(np.int64))
-                for windowed, view in views.items()
-            }
-            for spec, keys, values in zip(self._layers, self._keys, self._values, strict=True):
-                keys.index_fill_(1, pages[spec.windowed], 0)
-                values.index_fill_(1, pages[spec.windowed], 0)
+        if not rows.size:
+            return {}
+        return {
+            windowed: self._to_device(view.page_tables[rows, last_pages[rows]].astype(np.int64))
+            for windowed, view in views.items()
+        }
 
     def _plan_group(self, group: _LayerGroup, spec: LayerSpec, step: StepView) -> _GroupPlan:
         ends = step.starts + step.counts

@@ -91,8 +91,14 @@ def _run(decoder: Decoder, page_size: int, start: int, count: int) -> None:
         segments = StateSegments(np.arange(2), first, last, first, slot)
         states = StateStep(StatePools(decoder.states, 2, decoder.dtype, decoder.device), segments)
     step = StepContext(positions, backend, states=states)
-    h = decoder.hidden_states(ids, step, torch.tensor([count - 1]), recorded=False)
-    decoder.logits(h, step)
+    rows = torch.tensor([count - 1])
+    if decoder.run.start:  # a later stage reads what the one before it has made
+        width, beside = decoder.carried
+        vectors = torch.zeros(count, *beside, dtype=decoder.dtype) if beside else None
+        decoder.run_layers(torch.zeros(count, width, dtype=decoder.dtype), vectors, step, rows, recorded=False)
+    else:
+        made = decoder.run_layers(*decoder.embedded(ids, step), step, rows, recorded=False)
+        decoder.logits(decoder.projected(made[-1:, : decoder.config.width], step, rows), step)
     if start:
         backend.warm_up()
 

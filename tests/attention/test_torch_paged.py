@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from support.device_modes import DEVICE, NoWaiting
+from support.rank_threads import gathers
 
 from asyncengine.attention import torch_paged
 from asyncengine.attention.base import LayerSpec, StepView, page_bytes
 from asyncengine.attention.torch_paged import TorchPagedBackend, _similar_lengths
+from asyncengine.device import shared_gather
 
 CPU = torch.device("cpu")
 BASE = LayerSpec(index=0, num_heads=4, num_kv_heads=2, key_dim=8, value_dim=8, scale=0.3)
@@ -198,3 +200,22 @@ def test_planning_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) 
     with NoWaiting(monkeypatch) as mode:
         backend.plan(StepView(starts, counts, np.array([0, 6, 11, 12], dtype=np.int64), tables, slots))
     assert mode.copies >= 8
+
+
+@pytest.mark.skipif(shared_gather.missing() is not None, reason=str(shared_gather.missing()))
+def test_a_stage_clears_no_page_of_another() -> None:
+    """Stages plan the same step on memory of all layers, a later one while an earlier one's keys are there."""
+    layers = [BASE, replace(BASE, index=1)]
+    first, second = (
+        TorchPagedBackend(layers, 8, 4, torch.float32, CPU, shared=each.pools(2**16, each=False)) for each in gathers(2)
+    )
+    starts, counts, bounds = (np.array(each) for each in ([0], [3], [0, 3]))
+    step = StepView(starts, counts, bounds, np.array([[1]], dtype=np.int32), torch.tensor([4, 5, 6]))
+    query, key, value = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    first.plan(step)
+    first.write(0, key, value)
+    expected = first.attend(0, query)
+    second.plan(step)
+    second.write(1, key, value)
+    assert torch.equal(first.attend(0, query), expected)
+    assert torch.equal(second.attend(1, query), expected)

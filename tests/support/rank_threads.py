@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 import torch
 
+from asyncengine.device.child import Child
 from asyncengine.device.shared_gather import SharedGather, make_memory
+from asyncengine.runner.rank_worker import _serve
+from asyncengine.runner.ranks import _Rank
 
 Made = TypeVar("Made")
 
@@ -37,3 +44,37 @@ def in_ranks(size: int, work: Callable[[Any], Made], ranks: list[SharedGather] |
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(run, ranks))
+
+
+class _Thread:
+    """A rank in a thread of this process, with as much of `subprocess.Popen` as `runner.ranks` uses."""
+
+    pid = 0
+
+    def __init__(self, orders: socket.socket, memory: int, rank: int, size: int) -> None:
+        self._orders, self._gather = orders, SharedGather(memory, rank, size)
+        self._thread = threading.Thread(target=self._serve, name=f"rank {rank}")
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with torch.inference_mode(), contextlib.suppress(EOFError):
+            try:
+                _serve(Connection(os.dup(self._orders.fileno())), self._gather)
+            except BaseException as error:
+                if not isinstance(error, EOFError):
+                    self._gather.break_off(repr(error))
+                raise
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._orders.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._orders.close()
+
+
+def start_as_thread(memory: int, rank: int, size: int, backend: str) -> _Rank:
+    """The same as `runner.ranks._start`, without the seconds in which a process imports what is needed."""
+    orders, its_orders = socket.socketpair()
+    life, _ = pair = socket.socketpair()
+    program: Any = _Thread(its_orders, memory, rank, size)
+    program.life = pair  # its own end stays open
+    return _Rank(rank, Child(program, life), Connection(orders.detach()))

@@ -246,6 +246,10 @@ class BatchingSettings(Settings):
     """Most tokens computed in one step (prompt chunks and decodes together)."""
     long_prefill_token_threshold: Positive | None = None
     """A prompt takes at most this many tokens of a step that others share; None: no such cap."""
+    step_time_target: Seconds | None = 0.05
+    """Seconds that a step aims at which computes a prompt while other requests generate: it takes as many of the
+    prompt's tokens as fit, by the speed of the last steps. Up to four prompts at once have this time each, and prompts
+    always have half of the time. None: as many as `max_num_batched_tokens` allows, as while nobody generates."""
     max_model_len: Annotated[int, integer_in(2)] | None = None
     """Prompt plus output, tokens; None takes the model's, cut to what the KV cache holds. Models with "longrope" or
     "dynamic" positions use the frequencies for this length throughout (docs/contract.md, 5)."""

@@ -26,7 +26,7 @@ class Results:
     def apply(self, flown: InFlight, result: StepResult, now: float) -> None:
         """The step `flown` has retired with `result`. The only place where results become facts."""
         roster = self._roster
-        batch, requests, epochs = flown
+        batch, requests, epochs = flown[:3]
         if result.step != batch.step:
             raise InvariantViolation(f"result of step {result.step}, but step {batch.step} is the oldest in flight")
         roster.kv.retire(batch.step)

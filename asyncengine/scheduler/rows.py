@@ -16,6 +16,10 @@ class InFlight(NamedTuple):
     batch: Batch
     requests: list[Request]
     epochs: list[int]
+    at: float
+    """Clock reading as of which it was scheduled."""
+    num_prompt: int
+    """Tokens that it computes beyond one of each request and its drafts: of prompts, all but the last ones."""
 
 
 class Plan:
@@ -61,6 +65,12 @@ class Plan:
         if more > 0 and request.table is not None and kv.grow(request.table, request.num_launched + count + more):
             self.drop(request)
             self.add(request, count + more)
+
+
+def is_stream(request: Request) -> bool:
+    """Whether this request is past its prompt, and more tokens will come after those in flight."""
+    total = len(request.tokens) + request.num_pending
+    return total - request.num_launched <= 1 and total < request.spec.max_total
 
 
 def may_overlap(request: Request) -> bool:

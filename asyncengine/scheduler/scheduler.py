@@ -46,11 +46,12 @@ from asyncengine.scheduler.messages import (
     WithdrawUpdate,
 )
 from asyncengine.scheduler.output import Output
+from asyncengine.scheduler.pace import Pace
 from asyncengine.scheduler.request import Request, RequestState
 from asyncengine.scheduler.restores import Restores
 from asyncengine.scheduler.results import Results
 from asyncengine.scheduler.roster import Roster
-from asyncengine.scheduler.rows import InFlight, Plan, may_overlap, next_row
+from asyncengine.scheduler.rows import InFlight, Plan, is_stream, may_overlap, next_row
 from asyncengine.scheduler.slots import Slots
 from asyncengine.scheduler.states import with_states
 from asyncengine.speculation import DraftPlanner
@@ -91,6 +92,8 @@ class Scheduler:
         self._results = Results(roster)
         self._in_flight: deque[InFlight] = deque()
         self._charge = self._policy.charge if overrides(self._policy, "charge") else None
+        self._pace = Pace(config.step_time_target)
+        self._committed_at = 0.0
         self._drafting = Drafting(roster, bool(config.speculation_with_adapters))
         self.encoding = EncodedImages(int(config.image_cache_memory), self.running)
 
@@ -164,8 +167,8 @@ class Scheduler:
             if not lone.spec.images:  # which may not be there, or may not be cut
                 plan.widen(lone, self.kv)
         if rows:
-            self._drafting.add(rows, plan.left)
-            return self._launch(rows)
+            self._drafting.add(rows, plan.total)
+            return self._launch(rows, now)
         if self.waiting and not (self.running or self._in_flight or self.restores):
             if self.roster.drop_pins(CROWDED):
                 return self.schedule(now)
@@ -197,6 +200,9 @@ class Scheduler:
                 continue
             rows[request.spec.ticket] = next_row(request, 1)  # as `plan.add`, for nearly all rows there are
             plan.left -= 1
+        if rows or any(map(is_stream, self.running.values())):
+            wanting = len(prompts) + min(len(self.waiting), self.roster.slots.num_free)
+            plan.left = self._pace.most(plan.left, len(rows), wanting)
         first = None
         if self._admission.preempts:  # else they are in order of admission
             prompts.sort(key=self._admission.rank)
@@ -268,16 +274,18 @@ class Scheduler:
             if count:  # else its picture is encoded in a later step
                 plan.add(request, count)
 
-    def _launch(self, rows: dict[int, Row]) -> Batch:
+    def _launch(self, rows: dict[int, Row], now: float) -> Batch:
         """Make the plan a fact: from here on results for it will come."""
         self.last_step += 1
         requests = [self.running[ticket] for ticket in rows]
         charge = self._charge
         planned = tuple(rows.values())
         step = self.last_step
+        total = 0
         for request, row in zip(requests, planned, strict=True):
             drafts = len(row.drafts)
             count = row.num_scheduled - drafts
+            total += count
             request.drafts_launched = drafts
             request.num_launched = row.start + count
             request.last_step = step
@@ -289,7 +297,8 @@ class Scheduler:
             planned = with_states(planned, requests, self.kv, self.last_step)
         encode = self.encoding.take() if self.encoding.used else None
         batch = Batch(self.last_step, planned, self.roster.slots.take_swaps(), encode)
-        self._in_flight.append(InFlight(batch, requests, [request.epoch for request in requests]))
+        epochs = [request.epoch for request in requests]
+        self._in_flight.append(InFlight(batch, requests, epochs, now, total - len(requests)))
         return batch
 
     # ---------------------------------------------------------------- commit
@@ -300,6 +309,11 @@ class Scheduler:
         for index in result.errors:
             self.encoding.forget(launched.requests[index])
         self._results.apply(launched, result, now)
+        # a row's next step waits for all stages of this one, but not for a whole step that was launched before it
+        since = launched.at if self.config.pipeline_parallel > 1 else max(launched.at, self._committed_at)
+        self._committed_at = now
+        if not (launched.batch.encode or launched.batch.swaps):
+            self._pace.learn(launched.num_prompt, now - since)
 
     def take_outputs(self) -> list[Output]:
         """News since the last call, in order."""

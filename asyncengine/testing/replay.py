@@ -87,7 +87,8 @@ class Recording:
     def load(cls, path: str | Path) -> Recording:
         head, *lines = Path(path).read_text(encoding="utf-8").splitlines()
         fields = json.loads(head)
-        recording = cls(EngineConfig(**fields["config"]), fields["num_pages"])
+        config = {"step_time_target": None, **fields["config"]}  # 0.2 had none
+        recording = cls(EngineConfig(**config), fields["num_pages"])
         recording.num_states = fields.get("num_states", 0)  # 0.1 had none
         recording.windows = tuple((window, chunk) for window, chunk in fields.get("windows", ()))
         recording.num_window_pages = fields.get("num_window_pages", 0)

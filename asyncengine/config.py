@@ -169,6 +169,9 @@ class ModelSettings(Settings):
     depend on it, to the bit."""
     quantization: Literal["int8", "int4"] | None = None
     """Keep weights in 8 or 4 bits: faster and smaller, less accurate. None: in the model's type."""
+    activations: Literal["auto", "exact"] = "auto"
+    """Inputs of products with quantized weights on a CPU. "exact": as they are, and prompts are several times slower;
+    "auto": rounded to 8 bits, unless the weights are stored quantized and dtype is "float32"."""
     task: Literal["auto", "generate", "embed", "rerank", "classify"] = "auto"
     """The model's use; "auto": as its files say. "rerank" makes a reranker of a text generator that says "yes" and "no"
     (Qwen3-Reranker)."""

@@ -31,15 +31,15 @@ HEAD_BITS = 8
 """Bits of a quantized output layer, with either setting: it is one matrix, and its errors go straight into the
 answer."""
 
-
 def rounded_weight(
     outputs: int, inputs: int, bits: int, dtype: torch.dtype, device: torch.device, bounds: Sequence[int] = (),
-    release: Release = keep_all, empty: Empty = ordinary,
+    release: Release = keep_all, empty: Empty = ordinary, exact: bool = False,
 ) -> WeightForm:  # fmt: skip
-    """Memory for a weight that the engine itself rounds to `bits`. `bounds` as in `LayerOptions.weight`."""
+    """Memory for a weight that the engine itself rounds to `bits`. `bounds` as in `LayerOptions.weight`; `exact`: on a
+    CPU x is not rounded."""
     if on_gpu(device):
         return RoundedWeight(outputs, inputs, bits, device, release)
-    return QuantizedWeight(outputs, inputs, bits, dtype, bounds, release, empty)
+    return QuantizedWeight(outputs, inputs, bits, dtype, bounds, release, empty, exact)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +51,9 @@ class LayerOptions:
     kernels: LayerKernels
     bits: int | None = None
     """Bits of the weights of linear layers: 8 or 4; None: those of `dtype`."""
+    exact: bool = False
+    """Whether inputs of products with quantized weights stay as they are on a CPU. Those of weights that are stored so
+    always do in float32: whoever asks for it asks for the file's own numbers."""
     release: Callable[[torch.Tensor], object] = keep_all
     """Told of each part of a mapped file that has been read and is not needed again."""
     memory: Arena = field(default_factory=Arena)
@@ -128,14 +131,15 @@ class LayerOptions:
         return bool(known) and not missing and all(panel_form(each) is not None for each in known)
 
     def _stored(self, paths: Sequence[str], outputs: int, inputs: int, bounds: Sequence[int] = ()) -> WeightForm | None:
+        exact = self.exact or self.dtype == torch.float32
         return stored_weight(
-            paths, self.forms, outputs, inputs, bounds, self.dtype, self.device, self._plain, self.memory.empty
+            paths, self.forms, outputs, inputs, bounds, self.dtype, self.device, self._plain, self.memory.empty, exact
         )
 
     def _plain(self, outputs: int, inputs: int, bounds: Sequence[int] = ()) -> WeightForm:
         if self.bits is not None:
             return rounded_weight(
-                outputs, inputs, self.bits, self.dtype, self.device, bounds, self.release, self.memory.empty
+                outputs, inputs, self.bits, self.dtype, self.device, bounds, self.release, self.memory.empty, self.exact
             )
         if self._packs(inputs):
             return PackedWeight(outputs, inputs, self.dtype, self.release, self.memory.empty)

@@ -114,16 +114,17 @@ class GroupedWeight(TakesStored, PanelWeight):
     """A weight as it is stored: the same numbers and scales, in another order."""
 
     def __init__(
-        self, outputs: int, inputs: int, stored: StoredForm, dtype: torch.dtype, empty: Empty = ordinary
-    ) -> None:
+        self, outputs: int, inputs: int, stored: StoredForm, dtype: torch.dtype, empty: Empty = ordinary,
+        exact: bool = False,
+    ) -> None:  # fmt: skip
         """Raises `ValueError` for a form that there is no kernel for (`panel_form`)."""
         from asyncengine.kernels.cpu.panel_form import PANEL
 
         form = panel_form(stored.numbers)
         if form is None:
             raise ValueError(f"there is no kernel for {stored.numbers}")
-        super().__init__(outputs, inputs, form, True, stored.ordered, dtype, empty)
-        self.name = stored.name
+        super().__init__(outputs, inputs, form, True, stored.ordered, dtype, empty, exact)
+        self.name = self._named(stored.name)
         self._stored, self._numbers = stored, stored.numbers
         self.rows_at_once = max(_AT_ONCE // inputs // PANEL, 1) * PANEL
 
@@ -255,13 +256,14 @@ class ChunkedWeight(TakesStored):
 
 def stored_weight(
     paths: Sequence[str], forms: Mapping[str, StoredForm], outputs: int, inputs: int, bounds: Sequence[int],
-    dtype: torch.dtype, device: torch.device, other: Any, empty: Empty = ordinary,
+    dtype: torch.dtype, device: torch.device, other: Any, empty: Empty = ordinary, exact: bool = False,
 ) -> WeightForm | None:  # fmt: skip
     """The weight [outputs, inputs] of matrices stored as `forms` has it by path; None: none of them is there, or there
     is no kernel for one, or for any here (`stored_missing`).
 
     `bounds`: rows at which one matrix ends and the next begins. Neighbours of one form are one matrix, unless each has
     an order of its own, or fills no panels. `other(outputs, inputs)`: the weight of one that is stored plainly.
+    `exact`: as of a `PanelWeight`.
     """
     stored = [forms.get(path) for path in paths]
     known = [each for each in stored if each is not None]
@@ -287,7 +289,7 @@ def stored_weight(
             return other(count, inputs)
         if in_chunks:
             return ChunkedWeight(count, inputs, form, device)
-        return GroupedWeight(count, inputs, form, dtype, empty)
+        return GroupedWeight(count, inputs, form, dtype, empty, exact)
 
     made = [make(form, count) for form, count in spans]
     return made[0] if len(made) == 1 else SideBySide(made)

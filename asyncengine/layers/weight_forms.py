@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -200,7 +201,8 @@ class PackedWeight(WeightForm):
 
 
 class PanelWeight(WeightForm):
-    """Quantized, in panels of sixteen outputs (`kernels.cpu.gemm_quantized`); x is rounded to 8 bits as it comes.
+    """Quantized, in panels of sixteen outputs (`kernels.cpu.gemm_quantized`); x is rounded to 8 bits as it comes, or
+    `exact`: multiplied in float32.
 
     A row's result depends neither on the rows beside it nor on the number of threads.
     """
@@ -209,19 +211,24 @@ class PanelWeight(WeightForm):
 
     def __init__(
         self, outputs: int, inputs: int, form: Any, row_scales: bool, ordered: bool, dtype: torch.dtype,
-        empty: Empty = ordinary,
+        empty: Empty = ordinary, exact: bool = False,
     ) -> None:  # fmt: skip
         """`form`: a `kernels.cpu.panel_form.PanelForm`. `ordered`: inputs may lie in another order than those of x."""
         from asyncengine.kernels.cpu import gemm_quantized as products
         from asyncengine.kernels.cpu import quantized_panels as packing
 
         self.outputs, self.inputs, self.bias_dtype = outputs, inputs, torch.float32
-        self._form, self._products, self._packing, self._dtype = form, products, packing, dtype
+        self._form = form = replace(form, exact=exact)
+        self._products, self._packing, self._dtype = products, packing, dtype
         self.panels = packing.empty_panels(form, outputs, inputs, empty)
         self.row_scales = torch.ones(outputs, dtype=torch.float32) if row_scales else None
         self.order = torch.arange(inputs) if ordered else None
         self._matrix = products.QuantizedMatrix(form, self.panels, self.row_scales, inputs, outputs, self.order)
         self._fields = self._matrix.fields()
+
+    def _named(self, name: str) -> str:
+        """The name with how x is multiplied, where that is not as usual: prefixes of the one are none of the other."""
+        return f"{name} (exact)" if self._form.exact else name
 
     @property
     def nbytes(self) -> int:
@@ -254,14 +261,14 @@ class QuantizedWeight(PanelWeight):
 
     def __init__(
         self, outputs: int, inputs: int, bits: int, dtype: torch.dtype, bounds: Sequence[int] = (),
-        release: Release = keep_all, empty: Empty = ordinary,
+        release: Release = keep_all, empty: Empty = ordinary, exact: bool = False,
     ) -> None:  # fmt: skip
         """`bounds`: rows at which one checkpoint matrix ends and the next begins."""
         from asyncengine.kernels.cpu import quantize as quantizing
         from asyncengine.kernels.cpu.panel_form import PANEL, int_form
 
-        super().__init__(outputs, inputs, int_form(bits), bits == 8, False, dtype, empty)
-        self.name, self.bits = f"int{bits}", bits
+        super().__init__(outputs, inputs, int_form(bits), bits == 8, False, dtype, empty, exact)
+        self.name, self.bits = self._named(f"int{bits}"), bits
         self._quantizing = quantizing
         self._release = release
         self._panel = PANEL

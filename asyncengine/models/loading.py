@@ -240,7 +240,8 @@ def _layer_options(
     check_memory(sum(weights.elements.values()) // parts, plan, weights.kept_bytes // parts)
     kernels = layer_kernels(config.attention_backend, plan.dtype, plan.device)
     release, forms = plan.checkpoint.release, weights.forms
-    return LayerOptions(plan.dtype, plan.device, kernels, plan.bits, release, forms=forms, ranks=ranks)
+    exact = config.activations == "exact"
+    return LayerOptions(plan.dtype, plan.device, kernels, plan.bits, exact, release, forms=forms, ranks=ranks)
 
 
 def _fill(
@@ -273,7 +274,7 @@ def _load_module(plan: ModelPlan, config: EngineConfig, bar: LoadProgress) -> tu
         check_module(plan.hf_config.model_type, module)
         bar.stage("checking attention")
         probed = probe(module, plan.device)
-    done = [] if plan.bits is None else quantize_module(module, plan.bits)
+    done = [] if plan.bits is None else quantize_module(module, plan.bits, config.activations == "exact")
     own_weights(module, MappedFiles(plan.checkpoint.files))
     freeze_rotary(module, plan.max_model_len, plan.device)
     return TransformersModel(module, probed), ["transformers x 1", *done], resident_bytes(module)

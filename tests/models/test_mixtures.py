@@ -76,7 +76,7 @@ def test_experts_of_a_gguf_file(tmp_path: Path) -> None:
         tmp_path / "m.gguf", reference.config, weights, lambda name, _: "Q8_0" if "exps" in name else "F32"
     )  # fmt: skip
     model = load(tmp_path / "m.gguf")
-    assert "Q8_0 experts x 3" in model.describe()
+    assert "Q8_0 (exact) experts x 3" in model.describe()
     assert all(layer.mixtures()[0].experts.compiled for layer in model.layers)
     reference.load_state_dict(stored, strict=False)
     assert row_error(model, reference) < 0.03
@@ -95,7 +95,7 @@ def test_gpt_oss_experts_in_mxfp4(checkpoint: Checkpoint, tmp_path: Path) -> Non
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
     (folder / "config.json").write_text(json.dumps(config))
     model = load(folder, dtype="float32")
-    assert "mxfp4 experts x 3" in model.describe()
+    assert "mxfp4 (exact) experts x 3" in model.describe()
     assert all(layer.mixtures()[0].experts.compiled for layer in model.layers)
     reference.load_state_dict(dense, strict=False)
     assert row_error(model, reference) < 0.03

@@ -102,9 +102,9 @@ class FloatMatrix(RandomMatrix):
         return torch.from_numpy(floats).view(torch.float8_e4m3fn).float() * torch.from_numpy(wide)
 
 
-def rounded(x: torch.Tensor) -> torch.Tensor:
-    """float64: x in groups of 64, each number the nearest of 255 steps, as quantized products round it."""
-    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % 64)).unflatten(-1, (-1, 64))
+def rounded(x: torch.Tensor, shared: int) -> torch.Tensor:
+    """float64: x in groups of `shared`, each number the nearest of 255 steps, as quantized products round it."""
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % shared)).unflatten(-1, (-1, shared))
     scale = padded.abs().amax(-1, keepdim=True) / 127
     steps = (padded * torch.where(scale > 0, 1 / scale, 0)).round()
     return (steps.double() * scale.double()).flatten(-2)[..., : x.shape[-1]]

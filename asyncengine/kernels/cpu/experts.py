@@ -15,26 +15,29 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncengine.kernels.cpu import gemm_quantized
 from asyncengine.kernels.cpu.activation import UNGATED, activate, gate, gate_clamped, gate_code
 from asyncengine.kernels.cpu.calls import call, parallel_for
 from asyncengine.kernels.cpu.gemm_quantized import (
     BYTES,
     CHUNK_INPUTS,
     CHUNKS,
+    EXACT,
     INPUTS,
     ORDER,
     OUTPUTS,
     PANELS_AT,
     ROW_SCALES,
+    SHARED,
+    SPARED,
     SUM_FORM,
     SUMMED,
+    QuantizedMatrix,
     round_part,
 )
 from asyncengine.kernels.cpu.jit import allocates, array, inline, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.linears import BIAS, CODE, MATRIX, PRODUCT_FIELDS, LinearWeights, forms_of
 from asyncengine.kernels.cpu.packed import WIDTH, multiply_part
-from asyncengine.kernels.cpu.panel_form import GROUP, PANEL
+from asyncengine.kernels.cpu.panel_form import PANEL
 from asyncengine.kernels.cpu.quantized_tiles import PANELS
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
@@ -86,9 +89,8 @@ class ExpertsKernel:
     def scratch_bytes(self, pairs: int, size: int) -> int:
         """Memory that a call takes for so many (row, expert) pairs, for numbers of `size` bytes."""
         numbers = pairs * ((2 * self._width + self._both + self._inner) * size + 16)
-        rounded = gemm_quantized.scratch_bytes(pairs, max(self._width, self._inner))
-        if self._forms[0] is None:
-            rounded = 0
+        quantized = [part.weights for part in self.parts if isinstance(part.weights, QuantizedMatrix)]
+        rounded = max((matrix.scratch_bytes(pairs) for matrix in quantized), default=0)
         return numbers + rounded + self.form.experts * 16 + (_PARTS + 2) * _LINE
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -280,9 +282,10 @@ def _packed_part(
 
 @inline
 def _rounded_row(matrix: NDArray[np.int64]) -> int:
-    """Bytes of a rounded row: its numbers, scales and sums, as `gemm_quantized` has them."""
-    groups = matrix[CHUNKS] * matrix[CHUNK_INPUTS] // GROUP
-    size: int = groups * (GROUP + 4 + 4 * (GROUP // matrix[SUMMED]))
+    """Bytes of a rounded row: its numbers, scales and sums, as `PanelForm.row_bytes` has them."""
+    width = matrix[CHUNKS] * matrix[CHUNK_INPUTS]
+    numbers = width * 4 if matrix[SUM_FORM] == EXACT else width + width // matrix[SHARED] * 4
+    size: int = numbers + width // matrix[SUMMED] * 4 + SPARED
     return size
 
 
@@ -295,15 +298,15 @@ def _round_rows_part(
     first, last = used * piece // pieces, used * (piece + 1) // pieces
     having = array(pointer(active, np.int64(0)), (last,))
     matrix = array(pointer(linear, np.int64(0)), (PRODUCT_FIELDS,))[MATRIX:]
-    inputs, groups = matrix[INPUTS], matrix[CHUNKS] * matrix[CHUNK_INPUTS] // GROUP
+    inputs, groups = matrix[INPUTS], matrix[CHUNKS] * matrix[CHUNK_INPUTS] // matrix[SHARED]
     for place in range(first, last):
         expert = having[place]
         firsts = array(pointer(begins, np.int64(0)), (expert + 2,))
         begin, rows = firsts[expert], firsts[expert + 1] - firsts[expert]
         source, target = x + begin * inputs * size, rounded + begin * _rounded_row(matrix)
         arguments = (
-            0, 1, worker, source, matrix[ORDER], target, rows, inputs, groups, matrix[SUMMED], matrix[SUM_FORM], kind,
-            size,
+            0, 1, worker, source, matrix[ORDER], target, rows, inputs, groups, matrix[SHARED], matrix[SUMMED],
+            matrix[SUM_FORM], kind, size,
         )  # fmt: skip
         call(round_part, arguments)
 

@@ -1,11 +1,15 @@
-"""x W^T with quantized weights and x rounded to 8 bits as it comes: integer products, scaled in float32.
+"""x W^T with quantized weights. x is rounded to 8 bits as it comes: integer products, scaled in float32.
 
 Weights are whole numbers, sixteen outputs side by side, four inputs of each together, which is what the CPU's
 instruction for such products takes (AVX512-VNNI; elsewhere those of AVX2, or plain arithmetic, do the same). They are
 stored without sign, above an offset or as they are; what offset, zero or minimum add is a multiple of the sum of x,
-which is made when x is rounded: in groups of 64 numbers of one row, each with a scale of its own, so that one large
-value costs its group alone. Sums of integers are exact (64 products of 255 and 127 at most: 2^21), and those of the
-groups are made in one order: a row's result depends neither on the rows beside it nor on the number of threads.
+which is made when x is rounded: in groups of 32 or 64 numbers of one row, each with a scale of its own, so that one
+large value costs its group alone; where it is 32, the largest of a row is not rounded at all, but multiplied in float32
+(`PanelForm.spares`). Sums of integers are exact (64 products of 255 and 127 at most: 2^21), and those of the groups are
+made in one order: a row's result depends neither on the rows beside it nor on the number of threads.
+
+Of a form that is `exact`, x stays as it comes, and products are made in float32, of numbers that are widened for a few
+rows at once: a few rows wait for memory as long as before, prompts take several times as long.
 
 Where weights lie: `panel_form`. For each form that a model has, the part that multiplies is compiled by itself, and
 called by its address: whoever calls it is the same for all forms.
@@ -41,6 +45,7 @@ from asyncengine.kernels.cpu.quantized_tiles import (
     MOST,
     PANELS,
     SPREAD,
+    FloatWriter,
     StreamWriter,
     WideWriter,
     make_spreader,
@@ -60,13 +65,16 @@ _ROUNDER, _ROUNDER_BITS = np.float32(1.5 * 2**23), np.int32(0x4B400000)
 """Adding it leaves a float32 without fraction, rounded to nearest even: a small number plus these bits."""
 _WIDTH, _TILE = PANELS * PANEL, (ROWS if UNIT else MOST) * PANELS * PANEL
 """Outputs of the widest tile, and numbers of the largest."""
-_SMALLEST = 16
-"""Numbers of x whose sum may be wanted."""
 # What is known of a quantized matrix: int64 by place. Addresses (0: there is none), and sizes.
-PANELS_AT, ROW_SCALES, ORDER, INPUTS, OUTPUTS, CHUNKS, CHUNK_INPUTS, BYTES, SUMMED, SUM_FORM = range(10)
-MATRIX_FIELDS = 10
-_PLAIN, _SCALED = 0, -1
-"""SUM_FORM: sums of x are wanted as float32, whole or times the scale of x; above 0: as int32, times minus this."""
+PANELS_AT, ROW_SCALES, ORDER, INPUTS, OUTPUTS, CHUNKS, CHUNK_INPUTS, BYTES, SHARED, SUMMED, SUM_FORM = range(11)
+MATRIX_FIELDS = 11
+SPARED = 8
+"""Bytes of a row of x for the number that is not rounded: its place among the weights' inputs, and itself."""
+_SIZE = np.int32(2**31 - 1)
+"""Bits of a float32 without its sign, which order like its size."""
+_PLAIN, _SCALED, EXACT = 0, -1, -2
+"""SUM_FORM: sums of x are wanted as float32, whole or times the scale of x; of x as it comes; above 0: as int32, times
+minus this."""
 
 
 class QuantizedMatrix(NamedTuple):
@@ -85,15 +93,13 @@ class QuantizedMatrix(NamedTuple):
         """PANELS_AT .. SUM_FORM. Addresses keep nothing where it is."""
         form, chunks = self.form, self.form.chunks(self.inputs)
         addresses = [0 if part is None else part.data_ptr() for part in (self.panels, self.row_scales, self.order)]
-        sums = form.offset or (_SCALED if form.below == "minima" else _PLAIN)
-        sizes = [self.inputs, self.outputs, chunks, form.chunk, self.panels.nbytes, form.summed, sums]
+        sums = EXACT if form.exact else form.offset or (_SCALED if form.below == "minima" else _PLAIN)
+        sizes = [self.inputs, self.outputs, chunks, form.chunk, self.panels.nbytes, form.shared, form.summed, sums]
         return np.array([*addresses, *sizes], dtype=np.int64)
 
-
-def scratch_bytes(rows: int, inputs: int) -> int:
-    """Bytes that a product needs beside its arguments, whatever its form."""
-    groups = -(-inputs // GROUP) + 3  # a chunk may be of four groups
-    return rows * groups * (GROUP + 4 + 4 * GROUP // _SMALLEST)
+    def scratch_bytes(self, rows: int) -> int:
+        """Bytes that a product of so many rows needs beside its arguments."""
+        return rows * (self.form.chunks(self.inputs) * sum(self.form.row_bytes) + SPARED)
 
 
 def gemm(
@@ -110,7 +116,7 @@ def gemm(
     if inputs != matrix.inputs:
         raise ValueError(f"x is of {inputs}, the weight of {matrix.inputs}")
     rows = x.numel() // inputs
-    scratch = torch.empty(scratch_bytes(rows, inputs), dtype=torch.uint8)
+    scratch = torch.empty(matrix.scratch_bytes(rows), dtype=torch.uint8)
     known = matrix.fields() if fields is None else fields
     stride = out.stride(-2) if out.dim() > 1 else matrix.outputs
     _multiply(
@@ -126,7 +132,7 @@ def code_for(form: PanelForm, dtype: torch.dtype) -> int:
     kind = "uint16" if dtype == torch.bfloat16 else "float32"
     report = called_apart.get()
     if report is not None:
-        words = (form.bits, form.group, form.below, form.block, form.scale, kind, *form.table)
+        words = (form.bits, form.group, form.below, form.block, form.scale, int(form.exact), kind, *form.table)
         report(f"{__name__}:compile_code:form {' '.join(map(str, words))}", False)
         return 0
     address: int = _code_for(form, kind, NARROW).address
@@ -135,8 +141,9 @@ def code_for(form: PanelForm, dtype: torch.dtype) -> int:
 
 def compile_code(words: str) -> None:
     """Compile, and keep, what `code_for` names so."""
-    _, bits, group, below, block, scale, kind, *table = words.split()
-    _code_for(PanelForm(int(bits), int(group), below, int(block), scale, tuple(map(int, table))), kind, NARROW)
+    _, bits, group, below, block, scale, exact, kind, *table = words.split()
+    form = PanelForm(int(bits), int(group), below, int(block), scale, tuple(map(int, table)), exact == "1")
+    _code_for(form, kind, NARROW)
 
 
 @functools.cache
@@ -162,12 +169,12 @@ def multiply_rounded(
     """`gemm` by address. `code` is what `code_for` says, `stride` numbers from one row of `out` to the next, `size` the
     bytes of a number of x."""
     inputs, outputs, chunks = matrix[INPUTS], matrix[OUTPUTS], matrix[CHUNKS]
-    groups = chunks * matrix[CHUNK_INPUTS] // GROUP
+    groups = chunks * matrix[CHUNK_INPUTS] // matrix[SHARED]
     parallel_for(
         round_part,
         team,
         pieces_of(rows * inputs * _ROUNDING, rows, team),
-        (x, matrix[ORDER], scratch, rows, inputs, groups, matrix[SUMMED], matrix[SUM_FORM], kind, size),
+        (x, matrix[ORDER], scratch, rows, inputs, groups, matrix[SHARED], matrix[SUMMED], matrix[SUM_FORM], kind, size),
     )
     pairs = -(-outputs // (PANELS * PANEL))
     pieces = pieces_of(matrix[BYTES] * reads_worth(rows, _EVEN), pairs, team)
@@ -179,31 +186,43 @@ def multiply_rounded(
 @allocates
 def round_part(
     piece: int, pieces: int, worker: int,
-    x: int, order: int, scratch: int, rows: int, inputs: int, groups: int, summed: int, sum_form: int,
+    x: int, order: int, scratch: int, rows: int, inputs: int, groups: int, shared: int, summed: int, sum_form: int,
     kind: np.generic, size: int,
 ) -> None:  # fmt: skip
-    """Rows of x, those of one of `pieces`, as int8 [rows, groups * 64], then scales float32 [rows, groups], then sums
-    of every `summed` numbers [rows, groups * 64 / summed], as `sum_form` says. `size`: bytes of a number of x.
+    """Rows of x, those of one of `pieces`, as int8 [rows, groups * shared], then scales float32 [rows, groups], then
+    sums of every `summed` numbers [rows, groups * shared / summed], as `sum_form` says, then `SPARED`; with `EXACT` as
+    float32 all of them, and without scales. `size`: bytes of a number of x.
 
     NaN and infinities make the scale of their group, and so every result of their row, NaN or infinite.
     """
     first, last = rows * piece // pieces, rows * (piece + 1) // pieces
-    rounded = array(pointer(scratch, np.int8(0)), (rows, groups, GROUP))
-    scales = array(pointer(scratch + rows * groups * GROUP, np.float32(0)), (rows, groups))
-    parts = GROUP // summed
-    sums = array(pointer(scratch + rows * groups * (GROUP + 4), np.int32(0)), (rows, groups, parts))
+    if sum_form == EXACT:
+        for row in range(first, last):
+            _take_row(x + row * inputs * size, order, scratch, row, rows, inputs, groups * shared, summed, kind)
+        return
+    rounded = array(pointer(scratch, np.int8(0)), (rows, groups, shared))
+    scales = array(pointer(scratch + rows * groups * shared, np.float32(0)), (rows, groups))
+    parts = shared // summed
+    sums = array(pointer(scratch + rows * groups * (shared + 4), np.int32(0)), (rows, groups, parts))
     ordered = array(pointer(order, np.int64(0)), (inputs,))
+    spared = array(pointer(scratch + rows * groups * (shared + 4 + 4 * parts), np.int32(0)), (rows, SPARED // 4))
     taken = np.empty(GROUP, np.float32)
     for row in range(first, last):
+        whole = array(pointer(x + row * inputs * size, kind), (inputs,))
+        lone = _place_of_largest(whole, shared) if shared < GROUP else -1
         for group in range(groups):
-            count, numbers = max(0, min(GROUP, inputs - group * GROUP)), rounded[row, group]
-            if order == 0:
-                values = array(pointer(x + (row * inputs + group * GROUP) * size, kind), (GROUP,))
+            begin = group * shared
+            count, numbers = max(0, min(shared, inputs - begin)), rounded[row, group]
+            if order == 0 and not begin <= lone < begin + shared:
+                values = array(pointer(x + (row * inputs + begin) * size, kind), (shared,))
                 scale, total = _round_group(values, numbers, count)
             else:
-                whole = array(pointer(x + row * inputs * size, kind), (inputs,))
                 for index in range(count):
-                    taken[index] = widen(whole[ordered[group * GROUP + index]])
+                    place = begin + index if order == 0 else ordered[begin + index]
+                    taken[index] = widen(whole[place])
+                    if place == lone:
+                        spared[row, 0], spared[row, 1] = begin + index, bits_of(taken[index])
+                        taken[index] = np.float32(0)
                 scale, total = _round_group(taken, numbers, count)
             scales[row, group] = scale
             for part in range(parts):
@@ -219,11 +238,45 @@ def round_part(
 
 
 @inline
+def _take_row(
+    x: int, order: int, scratch: int, row: int, rows: int, inputs: int, width: int, summed: int, kind: np.generic
+) -> None:
+    """The row of x at that address as float32, in the place of row `row`, and sums of every `summed` numbers."""
+    values, numbers = array(pointer(x, kind), (inputs,)), array(pointer(scratch, np.float32(0)), (rows, width))
+    ordered, parts = array(pointer(order, np.int64(0)), (inputs,)), width // summed
+    sums = array(pointer(scratch + rows * width * 4, np.float32(0)), (rows, parts))
+    for part in range(parts):
+        total = np.float32(0)
+        for index in range(part * summed, (part + 1) * summed):
+            number = np.float32(0)
+            if index < inputs:
+                number = widen(values[index] if order == 0 else values[ordered[index]])
+            numbers[row, index] = number
+            total += number
+        sums[row, part] = total
+
+
+@inline
+def _place_of_largest(values: Any, at_once: int) -> int:
+    """The place of the largest number by its size, the first of several. NaN is larger than all."""
+    largest, place = np.int32(-1), 0
+    for begin in range(0, len(values), at_once):
+        end, own = min(begin + at_once, len(values)), np.int32(0)
+        for index in range(begin, end):
+            own = max(own, bits_of(widen(values[index])) & _SIZE)
+        if own > largest:
+            largest, place = own, begin
+    while bits_of(widen(values[place])) & _SIZE != largest:
+        place += 1
+    return place
+
+
+@inline
 def _round_group(values: Any, numbers: Any, count: int) -> tuple[np.float32, np.int32]:
     """(scale, sum of the whole numbers) of the `count` numbers of a group; those that are missing become 0."""
     largest = np.int32(0)
     for index in range(count):  # as bits, which order like the numbers; floats would be compared one by one
-        largest = max(largest, bits_of(widen(values[index])) & np.int32(0x7FFFFFFF))
+        largest = max(largest, bits_of(widen(values[index])) & _SIZE)
     scale = number_of(largest) / np.float32(127)
     factor = np.float32(1) / scale if scale > np.float32(1e-30) else np.float32(0)
     total = np.int32(0)
@@ -232,17 +285,17 @@ def _round_group(values: Any, numbers: Any, count: int) -> tuple[np.float32, np.
         number = bits_of(shifted) - _ROUNDER_BITS
         numbers[index] = number
         total += number
-    for index in range(count, GROUP):
+    for index in range(count, len(numbers)):
         numbers[index] = 0
     return scale, total
 
 
 def _make_part(form: PanelForm, narrow: bool) -> Any:
-    """Make the function that computes the outputs of the pairs of panels of one of `pieces`, for all rows, for one
-    form."""
+    """Make the function that computes the outputs of pairs of panels, those of one of `pieces`, of all rows."""
     made_for, smallest, streamed, tile, spread = _tiles_of(form, narrow)
     bits, summed, spreads = form.bits, form.summed, form.bits == 6 and SPREAD > 0
-    parts, chunk_bytes, sums_of_chunk = form.chunk // GROUP, form.chunk_bytes, form.chunk // form.summed
+    chunk, chunk_bytes, exact = form.chunk, form.chunk_bytes, form.exact
+    x_bytes, scales_bytes, sums_bytes = form.row_bytes
 
     def multiply_part(
         piece: int, pieces: int, worker: int,
@@ -251,15 +304,15 @@ def _make_part(form: PanelForm, narrow: bool) -> Any:
     ) -> None:  # fmt: skip
         pairs = -(-outputs // (PANELS * PANEL))
         first, last = pairs * piece // pieces, pairs * (piece + 1) // pieces
-        groups, panel, last_panel = chunks * parts, chunks * chunk_bytes, -(-outputs // PANEL) - 1
+        panel, last_panel = chunks * chunk_bytes, -(-outputs // PANEL) - 1
         # known to be false where there is no unit: a compiler for such a CPU has not its instructions
-        by_unit = UNIT and rows >= ROWS
+        by_unit = UNIT and rows >= ROWS and not exact
         most = ROWS if by_unit else MOST
         size, turns = size_of(kind), -(-rows // most)
         own_scales, own_bias = room(_WIDTH, np.float32(0)), room(_WIDTH, np.float32(0))
         found = room(_TILE, kind)
         often = bits < 8 if by_unit else spreads and turns >= SPREAD  # of as many none has less than three rows
-        held = np.empty(PANELS * PANEL * groups * GROUP + LINE if often else 1, np.uint8)
+        held = np.empty(PANELS * PANEL * chunks * chunk + LINE if often else 1, np.uint8)
         numbers_at = -(-held.ctypes.data // LINE) * LINE if often else 0
         at_once = 1 if rows <= streamed or 0 < smallest <= rows else PANELS
         if by_unit:
@@ -276,15 +329,16 @@ def _make_part(form: PanelForm, narrow: bool) -> Any:
                 spread(own, step, chunks, numbers_at)
             for turn in range(turns):
                 row, end = _rows_of(turn, turns, rows, most, smallest if at_once == 1 else 1)
-                numbers = scratch + row * groups * GROUP
-                scales = scratch + rows * groups * GROUP + row * groups * 4
-                sums = scratch + rows * groups * (GROUP + 4) + row * chunks * sums_of_chunk * 4
+                numbers = scratch + row * chunks * x_bytes
+                scales = scratch + chunks * (rows * x_bytes + row * scales_bytes)
+                sums = scratch + chunks * (rows * (x_bytes + scales_bytes) + row * sums_bytes)
+                spared = scratch + chunks * rows * (x_bytes + scales_bytes + sums_bytes) + row * SPARED
                 target, across = out + (row * stride + begin) * size, stride * size
                 if not whole:
                     target, across = found.ctypes.data, at_once * PANEL * size
                 tile(
                     end - row, at_once, numbers, scales, sums, own, step, chunks, turn, turns, numbers_at, by_output,
-                    added, target, across, kind,
+                    added, target, across, spared, kind,
                 )  # fmt: skip
                 for place in range(0 if whole else end - row):
                     results = array(pointer(out + ((row + place) * stride + begin) * size, kind), (width,))
@@ -302,11 +356,13 @@ def _tiles_of(form: PanelForm, narrow: bool) -> tuple[str, int, int, Any, Any]:
     """(what the function is made for, the rows from which one panel at a time is multiplied, if there are such, those
     up to which it is read as one stream, the tile, what spreads its numbers)"""
     writer, streamed = (NarrowWriter, 0) if narrow and narrow_fits(form) else (WideWriter, streamed_rows(form))
+    if form.exact:
+        writer, streamed = FloatWriter, 0
     smallest = min((rows for rows in range(1, MOST + 1) if writer.panels_of(rows) == 1), default=0)
     tiles = [(writer, rows, False) for rows in range(2 if streamed else 1, MOST + 1)]
     tiles += [(StreamWriter, rows, False) for rows in range(1, streamed + 1)]
     tiles += [(writer, rows, True) for rows in (3, 4) if form.bits == 6 and SPREAD > 0]
-    tiles += [(UnitWriter, ROWS, form.bits < 8)] if UNIT else []
+    tiles += [(UnitWriter, ROWS, form.bits < 8)] if UNIT and not form.exact else []
     spread = make_spreader(form, writer.panels_of(MOST))
     return f"{form} {writer.__name__}", smallest, streamed, make_tile(form, tiles), spread
 

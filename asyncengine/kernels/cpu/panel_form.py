@@ -19,7 +19,7 @@ from asyncengine.kernels.cpu.vectors import LANES, LINE
 PANEL = LANES
 """Outputs of a panel."""
 GROUP = 64
-"""Inputs of a row of x that share a scale."""
+"""Inputs of a row of x that share a scale at most."""
 UNIT = 16
 """Inputs whose numbers follow each other in whole lines."""
 GROUPS = (128, 64, 32, 16)
@@ -46,6 +46,8 @@ class PanelForm:
     """The type of scales and minima (of blocks, where there are blocks)."""
     table: tuple[int, ...] = ()
     """With `below` "table"; it has sixteen entries of -128 .. 127."""
+    exact: bool = False
+    """Whether x is multiplied as it comes, in float32; else it is rounded to 8 bits. Panels are the same."""
 
     def __post_init__(self) -> None:
         wrong = self.bits not in (4, 6, 8) or self.group not in (0, *GROUPS) or self.scale not in _SIZES
@@ -100,9 +102,27 @@ class PanelForm:
         return self.head + self.chunk // UNIT * self.unit_bytes
 
     @cached_property
+    def shared(self) -> int:
+        """Inputs of x that share a scale: no more than those of a weight's group, but 32 at least."""
+        return GROUP // 2 if 0 < self.group < GROUP else GROUP
+
+    @cached_property
     def summed(self) -> int:
-        """Inputs of x whose sum a product needs: those of a group, 64 at most."""
-        return min(self.group or GROUP, GROUP)
+        """Inputs of x whose sum a product needs: those of a group, and of one scale of x."""
+        return min(self.group or GROUP, self.shared)
+
+    @cached_property
+    def spares(self) -> bool:
+        """Whether the largest number of a row of x is multiplied by itself, in float32, and not rounded with those that
+        would share its scale. In real models one input is often a hundred times as large as most: to spare it halves
+        what rounding costs. It takes as long as a few inputs more, too long beside groups of 64."""
+        return self.shared < GROUP and not self.exact
+
+    @cached_property
+    def row_bytes(self) -> tuple[int, int, int]:
+        """Bytes of a row of x for a chunk: its numbers, their scales, and sums."""
+        numbers, scales = (self.chunk * 4, 0) if self.exact else (self.chunk, self.chunk // self.shared * 4)
+        return numbers, scales, self.chunk // self.summed * 4
 
     @cached_property
     def offset(self) -> int:

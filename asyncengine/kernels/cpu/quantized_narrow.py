@@ -165,7 +165,7 @@ class NarrowWriter(TileWriter):
             top = shift(self._line(eight, begin, lines + 2), vectors.constant(EIGHT_WORDS, count))
             words = builder.or_(words, builder.and_(top, vectors.constant(EIGHT_WORDS, HIGH)))
         if form.below == "table":
-            return self._look_up(words, [entry + form.offset for entry in form.table])
+            return self._entries(words, [entry + form.offset for entry in form.table])
         return builder.bitcast(words, _BYTES)
 
     def _signed(self, eight: int, begin: Any, quad: int) -> Any:
@@ -178,9 +178,12 @@ class NarrowWriter(TileWriter):
         words = self._line(eight, begin, unit * form.unit_bytes // LINE + inside // 2)
         if inside % 2:
             words = builder.lshr(words, vectors.constant(EIGHT_WORDS, 4))
-        return self._look_up(builder.and_(words, vectors.constant(EIGHT_WORDS, LOW)), list(form.table))
+        return self._entries(builder.and_(words, vectors.constant(EIGHT_WORDS, LOW)), list(form.table))
 
-    def _look_up(self, words: Any, table: list[int]) -> Any:
+    def look_up(self, words: Any, table: list[int]) -> Any:
+        return self.builder.bitcast(self._entries(words, table), EIGHT_WORDS)
+
+    def _entries(self, words: Any, table: list[int]) -> Any:
         entries = ir.Constant(_BYTES, [entry % 256 for entry in table] * 2)
         places = self.builder.bitcast(words, _BYTES)
         return vectors.call(self.builder, "llvm.x86.avx2.pshuf.b", _BYTES, [entries, places])

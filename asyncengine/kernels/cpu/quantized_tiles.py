@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.panel_form import GROUP, PANEL, UNIT, PanelForm
 from asyncengine.kernels.cpu.quantized_writer import HIGH, LOW, SHORT_MOST, Cells, TileWriter
-from asyncengine.kernels.cpu.vectors import BYTE, EIGHT_WORDS, LANES, LINE, LONG, WORD, WORDS, at, cpu_has, load
+from asyncengine.kernels.cpu.vectors import BYTE, EIGHT_WORDS, FLOAT, LANES, LINE, LONG, WORD, WORDS, at, cpu_has, load
 
 PANELS = 2
 """Panels of a tile."""
@@ -91,6 +91,43 @@ class StreamWriter(WideWriter):
 
     def distance(self, place: Any) -> Any:
         return LONG(_NEAR)
+
+
+class FloatWriter(WideWriter):
+    """Writes the tile of one number of rows and two panels, for x in float32: numbers are widened as they are read."""
+
+    def __init__(self, builder: Any, form: PanelForm, *others: Any) -> None:
+        super().__init__(builder, form, *others)
+        self.x_size = builder.mul(self.x_size, LONG(4))
+
+    def x_scale(self, row: int, place: Any) -> Any:
+        return vectors.constant(self.floats, 1.0)
+
+    def as_float(self, dot: Any) -> Any:
+        return dot
+
+    def dots(self, numbers: Any, first: Any, where: Any) -> Cells:
+        builder, form = self.builder, self.form
+        dots = self._zeros()
+        with cgutils.for_range(builder, LONG(form.summed // UNIT)) as loop:
+            begin = builder.add(numbers, builder.mul(loop.index, LONG(form.unit_bytes)))
+            inputs = builder.add(first, builder.mul(loop.index, LONG(UNIT)))
+            self.ask(begin, form.unit_bytes // LINE)
+            units = [self._unit(panel, begin, inputs) for panel in range(self.panels)]
+            for index in range(UNIT):
+                weights = [self._widened(quads[index // 4], index % 4) for quads in units]
+                place = builder.mul(builder.add(inputs, LONG(index)), LONG(4))
+                for row in range(self.rows):
+                    value = load(builder, at(builder, self.x, self.x_size, row, place), FLOAT)
+                    for panel in range(self.panels):
+                        self._multiply_add(weights[panel], vectors.splat(builder, value), dots[row, panel])
+        return {cell: builder.load(value) for cell, value in dots.items()}
+
+    def _widened(self, words: Any, byte: int) -> Any:
+        """That byte of each word as the number that is meant; of "zeros" and "minima", as it is stored."""
+        builder = self.builder
+        number = builder.and_(builder.lshr(words, vectors.constant(WORDS, 8 * byte)), vectors.constant(WORDS, 255))
+        return builder.sitofp(builder.sub(number, vectors.constant(WORDS, self.form.offset)), self.floats)
 
 
 def streamed_rows(form: PanelForm) -> int:

@@ -28,9 +28,9 @@ Cells = dict[tuple[int, int], Any]
 class TileWriter:
     """Writes the tile of one number of rows. out [rows, panels * 16], times scales of outputs, plus a bias.
 
-    For 64 inputs: t = sum over groups of scale * (integer sum - zero * sum of x); total += t * scale of x. Where scales
-    are steps of a block's, totals of the block are made so, and times its scale added to the total. Before a chunk's
-    numbers its minima times sums of x (as numbers) are taken off.
+    For the inputs of one scale of x: t = sum over groups of scale * (integer sum - zero * sum of x); total += t * scale
+    of x. Where scales are steps of a block's, totals of the block are made so, and times its scale added to the total.
+    Before a chunk's numbers its minima times sums of x (as numbers) are taken off.
     """
 
     lanes = PANEL
@@ -40,19 +40,19 @@ class TileWriter:
         """`kind`: of the result. `arguments`: as `make_tile` says, from x on."""
         self.builder, self.form, self.rows, self.spread, self.kind = builder, form, rows, spread, kind
         (self.x, self.x_scales, self.sums, self.weights, self.panel, self.chunks, self.turn, self.turns, self.bytes,
-         self.by_output, self.added, self.out, self.across) = arguments  # fmt: skip
+         self.by_output, self.added, self.out, self.across, self.spared) = arguments  # fmt: skip
         self.panels = self.panels_of(rows)
         self.vectors = range(self.panels * PANEL // self.lanes)
         self.cells = [(row, vector) for row in range(rows) for vector in self.vectors]
         self.floats, self.words = (ir.VectorType(number, self.lanes) for number in (FLOAT, WORD))
         self.parts = form.chunk // GROUP
-        """Parts of a chunk, with one scale of x each."""
+        """Parts of a chunk, of 64 inputs each."""
         self.ahead = LONG(0)
         """Bytes from the weights that are multiplied to those that are asked for meanwhile."""
         self.totals = self._zeros()
         self.of_block = self._zeros() if form.block else self.totals
         self.x_size = builder.mul(self.chunks, LONG(form.chunk))
-        self.scales_size = builder.mul(self.chunks, LONG(4 * self.parts))
+        self.scales_size = builder.mul(self.chunks, LONG(4 * form.chunk // form.shared))
         self.sums_size = builder.mul(self.chunks, LONG(4 * form.chunk // form.summed))
 
     @classmethod
@@ -65,12 +65,22 @@ class TileWriter:
         byte `numbers` of a panel and input `first` on. `where`: of the group's sum of x, in a row's."""
         raise NotImplementedError
 
+    def x_scale(self, row: int, place: Any) -> Any:
+        """The scale of that number of a row of x, in all lanes."""
+        return self.of_row(self.x_scales, self.scales_size, row, place, FLOAT)
+
+    def as_float(self, dot: Any) -> Any:
+        """One of `dots` as float32."""
+        return self.builder.sitofp(dot, self.floats)
+
     def zero(self, plane: Any) -> Any:
         """The factor of a sum of x, where groups have this zero."""
         return self.builder.fneg(plane)
 
     def write(self) -> None:
         builder, form = self.builder, self.form
+        if form.spares:
+            self._add_spared()
         with cgutils.for_range(builder, self.chunks) as outer:
             chunk = builder.mul(outer.index, LONG(form.chunk_bytes))
             if form.block:
@@ -145,21 +155,25 @@ class TileWriter:
     def _add_part(self, chunk: Any, part: Any, place: Any) -> None:
         """64 inputs: `part` is their number in the chunk, `place` in the row."""
         builder, form = self.builder, self.form
-        groups, size = GROUP // form.summed, GROUP // UNIT * form.unit_bytes
-        numbers = builder.add(chunk, builder.add(LONG(form.head), builder.mul(part, LONG(size))))
-        several = self._zeros() if groups > 1 else {}
-        with cgutils.for_range(builder, LONG(groups)) as loop:
-            where = builder.add(builder.mul(place, LONG(groups)), loop.index)
-            own = builder.add(numbers, builder.mul(loop.index, LONG(size // groups)))
-            dots = self.dots(own, builder.mul(where, LONG(form.summed)), where)
-            found = self._scaled(dots, chunk, self._group_of(part, loop.index), where, several)
-            if groups == 1:
-                self._add_scaled(found, place)
-        if groups > 1:
-            self._add_scaled({cell: builder.load(value) for cell, value in several.items()}, place)
+        shares, groups = GROUP // form.shared, form.shared // form.summed
+        first, whole = (builder.mul(number, LONG(shares)) for number in (part, place))
+        numbers = builder.add(chunk, LONG(form.head))
+        with cgutils.for_range(builder, LONG(shares)) as outer:
+            share, scale = (builder.add(begin, outer.index) for begin in (first, whole))
+            several = self._zeros() if groups > 1 else {}
+            with cgutils.for_range(builder, LONG(groups)) as loop:
+                inside = builder.add(builder.mul(share, LONG(groups)), loop.index)
+                where = builder.add(builder.mul(scale, LONG(groups)), loop.index)
+                own = builder.add(numbers, builder.mul(inside, LONG(form.summed // UNIT * form.unit_bytes)))
+                dots = self.dots(own, builder.mul(where, LONG(form.summed)), where)
+                found = self._scaled(dots, chunk, self._group_of(share, loop.index), where, several)
+                if groups == 1:
+                    self._add_scaled(found, scale)
+            if groups > 1:
+                self._add_scaled({cell: builder.load(value) for cell, value in several.items()}, scale)
 
     def _scaled(self, dots: Cells, chunk: Any, group: Any, where: Any, several: Cells) -> Cells:
-        """A group's integers times its scale, or those added to `several`, where 64 inputs have more than one group."""
+        """A group's integers times its scale, or those added to `several`, where a scale of x has several."""
         builder, form = self.builder, self.form
         name = "steps" if form.block else "scales"
         scales = [self._plane(name, vector, chunk, group) if form.group else None for vector in self.vectors]
@@ -170,7 +184,7 @@ class TileWriter:
         for row in range(self.rows):
             x_sum = self.of_row(self.sums, self.sums_size, row, where, FLOAT) if zeros else None
             for vector in self.vectors:
-                number = builder.sitofp(dots[row, vector], self.floats)
+                number = self.as_float(dots[row, vector])
                 if zeros:  # all whole numbers below 2^24: exact
                     number = vectors.multiply_add(builder, zeros[vector], x_sum, number)
                 if several:
@@ -181,16 +195,16 @@ class TileWriter:
 
     def _add_scaled(self, found: Cells, place: Any) -> None:
         for row in range(self.rows):
-            scale = self.of_row(self.x_scales, self.scales_size, row, place, FLOAT)
+            scale = self.x_scale(row, place)
             for vector in self.vectors:
                 self._multiply_add(found[row, vector], scale, self.of_block[row, vector])
 
     def _group_of(self, part: Any, group: Any) -> Any:
         """The number in its chunk of the group with those inputs."""
-        builder, size = self.builder, self.form.group
-        if size > GROUP:
-            return builder.udiv(part, LONG(size // GROUP))
-        return builder.add(builder.mul(part, LONG(GROUP // (size or GROUP))), group)
+        builder, size, shared = self.builder, self.form.group, self.form.shared
+        if size > shared:
+            return builder.udiv(part, LONG(size // shared))
+        return builder.add(builder.mul(part, LONG(shared // (size or shared))), group)
 
     def _add_block(self, name: str, chunk: Any) -> None:
         """Add what a block has, times its scale."""
@@ -198,6 +212,56 @@ class TileWriter:
         for row, vector in self.cells:
             own = self.builder.load(self.of_block[row, vector])
             self._multiply_add(own, scales[vector], self.totals[row, vector])
+
+    def _add_spared(self) -> None:
+        """Add the products of the number of each row of x that was not rounded."""
+        builder, form = self.builder, self.form
+        for row in range(self.rows):
+            place = builder.zext(load(builder, at(builder, self.spared, LONG(8), row, LONG(0)), WORD), LONG)
+            value = load(builder, at(builder, self.spared, LONG(8), row, LONG(4)), FLOAT)
+            chunk = builder.mul(builder.udiv(place, LONG(form.chunk)), LONG(form.chunk_bytes))
+            inside, same = builder.urem(place, LONG(form.chunk)), vectors.splat(builder, value, self.lanes)
+            for vector in self.vectors:
+                self._multiply_add(self._column(vector, chunk, inside), same, self.totals[row, vector])
+
+    def _column(self, vector: int, chunk: Any, inside: Any) -> Any:
+        """Weights of one input of a chunk, a vector of outputs, as float32."""
+        builder, form = self.builder, self.form
+        panel, part = divmod(vector, PANEL // self.lanes)
+        quad, unit = builder.urem(builder.udiv(inside, LONG(4)), LONG(4)), builder.udiv(inside, LONG(UNIT))
+        begin = builder.add(chunk, LONG(form.head + part * self.lanes * 4))
+        begin = builder.add(begin, builder.mul(unit, LONG(form.unit_bytes)))
+        shift = builder.mul(builder.urem(inside, LONG(4)), LONG(8))
+
+        def bits(line: Any, more: Any, mask: int) -> Any:
+            place = builder.add(begin, builder.mul(line, LONG(LINE)))
+            words = load(builder, at(builder, self.weights, self.panel, panel, place), self.words)
+            count = vectors.splat(builder, builder.trunc(builder.add(shift, more), WORD), self.lanes)
+            return builder.and_(builder.lshr(words, count), vectors.constant(self.words, mask))
+
+        def plane(name: str, steps: str) -> Any:
+            own = self._plane(steps if form.block else name, vector, chunk, builder.udiv(inside, LONG(form.group)))
+            return builder.fmul(own, self._plane(name, vector, chunk, LONG(0))) if form.block else own
+
+        if form.bits == 8:
+            number = bits(quad, LONG(0), 255)
+        else:
+            number = bits(builder.udiv(quad, LONG(2)), builder.mul(builder.urem(quad, LONG(2)), LONG(4)), 15)
+        if form.bits == 6:
+            top = bits(LONG(2), builder.mul(quad, LONG(2)), 3)
+            number = builder.or_(number, builder.shl(top, vectors.constant(self.words, 4)))
+        if form.below == "table":
+            number = self.look_up(number, [entry + form.offset for entry in form.table])
+            number = builder.and_(number, vectors.constant(self.words, 255))
+        found = builder.sitofp(builder.sub(number, vectors.constant(self.words, form.offset)), self.floats)
+        if form.below == "zeros":
+            found = builder.fsub(found, plane("zeros", ""))
+        found = builder.fmul(found, plane("scales", "steps"))
+        return builder.fsub(found, plane("minima", "minimum_steps")) if form.below == "minima" else found
+
+    def look_up(self, words: Any, table: list[int]) -> Any:
+        """Each byte of the words, below 16, replaced by that entry of a table."""
+        return vectors.look_up(self.builder, words, table)
 
     def _plane(self, name: str, vector: int, chunk: Any, index: Any) -> Any:
         """The number that the group or block has, a vector of outputs as float32."""
@@ -238,18 +302,18 @@ class TileWriter:
 
 def make_tile(form: PanelForm, tiles: Iterable[tuple[type[TileWriter], int, bool]]) -> Any:
     """tile(rows, at_once, x, x_scales, sums, panels, panel, chunks, turn, turns, bytes, by_output, added, out, across,
-    kind) inside kernels, of int64 but for the kind of the result: that one of `tiles`, (writer, rows, spread), which
-    has so many rows and `at_once` panels.
+    spared, kind) inside kernels, of int64 but for the kind of the result: that one of `tiles`, (writer, rows, spread),
+    which has so many rows and `at_once` panels.
 
     x int8 [rows, inputs], as `gemm_quantized` rounds it, with scales and sums; panels `panel` bytes apart; `turn` of
     `turns` tiles that read those, one after the other; `bytes`: where a spreader put their numbers, for tiles that are
     spread, else 0; scales of outputs and a bias, float32 [panels * 16], or 0; out [rows, panels * 16], rows `across`
-    bytes apart."""
+    bytes apart; `spared`: of each row the number of an input that is not rounded, int32, and the input, float32."""
     known = list(tiles)
 
     def typed(_: Any, rows: Any, at_once: Any, x: Any, x_scales: Any, sums: Any, weights: Any, panel: Any, chunks: Any,
               turn: Any, turns: Any, held: Any, by_output: Any, added: Any, out: Any, across: Any,
-              kind: Any) -> Any:  # fmt: skip
+              spared: Any, kind: Any) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             wanted = builder.icmp_signed("!=", arguments[10], LONG(0))
             for writer, count, spread in known:
@@ -257,9 +321,9 @@ def make_tile(form: PanelForm, tiles: Iterable[tuple[type[TileWriter], int, bool
                 alike = builder.icmp_signed("==", wanted, ir.IntType(1)(spread))
                 beside = builder.icmp_signed("==", arguments[1], LONG(writer.panels_of(count)))
                 with builder.if_then(builder.and_(beside, builder.and_(same, alike))):
-                    writer(builder, form, count, spread, kind, arguments[2:15]).write()
+                    writer(builder, form, count, spread, kind, arguments[2:16]).write()
             return context.get_dummy_value()
 
-        return numba.types.void(*[numba.types.int64] * 15, kind), generate
+        return numba.types.void(*[numba.types.int64] * 16, kind), generate
 
     return intrinsic(typed)

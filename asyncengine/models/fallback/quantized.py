@@ -15,11 +15,12 @@ from asyncengine.layers.options import HEAD_BITS, rounded_weight
 class QuantizedLinear(nn.Module):
     """x -> x W^T + b with W rounded; logits (`head`) are float32."""
 
-    def __init__(self, linear: nn.Linear, bits: int, head: bool = False) -> None:
+    def __init__(self, linear: nn.Linear, bits: int, head: bool = False, exact: bool = False) -> None:
         super().__init__()
         self.out_features, self.in_features = linear.weight.shape
         weight = linear.weight.data
-        self.form = rounded_weight(self.out_features, self.in_features, bits, weight.dtype, weight.device)
+        shape = (self.out_features, self.in_features)
+        self.form = rounded_weight(*shape, bits, weight.dtype, weight.device, exact=exact)
         self.form.load(0, weight)
         self._bias = None if linear.bias is None else linear.bias.data.float().clone()
         self._memory = OutputBufferPool() if head else None
@@ -34,7 +35,7 @@ class QuantizedLinear(nn.Module):
         return self.form.multiply(x, self._bias)
 
 
-def quantize_module(module: Any, bits: int) -> list[str]:
+def quantize_module(module: Any, bits: int, exact: bool = False) -> list[str]:
     """Replace every linear; says what was done, e.g. ["int4 x 112", "int8 x 1"].
 
     An output layer that is the embedding as well stays: it is looked up by the family's own code. Raises
@@ -47,8 +48,9 @@ def quantize_module(module: Any, bits: int) -> list[str]:
             if type(child) is not nn.Linear or child.weight is table.weight or _is_read(parent):
                 continue
             own = HEAD_BITS if child is head else bits
-            setattr(parent, name, QuantizedLinear(child, own, head=child is head))
-            counts[f"int{own}"] = counts.get(f"int{own}", 0) + 1
+            made = QuantizedLinear(child, own, child is head, exact)
+            setattr(parent, name, made)
+            counts[made.form.name] = counts.get(made.form.name, 0) + 1
     if not counts:
         family = module.config.model_type
         raise UnsupportedModel(f"family {family!r} has no linear layers to quantize: leave quantization out")

@@ -80,7 +80,7 @@ def test_products_of_whole_numbers(form: PanelForm) -> None:
     def write(builder: Any, *arguments: Any) -> None:
         quantized_tiles.WideWriter(builder, form, 1, False, numba.types.float32, arguments).write()
 
-    names = compiled(write, 13)
+    names = compiled(write, 14)
     assert "sadalp" in names
     assert "tbl" in names or form.below != "table"
     assert "cmeq" not in names  # bytes compared with the table's places, one after the other

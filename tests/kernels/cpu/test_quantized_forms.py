@@ -14,18 +14,27 @@ pytest.importorskip("numba")
 
 from asyncengine.kernels.cpu import gemm_quantized, quantized_narrow, quantized_panels
 from asyncengine.kernels.cpu.panel_form import PanelForm
-from asyncengine.layers.stored import GroupedRows, StoredForm
+from asyncengine.layers.stored import GroupedRows, NumberForm, StoredForm
 from asyncengine.layers.stored_weight import GroupedWeight, panel_form
 
 forms = pytest.mark.parametrize("name", FORMS)
 OUTPUTS, INPUTS = 70, 768
 
 
-def weight_of(matrix: RandomMatrix) -> GroupedWeight:
+def weight_of(matrix: RandomMatrix, *, exact: bool = False) -> GroupedWeight:
     stored = StoredForm(matrix.name, matrix.form, matrix.order is not None)
-    weight = GroupedWeight(*matrix.shape, stored, torch.float32)
+    weight = GroupedWeight(*matrix.shape, stored, torch.float32, exact=exact)
     weight.load(0, matrix)
     return weight
+
+
+def as_rounded(x: torch.Tensor, form: NumberForm) -> torch.Tensor:
+    """x as products with weights of that form have it: with a scale for 64 numbers, or for 32 where weights have one
+    for fewer than 64, and then but for the first of the largest of each row."""
+    if form.group == 0 or form.group >= 64:
+        return rounded(x, 64)
+    lone = torch.nn.functional.one_hot(x.abs().argmax(-1), x.shape[-1]).bool()
+    return torch.where(lone, x.double(), rounded(x.masked_fill(lone, 0), 32))
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -40,8 +49,9 @@ def test_the_product_is_that_of_the_exact_matrix(name: str) -> None:
     assert not weight_of(matrix).multiply(torch.zeros(2, INPUTS), None).any()
     x, exact = random(40, INPUTS), matrix.dense().double()
     found = weight_of(matrix).multiply(x, None).double()
-    expected = rounded(x) @ exact.T
-    assert float((found - expected).abs().max()) < 2e-6 * float((rounded(x).abs() @ exact.abs().T).max())
+    taken = as_rounded(x, matrix.form)
+    expected = taken @ exact.T
+    assert float((found - expected).abs().max()) < 2e-6 * float((taken.abs() @ exact.abs().T).max())
     wanted = x.double() @ exact.T
     assert float((found - wanted).norm() / wanted.norm()) < 1e-2
     missed = (found - wanted).mean(1)  # of a row: its outputs share what its numbers lost
@@ -49,15 +59,48 @@ def test_the_product_is_that_of_the_exact_matrix(name: str) -> None:
 
 
 @forms
-def test_rows_in_any_company_and_with_any_threads(name: str) -> None:
+def test_an_exact_product_rounds_no_input(name: str) -> None:
+    """Neither large numbers nor widths and orders that fill no chunk change that: what is left is float32's own."""
+    inputs = INPUTS if FORMS[name].block or FORMS[name].group == 128 else 320
+    matrix = RandomMatrix(name, OUTPUTS, inputs, ordered=not FORMS[name].block)
+    x, bias, weights = random(40, inputs), random(OUTPUTS), matrix.dense().double()
+    x[:, 5] *= 3000
+    weight = weight_of(matrix, exact=True)
+    assert weight.name == f"{name} (exact)"
+    for dtype, most in ((torch.float32, 1e-6), (torch.bfloat16, 2**-8)):
+        taken = x.to(dtype)
+        expected = taken.double() @ weights.T + bias
+        found = weight.multiply(taken, bias).double()
+        assert float((found - expected).abs().max()) < most * float((taken.double().abs() @ weights.abs().T).max())
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if 0 < form.group <= 32])
+def test_a_large_input_costs_its_block_alone(name: str) -> None:
+    """A file with a scale for 32 weights is read as exactly as by readers that round 32 inputs together: also where
+    one input in a hundred is a hundred times as large as the others, as in real models."""
+    matrix, x = RandomMatrix(name, OUTPUTS, INPUTS), random(64, INPUTS)
+    x[torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) < 0.01] *= 100
+    exact = x.double() @ matrix.dense().double().T
+
+    def error(found: torch.Tensor) -> float:
+        return float((found.double() - exact).square().mean().sqrt())
+
+    blocks = error(rounded(x, 32) @ matrix.dense().double().T)
+    assert error(weight_of(matrix).multiply(x, None)) < 1.01 * blocks
+    assert blocks < 0.9 * error(rounded(x, 64) @ matrix.dense().double().T)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@forms
+def test_rows_in_any_company_and_with_any_threads(name: str, exact: bool) -> None:
     """Results are equal to the bit; so too in columns of a wider matrix."""
-    weight, x = weight_of(RandomMatrix(name, OUTPUTS, INPUTS)), random(15, INPUTS)
+    weight, x = weight_of(RandomMatrix(name, OUTPUTS, INPUTS), exact=exact), random(40, INPUTS)
     together = weight.multiply(x, None)
-    for first, last in ((0, 1), (1, 3), (3, 8), (8, 15), (2, 5), (5, 9)):
+    for first, last in ((0, 1), (1, 3), (3, 8), (8, 15), (2, 5), (5, 9), (7, 31)):
         assert torch.equal(weight.multiply(x[first:last], None), together[first:last])
     with team_of(3):
         assert torch.equal(weight.multiply(x, None), together)
-    wide = torch.full((15, OUTPUTS + 9), 7.0)
+    wide = torch.full((40, OUTPUTS + 9), 7.0)
     weight.multiply(x, None, wide[:, 4 : 4 + OUTPUTS])
     assert torch.equal(wide[:, 4 : 4 + OUTPUTS], together)
     assert bool((wide[:, :4] == 7).all())
@@ -80,7 +123,7 @@ def test_widths_that_fill_no_chunk(name: str, inputs: int) -> None:
     if inputs % (FORMS[name].group or 1):
         pytest.skip("no whole groups")
     matrix, x = RandomMatrix(name, 33, inputs), random(7, inputs)
-    expected = rounded(x) @ matrix.dense().double().T
+    expected = as_rounded(x, matrix.form) @ matrix.dense().double().T
     assert float((weight_of(matrix).multiply(x, None) - expected).norm() / expected.norm()) < 1e-5
 
 
@@ -154,7 +197,7 @@ def test_groups_larger_than_those_of_kernels(group: int, inputs: int) -> None:
         np.stack([(numbers[:, i] - zeros[:, i // size].astype(float)) * scales[:, i // size] for i in range(inputs)], 1)
     )
     x = random(3, inputs)
-    expected = rounded(x) @ exact.T
+    expected = rounded(x, 64) @ exact.T
     assert float((weight_of(matrix).multiply(x, None) - expected).norm() / expected.norm()) < 1e-5
 
 

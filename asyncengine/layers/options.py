@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 
@@ -17,7 +18,7 @@ from asyncengine.layers.rounded_weight import RoundedWeight
 from asyncengine.layers.sharded import LocalWeight, Ranks, ShardedWeight, Share, cut_rows, paths_of
 from asyncengine.layers.stages import Stage
 from asyncengine.layers.stored import StoredForm
-from asyncengine.layers.stored_weight import on_gpu, panel_form, stored_missing, stored_weight
+from asyncengine.layers.stored_weight import SideBySide, on_gpu, panel_form, stored_missing, stored_weight
 from asyncengine.layers.weight_forms import (
     DenseWeight,
     PackedWeight,
@@ -30,6 +31,15 @@ from asyncengine.layers.weight_forms import (
 HEAD_BITS = 8
 """Bits of a quantized output layer, with either setting: it is one matrix, and its errors go straight into the
 answer."""
+WIDE = (".v_proj", ".down_proj", ".fc2", ".mlp.c_proj")
+"""Ends of the names of matrices that have 8 bits where others have 4: values, and what an MLP gives back. A quarter of
+the weights, whose errors are most of what 4 bits cost (docs/howto/quantization.md)."""
+
+
+def bits_of(path: str, bits: int | None) -> int | None:
+    """Bits of a matrix of that name, where most have `bits`. Experts' have no more: they are most of a mixture."""
+    return HEAD_BITS if bits is not None and path.endswith(WIDE) and "expert" not in path else bits
+
 
 def rounded_weight(
     outputs: int, inputs: int, bits: int, dtype: torch.dtype, device: torch.device, bounds: Sequence[int] = (),
@@ -96,13 +106,14 @@ class LayerOptions:
         return ShardedWeight(self.ranks, cuts, inputs, bounds, paths, self._kept(paths), self._whole)
 
     def _whole(self, outputs: int, inputs: int, bounds: Sequence[int] = (), paths: Sequence[str] = ()) -> WeightForm:
-        return self._stored(paths, outputs, inputs, bounds) or self._plain(outputs, inputs, bounds)
+        return self._stored(paths, outputs, inputs, bounds) or self._plain(outputs, inputs, bounds, paths)
 
     def _cuts(self, outputs: int, inputs: int, bounds: Sequence[int], paths: Sequence[str]) -> tuple[int, ...] | None:
         """Rows at which ranks cut a weight; None: each has all of it. It follows from the whole: all ranks agree."""
         if self.ranks is None or not self._divides(inputs, paths):
             return None
-        return cut_rows(outputs, self.ranks.size, [0, *bounds] if self._keeps(paths) else [0])
+        apart = self._keeps(paths) or len({bits_of(path, self.bits) for path in paths}) > 1
+        return cut_rows(outputs, self.ranks.size, [0, *bounds] if apart else [0])
 
     def _divides(self, inputs: int, paths: Sequence[str]) -> bool:
         """Whether a number that rows of these matrices give follows from its own row alone, or need not."""
@@ -136,14 +147,25 @@ class LayerOptions:
             paths, self.forms, outputs, inputs, bounds, self.dtype, self.device, self._plain, self.memory.empty, exact
         )
 
-    def _plain(self, outputs: int, inputs: int, bounds: Sequence[int] = ()) -> WeightForm:
+    def _plain(self, outputs: int, inputs: int, bounds: Sequence[int] = (), paths: Sequence[str] = ()) -> WeightForm:
         if self.bits is not None:
-            return rounded_weight(
-                outputs, inputs, self.bits, self.dtype, self.device, bounds, self.release, self.memory.empty, self.exact
-            )
+            return self._rounded(outputs, inputs, bounds, [bits_of(path, self.bits) or self.bits for path in paths])
         if self._packs(inputs):
             return PackedWeight(outputs, inputs, self.dtype, self.release, self.memory.empty)
         return self._dense(outputs, inputs)
+
+    def _rounded(self, outputs: int, inputs: int, bounds: Sequence[int], each: Sequence[int]) -> WeightForm:
+        """`each`: bits of the matrices; neighbours of as many are one weight."""
+        ends = [0, *bounds, outputs] if len(set(each)) > 1 else [0, outputs]
+        made = []
+        for bits, group in groupby(range(len(ends) - 1), lambda place: each[place] if each else self.bits or 0):
+            own = list(group)
+            first, last = ends[own[0]], ends[own[-1] + 1]
+            within = [bound - first for bound in bounds if first < bound < last]
+            made.append(rounded_weight(
+                last - first, inputs, bits, self.dtype, self.device, within, self.release, self.memory.empty, self.exact
+            ))  # fmt: skip
+        return made[0] if len(made) == 1 else SideBySide(made)
 
     def head_weight(self, outputs: int, inputs: int, path: str = "") -> WeightForm:
         """The same for an output layer, whose logits are float32."""

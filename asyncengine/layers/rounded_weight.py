@@ -10,9 +10,9 @@ from asyncengine.layers.stored import NumberForm, StoredForm, StoredMatrix
 from asyncengine.layers.stored_weight import ChunkedWeight
 from asyncengine.layers.weight_forms import Release, keep_all, parts_of
 
-SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, -1.15, -1.05, -0.95)
-"""Candidates of the scale by which a group's largest weight is -8; negative: the largest is +7 or so."""
-_FORMS = {8: NumberForm(8, 0), 4: NumberForm(4, 64, scale_dtype="bfloat16")}
+ENDS = ((0.0, 0.0), (0.05, 0.05), (0.1, 0.1), (0.05, 0.0), (0.0, 0.05), (0.1, 0.0), (0.0, 0.1))
+"""Parts of a group's range by which its ends are drawn in, below and above: the first guesses of its sixteen steps."""
+_FORMS = {8: NumberForm(8, 0), 4: NumberForm(4, 32, "minima", scale_dtype="bfloat16")}
 _AT_ONCE = 2**24
 """Numbers that are rounded at once: 64 MiB as float32, some of them several times."""
 
@@ -45,17 +45,29 @@ def rows_to_int8(rows: torch.Tensor) -> dict[str, Any]:
 
 
 def rows_to_int4(rows: torch.Tensor) -> dict[str, Any]:
-    """Numbers uint8 [n, inputs] with 8 added, and scales [n, groups], of float32 [n, inputs]."""
+    """Numbers uint8 [n, inputs], scales and minima [n, groups], of float32 [n, inputs]."""
     inputs, group = rows.shape[1], _FORMS[4].group
     groups = torch.nn.functional.pad(rows, (0, -inputs % group)).view(len(rows), -1, group)
-    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
-    least = torch.full_like(largest, torch.inf)
-    scales, numbers = torch.zeros_like(largest), torch.zeros_like(groups)
-    for factor in SHRINK:
-        scale = (largest * (factor / -8)).bfloat16().float()
-        found = (groups * torch.where(scale == 0, 0.0, 1 / scale)).round_().clamp_(-8, 7)
-        error = (found * scale - groups).square_().sum(2, keepdim=True)
-        better = error < least
-        least, scales = torch.where(better, error, least), torch.where(better, scale, scales)
-        numbers = torch.where(better, found, numbers)
-    return {"numbers": numbers.add_(8).byte().view(len(rows), -1)[:, :inputs], "scales": scales.squeeze(2)}
+    low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    above, least = groups - low, torch.full_like(low, torch.inf)
+    best = {"numbers": torch.zeros_like(groups), "scales": torch.zeros_like(low), "minima": torch.zeros_like(low)}
+
+    def nearest(minimum: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return ((groups + minimum) * torch.where(scale > 1e-30, 1 / scale, 0.0)).round_().clamp_(0, 15)
+
+    for below, beyond in ENDS:
+        span = high - low
+        found = nearest(-(low + span * below), span * ((1 - below - beyond) / 15))
+        total = found.sum(2, keepdim=True)
+        variance = group * found.square().sum(2, keepdim=True) - total.square()
+        together = group * (found * above).sum(2, keepdim=True) - total * above.sum(2, keepdim=True)
+        scale = torch.where(variance > 0, together / variance, 0.0)
+        minimum = (-(low + (above.sum(2, keepdim=True) - scale * total) / group)).bfloat16().float()
+        scale = scale.bfloat16().float()
+        found = nearest(minimum, scale)
+        error = (found * scale - minimum - groups).square_().sum(2, keepdim=True)
+        better, least = error < least, torch.minimum(error, least)
+        own = {"numbers": found, "scales": scale, "minima": minimum}
+        best = {name: torch.where(better, own[name], best[name]) for name in best}
+    numbers = best["numbers"].byte().view(len(rows), -1)[:, :inputs]
+    return {"numbers": numbers, "scales": best["scales"].squeeze(2), "minima": best["minima"].squeeze(2)}

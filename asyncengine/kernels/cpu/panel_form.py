@@ -22,6 +22,8 @@ GROUP = 64
 """Inputs of a row of x that share a scale at most."""
 UNIT = 16
 """Inputs whose numbers follow each other in whole lines."""
+INT4_GROUP = 32
+"""Inputs of a weight that share a scale where the engine itself rounds to 4 bits."""
 GROUPS = (128, 64, 32, 16)
 """Inputs of a weight that can share a scale."""
 _SIZES = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -142,6 +144,6 @@ class PanelForm:
 
 
 def int_form(bits: int) -> PanelForm:
-    """The form that `quantize` rounds to: 8 bits with a scale for each output, or 4 bits with one for every 64
-    inputs."""
-    return PanelForm(8, 0) if bits == 8 else PanelForm(4, 64, scale="bfloat16")
+    """The form that `quantize` rounds to: 8 bits with a scale for each output, or 4 bits with a scale and a
+    minimum for every 32 inputs."""
+    return PanelForm(8, 0) if bits == 8 else PanelForm(4, INT4_GROUP, "minima", scale="bfloat16")

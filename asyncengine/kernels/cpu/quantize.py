@@ -1,7 +1,7 @@
 """Rounding of weights to the whole numbers that `gemm_quantized` multiplies.
 
-8 bits: each output has one scale, its largest weight over 127. 4 bits: every 64 inputs of an output have one, taken
-among a few as that with the least squared error; the largest weight becomes -8 at first, as in llama.cpp's q4_0.
+8 bits: each output has one scale, its largest weight over 127. 4 bits: every 32 inputs of an output have a scale and a
+minimum, taken among a few as those with the least squared error.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 
 from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, kind_of, pointer, room, serial, widen
-from asyncengine.kernels.cpu.panel_form import GROUP, PANEL, int_form
+from asyncengine.kernels.cpu.panel_form import INT4_GROUP, PANEL, int_form
 from asyncengine.kernels.cpu.quantized_panels import pack_units
 from asyncengine.kernels.cpu.rounding_tile import columns, round_group
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.vectors import bits_of, number_of
 
-_KEPT = GROUP * PANEL
+_KEPT = INT4_GROUP * PANEL
 _WORK = 64
 """Bytes that could be read while a weight is rounded."""
 _SIZE = np.int32(2**31 - 1)
@@ -43,7 +43,7 @@ def quantize_rows(
     assert -(-rows // PANEL) <= len(panel)
     assert (row_scales is not None) == (bits == 8)
     scales = 0 if row_scales is None else row_scales[first:].data_ptr()
-    offset = form.planes["scales"][0] if bits == 4 else 0
+    offset = form.planes["minima"][0] if bits == 4 else 0
     _to_panels(
         weight.data_ptr(), panel.data_ptr(), scales, rows, inputs, chunks, form.chunk, form.chunk_bytes, form.head,
         bits, offset, kind_of(weight.dtype), use_team(),
@@ -90,19 +90,20 @@ def _panels_part(
             if bits == 8:
                 pack_units(words, target + head, place * chunk, chunk, bits)
             else:
-                _chunk_to_int4(values[first : first + present], place * chunk, chunk, target + offset, target + head)
+                _chunk_to_int4(values[first : first + present], place * chunk, chunk, target, offset, target + head)
     keep(own)
 
 
 @inline
-def _chunk_to_int4(values: Any, begin: int, chunk: int, scales: int, numbers: int) -> None:
-    """The groups of a chunk, whose first input is `begin`: `values` [16 outputs at most, inputs]."""
+def _chunk_to_int4(values: Any, begin: int, chunk: int, scales: int, minima: int, numbers: int) -> None:
+    """The groups of a chunk, whose first input is `begin`: `values` [16 outputs at most, inputs]. `minima`: bytes from
+    scales to minima."""
     kept, present, inputs = room(_KEPT, np.float32(0)), values.shape[0], values.shape[1]
-    for group in range(chunk // GROUP):
-        first = begin + group * GROUP
-        count = max(min(GROUP, inputs - first), 0)
-        if count == GROUP and present == PANEL:
-            for block in range(GROUP // PANEL):
+    for group in range(chunk // INT4_GROUP):
+        first = begin + group * INT4_GROUP
+        count = max(min(INT4_GROUP, inputs - first), 0)
+        if count == INT4_GROUP and present == PANEL:
+            for block in range(INT4_GROUP // PANEL):
                 start = np.int64(values[0, first + block * PANEL :].ctypes.data)
                 columns(start, values.strides[0], np.int64(kept.ctypes.data) + block * PANEL * PANEL * 4, values[0, 0])
         else:
@@ -112,9 +113,8 @@ def _chunk_to_int4(values: Any, begin: int, chunk: int, scales: int, numbers: in
                 for index in range(count):
                     kept[index * PANEL + lane] = widen(values[lane, first + index])
         outputs = present if count > 0 else 0
-        round_group(
-            np.int64(kept.ctypes.data), count, outputs, scales + group * PANEL * 2, numbers + group * GROUP * PANEL // 2
-        )
+        plane, target = scales + group * PANEL * 2, numbers + group * INT4_GROUP * PANEL // 2
+        round_group(np.int64(kept.ctypes.data), count, outputs, plane, plane + minima, target)
 
 
 @inline

@@ -14,8 +14,9 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from asyncengine.kernels.cpu.panel_form import GROUP, UNIT
+from asyncengine.kernels.cpu.panel_form import INT4_GROUP, UNIT
 from asyncengine.kernels.cpu.vectors import (
+    FLOAT,
     FLOATS,
     LANES,
     LINE,
@@ -32,40 +33,40 @@ from asyncengine.kernels.cpu.vectors import (
     widen_halves,
 )
 
-SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, -1.15, -1.05, -0.95)
-"""Candidates of the scale by which the largest weight is -8; negative: the largest is +7 or so."""
-_LEAST, _MOST = -8.0, 7.0
+ENDS = ((0.0, 0.0), (0.05, 0.05), (0.1, 0.1), (0.05, 0.0), (0.0, 0.05), (0.1, 0.0), (0.0, 0.1))
+"""Parts of a group's range by which its ends are drawn in, below and above: the first guesses of its sixteen steps."""
+_MOST = 15.0
 
 
-def _round_group(_: Any, values: Any, count: Any, present: Any, scales: Any, numbers: Any) -> Any:
+def _round_group(_: Any, values: Any, count: Any, present: Any, scales: Any, minima: Any, numbers: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        start, inputs, outputs, plane, target = arguments
+        start, inputs, outputs, *planes, target = arguments
         there = _below(builder, outputs)
-        largest = _largest(builder, start)
-        best = narrow(builder, _best_scale(builder, start, largest))
-        store(builder, builder.select(there, best, constant(best.type, 0)), plane)
-        scale = widen_halves(builder, best, "bfloat16")
+        best = _best_steps(builder, start)
+        for found, plane in zip(best, planes, strict=True):
+            half = narrow(builder, found)
+            store(builder, builder.select(there, half, constant(half.type, 0)), plane)
+        scale, minimum = best
         inverse = _inverse(builder, scale)
-        lines = GROUP // UNIT * 2
+        lines = INT4_GROUP // UNIT * 2
         with cgutils.for_range(builder, LONG(lines)) as loop:
             line = constant(WORDS, 0)
             for place in range(UNIT // 2):
                 index = builder.add(builder.mul(loop.index, LONG(UNIT // 2)), LONG(place))
-                rounded = _nearest(builder, builder.fmul(_value(builder, start, index), inverse))
-                number = builder.add(builder.fptosi(rounded, WORDS), constant(WORDS, -int(_LEAST)))
+                number = builder.fptosi(_nearest(builder, _value(builder, start, index), minimum, inverse), WORDS)
                 known = builder.and_(there, splat(builder, builder.icmp_signed("<", index, inputs)))
                 kept = builder.select(known, number, constant(WORDS, 0))
                 line = builder.or_(line, builder.shl(kept, constant(WORDS, place % 4 * 8 + place // 4 * 4)))
             store(builder, line, builder.add(target, builder.mul(loop.index, LONG(LINE))))
         return context.get_dummy_value()
 
-    return numba.types.void(*[numba.types.int64] * 5), generate
+    return numba.types.void(*[numba.types.int64] * 6), generate
 
 
 round_group: Any = intrinsic(_round_group)
-"""round_group(values, count, present, scales, numbers), inside kernels, all addresses but `count` and `present`: the
-float32 [GROUP, 16] at `values`, of which the first `count` inputs of the first `present` outputs are there and the rest
-is 0, as 16 scales of bfloat16 and 4-bit numbers, 8 above what they stand for; 0 for what is not there."""
+"""round_group(values, count, present, scales, minima, numbers), inside kernels, all addresses but `count` and
+`present`: the float32 [INT4_GROUP, 16] at `values`, of which the first `count` inputs of the first `present` outputs
+are there and the rest is 0, as 16 scales and 16 minima of bfloat16 and numbers of 4 bits; 0 for what is not there."""
 
 
 def _columns(_: Any, source: Any, stride: Any, target: Any, kind: Any) -> Any:
@@ -106,53 +107,80 @@ def _below(builder: Any, count: Any) -> Any:
     return builder.icmp_signed("<", lanes, splat(builder, builder.trunc(count, WORD)))
 
 
-def _nearest(builder: Any, floats: Any) -> Any:
-    """The nearest whole numbers of -8 .. 7."""
-    found = call(builder, "llvm.rint.v16f32", FLOATS, [floats])
-    for bound, beyond in ((constant(FLOATS, _LEAST), "<"), (constant(FLOATS, _MOST), ">")):
+def _nearest(builder: Any, value: Any, minimum: Any, inverse: Any) -> Any:
+    """The nearest whole numbers of 0 .. 15, as float32."""
+    found = builder.fmul(builder.fadd(value, minimum), inverse)
+    found = call(builder, "llvm.rint.v16f32", FLOATS, [found])
+    for bound, beyond in ((constant(FLOATS, 0.0), "<"), (constant(FLOATS, _MOST), ">")):
         found = builder.select(builder.fcmp_ordered(beyond, found, bound), bound, found)
     return found
 
 
 def _inverse(builder: Any, scale: Any) -> Any:
-    size = call(builder, "llvm.fabs.v16f32", FLOATS, [scale])
     one, zero = constant(FLOATS, 1.0), constant(FLOATS, 0.0)
-    return builder.select(builder.fcmp_ordered(">", size, constant(FLOATS, 1e-30)), builder.fdiv(one, scale), zero)
+    return builder.select(builder.fcmp_ordered(">", scale, constant(FLOATS, 1e-30)), builder.fdiv(one, scale), zero)
 
 
-def _largest(builder: Any, start: Any) -> Any:
-    """The largest of each lane by size, with its sign; of equal ones the first. Bits of float32 without their sign are
-    in the order of their size."""
-    found, size = (cgutils.alloca_once_value(builder, constant(WORDS, 0)) for _ in range(2))
-    with cgutils.for_range(builder, LONG(GROUP)) as loop:
-        bits = builder.bitcast(_value(builder, start, loop.index), WORDS)
-        own, before = builder.and_(bits, constant(WORDS, 0x7FFFFFFF)), builder.load(size)
-        larger = builder.icmp_signed(">", own, before)
-        builder.store(builder.select(larger, bits, builder.load(found)), found)
-        builder.store(builder.select(larger, own, before), size)
-    return builder.bitcast(builder.load(found), FLOATS)
+def _ends(builder: Any, start: Any) -> list[Any]:
+    """The least and the largest of each lane."""
+    ends = [cgutils.alloca_once_value(builder, _value(builder, start, LONG(0))) for _ in range(2)]
+    with cgutils.for_range(builder, LONG(INT4_GROUP)) as loop:
+        value = _value(builder, start, loop.index)
+        for end, beyond in zip(ends, ("<", ">"), strict=True):
+            before = builder.load(end)
+            builder.store(builder.select(builder.fcmp_ordered(beyond, value, before), value, before), end)
+    return [builder.load(end) for end in ends]
 
 
-def _best_scale(builder: Any, start: Any, largest: Any) -> Any:
-    """The scale with the least squared error in each lane, among those that `SHRINK` gives, rounded to bfloat16."""
-    first = builder.fdiv(largest, constant(FLOATS, _LEAST))
-    best = cgutils.alloca_once_value(builder, constant(FLOATS, 0.0))
+def _best_steps(builder: Any, start: Any) -> list[Any]:
+    """Scale and minimum of each lane, numbers of bfloat16: those with the least squared error among what the guesses of
+    `ENDS` lead to."""
+    low, high = _ends(builder, start)
+    span, zero = builder.fsub(high, low), constant(FLOATS, 0.0)
+    best = [cgutils.alloca_once_value(builder, zero) for _ in range(2)]
     least = cgutils.alloca_once_value(builder, constant(FLOATS, float("inf")))
-    error = cgutils.alloca_once(builder, FLOATS)
-    factors = ir.Constant(ir.ArrayType(ir.FloatType(), len(SHRINK)), SHRINK)
-    known = cgutils.global_constant(builder, "shrink", factors)
-    with cgutils.for_range(builder, LONG(len(SHRINK))) as choice:
-        factor = builder.load(builder.gep(known, [LONG(0), choice.index]))
-        scale = builder.fmul(first, splat(builder, factor))
-        scale = widen_halves(builder, narrow(builder, scale), "bfloat16")
-        inverse, negative = _inverse(builder, scale), builder.fneg(scale)
-        builder.store(constant(FLOATS, 0.0), error)
-        with cgutils.for_range(builder, LONG(GROUP)) as loop:
+    sums = [cgutils.alloca_once(builder, FLOATS) for _ in range(5)]
+    guesses = ir.Constant(ir.ArrayType(FLOAT, 2 * len(ENDS)), [x for a, b in ENDS for x in (a, (1 - a - b) / _MOST)])
+    known = cgutils.global_constant(builder, "ends", guesses)
+    with cgutils.for_range(builder, LONG(len(ENDS))) as choice:
+        place = builder.mul(choice.index, LONG(2))
+        part, step = (
+            splat(builder, builder.load(builder.gep(known, [LONG(0), builder.add(place, LONG(own))]))) for own in (0, 1)
+        )
+        for total in sums:
+            builder.store(zero, total)
+        guess = builder.fneg(multiply_add(builder, span, part, low)), builder.fmul(span, step)
+        found = _fitted(builder, start, low, guess, sums[:4])
+        inverse, negative = _inverse(builder, found[0]), builder.fneg(found[0])
+        with cgutils.for_range(builder, LONG(INT4_GROUP)) as loop:
             value = _value(builder, start, loop.index)
-            missing = multiply_add(builder, _nearest(builder, builder.fmul(value, inverse)), negative, value)
-            builder.store(multiply_add(builder, missing, missing, builder.load(error)), error)
-        total = builder.load(error)
+            number = _nearest(builder, value, found[1], inverse)
+            missing = multiply_add(builder, number, negative, builder.fadd(value, found[1]))
+            builder.store(multiply_add(builder, missing, missing, builder.load(sums[4])), sums[4])
+        total = builder.load(sums[4])
         better = builder.fcmp_ordered("<", total, builder.load(least))
-        builder.store(builder.select(better, scale, builder.load(best)), best)
-        builder.store(builder.select(better, total, builder.load(least)), least)
-    return builder.load(best)
+        for cell, own in zip((*best, least), (*found, total), strict=True):
+            builder.store(builder.select(better, own, builder.load(cell)), cell)
+    return [builder.load(cell) for cell in best]
+
+
+def _fitted(builder: Any, start: Any, low: Any, guess: Any, sums: list[Any]) -> list[Any]:
+    """Scale and minimum that fit best the numbers to which a guess (minimum, scale) rounds, by linear regression:
+    rounded to bfloat16. `low`: the least of each lane, from which on is counted, for nothing to cancel out."""
+    minimum, inverse = guess[0], _inverse(builder, guess[1])
+    with cgutils.for_range(builder, LONG(INT4_GROUP)) as loop:
+        value = _value(builder, start, loop.index)
+        number, above = _nearest(builder, value, minimum, inverse), builder.fsub(value, low)
+        one = constant(FLOATS, 1.0)
+        pairs = ((number, one), (number, number), (above, one), (number, above))
+        for total, (left, right) in zip(sums, pairs, strict=True):
+            builder.store(multiply_add(builder, left, right, builder.load(total)), total)
+    numbers, squares, aboves, products = (builder.load(total) for total in sums)
+    count = constant(FLOATS, float(INT4_GROUP))
+    variance = multiply_add(builder, builder.fneg(numbers), numbers, builder.fmul(count, squares))
+    together = multiply_add(builder, builder.fneg(numbers), aboves, builder.fmul(count, products))
+    differ = builder.fcmp_ordered(">", variance, constant(FLOATS, 0.0))
+    scale = builder.select(differ, builder.fdiv(together, variance), constant(FLOATS, 0.0))
+    rest = multiply_add(builder, builder.fneg(scale), numbers, aboves)
+    least = builder.fneg(multiply_add(builder, rest, constant(FLOATS, 1.0 / INT4_GROUP), low))
+    return [widen_halves(builder, narrow(builder, found), "bfloat16") for found in (scale, least)]

@@ -9,7 +9,7 @@ from torch import nn
 
 from asyncengine.device.output_buffers import OutputBufferPool
 from asyncengine.errors import UnsupportedModel
-from asyncengine.layers.options import HEAD_BITS, rounded_weight
+from asyncengine.layers.options import HEAD_BITS, bits_of, rounded_weight
 
 
 class QuantizedLinear(nn.Module):
@@ -47,7 +47,7 @@ def quantize_module(module: Any, bits: int, exact: bool = False) -> list[str]:
         for name, child in list(parent.named_children()):
             if type(child) is not nn.Linear or child.weight is table.weight or _is_read(parent):
                 continue
-            own = HEAD_BITS if child is head else bits
+            own = HEAD_BITS if child is head else bits_of(f".{name}", bits) or bits
             made = QuantizedLinear(child, own, child is head, exact)
             setattr(parent, name, made)
             counts[made.form.name] = counts.get(made.form.name, 0) + 1

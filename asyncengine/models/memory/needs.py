@@ -22,7 +22,7 @@ from asyncengine.config import EngineConfig, ImageSettings, MemorySettings, Mode
 from asyncengine.device.memory import free_bytes, limited_by
 from asyncengine.errors import InvalidParameter, OutOfMemory
 from asyncengine.layers.kernels import LayerKernels
-from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.options import LayerOptions, bits_of
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.states import StateSpec
 from asyncengine.layers.stored import StoredForm, bytes_of
@@ -51,8 +51,8 @@ logger = logging.getLogger("asyncengine")
 
 _COPIES_OF_LOGITS, _COPIES_OF_STATES = 4, 8
 """Copies that a step holds of the logits of the rows it samples, and hidden states of its tokens, in float32."""
-_SCALE_BITS = 0.25
-"""Bits of a scale for each weight: a bfloat16 for every 64."""
+_SCALE_BITS = 1.0
+"""Bits of a scale and a minimum for each weight: two bfloat16 for every 32."""
 _LONG = 32_768
 """Tokens of the KV cache without a setting, if the model is not shorter: one long request."""
 _ENDLESS = 2**62
@@ -261,17 +261,24 @@ def _sizes(
         encoder, weights = outline_encoder(plan, config)
         tables = [table for table in (encoder.embedding, encoder.positions, encoder.segments) if table is not None]
         in_tables = sum(math.prod(slot.shape) for table in tables for _, slot in table.slots())
-        matrices = sum(weights.elements.values()) - in_tables
-        return weights.kept_bytes + _plain(matrices, plan, plan.bits) + _plain(in_tables, plan, None), 0, (), ()
+        wide = _wide(weights.elements, plan)
+        matrices = _plain(sum(weights.elements.values()) - in_tables - wide, plan, plan.bits)
+        wide_bytes = _plain(wide, plan, plan.bits and 8)
+        return weights.kept_bytes + matrices + wide_bytes + _plain(in_tables, plan, None), 0, (), ()
     decoder, weights = outline_decoder(plan, config)
     vocabulary = sum(weights.elements.get(path, 0) for path in {decoder.config.embedding, decoder.config.head})
-    others = sum(weights.elements.values()) - vocabulary
-    plain = _plain(others, plan, plan.bits) + _plain(vocabulary, plan, plan.bits and 8)
+    wide = vocabulary + _wide(weights.elements, plan)
+    plain = _plain(sum(weights.elements.values()) - wide, plan, plan.bits) + _plain(wide, plan, plan.bits and 8)
     # with tensor parallelism each process has some of the weights and heads, or a copy of what cannot be divided
     size = config.tensor_parallel
     specs = [spec for spec in decoder.specs for _ in range(size if spec.num_kv_heads % size else 1)]
     states = [spec for spec in decoder.states for _ in range(size if spec.parts % size else 1)]
     return weights.kept_bytes + plain, page_bytes(specs, 1, kind), specs, states
+
+
+def _wide(elements: Mapping[str, int], plan: ModelPlan) -> int:
+    """Numbers of the matrices that have 8 bits where others have 4."""
+    return sum(count for path, count in elements.items() if bits_of(path, plan.bits) != plan.bits)
 
 
 def _plain(elements: int, plan: ModelPlan, bits: int | None) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from asyncengine import Chunk, Completion
 from asyncengine.errors import RequestTimeout
 
@@ -20,6 +23,13 @@ def checked(completion: Completion) -> Completion:
     for sample in completion.samples:
         raise_if_timed_out(sample.finish_reason, sample.text)
     return completion
+
+
+def why_not_own(about: Mapping[str, Any]) -> str | None:
+    """Why a structured answer with these "finish_reason" and "steered_from" is not to be read; None: it is."""
+    if about.get("finish_reason") != "length" or about.get("steered_from") is None:
+        return None
+    return "the budget (max_tokens or the context) ended in the answer, and the engine closed it: see on_budget='offer'"
 
 
 def worth_sending(chunk: Chunk) -> bool:

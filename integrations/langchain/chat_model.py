@@ -85,12 +85,12 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         # The base class calls on_llm_new_token for every chunk; calling it here would report tokens twice.
         with mapped_errors():
             call, prompt = self._stream_request(stop, kwargs), to_openai(messages)
-            text = ""
+            text, arguments = "", dict[int, str]()
             with self._engines().sync().stream_chat(prompt, call.params, **call.keywords) as stream:
                 for chunk in stream:
                     text += chunk.text
                     if worth_sending(chunk):
-                        yield from chat_chunks(chunk, call.model_name)
+                        yield from chat_chunks(chunk, call.model_name, arguments)
                     raise_if_timed_out(chunk.finish_reason, text)
 
     async def _astream(
@@ -103,13 +103,13 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         with mapped_errors():
             call, prompt = self._stream_request(stop, kwargs), to_openai(messages)
             engine = await self._engines().aio()
-            text = ""
+            text, arguments = "", dict[int, str]()
             stream = engine.stream_chat(prompt, call.params, **call.keywords)
             try:
                 async for chunk in stream:
                     text += chunk.text
                     if worth_sending(chunk):
-                        for part in chat_chunks(chunk, call.model_name):
+                        for part in chat_chunks(chunk, call.model_name, arguments):
                             yield part
                     raise_if_timed_out(chunk.finish_reason, text)
             finally:
@@ -162,7 +162,9 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
 
         With "json_schema" and "json_mode" the answer's text is the object; "json_mode" may go without a schema and
         then gives any JSON object. With "function_calling" the model calls a tool made of the schema, which it is told
-        of in the prompt. `strict` as in `bind_tools`; `kwargs` are further keywords of each call.
+        of in the prompt. `strict` as in `bind_tools`; `kwargs` are further keywords of each call. An answer that the
+        engine had to close, as its budget ended, is LangChain's `OutputParserException`, or the `parsing_error`, unless
+        `on_budget` is "offer".
         """
         with mapped_errors():
             structured.check_method(method, schema)

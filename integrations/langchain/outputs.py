@@ -6,6 +6,7 @@ stream's last chunk only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,8 +22,9 @@ from langchain_core.outputs import (
     GenerationChunk,
     LLMResult,
 )
+from langchain_core.utils.json import parse_partial_json
 
-from asyncengine import Chunk, Completion, LogprobEntry, Sample, ToolCallDelta, Usage
+from asyncengine import Chunk, Completion, Sample, ToolCallDelta, Usage
 from asyncengine.serve.dialects.openai_shape import openai_logprobs, openai_usage
 
 PROVIDER = "asyncengine"
@@ -38,13 +40,15 @@ def usage_metadata(usage: Usage) -> UsageMetadata:
     )
 
 
-def _info(finish_reason: str | None, logprobs: Sequence[LogprobEntry] | None) -> dict[str, Any]:
+def _info(news: Sample | Chunk) -> dict[str, Any]:
     """Generation info; the base classes copy it into `response_metadata`."""
     info: dict[str, Any] = {}
-    if logprobs:
-        info["logprobs"] = openai_logprobs(logprobs)
-    if finish_reason is not None:
-        info["finish_reason"] = finish_reason
+    if news.logprobs:
+        info["logprobs"] = openai_logprobs(news.logprobs)
+    if news.finish_reason is not None:
+        info["finish_reason"] = news.finish_reason
+        if news.steered_from is not None:
+            info["steered_from"] = news.steered_from
     return info
 
 
@@ -77,7 +81,7 @@ def chat_result(completion: Completion, model_name: str) -> ChatResult:
     no other, so that adding up over all generations counts each token once."""
     generations = []
     for index, sample in enumerate(completion.samples):
-        info = _info(sample.finish_reason, sample.logprobs)
+        info = _info(sample)
         calls, broken = _calls(sample)
         answer = AIMessage(
             content=sample.text,
@@ -103,24 +107,44 @@ def _call_chunks(deltas: Sequence[ToolCallDelta]) -> list[ToolCallChunk]:
     return list(joined.values())
 
 
-def chat_chunks(chunk: Chunk, model_name: str) -> Iterator[ChatGenerationChunk]:
-    """LangChain's chunks for one of ours.
+def chat_chunks(chunk: Chunk, model_name: str, arguments: dict[int, str]) -> Iterator[ChatGenerationChunk]:
+    """LangChain's chunks for one of ours. `arguments`: those of the stream's calls so far, kept here.
 
     Pieces of a call never travel on the last one: LangChain reads a last message as complete, and the end of a call's
-    arguments alone as an invalid call (to a slow reader the engine sends both at once).
+    arguments alone as an invalid call (to a slow reader the engine sends both at once). A call that was never finished
+    gets an end that is none: LangChain would complete it, and an agent would run it.
     """
-    if chunk.finish_reason is None or not chunk.tool_calls:
+    pieces = list(chunk.tool_calls or ())
+    for piece in pieces:
+        arguments[piece.index] = arguments.get(piece.index, "") + piece.arguments
+    if chunk.finish_reason is not None:
+        ends = {index: _spoilt_end(text) for index, text in arguments.items()}
+        pieces += [ToolCallDelta(index, None, None, end) for index, end in ends.items() if end]
+    if chunk.finish_reason is None or not pieces:
         yield chat_chunk(chunk, model_name)
         return
-    pieces = Chunk(chunk.text, [], None, chunk.index, None, None, None, chunk.tool_calls, chunk.reasoning)
-    yield chat_chunk(pieces, model_name)
+    yield chat_chunk(Chunk(chunk.text, [], None, chunk.index, tool_calls=pieces, reasoning=chunk.reasoning), model_name)
     end = Chunk("", chunk.token_ids, chunk.finish_reason, chunk.index, chunk.logprobs, chunk.error, chunk.usage)
+    end.steered_from = chunk.steered_from
     yield chat_chunk(end, model_name)
+
+
+def _spoilt_end(arguments: str) -> str:
+    """The text with which LangChain reads these as an invalid call; "" if they are whole, or invalid as they are."""
+    with contextlib.suppress(ValueError, RecursionError):
+        json.loads(arguments)
+        return ""
+    brackets = "]" * (1 + arguments.count("["))  # one of them has nothing to close
+    with contextlib.suppress(ValueError, RecursionError):
+        for quotes in ("", '"', '""'):  # outside of a string, in one, behind its backslash
+            if parse_partial_json(arguments + quotes + brackets) is None:
+                return quotes + brackets
+    return ""
 
 
 def chat_chunk(chunk: Chunk, model_name: str) -> ChatGenerationChunk:
     last = chunk.finish_reason is not None
-    info = _info(chunk.finish_reason, chunk.logprobs)
+    info = _info(chunk)
     part = AIMessageChunk(
         content=chunk.text,
         tool_call_chunks=_call_chunks(chunk.tool_calls or ()),
@@ -135,10 +159,7 @@ def chat_chunk(chunk: Chunk, model_name: str) -> ChatGenerationChunk:
 def text_result(completions: Sequence[Completion], model_name: str) -> LLMResult:
     """One list of generations, one per sample, for each prompt."""
     generations: list[list[Generation]] = [
-        [
-            Generation(text=sample.text, generation_info=_info(sample.finish_reason, sample.logprobs))
-            for sample in completion.samples
-        ]
+        [Generation(text=sample.text, generation_info=_info(sample)) for sample in completion.samples]
         for completion in completions
     ]
     output = {"token_usage": total_usage([openai_usage(c.usage) for c in completions]), "model_name": model_name}
@@ -146,7 +167,7 @@ def text_result(completions: Sequence[Completion], model_name: str) -> LLMResult
 
 
 def text_chunk(chunk: Chunk) -> GenerationChunk:
-    return GenerationChunk(text=chunk.text, generation_info=_info(chunk.finish_reason, chunk.logprobs) or None)
+    return GenerationChunk(text=chunk.text, generation_info=_info(chunk) or None)
 
 
 def total_usage(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import types
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from enum import Enum
 from operator import itemgetter
 from typing import Any, Literal, get_args, get_origin
@@ -16,13 +16,14 @@ from langchain_core.messages import AIMessage
 from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
 from langchain_core.outputs import Generation
-from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+from langchain_core.runnables import Runnable, RunnableGenerator, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema
 from pydantic import BaseModel, ConfigDict, PydanticUserError, RootModel, TypeAdapter, ValidationError
 
 from asyncengine.errors import GrammarError, InvalidParameter
 from asyncengine.grammar import Grammar, as_meant, pydantic_schema
 from asyncengine.integrations.langchain.tools import OpenAITool, is_model, model_schema, openai_tools, tool_name
+from asyncengine.integrations.results import why_not_own
 
 Method = Literal["json_schema", "function_calling", "json_mode"]
 Answerer = Runnable[LanguageModelInput, AIMessage]
@@ -196,8 +197,24 @@ def _title(model: type[BaseModel]) -> str:
     return model.model_config.get("title") or model.__name__
 
 
-def parsed(model: Answerer, parser: BaseOutputParser[Any], include_raw: bool) -> Runnable[LanguageModelInput, Any]:
+def _own(message: AIMessage) -> AIMessage:
+    if (why := why_not_own(message.response_metadata)) is not None:
+        raise OutputParserException(why, llm_output=message.text)
+    return message
+
+
+def _all_own(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:
+    yield from map(_own, messages)
+
+
+async def _aall_own(messages: AsyncIterator[AIMessage]) -> AsyncIterator[AIMessage]:
+    async for message in messages:
+        yield _own(message)
+
+
+def parsed(model: Answerer, parser: Runnable[AIMessage, Any], include_raw: bool) -> Runnable[LanguageModelInput, Any]:
     """With `include_raw` the result is {"raw", "parsed", "parsing_error"}, and parsing raises nothing."""
+    parser = RunnableGenerator(_all_own, _aall_own) | parser
     if not include_raw:
         return model | parser
     read = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)

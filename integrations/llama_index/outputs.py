@@ -9,7 +9,6 @@ look for the others.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +25,7 @@ from llama_index.core.base.llms.types import (
 )
 from pydantic_core import from_json
 
-from asyncengine import Chunk, Completion, LogprobEntry, Usage
+from asyncengine import Chunk, Completion, LogprobEntry
 from asyncengine.integrations.results import raise_if_timed_out
 from asyncengine.serve.dialects.openai_shape import Message, openai_usage, tool_call
 
@@ -61,7 +60,7 @@ class Answer:
         self.text, self.reasoning = completion.text, completion.reasoning
         calls = (*completion.tool_calls, *completion.broken_calls)
         self.calls = [GrowingCall(call.id, call.name, call.arguments) for call in calls]
-        return self._take(completion.finish_reason, completion.usage, completion.logprobs)
+        return self._take(completion)
 
     def grow(self, chunk: Chunk) -> Answer:
         """Take in one chunk. The caller asks `worth_sending` first; deadlines raise in `checked`."""
@@ -72,16 +71,18 @@ class Answer:
             if piece.index == len(self.calls):
                 self.calls.append(GrowingCall(piece.id or "", piece.name or ""))
             self.calls[piece.index].arguments += piece.arguments
-        return self._take(chunk.finish_reason, chunk.usage, chunk.logprobs)
+        return self._take(chunk)
 
-    def _take(self, finish_reason: str | None, usage: Usage | None, logprobs: Sequence[LogprobEntry] | None) -> Answer:
-        if usage is not None:
-            self.raw["usage"] = openai_usage(usage)
-            self._reasoning_tokens = usage.reasoning_tokens
-        if logprobs:
-            self.logprobs = (self.logprobs or []) + [_position(entry) for entry in logprobs]
-        if finish_reason is not None:
-            self.raw["finish_reason"] = finish_reason
+    def _take(self, news: Completion | Chunk) -> Answer:
+        if news.usage is not None:
+            self.raw["usage"] = openai_usage(news.usage)
+            self._reasoning_tokens = news.usage.reasoning_tokens
+        if news.logprobs:
+            self.logprobs = (self.logprobs or []) + [_position(entry) for entry in news.logprobs]
+        if news.steered_from is not None:
+            self.raw["steered_from"] = news.steered_from
+        if news.finish_reason is not None:
+            self.raw["finish_reason"] = news.finish_reason
             self._close_calls()
         return self
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Generator
 from typing import TYPE_CHECKING, Any
 
-from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole, TextBlock
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
 from llama_index.core.instrumentation.events.llm import LLMStructuredPredictEndEvent, LLMStructuredPredictStartEvent
 from llama_index.core.output_parsers.pydantic import PydanticOutputParser
@@ -18,9 +18,10 @@ from llama_index.core.prompts.base import PromptTemplate
 from llama_index.core.types import Model
 from pydantic import BaseModel
 
-from asyncengine.errors import InvalidParameter
+from asyncengine.errors import InvalidParameter, RequestFailed
 from asyncengine.grammar import Grammar
 from asyncengine.integrations.llama_index.outputs import partial_object
+from asyncengine.integrations.results import why_not_own
 
 if TYPE_CHECKING:
     from asyncengine.integrations.llama_index.llm import AsyncEngineLLM
@@ -33,10 +34,11 @@ Keywords = dict[str, Any]
 def predict(
     llm: AsyncEngineLLM, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: Keywords, args: Keywords
 ) -> Model:
-    """Raises pydantic's `ValidationError` for an answer that only the class itself refuses."""
+    """Raises pydantic's `ValidationError` for an answer that only the class itself refuses, and `RequestFailed` for one
+    that is not all the model's own, as its budget ended."""
     dispatcher.event(LLMStructuredPredictStartEvent(output_cls=output_cls, template=prompt, template_args=args))
     response = llm.chat(_messages(llm, output_cls, prompt, args), **_keywords(output_cls, llm_kwargs))
-    return _ended(output_cls.model_validate_json(response.message.content or ""))
+    return _ended(output_cls.model_validate_json(_own_text(response)))
 
 
 async def apredict(
@@ -46,7 +48,7 @@ async def apredict(
     dispatcher.event(LLMStructuredPredictStartEvent(output_cls=output_cls, template=prompt, template_args=args))
     await llm._engines().aio()  # a prompt may ask for the model's metadata: load it off the loop
     response = await llm.achat(_messages(llm, output_cls, prompt, args), **_keywords(output_cls, llm_kwargs))
-    return _ended(output_cls.model_validate_json(response.message.content or ""))
+    return _ended(output_cls.model_validate_json(_own_text(response)))
 
 
 def checked(output_cls: object, llm_kwargs: object) -> Keywords:
@@ -60,6 +62,12 @@ def checked(output_cls: object, llm_kwargs: object) -> Keywords:
     return llm_kwargs
 
 
+def _own_text(response: ChatResponse) -> str:
+    if (why := why_not_own(response.raw or {})) is not None:
+        raise RequestFailed(why)
+    return response.message.content or ""
+
+
 def _ended(result: Model) -> Model:
     dispatcher.event(LLMStructuredPredictEndEvent(output=result))
     return result
@@ -69,12 +77,11 @@ def stream(
     llm: AsyncEngineLLM, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: Keywords, args: Keywords
 ) -> Generator[Model | FlexibleModel, None, None]:
     """The object as far as it is written, each time it has grown; then the whole one. Raises as `predict`."""
-    growing, text = Growing(output_cls), ""
+    growing, response = Growing(output_cls), ChatResponse(message=ChatMessage())
     for response in llm.stream_chat(_messages(llm, output_cls, prompt, args), **_keywords(output_cls, llm_kwargs)):
-        text = response.message.content or ""
-        if (part := growing.read(text)) is not None:
+        if (part := growing.read(response.message.content or "")) is not None:
             yield part
-    yield output_cls.model_validate_json(text)
+    yield output_cls.model_validate_json(_own_text(response))
 
 
 async def astream(
@@ -82,13 +89,12 @@ async def astream(
 ) -> AsyncGenerator[Model | FlexibleModel, None]:
     """Objects of the class, as `stream`, awaited."""
     await llm._engines().aio()
-    growing, text = Growing(output_cls), ""
+    growing, response = Growing(output_cls), ChatResponse(message=ChatMessage())
     messages, keywords = _messages(llm, output_cls, prompt, args), _keywords(output_cls, llm_kwargs)
     async for response in await llm.astream_chat(messages, **keywords):
-        text = response.message.content or ""
-        if (part := growing.read(text)) is not None:
+        if (part := growing.read(response.message.content or "")) is not None:
             yield part
-    yield output_cls.model_validate_json(text)
+    yield output_cls.model_validate_json(_own_text(response))
 
 
 def _keywords(output_cls: type[Model], llm_kwargs: Keywords) -> dict[str, Any]:

@@ -72,14 +72,15 @@ def test_the_last_chunk_carries_no_piece_of_a_call() -> None:
     """A slow reader gets the end of the arguments and the end of the stream at once; LangChain, reading a last message
     as complete, would take "}" for an invalid call."""
     merged = Chunk("", [8, 9], "tool_calls", usage=USAGE, tool_calls=[delta(1, None, "{"), delta(1, None, "}")])
-    first, last = (part.message for part in chat_chunks(merged, "m"))
+    first, last = (part.message for part in chat_chunks(merged, "m", {}))
     assert isinstance(first, AIMessageChunk)
     assert isinstance(last, AIMessageChunk)
     assert "".join(piece["args"] or "" for piece in first.tool_call_chunks) == "{}"
     assert (first.chunk_position, first.usage_metadata) == (None, None)
     assert (last.chunk_position, last.tool_call_chunks, last.invalid_tool_calls) == ("last", [], [])
     assert last.response_metadata["finish_reason"] == "tool_calls"
-    parts = [part.message for chunk in [*STREAM[:4], merged] for part in chat_chunks(chunk, "m")]
+    kept: dict[int, str] = {}
+    parts = [part.message for chunk in [*STREAM[:4], merged] for part in chat_chunks(chunk, "m", kept)]
     full = added(parts)
     assert full.tool_calls == streamed().tool_calls
     assert full.usage_metadata == streamed().usage_metadata

@@ -167,7 +167,7 @@ class Node(BaseModel):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_recursive_class_is_valid_to_the_bottom(demo: EngineHandle, method: Any) -> None:
-    hot = ChatAsyncEngine(model="demo", temperature=3.0, max_tokens=60)
+    hot = ChatAsyncEngine(model="demo", temperature=3.0, max_tokens=60, model_kwargs={"on_budget": "offer"})
     for seed in range(4):
         assert isinstance(hot.with_structured_output(Node, method=method, seed=seed).invoke("A tree."), Node)
 
@@ -205,7 +205,7 @@ class Titled(BaseModel):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_tag_is_written_even_where_it_has_a_default(demo: EngineHandle, method: Any) -> None:
     """Without it pydantic cannot tell which class it is."""
-    hot = ChatAsyncEngine(model="demo", temperature=3.0, max_tokens=60)
+    hot = ChatAsyncEngine(model="demo", temperature=3.0, max_tokens=60, model_kwargs={"on_budget": "offer"})
     for seed in range(6):
         assert isinstance(hot.with_structured_output(Owner, method=method, seed=seed).invoke("A pet."), Owner)
 
@@ -250,7 +250,7 @@ def test_strict_false_opens_the_schema_and_leaves_out_what_cannot_be_enforced(ch
         with pytest.raises(GrammarUnsupported):
             chat.with_structured_output(schema, method=method).invoke("n")  # type: ignore[arg-type]
         loose = chat.with_structured_output(schema, method=method, strict=False)  # type: ignore[arg-type]
-        assert isinstance(loose.invoke("n", max_tokens=30), dict)
+        assert isinstance(loose.invoke("n", max_tokens=30, on_budget="offer"), dict)
     assert response_format(Person, False)["json_schema"]["strict"] is False
     assert "strict" not in response_format(Person, None)["json_schema"]
     assert as_tool(Person, False)["function"]["strict"] is False

@@ -137,7 +137,9 @@ async def test_the_schema_is_kept_by_a_text_model() -> None:
 
 
 async def test_it_closes_within_the_budget(llm: AsyncEngineLLM) -> None:
-    for parts in await four_forms(llm, Order, PromptTemplate("Hello!"), llm_kwargs={"max_tokens": 40}):
+    for parts in await four_forms(
+        llm, Order, PromptTemplate("Hello!"), llm_kwargs={"max_tokens": 40, "on_budget": "offer"}
+    ):
         assert type(parts[-1]) is Order
     with pytest.raises(BudgetTooSmall):
         await llm.astructured_predict(Order, PROMPT, text=TEXT, llm_kwargs={"max_tokens": 8})

@@ -16,7 +16,7 @@ from asyncengine.serve.fields import Fields, as_object, objects
 from asyncengine.serve.problems import Problem
 from asyncengine.serve.turn import Answered, Message, Turn
 
-SAMPLING = {name: name for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")} | {
+SAMPLING = {name: name for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "on_budget")} | {
     "stop_sequences": "stop"
 }
 """Fields and what they are called in the engine; those that Anthropic lacks have vLLM's names."""

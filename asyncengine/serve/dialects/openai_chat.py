@@ -9,7 +9,13 @@ from typing import Any
 from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Completion, FinishReason, LogprobEntry, Sample, Usage
 from asyncengine.serve.dialects.openai_common import Frames, error, max_tokens, read_common
-from asyncengine.serve.dialects.openai_shape import openai_logprobs, openai_usage, tool_call, with_object
+from asyncengine.serve.dialects.openai_shape import (
+    openai_logprobs,
+    openai_usage,
+    shown_calls,
+    tool_call,
+    with_object,
+)
 from asyncengine.serve.events import CallArguments, CallBegin, End, Event, Text, Thinking
 from asyncengine.serve.fields import Fields, as_object
 from asyncengine.serve.turn import Answered, Message, Turn
@@ -198,7 +204,7 @@ class Writer(Frames):
         message: dict[str, Any] = {"role": "assistant", "content": sample.text, "refusal": None}
         if sample.reasoning and self._reasoning:
             message |= _reasoning(sample.reasoning)
-        if calls := [*sample.tool_calls, *sample.broken_calls]:  # as in a stream, where a broken one was sent as well
+        if calls := shown_calls(sample):
             message["content"] = message["content"] or None
             message["tool_calls"] = [tool_call(call.id, call.name, call.arguments) for call in calls]
         logprobs = {**openai_logprobs(sample.logprobs), "refusal": None} if sample.logprobs else None

@@ -21,7 +21,7 @@ SAMPLING = {
     for name in (
         "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "n", "min_tokens",
         "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos",
-        "skip_special_tokens",
+        "skip_special_tokens", "on_budget",
     )
 } | {"include_stop_str_in_output": "include_stop", "repeat_penalty": "repetition_penalty"}  # fmt: skip
 """Fields that mean to the engine what they mean here; those that OpenAI lacks have vLLM's names, or llama.cpp's."""

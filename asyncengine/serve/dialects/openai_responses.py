@@ -14,7 +14,7 @@ from asyncengine.checks import as_choice, as_integer, as_text
 from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Completion, LogprobEntry, Usage
 from asyncengine.serve.dialects import openai_chat, openai_common
-from asyncengine.serve.dialects.openai_shape import openai_logprobs
+from asyncengine.serve.dialects.openai_shape import openai_logprobs, shown_calls
 from asyncengine.serve.dialects.responses_items import Item, messages_of, read_input, seal
 from asyncengine.serve.events import CallArguments, CallBegin, CallEnd, End, Event, Text, Thinking
 from asyncengine.serve.fields import Fields, as_object, objects
@@ -327,7 +327,7 @@ class Writer:
             self.write(Thinking(0, sample.reasoning))
         if sample.text:
             self.write(Text(0, sample.text, sample.logprobs or ()))
-        for call in (*sample.tool_calls, *sample.broken_calls):
+        for call in shown_calls(sample):
             self.write(CallBegin(0, 0, call.id, call.name))
             self.write(CallArguments(0, 0, call.arguments))
             self.write(CallEnd(0, 0))

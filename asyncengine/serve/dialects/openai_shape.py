@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.outputs import LogprobEntry, Usage
+from asyncengine.outputs import LogprobEntry, Sample, ToolCall, Usage
 
 Message = dict[str, Any]
 Content = str | list[dict[str, Any]]
@@ -39,6 +39,12 @@ def tool_call(call_id: str | None, name: str, arguments: Mapping[str, Any] | str
     """`arguments` is JSON text in OpenAI's shape."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {"id": call_id or "", "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def shown_calls(sample: Sample) -> list[ToolCall]:
+    """The calls of an answer that is sent whole: those of a stream, where a broken one was sent as well, but for those
+    that the engine closed, which a client might run."""
+    return [*sample.tool_calls, *(call for call in sample.broken_calls if call.steered_from is None)]
 
 
 def text_part(text: str) -> dict[str, Any]:

@@ -36,6 +36,8 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     at http://, and httptools reads no body behind such a head (uvicorn's issue 2722).
     """
 
+    parser: Any
+
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._waiting_since: float | None = None

@@ -110,7 +110,9 @@ def with_object(call: Any) -> Any:
     """A call of an earlier answer, whose arguments are an object: a broken one's text is the only member of one, for a
     conversation in which a model once wrote something else must be able to go on."""
     function = call.get("function") if isinstance(call, Mapping) else None
-    given = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    given = function.get("arguments")
     if not isinstance(given, str) or not given.strip():
         return call
     with contextlib.suppress(ValueError, RecursionError):

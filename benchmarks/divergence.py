@@ -21,23 +21,26 @@ from asyncengine.models.loading import load_model
 from benchmarks.quantization_quality import logits_of
 
 CHAT = (
-    "<|im_start|>system\nYou are a helpful AI assistant.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n"
-    "<|im_start|>assistant\n{}<|im_end|>\n"
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n"
 )
 TEXTS = (
     CHAT.format("What is the capital of France?", "The capital of France is Paris."),
     CHAT.format(
-        "Why is the sky blue? Answer a child in two sentences.",
-        "Sunlight is made of many colors, and the air scatters blue light more than red light. That is why you see "
-        "blue wherever you look up on a clear day.",
+        "Write a haiku about the sea.",
+        "Waves kiss the still shore,\nSalt wind carries songs of old,\nBlue dreams without end.",
     ),
-    "The last ferry of the season left the harbor at four in the afternoon. On deck stood a teacher with two "
-    "suitcases, a farmer who had sold his horses, and a boy who counted gulls until the shore was out of sight. "
-    "Nobody spoke, for the wind was strong, and each of them was thinking of the winter.",
-    "def mean(numbers):\n    total = 0\n    for number in numbers:\n        total += number\n"
-    '    if not numbers:\n        raise ValueError("the mean of no numbers")\n    return total / len(numbers)\n',
+    CHAT.format(
+        "Explain photosynthesis to a child in two sentences.",
+        "Plants use sunlight, water and air to make their own food. While doing so they give us the oxygen that we "
+        "breathe.",
+    ),
+    "The lighthouse stood at the edge of the cliff, where the wind had bent every tree into the same tired bow. Every "
+    "evening, just before the sun went down, the old keeper climbed the hundred and twelve steps to the lamp room, "
+    "wiped the salt from the glass, and lit the flame. He had done this for thirty-one years, and in all that time "
+    "he had missed only two nights: once when his daughter was born, and once when the sea itself came up the stairs.",
 )
-"""Texts in which every position is scored: chats, prose and code, written for this."""
+"""Texts in which every position with a following token is scored: chats and prose, written for this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +89,14 @@ def reference(folder: Path) -> tuple[list[list[int]], list[torch.Tensor]]:
 
 
 def compare(ids: Sequence[Sequence[int]], right: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> Divergence:
-    """Compare `found`, logits of each text like those of `reference`, with `right`. A text's last position counts, too,
-    but for the token that follows."""
+    """Compare `found`, logits of each text like those of `reference`, with `right`, at each position that a token
+    follows."""
     divergences, differences, same = [], [], []
     for tokens, one, other in zip(ids, right, found, strict=True):
-        left, own = one.double().log_softmax(-1), other.double().log_softmax(-1)
+        left, own = one[:-1].double().log_softmax(-1), other[:-1].double().log_softmax(-1)
         divergences.append((left.exp() * (left - own)).sum(-1))
         following = torch.tensor(tokens[1:])[:, None]
-        differences.append((left[:-1].gather(1, following) - own[:-1].gather(1, following)).abs()[:, 0])
+        differences.append((left.gather(1, following) - own.gather(1, following)).abs()[:, 0])
         same.append((left.argmax(-1) == own.argmax(-1)).double())
     all_differences = torch.cat(differences)
     return Divergence(
@@ -108,8 +111,11 @@ def here(model: str, ids: Sequence[Sequence[int]], **settings: Any) -> list[torc
     return [logits_of(loaded, torch.tensor(each)) for each in ids]
 
 
-def llama_cpp(file: Path, ids: Sequence[Sequence[int]], threads: int = 1) -> list[torch.Tensor]:
-    """llama.cpp's log-probabilities of each text: one request for each position, none of which comes from a cache."""
+def llama_cpp(
+    file: Path, ids: Sequence[Sequence[int]], right: Sequence[torch.Tensor], threads: int = 1
+) -> list[torch.Tensor]:
+    """llama.cpp's log-probabilities of each text: one request for each position, none of which comes from a cache. Of
+    unlikely tokens it says nothing: what is left for them is divided as `right` has it, in llama.cpp's favor."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -118,13 +124,18 @@ def llama_cpp(file: Path, ids: Sequence[Sequence[int]], threads: int = 1) -> lis
     server = xllamacpp.Server(params)
     request = {"n_predict": 1, "n_probs": 1_000_000, "logprobs": 1_000_000, "temperature": 0, "cache_prompt": False}
     found = []
-    for each in ids:
+    for each, logits in zip(ids, right, strict=True):
         rows = []
         for count in range(1, len(each) + 1):
             answer = server.handle_completions({**request, "prompt": list(each[:count])})
             entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-            row = torch.full((len(entries),), -1e9)
-            row[[entry["id"] for entry in entries]] = torch.tensor([entry["logprob"] for entry in entries])
+            listed = {entry["id"]: entry["logprob"] for entry in entries if entry["logprob"] > -98}
+            row = logits[count - 1].double().log_softmax(-1)
+            at = torch.tensor(list(listed))
+            own = torch.tensor(list(listed.values()), dtype=torch.float64)
+            rest = (1 - own.exp().sum()).clamp(min=1e-12) / (1 - row[at].exp().sum()).clamp(min=1e-12)
+            row += rest.log()
+            row[at] = own
             rows.append(row)
         found.append(torch.stack(rows))
     return found
@@ -143,7 +154,7 @@ def main() -> None:
         for quantization in ("int8", "int4"):
             print(f"{quantization}: {compare(ids, right, here(folder, ids, quantization=quantization))}")
     if options.llama_cpp:
-        print(f"llama.cpp: {compare(ids, right, llama_cpp(options.file, ids))}")
+        print(f"llama.cpp: {compare(ids, right, llama_cpp(options.file, ids, right))}")
 
 
 if __name__ == "__main__":

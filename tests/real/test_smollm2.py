@@ -106,7 +106,7 @@ def scored(plain: Path) -> tuple[list[list[int]], list[torch.Tensor]]:
 def test_the_file_is_read_as_exactly_as_llama_cpp_reads_it(
     smollm2: Path, scored: tuple[list[list[int]], list[torch.Tensor]]
 ) -> None:
-    """As it is loaded where no setting says how."""
+    """The file is loaded without any setting."""
     ids, logits = scored
     found: Divergence = compare(ids, logits, here(str(smollm2), ids))
     assert found.divergence <= LLAMA_CPP, found

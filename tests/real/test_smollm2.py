@@ -80,10 +80,7 @@ def perplexities(model: Path, texts: list[list[int]], **settings: Any) -> list[f
     [
         ({"dtype": "float32"}, 1.002),
         ({"quantization": "int8"}, 1.02),
-        pytest.param(
-            {"quantization": "int4"}, 1.10,
-            marks=pytest.mark.xfail(strict=True, reason="int4 has a scale for 64 weights: +32 % here"),
-        ),
+        ({"quantization": "int4"}, 1.10),
     ],
     ids=str,
 )  # fmt: skip
@@ -102,7 +99,6 @@ def scored(plain: Path) -> tuple[list[list[int]], list[torch.Tensor]]:
     return reference(plain)
 
 
-@pytest.mark.xfail(strict=True, reason="inputs of packed products are rounded with one scale for 64 numbers")
 def test_the_file_is_read_as_exactly_as_llama_cpp_reads_it(
     smollm2: Path, scored: tuple[list[list[int]], list[torch.Tensor]]
 ) -> None:
@@ -112,7 +108,6 @@ def test_the_file_is_read_as_exactly_as_llama_cpp_reads_it(
     assert found.divergence <= LLAMA_CPP, found
 
 
-@pytest.mark.xfail(strict=True, reason="inputs of packed products are rounded to 8 bits in float32, too")
 def test_float32_means_the_numbers_of_the_file(
     smollm2: Path, scored: tuple[list[list[int]], list[torch.Tensor]]
 ) -> None:

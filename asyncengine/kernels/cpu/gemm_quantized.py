@@ -52,7 +52,7 @@ from asyncengine.kernels.cpu.quantized_tiles import (
     streamed_rows,
 )
 from asyncengine.kernels.cpu.quantized_unit import UnitWriter
-from asyncengine.kernels.cpu.quantized_writer import make_tile
+from asyncengine.kernels.cpu.quantized_writer import TileWriter, make_tile
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
 from asyncengine.kernels.cpu.vectors import LINE, UNIT, bits_of, number_of, size_of
@@ -355,9 +355,9 @@ def _make_part(form: PanelForm, narrow: bool) -> Any:
 def _tiles_of(form: PanelForm, narrow: bool) -> tuple[str, int, int, Any, Any]:
     """(what the function is made for, the rows from which one panel at a time is multiplied, if there are such, those
     up to which it is read as one stream, the tile, what spreads its numbers)"""
-    writer, streamed = (NarrowWriter, 0) if narrow and narrow_fits(form) else (WideWriter, streamed_rows(form))
-    if form.exact:
-        writer, streamed = FloatWriter, 0
+    wide: type[TileWriter] = NarrowWriter if narrow and narrow_fits(form) else WideWriter
+    writer = FloatWriter if form.exact else wide
+    streamed = streamed_rows(form) if writer is WideWriter else 0
     smallest = min((rows for rows in range(1, MOST + 1) if writer.panels_of(rows) == 1), default=0)
     tiles = [(writer, rows, False) for rows in range(2 if streamed else 1, MOST + 1)]
     tiles += [(StreamWriter, rows, False) for rows in range(1, streamed + 1)]

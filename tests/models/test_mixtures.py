@@ -76,7 +76,7 @@ def test_experts_of_a_gguf_file(tmp_path: Path) -> None:
         tmp_path / "m.gguf", reference.config, weights, lambda name, _: "Q8_0" if "exps" in name else "F32"
     )  # fmt: skip
     model = load(tmp_path / "m.gguf")
-    assert "Q8_0 (exact) experts x 3" in model.describe()
+    assert "Q8_0 experts x 3" in model.describe()
     assert all(layer.mixtures()[0].experts.compiled for layer in model.layers)
     reference.load_state_dict(stored, strict=False)
     assert row_error(model, reference) < 0.03

@@ -78,8 +78,9 @@ def test_experts_of_one_form_are_one_matrix(forms: dict[str, str], width: int, i
     found, plain = make(ExpertsConfig(COUNT, inner, up=NAMES[0], down=NAMES[1]), width, forms)
     assert say_what_they_take(found, forms)
     up, down = forms["up"], forms.get("down")
-    assert found.up.forms[0].name == up
+    assert found.up.forms[0].name == f"{up} (exact)"  # in float32
     if down is not None:
+        up, down = f"{up} (exact)", f"{down} (exact)"
         assert found.compiled
         assert found.name == (f"{up} experts" if up == down else f"{up} + {down} experts")
     near(found, plain, width)
@@ -113,7 +114,7 @@ def test_all_experts_in_one_stored_matrix() -> None:
     """gpt-oss: one matrix, expert below expert, for a tensor [experts, inputs, outputs]."""
     found, plain = make(GPT_OSS, 96, {"bias": "", "both": "mxfp4", "down": "mxfp4"})
     assert found.compiled
-    assert found.name == "mxfp4 experts"
+    assert found.name == "mxfp4 (exact) experts"
     assert say_what_they_take(found, {"bias": "", "both": "mxfp4", "down": "mxfp4"})
     near(found, plain, 96)
 

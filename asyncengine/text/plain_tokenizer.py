@@ -67,8 +67,8 @@ class PlainTokenizer:
     special_tokens_map: Mapping[str, str]
     """{name: token} of the named ones."""
     chat_template: str | None
-    digest: str
-    """Digest of the file which the backend was made of."""
+    digest: str | None = None
+    """Digest of the file which the backend was made of; None: of one that has more in it."""
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
+import subprocess
+import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,7 @@ def assert_same(built: TextTokenizer, hf: Any, texts: Any, seed: int = 0) -> Non
         assert built.encode(text) == hf.encode(text), ascii(text)
         for skip in (False, True):
             want = hf.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-            assert built.hf.decode(ids, skip_special_tokens=skip) == want, ascii(text)
+            assert built.decode(ids, skip_special_tokens=skip) == want, ascii(text)
 
 
 @pytest.mark.parametrize("pre", PUBLISHED)
@@ -54,6 +57,27 @@ def test_sentencepiece_families_equal_theirs(architecture: str) -> None:
     hf, scores = SENTENCEPIECE[architecture]()
     metadata = sentencepiece_metadata(hf, scores, architecture=architecture, pad_to=len(scores) + 40)
     assert_same(load_gguf_tokenizer(metadata), hf, TEXTS)
+
+
+def test_transformers_is_imported_for_nothing_but_its_own_tokenizer(tmp_path: Path) -> None:
+    """Its import takes longer than the rest of a small file's load."""
+    metadata = {
+        **byte_level_metadata(published("qwen2"), "qwen2"),
+        "tokenizer.chat_template": "{{ messages[0].content }}",
+    }
+    (tmp_path / "metadata").write_bytes(pickle.dumps(metadata))
+    program = f"""
+import pickle, sys
+from asyncengine.text.gguf import load_gguf_tokenizer
+built = load_gguf_tokenizer(pickle.load(open({str(tmp_path / "metadata")!r}, "rb")))
+text = built.render_chat([{{"role": "user", "content": "Hi there"}}])
+sent = pickle.loads(pickle.dumps(built))
+ids, before = sent.encode(text), "transformers" in sys.modules
+same = built.hf.encode(text) == sent.hf.encode(text) == ids
+print(before, built.decode(ids), same, built.hf.eos_token == sent.hf.eos_token)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["False", "Hi", "there", "True", "True"]
 
 
 def test_gemma_4_brings_its_merges() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from asyncengine.errors import EngineError, ModelNotFound, UnsupportedModel, shorten
 from asyncengine.text.gguf.families import family_of
 from asyncengine.text.gguf.header import HUGGINGFACE_KEY, PREFIX, SPACE, TokenizerHeader, TokenType, broken
+from asyncengine.text.plain_tokenizer import PlainTokenizer
 from asyncengine.text.tokenizer import MAX_CHAT_CHARS, TextTokenizer
 
 KINDS = ("gpt2", "llama", "gemma4", "bert")
@@ -42,8 +44,6 @@ def load_gguf_tokenizer(metadata: Mapping[str, Any], *, max_chat_chars: int = MA
 
     Raises `ModelNotFound` for a header that is broken, `UnsupportedModel` for a kind of tokenizer that is not known.
     """
-    from transformers import PreTrainedTokenizerFast
-
     header = TokenizerHeader(metadata)
     if header.kind not in KINDS and not header.huggingface:
         raise UnsupportedModel(
@@ -62,25 +62,22 @@ def load_gguf_tokenizer(metadata: Mapping[str, Any], *, max_chat_chars: int = MA
         templates = templates["default"]
     if not templates and _CHANNELS.issubset(header.tokens):
         templates = Path(__file__).with_name("harmony.jinja").read_text(encoding="utf-8")
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=_HandedOver(backend),
-        bos_token=header.name_of("bos"),
-        eos_token=header.name_of("eos"),
-        unk_token=header.name_of("unk"),
-        chat_template=templates or None,
-        clean_up_tokenization_spaces=False,
-    )
-    return TextTokenizer(wrapped, max_chat_chars=max_chat_chars, end_token_ids=_end_ids(header))
+    names = {f"{name}_token": header.name_of(name) for name in ("bos", "eos", "unk")}
+    named = {name: token for name, token in names.items() if token is not None}
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    load_hf: Any = partial(_wrapped, backend, named, templates or None)
+    if special.issuperset(named.values()) and isinstance(templates or None, (str, type(None))):
+        plain = PlainTokenizer(backend, named, templates or None)
+        return TextTokenizer(plain, max_chat_chars=max_chat_chars, end_token_ids=_end_ids(header), load_hf=load_hf)
+    return TextTokenizer(load_hf(), max_chat_chars=max_chat_chars, end_token_ids=_end_ids(header))
 
 
-class _HandedOver:
-    """A tokenizer given away: transformers copies what it is given, which takes as long as building it."""
+def _wrapped(backend: Any, named: Mapping[str, str], templates: Any) -> Any:
+    """transformers' tokenizer around a copy of that one."""
+    from transformers import PreTrainedTokenizerFast
 
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-
-    def __deepcopy__(self, memo: object) -> Any:
-        return self._backend
+    settings = {"chat_template": templates, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **named, **settings)
 
 
 def _build(header: TokenizerHeader) -> Any:

@@ -25,12 +25,20 @@ if TYPE_CHECKING:
 HERE = "this machine"
 
 
+_KERNELS = 72 * 2**20
+"""Bytes of compiled kernels, of the library that runs them, and of the other parts that a command does not import."""
+_OF_A_TOKEN = 1200
+"""Bytes of a token of the vocabulary, in tokenizer, tables and grammars. Both figures: docs/howto/first_start.md."""
+
+
 class Machine(NamedTuple):
     """Bytes that are free now."""
 
     host_free: int
     devices_free: tuple[int, ...] = ()
     """Free bytes of each CUDA device, by index."""
+    process: int = 0
+    """Bytes that a program with an engine takes beside what its model needs."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,18 +47,20 @@ def run(args: argparse.Namespace) -> int:
         as_integer("kv_tokens", args.kv_tokens, 1)
     needs, machine = on_thread(lambda: _read(args.model, config)).result()
     tokens = needs.kv_tokens(config) if args.kv_tokens is None else args.kv_tokens
-    claim = claim_here(needs, tokens, config)
+    processes = machine.process * config.processes
+    claim, total = claim_here(needs, tokens, config, processes), needs.total(tokens) + processes
     found = place(claim, Cluster([as_node(machine)]))
     if args.json:
-        write_json(as_dict(needs, tokens, claim, machine, found))
+        write_json(as_dict(needs, tokens, total, claim, machine, found))
     else:
-        _show(needs, tokens, claim, machine)
+        _show(needs, tokens, total, claim, machine)
         write(verdict(found, bool(machine.devices_free)) + "\n")
     return 0 if isinstance(found, Placement) else FAILED
 
 
 def _read(model: str, config: EngineConfig) -> tuple[ModelNeeds, Machine]:
     """Imports torch, which takes a second."""
+    import psutil
     import torch
 
     from asyncengine.device.memory import free_bytes
@@ -60,15 +70,20 @@ def _read(model: str, config: EngineConfig) -> tuple[ModelNeeds, Machine]:
     needs = read_needs(resolve_model(model), config)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     free = tuple(free_bytes(torch.device("cuda", index)) for index in range(count))
-    return (replace(needs, name=model) if model == "demo" else needs), Machine(free_bytes(torch.device("cpu")), free)
+    process = psutil.Process().memory_info().rss + _KERNELS + needs.vocab_size * _OF_A_TOKEN
+    machine = Machine(free_bytes(torch.device("cpu")), free, process)
+    return (replace(needs, name=model) if model == "demo" else needs), machine
 
 
-def claim_here(needs: ModelNeeds, tokens: int, config: ModelSettings) -> Claim:
-    """The claim of one engine, which runs on a device for each rank or on the host's processors."""
+def claim_here(needs: ModelNeeds, tokens: int, config: ModelSettings, processes: int = 0) -> Claim:
+    """The claim of one engine, which runs on a device for each rank or on the host's processors. `processes`: bytes of
+    its processes."""
     ranks = config.tensor_parallel
     copied = needs.step_bytes // ranks if ranks > 1 else 0
     device = "cpu" if config.pipeline_parallel > 1 else config.device  # stages compute on processors alone
-    return claim_of(needs.name, needs.total(tokens), ranks, copied, device)
+    claim = claim_of(needs.name, needs.total(tokens), ranks, copied, device)
+    on_host = None if claim.cpu_bytes is None else claim.cpu_bytes + processes
+    return replace(claim, cpu_bytes=on_host, host_bytes=0 if claim.device_bytes is None else processes)
 
 
 def as_node(machine: Machine) -> Node:
@@ -79,13 +94,14 @@ def as_node(machine: Machine) -> Node:
 
 
 def as_dict(
-    needs: ModelNeeds, tokens: int, claim: Claim, machine: Machine, found: Placement | Refusal
+    needs: ModelNeeds, tokens: int, total: int, claim: Claim, machine: Machine, found: Placement | Refusal
 ) -> dict[str, object]:
     fits = isinstance(found, Placement)
     return {
         **asdict(needs),
+        "process_bytes": machine.process,
         "kv_tokens": tokens,
-        "total_bytes": needs.total(tokens),
+        "total_bytes": total,
         "claim": asdict(claim),
         "machine": machine._asdict(),
         "fits": fits,
@@ -108,7 +124,7 @@ def verdict(found: Placement | Refusal, on_device: bool) -> str:
     return f"It fits on {where(found)}{instead}."
 
 
-def _show(needs: ModelNeeds, tokens: int, claim: Claim, machine: Machine) -> None:
+def _show(needs: ModelNeeds, tokens: int, total: int, claim: Claim, machine: Machine) -> None:
     table = Table(title=f"{needs.name} ({needs.dtype})", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -124,7 +140,9 @@ def _show(needs: ModelNeeds, tokens: int, claim: Claim, machine: Machine) -> Non
     if needs.image_bytes:
         table.add_row("pictures", size(needs.image_bytes), "encoded ones that are kept, at most")
     table.add_row("a step", size(needs.step_bytes), "about, beside these")
-    table.add_row("together", size(needs.total(tokens)), "", style="bold", end_section=True)
+    each = "Python, libraries, kernels, tokenizer; on the host, in each process of a model, partly shared"
+    table.add_row("the process", size(machine.process), each)
+    table.add_row("together", size(total), "", style="bold", end_section=True)
     if claim.device_bytes is not None:
         for index, free in enumerate(machine.devices_free):
             table.add_row(f"cuda:{index}", size(free), "free now")

@@ -36,13 +36,14 @@ def test_the_demo_model_fits_here(capsys: pytest.CaptureFixture[str]) -> None:
 def test_figures_add_up_and_flags_change_them(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on(monkeypatch, 200 * MIB)
+    on(monkeypatch, 6000 * MIB)
     plain = report(capsys, 0)
     assert plain["on"] == "cpu"
     assert (
         plain["total_bytes"]
         == plain["claim"]["cpu_bytes"]
-        == (plain["weight_bytes"] + plain["kv_tokens"] * plain["kv_bytes_per_token"] + plain["step_bytes"])
+        == plain["process_bytes"]
+        + (plain["weight_bytes"] + plain["kv_tokens"] * plain["kv_bytes_per_token"] + plain["step_bytes"])
     )
     assert report(capsys, 0, "--kv-cache-memory", "30MiB")["kv_tokens"] == 30 * MIB // 3072
     assert report(capsys, 0, "--max-model-len", "1000")["kv_tokens"] == 1000
@@ -51,19 +52,21 @@ def test_figures_add_up_and_flags_change_them(
     assert report(capsys, 0, "--pipeline-parallel", "2")["claim"]["device_bytes"] is None
     assert report(capsys, 0, "--tensor-parallel", "2", "--device", "cpu")["claim"]["copied_bytes"] == 0
     ranks = report(capsys, 0, "--tensor-parallel", "2")["claim"]
-    assert ranks["device_bytes"] == plain["claim"]["cpu_bytes"], "what a step takes is counted once, and copied"
+    model = plain["total_bytes"] - plain["process_bytes"]
+    assert ranks["device_bytes"] == model, "what a step takes is counted once, and copied"
     assert ranks["copied_bytes"] == plain["step_bytes"]
-    assert ranks["cpu_bytes"] == plain["claim"]["cpu_bytes"] + plain["step_bytes"]
+    assert ranks["cpu_bytes"] - ranks["host_bytes"] == model + plain["step_bytes"]
+    assert ranks["host_bytes"] == pytest.approx(2 * plain["process_bytes"], rel=0.05)
 
 
 def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, 200 * MIB)
-    found = report(capsys, 1, "--kv-tokens", "100000")
+    on(monkeypatch, 6000 * MIB)
+    found = report(capsys, 1, "--kv-tokens", "3000000")
     assert found["fits"] is False
     assert (
-        "1 with too little free host memory; a claim of 0.20 GiB of host memory would have fitted" in found["why_not"]
+        "1 with too little free host memory; a claim of 5.86 GiB of host memory would have fitted" in found["why_not"]
     )
-    assert main(["fit", "demo", "--kv-tokens", "100000"]) == 1
+    assert main(["fit", "demo", "--kv-tokens", "3000000"]) == 1
     assert "It does not fit here: demo fits on none of 1 nodes" in capsys.readouterr().out
 
 

@@ -179,6 +179,11 @@ class ModelSettings(Settings):
     """The pooling by which an embedder makes one vector of its hidden states, in the place of what its files say:
     "cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean", "last", or several joined by "+". It makes an embedder
     of a text generator."""
+    weight_cache_dir: StoreFolder | None = True
+    """On a CPU, the folder in which weights are kept as its kernels read them, so that later loads are quick and all
+    processes hold them once (docs/howto/first_start.md); True: one in the user's cache folder. None: none are kept."""
+    weight_cache_disk: StoreBytes = "20GiB"
+    """Bytes of all files in that folder, at most: those used last stay, and a larger model is not kept."""
     load_format: Annotated[str, one_of(("auto", "dummy"))] = "auto"
     """"auto": weights are read from safetensors files; "dummy": made up at random from config.json alone, to measure
     speed without a checkpoint."""

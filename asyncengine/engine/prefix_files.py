@@ -15,11 +15,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncengine.device.files import written_whole
 from asyncengine.engine.loop import EngineLoop
 from asyncengine.engine.threads import finished_blocking
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.errors import EngineClosed, InvalidParameter, RequestFailed
-from asyncengine.kvcache.store.disk import SystemDisk, written_whole
+from asyncengine.kvcache.store.disk import SystemDisk
 from asyncengine.kvcache.store.prefix_stream import PrefixReader, write_prefix
 from asyncengine.kvcache.store.record import Identity, RecordError
 from asyncengine.options import ChatMessages, Prompt

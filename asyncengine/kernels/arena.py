@@ -32,13 +32,11 @@ _HUGE = 2**21
 """Bytes of a huge page."""
 _CHUNK = 2**26
 """Bytes that are asked for at once, at least; those that nobody writes to are never taken."""
-_POPULATE_WRITE = 23
-"""`MADV_POPULATE_WRITE`, which Python has no name for."""
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
+"""`MADV_POPULATE_READ` and `MADV_POPULATE_WRITE`, which Python has no names for."""
 _FOUND_AT_ONCE = 2**25
 """Bytes that the system is asked to find at once."""
 _LINE = 64
-_SMALL = 2**16
-"""Bytes of a tensor below which it does not matter where it lies."""
 
 
 def ordinary(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -59,6 +57,8 @@ class Arena:
     """Gives out pieces of a few large blocks; a block goes when the last tensor in it does."""
 
     def __init__(self) -> None:
+        self.file_bytes = 0
+        """Bytes of a file that was mapped in the place of this memory."""
         self._block: torch.Tensor | None = None
         self._used = 0
         self._given: list[tuple[weakref.ref[mmap.mmap], int, int]] = []
@@ -75,9 +75,9 @@ class Arena:
         return torch.zeros(tuple(shape), dtype=dtype) if taken is None else taken
 
     def _take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """None: it does not matter where so little lies, or there are no huge pages here."""
+        """None: there are no huge pages here."""
         size = math.prod(shape) * dtype.itemsize
-        if size < _SMALL or not hasattr(mmap, "MADV_HUGEPAGE"):
+        if not hasattr(mmap, "MADV_HUGEPAGE"):
             return None
         if self._block is None or self._used + size > len(self._block):
             memory, self._block = _block(max(size, _CHUNK))
@@ -112,16 +112,20 @@ def give_back(address: int, size: int) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
 
 
-def find_memory(parts: Sequence[MappedPart], threads: int, advance: Callable[[], object]) -> None:
-    """Have the system find memory for `parts`, which will be written to soon, by so many threads. `advance` is called
-    once for each of them, by the caller's thread; what it raises ends the work.
+def find_memory(
+    parts: Sequence[MappedPart], threads: int, advance: Callable[[], object], *, of_file: bool = False
+) -> None:
+    """Have the system find memory for `parts`, which will be written to soon, by so many threads; or, of a file that is
+    mapped there, its pages, which will be read. `advance` is called once for each part, by the caller's thread; what it
+    raises ends the work.
 
     Where the system cannot be asked that, it finds memory as it is touched.
     """
     waiting, done = deque(parts), queue.SimpleQueue[None]()
+    advice = _POPULATE_READ if of_file else _POPULATE_WRITE
     helpers = []
     for _ in range(min(threads, len(parts))):
-        helper = threading.Thread(target=_find, args=(waiting, done), name="asyncengine-memory", daemon=True)
+        helper = threading.Thread(target=_find, args=(waiting, done, advice), name="asyncengine-memory", daemon=True)
         try:
             helper.start()
         except RuntimeError:  # the system has no more threads
@@ -137,7 +141,7 @@ def find_memory(parts: Sequence[MappedPart], threads: int, advance: Callable[[],
             helper.join()
 
 
-def _find(waiting: deque[MappedPart], done: queue.SimpleQueue[None]) -> None:
+def _find(waiting: deque[MappedPart], done: queue.SimpleQueue[None], advice: int) -> None:
     """One part after the other, while there are any."""
     madvise = ctypes.CDLL(None).madvise  # lets go of the interpreter's lock, which mmap's own does not
     while True:
@@ -145,7 +149,7 @@ def _find(waiting: deque[MappedPart], done: queue.SimpleQueue[None]) -> None:
             part = waiting.popleft()
         except IndexError:
             return
-        madvise(ctypes.c_void_p(part.address), ctypes.c_size_t(part.size), _POPULATE_WRITE)
+        madvise(ctypes.c_void_p(part.address), ctypes.c_size_t(part.size), advice)
         done.put(None)
 
 

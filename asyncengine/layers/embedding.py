@@ -72,8 +72,10 @@ class Embedding:
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Tensors of the checkpoint that it takes, by name."""
         if self._head is None:
-            takes = None if self.stored is None else self.stored.takes(0)
-            yield f"{self.path}.weight", TensorSlot((self.num_embeddings, self.width), self._load, takes=takes)
+            stored, shape = self.stored, (self.num_embeddings, self.width)
+            memory = [self._table] if self._table is not None else stored.tensors() if stored else ()
+            takes = None if stored is None else stored.takes(0)
+            yield f"{self.path}.weight", TensorSlot(shape, self._load, memory=memory, takes=takes)
 
     def _load(self, table: torch.Tensor | StoredMatrix) -> None:
         if self.stored is not None:
@@ -121,7 +123,7 @@ class LMHead:
         """Tensors of the checkpoint that it takes, by name."""
         shape = (self.vocab_size, self.inputs)
         load, takes = partial(self.weight.load, 0), self.weight.takes(0)
-        yield f"{self._weight_path}.weight", TensorSlot(shape, load, takes=takes)
+        yield f"{self._weight_path}.weight", TensorSlot(shape, load, memory=self.weight.tensors(), takes=takes)
         if self.bias is not None:
             yield f"{self.path}.bias", TensorSlot.into(self.bias, initial=0.0)
 

@@ -33,8 +33,8 @@ class ExpertMatrices:
     def slot(self, expert: int, first: int, outputs: int) -> TensorSlot:
         """The place of those rows of one expert's matrix."""
         form, begin = self._place(expert, first)
-        load = partial(self.load, expert, first)
-        return TensorSlot((outputs, self.inputs), load, takes=form.takes(begin), waits_with=form.waiting)
+        load, shape = partial(self.load, expert, first), (outputs, self.inputs)
+        return TensorSlot(shape, load, waits_with=form.waiting, memory=form.tensors(), takes=form.takes(begin))
 
     def takes(self, first: int) -> StoredForm | None:
         """The stored form that the first expert's rows from `first` on take, as in `WeightForm.takes`."""

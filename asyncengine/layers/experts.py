@@ -234,7 +234,10 @@ class Experts:
         if config.transposed:
             shape = (shape[0], shape[2], shape[1])
         takes, waiting = matrices.takes(first), matrices.forms[0].waiting
-        return TensorSlot(shape, load, other_shape=turned_shape, replaces=names, takes=takes, waits_with=waiting)
+        memory = [tensor for form in matrices.forms for tensor in form.tensors()]
+        return TensorSlot(
+            shape, load, other_shape=turned_shape, replaces=names, waits_with=waiting, memory=memory, takes=takes
+        )
 
 
 def _forms(

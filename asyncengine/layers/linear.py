@@ -69,10 +69,14 @@ class Linear:
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Tensors of the checkpoint that it takes, by name."""
+        memory = self.weight.tensors()
         for part, first in zip(self.parts, self._firsts, strict=False):
             shape = (self.inputs, part.outputs) if self.transposed else (part.outputs, self.inputs)
             takes, waiting = self.weight.takes(first), self.weight.waiting
-            yield f"{part.path}.weight", TensorSlot(shape, self._loader(first), takes=takes, waits_with=waiting)
+            yield (
+                f"{part.path}.weight",
+                TensorSlot(shape, self._loader(first), waits_with=waiting, memory=memory, takes=takes),
+            )
             if self.bias is not None:
                 yield f"{part.path}.bias", self._bias_slot(self.bias, first, part.outputs)
 

@@ -97,10 +97,6 @@ class _HeldWeight(WeightForm):
         if self.waiting is None and isinstance(own, QuantizedWeight) and any(bound % _PANEL for bound in bounds):
             self.waiting = object()
 
-    @property
-    def nbytes(self) -> int:
-        return self.own.nbytes
-
     def _load(self, at: int, weight: torch.Tensor | StoredMatrix, rows: slice) -> None:
         """Take these rows of what is given, as those from `at` on of `own`: nothing else of them is read."""
         self.own.load(at, weight[rows] if isinstance(weight, torch.Tensor) else RowRange(weight, rows.start, rows.stop))

@@ -27,6 +27,8 @@ class TensorSlot:
     """Names of tensors in whose stead checkpoints may have this one."""
     waits_with: object = None
     """Key that it shares with the slots that are packed together with it, once all of them are filled."""
+    memory: Sequence[torch.Tensor] = ()
+    """All memory that `load` writes to; empty: it is not said."""
     takes: StoredForm | None = None
     """The only form that it takes, since memory was made for that; None: any, and plain numbers."""
 

@@ -307,10 +307,6 @@ class SideBySide(WeightForm):
         self.waiting = next((form.waiting for form in forms if form.waiting is not None), None)
         self._firsts = [0, *accumulate(form.outputs for form in forms)]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(form.nbytes for form in self.forms)
-
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
         """Raises `ValueError` for rows of several forms."""
         for form, begin in zip(self.forms, self._firsts, strict=False):

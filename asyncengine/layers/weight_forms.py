@@ -7,7 +7,7 @@ then reach whatever has captured the address. `load` takes rows [first, first + 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,6 +66,16 @@ class WaitingRows:
         return whole
 
 
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, WeightForm):
+            yield from value.tensors()
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors_in(value)
+
+
 class WeightForm(ABC):
     """The matrix [outputs, inputs] of one linear layer."""
 
@@ -81,8 +91,12 @@ class WeightForm(ABC):
     """Group whose rows wait for each other; None: they are taken as they come."""
 
     @property
-    @abstractmethod
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All memory that `load` writes to: every tensor that it has, itself or in the forms that it is made of."""
+        return list({id(tensor): tensor for tensor in _tensors_in(vars(self).values())}.values())
 
     @abstractmethod
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
@@ -125,10 +139,6 @@ class DenseWeight(WeightForm):
             from asyncengine.kernels.cuda import few_rows
 
             self._few = few_rows
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes
 
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
         for begin, part in parts_of(weight, self._release):
@@ -174,10 +184,6 @@ class PackedWeight(WeightForm):
         self._release = release
         self.weight = panels.empty_panels(outputs, inputs, dtype, empty)
 
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes
-
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
         for begin, part in parts_of(weight, self._release):
             self._panels.pack_rows(part, self.weight, first + begin)
@@ -221,19 +227,14 @@ class PanelWeight(WeightForm):
         self._form = form = replace(form, exact=exact)
         self._products, self._packing, self._dtype = products, packing, dtype
         self.panels = packing.empty_panels(form, outputs, inputs, empty)
-        self.row_scales = torch.ones(outputs, dtype=torch.float32) if row_scales else None
-        self.order = torch.arange(inputs) if ordered else None
+        self.row_scales = empty((outputs,), torch.float32).fill_(1) if row_scales else None
+        self.order = empty((inputs,), torch.int64).copy_(torch.arange(inputs)) if ordered else None
         self._matrix = products.QuantizedMatrix(form, self.panels, self.row_scales, inputs, outputs, self.order)
         self._fields = self._matrix.fields()
 
     def _named(self, name: str) -> str:
         """The name with how x is multiplied, where that is not as usual: prefixes of the one are none of the other."""
         return f"{name} (exact)" if self._form.exact else name
-
-    @property
-    def nbytes(self) -> int:
-        parts = (self.panels, self.row_scales, self.order)
-        return sum(part.nbytes for part in parts if part is not None)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
         found = x.new_empty((*x.shape[:-1], self.outputs)) if out is None else out

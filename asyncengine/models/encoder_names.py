@@ -53,4 +53,5 @@ def _joined(slots: Sequence[TensorSlot]) -> TensorSlot:
         for slot, first in zip(slots, firsts, strict=False):
             slot.load(rows[first : first + slot.shape[0]])
 
-    return TensorSlot((firsts[-1], *slots[0].shape[1:]), load, slots[0].initial)
+    shape, memory = (firsts[-1], *slots[0].shape[1:]), [tensor for slot in slots for tensor in slot.memory]
+    return TensorSlot(shape, load, slots[0].initial, memory=memory if all(slot.memory for slot in slots) else ())

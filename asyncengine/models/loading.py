@@ -42,6 +42,7 @@ from asyncengine.models.kernel_builds import building, modules_of
 from asyncengine.models.mapped import MappedFiles, own_weights
 from asyncengine.models.memory.needs import Weights, check_memory, outline_decoder, outline_encoder
 from asyncengine.models.multimodal import TextPart, placeholders
+from asyncengine.models.packed_file import packed_file
 from asyncengine.models.progress import LoadProgress
 from asyncengine.models.reading import ModelPlan, read_encoder, read_model, typed
 from asyncengine.models.sizes import check_elements
@@ -63,6 +64,8 @@ class Loaded:
     dtype: torch.dtype
     device: torch.device
     weights_bytes: int
+    mapped_bytes: int = 0
+    """Weights that are pages of a file, which the system counts as free memory."""
     eos_token_ids: list[int] = field(default_factory=list)
     """None: it writes no text."""
     generation_defaults: dict[str, Any] = field(default_factory=dict)
@@ -139,6 +142,7 @@ def load_model(
         input_vocab_size=model.input_vocab_size,
         layers=model.specs,
         unsteady=model.unsteady,
+        mapped_bytes=model.options.memory.file_bytes if isinstance(model, Decoder) else 0,
         states=model.states,
         left_out=checkpoint.left_out if isinstance(checkpoint, TextPart) else (),
         placeholders=placeholders(plan.hf_config),
@@ -249,16 +253,23 @@ def _fill(
     bar: LoadProgress,
 ) -> None:  # fmt: skip
     """Weights into `slots`: made up, or from the checkpoint's files."""
+    made_up = config.load_format == "dummy"
+    file, others = (None, {}) if made_up else packed_file(plan, slots, weights.names, options, config)
+    mapped = file is not None and file.map()
     parts = options.memory.parts()
     if parts:
         # packing weights into memory that the system has to find meanwhile takes several times as long
-        bar.stage("making room for weights", len(parts))
-        find_memory(parts, threads_for(config.num_threads, options.device), bar.advance)
-    if config.load_format == "dummy":
+        bar.stage("mapping weights" if mapped else "making room for weights", len(parts))
+        find_memory(parts, threads_for(config.num_threads, options.device), bar.advance, of_file=mapped)
+    if made_up:
         bar.stage("making up weights")
         fill_randomly(slots, plan.dtype, plan.device)
-    else:
-        load_weights(plan.checkpoint, slots, weights.names, bar)
+        return
+    load_weights(plan.checkpoint, slots, others if mapped else weights.names, bar)
+    if file is not None and not mapped:
+        bar.stage("keeping packed weights")
+        mapped = file.write()
+    options.memory.file_bytes = sum(part.size for part in parts) if mapped else 0
 
 
 def _load_module(plan: ModelPlan, config: EngineConfig, bar: LoadProgress) -> tuple[CausalLM, list[str], int]:

@@ -97,13 +97,13 @@ def _build(
     elsewhere = 0 if ranks is None else sum(ranks.answers())  # until the others have their weights
     states = list(model.states) * copies
     devices = copies if device.type == "cuda" else 1  # whose memory is as free as this one's
-    num_states = num_states_for(states, config, model.dtype, device, free_bytes(device) * devices)
+    free = free_bytes(device) * devices - model.mapped_bytes  # which the system would drop, and read again in each step
+    num_states = num_states_for(states, config, model.dtype, device, free)
     taken = num_states * state_bytes(states, model.dtype)
     if device.type == "cuda" and config.kv_cache_memory is None:
         taken += _working_bytes(model, config, num_states, pooler)
-    free = free_bytes(device) * devices - taken
     pages, window_pages, one_pool = pool_sizes(
-        list(model.layers) * copies, config, model.max_model_len, model.dtype, device, free,
+        list(model.layers) * copies, config, model.max_model_len, model.dtype, device, free - taken,
         others=() if draft is None else draft.layers, states=bool(num_states), divide=two_pools,
     )  # fmt: skip
     room = room_for(model.layers, model.states, pages, window_pages, num_states, config, model.dtype)

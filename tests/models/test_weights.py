@@ -31,7 +31,7 @@ from asyncengine.models.loading import load_model
 from asyncengine.models.progress import LoadProgress
 from asyncengine.models.updates import prepare_update
 
-QUIET = EngineConfig(show_progress=False)
+QUIET = EngineConfig(show_progress=False, weight_cache_dir=None)
 IDS = [3, 17, 40, 9, 3, 3, 88]
 Tensors = dict[str, torch.Tensor]
 
@@ -234,7 +234,7 @@ def test_memory_is_found_before_weights_are_written(tmp_path: Path, monkeypatch:
         def advance(self) -> None:
             told.append("one more")
 
-    def find_memory(parts: Sequence[MappedPart], threads: int, advance: Callable[[], None]) -> None:
+    def find_memory(parts: Sequence[MappedPart], threads: int, advance: Callable[[], None], **_: Any) -> None:
         found.append((sum(part.size for part in parts), threads))
         advance()
 

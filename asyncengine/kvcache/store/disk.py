@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from asyncengine.kvcache.store.record import Buffer
 
@@ -110,23 +107,6 @@ class SystemDisk:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """A file for this user alone (0600) that takes the name `path` when it is written and on the disk."""
-    disk, unfinished = SystemDisk(), path.with_name(f".{secrets.token_hex(8)}.unfinished")
-    try:
-        with os.fdopen(disk.open(str(unfinished), create=True), "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-        disk.sync_folder(str(path.parent))
-    except BaseException:
-        with suppress(OSError):
-            unfinished.unlink()
-        raise
 
 
 def _in_parts(transfer: Callable[[Sequence[Any], int], int], buffers: Sequence[Buffer], offset: int) -> int:

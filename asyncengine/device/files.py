@@ -1,0 +1,32 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """A file for this user alone (0600) that takes the name `path` when it is written and on the disk. Until then its
+    name begins with a dot and ends as `path`'s does."""
+    unfinished = path.with_name(f".{secrets.token_hex(8)}{path.suffix}")
+    try:
+        with os.fdopen(os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise

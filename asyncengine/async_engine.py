@@ -200,7 +200,10 @@ class AsyncEngine:
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestKeywords]
     ) -> Completion:
-        """The whole completion. Cancelling the call aborts it. Raises as `stream`, and `RequestFailed`."""
+        """The whole completion. Cancelling the call aborts it. Raises as `stream`, and `RequestFailed`.
+
+        Raw: the prompt goes through no chat template, and what `params` leaves open where the model's files say nothing
+        of sampling is the model's whole distribution (a chat takes `info.chat_defaults`)."""
         async with self.stream(prompt, params, **options) as stream:
             return await stream.result()
 

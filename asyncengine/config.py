@@ -30,6 +30,7 @@ from asyncengine.checks import (
 from asyncengine.errors import InvalidParameter
 from asyncengine.kvcache.eviction import STRATEGIES
 from asyncengine.policies import POLICIES, Policy, as_policy
+from asyncengine.sampling_params import OPEN_PARAMETERS, SamplingParams
 
 STEP_SIZES = 3
 """The number of sizes of steps that have a cost (`speculation.costs`)."""
@@ -41,6 +42,8 @@ TOOL_FORMATS = (
     "seed_oss", "step3",
 )  # fmt: skip
 
+CHAT_TEMPLATES = ("chatml", "gemma", "llama2", "llama3", "mistral", "phi3", "vicuna", "zephyr")
+"""Names of templates that come with the engine: text/templates has the files."""
 LEAST_STORE = 2**20
 """The smallest `kv_cache_disk`."""
 _UNITS = {"B": 1} | {
@@ -50,6 +53,8 @@ _UNITS = {"B": 1} | {
 }
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 _TIME = re.compile(r"(-1|\d{1,10}(?:\.\d{1,10})?)([smh]?)")
+_LONGEST_TEMPLATE = 2**20
+"""Characters read of a template's file; a valid one has fewer."""
 _BYTES = re.compile(r"([^a-z]*(?:e[+-]?\d+)?)([a-z]*)", re.IGNORECASE)
 
 
@@ -100,6 +105,24 @@ def _adapters(name: str, value: Any) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(named.items()))
 
 
+def _sampling_defaults(name: str, value: Any) -> tuple[tuple[str, float], ...]:
+    """Pairs of a sampling parameter and its value, checked: of a mapping, or of a text as the command line has it."""
+    try:
+        if isinstance(value, str):
+            pairs = [pair.strip().partition("=") for pair in value.split(",")]
+            value = {key: int(number) if key == "top_k" else float(number) for key, _, number in pairs}
+        given = dict(value)
+        if unknown := [key for key in given if key not in OPEN_PARAMETERS]:
+            raise InvalidParameter.unknown(str(unknown[0]), OPEN_PARAMETERS)
+        checked = SamplingParams(**given)
+    except InvalidParameter as error:
+        raise InvalidParameter(name, str(error)) from None
+    except (TypeError, ValueError):
+        limit = 'must map parameters to numbers, or be like "temperature=0.7,top_k=20"'
+        raise InvalidParameter(name, limit, value) from None
+    return tuple((key, getattr(checked, key)) for key in sorted(given))
+
+
 def _costs(name: str, value: Any) -> tuple[float, ...]:
     fit = isinstance(value, (tuple, list)) and len(value) == STEP_SIZES
     if not fit or not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in value):
@@ -112,6 +135,22 @@ def _path(name: str, value: Any, what: str = "the path of a folder") -> str:
     if not isinstance(path, str) or not path.strip():
         raise InvalidParameter(name, f"must be {what}", value)
     return path
+
+
+def _chat_template(name: str, value: Any) -> str:
+    """A template's text, of whichever way it was named: a file is read here, so that equal settings are equal chats."""
+    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if isinstance(text, str) and "{{" not in text and "{%" not in text:
+        known = f"{os.path.dirname(__file__)}/text/templates/{text}.jinja"
+        try:
+            with open(known if text in CHAT_TEMPLATES else os.path.expanduser(text), encoding="utf-8") as file:
+                text = file.read(_LONGEST_TEMPLATE)
+        except (OSError, ValueError):
+            text = None
+    if not isinstance(text, str) or not ("{{" in text or "{%" in text):
+        limit = f"must be a Jinja template, a file with one, or a name: {', '.join(CHAT_TEMPLATES)}"
+        raise InvalidParameter(name, limit, value)
+    return text
 
 
 def _store_folder(name: str, value: Any) -> str | bool:
@@ -134,11 +173,13 @@ def _store_bytes(name: str, value: Any) -> int:
 
 Threads = Annotated[int, integer_in(1, 1024)]
 Memory = Annotated[int | str, parse_bytes]
+ChatTemplate = Annotated[str, _chat_template]
 Projector = Annotated[str, partial(_path, what="the path of a GGUF file")]
 StoreFolder = Annotated[str | bool, _store_folder]
 StoreBytes = Annotated[int | str, _store_bytes]
 CacheMemory = Annotated[int | str, _cache_bytes]
 """None and 0 keep nothing."""
+SamplingDefaults = Annotated[tuple[tuple[str, float], ...] | Mapping[str, float] | str, _sampling_defaults]
 Costs = Annotated[tuple[float, ...], _costs]
 Model = Annotated[str, partial(_path, what='a folder, a hub id or "demo/draft"')]
 Adapters = Annotated[tuple[tuple[str, str], ...] | Mapping[str, str], _adapters]
@@ -184,6 +225,9 @@ class ModelSettings(Settings):
     processes hold them once (docs/howto/first_start.md); True: one in the user's cache folder. None: none are kept."""
     weight_cache_disk: StoreBytes = "20GiB"
     """Bytes of all files in that folder, at most: those used last stay, and a larger model is not kept."""
+    chat_template: ChatTemplate | None = None
+    """The chat template, in place of the model's own: its text (Jinja), a file with it, or the name of a usual one:
+    "chatml", "gemma", "llama2", "llama3", "mistral", "phi3", "vicuna", "zephyr". None: the model's."""
     load_format: Annotated[str, one_of(("auto", "dummy"))] = "auto"
     """"auto": weights are read from safetensors files; "dummy": made up at random from config.json alone, to measure
     speed without a checkpoint."""
@@ -378,6 +422,10 @@ class ImageSettings(Settings):
 class RequestSettings(Settings):
     """Queue, timeouts and limits of requests."""
 
+    sampling_defaults: SamplingDefaults | None = None
+    """Sampling parameters that requests leave open, such as {"temperature": 0.7, "top_k": 20} or, as a flag,
+    "temperature=0.7,top_k=20"; they go before the model's own. None: the model's; where it has none, chats take
+    llama.cpp's (`info.chat_defaults`) and texts are drawn from the model's whole distribution."""
     max_queued_requests: Count | None = None
     """Waiting samples (a request with n counts n) before submit says QueueFull; 0 refuses what cannot start at once."""
     max_queued_tokens: Count | None = None

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
+
+CHAT_SAMPLING = MappingProxyType({"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05})
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +37,15 @@ class ModelInfo:
     has_tokenizer: bool = True
     has_chat_template: bool = False
     tool_format: str | None = None
-    """The format of the model's tool calls ("hermes", "qwen3_coder", ...); None: chats with tools are refused."""
+    """The format of the model's tool calls ("hermes", "qwen3_coder", ...), "hermes (generic)" where the chat template
+    reads no tools and the engine describes them in the prompt; None: chats with tools are refused."""
     template_variables: tuple[str, ...] = ()
     """Variables of the chat template that a chat may set (`enable_thinking`, `reasoning_effort`, ...)."""
     reasons: bool = False
     """The chat template marks reasoning before the answer."""
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values for what requests leave open, under generation_config.json's names: the model's own, and over them the
+    engine's `sampling_defaults`."""
     weight_bytes: int = 0
     kv_cache_bytes: int = 0
     state_bytes: int = 0
@@ -78,6 +84,14 @@ class ModelInfo:
     """Processes that compute the model together. Bytes of weights, KV cache and states are those of all of them."""
     pipeline_parallel: int = 1
     """Processes that compute some of the model's layers each. Bytes as above."""
+
+    @property
+    def chat_defaults(self) -> Mapping[str, Any]:
+        """Values for what a chat leaves open: `generation_defaults`, or llama.cpp's where they say nothing of sampling,
+        as small models lose the thread in the tail of their distribution."""
+        own = self.generation_defaults
+        says = own.get("do_sample") is False or any(name in own for name in CHAT_SAMPLING)
+        return own if says else {**own, **CHAT_SAMPLING}
 
     @property
     def in_words(self) -> str:

@@ -24,6 +24,8 @@ MAX_TEMPERATURE = 1e6
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
 """Logits times or divided by these, then by any temperature, stay far inside float32."""
 MAX_PENALTY = 2.0
+OPEN_PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields of `SamplingParams` that a request may leave open: the model has defaults of them."""
 MAX_BIAS = 100.0
 MAX_SEED = 2**64 - 1
 
@@ -59,7 +61,8 @@ class SamplingParams(Settings):
     """Sampling parameters of one request.
 
     Defaults sample from the model's own distribution (`temperature=1`); `temperature=0` is greedy. A parameter left
-    at `None` takes the model's `generation_config` default where it has one, else the neutral value.
+    at `None` takes the engine's `sampling_defaults`, then the model's `generation_config`; where that says nothing of
+    sampling either, a chat takes `ModelInfo.chat_defaults`, and a text (`generate`, `stream`) the neutral value.
 
     Raises `InvalidParameter` naming the field for anything malformed, non-finite or out of range.
     """
@@ -75,7 +78,7 @@ class SamplingParams(Settings):
     """Nucleus: the smallest set of tokens whose probability reaches it, in (0, 1] (Holtzman et al. 2020)."""
     top_k: Annotated[int, integer_in(-1)] | None = None
     """Keep the k likeliest tokens; 0 or -1 keeps all."""
-    min_p: Annotated[float, number_in(0.0, 1.0)] = 0.0
+    min_p: Annotated[float, number_in(0.0, 1.0)] | None = None
     """Drop tokens less likely than `min_p` times the likeliest, in [0, 1]."""
     seed: Annotated[int, integer_in(MIN_INT64, MAX_SEED)] | None = None
     """Same seed, same prompt, same parameters: same tokens in any batch. From -2**63 to 2**64-1; `None`: a fresh

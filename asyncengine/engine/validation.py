@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import operator
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -134,16 +134,20 @@ class RequestValidator:
         arrival: float,
         plan: ChatPlan | None = None,
         images: tuple[ImageSpan, ...] = (),
+        *,
+        is_chat: bool = False,
     ) -> PreparedRequest:
         """Check everything and specify `n` samples. Raises `InvalidParameter` or a subclass of it.
 
         `arrival`: when it was submitted, by the engine's clock; deadlines count from there. `plan`: what a chat asks of
         its output, in place of the grammar in `params`. `images`: pictures in the prompt, which has placeholders there.
+        `is_chat`: parameters that are left open are those of chats.
 
         Takes a while for long prompts and many stop strings; posts nothing, so it may run on any thread.
         """
         params = as_params(params)
-        params = self._resolve(params if plan is None else plan.applied(params))
+        defaults = self.info.chat_defaults if is_chat else self.info.generation_defaults
+        params = self._resolve(params if plan is None else plan.applied(params), defaults)
         tokens = self._check_prompt(prompt, images)
         self._check_limits(params)
         self.check_adapter(options.adapter)
@@ -162,6 +166,7 @@ class RequestValidator:
             grammar = self.grammars.check(params.grammar, max_total - len(tokens), params.on_budget)
             params = params.replace(grammar=grammar)
         mailbox = Mailbox()
+        mailbox.is_chat = is_chat
         stops = StopAutomaton(params.stop) if params.stop else None
         prediction = self._check_prediction(options.prediction, params)
         if images:
@@ -234,12 +239,11 @@ class RequestValidator:
         stream.last_token_at = self.clock.now()
         return stream
 
-    def _resolve(self, params: SamplingParams) -> SamplingParams:
-        """Fill in what the caller left open: the model's generation_config, else the neutral value.
+    def _resolve(self, params: SamplingParams, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Fill in what the caller left open: from `defaults`, else the neutral value.
 
         As in Hugging Face `generate`, `do_sample: false` in it means greedy, whatever temperature stands beside it.
         """
-        defaults = self.info.generation_defaults
         changes: dict[str, Any] = {}
         temperature = params.temperature
         if temperature is None:
@@ -247,13 +251,12 @@ class RequestValidator:
             temperature = 0.0 if greedy else defaults.get("temperature", 1.0)
         if temperature != params.temperature or temperature < GREEDY_BELOW:
             changes["temperature"] = 0.0 if temperature < GREEDY_BELOW else temperature
-        if params.top_p is None:
-            changes["top_p"] = defaults.get("top_p", 1.0)
+        for name, neutral in (("top_p", 1.0), ("min_p", 0.0), ("repetition_penalty", 1.0)):
+            if getattr(params, name) is None:
+                changes[name] = defaults.get(name, neutral)
         if params.top_k is None or params.top_k < 0:
             default = defaults.get("top_k", 0) if params.top_k is None else 0
             changes["top_k"] = max(0, default)
-        if params.repetition_penalty is None:
-            changes["repetition_penalty"] = defaults.get("repetition_penalty", 1.0)
         textual = self.tokenizer is not None and params.grammar is None  # a grammar says itself where a text ends
         if "stop_strings" in defaults and not params.stop and textual and not params.ignore_eos:
             changes["stop"] = defaults["stop_strings"]

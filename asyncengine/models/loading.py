@@ -47,7 +47,7 @@ from asyncengine.models.progress import LoadProgress
 from asyncengine.models.reading import ModelPlan, read_encoder, read_model, typed
 from asyncengine.models.sizes import check_elements
 from asyncengine.models.weights import fill_randomly, load_weights, slots_of
-from asyncengine.sampling_params import SamplingParams
+from asyncengine.sampling_params import OPEN_PARAMETERS, SamplingParams
 
 
 @dataclass(slots=True, kw_only=True)
@@ -359,15 +359,13 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-_DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
-
-
 def _generation_defaults(checkpoint: CheckpointSource, config: RequestSettings) -> dict[str, Any]:
-    """The settings of generation_config.json. Raises `ModelNotFound` for a value that no request could use."""
+    """The settings of generation_config.json, and over them the engine's `sampling_defaults`. Raises `ModelNotFound`
+    for a value that no request could use."""
     file, content = checkpoint.folder / "generation_config.json", checkpoint.generation_defaults()
     found = {key: value for key, value in content.items() if value is not None and not key.startswith("_")}
     try:
-        checked = SamplingParams.from_dict({name: found[name] for name in _DEFAULTS if name in found})
+        checked = SamplingParams.from_dict({name: found[name] for name in OPEN_PARAMETERS if name in found})
         if "stop_strings" in found:
             stops = found["stop_strings"] = SamplingParams(stop=found["stop_strings"]).stop
             if len(stops) > config.max_stop_strings or max(map(len, stops), default=0) > config.max_stop_string_length:
@@ -376,7 +374,9 @@ def _generation_defaults(checkpoint: CheckpointSource, config: RequestSettings) 
         raise ModelNotFound(f"{file}: {error}") from None
     if not isinstance(found.get("do_sample", False), bool):
         raise ModelNotFound(f"{file}: do_sample must be true or false")
-    return {name: getattr(checked, name) if name in _DEFAULTS else value for name, value in found.items()}
+    own = {name: getattr(checked, name) if name in OPEN_PARAMETERS else value for name, value in found.items()}
+    given: dict[str, Any] = dict(config.sampling_defaults or ())  # type: ignore[arg-type]
+    return {**own, **({"do_sample": True} if "temperature" in given else {}), **given}
 
 
 def _eos_ids(vocab_size: int, defaults: dict[str, Any], *configs: Any) -> list[int]:

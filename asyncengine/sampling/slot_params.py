@@ -96,7 +96,7 @@ class SlotParams:
         top_k = params.top_k or 0
         self.temperature[slot] = 1.0 if params.temperature is None else params.temperature
         self.top_p[slot] = 1.0 if params.top_p is None else params.top_p
-        self.min_p[slot] = params.min_p
+        self.min_p[slot] = params.min_p or 0.0
         self.top_k[slot] = top_k if 0 < top_k < self._vocab_size else 0
         self.truncated[slot] = self.top_k[slot] > 0 or self.top_p[slot] < 1 or self.min_p[slot] > 0
         self.seed_low[slot] = spec.seed & 0xFFFFFFFF

@@ -57,6 +57,32 @@ def test_stop_strings(given: SamplingParams | None, stop: tuple[str, ...]) -> No
     assert resolved(own, None).stop == ()  # without a tokenizer there is no text
 
 
+@pytest.mark.parametrize(
+    ("own", "drawn"),
+    [
+        ({}, (0.8, 40, 0.95, 0.05)),
+        ({"do_sample": True, "repetition_penalty": 1.1}, (0.8, 40, 0.95, 0.05)),  # says nothing of how
+        ({"temperature": 0.6}, (0.6, 0, 1.0, 0.0)),
+        ({"min_p": 0.1}, (1.0, 0, 1.0, 0.1)),
+        ({"do_sample": False}, (0.0, 0, 1.0, 0.0)),
+    ],
+)
+def test_chats_of_a_model_that_says_nothing(own: dict[str, Any], drawn: tuple[float, ...]) -> None:
+    """They draw as llama.cpp's do; texts are drawn from the whole distribution."""
+    info = ModelInfo("m", 32, 64, (1,), "float32", "cpu", 8, 4, generation_defaults=own)
+    validator = RequestValidator(EngineConfig(), info, MonotonicClock(), None)
+    options = RequestOptions()
+    found = validator.prepare([2, 3], None, options, 0.0, is_chat=True).spec.params
+    assert (found.temperature, found.top_k, found.top_p, found.min_p) == drawn
+    asked = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    assert validator.prepare([2, 3], asked, options, 0.0, is_chat=True).spec.params.replace(
+        repetition_penalty=None
+    ) == asked.replace(repetition_penalty=None)
+    if not own:
+        text = validator.prepare([2, 3], None, options, 0.0).spec.params
+        assert (text.temperature, text.top_k, text.top_p, text.min_p) == (1.0, 0, 1.0, 0.0)
+
+
 def test_the_rest() -> None:
     own = {"top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}
     left_open = resolved(own, None)

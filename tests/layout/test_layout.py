@@ -24,8 +24,9 @@ GUARDED = ("grammar", "lora", "integrations")
 MAX_FILE_LINES = 450
 """A file holds one concept, long or short. At 300, files that stood at the cap sent two dozen lines of theirs
 elsewhere, where nobody looked for them."""
-LONGER = {"asyncengine/async_engine.py": 500}
-"""The public face is one class: a few lines of code for each thing that a caller may ask, under its whole contract."""
+LONGER = {"asyncengine/async_engine.py": 500, "asyncengine/config.py": 500}
+"""The public face is one class: a few lines of code for each thing that a caller may ask, under its whole contract.
+Settings stand in one file, each under its limits and its description."""
 MAX_FUNCTION_LINES = 60
 
 

@@ -15,8 +15,9 @@ from asyncengine.cli.adapters import chosen_adapter, given_adapters
 from asyncengine.cli.errors import CliError
 from asyncengine.cli.images import check_reads_images, image_part
 from asyncengine.cli.loading import open_engine
-from asyncengine.cli.options import engine_config, sampling_params, say_stopped, start_limited
+from asyncengine.cli.options import MOST_TOKENS, engine_config, sampling_params, say_stopped, start_limited
 from asyncengine.cli.text import write
+from asyncengine.config import CHAT_TEMPLATES
 from asyncengine.errors import AdapterError, InvalidParameter, QueueFull, RequestFailed
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.stream import SyncTokenStream
@@ -35,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args, max_num_seqs=4, adapters=given_adapters(args))
     with open_engine(args.model, config) as engine:
         if not engine.info.has_chat_template:
-            raise CliError(f"model: {engine.info.name} has no chat template; use: asyncengine generate")
+            way = f"give it one (--chat-template {'|'.join(CHAT_TEMPLATES)}, or a file), or use: asyncengine generate"
+            raise CliError(f"model: {engine.info.name} has no chat template; {way}")
         watched, most = sys.stdin.isatty(), config.max_image_bytes
         Conversation(engine, params, args.system, adapter, watched=watched, max_image_bytes=most).run()
     return 0
@@ -64,6 +66,7 @@ class Conversation:
         self.images: list[dict[str, Any]] = []
         """Pictures for the next prompt."""
         self.last = ""
+        self.said_full = False
 
     def run(self) -> None:
         if self.watched:
@@ -147,8 +150,10 @@ class Conversation:
         self.images = []  # also where they are refused: others may take their place
         messages = [*self.messages, {"role": "user", "content": content}]
         try:
+            messages = self._fitted(messages)
+            start = partial(self.engine.stream_chat, messages, adapter=self.adapter, clip_max_tokens=True)
             with (
-                start_limited(self.params, partial(self.engine.stream_chat, messages, adapter=self.adapter)) as stream,
+                start_limited(self.params, start) as stream,
                 _stopped_by_ctrl_c(stream),
             ):
                 for chunk in stream:
@@ -167,6 +172,18 @@ class Conversation:
             f"{usage.completion_tokens} output tokens, first after {first * 1000:.0f} ms, "
             f"all in {completion.timings.total:.2f} s"
         )
+
+    def _fitted(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages without the oldest turns (a question and its answer each), so many that the context has room for
+        an answer: for `max_tokens`, or a quarter of it."""
+        context, first = self.engine.info.max_model_len, len(self.start)
+        most = context - min(self.params.max_tokens or MOST_TOKENS, context // 4)
+        while len(messages) > first + 2 and self.engine.count_tokens(messages) > most:
+            messages = [*messages[:first], *messages[first + 2 :]]
+            if not self.said_full:
+                print(f"(the context of {context} tokens is full: the oldest turns leave it)", file=sys.stderr)
+            self.said_full = True
+        return messages
 
     def _figures(self) -> str:
         stats = self.engine.stats()

@@ -65,6 +65,9 @@ def _is_chat(args: argparse.Namespace, engine: Engine) -> bool:
     """Whether the prompt is a message, where no flag says it: models with a chat template were trained to answer
     messages, not to go on with a text."""
     if args.chat is None and args.system is None and not args.image:
+        if not engine.info.has_chat_template:
+            said = "has no chat template: it goes on with the prompt as it is (--chat-template sets one)"
+            print(f"{engine.info.name} {said}", file=sys.stderr)
         return engine.info.has_chat_template
     return args.chat is not False
 

@@ -9,9 +9,11 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from asyncengine import Engine
 from asyncengine.cli import text
 from asyncengine.cli.main import main
 
@@ -115,6 +117,27 @@ def test_chat_says_why_an_answer_stopped(run: Run, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello!\n"))
     _, err = run("chat", "demo", "--ignore-eos", *SMALL)
     assert err == "stopped after 5 tokens (--max-tokens)\n"
+
+
+def test_a_chat_goes_on_where_the_context_is_full(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest turns leave, never the system's message; it is said once."""
+    questions = [f"Count from {number} to 9 and tell me a story about a lamp." for number in range(8)]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join([*questions, "/stats"])))
+    chats: list[list[str]] = []
+    started = Engine.stream_chat
+
+    def noted(self: Engine, messages: Any, *args: Any, **options: Any) -> Any:
+        chats.append([message["role"] for message in messages])
+        return started(self, messages, *args, **options)
+
+    monkeypatch.setattr(Engine, "stream_chat", noted)
+    flags = ("--system", "Be brief.", "--max-model-len", "200", "--ignore-eos", "--max-tokens", "30")
+    _, err = run("chat", "demo", *flags, *SMALL)
+    assert err.count("the oldest turns leave") == 1
+    assert "error" not in err
+    assert len(chats) == len(questions)
+    assert all(roles[:2] == ["system", "user"] and roles[-1] == "user" for roles in chats)
+    assert max(map(len, chats)) > 2
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def template_variables(given: object) -> dict[str, Any]:
     for name, value in given.items():
         if name in _TEMPLATE_SWITCHES:
             as_switch(name, value)
-        if name in ("self", "messages", "tools"):
+        if name in ("self", "messages", "tools", "images", "rewrite"):
             raise InvalidParameter("template_kwargs", f"cannot set {name!r}")
     return dict(given)
 

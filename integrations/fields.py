@@ -112,7 +112,7 @@ class EngineFields(EngineChoice):
     priority: int | None = None
     """Lower goes first, where the engine's policy is "priority"."""
     enable_thinking: bool | None = None
-    """Variable of the chat template, where it reads one of that name (Qwen3's does); else each call is refused."""
+    """Variable of the chat template, where it reads one of that name (Qwen3's does); else it does nothing."""
     reasoning_effort: str | None = None
     """The same (gpt-oss's template reads "low", "medium" or "high")."""
     model_kwargs: dict[str, Any] = Field(

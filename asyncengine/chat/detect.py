@@ -140,6 +140,12 @@ def drops_calls(tokenizer: TextTokenizer) -> bool:
     return with_call in ("", _render(tokenizer, [asked, answer], None))
 
 
+def renders_system(tokenizer: TextTokenizer) -> bool:
+    """The template renders what the system says."""
+    system = {"role": "system", "content": "Zsystem9"}
+    return "Zsystem9" in _render(tokenizer, [system, {"role": "user", "content": QUESTION}], None)
+
+
 def _where_they_differ(text: str, other: str) -> str:
     """`text` without the beginning it shares with `other`."""
     same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))

@@ -13,6 +13,11 @@ NUMBER = "{#}"
 CDATA = ("<![CDATA[", "]]>")
 """XML's marks around text in which nothing but the second means anything."""
 
+TEXT = ("<text>\n", "</text>")
+"""Marks of an answer in words, where the model was told of tools by a text of the engine's."""
+RESULT = ("<tool_response>\n", "</tool_response>")
+"""Marks of a call's result there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Members:
@@ -71,6 +76,13 @@ class ToolFormat:
     tokens."""
     rendered: bool = True
     """The template writes calls. Else they have to be in the content that it gets."""
+    generic: bool = False
+    """The template reads no tools and writes no calls: the model knows the format from a text of the engine's alone."""
+
+    @property
+    def title(self) -> str:
+        """Name of the format, and whether the model was only told of it."""
+        return f"{self.family} (generic)" if self.generic else self.family
 
     @property
     def only_whole(self) -> bool:
@@ -120,6 +132,8 @@ class Reasoning:
     answer_end: str = ""
     sign: str = ""
     """Stands in a template of this kind too."""
+    others: tuple[str, str] = ("", "")
+    """Marks that may stand in the place of `answer` and `answer_end`."""
 
 
 REASONING_MARKERS = (

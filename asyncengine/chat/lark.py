@@ -127,6 +127,8 @@ class _Writer:
     def _text(self, others: list[str]) -> list[str]:
         """The answer's options with free text, and text before calls, added."""
         form = self._form
+        if form is not None and form.generic:
+            return [self._marked_text(form), *others]
         pattern = ANY
         if form is not None and form.only_whole and others:
             # what begins like a call must be one
@@ -151,6 +153,16 @@ class _Writer:
             self._markup.append(f"TEXT_HEAD: TEXT {literal(before)}")
             return [*text, sequence("TEXT_HEAD", special, rest, "calls_after_trigger")]
         return [*text, "TEXT calls"]
+
+    def _marked_text(self, form: ToolFormat) -> str:
+        """Text that begins with a mark, too: a model that was never trained to call anything hardly ever begins a call
+        where it may begin a text, but it does choose well between two marks."""
+        marks = [(self._after.answer, self._after.answer_end), self._after.others]
+        ends = [end for _, end in marks if end]
+        without = (f" & ~/(?s:.*){literal_pattern(mark)}(?s:.*)/" for mark in (*ends, form.trigger) if mark)
+        self._markup += [f"TEXT: {ANY}{''.join(without)}"]
+        self._markup += [f"text_end_{i}[lazy]: TEXT {literal(end)}" for i, end in enumerate(ends)]
+        return " | ".join(f"{literal(marks[i][0])} (TEXT | text_end_{i})" for i in range(len(ends)))
 
     def _answer_end(self) -> str:
         return self._markers.lark(self._after.answer_end) or '""'

@@ -52,6 +52,7 @@ class OutputParser(Parser):
         self._types = arguments or {}
         self._whole = tool_format is not None and (tool_format.only_whole or not calls_after_text)
         self._reasoning = reasoning or Reasoning("", "")
+        self._answer_end = self._reasoning.answer_end
         self._call_head = self._form.head if self._form is not None else ""
         self._reader: Reader = JsonReader()
         self._in_list = False
@@ -138,11 +139,12 @@ class OutputParser(Parser):
 
     def _maybe_marked(self) -> bool:
         """The answer's text may begin with a mark."""
-        mark = self._reasoning.answer
         at = skip_blanks(self._buffer, 0)
-        if self._buffer.startswith(mark, at):
-            self._buffer = self._buffer[at + len(mark) :]
-        elif at == len(self._buffer) or may_begin(self._buffer, at, mark):
+        marks = dict([(self._reasoning.answer, self._answer_end), self._reasoning.others])
+        found = next((mark for mark in marks if mark and self._buffer.startswith(mark, at)), None)
+        if found is not None:
+            self._buffer, self._answer_end = self._buffer[at + len(found) :], marks[found]
+        elif at == len(self._buffer) or any(may_begin(self._buffer, at, mark) for mark in marks):
             return False
         self._step = self._unmarked
         return True
@@ -155,7 +157,7 @@ class OutputParser(Parser):
         return True
 
     def _plain(self) -> bool:
-        mark = self._reasoning.answer_end
+        mark = self._answer_end
         found = self._buffer.find(mark) if mark else -1
         keep = found if found >= 0 else len(self._buffer) - (partial_suffix(self._buffer, mark) if mark else 0)
         self._out.text += self._buffer[:keep]
@@ -180,11 +182,12 @@ class OutputParser(Parser):
     def _content(self) -> bool:
         """Text in which calls may begin."""
         assert self._form is not None
-        trigger, mark = self._form.trigger, self._reasoning.answer_end
+        trigger, mark = self._form.trigger, self._answer_end
         found = self._buffer.find(trigger)
         ends = self._buffer.find(mark) if mark else -1
         if ends >= 0 and (found < 0 or ends < found):
-            self._buffer = self._buffer[:ends] + self._buffer[ends + len(mark) :]
+            last = self._buffer[:ends].rstrip("\n") if self._form.generic else self._buffer[:ends]
+            self._buffer = last + self._buffer[ends + len(mark) :]
             return True
         partial = max(partial_suffix(self._buffer, trigger), partial_suffix(self._buffer, mark) if mark else 0)
         keep = found if found >= 0 else len(self._buffer) - partial

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncengine.chat.calls import Parser
-from asyncengine.chat.detect import drops_calls, find_reasoning, find_tool_format, reasoning_state
+from asyncengine.chat.detect import drops_calls, find_reasoning, find_tool_format, reasoning_state, renders_system
 from asyncengine.chat.families import TOOL_FORMATS
-from asyncengine.chat.formats import REASONING_MARKERS, Reasoning, ReasoningState, ToolFormat
+from asyncengine.chat.formats import REASONING_MARKERS, RESULT, TEXT, Reasoning, ReasoningState, ToolFormat
 from asyncengine.chat.harmony import MARKS, THOUGHTS, ChannelParser, channel_grammar
 from asyncengine.chat.lark import Answer, answer_grammar
 from asyncengine.chat.marks import Markers
@@ -17,11 +18,14 @@ from asyncengine.chat.parser import OutputParser
 from asyncengine.chat.response import response_grammar
 from asyncengine.chat.shapes import member_types
 from asyncengine.chat.tools import Choice, Tool, check_choice, check_tools
-from asyncengine.chat.write import with_calls_in_content
+from asyncengine.chat.write import with_calls_in_content, with_results_as_questions, with_tools_in_content
 from asyncengine.errors import InvalidParameter
 from asyncengine.grammar import Grammar
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.text import TextTokenizer
+from asyncengine.text.chat_template import Rewrite
+
+logger = logging.getLogger("asyncengine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +59,32 @@ class ChatPlanner:
         self._markers = Markers({table.token_text(i): i for i in sorted(table.special_ids)})
         self.tool_format = self._fitted(_chosen_format(tokenizer, tool_format))
         """The format of tool calls; None: the model writes none."""
+        self._has_system = renders_system(tokenizer)
+        self._reads_tools = tokenizer.has_chat_template and tokenizer.reads_tools
+        self._warned = False
         self._in_channels = self.tool_format is not None and self.tool_format.family == "harmony"
         self.reasoning = THOUGHTS if self._in_channels else _chosen_reasoning(tokenizer, reasoning)
         """The markers around reasoning; None if the model does none."""
 
-    def messages(self, messages: Sequence[Any]) -> Sequence[Any]:
-        """`messages` as the template has to get them: with calls in their contents, where it does not write them."""
-        return with_calls_in_content(messages, self.tool_format)
+    @property
+    def rewrite(self) -> Rewrite | None:
+        """Makes, of checked messages and tools, the messages and tools that the template has to get. None: the same."""
+        form = self.tool_format
+        return None if form is None or (form.rendered and self._reads_tools) else self._rewritten
+
+    def _rewritten(self, messages: list[Any], tools: list[Any] | None) -> tuple[list[Any], list[Any] | None]:
+        form = self.tool_format
+        assert form is not None
+        if not form.rendered:
+            messages = with_calls_in_content(messages, form)
+        if self._reads_tools:
+            return messages, tools
+        if form.generic and not form.rendered:
+            messages = with_results_as_questions(messages)
+        if tools:
+            self._warn_once(form)
+            messages = with_tools_in_content(messages, tools, form, self._has_system)
+        return messages, None
 
     def plan(
         self,
@@ -71,6 +94,7 @@ class ChatPlanner:
         tool_choice: object = "auto",
         parallel_tool_calls: bool | None = True,
         response_format: object = None,
+        after_results: bool = False,
     ) -> ChatPlan:
         """The plan for a rendered prompt that ends in `prompt_tail` (its last thousand characters will do).
 
@@ -79,7 +103,8 @@ class ChatPlanner:
 
         Where there are calls their arguments are valid against the tool's schema, whatever the model does. With
         `tool_choice` "none" the announcement of a call is forbidden where the format has one. With tools and a
-        `response_format` the answer is calls or the format, with nothing before them.
+        `response_format` the answer is calls or the format, with nothing before them. `after_results`: the last message
+        has a call's result.
         """
         checked = check_tools(tools)
         choice = check_choice(tool_choice, checked)
@@ -88,12 +113,16 @@ class ChatPlanner:
         final = response_grammar(response_format)
         if checked and choice.mode != "none" and self.tool_format is None:
             known = ", ".join(repr(name) for name in TOOL_FORMATS)
-            limit = f"this model's chat template writes no tool calls known here: choose tool_format= one of {known}"
+            limit = "this model's chat template writes no tool calls known here: set chat_template= to one that does, "
+            limit += f"or tool_format= to one of {known}"
             raise InvalidParameter("tools", limit)
         state = reasoning_state(prompt_tail, self.reasoning, tuple(self._markers.special))
-        callable_tools = choice.among(checked)
-        grammar = self._grammar(checked, callable_tools, choice, parallel_tool_calls is not False, final, state)
-        return ChatPlan(grammar, *self._reading(callable_tools, final, state), final)
+        callable_tools, marks = choice.among(checked), self.reasoning
+        if checked and self.tool_format is not None and self.tool_format.generic:
+            others = RESULT if after_results else ("", "")  # which small models go on with
+            marks = replace(marks or Reasoning("", ""), answer=TEXT[0], answer_end=TEXT[1], others=others)
+        grammar = self._grammar(checked, callable_tools, choice, parallel_tool_calls is not False, final, marks, state)
+        return ChatPlan(grammar, *self._reading(callable_tools, final, marks, state), final)
 
     def _grammar(
         self,
@@ -102,6 +131,7 @@ class ChatPlanner:
         choice: Choice,
         several: bool,
         final: Grammar | None,
+        marks: Reasoning | None,
         state: ReasoningState,
     ) -> Grammar | None:
         form = self.tool_format if tools else None
@@ -124,18 +154,17 @@ class ChatPlanner:
         )
         if self._in_channels:
             return Grammar(kind="lark", text=channel_grammar(answer, self._markers))
-        text = answer_grammar(answer, form, self._markers, self.reasoning, state)
+        text = answer_grammar(answer, form, self._markers, marks, state)
         return Grammar(kind="lark", text=text)
 
     def _reading(
-        self, callable_tools: Sequence[Tool], final: Grammar | None, state: ReasoningState
+        self, callable_tools: Sequence[Tool], final: Grammar | None, reasoning: Reasoning | None, state: ReasoningState
     ) -> tuple[Callable[[], Parser] | None, bool]:
         """`make_parser` and `skip_special_tokens`."""
         names = tuple(tool.name for tool in callable_tools)
         if self._in_channels:
             return lambda: ChannelParser(names), all(self._markers.is_text(mark) for mark in MARKS)
         form = self.tool_format if callable_tools else None
-        reasoning = self.reasoning
         if reasoning is not None and state not in ("open", "undecided") and not reasoning.answer:
             reasoning = None
         if form is None and reasoning is None:
@@ -153,6 +182,15 @@ class ChatPlanner:
         seen = [*(form.texts if form else ()), *marks]
         return make_parser, all(self._markers.is_text(marker) for marker in seen)
 
+    def _warn_once(self, form: ToolFormat) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "this model's chat template reads no tools: they are described in the prompt, and calls are in the "
+                "format %s, for which it was perhaps not trained; chat_template= and tool_format= set others",
+                form.family,
+            )
+
     def _fitted(self, form: ToolFormat | None) -> ToolFormat | None:
         """Without an optional trigger the tokenizer does not have."""
         if form is not None and form.optional_trigger and self._markers.is_text(form.trigger):
@@ -166,13 +204,14 @@ def _chosen_format(tokenizer: TextTokenizer, name: object) -> ToolFormat | None:
     if name != "auto" and (not isinstance(name, str) or name not in TOOL_FORMATS):
         known = ", ".join(repr(name) for name in ("auto", "none", *TOOL_FORMATS))
         raise InvalidParameter("tool_format", f"must be one of {known}", name)
-    found = find_tool_format(tokenizer)
-    if name == "auto":
-        return found
-    if found is not None and found.family == name:
+    if not tokenizer.has_chat_template:
+        return None if name == "auto" else TOOL_FORMATS[str(name)]
+    found, drops, generic = find_tool_format(tokenizer), drops_calls(tokenizer), not tokenizer.reads_tools
+    if found is not None and name in ("auto", found.family):
         return found  # the template knows the exact blanks
-    chosen = TOOL_FORMATS[str(name)]
-    return replace(chosen, rendered=False) if tokenizer.has_chat_template and drops_calls(tokenizer) else chosen
+    if name == "auto" and not (generic and drops):
+        return None
+    return replace(TOOL_FORMATS["hermes" if name == "auto" else str(name)], rendered=not drops, generic=generic)
 
 
 def _chosen_reasoning(tokenizer: TextTokenizer, start: object) -> Reasoning | None:

@@ -152,8 +152,8 @@ class Frontend:
         """A chat as the model's template renders it, its token ids, and the pictures among these. `to_answer`: raises
         `ContextLengthExceeded` for one that is far too long, without encoding it."""
         images = None if self._images is None else self._images.parts()
-        messages = messages if self.planner is None else self.planner.messages(messages)
-        text = tokenizer.render_chat(messages, tools, images=images, **variables)
+        rewrite = None if self.planner is None else self.planner.rewrite
+        text = tokenizer.render_chat(messages, tools, images=images, rewrite=rewrite, **variables)
         if to_answer:
             tokenizer.check_fits("messages", text, self.info.max_model_len)
         if self._images is None or images is None or not images.parts:
@@ -240,9 +240,8 @@ class Frontend:
         tools = template_tools(chat.tools)
         text, prompt, images = self._chat(tokenizer, chat.messages, tools, chat.variables)
         params = as_params(params)
-        prepared = self.validator.prepare(prompt, params, options, arrival, self._plan(chat, params, text), images)
-        prepared.mailbox.is_chat = True
-        return prepared
+        plan = self._plan(chat, params, text)
+        return self.validator.prepare(prompt, params, options, arrival, plan, images, is_chat=True)
 
     def _plan(self, chat: ChatRequest, params: SamplingParams, text: str) -> ChatPlan | None:
         """`params.grammar` constrains a chat's answer as `response_format` does: after the reasoning, if there is."""
@@ -261,6 +260,7 @@ class Frontend:
             tool_choice="auto" if chat.tool_choice is None else chat.tool_choice,
             parallel_tool_calls=chat.parallel_tool_calls,
             response_format=wanted,
+            after_results=chat.messages[-1].get("role") == "tool",
         )
 
     def expired(self, prepared: PreparedRequest) -> Assembler:

@@ -232,7 +232,7 @@ def _load_frontend(
         tokenizer = _load_tokenizer(path, checkpoint, loaded, config)
         if tokenizer is not None:
             tokenizer.warm_up()
-            loaded.eos_token_ids = _with_named_ends(loaded, tokenizer)
+            loaded.eos_token_ids = _with_named_ends(loaded, tokenizer, config.chat_template is not None)
         attempt.check()
         pooler, vectors = (None, None) if pooling is None else pooled_decoder(loaded, pooling, tokenizer, checkpoint)
         with cores.loading():
@@ -313,14 +313,19 @@ def _load_tokenizer(
         )
     from asyncengine.text.gguf import load_gguf_tokenizer
 
-    tokenizer = load_gguf_tokenizer(checkpoint.metadata, max_chat_chars=config.max_chat_chars)
+    template = config.chat_template
+    tokenizer = load_gguf_tokenizer(checkpoint.metadata, max_chat_chars=config.max_chat_chars, chat_template=template)
     loaded.eos_token_ids = list(dict.fromkeys([*loaded.eos_token_ids, *tokenizer.end_token_ids]))
     return tokenizer
 
 
-def _with_named_ends(loaded: LoadedModel, tokenizer: TextTokenizer) -> list[int]:
+def _with_named_ends(loaded: LoadedModel, tokenizer: TextTokenizer, other_template: bool) -> list[int]:
     """The ends of an answer, and those special tokens that the model's own stop strings name (Ollama's do): what is no
-    text is not found in a text."""
+    text is not found in a text. `other_template`: the chat template is not the model's, so that the mark by which it
+    ends an answer becomes one of the stop strings."""
+    if other_template and (end := tokenizer.turn_end):
+        own = loaded.generation_defaults.get("stop_strings", ())
+        loaded.generation_defaults["stop_strings"] = tuple(dict.fromkeys([*own, end]))
     wanted = {stop.encode() for stop in loaded.generation_defaults.get("stop_strings", ())}
     special = sorted(token for token in tokenizer.table.special_ids if token < loaded.vocab_size) if wanted else []
     named = [token for token in special if tokenizer.table.token_bytes(token) in wanted]
@@ -405,7 +410,7 @@ def wire(
         loop.sources.add(source)
     if planner is not None:
         form = planner.tool_format
-        info = replace(info, tool_format=None if form is None else form.family, reasons=planner.reasoning is not None)
+        info = replace(info, tool_format=None if form is None else form.title, reasons=planner.reasoning is not None)
     validator = RequestValidator(config, info, clock, tokenizer, grammars, adapters)
     threads = getattr(executor, "threads", ThreadStats)  # executors without any of their own: fakes
     folder = partial(resolve_adapter, root=config.adapter_root)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.text.chat_messages import Budget, TemplateForm, check_messages, check_tools, plain
 from asyncengine.text.media import ImageParts
+
+logger = logging.getLogger("asyncengine")
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -23,9 +26,12 @@ RESERVED = frozenset(
     }
 )  # fmt: skip
 """Arguments of transformers' `apply_chat_template`: no variables of a template, whoever renders it."""
+Rewrite = Callable[[list[dict[str, Any]], list[Any] | None], tuple[list[dict[str, Any]], list[Any] | None]]
 TOOLS = ("tools", "xml_tools")
 """Names of the tools in templates; the second is SmolLM3's, for functions without a wrapper."""
 PROBE = "Xprobe7"
+PROBE_CHAT = ({"role": "user", "content": PROBE}, {"role": "assistant", "content": "Xanswer7"})
+PROBE_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 PROBE_CALL = {"id": "abcdef123", "type": "function", "function": {"name": "f", "arguments": {"probe_key": 1}}}
 
 
@@ -33,7 +39,7 @@ class ChatTemplate:
     """One template text of a tokenizer.
 
     Whatever the tokenizer is, the template runs in `TemplateEnvironment`: sandboxed, and within limits on its work and
-    on what it makes. Only plain JSON data gets in, only variables the template really reads can be set, and the sizes
+    on what it makes. Only plain JSON data gets in, only variables the template really reads do, and the sizes
     of input and output are bounded. A template comes with the model (or from the host), never from a request.
 
     Which form of contents and tool arguments the template reads is found out by rendering samples, once.
@@ -45,27 +51,34 @@ class ChatTemplate:
         self._special = dict(tokenizer.special_tokens_map)
         self.variables = frozenset(environment.reads)
         """Names the template reads from outside."""
-        reserved = RESERVED | self._special.keys() | environment.globals.keys()
+        self._reserved = RESERVED | self._special.keys() | environment.globals.keys()
         self._tools = next((name for name in TOOLS if name in self.variables), None)
-        self.settable = sorted(self.variables - reserved)
+        self.reads_tools = self._tools is not None
+        self._warned = False
+        self.settable = sorted(self.variables - self._reserved)
         """Variables that a caller may set by keyword."""
         self.form = self._probe_form()
 
     def render(
         self, messages: object, tools: object = None, *, max_chars: int, variables: Mapping[str, Any],
-        images: ImageParts | None = None, **flags: bool,
+        images: ImageParts | None = None, rewrite: Rewrite | None = None, **flags: bool,
     ) -> str:  # fmt: skip
         """The chat as text. `flags` are `add_generation_prompt` and `continue_final_message`. `images`: collects the
-        chat's pictures, which are refused without it.
+        chat's pictures, which are refused without it. `rewrite`: makes of the checked messages and tools those that the
+        template gets.
 
         Raises `InvalidParameter` naming the faulty message, tool or variable, or with the template's own complaint.
         """
         budget = Budget(max_chars, images=images)
         chat = check_messages(messages, self.form, budget)
-        inputs = {name: self._variable(name, value, budget) for name, value in variables.items()}
-        if tools is not None and (checked := check_tools(tools, budget)):
+        inputs = {name: plain(name, value, budget) for name, value in variables.items() if self._reads(name)}
+        checked = None if tools is None else check_tools(tools, budget)
+        if rewrite is not None:
+            chat, checked = rewrite(chat, checked)
+        if checked:
             if self._tools is None:
-                raise InvalidParameter("tools", "this model's chat template does not read tools")
+                limit = "this model's chat template does not read tools: tool_format= has the engine describe them, "
+                raise InvalidParameter("tools", limit + "and chat_template= sets a template that does")
             usual = self._tools == "tools"
             inputs[self._tools] = checked if usual else [tool.get("function", tool) for tool in checked]
         try:
@@ -96,11 +109,18 @@ class ChatTemplate:
         # outside of `except`: the error would keep what the template made
         raise InvalidParameter("chat_template", f"the model's chat template {complaint}, and was stopped")
 
-    def _variable(self, name: str, value: object, budget: Budget) -> Any:
-        if name not in self.settable:
-            known = ", ".join(self.settable) or "none"
-            raise InvalidParameter(name, f"this model's chat template has no such variable (it reads: {known})")
-        return plain(name, value, budget)
+    def _reads(self, name: str) -> bool:
+        """Whether the template reads a variable. One that it does not read is a wish, as programs that serve many
+        models send it to all of them; the log has the first. Raises `InvalidParameter` for a name of another's."""
+        if name in self.settable:
+            return True
+        known = ", ".join(self.settable) or "none"
+        if name in self._reserved:
+            raise InvalidParameter(name, f"is no variable of a chat template (this one reads: {known})")
+        if not self._warned:
+            self._warned = True
+            logger.warning("%s does nothing: this model's chat template reads no such variable (but %s)", name, known)
+        return False
 
     def _probe_form(self) -> TemplateForm:
         text = self._attempt([{"role": "user", "content": PROBE}])

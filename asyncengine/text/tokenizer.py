@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine.checks import MIN_INT64, as_integer, as_items, check_unicode
-from asyncengine.config import ModelSettings
+from asyncengine.config import CHAT_TEMPLATES, ModelSettings
 from asyncengine.errors import (
     ContextLengthExceeded,
     EngineError,
@@ -19,7 +19,7 @@ from asyncengine.errors import (
     UnsupportedModel,
     shorten,
 )
-from asyncengine.text.chat_template import ChatTemplate
+from asyncengine.text.chat_template import PROBE_CHAT, PROBE_TOOL, ChatTemplate, Rewrite
 from asyncengine.text.media import ImageParts
 from asyncengine.text.plain_tokenizer import read_plain_tokenizer
 from asyncengine.text.token_table import SAMPLES, TokenTable, table_of
@@ -177,14 +177,16 @@ class TextTokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         images: ImageParts | None = None,
+        rewrite: Rewrite | None = None,
         **variables: Any,
     ) -> str:
         """The text of a chat in the OpenAI shape, for the model to answer (or to continue its last message). It is
         encoded without adding special tokens: the template writes them.
 
         Contents are strings or lists of text blocks; a tool call's arguments are JSON text or a dict, and reach the
-        template in the form it reads. `images`: collects the chat's pictures, which are refused without. `variables`
-        are template variables such as `enable_thinking`; one the template does not read is refused.
+        template in the form it reads. `images`: collects the chat's pictures, which are refused without. `rewrite`:
+        makes of checked messages and tools those that the template gets. `variables` are template variables such as
+        `enable_thinking`; one the template does not read does nothing.
 
         Names of special tokens inside message contents are encoded as those tokens, as in transformers, so content
         can imitate the template's markup; do not let the template be the only barrier between users and system text.
@@ -201,6 +203,7 @@ class TextTokenizer:
             max_chars=self._max_chat_chars,
             variables=variables,
             images=images,
+            rewrite=rewrite,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
@@ -222,9 +225,21 @@ class TextTokenizer:
         """The chat template in force for a chat with `tools`. Raises `ValueError` where the tokenizer has none."""
         return str(self._chat_template or self._hf.get_chat_template(tools=tools or None))
 
+    @property
+    def reads_tools(self) -> bool:
+        """The chat template takes tools. Raises `InvalidParameter` where there is none, or a broken one."""
+        return self._template([PROBE_TOOL]).reads_tools
+
+    @property
+    def turn_end(self) -> str:
+        """The mark that the chat template writes behind an answer; empty where it writes none."""
+        text = self.render_chat(PROBE_CHAT, add_generation_prompt=False)
+        return next(iter(text.rpartition(PROBE_CHAT[-1]["content"])[2].split()), "")
+
     def _template(self, tools: object) -> ChatTemplate:
         if not self.has_chat_template:
-            limit = "this model has no chat template: pass a prompt, or load the tokenizer with a chat_template"
+            limit = "this model has no chat template: load it with chat_template= (a text, a file, or a name such as "
+            limit += f"{', '.join(map(repr, CHAT_TEMPLATES[:4]))}), or pass a prompt to generate"
             raise InvalidParameter("messages", limit)
         try:
             text = self.template_text(tools)
@@ -273,10 +288,11 @@ def load_tokenizer(
     try:
         plain = None if model_config is None else read_plain_tokenizer(folder, model_config.model_type)
         if plain is not None:
-            own = None if plain.chat_template else _template_beside(beside or folder)
+            own = config.chat_template or (None if plain.chat_template else _template_beside(beside or folder))
             return TextTokenizer(plain, max_chat_chars=max_chat_chars, chat_template=own, load_hf=load_hf)
         tokenizer = load_hf()
-        own = None if getattr(tokenizer, "chat_template", None) else _template_beside(beside or folder)
+        has_own = getattr(tokenizer, "chat_template", None)
+        own = config.chat_template or (None if has_own else _template_beside(beside or folder))
         return TextTokenizer(tokenizer, max_chat_chars=max_chat_chars, chat_template=own)
     except BaseException as error:  # transformers raises many types for missing and broken files
         if isinstance(error, EngineError) or not (isinstance(error, Exception) or _panicked(error)):

@@ -66,7 +66,7 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
     is_chat_model: bool | None = None
     """Whether prompts go through the model's chat template; None: where the model has one."""
     is_function_calling_model: bool | None = None
-    """Whether LlamaIndex may offer a chat model tools; None: where its template writes tool calls. Where not,
+    """Whether LlamaIndex may offer a chat model tools; None: where `info.tool_format` has a form of calls. Where not,
     LlamaIndex's agents describe tools in words."""
     schema_in_prompt: bool = True
     """Whether `structured_predict` tells the model the schema; False where your prompts do. It is enforced anyway."""

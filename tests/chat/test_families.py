@@ -41,7 +41,7 @@ def written(family: Family, text: TextTokenizer, planner: ChatPlanner, calls: li
         "tool_calls": made,
         **({"reasoning_content": thought} if thought else {}),
     }
-    shown = text.render_chat(planner.messages([ASK, answer]), add_generation_prompt=False)  # type: ignore[arg-type]
+    shown = text.render_chat([ASK, answer], add_generation_prompt=False, rewrite=planner.rewrite)  # type: ignore[arg-type]
     before, between, behind = family.turn
     answered = shown[len(before + "?" + between) : len(shown) - len(behind)]
     return answered.removeprefix(family.prompt) if thought else answered

@@ -98,14 +98,16 @@ def test_an_unreadable_format_is_an_invalid_parameter() -> None:
 
 
 def test_a_model_without_a_known_format_needs_one_for_tools() -> None:
-    planner = ChatPlanner(tokenizer(SILENT))
+    calls = "{% for c in m.tool_calls or [] %}({{ c.function.name }}){{ c.function.arguments | tojson }}{% endfor %}"
+    unknown = SILENT.replace("{{ m.content }}", "{{ m.content }}" + calls)
+    planner = ChatPlanner(tokenizer(unknown))
     assert planner.tool_format is None
     for choice in ("auto", "required", "add"):
-        with pytest.raises(InvalidParameter, match="tool_format= one of 'hermes'") as caught:
+        with pytest.raises(InvalidParameter, match="tool_format= to one of 'hermes'") as caught:
             planner.plan("", tools=[ADD], tool_choice=choice)
         assert caught.value.field == "tools"
     assert planner.plan("", tools=[ADD], tool_choice="none").grammar is None
-    told = ChatPlanner(tokenizer(SILENT), tool_format="hermes")
+    told = ChatPlanner(tokenizer(unknown + "{% if tools %}{% endif %}"), tool_format="hermes")
     assert told.plan("", tools=[ADD]).grammar == PLANNER.plan("", tools=[ADD]).grammar
 
 

@@ -1,4 +1,4 @@
-"""`enable_thinking` and `reasoning_effort` reach a chat template that reads them, by every door; others refuse them.
+"""`enable_thinking` and `reasoning_effort` reach a chat template that reads them, by every door; others pass them over.
 
 The template writes what it is told in as many bytes, each of them one token: prompts are as long as what they say.
 """
@@ -142,7 +142,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"enable_thinking": "no"}, "enable_thinking: must be True or False, got 'no'"),
     ({"reasoning_effort": 3}, "reasoning_effort: must be a str, got 3"),
     ({"enable_thinking": True, "template_kwargs": {"enable_thinking": False}}, "enable_thinking: is given twice"),
-    ({"template_kwargs": {"thinking": True}}, r"thinking: .* no such variable \(it reads: enable_thinking, reasoning"),
+    ({"template_kwargs": {"padding": True}}, "padding: is no variable of a chat template"),
+    ({"template_kwargs": {"images": []}}, "template_kwargs: cannot set 'images'"),
 ]
 
 
@@ -154,19 +155,21 @@ async def test_wrong_values_are_named(keywords: dict[str, Any], said: str, engin
         ChatAsyncEngine(model=reader, **CONFIG).invoke("Hello", **keywords)
 
 
-@pytest.mark.parametrize("name", ["enable_thinking", "reasoning_effort"])
-async def test_a_template_that_reads_none_refuses_them(name: str, handle: EngineHandle) -> None:
-    value = {"enable_thinking": True, "reasoning_effort": "low"}[name]
-    said = f"{name}: this model's chat template has no such variable"
-    with pytest.raises(InvalidParameter, match=said):
-        handle.get().chat(CHAT, ONE, **{name: value})  # type: ignore[arg-type]
-    for model in (ChatAsyncEngine(engine=handle), ChatAsyncEngine(engine=handle, **{name: value})):
-        with pytest.raises(InvalidParameter, match=said):
-            model.invoke("Hello", **{name: value})
-    with pytest.raises(InvalidParameter, match=said):
-        LlamaIndexLLM(engine=handle).complete("Hello", **{name: value})
-    with pytest.raises(InvalidParameter, match=f"{name}: is for chats"):
-        AsyncEngineLLM(engine=handle).invoke("Hello", **{name: value})
+@pytest.mark.parametrize("name", ["enable_thinking", "reasoning_effort", "thinking"])
+async def test_a_template_that_reads_none_passes_them_over(
+    name: str, handle: EngineHandle, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Programs send them to every model that they serve. The log has the first."""
+    keywords: dict[str, Any] = {name: {"enable_thinking": True}.get(name, "low")}
+    keywords = keywords if name != "thinking" else {"template_kwargs": {name: True}}
+    plain = handle.get().chat(CHAT, ONE).usage.prompt_tokens
+    assert handle.get().chat(CHAT, ONE, **keywords).usage.prompt_tokens == plain
+    answer = ChatAsyncEngine(engine=handle, max_tokens=1).invoke("Hello", **keywords)
+    assert answer.usage_metadata["input_tokens"] == plain  # type: ignore[index]
+    LlamaIndexLLM(engine=handle, max_tokens=1).complete("Hello", **keywords)
+    with pytest.raises(InvalidParameter, match=r"is for chats"):
+        AsyncEngineLLM(engine=handle).invoke("Hello", **keywords)
+    assert len([each for each in caplog.records if "reads no such variable" in each.message]) <= 1
 
 
 def test_the_fields_have_types() -> None:

@@ -180,9 +180,18 @@ def test_a_variable_the_template_reads_can_be_set(chatml: TextTokenizer) -> None
     assert "NOTHINK" not in chatml.render_chat([USER], enable_thinking=True)
 
 
-@pytest.mark.parametrize(
-    "name", ["enable_thinkin", "chat_template", "tokenize", "bos_token", "documents", "raise_exception", "max_length"]
-)
+@pytest.mark.parametrize("name", ["enable_thinkin", "documents"])
+def test_a_variable_that_the_template_does_not_read_does_nothing(
+    chatml: TextTokenizer, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told once: programs send the same to every model that they serve."""
+    with caplog.at_level("WARNING", "asyncengine"):
+        shown = [chatml.render_chat([USER], **{name: "{{ 1 }}"}) for _ in range(2)]
+    assert shown == [chatml.render_chat([USER])] * 2
+    assert len(caplog.records) <= 1
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "bos_token", "raise_exception", "max_length"])
 def test_other_variables_are_refused_by_name(chatml: TextTokenizer, name: str) -> None:
     error = refuse(chatml, [USER], **{name: "{{ 1 }}"})
     assert error.field == name

@@ -33,14 +33,16 @@ ENDS_A_MESSAGE_ONLY = (({"<|return|>", "<|call|>"}, "<|end|>"), ({"<|flush|>", "
 _CHANNELS = frozenset(("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>"))
 
 
-def load_gguf_tokenizer(metadata: Mapping[str, Any], *, max_chat_chars: int = MAX_CHAT_CHARS) -> TextTokenizer:
+def load_gguf_tokenizer(
+    metadata: Mapping[str, Any], *, max_chat_chars: int = MAX_CHAT_CHARS, chat_template: str | None = None
+) -> TextTokenizer:
     """The tokenizer that a GGUF header describes: the same ids as the Hugging Face tokenizer of the same model.
 
     `metadata` has the keys of a GGUF header (`tokenizer.ggml.*`, `tokenizer.chat_template*`, `general.architecture`).
     Takes about half a second for 150,000 tokens. A header that carries the model's tokenizer.json
     (`tokenizer.huggingface.json`) is taken at that word. Any other header leaves out, and nothing restores, which of
     the control tokens are not special, and which added tokens are looked for in normalized text. gpt-oss gets a
-    chat template where its header has none.
+    chat template where its header has none. `chat_template` goes before the header's.
 
     Raises `ModelNotFound` for a header that is broken, `UnsupportedModel` for a kind of tokenizer that is not known.
     """
@@ -62,6 +64,7 @@ def load_gguf_tokenizer(metadata: Mapping[str, Any], *, max_chat_chars: int = MA
         templates = templates["default"]
     if not templates and _CHANNELS.issubset(header.tokens):
         templates = Path(__file__).with_name("harmony.jinja").read_text(encoding="utf-8")
+    templates = chat_template or templates
     names = {f"{name}_token": header.name_of(name) for name in ("bos", "eos", "unk")}
     named = {name: token for name, token in names.items() if token is not None}
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}

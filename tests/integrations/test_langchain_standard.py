@@ -65,7 +65,9 @@ class TestIntegration(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"model": "demo", "temperature": 0, "seed": 7, "max_tokens": 40}
+        """The bundled model knows no jokes, and writes on for ever: what the engine closes is taken for its own."""
+        offered = {"on_budget": "offer"}
+        return {"model": "demo", "temperature": 0, "seed": 7, "max_tokens": 40, "model_kwargs": offered}
 
     @property
     def has_tool_calling(self) -> bool:

@@ -89,7 +89,7 @@ def test_structured_answers_through_langchain(loaded: Any, method: Any) -> None:
 
 
 def test_calls_and_structured_answers_through_llama_index(loaded: Any) -> None:
-    llm = LlamaLLM(model=loaded[1], engine_config=CONFIG, **SETTINGS)
+    llm = LlamaLLM(model=loaded[1], engine_config=CONFIG, model_kwargs={"on_budget": "offer"}, **SETTINGS)
     assert llm.metadata.is_function_calling_model
 
     def trip(city: str, days: int) -> str:

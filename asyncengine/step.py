@@ -10,7 +10,7 @@ num_scheduled` tokens and the pages that cover them, so a step in flight never s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -43,9 +43,15 @@ class GrammarMatcher(Protocol):
         where it is. Returns how many it filled: it stops behind a draft that the grammar does not allow."""
         ...
 
-    def accept(self, token_id: int, jump: bool = True) -> list[int]:
+    def accept(self, token_id: int, jump: bool = True, others: Callable[[], Sequence[int]] | None = None) -> list[int]:
         """Move past a sampled token. Returns what the output grows by: that token, or the one that steering puts in
-        its place, then (`jump`) the tokens after it that the grammar leaves no choice about. Raises `GrammarError`."""
+        its place, then (`jump`) the tokens after it that the grammar leaves no choice about. Raises `GrammarError`.
+
+        `others` returns allowed tokens that the model may say instead, in the order in which they are to be tried."""
+        ...
+
+    def may_refuse(self, ahead: int) -> bool:
+        """Whether `accept` may ask for others than the token sampled next, or behind so many drafts. Any thread."""
         ...
 
     def is_terminated(self) -> bool:

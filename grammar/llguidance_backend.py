@@ -52,6 +52,8 @@ CHECKED = 8
 MASKED = 16
 """Bytes of it whose masks are made, for a limit of the library that they would hit: what they warm is of use later."""
 MAX_LEAVES = 64
+REACH = 64
+"""Tokens left, beside those of the shortest output, from which on a sampled one may be refused for another."""
 MASK_BYTES = 16 * 2**20
 """Memory for masks that outputs share: 880 of 150,000 tokens."""
 _UNFORCED = '\n%llguidance {"no_forcing": true}\n'
@@ -140,6 +142,7 @@ class LlgTemplate:
             self._matcher = self.fresh_matcher()
         self._counted = self._count(shape) or self.searched()
         self.min_tokens = length(self._counted.way())
+        self.reach = self.min_tokens + REACH
 
     def own_bytes(self) -> Any:
         """A matcher over bytes, at the beginning, that shares nothing with any other."""

@@ -11,7 +11,8 @@ the end is an error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from asyncengine.errors import GrammarError
@@ -106,35 +107,49 @@ class Matcher:
             self.state.rollback(taken)
         return filled
 
-    def accept(self, token: int, jump: bool = True) -> list[int]:
-        taken = self._take(token)
-        if taken is None:
-            taken = self._steer(token)
+    def may_refuse(self, ahead: int = 0) -> bool:
+        return self.closing is not None and self._left - ahead <= self._template.reach
+
+    def accept(self, token: int, jump: bool = True, others: Callable[[], Sequence[int]] | None = None) -> list[int]:
+        taken = self._take_best(token, others if self.may_refuse() else None)
         tokens = [taken]
         if jump and not self.state.is_terminated():
             for forced in self.state.forced():
-                if self._left <= 0 or self._take(forced) is None:
+                if self._left <= 0 or not self._take(forced):
                     break
                 tokens.append(forced)
         return tokens
 
-    def _take(self, token: int) -> int | None:
-        """Move past `token`; None, unmoved, if the output could not be completed within the budget after it."""
+    def _take(self, token: int) -> bool:
+        """Move past `token`; False, unmoved, if the output could not be completed within the budget after it."""
         if self.closing is not None and not self.closing.advance(token, self._left - 1):
-            return None
+            return False
         if not self.state.consume(token):
             raise GrammarError("grammar", f"token {token} was sampled, but is not allowed here")
         self._left -= 1
-        return token
+        return True
 
-    def _steer(self, sampled: int) -> int:
-        assert self.closing is not None
-        if self.steered_from is None and not self.closing.is_meant(sampled):
-            self.steered_from = self._budget - self._left
-        token = self._take(self.closing.first())
-        if token is None:
-            raise GrammarError("grammar", "no complete output fits the budget any more")
-        return token
+    def _take_best(self, token: int, others: Callable[[], Sequence[int]] | None) -> int:
+        """Move past `token`, or where it does not fit, or begins what there is no room for, past another one: the first
+        of `others` that ends what is open, else `token` if it fits, else the first of `others` that does, else the
+        engine's own. Returns it. `others`: None where the end is far, or nobody knows any."""
+        closing, at_most = self.closing, self._left - 1
+        apt = closing is None or others is None or closing.is_apt(token, at_most)
+        if apt and self._take(token):
+            return token
+        assert closing is not None
+        found = [] if others is None else [other for other in others() if other != token]
+        if self._left == self._budget:  # nothing at all is no answer
+            found.sort(key=self._template.backend.vocabulary.eos_ids.__contains__)
+        closed = (other for other in found if closing.is_apt(other, at_most, closes=True))
+        own = (make() for make in (closing.first,))
+        for other in itertools.chain(closed, () if apt else (token,), found, own):
+            meant = other == token or closing.is_meant(token, other)
+            if self._take(other):
+                if not meant and self.steered_from is None:
+                    self.steered_from = self._budget - at_most - 1
+                return other
+        raise GrammarError("grammar", "no complete output fits the budget any more")
 
     def is_terminated(self) -> bool:
         return self.state.is_terminated()

@@ -290,6 +290,7 @@ class ModelRunner:
             changed = None if graphs.processed is None else graphs.processed.changed
             drawn = Sampled(graphs.sampled, graphs.sampled, processed.tolist(), changed)
             pending.score(scored.tolist(), logits, drawn, self.sampler)
+            pending.keep_choices(drawn)
             arrived = pending.readback.fetch_now(graphs.sampled)
             pending.sampled = Sampled(*graphs.split(arrived, len(rows)), processed.tolist())
         except BaseException:  # for want of memory: the step is launched again, with the tokens it had
@@ -421,6 +422,7 @@ class ModelRunner:
         pending.sampled = sampled.fetch(pending.readback)
         wanted = [place for place, row in enumerate(rows) if row.spec.params.logprobs]
         pending.score(wanted, logits, sampled, self.sampler)
+        pending.keep_choices(sampled)
         return sampled.tokens
 
     def _keep(self, pending: PendingStep, tokens: torch.Tensor) -> None:

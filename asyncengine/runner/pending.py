@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 
 from asyncengine.device.transfer import Readback, upload
 from asyncengine.pooling.pool import Pooler, Span
+from asyncengine.sampling.again import drawn_again
 from asyncengine.sampling.logprobs import LogprobTensors, token_logprobs
 from asyncengine.sampling.masks import AwaitedToken, FilledMasks, grammar_failed
 from asyncengine.sampling.sampler import NON_FINITE, Sampled, Sampler
@@ -46,6 +48,9 @@ class PendingStep:
     """Indices of sampled tokens whose log-probabilities are wanted, and these."""
     steerable: dict[int, torch.Tensor] = field(default_factory=dict)
     """Logits [vocab] at places of constrained rows that want log-probabilities: their matchers may put in other tokens.
+    """
+    choices: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Logits float32 [vocab], as tokens are drawn from them, at places of rows whose matchers may want another token.
     """
     prompts: list[tuple[int, torch.Tensor, LogprobTensors]] = field(default_factory=list)
     """(batch index, whether all its logits are finite, log-probabilities) of scored prompt chunks."""
@@ -117,6 +122,14 @@ class PendingStep:
         for number, (place, row) in enumerate(zip(places, rows, strict=True)):
             if row.grammar is not None:
                 self.steerable[place] = self.readback.fetch(own[number].clone())
+
+    def keep_choices(self, sampled: Sampled) -> None:
+        """Keep the logits from which tokens were drawn, on the device, for matchers that may refuse them."""
+        for number, place in enumerate(sampled.processed):
+            row = self.places[place]
+            if row.grammar is not None and row.grammar.may_refuse(len(row.drafts)):
+                assert sampled.changed is not None
+                self.choices[place] = self.readback.fetch(sampled.changed[number].clone())
 
     def score_prompt(self, index: int, logits: torch.Tensor) -> None:
         """The same of the prompt tokens that follow those of the row at `index`."""
@@ -231,8 +244,10 @@ class PendingStep:
         jump = self.jump and not (row.spec.params.logprobs or row.spec.params.return_routed_experts)
         while len(produced) < len(sampled) and list(row.drafts[: len(produced)]) == produced:
             place = len(produced)
+            here, logits = self.places[first + place], self.choices.get(first + place)
+            others = logits is not None and partial(drawn_again, logits, row.spec, here.start + here.num_scheduled)
             try:
-                taken, *forced = grammar.accept(sampled[place], jump)
+                taken, *forced = grammar.accept(sampled[place], jump, others or None)
                 made = ConstrainedToken(
                     taken != sampled[place], grammar.is_terminated(), grammar.steered_from, made.forced + len(forced)
                 )

@@ -21,6 +21,10 @@ BLOCK_FLAG = 1 << 31
 """Set in an id to name a block of tokens rather than a token; the two draw independent numbers."""
 
 
+AGAIN_FLAG = 1 << 30
+"""Set in the id of a token that is drawn in the place of another one at the same position."""
+
+
 def _mix(value: Integers) -> Integers:
     """A bijection of [0, 2**32) in which each input bit flips each output bit half of the time."""
     value = value ^ (value >> 16)

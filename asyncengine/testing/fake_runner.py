@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -293,7 +294,8 @@ class FakeExecutor:
             if row.grammar is not None:
                 try:
                     sampled = self.constrain(row.grammar, token)
-                    token, *forced = row.grammar.accept(sampled, not row.spec.params.logprobs)
+                    others = partial(self.allowed, row.grammar, token)
+                    token, *forced = row.grammar.accept(sampled, not row.spec.params.logprobs, others)
                 except Exception as error:
                     result.errors[index] = f"the grammar failed: {error}"
                     self.last_token.setdefault(row.slot, 0)
@@ -315,13 +317,16 @@ class FakeExecutor:
 
     def constrain(self, grammar: Any, token: int) -> int:
         """The first allowed token from `token` upwards, in a circle."""
+        if not (allowed := self.allowed(grammar, token)):
+            raise AssertionError("the grammar allows no token")
+        return allowed[0]
+
+    def allowed(self, grammar: Any, token: int) -> list[int]:
+        """All of them."""
         mask = np.zeros(-(-self.model.vocab_size // 32), dtype=np.int32)
         grammar.fill_mask(mask)
-        for step in range(self.model.vocab_size):
-            candidate = (token + step) % self.model.vocab_size
-            if int(mask[candidate // 32]) >> (candidate % 32) & 1:
-                return candidate
-        raise AssertionError("the grammar allows no token")
+        ids = np.flatnonzero(np.unpackbits(mask.view(np.uint8), count=self.model.vocab_size, bitorder="little"))
+        return [int(each) for each in np.roll(ids, -int(np.searchsorted(ids, token)))]
 
     def close(self) -> None:
         self.closed = True

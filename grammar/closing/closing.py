@@ -18,7 +18,8 @@ from asyncengine.grammar.closing.prices import Prices, Segment
 from asyncengine.grammar.closing.search import Effort
 from asyncengine.grammar.closing.tracker import MAX_STEPS, Lost, Place, Position, Standing, Tracker
 from asyncengine.grammar.closing.ways import UNREACHABLE
-from asyncengine.grammar.shapes.nodes import Opaque, Shape
+from asyncengine.grammar.shapes.automata import Words
+from asyncengine.grammar.shapes.nodes import Literal, Opaque, Shape
 from asyncengine.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -30,9 +31,18 @@ FAR = 256
 """Tokens left with which the end is far."""
 CLOSE = 4
 """Times the budget that a way may cost by its parts to be spelled as a whole: mostly it takes half of that."""
+SPARE, WORD = 2, 1
+"""Tokens left over with which something may still be begun, beside half of what it costs, and a word of free text."""
+_BLANKS = frozenset(b" \t\r\n")
+_BEGINS = frozenset(b',[{"<(')
+"""Bytes with which an item, a member, a list, an object, a call or a text begins."""
 ACCOUNT, REFILL = 200_000, 100
 """The account of all readings of one output at first, and its growth by each byte."""
-_BLANKS = frozenset(b" \t\r\n")
+
+
+def _is_fixed(standing: Standing) -> bool:
+    nearest = min(standing, key=lambda place: place.rest)
+    return isinstance(nearest, Place) and isinstance(nearest.shape, (Literal, Words))
 
 
 class Counted:
@@ -107,14 +117,13 @@ class Closing:
                 raise GrammarError("grammar", "no way to a complete output was found in time")
         return self._vocabulary.eos_ids[0] if self._next is None else self._next
 
-    def is_meant(self, token: int) -> bool:
-        """Whether `first()` writes nothing that an output which goes on with `token` would not: what that token says
+    def is_meant(self, token: int, other: int) -> bool:
+        """Whether `other` writes nothing that an output which goes on with `token` would not: what that token says
         itself, blanks aside, and else what nothing but blanks could stand in the place of."""
-        first = self.first()
-        if first in self._vocabulary.eos_ids:
+        if other in self._vocabulary.eos_ids:
             return False
         (short, said), (_, whole) = sorted(
-            ((one, [each for each in self._vocabulary.symbols(one) if each not in _BLANKS]) for one in (token, first)),
+            ((one, [each for each in self._vocabulary.symbols(one) if each not in _BLANKS]) for one in (token, other)),
             key=lambda pair: len(pair[1]),
         )
         return whole[: len(said)] == said and self._forced(self._step(short), whole[len(said) :])
@@ -130,6 +139,32 @@ class Closing:
                 standing = step(standing, (symbol,), effort)
             return True
         return False
+
+    def is_apt(self, token: int, at_most: int, closes: bool = False) -> bool:
+        """Whether `token`, of which it is not asked whether it fits, leaves room to say what it begins, and does not
+        begin a word where none has room; `closes`: and brings the end nearer, if that is not here. True where it is not
+        known."""
+        if self.alone or token in self._vocabulary.eos_ids:
+            return True
+        symbols, here, room = self._vocabulary.symbols(token), self._standing, 0
+        first = before = self._tracker.cost(here)
+        for symbol in symbols:
+            try:
+                behind = self._tracker.step(here, (symbol,), Effort(MAX_STEPS))
+            except Lost:
+                return True
+            if behind is None:
+                return True
+            after = self._tracker.cost(behind)
+            # a value that is listed, or a key that was begun, has no room to ask for
+            if after > before and (symbol >= 256 or symbol in _BEGINS) and not _is_fixed(behind):
+                room = max(room, (after - before) // 2 + SPARE)
+            here, before = behind, after
+        if closes and first and before >= first:
+            return False
+        if 0 < before == first and symbols[0] in _BLANKS:
+            room = max(room, before // 2 + WORD)  # what has to follow shall have some room, too
+        return not room or at_most - before >= room
 
     def advance(self, token: int, at_most: int) -> bool:
         """Move past `token` if a completion of at most `at_most` tokens is known from there, or if there may be one and

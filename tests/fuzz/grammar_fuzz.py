@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fuzz.schedule_fuzz import Life, Tally
 from support.constrained_reference import constrained_reference, fake_choice
@@ -28,9 +29,9 @@ class Breaking(Matcher):
 
     after = 0
 
-    def accept(self, token: int, jump: bool = True) -> list[int]:
+    def accept(self, token: int, jump: bool = True, others: Any = None) -> list[int]:
         self.after -= 1
-        taken = super().accept(token, jump)
+        taken = super().accept(token, jump, others)
         if self.after < 0:
             raise RuntimeError("a library's fault")
         return taken

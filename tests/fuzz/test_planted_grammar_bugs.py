@@ -96,8 +96,8 @@ def forget_the_mask_of_prompts(patch: pytest.MonkeyPatch) -> None:
 def count_no_forced_tokens(patch: pytest.MonkeyPatch) -> None:
     """The way to the end is thought to fit because forced tokens are left out of the budget."""
 
-    def broken(self: Matcher, token: int, jump: bool = True) -> list[int]:
-        tokens = accept(self, token, jump)
+    def broken(self: Matcher, token: int, jump: bool = True, others: Any = None) -> list[int]:
+        tokens = accept(self, token, jump, others)
         self._left += len(tokens) - 1
         return tokens
 
@@ -160,8 +160,8 @@ def move_the_matcher_for_a_discarded_row(patch: pytest.MonkeyPatch) -> None:
 def ask_the_matcher_whether_it_is_done(patch: pytest.MonkeyPatch) -> None:
     """It may be past the token in question: the next step is launched."""
 
-    def broken(matcher: Any, token: Any, reason: Any) -> Any:
-        return end(matcher, token._replace(complete=matcher.is_terminated()), reason)
+    def broken(request: Any, token: Any, reason: Any) -> Any:
+        return end(request, token._replace(complete=request.matcher.is_terminated()), reason)
 
     end = rows.constrained_end
     patch.setattr(results, "constrained_end", broken)

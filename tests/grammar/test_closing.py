@@ -95,7 +95,7 @@ def test_every_budget_ends_in_a_valid_instance(
     steered = 0
     for budget in [*range(least, least + 12), *(rng.randrange(least, least + 200) for _ in range(12))]:
         output = matcher(template, budget)
-        tokens, _ = walk(vocabulary, output, budget, rng, jump=bool(budget % 2))
+        tokens, _ = walk(vocabulary, output, budget, rng, jump=bool(budget % 2), offers=bool(budget % 3))
         assert len(tokens) <= budget
         validator.validate(json.loads(text_of(vocabulary, tokens)))
         steered += output.steered_from is not None

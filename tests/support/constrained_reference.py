@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import numpy as np
 from support.grammar_walks import allowed
@@ -11,8 +12,8 @@ from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.vocabulary import Vocabulary
 from asyncengine.testing import FakeModel
 
-Choose = Callable[[list[int], np.ndarray], int]
-"""The model: one of the allowed ids (ascending) to follow the tokens so far."""
+Choose = Callable[[list[int], np.ndarray], list[int]]
+"""The model: the allowed ids (ascending) to follow the tokens so far, the one it says first."""
 
 
 def constrained_reference(
@@ -28,7 +29,8 @@ def constrained_reference(
     """The one right output of a fresh `matcher`, and the reason it ends with."""
     tokens = list(prompt)
     while True:
-        *before, last = matcher.accept(choose(tokens, allowed(vocabulary, matcher)), jump)
+        first, *others = choose(tokens, allowed(vocabulary, matcher))
+        *before, last = matcher.accept(first, jump, partial(list, others))
         for token in before:
             tokens.append(token)
             if token in stop_ids:
@@ -45,10 +47,10 @@ def constrained_reference(
 
 
 def fake_choice(model: FakeModel, seed: int = 0) -> Choose:
-    """The fake runner's choice: the first allowed id from the model's own token upwards, in a circle."""
+    """The fake runner's choice: the allowed ids from the model's own token upwards, in a circle."""
 
-    def choose(tokens: list[int], ids: np.ndarray) -> int:
+    def choose(tokens: list[int], ids: np.ndarray) -> list[int]:
         assert len(ids), "a dead end"
-        return int(ids[np.searchsorted(ids, model.next_token(tokens, seed)) % len(ids)])
+        return [int(each) for each in np.roll(ids, -int(np.searchsorted(ids, model.next_token(tokens, seed))))]
 
     return choose

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -22,10 +23,10 @@ def allowed(vocabulary: Vocabulary, matcher: Matcher) -> np.ndarray:
 
 def walk(
     vocabulary: Vocabulary, matcher: Matcher, budget: int, rng: random.Random, *, jump: bool = True,
-    prefer: Collection[int] = (),
+    prefer: Collection[int] = (), offers: bool = False,
 ) -> tuple[list[int], bool]:  # fmt: skip
     """Sample uniformly among what is allowed until the output ends or the budget is spent, or among the allowed ids of
-    `prefer`, where there are some, three times of five.
+    `prefer`, where there are some, three times of five. `offers`: the model names others where that is asked.
 
     Returns the tokens and whether the output ended by itself (end of sequence, or nothing may follow).
     """
@@ -34,7 +35,8 @@ def walk(
         choices = allowed(vocabulary, matcher).tolist()
         assert choices, "a dead end"
         preferred = [token for token in choices if token in prefer]
-        taken = matcher.accept(rng.choice(preferred if preferred and rng.random() < 0.6 else choices), jump)
+        others = partial(random.Random(len(tokens)).sample, choices, min(len(choices), 64)) if offers else None
+        taken = matcher.accept(rng.choice(preferred if preferred and rng.random() < 0.6 else choices), jump, others)
         tokens += taken
         if matcher.is_terminated():
             return tokens, True

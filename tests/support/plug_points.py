@@ -28,7 +28,10 @@ class Letters:
         for token in self.allowed:
             words[token // 32] |= np.uint32(1 << (token % 32))
 
-    def accept(self, token_id: int, jump: bool = True) -> list[int]:
+    def may_refuse(self, ahead: int) -> bool:
+        return False
+
+    def accept(self, token_id: int, jump: bool = True, others: Any = None) -> list[int]:
         if self.fail_at == len(self.advanced):
             raise RuntimeError("matcher broke")
         assert token_id in self.allowed, token_id

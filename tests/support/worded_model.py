@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from asyncengine.demo import MODEL_PATH
+from asyncengine.sampling.again import MOST
 
 VOCAB = 2048
 EOS = (2, 0)
@@ -46,9 +47,10 @@ class Reference:
         with torch.inference_mode():
             return self._model(torch.tensor([tokens])).logits[0]  # type: ignore[no-any-return]
 
-    def choose(self, tokens: list[int], ids: Any) -> int:
-        """The likeliest of the allowed `ids`."""
-        return int(ids[int(self.logits(tokens)[-1][torch.from_numpy(ids)].argmax())])
+    def choose(self, tokens: list[int], ids: Any) -> list[int]:
+        """The likeliest of the allowed `ids`, in their order: as many as a runner offers to a matcher."""
+        logits = self.logits(tokens)[-1][torch.from_numpy(ids)]
+        return [int(ids[place]) for place in logits.argsort(descending=True, stable=True)[:MOST].tolist()]
 
     def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
         tokens = list(prompt)

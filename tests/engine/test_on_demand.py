@@ -296,14 +296,15 @@ async def test_adapters_come_back_with_their_model() -> None:
             await group.unload_adapter("pirate")
 
 
-@pytest.mark.parametrize("wrong", [-2, "long", "5 d", True, float("nan"), float("inf"), "1e9", [1], "9999999999h"])
+@pytest.mark.parametrize("wrong", [-2, "long", "5 d", True, float("nan"), "1e9", [1], "9999999999h"])
 def test_a_keep_alive_that_is_no_time_is_refused(wrong: Any) -> None:
     with pytest.raises(InvalidParameter, match="keep_alive: must be seconds"):
         parse_keep_alive("keep_alive", wrong)
 
 
 @pytest.mark.parametrize(
-    ("given", "seconds"), [(0, 0), (2.5, 2.5), ("90", 90), ("5m", 300), ("1h", 3600), ("-1", FOREVER)]
+    ("given", "seconds"),
+    [(0, 0), (2.5, 2.5), ("90", 90), ("5m", 300), ("1h", 3600), ("-1", FOREVER), (FOREVER, FOREVER)],
 )
 def test_times_in_words(given: Any, seconds: float) -> None:
     assert parse_keep_alive("keep_alive", given) == seconds

@@ -109,7 +109,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return made
 
 
-MODEL: Any = SimpleNamespace(device=CUDA, layers=[], states=(), unsteady=None, max_model_len=512, dtype=torch.bfloat16)
+MODEL: Any = SimpleNamespace(
+    device=CUDA, layers=[], states=(), unsteady=None, max_model_len=512, dtype=torch.bfloat16, mapped_bytes=0
+)
 CONFIG = EngineConfig(max_num_seqs=8, show_progress=False)
 
 

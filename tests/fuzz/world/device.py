@@ -106,6 +106,8 @@ class LettersTemplate:
 
     nbytes = 1000
     position = None
+    reach = 0
+    """No logits are kept for it: where a letter does not fit, the nearest end is taken."""
 
     def __init__(self, remainder: int, length: int) -> None:
         self.min_tokens = length

@@ -156,6 +156,8 @@ class TextTokenizer:
 
     def check_fits(self, field: str, text: str, most_tokens: int) -> None:
         """Raises `ContextLengthExceeded` for a text that is far too long for so many tokens, without encoding it."""
+        if len(text) <= most_tokens:  # nearly all do: the first must not wait for a look through the vocabulary
+            return
         most = most_tokens * self.longest_token * _NORMALIZED
         if len(text) > most:
             limit = f"must not exceed {most} characters: {most_tokens} tokens (max_model_len) hold far fewer"

@@ -86,7 +86,8 @@ class EngineStats:
     """A snapshot. Counts since the start; distributions over the last 4096 samples."""
 
     requests: dict[str, int]
-    """Requests by state: waiting, running, grammar_queue, adapter_queue, restore_queue."""
+    """Requests by state: waiting, running, grammar_queue, adapter_queue, restore_queue,
+    suspended (their consumers do not read)."""
     finished: dict[str, int]
     """Ended samples by reason."""
     pages: PageCounts

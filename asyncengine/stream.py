@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import NoReturn, Self, SupportsIndex
 
 from asyncengine.engine.assembler import Assembler
-from asyncengine.engine.mailbox import MANY
+from asyncengine.engine.mailbox import MANY, UNREAD
 from asyncengine.errors import RequestFailed
 from asyncengine.outputs import Chunk, Completion, Usage
 
@@ -102,9 +102,11 @@ class _StreamBase:
 class TokenStream(_StreamBase):
     """Async iterator of `Chunk`s; nothing runs before the first await.
 
-    Use `async with` or `contextlib.aclosing` to leave at a definite place; without it, leaving the loop drops the
-    last reference and that aborts too. After a last chunk with reason "error" or "engine_dead" iteration raises
-    `RequestFailed` or `EngineDead`; "abort" and "timeout" do not raise.
+    A reader that leaves more than 1,024 tokens unread suspends the request, which goes on when half of them are read;
+    `result()` waits for the whole and suspends nothing. Use `async with` or `contextlib.aclosing` to leave at a
+    definite place; without it, leaving the loop drops the last reference and that aborts too.
+    After a last chunk with reason "error" or "engine_dead" iteration raises `RequestFailed` or `EngineDead`; "abort"
+    and "timeout" do not raise.
     """
 
     def __init__(self, start: Callable[[], Awaitable[Assembler]], abort: Callable[[list[int]], None]) -> None:
@@ -124,6 +126,7 @@ class TokenStream(_StreamBase):
                 if ready:
                     return ready.popleft()
                 assembler = await self._started()
+                assembler.prepared.mailbox.limit = UNREAD
             mailbox = assembler.prepared.mailbox
             while not (chunks := mailbox.take()):
                 waiter = mailbox.announce()
@@ -147,6 +150,7 @@ class TokenStream(_StreamBase):
         self._read_alone()
         try:
             assembler = await self._started()
+            assembler.prepared.mailbox.lift_limit()
             while not assembler.finished:
                 assembler.keep(await assembler.prepared.mailbox.receive(MANY))
             return self._completion()
@@ -161,7 +165,7 @@ class TokenStream(_StreamBase):
     async def __aenter__(self) -> Self:
         self._read_alone()
         try:
-            await self._started()
+            (await self._started()).prepared.mailbox.limit = UNREAD
         finally:
             self._reading.release()
         return self
@@ -181,6 +185,7 @@ class SyncTokenStream(_StreamBase):
         """`check_thread`: raises where waiting on this thread would wait for ever."""
         super().__init__(abort)
         self._assembler = self._submitted = assembler
+        assembler.prepared.mailbox.limit = UNREAD
         self._check_thread = check_thread
 
     def __iter__(self) -> Self:
@@ -207,6 +212,7 @@ class SyncTokenStream(_StreamBase):
         """Read to the end; the whole completion. Raises `RequestFailed` or `EngineDead`."""
         self._read_alone()
         try:
+            self._submitted.prepared.mailbox.lift_limit()
             while not self._submitted.finished:
                 self._submitted.keep(self._receive(MANY))
             return self._completion()

@@ -16,7 +16,7 @@ from asyncengine.events import Hooks, RequestDone
 from asyncengine.outputs import Chunk, FinishReason, LogprobEntry
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler import Output
-from asyncengine.scheduler.messages import Abort, StopText
+from asyncengine.scheduler.messages import Abort, Resume, StopText, Suspend
 from asyncengine.stats import Meter
 from asyncengine.step import TokenLogprob
 from asyncengine.text import StopStringMatcher, Stream, TokenTable
@@ -73,8 +73,10 @@ class Delivery:
         hooks: Hooks,
         post: Callable[[StopText | Abort], object],
         table: TokenTable | None = None,
+        pause: Callable[[Suspend | Resume], object] = lambda message: None,
     ) -> None:
-        """`post`: told before the consumer when a stream ends here and not by the scheduler."""
+        """`post`: told before the consumer when a stream ends here and not by the scheduler. `pause`: told, from any
+        thread, when a consumer has too much unread, and when it reads again."""
         self.streams: dict[int, Receiver] = {}
         self.expected: dict[int, Receiver] = {}
         """Receivers that are posted and not opened yet. Posters add to it, from any thread."""
@@ -85,6 +87,7 @@ class Delivery:
         self._hooks = hooks
         self._post = post
         self._table = table
+        self._pause = pause
 
     def open(self, ticket: int) -> None:
         """The engine takes up the request: from here on it has outputs."""
@@ -146,9 +149,19 @@ class Delivery:
                 waiter = stream.mailbox.put(self._undecodable(stream, output, error))
             if waiter is not None:
                 waiters.append(waiter)
+            mailbox = stream.mailbox
+            mailbox.given += 1
+            if mailbox.limit is not None and mailbox.full and output.reason is None:
+                mailbox.suspend(output.ticket, self._suspend, self._resume)
         self._meter.inter_token.extend(gaps)
         if waiters:
             wake_all(waiters)
+
+    def _suspend(self, ticket: int) -> None:
+        self._pause(Suspend(ticket))
+
+    def _resume(self, ticket: int) -> None:
+        self._pause(Resume(ticket, self._clock.now()))
 
     def _put_vector(self, batch: TextBatch, output: Output, now: float) -> Waiter | None:
         """Give a text's vector, or the reason that it has none, to its batch."""

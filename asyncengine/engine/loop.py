@@ -93,7 +93,7 @@ class EngineLoop:
         self.sources = PrefixSources(scheduler, clock, self._apply, self.inbox.post)
         self.meter = Meter()
         self.hooks = Hooks()
-        self.delivery = Delivery(clock, self.meter, self.hooks, self.end_early, table)
+        self.delivery = Delivery(clock, self.meter, self.hooks, self.end_early, table, self.inbox.post)
         self.record = recorder
         self.failure: BaseException | None = None
         """The error that killed the engine, if one did."""

@@ -1,7 +1,9 @@
 """The mailbox between the engine and one consumer: a single merging slot.
 
 The engine's thread puts, one consumer (a task on any loop, or a plain thread) receives everything put so far at once.
-A slow consumer costs nobody anything: what it has not read is bounded by its own `max_tokens`. Measured at 256
+A slow consumer costs nobody anything: what the reader of a stream has not read is bounded by `UNREAD`, from which on
+its request is suspended until it has read half of that, and what the reader of a whole answer will need anyhow by
+`max_tokens`. Measured at 256
 streams, a bare future costs 2.7 us a token where an asyncio.Event costs 4.5, a memory object stream 4.7 and a
 thread-safe call for each one 31; hence bare futures here, and one thread-safe call per loop and step.
 """
@@ -33,15 +35,19 @@ MANY = 64
 """Tokens for which the reader of a whole answer is woken: few enough that taking them in holds up nobody's loop."""
 
 
+UNREAD = 1024
+"""Outputs that the reader of a stream may leave unread, of all samples together, before its request is suspended."""
+
+
 class Mailbox:
     """Lock-free between one putting and one receiving thread: deque operations are atomic, and the receiver looks again
     after it has announced itself, so no wake-up is lost. A chunk that the receiver has seen may be gone for a moment,
     when a token joins it: nobody relies on `ready`, and `take` may find nothing."""
 
     __slots__ = (
-        "_born", "_chunks", "_many", "_waiter", "_woken", "cached_tokens", "cause", "context", "ended", "failure",
-        "first_token_at", "generated", "is_chat", "predicted", "prepared_at", "prompt_logprobs",
-        "restored_tokens", "routed_experts", "started_at", "weight_versions",
+        "_born", "_chunks", "_many", "_resume", "_suspended", "_taken", "_waiter", "_woken", "cached_tokens", "cause",
+        "context", "ended", "failure", "first_token_at", "generated", "given", "is_chat", "limit", "predicted",
+        "prepared_at", "prompt_logprobs", "restored_tokens", "routed_experts", "started_at", "weight_versions",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -53,6 +59,14 @@ class Mailbox:
         self._woken: Waiter | None = None
         """The last one that the putter has had woken."""
         self._many = 1
+        self.limit: int | None = None
+        """Unread outputs from which on the request is suspended; None: it never is."""
+        self.given = 0
+        """Outputs put; the putter counts them, the receiver those that it has taken."""
+        self._taken = 0
+        self._suspended: deque[int] = deque()
+        """Tickets of the samples that wait for the receiver."""
+        self._resume: Callable[[int], object] | None = None
         self.cached_tokens = self.restored_tokens = 0
         self.predicted = (0, 0)
         self.prepared_at: float | None = None
@@ -110,6 +124,34 @@ class Mailbox:
             self._chunks.append(last)
         return self.put(Chunk(text, [token], None, index))
 
+    def suspend(self, ticket: int, suspend: Callable[[int], object], resume: Callable[[int], object]) -> None:
+        """Call `suspend` with `ticket`, and `resume` once the receiver has read, perhaps at once, on any thread."""
+        if ticket in self._suspended:
+            return
+        suspend(ticket)
+        self._resume = resume
+        self._suspended.append(ticket)
+        self._resume_if_read()  # the receiver looks at what is suspended after it has taken, so one of both sees it
+
+    @property
+    def full(self) -> bool:
+        """The receiver has left as much unread as it may."""
+        return self.limit is not None and self.given - self._taken >= self.limit
+
+    def lift_limit(self) -> None:
+        """Suspend the request no more: its reader needs the whole answer from here on."""
+        self.limit = None
+        self._resume_if_read()
+
+    def _resume_if_read(self) -> None:
+        if self.limit is not None and 2 * (self.given - self._taken) > self.limit:
+            return
+        while self._suspended and self._resume is not None:
+            try:
+                self._resume(self._suspended.popleft())
+            except IndexError:  # the other thread was faster
+                return
+
     @property
     def ready(self) -> bool:
         return bool(self._chunks)
@@ -122,6 +164,9 @@ class Mailbox:
                 chunks.append(self._chunks.popleft())
             except IndexError:  # the other thread has it, to join a token to it
                 break
+        self._taken += sum([len(chunk.token_ids) or 1 for chunk in chunks])
+        if self._suspended and self._born == PROCESS.generation:
+            self._resume_if_read()
         return chunks
 
     def announce(self, many: int = 1) -> asyncio.Future[None] | None:

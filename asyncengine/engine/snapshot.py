@@ -33,6 +33,7 @@ def snapshot(
             "grammar_queue": len(scheduler.grammar_queue),
             "adapter_queue": len(scheduler.adapter_queue),
             "restore_queue": len(scheduler.restores.queue),
+            "suspended": len(scheduler.roster.suspended),
         },
         finished=finished,
         pages=scheduler.kv.counts(tables),

@@ -28,6 +28,21 @@ class StopText:
 
 
 @dataclass(frozen=True, slots=True)
+class Suspend:
+    """The consumer of `ticket` has as much unread output as it may: the request leaves the steps until `Resume`."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The consumer of `ticket` reads again. `at`: the clock reading from which the time to its next token counts."""
+
+    ticket: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class GrammarReady:
     """The grammar of `ticket` compiled, or failed with `error`: that ends the one request.
 
@@ -136,8 +151,8 @@ class UnpinPrefix:
 
 
 Message = (
-    RequestSpec | Abort | StopText | GrammarReady | AdapterReady | PrefixFound | PrefixLoaded | Drain | UpdateWeights
-    | Pause | WithdrawUpdate | PinPrefix | UnpinPrefix | ImportPrefix
+    RequestSpec | Abort | StopText | Suspend | Resume | GrammarReady | AdapterReady | PrefixFound | PrefixLoaded | Drain
+    | UpdateWeights | Pause | WithdrawUpdate | PinPrefix | UnpinPrefix | ImportPrefix
 )  # fmt: skip
 
 EndReason = Literal["stop", "length", "abort", "timeout", "error"]

@@ -120,7 +120,7 @@ def _due(request: Request) -> float:
     due = _NEVER if spec.deadline is None else spec.deadline
     if spec.waiting_deadline is not None and request.first_step_at is None:
         due = min(due, spec.waiting_deadline)
-    if spec.inter_token_timeout is not None and request.num_output:
+    if spec.inter_token_timeout is not None and request.num_output and not request.suspended:
         due = min(due, request.last_token_at + spec.inter_token_timeout)
     return due
 

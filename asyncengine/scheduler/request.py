@@ -49,7 +49,7 @@ class Request:
         "adapter_digest", "adapter_slot", "cached_tokens", "discard_until", "drafts_launched", "epoch", "first_step_at",
         "last_step", "last_token_at", "matcher", "num_computed", "num_kept", "num_launched", "num_pending",
         "num_updates", "overdue", "passes", "predicted", "preemptions", "prefix_hint", "restored_tokens", "restores",
-        "slot", "spec", "state", "table", "tokens",
+        "slot", "spec", "state", "suspended", "table", "tokens",
     )  # fmt: skip
 
     def __init__(self, spec: RequestSpec) -> None:
@@ -90,6 +90,8 @@ class Request:
         self.passes = 0
         self.overdue = False
         self.preemptions = 0
+        self.suspended = False
+        """It waits, in state WAITING, for its consumer to read (`Roster.suspended`)."""
         self.prefix_hint = 0
         self.num_updates = 0
         """Updates of the weights that had been asked for when it came."""

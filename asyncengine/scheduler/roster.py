@@ -16,7 +16,7 @@ from asyncengine.kvcache import KVCache
 from asyncengine.kvcache.radix_tree import Namespace
 from asyncengine.policies import Policy
 from asyncengine.request_spec import RequestSpec
-from asyncengine.scheduler.messages import EndReason
+from asyncengine.scheduler.messages import EndReason, UpdateMode
 from asyncengine.scheduler.output import Counters, Output, with_counts
 from asyncengine.scheduler.queues import Deadlines, WaitingQueue
 from asyncengine.scheduler.request import Request, RequestState
@@ -57,6 +57,10 @@ class Roster:
         self.to_pin: dict[int, None] = {}
         """Tickets of requests whose prompts are to be pinned when they end."""
         self.weights = WeightUpdates()
+        self.suspended: dict[int, Request] = {}
+        """Requests in state WAITING that hold nothing and are not admitted, for their consumers do not read."""
+        self.suspends = True
+        """False: the engine drains, and nothing that it waits for may wait for a consumer."""
         self.deadlines = Deadlines()
         self.counters = Counters()
         self.outputs: list[Output] = []
@@ -128,13 +132,45 @@ class Roster:
         Its full pages stay findable in the prefix cache until somebody really needs the memory, so resuming is often
         no more than a cache hit.
         """
+        self._stop_running(request)
+        request.preemptions += 1
+        self.counters.preemptions += 1
+        self.waiting.add(request)
+
+    def _stop_running(self, request: Request) -> None:
         self._close(request)
         request.num_kept = len(request.tokens) + request.num_pending
         request.num_computed = request.num_launched = 0
-        request.preemptions += 1
-        self.counters.preemptions += 1
         request.move(RequestState.WAITING)
-        self.waiting.add(request)
+
+    def suspend(self, ticket: int) -> None:
+        """Take the request out of the steps until `resume`. Its pages stay findable as those of a preempted one."""
+        request = self.requests.get(ticket)
+        if request is None or ticket in self.suspended or not self.suspends or self.weights.pending:
+            return
+        if request.state is RequestState.RUNNING:
+            self._stop_running(request)
+        elif request.state is RequestState.WAITING and request.num_output:
+            self.waiting.remove(request)
+        else:
+            return
+        request.suspended = True
+        self.suspended[ticket] = request
+
+    def resume(self, tickets: Iterable[int], at: float) -> None:
+        """Let suspended requests of these tickets wait for their turn again; others are left as they are. `at`: the
+        clock reading from which the time to their next tokens counts."""
+        for ticket in tickets:
+            request = self.suspended.pop(ticket, None)
+            if request is not None:
+                request.suspended = False
+                request.last_token_at = max(request.last_token_at, at)
+                self.waiting.add(request)
+
+    def add_update(self, number: int, mode: UpdateMode) -> None:
+        """The weights are to change. What may have to end before that waits for no consumer."""
+        self.weights.add(number, mode)
+        self.resume(list(self.suspended), 0.0)
 
     def _close(self, request: Request) -> None:
         """Stop running: publish what is computed, give back everything held."""
@@ -180,7 +216,9 @@ class Roster:
             case RequestState.RUNNING:
                 self._close(request)
             case RequestState.WAITING:
-                if self.weights.held.pop(request.ticket, None) is None:
+                if request.ticket in self.suspended:
+                    del self.suspended[request.ticket]
+                elif self.weights.held.pop(request.ticket, None) is None:
                     self.waiting.remove(request)
             case RequestState.RESTORE_QUEUE:
                 self.restores.discard(request)
@@ -237,5 +275,5 @@ class Roster:
     def check_places(self) -> None:
         """Raises `InvariantViolation` if a request is in no place, or in two."""
         queued = {**self.grammar_queue, **self.adapter_queue, **self.restores.queue}
-        if len(self.running) + self.num_waiting + len(queued) != len(self.requests):
+        if len(self.running) + self.num_waiting + len(self.suspended) + len(queued) != len(self.requests):
             raise InvariantViolation(f"{len(self.requests)} requests, but not each in exactly one place")

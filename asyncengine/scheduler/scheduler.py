@@ -40,7 +40,9 @@ from asyncengine.scheduler.messages import (
     PinPrefix,
     PrefixFound,
     PrefixLoaded,
+    Resume,
     StopText,
+    Suspend,
     UnpinPrefix,
     UpdateWeights,
     WithdrawUpdate,
@@ -108,6 +110,10 @@ class Scheduler:
                 self.roster.end_ticket(ticket, "abort")
             case StopText(ticket):
                 self.roster.end_ticket(ticket, "stop")
+            case Suspend(ticket):
+                self.roster.suspend(ticket)
+            case Resume(ticket, at):
+                self.roster.resume([ticket], at)
             case GrammarReady(ticket, matcher, error):
                 if ticket in self.grammar_queue and matcher is not None:
                     error = self.grammar_queue[ticket].catch_up(matcher) or error
@@ -124,17 +130,18 @@ class Scheduler:
             case ImportPrefix():
                 self.restores.import_prefix(message, tables_of(self.running.values()))
             case Drain():
-                pass  # the engine's business: no request changes
+                self.roster.suspends = False
+                self.roster.resume(list(self.roster.suspended), 0.0)
             case PinPrefix(ticket):
                 self.roster.to_pin[ticket] = None
             case UnpinPrefix(ticket):
                 self.roster.unpin(ticket)
             case UpdateWeights(number, mode):
-                self.roster.weights.add(number, mode)
+                self.roster.add_update(number, mode)
             case Pause(number, mode):
                 if mode == "abort":
                     self.end_all("abort")
-                self.roster.weights.add(number, "wait" if mode == "finish" else "recompute")
+                self.roster.add_update(number, "wait" if mode == "finish" else "recompute")
             case WithdrawUpdate(number):
                 self.roster.release_held(number)
 

@@ -23,6 +23,10 @@ from asyncengine.serve.settings import ServerSettings
 HEADER_BYTES = 1 << 16
 IDLE_SECONDS = 60.0
 """A connection without a request, or with half the head of one, is closed after this long."""
+WRITE_SECONDS = 60.0
+"""A connection whose client takes nothing of its answer is closed after this long."""
+SEND_BYTES = 1 << 17
+"""Bytes of an answer that the system keeps for a client: without a limit megabytes, which looks like reading."""
 ABORT_SECONDS = 5
 """Time for streams to tell their clients that they were ended."""
 
@@ -40,6 +44,8 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+        self._unread: asyncio.TimerHandle | None = None
         self._waiting_since: float | None = None
         self._head_bytes = 0
         self._wait()
@@ -49,6 +55,23 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         super().data_received(data)
         self._head_bytes += len(data)
         self._wait()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(WRITE_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_waiting_for_reader()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting_for_reader()
+        super().connection_lost(exc)
+
+    def _stop_waiting_for_reader(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     @property
     def _declines_upgrade(self) -> bool:

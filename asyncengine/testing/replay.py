@@ -35,7 +35,9 @@ from asyncengine.scheduler.messages import (
     PinPrefix,
     PrefixFound,
     PrefixLoaded,
+    Resume,
     StopText,
+    Suspend,
     UnpinPrefix,
     UpdateWeights,
     WithdrawUpdate,
@@ -46,8 +48,8 @@ from asyncengine.step import Executor, GrammarMatcher, StepResult
 _MESSAGES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
-        RequestSpec, Abort, StopText, GrammarReady, AdapterReady, PrefixFound, PrefixLoaded, Drain, UpdateWeights,
-        Pause, WithdrawUpdate, PinPrefix, UnpinPrefix, ImportPrefix,
+        RequestSpec, Abort, StopText, Suspend, Resume, GrammarReady, AdapterReady, PrefixFound, PrefixLoaded, Drain,
+        UpdateWeights, Pause, WithdrawUpdate, PinPrefix, UnpinPrefix, ImportPrefix,
     )
 }  # fmt: skip
 

@@ -429,6 +429,7 @@ async def test_stats_add_up_and_may_be_read_from_any_thread_while_running():
             "grammar_queue": 0,
             "adapter_queue": 0,
             "restore_queue": 0,
+            "suspended": 0,
         }
         pages = stats.pages
         assert pages.free + pages.cached + pages.shared + pages.held + pages.retiring == pages.total

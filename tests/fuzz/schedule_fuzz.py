@@ -18,7 +18,7 @@ from asyncengine.options import RequestOptions
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler import Output, Scheduler
-from asyncengine.scheduler.messages import Abort, Message, StopText
+from asyncengine.scheduler.messages import Abort, Message, Resume, StopText, Suspend
 from asyncengine.step import Batch, Row, StepResult
 from asyncengine.testing import FakeExecutor, FakeModel, Recording
 from asyncengine.testing.fake_runner import content, fake_vector
@@ -92,6 +92,7 @@ class Life:
         self.seed = seed
         self._places, self._books_every = 0, books_every
         self.tenants = random.Random(seed)
+        self.readers = random.Random(f"readers {seed}")
         self.share_of_vectors = vectors
         self.rng = rng = random.Random(seed)
         num_pages = rng.choice([12, 20, 40, 80])
@@ -181,6 +182,7 @@ class Life:
                 to_come -= 1
                 self.arrive()
             self.someone_leaves()
+            self.someone_stops_reading()
             self.turn()
 
     def arrive(self) -> None:
@@ -253,6 +255,18 @@ class Life:
             self.apply(StopText(self.rng.choice(list(self.scheduler.requests))))
         if self.ended and self.rng.random() < 0.05:  # late news of requests that are long gone
             self.apply(Abort(self.rng.choice(list(self.ended))))
+
+    def someone_stops_reading(self) -> None:
+        """Or reads again, after a while, in every third life: who holds nothing is never in the others' way."""
+        if self.seed % 3:
+            return
+        tickets, suspended = list(self.scheduler.requests), list(self.scheduler.roster.suspended)
+        if tickets and self.readers.random() < 0.05:
+            self.apply(Suspend(self.readers.choice(tickets)))
+        if suspended and self.readers.random() < 0.1:
+            self.apply(Resume(self.readers.choice(suspended), self.now))
+        if tickets and self.readers.random() < 0.02:  # somebody who had not stopped
+            self.apply(Resume(self.readers.choice(tickets), self.now))
 
     def apply(self, message: Message) -> None:
         self.recording.record("apply", message)

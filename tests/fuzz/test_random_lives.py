@@ -47,7 +47,7 @@ KINDS = {
         {"requests": 50, "windowed": 1 / 2, "beyond_the_pool": 3, "preemptions": 15, "cached_tokens": 150},
     ),
     "windows in some layers": Kind(
-        partial(Life, mixed=True), 4, {"requests": 50, "preemptions": 15, "cached_tokens": 150, "depth2": 1 / 6}
+        partial(Life, mixed=True), 4, {"requests": 50, "preemptions": 13, "cached_tokens": 150, "depth2": 1 / 6}
     ),
     "vectors": Kind(
         lambda seed: Life(seed, vectors=1.0 if seed % 3 == 0 else 0.6), 6,
@@ -55,7 +55,7 @@ KINDS = {
     ),
     "grammars": Kind(
         GrammarLife, 10,
-        {"requests": 65, "constrained": 46, "valid": 13, "forced": 39, "preemptions": 28, "cached_tokens": 130,
+        {"requests": 65, "constrained": 46, "valid": 13, "forced": 34, "preemptions": 28, "cached_tokens": 130,
          "depth2": 1 / 6}, (*ENDS, "error"),
     ),
     "grammars and states": Kind(

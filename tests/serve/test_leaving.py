@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from support.http_server import serving
 
 from asyncengine import AsyncEngine, SamplingParams
-from asyncengine.serve import answer, app
+from asyncengine.serve import answer, app, server
 
 PATH = "/v1/chat/completions"
 
@@ -47,11 +48,15 @@ def idle(engine: AsyncEngine) -> bool:
 async def connect(url: str, content: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A socket on which a request has been sent."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-    sent = json.dumps(content).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(sent)}\r\n\r\n"
-    writer.write(head.encode() + sent)
+    writer.write(request_of(content))
     await writer.drain()
     return reader, writer
+
+
+def request_of(content: dict[str, Any]) -> bytes:
+    sent = json.dumps(content).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(sent)}\r\n\r\n"
+    return head.encode() + sent
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -109,6 +114,26 @@ async def test_a_slow_reader_gets_everything_and_holds_little(engine: AsyncEngin
     params = SamplingParams(temperature=0, max_tokens=700, ignore_eos=True)
     whole = await engine.chat(body()["messages"], params)
     assert "".join(texts) == whole.text
+
+
+async def test_who_never_reads_is_not_computed_and_loses_the_connection(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more is computed than the client's connection and the mailbox hold."""
+    monkeypatch.setattr(server, "WRITE_SECONDS", 3.0)
+    samples = 8
+    async with serving(app(engine)) as url:
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+        client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        client.sendall(request_of(body(n=samples, max_tokens=1000)))
+        await come(lambda: engine.stats().requests["suspended"] == samples)
+        computed = engine.stats().generated_tokens
+        assert computed < samples * 1000 / 2, "it was computed in spite of its reader"
+        await come(lambda: idle(engine))
+        assert engine.stats().finished == {"abort": samples}
+        assert engine.stats().generated_tokens <= computed + samples
+        client.close()
 
 
 async def test_a_closing_engine_ends_streams_with_an_error(engine: AsyncEngine) -> None:

@@ -175,9 +175,11 @@ class OutOfMemory(EngineError):
 class QueueFull(EngineError):
     """The waiting queue is at its limit (`max_queued_requests` or `max_queued_tokens`). Try again later."""
 
-    def __init__(self, field: str, limit: int) -> None:
+    def __init__(self, field: str, limit: int, waiting: int | None = None) -> None:
+        """`waiting`: how many wait now; None: as many as may."""
         self.field = field
         self.limit = limit
+        self.waiting = limit if waiting is None else waiting
         super().__init__(f"the waiting queue is full: {field}={limit}")
 
 

@@ -15,7 +15,7 @@ from typing import NoReturn, Self, SupportsIndex
 from asyncengine.engine.assembler import Assembler
 from asyncengine.engine.mailbox import MANY, UNREAD
 from asyncengine.errors import RequestFailed
-from asyncengine.outputs import Chunk, Completion, Usage
+from asyncengine.outputs import Chunk, Completion, Timings, Usage
 
 
 class _StreamBase:
@@ -46,6 +46,11 @@ class _StreamBase:
         """Token counts so far; None before it has been submitted. From the first chunk on those of the prompt are
         final."""
         return None if self._assembler is None else self._assembler.usage
+
+    @property
+    def timings(self) -> Timings | None:
+        """Times so far, `total` up to now until it has ended; None before it has been submitted."""
+        return None if self._assembler is None else self._assembler.timings
 
     def abort(self) -> None:
         """Leave: the engine drops the request before its next step. Synchronous, idempotent, from any thread.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.errors import RequestFailed
-from asyncengine.outputs import Chunk, Completion, LogprobEntry, Sample, Usage
+from asyncengine.outputs import Chunk, Completion, LogprobEntry, Sample, Timings, Usage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -94,6 +94,11 @@ class Assembler:
         cached, restored = mailbox.cached_tokens, mailbox.restored_tokens
         return Usage(self.prepared.spec.prompt_len, generated, cached, thought, *mailbox.predicted, restored)
 
+    @property
+    def timings(self) -> Timings:
+        ended_at = self._ended_at if self.finished else self._now()
+        return self.prepared.mailbox.timings(self.prepared.spec.arrival, ended_at)
+
     def failure(self) -> Exception | None:
         """The error that `result()` raises, if the request failed."""
         failed, mailbox = self._failed, self.prepared.mailbox
@@ -116,7 +121,7 @@ class Assembler:
             token_ids=samples[0].token_ids,
             finish_reason=samples[0].finish_reason,
             usage=self.usage,
-            timings=mailbox.timings(spec.arrival, self._ended_at),
+            timings=self.timings,
             request_id=spec.request_id,
             logprobs=samples[0].logprobs,
             prompt_logprobs=prompt_logprobs,

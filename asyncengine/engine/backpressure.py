@@ -54,9 +54,9 @@ class QueueLimit:
         with self._lock:
             self._check_open()
             if (full := self._full(samples, tokens)) is not None:
-                raise QueueFull(*full)
+                raise QueueFull(*full, self.waiting)
             if self.line:
-                raise QueueFull("max_queued_requests", self._max_requests or 0)
+                raise QueueFull("max_queued_requests", self._max_requests or 0, self.waiting)
             self._take(samples, tokens)
 
     async def enter_when_free(self, samples: int, tokens: int, left: Left = _for_ever) -> bool:

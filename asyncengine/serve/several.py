@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -49,6 +50,12 @@ class Several:
     def usage(self) -> Usage | None:
         """Token counts so far, of all prompts together."""
         return _added([stream.usage for stream in self._streams])
+
+    @property
+    def timings(self) -> Timings | None:
+        """Times so far: to the first step and the first token of the first prompt, and to the end of all."""
+        known = [timings for stream in self._streams if (timings := stream.timings) is not None]
+        return replace(known[0], total=max(each.total for each in known)) if known else None
 
     def abort(self) -> None:
         """Leave all streams."""
@@ -116,7 +123,7 @@ class Several:
             first.token_ids,
             first.finish_reason,
             _added([each.usage for each in done]) or Usage(0, 0),
-            Timings(first.timings.queued, first.timings.first_token, max(each.timings.total for each in done)),
+            self.timings or first.timings,
             first.request_id,
             prompt_logprobs=[entry for each in scored for entry in each] if scored else None,
             samples=[sample for each in done for sample in each.samples],

@@ -12,6 +12,8 @@ import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from asyncengine.errors import InvalidParameter
+from asyncengine.info import ModelInfo
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.serve.answer import Answer, AnswerWriter
 from asyncengine.serve.body import read_json
@@ -23,7 +25,7 @@ from asyncengine.stream import TokenStream
 
 IGNORED = "x-asyncengine-ignored"
 """Header that lists the fields of a request that changed nothing."""
-
+BUDGET = "thinking.budget_tokens"
 
 MakeWriter = Callable[[Turn, Answered], AnswerWriter]
 
@@ -113,13 +115,25 @@ def grant(turn: Turn, target: Target, fields: Fields) -> None:
     for field, variables in turn.wishes.items() if isinstance(given, Mapping) else ():
         read = {name: variables[name] for name in variables if name in target.engine.info.template_variables}
         given = {name: value for name, value in read.items() if name not in turn.chat} | given
-        if not read:
+        if not read and field == BUDGET:
+            _check_budget(turn, target.engine.info)
+        elif not read:
             fields.skip(field)
     turn.chat |= {"template_kwargs": given} if given else {}
 
 
 def start(target: Target, turn: Turn, params: SamplingParams, request_id: str) -> TokenStream | Several:
     """The engine's stream of a turn. Raises `InvalidParameter` for options that it does not have."""
+def _check_budget(turn: Turn, info: ModelInfo) -> None:
+    """Raises `InvalidParameter` for a budget of thoughts that neither the template can be told nor the request's other
+    limits keep."""
+    budget, most = turn.thinking_budget, turn.params.get("max_tokens")
+    most = min(most, info.max_model_len) if isinstance(most, int) else info.max_model_len
+    if budget is not None and info.reasons and budget < most - 1:
+        limit = f"cannot be held by this model's template: leave it out, or set max_tokens to {budget + 1} at most"
+        raise InvalidParameter(BUDGET, limit, budget)
+
+
     options = {"adapter": target.adapter, "request_id": request_id, **turn.options}
     if turn.messages is not None:
         return target.engine.stream_chat(turn.messages, params, **options, **turn.chat)

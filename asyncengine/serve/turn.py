@@ -31,6 +31,8 @@ class Turn:
     """Fields of the request that are hints, with the template variables that each stands for. They are set where the
     model's chat template reads them; a hint of which it reads nothing is told as ignored."""
     options: dict[str, Any] = field(default_factory=dict)
+    thinking_budget: int | None = None
+    """Most tokens of thoughts; the wish of the same name says what the template is told of it."""
     """Fields of `RequestOptions`."""
     grammar: Callable[[], Grammar] | None = None
     """Makes the grammar that the answer must match, on a thread: that of a long text takes a while."""

@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from asyncengine.outputs import Completion, Timings, ToolCall, Usage
 from asyncengine.serve.dialects.anthropic_messages import Writer, error, read
 from asyncengine.serve.events import CallArguments, CallBegin, CallEnd, End, Event, Text, Thinking
 from asyncengine.serve.fields import Fields
+from asyncengine.serve.generating import grant
 from asyncengine.serve.problems import Problem
 from asyncengine.serve.turn import Answered, Turn
 
@@ -150,11 +152,38 @@ def test_thinking_and_effort_are_wishes() -> None:
         "output_config.effort": {"reasoning_effort": "high"},
     }
     assert turn(user(text("a")), thinking={"type": "adaptive"}).wishes == {}
-    fields = Fields(
-        {"max_tokens": 1, "messages": [user(text("a"))], "thinking": {"type": "enabled", "budget_tokens": 9}}
-    )
-    assert read(fields).wishes == {"thinking": {"enable_thinking": True}}
-    assert fields.ignored == ["thinking.budget_tokens"]
+    asked = turn(user(text("a")), thinking={"type": "enabled", "budget_tokens": 2000})
+    assert asked.wishes == {
+        "thinking": {"enable_thinking": True},
+        "thinking.budget_tokens": {"thinking_budget": 2000, "reasoning_effort": "medium"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("reads", "reasons", "most", "told"),
+    [
+        (("thinking_budget",), True, 9000, {"thinking_budget": 2000}),
+        (("enable_thinking", "reasoning_effort"), True, 9000, {"enable_thinking": True, "reasoning_effort": "medium"}),
+        (("enable_thinking",), True, 2001, {"enable_thinking": True}),  # as agents ask: no more can be written
+        (("enable_thinking",), True, 9000, None),
+        ((), False, 9000, {}),  # a model that does not think keeps every budget
+    ],
+)
+def test_a_budget_of_thoughts_is_held_or_refused(
+    reads: tuple[str, ...], reasons: bool, most: int, told: dict[str, Any] | None
+) -> None:
+    thinking = {"type": "enabled", "budget_tokens": 2000}
+    fields = Fields({"max_tokens": most, "messages": [user(text("a"))], "thinking": thinking})
+    info = SimpleNamespace(template_variables=reads, reasons=reasons, max_model_len=1 << 15)
+    target: Any = SimpleNamespace(engine=SimpleNamespace(info=info))
+    asked = read(fields)
+    if told is None:
+        with pytest.raises(InvalidParameter, match=r"thinking\.budget_tokens: cannot be held .* got 2000"):
+            grant(asked, target, fields)
+        return
+    grant(asked, target, fields)
+    assert asked.chat.get("template_kwargs", {}) == told
+    assert "thinking.budget_tokens" not in fields.ignored
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from asyncengine.checks import as_choice, as_text
+from asyncengine.checks import as_choice, as_integer, as_text
 from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Completion, FinishReason, Usage
 from asyncengine.serve.dialects.openai_shape import image_part, refuse_block, text_part, tool_call
@@ -192,7 +192,9 @@ def _tool_choice(fields: Fields) -> dict[str, Any]:
 
 def _form(fields: Fields, turn: Turn) -> None:
     """Read the form of the answer (`output_config.format`, or `output_format` as it was called at first) and how much
-    is thought before it. "adaptive" is as the model's template has it; how long to think, no model can be told."""
+    is thought before it. "adaptive" is as the model's template has it. A budget of thoughts is told to templates that
+    read `thinking_budget` (Seed-OSS) or `reasoning_effort`, in LiteLLM's steps; elsewhere it is refused where it would
+    bind."""
     output, thinking = fields.inner("output_config"), fields.inner("thinking")
     form = output.take("format", fields.take("output_format"))
     if form is not None:
@@ -204,6 +206,10 @@ def _form(fields: Fields, turn: Turn) -> None:
     if (thinks := THINKS.get(str(thinking.take("type")))) is not None:
         turn.wishes["thinking"] = {"enable_thinking": thinks}
     output.end()
+    if thinks and (budget := thinking.take("budget_tokens")) is not None:
+        turn.thinking_budget = budget = as_integer("thinking.budget_tokens", budget, 1)
+        effort = "low" if budget <= 1024 else "medium" if budget <= 2048 else "high"
+        turn.wishes["thinking.budget_tokens"] = {"thinking_budget": budget, "reasoning_effort": effort}
     thinking.end()
 
 

@@ -42,7 +42,7 @@ class Plan:
 def run(args: argparse.Namespace) -> int:
     plan = read_plan(args)
     try:
-        from asyncengine.serve import asgi, server  # noqa: F401
+        from asyncengine.serve import asgi, requests, server  # noqa: F401
 
         if plan.settings.telemetry:
             import asyncengine.integrations.opentelemetry  # noqa: F401
@@ -55,6 +55,9 @@ def run(args: argparse.Namespace) -> int:
         config = {name: value for name, value in setup.items() if name not in ("model", "keep_alive")}
         check_paths(setup["model"], EngineConfig.from_dict(config))
     logging.basicConfig(level=plan.settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    if plan.settings.log_json:
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(requests.JsonLines())
     if plan.settings.insecure:
         print("asyncengine: --insecure: everybody who reaches this server may use it", file=sys.stderr)
     server.allow_many_connections()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from starlette.types import Message, Receive, Scope, Send
@@ -12,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from asyncengine.outputs import Chunk, Completion, Usage
 from asyncengine.serve.events import NO_USAGE, Event, EventReader
 from asyncengine.serve.problems import Problem, problem_of
+from asyncengine.serve.requests import facts_of, measured
 from asyncengine.serve.several import Several
 from asyncengine.stream import TokenStream
 
@@ -53,13 +55,15 @@ class Answer:
         token_ids: bool = False,
         headers: tuple[tuple[str, str], ...] = (),
         release: Callable[[], None] = lambda: None,
+        facts: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`release`: called once, when the model is no longer needed."""
+        """`release`: called once, when the model is no longer needed. `facts`: what the log tells of the request."""
         self._stream, self.writer = stream, writer
         self._streaming, self._samples = streaming, samples
         self._events = EventReader(token_ids)
         self._headers = [(name.encode(), _one_line(value)) for name, value in headers]
-        self._release = release
+        self._release, self._facts = release, facts
+        self._reasons: list[str] = []
         self._left = False
         self._ended = False
         """The request was ended from here, not by its engine."""
@@ -68,6 +72,8 @@ class Answer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive, send))
+        facts = facts_of(scope)
+        facts |= self._facts
         try:
             if self._streaming:
                 await self._stream_events(send)
@@ -84,6 +90,7 @@ class Answer:
         finally:
             watcher.cancel()
             self.abort()
+            facts |= measured(self._stream.usage, self._stream.timings) | {"finish": ",".join(self._reasons) or None}
             self._release()
 
     def abort(self) -> None:
@@ -94,7 +101,8 @@ class Answer:
     async def _whole(self) -> dict[str, Any]:
         """The whole response. Raises `Problem` where the engine broke the request off."""
         completion = await self._stream.result()
-        if not self._ended and any(sample.finish_reason == "abort" for sample in completion.samples):
+        self._reasons = [sample.finish_reason for sample in completion.samples]
+        if not self._ended and "abort" in self._reasons:
             raise _aborted()
         return self.writer.whole(completion)
 
@@ -133,8 +141,10 @@ class Answer:
             await self._begin(send)
             await self._send_text(send, writer.begin(stream.usage or NO_USAGE, self._samples))
             while chunk is not None:
-                if chunk.finish_reason == "abort":
-                    raise _aborted()
+                if chunk.finish_reason is not None:
+                    self._reasons.append(chunk.finish_reason)
+                    if chunk.finish_reason == "abort":
+                        raise _aborted()
                 text = "".join([writer.write(event) for event in read(chunk)])
                 if text:
                     await self._send_text(send, text)

@@ -14,11 +14,13 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from asyncengine.errors import QueueFull
 from asyncengine.serve import adapters, metrics, responses, sleeping, vectors
 from asyncengine.serve.dialects import anthropic_messages, completions, openai_chat
 from asyncengine.serve.generating import Endpoint, counting, generating
 from asyncengine.serve.models import Serving
 from asyncengine.serve.problems import Problem, problem_of
+from asyncengine.serve.requests import Recording, Requests, facts_of
 from asyncengine.serve.security import RequireHost, RequireKey, is_anthropics, refusal
 
 PAGE = {"index.html": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
@@ -36,7 +38,9 @@ PAGE_HEADERS = {
 
 def make_app(serving: Serving) -> Starlette:
     """The app of `asyncengine.serve.app`."""
-    middleware = list[Middleware]()
+    served = routes(serving)
+    paths = [(route.endpoint, route.path) for route in served if isinstance(route, Route)]
+    middleware = [Middleware(Recording, serving.requests, paths)]
     if serving.cors:  # before keys: a browser asks without one whether it may ask
         middleware.append(Middleware(CORSMiddleware, serving.cors, ("GET", "POST", "DELETE"), ("*",)))
     if serving.hosts is not None and not serving.api_keys:
@@ -49,8 +53,11 @@ def make_app(serving: Serving) -> Starlette:
         serving.models.watch(lambda name, engine: trace(engine, name=name))
         middleware.append(Middleware(TraceContext))
     # a handler of `Exception` among Starlette's own would have it raise what was answered once more
-    middleware.append(Middleware(ExceptionMiddleware, {Exception: _refused}))
-    return Starlette(routes=routes(serving), middleware=middleware, exception_handlers={HTTPException: _refused})
+    refused = partial(_refused, serving.requests)
+    middleware.append(Middleware(ExceptionMiddleware, {Exception: refused}))
+    made = Starlette(routes=served, middleware=middleware, exception_handlers={HTTPException: refused})
+    made.state.models = serving.models
+    return made
 
 
 def routes(serving: Serving) -> list[BaseRoute]:
@@ -65,15 +72,16 @@ def routes(serving: Serving) -> list[BaseRoute]:
     async def models(request: Request) -> Response:
         """All models, in the shape of the client that asks."""
         rows = serving.models.listing()
-        listed = anthropic_messages.model_list([row["id"] for row in rows])
-        return JSONResponse(listed if is_anthropics(request) else {"object": "list", "data": rows})
+        listed = anthropic_messages.model_list(rows) if is_anthropics(request) else {"object": "list", "data": rows}
+        return JSONResponse(listed)
 
     async def model(request: Request) -> Response:
-        name = request.path_params["name"]
-        row = serving.models.described(name)
-        return JSONResponse(anthropic_messages.model_object(name) if is_anthropics(request) else row)
+        row = serving.models.described(request.path_params["name"])
+        return JSONResponse(anthropic_messages.model_object(row) if is_anthropics(request) else row)
 
     async def health(_request: Request) -> Response:
+        if serving.models.draining_until is not None:  # so that balancers send no more, while answers end
+            return JSONResponse({"status": "draining"}, 503)
         alive, loaded = serving.models.group.alive, serving.models.group.loaded
         resting = {name: state for name, each in loaded.items() if (state := each.stats().state) != "awake"}
         status = {"status": "ok" if alive else "dead"}
@@ -103,11 +111,15 @@ def _file(name: str) -> Endpoint:
     return file
 
 
-async def _refused(connection: HTTPConnection, error: Exception) -> Response:
+async def _refused(requests: Requests, connection: HTTPConnection, error: Exception) -> Response:
     """The answer to a request that failed before anything was sent."""
     if connection.scope["type"] != "http":
         raise error
     if isinstance(error, HTTPException):
         message = f"{connection.scope['method']} {connection.url.path[:200]}: {error.detail}"
         return refusal(connection, Problem(error.status_code, message, headers=tuple((error.headers or {}).items())))
-    return refusal(connection, problem_of(error))
+    problem = problem_of(error)
+    if isinstance(error, QueueFull):
+        seconds = requests.retry_after(facts_of(connection.scope).get("model"), error.waiting)
+        problem.headers = (("retry-after", str(seconds)),)
+    return refusal(connection, problem)

@@ -86,8 +86,9 @@ async def answer(serving: Serving, writer: MakeWriter, turn: Turn, fields: Field
         answer_id = secrets.token_hex(16)
         stream, engine = start(target, turn, params, answer_id), target.engine
         answered = Answered(
-            answer_id, target.name, int(time.time()), lambda: prompts_of(stream), engine.token_texts, engine.detokenize
-        )
+            answer_id, target.name, int(time.time()), lambda: prompts_of(stream), engine.token_texts, engine.detokenize,
+            lambda: stream.timings,
+        )  # fmt: skip
         ignored = ((IGNORED, ", ".join(fields.ignored)[:1000]),) if fields.ignored else ()
         return Answer(
             stream,
@@ -97,6 +98,7 @@ async def answer(serving: Serving, writer: MakeWriter, turn: Turn, fields: Field
             token_ids=bool(turn.extra.get("return_ids")),
             headers=(*identified(answer_id), *ignored),
             release=target.release,
+            facts={"id": answer_id, "model": target.base, "adapter": target.adapter, "streamed": turn.stream},
         )
     except BaseException:
         target.release()
@@ -122,8 +124,6 @@ def grant(turn: Turn, target: Target, fields: Fields) -> None:
     turn.chat |= {"template_kwargs": given} if given else {}
 
 
-def start(target: Target, turn: Turn, params: SamplingParams, request_id: str) -> TokenStream | Several:
-    """The engine's stream of a turn. Raises `InvalidParameter` for options that it does not have."""
 def _check_budget(turn: Turn, info: ModelInfo) -> None:
     """Raises `InvalidParameter` for a budget of thoughts that neither the template can be told nor the request's other
     limits keep."""
@@ -134,6 +134,8 @@ def _check_budget(turn: Turn, info: ModelInfo) -> None:
         raise InvalidParameter(BUDGET, limit, budget)
 
 
+def start(target: Target, turn: Turn, params: SamplingParams, request_id: str) -> TokenStream | Several:
+    """The engine's stream of a turn. Raises `InvalidParameter` for options that it does not have."""
     options = {"adapter": target.adapter, "request_id": request_id, **turn.options}
     if turn.messages is not None:
         return target.engine.stream_chat(turn.messages, params, **options, **turn.chat)

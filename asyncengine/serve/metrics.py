@@ -159,6 +159,10 @@ class Metrics(Collector):
                 for value, number in found.items() if label else (() if found is None else (("", found),)):
                     family.add_metric([model, "0", value] if label else [model, "0"], number)
             yield family
+        answered = COUNT("http_requests", "HTTP requests, refused ones too.", labels=["handler", "method", "status"])
+        for labels, number in list(self._serving.requests.counts.items()):
+            answered.add_metric(labels, number)
+        yield answered
         for name, (text, _) in HISTOGRAMS.items():
             histogram = HistogramMetricFamily(name, text, labels=LABELS)
             for model, own in list(self._histograms.items()):

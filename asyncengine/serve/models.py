@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.engine_group import EngineGroup
 from asyncengine.errors import InvalidParameter, ModelNotFound, OutOfMemory, UnsupportedModel
 from asyncengine.serve.problems import Problem
+from asyncengine.serve.requests import MAX_WAIT, Requests
 
 log = logging.getLogger("asyncengine.serve")
 
@@ -21,6 +25,8 @@ class Target:
 
     name: str
     """Name for the response: the one that was asked for, or the model's own."""
+    base: str
+    """The model's own name."""
     engine: AsyncEngine
     adapter: str | None = None
     _let_go: Callable[[], None] | None = None
@@ -49,12 +55,27 @@ class Models:
         self._aliases = dict(aliases or {})
         self._observers: list[Callable[[str, AsyncEngine], object]] = []
         self._shown: dict[str, AsyncEngine] = {}
+        self.draining_until: float | None = None
+        """When the last request must have ended, on the monotonic clock; None: the server goes on."""
+        self._in_use = 0
+        self._drained: Callable[[], object] = bool
+        self._begun, self._created = int(time.time()), dict[str, int]()
+        """Times at which the app was made and models were loaded, in seconds since 1970."""
+        self._abilities: dict[str, dict[str, Any]] = {}
+        """Abilities of models that are loaded, or were when they were listed."""
+        for name, engine in self.group.loaded.items():
+            self._show(name, engine)
 
     def watch(self, observer: Callable[[str, AsyncEngine], object]) -> None:
         """Have every engine that serves shown to `observer`, with its name: those there are now, and later ones."""
         self._observers.append(observer)
         for name, engine in self.group.loaded.items():
-            self._shown[name] = engine
+            observer(name, engine)
+
+    def _show(self, name: str, engine: AsyncEngine) -> None:
+        self._shown[name] = engine
+        self._created[name] = int(time.time())
+        for observer in self._observers:
             observer(name, engine)
 
     async def acquire(self, name: str | None, task: str = "generate") -> Target:
@@ -65,12 +86,32 @@ class Models:
         cannot be loaded now.
         """
         base, adapter = self._find(name, task)
+        self._check_open()
         engine = await self._acquired(base)
         if self._shown.get(base) is not engine:
-            self._shown[base] = engine
-            for observer in self._observers:
-                observer(base, engine)
-        return Target(name or base, engine, adapter, lambda: self.group.release(base))
+            self._show(base, engine)
+        self._in_use += 1
+        return Target(name or base, base, engine, adapter, partial(self._release, base))
+
+    def _release(self, base: str) -> None:
+        self._in_use -= 1
+        self.group.release(base)
+        self._check_drained()
+
+    def drain(self, seconds: float, then: Callable[[], object]) -> None:
+        """Take no more requests; call `then` when those that there are have ended. `seconds`: the time they have."""
+        self.draining_until, self._drained = time.monotonic() + seconds, then
+        self._check_drained()
+
+    def _check_open(self) -> None:
+        if self.draining_until is not None:
+            left = max(1, min(MAX_WAIT, math.ceil(self.draining_until - time.monotonic())))
+            why = "the server ends, and takes no more requests"
+            raise Problem(503, why, code="draining", headers=(("retry-after", str(left)),))
+
+    def _check_drained(self) -> None:
+        if self.draining_until is not None and not self._in_use:
+            self._drained()
 
     async def _acquired(self, base: str) -> AsyncEngine:
         try:
@@ -126,15 +167,32 @@ class Models:
         return self._row(name, *self._find(name, "auto"))
 
     def _row(self, name: str, base: str, adapter: str | None) -> dict[str, Any]:
+        if (engine := self.group.loaded.get(base)) is not None:
+            self._abilities[base] = _abilities(engine)
+        unknown = {"max_model_len": None, "task": self.group.task_of(base), "capabilities": None}
         return {
-            "id": name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "asyncengine",
-            "root": base,
-            "parent": base if adapter else None,
-            "loaded": base in self.group.loaded,
-        }
+            "id": name, "object": "model", "created": self._created.get(base, self._begun), "owned_by": "asyncengine",
+            "root": base, "parent": base if adapter else None, "loaded": engine is not None,
+            **self._abilities.get(base, unknown),
+        }  # fmt: skip
+
+
+def _abilities(engine: AsyncEngine) -> dict[str, Any]:
+    """The length of a model's context, its task, and its abilities, in Ollama's words where it has one."""
+    info = engine.info
+    able = {
+        "completion": info.task == "generate",
+        "chat": info.has_chat_template,
+        "tools": info.tool_format is not None,
+        "structured_output": info.task == "generate" and engine.core.config.grammar_backend != "none",
+        "thinking": info.reasons,
+        "vision": info.no_images is None,
+        "embedding": info.task == "embed",
+        "rerank": info.task == "rerank",
+        "classify": info.task == "classify",
+    }
+    known = [name for name, can in able.items() if can]
+    return {"max_model_len": info.max_model_len, "task": info.task, "capabilities": known}
 
 
 @dataclass(slots=True)
@@ -150,6 +208,7 @@ class Serving:
     hosts: Collection[str] | None = None
     cors: Sequence[str] = ()
     telemetry: bool = False
+    requests: Requests = field(default_factory=Requests)
 
 
 def _listed(names: list[str]) -> str:

@@ -27,6 +27,7 @@ from asyncengine.serve.fields import Fields
 from asyncengine.serve.generating import Endpoint, answer, count, read_fields
 from asyncengine.serve.models import Serving
 from asyncengine.serve.problems import Problem, problem_of
+from asyncengine.serve.requests import FACTS
 from asyncengine.serve.response_store import ResponseStore, Stored
 from asyncengine.serve.turn import Answered, Turn
 
@@ -228,7 +229,7 @@ class _Conversation:
             made = await self._api.respond(fields, self)
             assert isinstance(made.writer, _Keeping)
             self._responses.append(made.writer.response["id"])
-            await made(self._socket.scope, self._receive, self._send)
+            await self._serving.requests.run(made, {**self._socket.scope, FACTS: {}}, self._receive, self._send)
         except Exception as failure:
             problem = problem_of(failure)
             content = dialect.error(problem)["error"]

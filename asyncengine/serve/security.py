@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from asyncengine.serve.dialects import anthropic_messages, openai_chat
 from asyncengine.serve.generating import identified
 from asyncengine.serve.problems import Problem
+from asyncengine.serve.requests import facts_of, path_of
 
 OPEN_PATHS = frozenset(("/", "/page.js", "/page.css", "/health"))
 """Paths that need no key: they tell nothing of anybody."""
@@ -65,6 +66,8 @@ class RequireHost:
 def refusal(connection: HTTPConnection, problem: Problem) -> JSONResponse:
     """The response that tells a problem, in the shape of the dialect that is spoken there."""
     request_id = secrets.token_hex(16)
+    facts = facts_of(connection.scope)
+    facts |= {"id": facts.get("id", request_id), "error": problem.code or "refused"}
     content = openai_chat.error(problem)
     if is_anthropics(connection):
         content = anthropic_messages.error(problem, f"req_{request_id}")
@@ -74,10 +77,3 @@ def refusal(connection: HTTPConnection, problem: Problem) -> JSONResponse:
 def is_anthropics(connection: HTTPConnection) -> bool:
     """Whether a client of Anthropic's API asks: by its path, or by the header that it sends with every request."""
     return "anthropic-version" in connection.headers or path_of(connection.scope).startswith("/v1/messages")
-
-
-def path_of(scope: Scope) -> str:
-    """The path within this app, which may be mounted below another's."""
-    path: str = scope["path"]
-    root: str = scope.get("root_path", "")
-    return path.removeprefix(root) if root and path.startswith(root + "/") else path

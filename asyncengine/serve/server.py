@@ -13,11 +13,12 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.applications import Starlette
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from asyncengine.engine_group import EngineGroup
 from asyncengine.errors import InvalidParameter
+from asyncengine.serve.models import Models
 from asyncengine.serve.settings import ServerSettings
 
 HEADER_BYTES = 1 << 16
@@ -113,16 +114,17 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 class Server(uvicorn.Server):
     """A server that says when it listens, and leaves signals to `until_stopped`."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, ready: Callable[[], None]) -> None:
+    def __init__(self, app: Starlette, settings: ServerSettings, ready: Callable[[], None]) -> None:
         config = uvicorn.Config(
             app, http=Connection, lifespan="auto", server_header=False,
-            log_config=None, log_level=settings.log_level, access_log=settings.log_level in ("info", "debug"),
+            log_config=None, log_level=settings.log_level, access_log=False,
             h11_max_incomplete_event_size=HEADER_BYTES, timeout_keep_alive=int(IDLE_SECONDS),
             ws_max_size=settings.max_body,
         )  # fmt: skip
         super().__init__(config)
         self.drain_timeout = settings.drain_timeout
         self._ready = ready
+        self.models: Models | None = getattr(app.state, "models", None)  # another app may be around ours
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -155,11 +157,18 @@ async def until_stopped(server: Server, listener: socket.socket, group: EngineGr
         got.append(number)
         loop.call_soon_threadsafe(begin, number)
 
-    def begin(number: int) -> None:
+    def leave() -> None:
         server.should_exit = True
+
+    def begin(number: int) -> None:
         if number == signal.SIGTERM:
+            if server.models is None:
+                leave()
+            else:  # the port stays open until answers have ended, and health says so
+                server.models.drain(server.drain_timeout, leave)
             loop.call_later(server.drain_timeout, begin, signal.SIGINT)
         elif not endings:
+            leave()
             endings.append(loop.create_task(group.aclose()))
             server.cut_connections(unfinished=True)
             loop.call_later(ABORT_SECONDS, server.cut_connections)  # those who do not read that it is over

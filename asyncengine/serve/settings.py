@@ -59,7 +59,9 @@ class ServerSettings(Settings):
     drain_timeout: Seconds = 30.0
     """Seconds that requests have to end after SIGTERM."""
     log_level: Literal["error", "warning", "info", "debug"] = "warning"
-    """Least weight of what is logged; "info" has a line for each request."""
+    """Least weight of what is logged; "info" has a line for each request, without a word of its texts."""
+    log_json: bool = False
+    """Write the log as JSON, one object a line."""
 
     @property
     def local(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncengine.grammar import Grammar
+from asyncengine.outputs import Timings
 
 Message = dict[str, Any]
 
@@ -30,9 +31,9 @@ class Turn:
     wishes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Fields of the request that are hints, with the template variables that each stands for. They are set where the
     model's chat template reads them; a hint of which it reads nothing is told as ignored."""
-    options: dict[str, Any] = field(default_factory=dict)
     thinking_budget: int | None = None
     """Most tokens of thoughts; the wish of the same name says what the template is told of it."""
+    options: dict[str, Any] = field(default_factory=dict)
     """Fields of `RequestOptions`."""
     grammar: Callable[[], Grammar] | None = None
     """Makes the grammar that the answer must match, on a thread: that of a long text takes a while."""
@@ -57,3 +58,5 @@ class Answered:
     """The text of each of some tokens."""
     text_of: Callable[[Sequence[int]], str] = lambda _: ""
     """The text of some tokens together."""
+    timings: Callable[[], Timings | None] = lambda: None
+    """Times of the request so far."""

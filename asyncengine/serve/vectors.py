@@ -19,22 +19,23 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from asyncengine.checks import as_choice, as_text
+from asyncengine.checks import as_choice, as_integer, as_text
 from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Embeddings, Usage
 from asyncengine.serve.dialects.completions import read_prompts
 from asyncengine.serve.dialects.openai_chat import read_messages, template_variables
 from asyncengine.serve.fields import Fields
-from asyncengine.serve.generating import IGNORED, Endpoint, read_fields
+from asyncengine.serve.generating import IGNORED, Endpoint, identified, read_fields
 from asyncengine.serve.models import Serving, Target
 from asyncengine.serve.problems import Problem
+from asyncengine.serve.requests import facts_of, measured
 from asyncengine.serve.several import naming
 
 TRUNCATED = "x-asyncengine-truncated"
 """Header that lists the numbers of texts that were cut to what the model takes."""
 OPTIONS = ("priority", "timeout", "cache_salt")
-Made = tuple[Any, tuple[int, ...]]
-"""An answer, which is JSON or its text, and the numbers of the texts that were cut."""
+Made = tuple[Any, tuple[int, ...], Usage | None]
+"""An answer, which is JSON or its text, the numbers of the texts that were cut, and what was computed."""
 Work = Callable[[Fields, Target], Awaitable[Made]]
 
 
@@ -58,10 +59,14 @@ def _endpoint(serving: Serving, work: Work, task: str) -> Endpoint:
     async def endpoint(request: Request) -> Response:
         fields = await read_fields(request, serving)
         with await serving.models.acquire(fields.text("model"), task) as target:
-            content, cut = await until_left(request, work(fields, target))
+            facts = facts_of(request.scope)
+            facts |= {"id": secrets.token_hex(16), "model": target.base, "adapter": target.adapter}
+            content, cut, usage = await until_left(request, work(fields, target))
+            facts |= measured(usage)
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, separators=(",", ":"))
         listed = {IGNORED: fields.ignored, TRUNCATED: list(map(str, cut))}
         headers = {name: ", ".join(values)[:1000] for name, values in listed.items() if values}
+        headers |= dict(identified(facts["id"]))
         return Response(text, headers=headers, media_type="application/json")
 
     return endpoint
@@ -107,7 +112,7 @@ async def _embed(fields: Fields, target: Target) -> Made:
     with naming("texts", "input"):
         made = await target.engine.embed(texts, truncate=cut, adapter=target.adapter, show_progress=False, **given)
     head = {"object": "list", "model": target.name, "usage": _usage(made.usage)}
-    return await anyio.to_thread.run_sync(_embedding_text, head, made, form), made.truncated
+    return await anyio.to_thread.run_sync(_embedding_text, head, made, form), made.truncated, made.usage
 
 
 def _embedding_text(head: dict[str, Any], made: Embeddings, form: str) -> str:
@@ -133,21 +138,34 @@ async def _rerank(fields: Fields, target: Target) -> Made:
     with_text = fields.switch("return_text")
     if fields.switch("raw_scores"):
         raise InvalidParameter("raw_scores", "is not served: scores are what the model makes of them")
-    fields.ignore("user", "request_id", "rank_fields", "max_chunks_per_doc", "max_tokens_per_doc", "overlap_tokens")
+    most = as_integer("max_tokens_per_doc", fields.take("max_tokens_per_doc", 0), 0)
+    fields.ignore("user", "request_id", "rank_fields", "max_chunks_per_doc", "overlap_tokens")
     fields.end()
+    whole = documents
+    if most:
+        documents = await anyio.to_thread.run_sync(lambda: [_shortened(target, each, most) for each in whole])
     with naming("documents", name):
         made = await target.engine.rerank(query, documents, truncate=cut, adapter=target.adapter, **given)
+    shorter = {at for at, (text, given) in enumerate(zip(documents, whole, strict=True)) if text is not given}
+    truncated = tuple(sorted({*made.truncated, *shorter}))
     if texts is not None:
         rows = [
-            {"index": e.index, "score": e.score} | ({"text": e.document} if with_text else {}) for e in made.results
+            {"index": e.index, "score": e.score} | ({"text": whole[e.index]} if with_text else {}) for e in made.results
         ]
-        return rows, made.truncated
+        return rows, truncated, made.usage
     results = [
-        {"index": each.index, "relevance_score": each.score} | ({"document": {"text": each.document}} if shown else {})
-        for each in made.results
+        {"index": e.index, "relevance_score": e.score} | ({"document": {"text": whole[e.index]}} if shown else {})
+        for e in made.results
     ]
     head = {"id": f"rerank-{secrets.token_hex(16)}", "object": "list", "model": target.name}
-    return {**head, "results": results, "usage": _usage(made.usage)}, made.truncated
+    return {**head, "results": results, "usage": _usage(made.usage)}, truncated, made.usage
+
+
+def _shortened(target: Target, document: Any, most: int) -> Any:
+    """The text of at most `most` tokens, as Cohere cuts it; the same object where it has no more."""
+    if not isinstance(document, str) or len(ids := target.engine.tokenize(document, add_special_tokens=False)) <= most:
+        return document
+    return target.engine.detokenize(ids[:most]).rstrip("\ufffd")  # half a letter
 
 
 def _documents(name: str, given: Any) -> list[Any]:
@@ -176,9 +194,9 @@ async def _tokenize(fields: Fields, target: Target) -> Made:
     ids = await anyio.to_thread.run_sync(encode)
     if name == "content":  # llama.cpp's form
         paired = zip(ids, engine.token_texts(ids), strict=True)
-        return {"tokens": [{"id": token, "piece": piece} for token, piece in paired] if pieces else ids}, ()
+        return {"tokens": [{"id": token, "piece": piece} for token, piece in paired] if pieces else ids}, (), None
     texts = engine.token_texts(ids) if strings else None
-    return {"count": len(ids), "max_model_len": engine.info.max_model_len, "tokens": ids, "token_strs": texts}, ()
+    return {"count": len(ids), "max_model_len": engine.info.max_model_len, "tokens": ids, "token_strs": texts}, (), None
 
 
 async def _detokenize(fields: Fields, target: Target) -> Made:
@@ -188,7 +206,7 @@ async def _detokenize(fields: Fields, target: Target) -> Made:
     fields.end()
     with naming("token_ids", "tokens"):
         text = await anyio.to_thread.run_sync(partial(target.engine.detokenize, ids, skip_special_tokens=False))
-    return {"prompt": text, "content": text}, ()
+    return {"prompt": text, "content": text}, (), None
 
 
 async def _tokenizer_info(serving: Serving, request: Request) -> Response:

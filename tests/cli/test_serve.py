@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,11 +118,17 @@ def test_sigterm_lets_answers_end_and_takes_no_new_ones(tmp_path: Path) -> None:
     """Spans go to the provider that the starter has set up."""
     with Served("demo", "--telemetry", start=TRACED, cwd=str(tmp_path)) as served:
         served.ready()
-        with served.stream(300) as answer:
+        with served.stream(1000) as answer:
             lines = answer.iter_lines()
             next(lines)
             served.process.send_signal(signal.SIGTERM)
+            while (health := httpx.get(f"{served.url}/health")).status_code == 200:
+                time.sleep(0.01)  # until the signal is there
+            late = httpx.post(f"{served.url}/v1/chat/completions", json={"messages": HELLO})
             rest = frames(lines)
+        assert (health.status_code, health.json()) == (503, {"status": "draining"})
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "draining")
+        assert 1 <= int(late.headers["retry-after"]) <= 30
         assert rest[-1]["choices"][0]["finish_reason"] == "length"
         code, said = served.end()
         assert (code, said) == (0, "stopped\n")
@@ -129,7 +136,7 @@ def test_sigterm_lets_answers_end_and_takes_no_new_ones(tmp_path: Path) -> None:
             httpx.get(f"{served.url}/health")
     spans = (tmp_path / "spans").read_text(encoding="utf-8")
     assert '"name": "chat demo"' in spans
-    assert '"gen_ai.usage.output_tokens": 300' in spans
+    assert '"gen_ai.usage.output_tokens": 1000' in spans
 
 
 def test_a_second_ctrl_c_waits_for_nobody() -> None:

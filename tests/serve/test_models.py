@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anthropic
 import httpx
 import pytest
 from starlette.applications import Starlette
@@ -49,6 +51,19 @@ def test_models_and_adapters_are_listed_before_they_are_loaded(url: str) -> None
     assert [(row["id"], row["parent"]) for row in rows] == [
         ("demo", None), ("gone", None), ("wrong", None), ("pirate", "demo"), ("none", "wrong"),
     ]  # fmt: skip
+
+
+def test_rows_tell_what_a_model_can(url: str) -> None:
+    before = {row["id"]: row for row in httpx.get(f"{url}/v1/models").json()["data"]}
+    assert (before["gone"]["max_model_len"], before["gone"]["capabilities"]) == (None, None)
+    assert ask(url, "demo").status_code == 200
+    row = httpx.get(f"{url}/v1/models/demo").json()
+    assert (row["max_model_len"], row["task"]) == (256, "generate")
+    assert row["capabilities"] == ["completion", "chat"], "tools and structured output need a grammar library"
+    assert before["gone"]["created"] <= row["created"] <= time.time()
+    assert httpx.get(f"{url}/v1/models/pirate").json()["max_model_len"] == 256
+    theirs = anthropic.Anthropic(base_url=url, api_key="none").models.retrieve("demo")
+    assert (theirs.max_input_tokens, int(theirs.created_at.timestamp())) == (256, row["created"])
 
 
 def test_a_model_loads_at_its_first_request_whatever_it_is_called(url: str) -> None:

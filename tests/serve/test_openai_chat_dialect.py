@@ -258,7 +258,7 @@ CHUNKS = [
     Chunk("", [4], "tool_calls"),
 ]
 COMPLETION = Completion(
-    "He", [1, 2, 3, 4], "tool_calls", Usage(2, 4, 1, 1), Timings(0, 0, 1), "r",
+    "He", [1, 2, 3, 4], "tool_calls", Usage(2, 4, 1, 1), Timings(0.25, 0.5, 1), "r",
     samples=[Sample("He", [1, 2, 3, 4], "tool_calls", tool_calls=[ToolCall("c1", "add", '{"a":1}')], reasoning="Hm.",
                     broken_calls=[ToolCall("c2", "add", '{"a"')])],
 )  # fmt: skip
@@ -347,5 +347,10 @@ def test_a_whole_answer_letter_for_letter() -> None:
         "usage": {
             "prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6,
             "prompt_tokens_details": {"cached_tokens": 1}, "completion_tokens_details": {"reasoning_tokens": 1},
+        },
+        "timings": {
+            "queued_ms": 250, "cache_n": 1, "prompt_n": 1, "prompt_ms": 250, "prompt_per_token_ms": 250,
+            "prompt_per_second": 4, "predicted_n": 4, "predicted_ms": 500, "predicted_per_token_ms": 125,
+            "predicted_per_second": 8,
         },
     }  # fmt: skip

@@ -109,6 +109,20 @@ def test_documents_are_ranked_as_in_process(url: str, engines: Engines, path: st
     assert [(row["index"], row["score"], row["text"]) for row in rows] == ranked
 
 
+def test_documents_are_cut_to_a_number_of_tokens(url: str, engines: Engines) -> None:
+    query, engine = "Which animals?", engines["reranker"]
+    cut = [engine.detokenize(engine.tokenize(text, add_special_tokens=False)[:3]) for text in TEXTS]
+    wanted = {each.index: each.score for each in engine.rerank(query, cut).results}
+    assert wanted != {each.index: each.score for each in engine.rerank(query, TEXTS).results}
+    answer = post(url, "/v2/rerank", query=query, documents=[*TEXTS, "Dogs"], max_tokens_per_doc=3)
+    rows = {row["index"]: row for row in answer.json()["results"]}
+    assert {index: rows[index]["relevance_score"] for index in wanted} == wanted
+    assert [rows[index]["document"]["text"] for index in range(4)] == [*TEXTS, "Dogs"], "as they were sent"
+    assert answer.headers["x-asyncengine-truncated"] == "0, 1, 2"
+    whole = post(url, "/rerank", query=query, documents=TEXTS, max_tokens_per_doc=4096)
+    assert "x-asyncengine-truncated" not in whole.headers
+
+
 # -------------------------------------------------------------------- tokens
 
 
@@ -160,6 +174,7 @@ def test_a_tokenizer_tells_its_end(url: str, engines: Engines) -> None:
         ("/v1/rerank", {"query": "a", "texts": [5]}, "texts[0]"),
         ("/v1/rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
         ("/v1/rerank", {"query": "a", "documents": ["a"], "raw_scores": True}, "raw_scores"),
+        ("/v1/rerank", {"query": "a", "documents": ["a"], "max_tokens_per_doc": -1}, "max_tokens_per_doc"),
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),

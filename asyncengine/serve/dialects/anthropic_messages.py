@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from asyncengine.checks import as_choice, as_integer, as_text
@@ -205,11 +206,11 @@ def _form(fields: Fields, turn: Turn) -> None:
         turn.wishes["output_config.effort"] = {"reasoning_effort": EFFORTS.get(effort, effort)}
     if (thinks := THINKS.get(str(thinking.take("type")))) is not None:
         turn.wishes["thinking"] = {"enable_thinking": thinks}
-    output.end()
     if thinks and (budget := thinking.take("budget_tokens")) is not None:
         turn.thinking_budget = budget = as_integer("thinking.budget_tokens", budget, 1)
         effort = "low" if budget <= 1024 else "medium" if budget <= 2048 else "high"
         turn.wishes["thinking.budget_tokens"] = {"thinking_budget": budget, "reasoning_effort": effort}
+    output.end()
     thinking.end()
 
 
@@ -227,16 +228,18 @@ def error(problem: Problem, request_id: str | None = None) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": field + colon + rest}, "request_id": request_id}
 
 
-def model_list(names: list[str]) -> dict[str, Any]:
-    """Anthropic's page of models: all of them."""
-    first, last = (names[0], names[-1]) if names else (None, None)
-    return {"data": [model_object(name) for name in names], "has_more": False, "first_id": first, "last_id": last}
+def model_list(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Anthropic's page of models: all of them, from OpenAI's objects."""
+    first, last = (rows[0]["id"], rows[-1]["id"]) if rows else (None, None)
+    return {"data": [*map(model_object, rows)], "has_more": False, "first_id": first, "last_id": last}
 
 
-def model_object(name: str) -> dict[str, Any]:
-    """Anthropic's object of a model."""
+def model_object(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Anthropic's object of a model, from OpenAI's."""
+    created = datetime.fromtimestamp(row["created"], UTC).isoformat().replace("+00:00", "Z")
     return {
-        "type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active",
+        "type": "model", "id": row["id"], "display_name": row["id"], "created_at": created, "lifecycle": "active",
+        "max_input_tokens": row["max_model_len"], "max_tokens": row["max_model_len"],
     }  # fmt: skip
 
 

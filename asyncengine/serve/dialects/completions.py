@@ -11,7 +11,6 @@ from asyncengine.checks import as_integer
 from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Completion, LogprobEntry, Sample, Usage
 from asyncengine.serve.dialects.openai_common import Frames, max_tokens, read_common
-from asyncengine.serve.dialects.openai_shape import openai_usage
 from asyncengine.serve.events import End, Event, Text
 from asyncengine.serve.fields import Fields
 from asyncengine.serve.turn import Answered, Turn
@@ -128,7 +127,7 @@ class Writer(Frames):
             for index, sample in enumerate(completion.samples)
         ]
         head = self.head("text_completion")
-        return {**head, "choices": choices, "usage": openai_usage(completion.usage)}
+        return {**head, "choices": choices, **self.measured(completion)}
 
     def _choice(self, index: int, sample: Sample, of_prompt: list[TokenLogprob | None]) -> dict[str, Any]:
         logprobs = None

@@ -11,7 +11,6 @@ from asyncengine.outputs import Completion, FinishReason, LogprobEntry, Sample, 
 from asyncengine.serve.dialects.openai_common import Frames, error, max_tokens, read_common
 from asyncengine.serve.dialects.openai_shape import (
     openai_logprobs,
-    openai_usage,
     shown_calls,
     tool_call,
     with_object,
@@ -198,7 +197,7 @@ class Writer(Frames):
         """The response to a request that did not ask for a stream."""
         choices = [self._choice(index, sample) for index, sample in enumerate(completion.samples)]
         ids = {"prompt_token_ids": list(self._answered.prompts()[0])} if self._ids else {}
-        return {**self.head("chat.completion"), "choices": choices, "usage": openai_usage(completion.usage), **ids}
+        return {**self.head("chat.completion"), "choices": choices, **self.measured(completion), **ids}
 
     def _choice(self, index: int, sample: Sample) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": sample.text, "refusal": None}

@@ -9,8 +9,8 @@ from typing import Any
 from asyncengine.errors import GrammarError, InvalidParameter
 from asyncengine.grammar import Grammar
 from asyncengine.options import rough_size
-from asyncengine.outputs import Usage
-from asyncengine.serve.dialects.openai_shape import openai_usage
+from asyncengine.outputs import Completion, Usage
+from asyncengine.serve.dialects.openai_shape import llama_cpp_timings, openai_usage
 from asyncengine.serve.events import EVENT_STREAM
 from asyncengine.serve.fields import Fields
 from asyncengine.serve.problems import Problem
@@ -170,11 +170,17 @@ class Frames:
         ids = f', "token_ids": {list(token_ids)}' if self._ids else ""
         return f"{self._before}{index}, {fields}{ids}}}]{more}{self._after}"
 
+    def measured(self, completion: Completion) -> dict[str, Any]:
+        """The last fields of an answer that is sent whole."""
+        usage = completion.usage
+        return {"usage": openai_usage(usage), **llama_cpp_timings(usage, completion.timings)}
+
     def end(self, usage: Usage) -> str:
         """The last frames of a stream."""
         last = ""
         if self._usage:
-            last = f"data: {json.dumps({**self.head(self._kind), 'choices': [], 'usage': openai_usage(usage)})}\n\n"
+            known = {"choices": [], "usage": openai_usage(usage), **llama_cpp_timings(usage, self._answered.timings())}
+            last = f"data: {json.dumps({**self.head(self._kind), **known})}\n\n"
         return last + "data: [DONE]\n\n"
 
     def failed(self, problem: Problem) -> str:

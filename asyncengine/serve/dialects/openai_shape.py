@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.outputs import LogprobEntry, Sample, ToolCall, Usage
+from asyncengine.outputs import LogprobEntry, Sample, Timings, ToolCall, Usage
 
 Message = dict[str, Any]
 Content = str | list[dict[str, Any]]
@@ -95,6 +95,21 @@ def openai_usage(usage: Usage) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": details,
     }
+
+
+def llama_cpp_timings(usage: Usage, timings: Timings | None) -> dict[str, Any]:
+    """The field `timings` of llama.cpp's server (milliseconds, tokens, rates), with the time in the queue; none where
+    no token came."""
+    if timings is None or timings.queued is None or timings.first_token is None:
+        return {}
+    made: dict[str, Any] = {"queued_ms": timings.queued * 1e3, "cache_n": usage.cached_tokens}
+    for name, count, seconds in (
+        ("prompt", usage.prompt_tokens - usage.cached_tokens, timings.first_token - timings.queued),
+        ("predicted", usage.completion_tokens, timings.total - timings.first_token),
+    ):
+        made |= {f"{name}_n": count, f"{name}_ms": seconds * 1e3, f"{name}_per_token_ms": seconds * 1e3 / max(1, count)}
+        made[f"{name}_per_second"] = count / max(seconds, 1e-6)
+    return {"timings": {name: round(value, 3) for name, value in made.items()}}
 
 
 def openai_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:

@@ -60,6 +60,8 @@ class LogprobEntry:
     logprob: float
     bytes: bytes
     top: tuple[LogprobEntry, ...] = ()
+    ends: bool = False
+    """The token ended the output, and is no part of its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +91,8 @@ class Chunk:
     """One delivery to one stream: everything new since the last one (a slow reader gets merged chunks).
 
     `index` is the sample (0 unless `n` > 1); `finish_reason` is None on all but a sample's last chunk; `usage` is set
-    on the last chunk of the stream; `error` says what went wrong where the reason is "error" or "engine_dead"; `stop`
-    is the stop string that ended the sample, on its last chunk, if one did.
+    on the last chunk of the stream; `error` says what went wrong where the reason is "error" or "engine_dead", and
+    why where the engine aborted it; `stop` is the stop string that ended the sample, on its last chunk, if one did.
     In a chat `text` is the answer without the `reasoning` before it and the `tool_calls` in it. `steered_from` is
     `Sample.steered_from`, from the chunk on in which the engine began to close the output.
     """
@@ -196,6 +198,8 @@ class Completion:
     steered_from: int | None = None
     weight_versions: tuple[tuple[int, int], ...] = ((0, 0),)
     routed_experts: NDArray[np.integer] | None = field(default=None, compare=False)
+    error: str | None = None
+    """Why the engine aborted it ("the engine was put to sleep or paused"); None: it did not."""
 
     @property
     def weight_version(self) -> int:

@@ -134,6 +134,7 @@ class Assembler:
             steered_from=samples[0].steered_from,
             weight_versions=samples[0].weight_versions,
             routed_experts=samples[0].routed_experts,
+            error=samples[0].error,
         )
 
     def _sample(self, index: int) -> Sample:

@@ -33,10 +33,13 @@ class OutputStream:
     num_tokens: int = 0
     last_token_at: float = 0.0
 
-    def advance(self, token: int, ends: bool) -> tuple[str, bool]:
+    def leaves_out(self, token: int) -> bool:
+        """Whether `token` is no part of the text if it ends it."""
+        return token in self.spec.stop_ids and not self.spec.params.include_stop
+
+    def advance(self, token: int, left_out: bool) -> tuple[str, bool]:
         """Text that `token` adds, and whether a stop string is complete with it."""
         self.num_tokens += 1
-        left_out = ends and token in self.spec.stop_ids and not self.spec.params.include_stop
         if self.detokenizer is None or left_out:
             return "", False
         text = self.detokenizer.push((token,))
@@ -184,13 +187,14 @@ class Delivery:
         text, held = "", "" if stream.stops is None else stream.stops.held
         steered_from = len(held) if output.steered else None
         end: FinishReason | None = reason
+        left_out = reason is not None and stream.leaves_out(token)
         if token >= 0:
             if stream.num_tokens:
                 gaps.append(now - stream.last_token_at)
             else:
                 self._first_token(stream, output, now)
             stream.last_token_at = now
-            text, stopped = stream.advance(token, reason is not None)
+            text, stopped = stream.advance(token, left_out)
             if stopped:
                 end = "stop"
                 if reason is None:
@@ -203,7 +207,7 @@ class Delivery:
             end = "stop"
         if end is not None:
             self._close(stream, output, end)
-        logprobs = None if output.logprob is None else [self._entry(output.logprob)]
+        logprobs = None if output.logprob is None else [self._entry(output.logprob, ends=left_out)]
         error = output.error
         if isinstance(error, Exception):
             stream.mailbox.cause, error = error, str(error)
@@ -217,7 +221,7 @@ class Delivery:
         self._close(stream, output, "error")
         return Chunk("", [], "error", stream.spec.index, error=f"the text could not be decoded: {error!r}")
 
-    def _entry(self, logprob: TokenLogprob) -> LogprobEntry:
+    def _entry(self, logprob: TokenLogprob, ends: bool = False) -> LogprobEntry:
         table = self._table
         return LogprobEntry(
             logprob.token_id,
@@ -225,6 +229,7 @@ class Delivery:
             logprob.logprob,
             b"" if table is None else table.token_bytes(logprob.token_id),
             tuple(self._entry(TokenLogprob(*alternative)) for alternative in logprob.top),
+            ends,
         )
 
     def _first_token(self, stream: OutputStream, output: Output, now: float) -> None:

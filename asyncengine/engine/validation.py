@@ -235,7 +235,7 @@ class RequestValidator:
         stops = StopAutomaton(spec.params.stop) if spec.params.stop else None
         stream = self._stream(spec, mailbox, stops)
         for token in spec.resumed:
-            stream.advance(token, ends=False)
+            stream.advance(token, left_out=False)
         stream.last_token_at = self.clock.now()
         return stream
 

@@ -90,7 +90,7 @@ def prepare_update(
 
     `partial`: tensors that are not given stay. `has_other_parts`: the decoder is a part of a model that reads images or
     sounds as well. `weights` None: those that `load_format="dummy"` makes up. Raises `ModelNotFound` naming what is
-    missing, unknown, misshapen, or otherwise than the model has it; `InvalidParameter`.
+    missing, unknown, misshapen, or otherwise than the model has it; `InvalidParameter` naming one that is not finite.
     """
     if weights is None:
         if config.load_format != "dummy":
@@ -112,7 +112,17 @@ def prepare_update(
         raise ModelNotFound(f"{checkpoint.folder} is of another model: its {where} is {new}, not {old}; load a new one")
     slots = slots_of(decoder, checkpoint)
     names = assign(checkpoint, slots, described.ignored, partial=partial)
+    _check_finite(checkpoint, names)
     return lambda: load_weights(checkpoint, slots, names, LoadProgress(False))
+
+
+def _check_finite(checkpoint: CheckpointSource, names: Iterable[str]) -> None:
+    """Raises `InvalidParameter` naming the first tensor that holds NaN or infinity: all answers would be of them."""
+    for name in names:
+        tensor = checkpoint.read(name)
+        if isinstance(tensor, torch.Tensor) and not bool(torch.isfinite(tensor).all()):
+            raise InvalidParameter("weights", f"must be finite; {name} holds NaN or infinity")
+        checkpoint.release(tensor)
 
 
 def _open(path: str, decoder: Decoder, config: EngineConfig) -> tuple[CheckpointSource, DecoderConfig]:

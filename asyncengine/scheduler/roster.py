@@ -199,10 +199,10 @@ class Roster:
         if request is not None:
             self.end(request, reason)
 
-    def end_all(self, reason: EndReason) -> None:
-        """End every request there is."""
+    def end_all(self, reason: EndReason, why: str) -> None:
+        """End every request there is, and tell each `why`."""
         for request in list(self.requests.values()):
-            self.end(request, reason)
+            self.end(request, reason, why)
 
     def end(self, request: Request, reason: EndReason, error: Exception | str | None = None, **news: Any) -> None:
         """The request ends, and its consumer hears why."""

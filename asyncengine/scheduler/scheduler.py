@@ -140,14 +140,14 @@ class Scheduler:
                 self.roster.add_update(number, mode)
             case Pause(number, mode):
                 if mode == "abort":
-                    self.end_all("abort")
+                    self.end_all("abort", "the engine was put to sleep or paused")
                 self.roster.add_update(number, "wait" if mode == "finish" else "recompute")
             case WithdrawUpdate(number):
                 self.roster.release_held(number)
 
-    def end_all(self, reason: EndReason) -> None:
-        """End every request there is."""
-        self.roster.end_all(reason)
+    def end_all(self, reason: EndReason, why: str = "the engine is closing") -> None:
+        """End every request there is, and tell each `why`."""
+        self.roster.end_all(reason, why)
 
     # ---------------------------------------------------------------- schedule
 

@@ -103,7 +103,7 @@ class Answer:
         completion = await self._stream.result()
         self._reasons = [sample.finish_reason for sample in completion.samples]
         if not self._ended and "abort" in self._reasons:
-            raise _aborted()
+            raise _aborted(completion.samples[self._reasons.index("abort")].error)
         return self.writer.whole(completion)
 
     def then(self, call: Callable[[], object]) -> None:
@@ -144,7 +144,7 @@ class Answer:
                 if chunk.finish_reason is not None:
                     self._reasons.append(chunk.finish_reason)
                     if chunk.finish_reason == "abort":
-                        raise _aborted()
+                        raise _aborted(chunk.error)
                 text = "".join([writer.write(event) for event in read(chunk)])
                 if text:
                     await self._send_text(send, text)
@@ -187,5 +187,5 @@ def _one_line(text: str) -> bytes:
     return "".join([letter if letter.isprintable() else "?" for letter in text]).encode("latin-1", "replace")
 
 
-def _aborted() -> Problem:
-    return Problem(503, "the request was aborted: the engine is closing", code="aborted")
+def _aborted(why: str | None) -> Problem:
+    return Problem(503, f"the request was aborted: {why or 'the engine is closing'}", code="aborted")

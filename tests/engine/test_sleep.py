@@ -108,6 +108,7 @@ async def test_finish_lets_earlier_requests_end_and_abort_ends_them():
         await engine.pause(mode="abort")
         found = await second
         assert (found.finish_reason, found.token_ids) == ("abort", answer(prompt(0), 300)[: len(found.token_ids)])
+        assert found.error == "the engine was put to sleep or paused"
         await engine.resume()
         assert (await engine.generate(prompt(3), greedy(5))).token_ids == answer(prompt(3), 5)
 
@@ -243,7 +244,7 @@ async def test_closing_ends_sleep_and_those_that_wait(drain: bool, begun: bool):
         await until(lambda: engine.stats().requests["waiting"] == 1)
         await engine.aclose(drain=drain)
         if begun:
-            assert (await late).finish_reason == "abort"
+            assert ((await late).finish_reason, (await late).error) == ("abort", "the engine is closing")
         else:
             with pytest.raises(EngineClosed):
                 await asleep

@@ -68,6 +68,8 @@ GIVEN: dict[str, tuple[Callable[[Tensors], Any], type[EngineError], str]] = {
     "empty": (lambda t: {}, ModelNotFound, "lacks the tensor .* more tensors"),
     "a prefix": (lambda t: {f"module.{n}": x for n, x in t.items()}, ModelNotFound, r"does not have: module\."),
     "misshapen": (lambda t: with_(t, UP, t[UP][:7]), ModelNotFound, rf"wrong shape for the tensor {UP}: \[7, 48\]"),
+    "NaN": (lambda t: with_(t, UP, t[UP] * torch.nan), InvalidParameter, f"must be finite; {UP} holds NaN or infinity"),
+    "infinity": (lambda t: with_(t, UP, t[UP].index_fill(1, torch.tensor(3), torch.inf)), InvalidParameter, UP),
     "whole numbers": (lambda t: with_(t, UP, t[UP].int()), InvalidParameter, f"{UP} is a Tensor, got torch.int32"),
     "no memory": (lambda t: with_(t, UP, t[UP].to("meta")), InvalidParameter, "must be whole float tensors"),
     "sparse": (lambda t: with_(t, UP, t[UP].to_sparse()), InvalidParameter, "must be whole float tensors"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import httpx
 import openai
 import pytest
@@ -43,6 +45,18 @@ def test_a_stream_adds_up_to_it(client: openai.OpenAI, expected: str) -> None:
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 12
+
+
+def test_tokens_with_logprobs_join_to_the_content(client: openai.OpenAI) -> None:
+    """The token that ends the answer is counted, and no part of them."""
+    ask = partial(client.chat.completions.create, model="demo", messages=QUESTION, temperature=0, logprobs=True)
+    whole = ask(stream=False)
+    assert (whole.choices[0].finish_reason, whole.usage.completion_tokens) == (
+        "stop", 1 + len(whole.choices[0].logprobs.content),
+    )  # fmt: skip
+    entries = [entry for chunk in ask(stream=True) for entry in getattr(chunk.choices[0].logprobs, "content", ())]
+    for scored in (whole.choices[0].logprobs.content, entries):
+        assert "".join(entry.token for entry in scored) == whole.choices[0].message.content
 
 
 @pytest.mark.parametrize("kind", ["text/event-stream; charset=utf-8", "application/x-ndjson"])

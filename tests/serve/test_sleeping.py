@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -79,3 +81,19 @@ def test_nobody_without_a_key(client: httpx.Client) -> None:
         assert client.post(f"/keyed/{path}", headers={"authorization": "Bearer other"}).status_code == 401
     assert client.get("/open/is_sleeping").status_code == 403
     assert states(client) == (False, False, {"status": "ok"})
+
+
+def test_what_sleep_ends_is_told_so(client: httpx.Client) -> None:
+    """A whole answer and a stream that a pause ends: the error says that, and nothing of an end of the server."""
+    path, told = "/open/v1/completions", "the request was aborted: the engine was put to sleep or paused"
+    assert client.post("/keyed/pause?mode=keep").status_code == 200
+    with ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(client.post, path, json={**ASK, "stream": streams}) for streams in (False, True)]
+        deadline = time.monotonic() + 60
+        while 'num_requests_waiting{engine="0",model_name="demo"} 2' not in client.get("/keyed/metrics").text:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert client.post("/keyed/pause?mode=abort").status_code == 200
+        whole, stream = (each.result() for each in asked)
+    assert (whole.status_code, whole.json()["error"]["message"]) == (503, told)
+    assert told in stream.text

@@ -106,4 +106,5 @@ class TextBatch:
             raise output.error
         if output.reason == "timeout":
             raise RequestTimeout(f"{label} was not done in time")
-        raise RequestFailed(f"{label} was aborted" if output.reason == "abort" else f"{label}: {output.error}")
+        aborted = f"{label} was aborted" + (f": {output.error}" if output.error else "")
+        raise RequestFailed(aborted if output.reason == "abort" else f"{label}: {output.error}")

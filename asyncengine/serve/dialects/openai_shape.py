@@ -113,8 +113,9 @@ def llama_cpp_timings(usage: Usage, timings: Timings | None) -> dict[str, Any]:
 
 
 def openai_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
-    """OpenAI's `logprobs` object from `LogprobEntry`s."""
-    return {"content": [{**_entry(e), "top_logprobs": [_entry(alternative) for alternative in e.top]} for e in entries]}
+    """OpenAI's `logprobs` object from `LogprobEntry`s: those of the text, whose tokens join to it."""
+    shown = [entry for entry in entries if not entry.ends]
+    return {"content": [{**_entry(e), "top_logprobs": [_entry(alternative) for alternative in e.top]} for e in shown]}
 
 
 def _entry(entry: LogprobEntry) -> dict[str, Any]:

@@ -36,6 +36,12 @@ def shorten(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """The one of `known` that `name` stands for in another library, or is a misspelling of; None: of none."""
+    near = difflib.get_close_matches(name, known, n=1) if len(name) <= _LONGEST_GUESS else []
+    return meant if (meant := _ELSEWHERE.get(name)) in known else next(iter(near), None)
+
+
 def _shown(value: object) -> str:
     try:
         return shorten(repr(value), _LONGEST_VALUE)
@@ -77,8 +83,7 @@ class InvalidParameter(EngineError, ValueError):
         meant = _ELSEWHERE.get(name, name)
         if elsewhere is not None and meant in elsewhere:
             return cls(name, elsewhere[meant])
-        near = difflib.get_close_matches(name, known, n=1) if len(name) <= _LONGEST_GUESS else []
-        guess = meant if meant in known else next(iter(near), None)
+        guess = nearest(name, known)
         return cls(name, "unknown parameter" + (f"; did you mean {guess!r}?" if guess else ""))
 
 

@@ -8,9 +8,10 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module
-from typing import NoReturn
+from itertools import takewhile
+from typing import Any, NoReturn
 
 from asyncengine import __version__
 from asyncengine.cli.arguments import (
@@ -27,7 +28,7 @@ from asyncengine.cli.arguments import (
 from asyncengine.cli.errors import FAILED, INTERRUPTED, USAGE, CliError
 from asyncengine.cli.starting import interruptible
 from asyncengine.cli.text import drop_output, prepare_streams
-from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, UnsupportedModel
+from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, UnsupportedModel, nearest
 
 SHOW_CURSOR = "\x1b[?25h"
 
@@ -35,8 +36,32 @@ SHOW_CURSOR = "\x1b[?25h"
 class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong in one line; the usage is one `--help` away."""
 
+    commands: Collection[str] = ()
+    """Names of the commands, of which the first argument is one."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does, but have the parser of a command refuse what is unknown to it."""
+        given = takewhile(lambda each: each != "--" and each not in self.commands, args)
+        for flag in (each.partition("=")[0] for each in given):
+            if flag.startswith("--") and flag not in self._option_string_actions:
+                known = {_plain(each): each for each in self._option_string_actions}
+                self._refuse("flag", flag, known.get(nearest(_plain(flag), known) or ""))
+            if self.commands and not flag.startswith("-"):
+                self._refuse("command", flag, nearest(flag, self.commands))
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
+
+    def _refuse(self, what: str, name: str, guess: str | None) -> NoReturn:
+        self.error(f"unknown {what} {name}" + (f"; did you mean {guess}?" if guess else ""))
+
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _plain(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -52,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     measuring = add_bench, add_perplexity, add_fit
     for add in (add_demo, add_serve, add_chat, add_generate, add_embed, *measuring, add_cache):
         add(commands)
+    parser.commands = commands.choices
     return parser
 
 

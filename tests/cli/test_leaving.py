@@ -55,7 +55,7 @@ def test_errors_of_usage_end_it_as_ever() -> None:
         [sys.executable, "-m", "asyncengine", "sing"], capture_output=True, text=True, timeout=120, check=False
     )
     assert found.returncode == 2
-    assert "invalid choice" in found.stderr
+    assert "unknown command sing (see asyncengine --help)" in found.stderr
 
 
 def test_a_command_stays_until_all_kernels_of_a_first_start_are_there(

@@ -165,3 +165,24 @@ def test_an_adapter_outside_the_root_is_refused(capsys: pytest.CaptureFixture[st
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "COMMAND" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("generate demo hi --devise cpu", "generate: error: unknown flag --devise; did you mean --device?"),
+        ("generate --devise=cpu", "generate: error: unknown flag --devise; did you mean --device?"),
+        ("serve demo --n-ctx 100", "serve: error: unknown flag --n-ctx; did you mean --max-model-len?"),
+        ("cache show --zzz", "cache: error: unknown flag --zzz"),
+        ("bench demo more", "bench: error: unrecognized arguments: more"),
+        ("dmeo", "error: unknown command dmeo; did you mean demo?"),
+        ("--versoin", "error: unknown flag --versoin; did you mean --version?"),
+    ],
+)
+def test_a_typo_names_the_nearest_and_the_help_to_read(
+    capsys: pytest.CaptureFixture[str], arguments: str, said: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments.split())
+    program = "asyncengine" if said.startswith("error") else f"asyncengine {said.partition(':')[0]}"
+    assert capsys.readouterr().err == f"{program}: error: {said.partition('error: ')[2]} (see {program} --help)\n"

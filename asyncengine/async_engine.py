@@ -14,7 +14,7 @@ import anyio.to_thread
 
 from asyncengine.checks import as_seconds, as_switch, check_patience
 from asyncengine.config import EngineConfig
-from asyncengine.device.process import LoadAttempt
+from asyncengine.device.process import LoadAttempt, OnProgress
 from asyncengine.engine.assembler import Assembler
 from asyncengine.engine.frontend import Frontend, Keep, Meanwhile
 from asyncengine.engine.hosting import Host, OwnedHost, ThreadHost
@@ -71,23 +71,34 @@ class AsyncEngine:
 
     @classmethod
     async def from_pretrained(
-        cls, model: str | os.PathLike[str], *, config: EngineConfig | None = None, hosted: bool = False, **settings: Any
-    ) -> Self:
+        cls, model: str | os.PathLike[str], *, config: EngineConfig | None = None, hosted: bool = False,
+        on_progress: OnProgress | None = None, **settings: Any,
+    ) -> Self:  # fmt: skip
         """Load a model folder or hub id and start. `settings` are fields of `EngineConfig`.
 
-        Any number of loads may go on at once; cancelling one leaves at once. Raises `ModelNotFound`,
+        Any number of loads may go on at once; cancelling one leaves at once. `on_progress(stage, done, total)` is
+        called on the loading thread; whatever it raises gives the load up (`EngineClosed`). Raises `ModelNotFound`,
         `UnsupportedModel`, `OutOfMemory`, or `InvalidParameter` for an unknown setting.
         """
-        from asyncengine.engine.wiring import engine_config, load_frontend
-
-        resolved, attempt = engine_config(config, settings), LoadAttempt()
-        engine = cls(lambda: load_frontend(model, resolved, attempt), hosted=hosted, attempt=attempt)
+        engine = cls._unstarted(model, config, settings, hosted, on_progress)
         try:
             await engine.start()
         except BaseException:
             engine._stop_serving()  # nobody has the engine to close it
             raise
         return engine
+
+    @classmethod
+    def _unstarted(
+        cls, model: str | os.PathLike[str], config: EngineConfig | None, settings: Mapping[str, Any], hosted: bool,
+        on_progress: OnProgress | None = None,
+    ) -> Self:  # fmt: skip
+        from asyncengine.engine.wiring import engine_config, load_frontend
+
+        if on_progress is not None and not callable(on_progress):
+            raise InvalidParameter("on_progress", "must be callable", on_progress)
+        resolved, attempt = engine_config(config, settings), LoadAttempt(str(model), on_progress)
+        return cls(partial(load_frontend, model, resolved, attempt), hosted=hosted, attempt=attempt)
 
     # ---------------------------------------------------------------- life
 
@@ -136,6 +147,8 @@ class AsyncEngine:
         with anyio.CancelScope(shield=not drain):
             await host.wait_ended()
 
+    close = aclose
+
     def _stop_serving(self) -> tuple[Frontend | None, Host | None]:
         if self._load.is_elsewhere:
             return None, None  # the process it runs in closes it
@@ -159,6 +172,10 @@ class AsyncEngine:
         if frontend is not None and isinstance(host, ThreadHost):
             frontend.client.start_closing(drain, timeout)
             host.join()
+
+    def __repr__(self) -> str:
+        """The model, its state ("loading", "awake", "asleep", "closed", "dead", ...) and its dtype, in one line."""
+        return f"<{type(self).__name__} {self._load.described(self._core)}>"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse copy, deepcopy and pickle, which is how an engine would get into a spawned process."""
@@ -352,9 +369,9 @@ class AsyncEngine:
         by the checkpoint's names, of any float type (a `state_dict`, or pairs of name and tensor).
 
         They are looked at first, while serving goes on: `ModelNotFound` names what is missing, unknown, misshapen, or
-        stored or configured otherwise than the model has it, `InvalidParameter` what is no tensor, `UnsupportedModel`
-        a model that runs through transformers; nothing has changed then. They are written between two steps, and the
-        engine then answers to the bit as a new one would, with its adapters on top (docs/howto/weight_updates.md).
+        stored or configured otherwise than the model has it, `InvalidParameter` what is no tensor or not finite,
+        `UnsupportedModel` a model that runs through transformers; nothing has changed then. They are written between
+        two steps, and the engine then answers to the bit as a new one would (docs/howto/weight_updates.md).
 
         `partial`: those that are not given stay. Of some that are packed into one matrix all must be given.
 

@@ -236,7 +236,7 @@ class ModelSettings(Settings):
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     show_progress: bool = True
-    """Progress bar on stderr while loading (only when it is a terminal)."""
+    """Progress on stderr while loading and embedding: a bar, or a line in 10 s where it is no terminal."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

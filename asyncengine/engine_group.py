@@ -243,6 +243,12 @@ class EngineGroup(Mapping[str, AsyncEngine]):
         engines = self._loaded if self._on_demand is None else await self._on_demand.aclose()
         await _close_all(engines, drain=drain, timeout=timeout)
 
+    close = aclose
+
+    def __repr__(self) -> str:
+        engines = ", ".join(f"{name}={self.loaded.get(name, 'not loaded')!r}" for name in self)
+        return f"<{type(self).__name__} {engines}>"
+
     async def __aenter__(self) -> Self:
         return self
 

@@ -119,10 +119,7 @@ class _Registry:
         return outcome
 
     def _load(self, shared: _Shared, outcome: Future[AsyncEngine]) -> None:
-        from asyncengine.engine.wiring import load_frontend
-
-        model, config = shared.spec
-        engine = AsyncEngine(lambda: load_frontend(model, config), hosted=True)
+        engine = AsyncEngine._unstarted(*shared.spec, {}, hosted=True)
         try:
             engine.start_blocking()
         except BaseException as error:

@@ -126,6 +126,27 @@ class EngineStats:
     """Whether steps run; "asleep": weights or caches may not be in memory."""
     images: ImageStats = ImageStats()
 
+    def __str__(self) -> str:
+        """A few lines to be read: requests, tokens, times, memory."""
+
+        def listed(counts: dict[str, int]) -> str:
+            return ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"
+
+        times = (("first token", self.first_token), ("each further", self.inter_token), ("step", self.step))
+        shown = (f"{name} {1000 * of.p50:.1f} ms (p99 {1000 * of.p99:.1f})" for name, of in times)
+        pages, guesses = self.pages, self.speculation
+        used = pages.total - pages.free - pages.cached
+        lines = [
+            f"{self.state}, up {self.uptime:.0f} s",
+            f"requests: {listed(self.requests)}; ended: {listed(self.finished)}",
+            f"tokens: {self.prompt_tokens} of prompts ({self.hit_rate:.0%} cached), {self.generated_tokens} generated "
+            f"in {self.steps} steps" + ("" if guesses is None else f", {guesses.accepted} of them guessed"),
+            f"times: {', '.join(shown)}",
+            f"pages: {used} in use, {pages.cached} cached, {pages.free} free of {pages.total}; "
+            f"preemptions: {self.preemptions}",
+        ]
+        return "\n".join(lines)
+
     @property
     def tokens_per_pass(self) -> float:
         """Tokens of one request from one step; above 1 where guesses came true or a grammar left no choice."""

@@ -12,7 +12,7 @@ from typing import Any, Self, Unpack
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.checks import as_items, as_seconds
-from asyncengine.device.process import LoadAttempt
+from asyncengine.device.process import OnProgress
 from asyncengine.engine.frontend import Keep, Meanwhile
 from asyncengine.engine.prefix_files import HeldPrefix
 from asyncengine.engine.threads import finished_blocking
@@ -56,15 +56,14 @@ class Engine:
         self.aengine = engine
 
     @classmethod
-    def from_pretrained(cls, model: str | os.PathLike[str], **settings: Any) -> Self:
+    def from_pretrained(
+        cls, model: str | os.PathLike[str], *, on_progress: OnProgress | None = None, **settings: Any
+    ) -> Self:
         """Load a model folder or hub id. `settings` are `config=` and fields of `EngineConfig`.
 
         Raises as `AsyncEngine.from_pretrained`.
         """
-        from asyncengine.engine.wiring import engine_config, load_frontend
-
-        config, attempt = engine_config(settings.pop("config", None), settings), LoadAttempt()
-        engine = AsyncEngine(lambda: load_frontend(model, config, attempt), hosted=True, attempt=attempt)
+        engine = AsyncEngine._unstarted(model, settings.pop("config", None), settings, True, on_progress)
         try:
             engine.start_blocking()
         except BaseException:
@@ -76,6 +75,13 @@ class Engine:
         """Close the engine, as `AsyncEngine.aclose`. Raises `WrongLoop` for an owned engine: its own loop must close
         it."""
         self.aengine.close_blocking(drain=drain, timeout=timeout)
+
+    async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:
+        """`close` for a coroutine: its loop goes on meanwhile, and may be that of an owned engine."""
+        await self.aengine.aclose(drain=drain, timeout=timeout)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.aengine!r}>"
 
     def __enter__(self) -> Self:
         return self

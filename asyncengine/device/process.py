@@ -21,6 +21,8 @@ from typing import TextIO
 
 from asyncengine.errors import EngineClosed, WrongProcess
 
+OnProgress = Callable[[str, int, int | None], object]
+"""A function of what loading does now, how many of its parts are done, and of how many (None: that is not known)."""
 EXIT_PATIENCE = 10.0
 """Seconds that the program's end waits for threads that may be inside torch."""
 _FORKED = (
@@ -117,7 +119,10 @@ PROCESS = Process()
 class LoadAttempt:
     """One try to load an engine. Whoever wanted it may give it up, from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str = "", on_progress: OnProgress | None = None) -> None:
+        self.model = model
+        """The model's name, as it was given."""
+        self.on_progress = on_progress
         self.given_up = False
 
     def give_up(self) -> None:

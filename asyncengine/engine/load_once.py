@@ -32,6 +32,20 @@ class LoadOnce:
         """It was begun in a process that this one was forked from."""
         return self._outcome is not None and self._born != PROCESS.generation
 
+    def described(self, frontend: Frontend | None) -> str:
+        """The engine in a few words, for its `repr`; `frontend`: the one that is served. Raises nothing."""
+        if frontend is None:
+            begun = self._outcome is not None and not (self._outcome.done() and self._loaded is None)
+            state = "closed" if self.closed else "loading" if begun else "not loaded"
+            return f"{self._attempt.model!r}: {state}"
+        asleep, info = getattr(frontend.loop, "asleep", None), frontend.info
+        state = "awake" if asleep is None else asleep.state
+        if frontend.loop.failure is not None:
+            state = "dead"
+        elif self.closed or frontend.client.closing:
+            state = "closed"
+        return f"{info.name!r}: {state}, {info.dtype} on {info.device}"
+
     def check_process(self) -> None:
         """Raises `WrongProcess` if it `is_elsewhere`."""
         if self.is_elsewhere:

@@ -210,7 +210,7 @@ def _load_frontend(
     from asyncengine.models.purpose import is_headless, pooling_of
     from asyncengine.runner.building import build_runner
 
-    progress = LoadProgress(config.show_progress, attempt.check)
+    progress = LoadProgress(config.show_progress, attempt.check, attempt.on_progress)
     pooling = pooling_of(checkpoint, config)
     if pooling is not None and drafting is not None:
         raise InvalidParameter("draft_model", "guesses text, and this one writes nothing", config.draft_model)

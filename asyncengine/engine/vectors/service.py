@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 import secrets
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import anyio.to_thread
 
 from asyncengine.checks import as_integer, as_switch, as_text, check_unicode
-from asyncengine.device.process import is_terminal
+from asyncengine.device.progress import counted
 from asyncengine.engine.loop_client import LoopClient
 from asyncengine.engine.threads import INLINE_CHARS
 from asyncengine.engine.validation import RequestValidator
@@ -281,7 +280,7 @@ class VectorService:
         self._client.check_open()
         posted: deque[TextBatch] = deque()
         try:
-            with _progress(len(call.items)) if call.show_progress else nullcontext() as advance:
+            with counted("embedding", len(call.items)) if call.show_progress else nullcontext() as advance:
 
                 def take() -> None:
                     batch = posted.popleft()
@@ -391,17 +390,3 @@ def _size(item: Item) -> int:
     if isinstance(item, str):
         return len(item)
     return 4 * len(item) if isinstance(item, TokenIds) else len(item[0]) + len(item[1])
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], object] | None]:
-    """A function that counts finished texts of `total` on a progress bar; None: stderr is no terminal."""
-    if not is_terminal(sys.stderr):
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield partial(bar.advance, bar.add_task("embedding", total=total))

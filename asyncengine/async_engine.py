@@ -465,9 +465,9 @@ class AsyncEngine:
         return self.core.observe(hook)
 
     async def profile(self, folder: str | os.PathLike[str], steps: int = 50, *, timeout: float = 60.0) -> Path:
-        """Record the engine's next `steps` steps, for at most `timeout` seconds, and write what its loop, its threads
-        and the device did into a file in `folder`, which Perfetto and chrome://tracing open. Returns its path.
-        Raises `InvalidParameter`, also while another is recorded; `OSError` where it cannot be written.
+        """Record the engine's next `steps` steps, for at most `timeout` seconds and until it closes, and write what its
+        loop, its threads and the device did into a file in `folder`, which Perfetto and chrome://tracing open. Returns
+        its path. Raises `InvalidParameter`, also while another is recorded; `OSError` where it cannot be written.
         """
         timeout = as_seconds("timeout", timeout)
         return await self._awaited.profile(steps).run(folder, self.info.name, timeout)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -311,13 +310,8 @@ class Engine:
     def profile(self, folder: str | os.PathLike[str], steps: int = 50, *, timeout: float = 60.0) -> Path:
         """Record the next steps of what other threads ask for, as `AsyncEngine.profile`."""
         self._check_thread()
-        timeout, profile = as_seconds("timeout", timeout), self.aengine.core.profile(steps)
-        try:
-            profile.start()
-            wait([profile.done], timeout)
-        finally:
-            profile.stop()
-        return profile.write(folder, self.info.name)
+        timeout = as_seconds("timeout", timeout)
+        return self.aengine.core.profile(steps).run_blocking(folder, self.info.name, timeout)
 
     def count_tokens(
         self,

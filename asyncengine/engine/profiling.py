@@ -6,14 +6,15 @@ profiler says, on the clock of our spans. A CPU's compiled kernels are no operat
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,9 +22,10 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
+from asyncengine.device.process import EXIT_PATIENCE
 from asyncengine.engine.loop import EngineLoop
 from asyncengine.engine.threads import finished
-from asyncengine.events import EngineDied, Event, StepDone
+from asyncengine.events import Event, StepDone
 
 MOST_STEPS = 10_000
 """Steps of one profile: its events are kept in memory, and one file of more would open nowhere."""
@@ -37,7 +39,8 @@ class Profile:
     def __init__(self, loop: EngineLoop, steps: int, free: Callable[[], None]) -> None:
         """`free`: called when it has stopped; until then no other may be made."""
         self.done: Future[None] = Future()
-        """Set once `steps` steps have retired, or the engine has died."""
+        """Set once `steps` steps have retired, or the engine has ended."""
+        self._over = threading.Event()
         self._loop, self._left, self._undo = loop, steps, [free]
         self._events: list[dict[str, Any]] = []
         self._kernels: Any = None
@@ -49,10 +52,13 @@ class Profile:
         self._undo.append(loop.hooks.add(self._hear))
         for part in LOOP_PARTS:
             self._time(loop, part)
+        self._time(loop, "end_all", self._end)
         for part in ("launch", *getattr(executor, "traced_parts", ())):
             self._time(executor, part)
+        if loop.inbox.closed:
+            self._end()
 
-    def _time(self, owner: Any, name: str) -> None:
+    def _time(self, owner: Any, name: str, then: Callable[[], None] = lambda: None) -> None:
         work, before = getattr(owner, name), vars(owner).get(name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -61,6 +67,7 @@ class Profile:
                 return work(*args, **kwargs)
             finally:
                 self._add("X", name.strip("_"), began, dur=(time.time_ns() - began) / 1000)
+                then()
 
         setattr(owner, name, timed)
         self._undo.append(lambda: delattr(owner, name) if before is None else setattr(owner, name, before))
@@ -72,25 +79,54 @@ class Profile:
             self._add("b", "step", ended - int(event.seconds * 1e9), cat="steps", id=number, args=said)
             self._add("e", "step", ended, cat="steps", id=number)
             self._left -= 1
-        if isinstance(event, EngineDied) or self._left == 0:
-            with suppress(InvalidStateError):  # its maker has left
-                self.done.set_result(None)
+        if self._left == 0:
+            self._end()
+
+    def _end(self) -> None:
+        with suppress(InvalidStateError):  # its maker has left, or it has ended
+            self.done.set_result(None)
+
+    @contextmanager
+    def _before_exit(self) -> Iterator[None]:
+        """Have the program's end wait for what is done within: an interpreter that takes itself apart while torch's
+        profiler is at work crashes."""
+
+        def end() -> None:
+            self._end()
+            self._over.wait(EXIT_PATIENCE)
+
+        atexit.register(end)
+        try:
+            yield
+        finally:
+            self._over.set()
+            atexit.unregister(end)
 
     def _add(self, kind: str, name: str, at: int, **more: Any) -> None:
         place = {"pid": os.getpid(), "tid": threading.get_native_id(), "cat": "engine"}
         self._events.append({"ph": kind, "name": name, "ts": at, **place, **more})
 
     async def run(self, folder: str | os.PathLike[str], model: str, timeout: float) -> Path:
-        """Record until `steps` steps have retired, for at most `timeout` seconds, and write the trace. Raises
-        `OSError`."""
-        try:
-            await anyio.to_thread.run_sync(self.start)
-            with anyio.move_on_after(timeout):
-                await finished(self.done)
-        finally:
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(self.stop)
-        return await anyio.to_thread.run_sync(self.write, folder, model)
+        """Record until it is `done`, for at most `timeout` seconds, and write the trace. Raises `OSError`."""
+        with self._before_exit():
+            try:
+                await anyio.to_thread.run_sync(self.start)
+                with anyio.move_on_after(timeout):
+                    await finished(self.done)
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await anyio.to_thread.run_sync(self.stop)
+            return await anyio.to_thread.run_sync(self.write, folder, model)
+
+    def run_blocking(self, folder: str | os.PathLike[str], model: str, timeout: float) -> Path:
+        """The same on a plain thread."""
+        with self._before_exit():
+            try:
+                self.start()
+                wait([self.done], timeout)
+            finally:
+                self.stop()
+            return self.write(folder, model)
 
     def stop(self) -> None:
         """Time nothing any more. From any thread, once."""

@@ -114,6 +114,17 @@ async def test_an_engine_that_dies_ends_it(tmp_path: Path) -> None:
         assert named(read(await made), "launch")
 
 
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_an_idle_engine_that_closes_ends_it(blocking: bool, tmp_path: Path) -> None:
+    async with make_engine(hosted=True) as engine, asyncio.timeout(20):
+        making = in_thread(lambda: Engine(engine).profile(tmp_path)) if blocking else engine.profile(tmp_path)
+        made = asyncio.ensure_future(making)
+        await until(lambda: bool(engine.core.loop.hooks))
+        await engine.aclose()
+        assert named(read(await made), "end_all")
+        assert_untouched(engine)
+
+
 async def test_a_fleet_has_several(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async with local_fleet(monkeypatch, replicas=1) as (fleet, _):
         with pytest.raises(InvalidParameter, match="profile: is of one engine"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 import weakref
@@ -106,6 +107,10 @@ class Process:
         for thread in [*self._background]:
             if thread.is_alive():
                 thread.join(max(0.0, latest - time.monotonic()))
+        if getattr(sys, "last_type", None) is KeyboardInterrupt and not hasattr(sys, "ps1"):
+            # CPython ends with an interrupt's status only if no text was executed after it; those threads did that
+            with suppress(KeyboardInterrupt):
+                exec("raise KeyboardInterrupt")
 
     def wake(self) -> None:
         """Have those in line look again."""

@@ -204,6 +204,8 @@ def template_variables(given: object) -> dict[str, Any]:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise InvalidParameter("template_kwargs", "must map names of template variables to values", given)
+    if len(given) > _TEMPLATE_VARIABLES:
+        raise InvalidParameter("template_kwargs", f"must have at most {_TEMPLATE_VARIABLES} variables", len(given))
     for name, value in given.items():
         if name in _TEMPLATE_SWITCHES:
             as_switch(name, value)
@@ -213,6 +215,7 @@ def template_variables(given: object) -> dict[str, Any]:
 
 
 _TEMPLATE_SWITCHES = ("add_generation_prompt", "continue_final_message")
+_TEMPLATE_VARIABLES = 1000
 
 
 def template_tools(tools: object) -> list[Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from itertools import count, islice
@@ -63,6 +63,8 @@ PrepareRelease = Callable[[bool, bool], Callable[[], None]]
 """Look at whether weights, caches or both may go; the call that gives their memory back. Raises what refuses it."""
 PROMPT_TAIL = 512
 """Characters of a rendered prompt that tell whether the model begins inside its reasoning."""
+_ITEMS = 4
+"""Messages or tools of a chat for each token of the context: few templates make less than a token of one."""
 _NO_TOKENS = (bytes, bytearray, memoryview, Mapping, Set)
 """Can be iterated over, and are no sequences of token ids."""
 _TASKS = {
@@ -151,6 +153,10 @@ class Frontend:
     ) -> tuple[str, list[int], tuple[ImageSpan, ...]]:  # fmt: skip
         """A chat as the model's template renders it, its token ids, and the pictures among these. `to_answer`: raises
         `ContextLengthExceeded` for one that is far too long, without encoding it."""
+        most = _ITEMS * self.info.max_model_len
+        for name, items in (("messages", messages), ("tools", tools)):
+            if to_answer and isinstance(items, Sized) and len(items) > most:
+                raise ContextLengthExceeded(name, f"must be at most {most}", len(items))
         images = None if self._images is None else self._images.parts()
         rewrite = None if self.planner is None else self.planner.rewrite
         text = tokenizer.render_chat(messages, tools, images=images, rewrite=rewrite, **variables)

@@ -52,14 +52,9 @@ class EngineGroup(Mapping[str, AsyncEngine]):
 
     @classmethod
     async def from_pretrained(
-        cls,
-        models: Mapping[str, ModelSetup],
-        *,
-        memory: int | str | None = None,
-        keep_alive: float | str | None = None,
-        hosted: bool = False,
-        **settings: Any,
-    ) -> Self:
+        cls, models: Mapping[str, ModelSetup], *, memory: int | str | None = None,
+        keep_alive: float | str | None = None, hosted: bool = False, **settings: Any,
+    ) -> Self:  # fmt: skip
         """Load `models`, a mapping of names to what they are, one after another, and start them.
 
         `memory`: bytes (or "8GiB") that weights, steps and caches of all of them take at most. What weights and steps
@@ -260,47 +255,31 @@ class EngineGroup(Mapping[str, AsyncEngine]):
     # ---------------------------------------------------------------- requests
 
     def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        model: str | None = None,
+        self, prompt: Prompt, params: SamplingParams | None = None, *, model: str | None = None,
         **options: Unpack[RequestKeywords],
-    ) -> TokenStream:
+    ) -> TokenStream:  # fmt: skip
         """`AsyncEngine.stream` of `model`; None: of the only one that generates. It must be loaded (see `using`)."""
         return self.engine_for(model).stream(prompt, params, **options)
 
     def stream_chat(
-        self,
-        messages: ChatMessages,
-        params: SamplingParams | None = None,
-        *,
-        model: str | None = None,
+        self, messages: ChatMessages, params: SamplingParams | None = None, *, model: str | None = None,
         **options: Unpack[ChatKeywords],
-    ) -> TokenStream:
+    ) -> TokenStream:  # fmt: skip
         """`AsyncEngine.stream_chat`, as `stream`."""
         return self.engine_for(model).stream_chat(messages, params, **options)
 
     async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        model: str | None = None,
+        self, prompt: Prompt, params: SamplingParams | None = None, *, model: str | None = None,
         **options: Unpack[RequestKeywords],
-    ) -> Completion:
+    ) -> Completion:  # fmt: skip
         """`AsyncEngine.generate` of `model`; None: of the only one that generates."""
         async with self.using(model) as engine:
             return await engine.generate(prompt, params, **options)
 
     async def chat(
-        self,
-        messages: ChatMessages,
-        params: SamplingParams | None = None,
-        *,
-        model: str | None = None,
+        self, messages: ChatMessages, params: SamplingParams | None = None, *, model: str | None = None,
         **options: Unpack[ChatKeywords],
-    ) -> Completion:
+    ) -> Completion:  # fmt: skip
         """`AsyncEngine.chat` of `model`; None: of the only one that generates."""
         async with self.using(model) as engine:
             return await engine.chat(messages, params, **options)

@@ -133,7 +133,7 @@ class SamplingParams(Settings):
     """Leave special tokens out of the text."""
 
     def __post_init__(self) -> None:
-        scored = self.prompt_logprobs is True or as_integer("prompt_logprobs_start", self.prompt_logprobs_start, 0)
+        scored = self.prompt_logprobs is not False or as_integer("prompt_logprobs_start", self.prompt_logprobs_start, 0)
         if self.max_tokens is not None and not scored:
             as_integer("max_tokens", self.max_tokens, 1)
         Settings.__post_init__(self)  # `super()` does not find its class in a dataclass with slots

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -12,6 +12,7 @@ from typing import Any, Self, Unpack
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.checks import as_items, as_seconds
 from asyncengine.device.process import OnProgress
+from asyncengine.device.progress import counted
 from asyncengine.engine.frontend import Keep, Meanwhile
 from asyncengine.engine.prefix_files import HeldPrefix
 from asyncengine.engine.threads import finished_blocking
@@ -36,6 +37,8 @@ from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler.messages import PauseMode, UpdateMode
 from asyncengine.stats import EngineStats
 from asyncengine.stream import SyncTokenStream
+
+Progress = Callable[[int, int], object] | bool | None
 
 
 class Engine:
@@ -122,20 +125,42 @@ class Engine:
             return stream.result()
 
     def generate_many(
-        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, **options: Unpack[RequestKeywords]
-    ) -> list[Completion]:
+        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, *, progress: Progress = None,
+        **options: Unpack[RequestKeywords],
+    ) -> list[Completion]:  # fmt: skip
         """Completions of all prompts, in order, computed in shared batches: all are submitted before any is awaited.
 
-        If one is refused or fails, the others are aborted and its error is raised.
+        `progress`: called with how many are done, in that order, and how many there are; True: a bar on stderr, or
+        lines where it is no terminal. If one is refused or fails, the others are aborted and its error is raised.
         """
-        if prompts is None or isinstance(prompts, str):
-            raise InvalidParameter("prompts", "must be a sequence of prompts, not one str", prompts)
-        streams: list[SyncTokenStream] = []
+        return self._many("prompt", prompts, lambda prompt: self.stream(prompt, params, **options), progress)
+
+    def chat_many(
+        self, chats: Sequence[ChatMessages], params: SamplingParams | None = None, *, progress: Progress = None,
+        **options: Unpack[ChatKeywords],
+    ) -> list[Completion]:  # fmt: skip
+        """Answers to all chats; keywords as `stream_chat`, all else as `generate_many`."""
+        return self._many("chat", chats, lambda chat: self.stream_chat(chat, params, **options), progress)
+
+    def _many(
+        self, name: str, items: Any, start: Callable[[Any], SyncTokenStream], progress: Progress
+    ) -> list[Completion]:
+        if items is None or isinstance(items, str):
+            raise InvalidParameter(f"{name}s", "must be a sequence, not one str", items)
+        if not (callable(progress) or progress in (True, False, None)):
+            raise InvalidParameter("progress", "must be a function of two numbers, True or None", progress)
+        streams, done = list[SyncTokenStream](), list[Completion]()
         try:
-            for index, prompt in enumerate(as_items("prompts", prompts)):
-                with _named(f"prompts[{index}]"):
-                    streams.append(self.stream(prompt, params, **options))
-            return [stream.result() for stream in streams]
+            for index, item in enumerate(as_items(f"{name}s", items)):
+                with _named(f"{name}s[{index}]"):
+                    streams.append(start(item))
+            with counted("answering", len(streams)) if progress is True else nullcontext(lambda _: None) as advance:
+                for stream in streams:
+                    done.append(stream.result())
+                    advance(1)
+                    if callable(progress):
+                        progress(len(done), len(streams))
+            return done
         finally:
             for stream in streams:
                 stream.close()
@@ -182,17 +207,10 @@ class Engine:
     # ---------------------------------------------------------------- vectors
 
     def embed(
-        self,
-        texts: str | Sequence[str | Sequence[int]],
-        *,
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        dimensions: int | None = None,
-        normalize: bool | None = None,
-        truncate: bool = True,
-        show_progress: bool | None = None,
-        **options: Unpack[VectorKeywords],
-    ) -> Embeddings:
+        self, texts: str | Sequence[str | Sequence[int]], *, prompt_name: str | None = None, prompt: str | None = None,
+        dimensions: int | None = None, normalize: bool | None = None, truncate: bool = True,
+        show_progress: bool | None = None, **options: Unpack[VectorKeywords],
+    ) -> Embeddings:  # fmt: skip
         """Embed texts, as `AsyncEngine.embed`."""
         self._check_thread()
         vectors, wanted = self.aengine.core.vectors("embed"), RequestOptions.of_vectors(options)
@@ -200,15 +218,9 @@ class Engine:
         return vectors.run_blocking(call)
 
     def rerank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        *,
-        top_n: int | None = None,
-        instruction: str | None = None,
-        truncate: bool = True,
-        **options: Unpack[VectorKeywords],
-    ) -> Ranking:
+        self, query: str, documents: Sequence[str], *, top_n: int | None = None, instruction: str | None = None,
+        truncate: bool = True, **options: Unpack[VectorKeywords],
+    ) -> Ranking:  # fmt: skip
         """Order documents by relevance, as `AsyncEngine.rerank`."""
         self._check_thread()
         vectors, wanted = self.aengine.core.vectors("rerank"), RequestOptions.of_vectors(options)
@@ -242,14 +254,9 @@ class Engine:
     # ---------------------------------------------------------------- adapters
 
     def load_adapter(
-        self,
-        name: str,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        tensors: Mapping[str, Any] | None = None,
-        config: Any | None = None,
-        pinned: bool = False,
-    ) -> AdapterInfo:
+        self, name: str, path: str | os.PathLike[str] | None = None, *, tensors: Mapping[str, Any] | None = None,
+        config: Any | None = None, pinned: bool = False,
+    ) -> AdapterInfo:  # fmt: skip
         """Load an adapter, as `AsyncEngine.load_adapter`."""
         if tensors is not None or config is not None:
             return finished_blocking(self.aengine.core.take_adapter(name, path, tensors, config))
@@ -314,22 +321,16 @@ class Engine:
         return self.aengine.core.profile(steps).run_blocking(folder, self.info.name, timeout)
 
     def count_tokens(
-        self,
-        text: str | ChatMessages,
-        tools: ToolSpecs | None = None,
+        self, text: str | ChatMessages, tools: ToolSpecs | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Count tokens, as `AsyncEngine.count_tokens`."""
         return self.aengine.count_tokens(text, tools, template_kwargs)
 
     def tokenize(
-        self,
-        text: str | ChatMessages,
-        *,
-        tools: ToolSpecs | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        add_special_tokens: bool | None = None,
-    ) -> list[int]:
+        self, text: str | ChatMessages, *, tools: ToolSpecs | None = None,
+        template_kwargs: Mapping[str, Any] | None = None, add_special_tokens: bool | None = None,
+    ) -> list[int]:  # fmt: skip
         """Token ids of a text or a chat, as `AsyncEngine.tokenize`."""
         return self.aengine.tokenize(
             text, tools=tools, template_kwargs=template_kwargs, add_special_tokens=add_special_tokens
@@ -345,11 +346,12 @@ class Engine:
 
 
 @contextmanager
-def _named(prompt: str) -> Iterator[None]:
-    """Name `prompt`, one of several, in errors about a prompt."""
+def _named(item: str) -> Iterator[None]:
+    """Name `item`, a prompt or a chat of several, in errors about a prompt or messages."""
     try:
         yield
     except InvalidParameter as error:
-        if type(error) is InvalidParameter and error.field.split("[")[0] == "prompt":
-            raise InvalidParameter(prompt + error.field.removeprefix("prompt"), error.limit, error.value) from None
+        field, bracket, rest = error.field.partition("[")
+        if type(error) is InvalidParameter and field in ("prompt", "messages"):
+            raise InvalidParameter(item + bracket + rest, error.limit, error.value) from None
         raise

@@ -52,6 +52,7 @@ BAD: list[tuple[str, Call, str, str]] = [
     ("frequency penalty", params(frequency_penalty=-INF), "frequency_penalty", "must be finite"),
     ("negative max_tokens", params(max_tokens=-1), "max_tokens", ">= 1"),
     ("max_tokens 0", params(max_tokens=0), "max_tokens", ">= 1"),
+    ("prompt_logprobs 1", params(max_tokens=0, prompt_logprobs=1), "prompt_logprobs", "True or False"),
     ("fractional max_tokens", params(max_tokens=1.5), "max_tokens", "must be an integer"),
     ("min above max", params(max_tokens=2, min_tokens=3), "min_tokens", "max_tokens=2"),
     ("min_tokens beyond the context", params(min_tokens=10**6), "min_tokens", "leave room for 506"),
@@ -197,7 +198,7 @@ def test_what_is_no_engine_and_no_loader_is_refused_where_it_is_given():
     ("prompts", "said"),
     [
         (3, "prompts: must be a sequence, got 3"),
-        ("ab", "prompts: must be a sequence of prompts, not one str"),
+        ("ab", "prompts: must be a sequence, not one str"),
         ([[2], None], r"prompts\[1\]: must be a str or a sequence of token ids"),
         ([[2], [2, 97]], r"prompts\[1\]\[1\]: must be a token id between 0 and 96"),
     ],

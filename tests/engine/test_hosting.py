@@ -85,6 +85,11 @@ def test_generate_many_submits_everything_before_it_waits_and_aborts_the_rest_on
         executor = executor_of(engine.aengine)
         done = engine.generate_many([[2 + i] for i in range(9)], greedy(4))
         assert [c.token_ids for c in done] == [oracle(engine.aengine, [2 + i], 4) for i in range(9)]
+        counts: list[tuple[int, int]] = []
+        engine.generate_many([[2], [3]], greedy(4), progress=lambda *now: counts.append(now))
+        assert counts == [(1, 2), (2, 2)]
+        with pytest.raises(InvalidParameter, match="progress: must be a function"):
+            engine.generate_many([[2]], greedy(4), progress=3)  # type: ignore[arg-type]
         executor.hold()
         with pytest.raises(ValueError, match="prompt"):
             engine.generate_many([[2], [3], []], greedy(300, ignore_eos=True))

@@ -60,7 +60,7 @@ from asyncengine.sampling_params import SamplingParams
 from asyncengine.shared import EngineHandle, shared_engine
 from asyncengine.stats import EngineStats
 from asyncengine.step import TokenLogprob
-from asyncengine.stream import SyncTokenStream, TokenStream
+from asyncengine.stream import SyncTokenStream, TokenStream, submitted
 from asyncengine.sync_engine import Engine
 
 __version__ = "0.2.0"
@@ -126,4 +126,5 @@ __all__ = [
     "WrongLoop",
     "WrongProcess",
     "shared_engine",
+    "submitted",
 ]

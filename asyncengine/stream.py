@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from types import TracebackType
-from typing import NoReturn, Self, SupportsIndex
+from typing import NoReturn, Self, SupportsIndex, TypeVar
 
 from asyncengine.engine.assembler import Assembler
 from asyncengine.engine.mailbox import MANY, UNREAD
 from asyncengine.errors import RequestFailed
 from asyncengine.outputs import Chunk, Completion, Timings, Usage
+
+T = TypeVar("T")
 
 
 class _StreamBase:
@@ -236,3 +239,24 @@ class SyncTokenStream(_StreamBase):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+async def submitted(stream: AsyncIterator[T]) -> AsyncGenerator[T, None]:
+    """An iterator over `stream`, a `TokenStream` or what a framework made of one, that has its first item already.
+
+    `QueueFull` and whatever else refuses a request is raised here, while an HTTP handler can still answer by a status.
+    Leaving the iterator leaves `stream`.
+    """
+    try:
+        first = [await anext(stream)]
+    except StopAsyncIteration:
+        first = []
+    return _continued(first, stream)
+
+
+async def _continued(first: list[T], stream: AsyncIterator[T]) -> AsyncGenerator[T, None]:
+    async with aclosing(stream):  # type: ignore[type-var]  # generators and token streams have it
+        for item in first:
+            yield item
+        async for item in stream:
+            yield item

@@ -1,15 +1,19 @@
 """The documentation site, from the same files that a code host shows: hooks of mkdocs (`hooks:` in mkdocs.yml).
 
-    pip install "asyncengine[docs]" && mkdocs build --strict
+    pip install "asyncengine[docs]" && REPOSITORY_URL=https://... mkdocs build --strict
+
+`REPOSITORY_URL` is where the header's link to the repository leads; without it there is none.
 
 Pages link to each other, and to files outside of docs/, by their paths in the repository. Such files become part of the
-site, under `repository/`, and links are written anew for where pages lie there. A folder is no page: what links to one
+site, under `repository/`, and links are written anew for where pages lie there. The search leaves them out: records of
+old measurements have more words than the pages that say how to do a thing. A folder is no page: what links to one
 is plain text on the site.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import posixpath
 import re
 from collections.abc import Callable, Iterable
@@ -79,6 +83,15 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def on_config(config: Any) -> Any:
+    """Link to the repository."""
+    if url := os.environ.get("REPOSITORY_URL"):
+        config.repo_url, config.repo_name = url, "Repository"
+    return config
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Write a page's links anew."""
+    """Write a page's links anew, and leave those of the repository out of the search."""
+    if page.file.src_uri.startswith(OUTSIDE):
+        page.meta["search"] = {"exclude": True}
     return rewritten(markdown, repository_path(page.file.src_uri))

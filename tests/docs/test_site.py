@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import yaml
 
 from tools import site
@@ -81,6 +83,17 @@ def test_links_are_written_anew() -> None:
     assert rewritten("```text\n[a](../b.md)\n```\n", "docs/tour.md") == "```text\n[a](../b.md)\n```\n"
     assert repository_path(site_path("docs/howto/fleet.md")) == "docs/howto/fleet.md"
     assert repository_path(site_path("benchmarks/README.md")) == "benchmarks/README.md"
+
+
+def test_the_search_leaves_out_records_and_the_header_links_to_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    for path, excluded in (("repository/benchmarks/results/x.md", {"exclude": True}), ("howto/fleet.md", None)):
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=path), meta=dict[str, Any]())
+        site.on_page_markdown("words", page, None, None)
+        assert page.meta.get("search") == excluded
+    monkeypatch.setenv("REPOSITORY_URL", "https://code.example/asyncengine")
+    assert site.on_config(SimpleNamespace()).repo_url == "https://code.example/asyncengine"
+    schemes = [each["toggle"]["name"] for each in SETTINGS["theme"]["palette"]]
+    assert len(schemes) == 3
 
 
 def test_today_s_figures_fit_their_page() -> None:

@@ -103,19 +103,11 @@ class Chunk:
     )  # fmt: skip
 
     def __init__(
-        self,
-        text: str,
-        token_ids: list[int],
-        finish_reason: FinishReason | None = None,
-        index: int = 0,
-        logprobs: list[LogprobEntry] | None = None,
-        error: str | None = None,
-        usage: Usage | None = None,
-        tool_calls: list[ToolCallDelta] | None = None,
-        reasoning: str = "",
-        stop: str | None = None,
+        self, text: str, token_ids: list[int], finish_reason: FinishReason | None = None, index: int = 0,
+        logprobs: list[LogprobEntry] | None = None, error: str | None = None, usage: Usage | None = None,
+        tool_calls: list[ToolCallDelta] | None = None, reasoning: str = "", stop: str | None = None,
         steered_from: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.text = text
         self.token_ids = token_ids
         self.finish_reason = finish_reason

@@ -26,16 +26,10 @@ def kv_dtype(config: MemorySettings, dtype: torch.dtype) -> torch.dtype:
 
 
 def make_backend(
-    config: EngineConfig,
-    layers: Sequence[LayerSpec],
-    num_pages: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int | None = None,
-    num_window_pages: int = 0,
-    all_kernels: bool = True,
+    config: EngineConfig, layers: Sequence[LayerSpec], num_pages: int, dtype: torch.dtype, device: torch.device,
+    max_model_len: int | None = None, num_window_pages: int = 0, all_kernels: bool = True,
     shared: SharedPools | None = None,
-) -> AttentionBackend:
+) -> AttentionBackend:  # fmt: skip
     """The backend `config.attention_backend` names; "auto": FlashInfer or compiled kernels where they run, else torch.
     `num_window_pages`: of a pool for the layers with windows alone, where `pool_sizes` has one. `all_kernels`: compile
     what first steps do not call, too. `shared`: memory for pages on a CPU; None: wherever torch puts them.
@@ -89,13 +83,9 @@ def _flashinfer_missing(
 
 
 def _try_flashinfer(
-    config: EngineConfig,
-    layers: Sequence[LayerSpec],
-    num_pages: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    config: EngineConfig, layers: Sequence[LayerSpec], num_pages: int, dtype: torch.dtype, device: torch.device,
     max_model_len: int | None,
-) -> FlashInferBackend | str:
+) -> FlashInferBackend | str:  # fmt: skip
     """A backend whose kernels have all run once, or why there is none."""
     try:
         flashinfer = load_flashinfer()

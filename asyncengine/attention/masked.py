@@ -12,13 +12,9 @@ from asyncengine.attention.base import LayerSpec
 
 
 def masked_attention(
-    spec: LayerSpec,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor,
+    spec: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor,
     sinks: torch.Tensor | None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """softmax(softcap(q k^T scale) + bias) v.
 
     query [..., Q, Dk], key [..., L, Dk], value [..., L, Dv], bias broadcastable to [..., Q, L] with 0 where a key is
@@ -38,14 +34,9 @@ def masked_attention(
 
 
 def causal_bias(
-    first_query: int,
-    num_queries: int,
-    first_key: int,
-    num_keys: int,
-    window: int | None,
-    like: torch.Tensor,
+    first_query: int, num_queries: int, first_key: int, num_keys: int, window: int | None, like: torch.Tensor,
     chunk: int | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """[num_queries, num_keys], 0 where query position first_query + i sees key position first_key + j, else -inf.
 
     dtype and device are those of `like`.

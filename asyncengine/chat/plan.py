@@ -87,15 +87,9 @@ class ChatPlanner:
         return messages, None
 
     def plan(
-        self,
-        prompt_tail: str,
-        *,
-        tools: object = None,
-        tool_choice: object = "auto",
-        parallel_tool_calls: bool | None = True,
-        response_format: object = None,
-        after_results: bool = False,
-    ) -> ChatPlan:
+        self, prompt_tail: str, *, tools: object = None, tool_choice: object = "auto",
+        parallel_tool_calls: bool | None = True, response_format: object = None, after_results: bool = False,
+    ) -> ChatPlan:  # fmt: skip
         """The plan for a rendered prompt that ends in `prompt_tail` (its last thousand characters will do).
 
         Arguments are those of an OpenAI chat; all are checked here. Raises `InvalidParameter` (a `GrammarError` where
@@ -125,15 +119,9 @@ class ChatPlanner:
         return ChatPlan(grammar, *self._reading(callable_tools, final, marks, state), final)
 
     def _grammar(
-        self,
-        tools: Sequence[Tool],
-        callable_tools: Sequence[Tool],
-        choice: Choice,
-        several: bool,
-        final: Grammar | None,
-        marks: Reasoning | None,
-        state: ReasoningState,
-    ) -> Grammar | None:
+        self, tools: Sequence[Tool], callable_tools: Sequence[Tool], choice: Choice, several: bool,
+        final: Grammar | None, marks: Reasoning | None, state: ReasoningState,
+    ) -> Grammar | None:  # fmt: skip
         form = self.tool_format if tools else None
         if choice.mode in ("required", "named"):
             final = None

@@ -80,19 +80,13 @@ class Frontend:
     """The front end of an engine: text and requests in, streams out. Everything here may be called from any thread."""
 
     def __init__(
-        self,
-        loop: EngineLoop,
-        validator: RequestValidator,
-        tokenizer: TextTokenizer | None,
-        info: ModelInfo,
-        planner: ChatPlanner | None = None,
-        adapters: AdapterRegistry | None = None,
+        self, loop: EngineLoop, validator: RequestValidator, tokenizer: TextTokenizer | None, info: ModelInfo,
+        planner: ChatPlanner | None = None, adapters: AdapterRegistry | None = None,
         threads: Callable[[], ThreadStats] = ThreadStats,
         adapter_folder: Callable[[str | os.PathLike[str]], str] = os.path.abspath,
-        prepare_update: PrepareUpdate | None = None,
-        vector_model: VectorModel | None = None,
+        prepare_update: PrepareUpdate | None = None, vector_model: VectorModel | None = None,
         images: ImagePrompts | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`adapter_folder`: the folder that the path of an adapter means. `prepare_update`: None: its weights cannot
         change. `vector_model`: None: the model writes text. `images`: None: it reads no pictures."""
         self.loop = loop
@@ -132,12 +126,9 @@ class Frontend:
         return tokenizer.encode(prompt)
 
     def tokens(
-        self,
-        text: str | ChatMessages,
-        tools: ToolSpecs | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        add_special_tokens: bool | None = None,
-    ) -> list[int]:
+        self, text: str | ChatMessages, tools: ToolSpecs | None = None,
+        template_kwargs: Mapping[str, Any] | None = None, add_special_tokens: bool | None = None,
+    ) -> list[int]:  # fmt: skip
         """See `AsyncEngine.tokenize`."""
         if add_special_tokens is not None:
             as_switch("add_special_tokens", add_special_tokens)

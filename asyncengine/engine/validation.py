@@ -80,14 +80,9 @@ class RequestValidator:
     """Checks requests against one engine's model and limits. Thread-safe: tickets come from one atomic counter."""
 
     def __init__(
-        self,
-        config: RequestSettings,
-        info: ModelInfo,
-        clock: Clock,
-        tokenizer: TextTokenizer | None,
-        grammars: GrammarCompiler | None = None,
-        adapters: AdapterStore | None = None,
-    ) -> None:
+        self, config: RequestSettings, info: ModelInfo, clock: Clock, tokenizer: TextTokenizer | None,
+        grammars: GrammarCompiler | None = None, adapters: AdapterStore | None = None,
+    ) -> None:  # fmt: skip
         self.config = config
         self.info = info
         self.clock = clock
@@ -127,16 +122,9 @@ class RequestValidator:
         )  # fmt: skip
 
     def prepare(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams | None,
-        options: RequestOptions,
-        arrival: float,
-        plan: ChatPlan | None = None,
-        images: tuple[ImageSpan, ...] = (),
-        *,
-        is_chat: bool = False,
-    ) -> PreparedRequest:
+        self, prompt: Sequence[int], params: SamplingParams | None, options: RequestOptions, arrival: float,
+        plan: ChatPlan | None = None, images: tuple[ImageSpan, ...] = (), *, is_chat: bool = False,
+    ) -> PreparedRequest:  # fmt: skip
         """Check everything and specify `n` samples. Raises `InvalidParameter` or a subclass of it.
 
         `arrival`: when it was submitted, by the engine's clock; deadlines count from there. `plan`: what a chat asks of
@@ -182,15 +170,9 @@ class RequestValidator:
         )
 
     def _specify(
-        self,
-        prompt: tuple[int, ...],
-        params: SamplingParams,
-        options: RequestOptions,
-        max_total: int,
-        arrival: float,
-        prediction: tuple[int, ...],
-        images: tuple[ImageSpan, ...],
-    ) -> Iterator[RequestSpec]:
+        self, prompt: tuple[int, ...], params: SamplingParams, options: RequestOptions, max_total: int, arrival: float,
+        prediction: tuple[int, ...], images: tuple[ImageSpan, ...],
+    ) -> Iterator[RequestSpec]:  # fmt: skip
         """The specifications of the `n` samples, in order. Draws their tickets."""
         ticket = next(self._tickets)
         eos = () if params.ignore_eos else self.info.eos_token_ids

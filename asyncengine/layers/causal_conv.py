@@ -23,16 +23,9 @@ class CausalConv:
     """
 
     def __init__(
-        self,
-        options: LayerOptions,
-        path: str,
-        channels: int,
-        taps: int,
-        *,
-        bias: bool = False,
-        activation: ConvActivation | None = None,
-        spans: Spans | None = None,
-    ) -> None:
+        self, options: LayerOptions, path: str, channels: int, taps: int, *, bias: bool = False,
+        activation: ConvActivation | None = None, spans: Spans | None = None,
+    ) -> None:  # fmt: skip
         """`path`: of the checkpoint's tensors "weight" [channels, 1, taps] and "bias" [channels]. `spans`: the channels
         that are here; None: all."""
         self.path, self._whole, self.taps = path, channels, taps

@@ -69,14 +69,9 @@ class LayerKernels:
         return functional.rms_norm(x, (x.shape[-1],), weight, epsilon)
 
     def add_rms_norm(
-        self,
-        residual: torch.Tensor,
-        branch: torch.Tensor,
-        scale: float,
-        weight: torch.Tensor,
-        epsilon: float,
+        self, residual: torch.Tensor, branch: torch.Tensor, scale: float, weight: torch.Tensor, epsilon: float,
         offset: float = 0.0,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """(residual + branch * scale, its RMS norm). Neither input is changed."""
         total = residual + (branch if scale == 1.0 else branch * scale)
         return total, self.rms_norm(total, weight, epsilon, offset)
@@ -171,14 +166,9 @@ class CompiledKernels(LayerKernels):
         return self._norm.rms_norm(x, weight, epsilon)
 
     def add_rms_norm(
-        self,
-        residual: torch.Tensor,
-        branch: torch.Tensor,
-        scale: float,
-        weight: torch.Tensor,
-        epsilon: float,
+        self, residual: torch.Tensor, branch: torch.Tensor, scale: float, weight: torch.Tensor, epsilon: float,
         offset: float = 0.0,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         assert offset == 0.0
         return self._norm.add_rms_norm(residual, branch, scale, weight, epsilon)
 

@@ -39,15 +39,9 @@ class SlotTables:
         self._places[:, slot] = 0
 
     def numbers(
-        self,
-        rows: Sequence[Row],
-        slots: Int64Array,
-        positions: Int64Array,
-        places: Int64Array,
-        last_token: torch.Tensor,
-        *,
-        decodes: bool = False,
-    ) -> tuple[Int64Array, list[torch.Tensor]]:
+        self, rows: Sequence[Row], slots: Int64Array, positions: Int64Array, places: Int64Array,
+        last_token: torch.Tensor, *, decodes: bool = False,
+    ) -> tuple[Int64Array, list[torch.Tensor]]:  # fmt: skip
         """int64 [NUMBERS, rows] as `kernels.cuda.logit_processors` says, with no mask, and what else must be kept until
         the kernels are queued.
 
@@ -99,13 +93,9 @@ class LogitProcessors:
     """All logit processors of one step's rows."""
 
     def __init__(
-        self,
-        rows: Sequence[Row],
-        params: SlotParams,
-        slots: Int64Array | list[int],
-        masks: FilledMasks,
+        self, rows: Sequence[Row], params: SlotParams, slots: Int64Array | list[int], masks: FilledMasks,
         vocab_size: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._params = params
         self._vocab_size = vocab_size
         own = np.asarray(slots, dtype=np.int64)

@@ -47,14 +47,9 @@ class TextTokenizer:
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        max_chat_chars: int = MAX_CHAT_CHARS,
-        chat_template: str | None = None,
-        end_token_ids: Sequence[int] = (),
-        load_hf: Callable[[], Any] | None = None,
-    ) -> None:
+        self, tokenizer: Any, *, max_chat_chars: int = MAX_CHAT_CHARS, chat_template: str | None = None,
+        end_token_ids: Sequence[int] = (), load_hf: Callable[[], Any] | None = None,
+    ) -> None:  # fmt: skip
         self._hf = tokenizer
         self._load_hf = load_hf
         self._end_token_ids = tuple(end_token_ids)
@@ -173,15 +168,10 @@ class TextTokenizer:
         return str(self._hf.decode(ids, skip_special_tokens=skip_special_tokens)) if ids else ""
 
     def render_chat(
-        self,
-        messages: Sequence[Any],
-        tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        images: ImageParts | None = None,
-        rewrite: Rewrite | None = None,
+        self, messages: Sequence[Any], tools: Sequence[Any] | None = None, add_generation_prompt: bool = True,
+        continue_final_message: bool = False, images: ImageParts | None = None, rewrite: Rewrite | None = None,
         **variables: Any,
-    ) -> str:
+    ) -> str:  # fmt: skip
         """The text of a chat in the OpenAI shape, for the model to answer (or to continue its last message). It is
         encoded without adding special tokens: the template writes them.
 
@@ -268,13 +258,9 @@ class TextTokenizer:
 
 
 def load_tokenizer(
-    path: str | Path,
-    config: ModelSettings,
-    *,
-    max_chat_chars: int = MAX_CHAT_CHARS,
-    model_config: Any = None,
+    path: str | Path, config: ModelSettings, *, max_chat_chars: int = MAX_CHAT_CHARS, model_config: Any = None,
     beside: Path | None = None,
-) -> TextTokenizer | None:
+) -> TextTokenizer | None:  # fmt: skip
     """The tokenizer in a model's folder or of a hub id; None for a folder without one (a token-id-only engine).
 
     `model_config`: the model's, where somebody has read it; None: transformers reads it, as it chooses by family.

@@ -51,24 +51,18 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
     # -- one request
 
     def _generate(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> ChatResult:
+        self, messages: list[BaseMessage], stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any,
+    ) -> ChatResult:  # fmt: skip
         with mapped_errors():
             call, prompt = self._request(stop, kwargs), to_openai(messages)
             completion = self._engines().sync().chat(prompt, call.params, **call.keywords)
             return chat_result(checked(completion), call.model_name)
 
     async def _agenerate(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> ChatResult:
+        self, messages: list[BaseMessage], stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None, **kwargs: Any,
+    ) -> ChatResult:  # fmt: skip
         with mapped_errors():
             call, prompt = self._request(stop, kwargs), to_openai(messages)
             engine = await self._engines().aio()
@@ -76,12 +70,9 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
             return chat_result(checked(completion), call.model_name)
 
     def _stream(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> Iterator[ChatGenerationChunk]:
+        self, messages: list[BaseMessage], stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:  # fmt: skip
         # The base class calls on_llm_new_token for every chunk; calling it here would report tokens twice.
         with mapped_errors():
             call, prompt = self._stream_request(stop, kwargs), to_openai(messages)
@@ -94,12 +85,9 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
                     raise_if_timed_out(chunk.finish_reason, text)
 
     async def _astream(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> AsyncIterator[ChatGenerationChunk]:
+        self, messages: list[BaseMessage], stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None, **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:  # fmt: skip
         with mapped_errors():
             call, prompt = self._stream_request(stop, kwargs), to_openai(messages)
             engine = await self._engines().aio()
@@ -118,15 +106,9 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
     # -- tools and structured output
 
     def bind_tools(
-        self,
-        tools: Sequence[AnyTool],
-        *,
-        tool_choice: Mapping[str, Any] | str | bool | None = None,
-        strict: bool | None = None,
-        parallel_tool_calls: bool | None = None,
-        response_format: Any = None,
-        **kwargs: Any,
-    ) -> Runnable[LanguageModelInput, AIMessage]:
+        self, tools: Sequence[AnyTool], *, tool_choice: Mapping[str, Any] | str | bool | None = None,
+        strict: bool | None = None, parallel_tool_calls: bool | None = None, response_format: Any = None, **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:  # fmt: skip
         """A model that may call `tools`. Arguments of its calls are always valid against the tools' schemas.
 
         `tool_choice`: a tool's name, "auto", "none", "any" (also "required", True), or a dict as OpenAI or Anthropic
@@ -148,14 +130,9 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         return self.bind(**{name: value for name, value in bound.items() if value is not None}, **kwargs)
 
     def with_structured_output(
-        self,
-        schema: Any = None,
-        *,
-        method: structured.Method = "json_schema",
-        include_raw: bool = False,
-        strict: bool | None = None,
-        **kwargs: Any,
-    ) -> Runnable[LanguageModelInput, Any]:
+        self, schema: Any = None, *, method: structured.Method = "json_schema", include_raw: bool = False,
+        strict: bool | None = None, **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:  # fmt: skip
         """A model whose answers are objects of `schema`: a pydantic class (v1 or v2), a dataclass, a type such as
         `list[int]` or `A | B`, a TypedDict, a JSON schema or an OpenAI tool. Classes and types give what they say, the
         others dicts.
@@ -182,25 +159,17 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
     # -- many requests from one thread: all of them wait in the engine, not in a pool of six threads
 
     def batch(
-        self,
-        inputs: list[LanguageModelInput],
-        config: RunnableConfig | list[RunnableConfig] | None = None,
-        *,
-        return_exceptions: bool = False,
-        **kwargs: Any,
-    ) -> list[AIMessage]:
+        self, inputs: list[LanguageModelInput], config: RunnableConfig | list[RunnableConfig] | None = None, *,
+        return_exceptions: bool = False, **kwargs: Any,
+    ) -> list[AIMessage]:  # fmt: skip
         """Submits everything at once (up to `MAX_BATCH_THREADS`), unless the config sets `max_concurrency`."""
         widened = _widened(config, _count(inputs))
         return super().batch(inputs, widened, return_exceptions=return_exceptions, **kwargs)
 
     async def abatch(
-        self,
-        inputs: list[LanguageModelInput],
-        config: RunnableConfig | list[RunnableConfig] | None = None,
-        *,
-        return_exceptions: bool = False,
-        **kwargs: Any,
-    ) -> list[AIMessage]:
+        self, inputs: list[LanguageModelInput], config: RunnableConfig | list[RunnableConfig] | None = None, *,
+        return_exceptions: bool = False, **kwargs: Any,
+    ) -> list[AIMessage]:  # fmt: skip
         """Submits everything at once, unless the config sets `max_concurrency`."""
         _widened(config, _count(inputs))  # the base class would wait for ever where none may run at a time
         return await super().abatch(inputs, config, return_exceptions=return_exceptions, **kwargs)
@@ -217,12 +186,8 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         return super().batch_as_completed(inputs, widened, return_exceptions=return_exceptions, **kwargs)  # type: ignore[call-overload,no-any-return]
 
     def generate(
-        self,
-        messages: list[list[BaseMessage]],
-        stop: list[str] | None = None,
-        callbacks: Any = None,
-        **kwargs: Any,
-    ) -> LLMResult:
+        self, messages: list[list[BaseMessage]], stop: list[str] | None = None, callbacks: Any = None, **kwargs: Any,
+    ) -> LLMResult:  # fmt: skip
         """The base class asks for one answer after the other; here all prompts are in the engine together.
 
         Raises the first error in the order of `messages`, after every other request has ended.

@@ -27,24 +27,18 @@ class AsyncEngineLLM(LangChainFields, BaseLLM):
     ls_model_type = "llm"
 
     def _generate(
-        self,
-        prompts: list[str],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
+        self, prompts: list[str], stop: list[str] | None = None, run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
-    ) -> LLMResult:
+    ) -> LLMResult:  # fmt: skip
         with mapped_errors():
             call = self._request(stop, kwargs)
             completions = self._engines().sync().generate_many(prompts, call.params, **call.for_text())
             return text_result([checked(completion) for completion in completions], call.model_name)
 
     async def _agenerate(
-        self,
-        prompts: list[str],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> LLMResult:
+        self, prompts: list[str], stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None, **kwargs: Any,
+    ) -> LLMResult:  # fmt: skip
         with mapped_errors():
             call = self._request(stop, kwargs)
             keywords = call.for_text()
@@ -58,12 +52,9 @@ class AsyncEngineLLM(LangChainFields, BaseLLM):
             return text_result([checked(completion) for completion in completions], call.model_name)
 
     def _stream(
-        self,
-        prompt: str,
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
+        self, prompt: str, stop: list[str] | None = None, run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
-    ) -> Iterator[GenerationChunk]:
+    ) -> Iterator[GenerationChunk]:  # fmt: skip
         with mapped_errors():
             call = self._stream_request(stop, kwargs)
             text = ""
@@ -78,12 +69,9 @@ class AsyncEngineLLM(LangChainFields, BaseLLM):
                     raise_if_timed_out(chunk.finish_reason, text)
 
     async def _astream(
-        self,
-        prompt: str,
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        self, prompt: str, stop: list[str] | None = None, run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
-    ) -> AsyncIterator[GenerationChunk]:
+    ) -> AsyncIterator[GenerationChunk]:  # fmt: skip
         with mapped_errors():
             call = self._stream_request(stop, kwargs)
             keywords = call.for_text()

@@ -170,12 +170,9 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
         return Answer(call.model_name).whole(completion).checked()
 
     def _stream(
-        self,
-        prompt: str | Sequence[ChatMessage],
-        kwargs: Mapping[str, Any],
-        shape: Callable[[Answer], Response],
+        self, prompt: str | Sequence[ChatMessage], kwargs: Mapping[str, Any], shape: Callable[[Answer], Response],
         formatted: bool = False,
-    ) -> Generator[Response, None, None]:
+    ) -> Generator[Response, None, None]:  # fmt: skip
         call = self._single(kwargs)
         engine = self._engines().sync()
         ready = self._prompt(engine.info, prompt, formatted)
@@ -192,12 +189,9 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
                 answer.checked()
 
     async def _astream(
-        self,
-        prompt: str | Sequence[ChatMessage],
-        kwargs: Mapping[str, Any],
-        shape: Callable[[Answer], Response],
+        self, prompt: str | Sequence[ChatMessage], kwargs: Mapping[str, Any], shape: Callable[[Answer], Response],
         formatted: bool = False,
-    ) -> AsyncGenerator[Response, None]:
+    ) -> AsyncGenerator[Response, None]:  # fmt: skip
         call = self._single(kwargs)
         engine = await self._engines().aio()
         ready = self._prompt(engine.info, prompt, formatted)
@@ -243,16 +237,10 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
     # -- tools
 
     def _prepare_chat_with_tools(
-        self,
-        tools: Sequence[BaseTool],
-        user_msg: str | ChatMessage | None = None,
-        chat_history: list[ChatMessage] | None = None,
-        verbose: bool = False,
-        allow_parallel_tool_calls: bool = False,
-        tool_required: bool = False,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
+        self, tools: Sequence[BaseTool], user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None, verbose: bool = False, allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False, tool_choice: str | Mapping[str, Any] | None = None, **kwargs: Any,
+    ) -> dict[str, Any]:  # fmt: skip
         """`tool_choice` is "auto", "none", "required", a tool's name, or OpenAI's dict for one."""
         asked = chat_keywords(tools, user_msg, chat_history, allow_parallel_tool_calls, tool_required, tool_choice)
         return {**kwargs, **asked}

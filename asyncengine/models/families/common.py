@@ -63,14 +63,9 @@ def default_rotary(base: float, dim: int, style: Any = "halves") -> RotaryConfig
 
 
 def rotary_of(
-    config: Any,
-    length: int,
-    layer_type: str | None = None,
-    *,
-    head_dim: int | None = None,
-    style: Any = "halves",
+    config: Any, length: int, layer_type: str | None = None, *, head_dim: int | None = None, style: Any = "halves",
     partial: bool = False,
-) -> RotaryConfig:
+) -> RotaryConfig:  # fmt: skip
     """The frequencies that `rope_parameters` say, for sequences of up to `length` tokens.
 
     `layer_type`: of a family that has other parameters for each kind of layer. `partial`: of one whose heads may be
@@ -166,16 +161,10 @@ def inside_of(made: DecoderConfig, inside: Inside, config: Any) -> DecoderConfig
 
 
 def llama_like(
-    config: Any,
-    length: int,
-    *,
-    attention: Callable[[int], dict[str, Any]] = lambda index: {},
-    mlp: dict[str, Any] | None = None,
-    sparse: Callable[[int], MoEConfig | None] = lambda index: None,
-    layer: dict[str, Any] | None = None,
-    norm: NormConfig | None = None,
-    **changes: Any,
-) -> DecoderConfig:
+    config: Any, length: int, *, attention: Callable[[int], dict[str, Any]] = lambda index: {},
+    mlp: dict[str, Any] | None = None, sparse: Callable[[int], MoEConfig | None] = lambda index: None,
+    layer: dict[str, Any] | None = None, norm: NormConfig | None = None, **changes: Any,
+) -> DecoderConfig:  # fmt: skip
     """The decoder of a family that is Llama but for what is given: fields of `AttentionConfig` by layer, of
     `MLPConfig`, `LayerConfig` and `DecoderConfig`. `sparse`: the mixture of experts of a layer, if it has one."""
     dim = head_dim_of(config)

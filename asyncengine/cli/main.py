@@ -43,7 +43,7 @@ class OneLineParser(argparse.ArgumentParser):
         """Parse as argparse does, but have the parser of a command refuse what is unknown to it."""
         given = takewhile(lambda each: each != "--" and each not in self.commands, args)
         for flag in (each.partition("=")[0] for each in given):
-            if flag.startswith("--") and flag not in self._option_string_actions:
+            if flag.startswith("--") and " " not in flag and flag not in self._option_string_actions:
                 known = {_plain(each): each for each in self._option_string_actions}
                 self._refuse("flag", flag, known.get(nearest(_plain(flag), known) or ""))
             if self.commands and not flag.startswith("-"):

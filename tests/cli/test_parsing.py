@@ -186,3 +186,9 @@ def test_a_typo_names_the_nearest_and_the_help_to_read(
         main(arguments.split())
     program = "asyncengine" if said.startswith("error") else f"asyncengine {said.partition(':')[0]}"
     assert capsys.readouterr().err == f"{program}: error: {said.partition('error: ')[2]} (see {program} --help)\n"
+
+
+def test_a_text_that_begins_as_a_flag_does_is_no_typo() -> None:
+    parsed = build_parser().parse_args(["generate", "demo", "--hello there"])
+    assert parsed.prompt == "--hello there"
+    assert build_parser().parse_args(["generate", "demo", "--", "--hello"]).prompt == "--hello"

@@ -52,7 +52,7 @@ class Fleet(AsyncEngine):
         if hosted is not True:
             raise InvalidParameter("hosted", "a fleet always is", hosted)
         ours, theirs = _split(settings)
-        resolved, fleet_config, attempt = engine_config(config, theirs), FleetConfig(**ours), LoadAttempt()
+        resolved, fleet_config, attempt = engine_config(config, theirs), FleetConfig(**ours), LoadAttempt(str(model))
         fleet = cls(lambda: open_fleet(model, resolved, fleet_config, attempt), hosted=True, attempt=attempt)
         try:
             await fleet.start()

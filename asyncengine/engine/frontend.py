@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from itertools import count, islice
@@ -146,7 +146,7 @@ class Frontend:
         `ContextLengthExceeded` for one that is far too long, without encoding it."""
         most = _ITEMS * self.info.max_model_len
         for name, items in (("messages", messages), ("tools", tools)):
-            if to_answer and isinstance(items, Sized) and len(items) > most:
+            if to_answer and isinstance(items, Sequence) and len(items) > most:
                 raise ContextLengthExceeded(name, f"must be at most {most}", len(items))
         images = None if self._images is None else self._images.parts()
         rewrite = None if self.planner is None else self.planner.rewrite

@@ -14,6 +14,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+import asyncengine
 from asyncengine.errors import QueueFull
 from asyncengine.serve import adapters, metrics, responses, sleeping, vectors
 from asyncengine.serve.dialects import anthropic_messages, completions, openai_chat
@@ -87,7 +88,17 @@ def routes(serving: Serving) -> list[BaseRoute]:
         status = {"status": "ok" if alive else "dead"}
         return JSONResponse({**status, "states": resting} if resting else status, 200 if alive else 503)
 
+    async def version(_request: Request) -> Response:
+        return JSONResponse({"version": asyncengine.__version__})
+
+    async def load(_request: Request) -> Response:
+        """Requests that are computed or wait, as vLLM and balancers call it."""
+        states = [engine.stats().requests for engine in serving.models.group.loaded.values()]
+        return JSONResponse({"server_load": sum(sum(each.values()) for each in states)})
+
     return [
+        Route("/version", version, methods=["GET"]),
+        Route("/load", load, methods=["GET"]),
         *[Route(path, endpoint, methods=["POST"]) for path, endpoint in served.items()],
         *responses.routes(serving),
         *vectors.routes(serving),

@@ -87,7 +87,7 @@ async def answer(serving: Serving, writer: MakeWriter, turn: Turn, fields: Field
         stream, engine = start(target, turn, params, answer_id), target.engine
         answered = Answered(
             answer_id, target.name, int(time.time()), lambda: prompts_of(stream), engine.token_texts, engine.detokenize,
-            lambda: stream.timings,
+            lambda: stream.timings, lambda: stream.usage,
         )  # fmt: skip
         ignored = ((IGNORED, ", ".join(fields.ignored)[:1000]),) if fields.ignored else ()
         return Answer(

@@ -171,7 +171,8 @@ class _Responses:
         response_id = request.path_params["id"]
         stored = self._store.get(response_id)
         if stored is None:
-            raise Problem(404, f"no response {response_id[:100]!r} is stored", "response_id", "response_not_found")
+            why = f"Response with id {response_id[:100]!r} not found."  # in OpenAI's words
+            raise Problem(404, why, "response_id", "response_not_found")
         return stored
 
 

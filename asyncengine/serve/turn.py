@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncengine.grammar import Grammar
-from asyncengine.outputs import Timings
+from asyncengine.outputs import Timings, Usage
 
 Message = dict[str, Any]
 
@@ -60,3 +60,5 @@ class Answered:
     """The text of some tokens together."""
     timings: Callable[[], Timings | None] = lambda: None
     """Times of the request so far."""
+    usage: Callable[[], Usage | None] = lambda: None
+    """Token counts of the request so far."""

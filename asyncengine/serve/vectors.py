@@ -98,17 +98,24 @@ def _usage(usage: Usage) -> dict[str, int]:
 
 
 async def _embed(fields: Fields, target: Target) -> Made:
+    messages, variables = fields.take("messages"), template_variables(fields)
     with naming("prompt", "input"):
-        texts = read_prompts(fields.take("input"))
+        texts = read_prompts(fields.take("input")) if messages is None else []
     form = as_choice("encoding_format", fields.take("encoding_format", "float"), ("float", "base64"))
-    given = fields.some((*OPTIONS, "dimensions", "prompt_name", "prompt", "normalize"))
-    cut = fields.switch("truncate")
-    if (limit := fields.take("truncate_prompt_tokens")) is not None:
-        if limit != -1:
-            raise InvalidParameter("truncate_prompt_tokens", "must be -1: as many as the model takes", limit)
-        cut = True
+    options = (*OPTIONS, "dimensions", "prompt_name", "prompt", "normalize")
+    given = fields.some({name: name for name in options} | {"use_activation": "normalize"})
+    limit = as_integer("truncate_prompt_tokens", fields.take("truncate_prompt_tokens", 0), -1)
+    cut, special = fields.switch("truncate") or limit == -1, fields.switch("add_special_tokens", True)
     fields.ignore("user", "request_id")
     fields.end()
+    if messages is not None:  # a chat's text, as vLLM has it
+        encode = partial(target.engine.tokenize, read_messages(messages), template_kwargs=variables)
+        texts = [await anyio.to_thread.run_sync(encode)]
+    elif not special:
+        encode = partial(target.engine.tokenize, add_special_tokens=False)
+        texts = [await anyio.to_thread.run_sync(encode, each) if isinstance(each, str) else each for each in texts]
+    if limit > 0:
+        texts = await anyio.to_thread.run_sync(lambda: [_cut(target, each, limit) for each in texts])
     with naming("texts", "input"):
         made = await target.engine.embed(texts, truncate=cut, adapter=target.adapter, show_progress=False, **given)
     head = {"object": "list", "model": target.name, "usage": _usage(made.usage)}
@@ -159,6 +166,14 @@ async def _rerank(fields: Fields, target: Target) -> Made:
     ]
     head = {"id": f"rerank-{secrets.token_hex(16)}", "object": "list", "model": target.name}
     return {**head, "results": results, "usage": _usage(made.usage)}, truncated, made.usage
+
+
+def _cut(target: Target, text: str | list[int], most: int) -> str | list[int]:
+    """At most so many tokens of a text, with those that the tokenizer puts around it."""
+    if isinstance(text, list):
+        return text[:most]
+    around = len(target.engine.tokenize("", add_special_tokens=True))
+    return str(_shortened(target, text, max(1, most - around)))
 
 
 def _shortened(target: Target, document: Any, most: int) -> Any:

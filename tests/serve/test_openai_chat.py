@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
+import asyncengine
 from asyncengine import Engine, SamplingParams
 from asyncengine.serve.dialects import openai_chat
 
@@ -45,6 +47,50 @@ def test_a_stream_adds_up_to_it(client: openai.OpenAI, expected: str) -> None:
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 12
+
+
+def test_every_frame_may_tell_the_usage_so_far(client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    ask = partial(client.chat.completions.create, model="demo", messages=QUESTION, temperature=0, max_tokens=9)
+    counts = [chunk.usage.completion_tokens for chunk in ask(stream=True, stream_options=options)]
+    assert (counts[0], counts[-1], counts) == (0, 9, sorted(counts))
+    assert len({*counts}) > 3
+    silent = ask(stream=True, stream_options={**options, "include_usage": False})
+    assert {chunk.usage for chunk in silent} == {None}
+
+
+def test_a_chat_is_scored_and_its_tokens_are_named_by_id(client: openai.OpenAI) -> None:
+    ask = partial(client.chat.completions.create, model="demo", messages=QUESTION, temperature=0, max_tokens=3)
+    answer = ask(extra_body={"prompt_logprobs": 2, "return_token_ids": True}).model_dump()
+    ids, scores = answer["prompt_token_ids"], answer["prompt_logprobs"]
+    assert scores[0] is None
+    assert [next(iter(entry)) for entry in scores[1:]] == [str(token) for token in ids[1:]]
+    assert answer["choices"][0]["logprobs"] is None
+    both = ask(logprobs=True, top_logprobs=1, extra_body={"prompt_logprobs": 3, "return_tokens_as_token_ids": True})
+    assert [len(entry.top_logprobs) for entry in both.choices[0].logprobs.content] == [1] * 3
+    named = [int(entry.token.removeprefix("token_id:")) for entry in both.choices[0].logprobs.content]
+    assert named == answer["choices"][0]["token_ids"][:3]
+
+
+def test_no_token_but_the_allowed_ones_is_drawn(client: openai.OpenAI) -> None:
+    more = {"allowed_token_ids": [300, 301], "return_token_ids": True}
+    answer = client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=40, extra_body=more)
+    drawn = answer.model_dump()["choices"][0]["token_ids"]
+    assert len(drawn) == 40
+    assert {*drawn} <= {300, 301}
+
+
+def test_the_load_is_that_of_requests_which_run(demo_url: str, client: openai.OpenAI) -> None:
+    def load() -> int:
+        return int(httpx.get(f"{demo_url}/load").json()["server_load"])
+
+    assert httpx.get(f"{demo_url}/version").json() == {"version": asyncengine.__version__}
+    assert load() == 0
+    with client.chat.completions.create(
+        model="demo", messages=QUESTION, max_tokens=3000, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        next(iter(stream))
+        assert load() == 1
 
 
 def test_tokens_with_logprobs_join_to_the_content(client: openai.OpenAI) -> None:

@@ -100,6 +100,11 @@ def test_items_become_messages(given: Any, messages: Any) -> None:
     assert read(given, **more).messages == messages
 
 
+def test_variables_of_the_template_are_taken() -> None:
+    kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert read(**kwargs).chat["template_kwargs"] == kwargs["chat_template_kwargs"]
+
+
 def test_earlier_items_come_before_and_instructions_first() -> None:
     body = {"input": [RESULT], "previous_response_id": "r", "instructions": "Be."}
     earlier = read_input([message("user", "look"), CALL])

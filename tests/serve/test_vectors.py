@@ -23,11 +23,12 @@ Engines = dict[str, Engine]
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Engines]:
-    models = {"demo": "demo", "embedder": "demo-embed", "reranker": "demo-rerank"}
+    models: Any = {"demo": ("demo", {}), "reranker": ("demo-rerank", {})}
+    models["embedder"] = ("demo-embed", {"chat_template": "chatml"})
     with ExitStack() as stack:
         yield {
-            name: stack.enter_context(Engine.from_pretrained(model, show_progress=False, num_threads=1))
-            for name, model in models.items()
+            name: stack.enter_context(Engine.from_pretrained(model, show_progress=False, num_threads=1, **more))
+            for name, (model, more) in models.items()
         }
 
 
@@ -75,11 +76,21 @@ def test_ids_dimensions_and_prompts_are_taken(url: str, engines: Engines) -> Non
         ({"input": [ids, "b"]}, [ids, "b"], {}),
         ({"input": TEXTS, "dimensions": 16, "normalize": False}, TEXTS, {"dimensions": 16, "normalize": False}),
         ({"input": TEXTS, "prompt_name": name, "user": "u"}, TEXTS, {"prompt_name": name}),
+        ({"input": TEXTS[0], "use_activation": False}, [TEXTS[0]], {"normalize": False}),
+        ({"input": TEXTS[0], "add_special_tokens": False}, [engine.tokenize(TEXTS[0], add_special_tokens=False)], {}),
+        ({"input": [ids, TEXTS[0]], "truncate_prompt_tokens": 4}, [ids[:4], [*ids[:3], ids[-1]]], {}),
     ):
         answer = post(url, "/v1/embeddings", model="embedder", **given)
         assert answer.status_code == 200, answer.text
         found = np.array([row["embedding"] for row in answer.json()["data"]], np.float32)
         assert np.array_equal(found, engine.embed(texts, **keywords).vectors)  # type: ignore[arg-type]
+
+
+def test_a_chat_has_a_vector(url: str, engines: Engines) -> None:
+    chat = [{"role": "user", "content": TEXTS[0]}, {"role": "assistant", "content": TEXTS[1]}]
+    answer = post(url, "/v1/embeddings", model="embedder", messages=chat)
+    wanted = engines["embedder"].embed([engines["embedder"].tokenize(chat)]).vectors[0]
+    assert np.array_equal(np.array(answer.json()["data"][0]["embedding"], np.float32), wanted)
 
 
 def test_a_text_that_is_too_long_is_cut_on_request_only(url: str) -> None:
@@ -164,7 +175,7 @@ def test_a_tokenizer_tells_its_end(url: str, engines: Engines) -> None:
         ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ("/v1/embeddings", {"input": "a", "dimensions": 10**6}, "dimensions"),
         ("/v1/embeddings", {"input": "a", "prompt_name": "x"}, "prompt_name"),
-        ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": -5}, "truncate_prompt_tokens"),
         ("/v1/embeddings", {"input": "a", "model": "demo"}, "embed"),
         ("/v1/embeddings", {"input": "a", "model": "none"}, "model"),
         ("/v1/rerank", {"documents": ["a"]}, "query"),

@@ -76,9 +76,7 @@ class Writer(Frames):
     def __init__(self, turn: Turn, answered: Answered) -> None:
         super().__init__("cmpl-", "text_completion", turn, answered)
         self._prompts, self._samples = turn.prompts, turn.params.get("n", 1)
-        self._echo, self._top, self._of_prompt = (
-            turn.extra.get(name) for name in ("echo", "logprobs", "prompt_logprobs")
-        )
+        self._echo, self._top = turn.extra.get("echo"), turn.extra.get("logprobs")
         self._offsets: dict[int, int] = {}
         """Characters of each choice whose logprobs were sent."""
 
@@ -114,7 +112,7 @@ class Writer(Frames):
         )
         if first and self._ids:
             fields += f', "prompt_token_ids": {list(self._prompt_ids(index))}'
-        return self.frame(index, fields, token_ids)
+        return self.frame(index, fields, token_ids, first=first)
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         """The response to a request that did not ask for a stream."""
@@ -137,10 +135,8 @@ class Writer(Frames):
         reason = "length" if sample.finish_reason == "timeout" else sample.finish_reason
         text = self._prompt(index) + sample.text if self._echo else sample.text
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        if self._of_prompt is not None:
-            choice["prompt_logprobs"] = [self._vllm_entry(entry) for entry in of_prompt]
-        if self._ids:
-            choice |= {"prompt_token_ids": list(self._prompt_ids(index)), "token_ids": list(sample.token_ids)}
+        ids = (list(self._prompt_ids(index)), list(sample.token_ids)) if self._ids else (None, None)
+        choice |= {"prompt_logprobs": self.of_prompt(of_prompt), "prompt_token_ids": ids[0], "token_ids": ids[1]}
         return choice
 
     # ---------------------------------------------------------------- prompts
@@ -164,23 +160,10 @@ class Writer(Frames):
             scored.append((text, entry.logprob, _by_text([*pairs, (text, entry.logprob)])))
         return scored
 
-    def _vllm_entry(self, entry: TokenLogprob | None) -> dict[str, Any] | None:
-        """vLLM's form of a prompt token's scores: by id, the token's own first."""
-        if entry is None:
-            return None
-        ranks: dict[int, tuple[int | None, float]] = {}
-        ranks |= {token: (rank, logprob) for rank, (token, logprob) in enumerate(entry.top[: self._of_prompt], 1)}
-        ranks = {entry.token_id: ranks.get(entry.token_id, (None, entry.logprob)), **ranks}
-        texts = self._answered.token_texts(ranks)
-        return {
-            str(token): {"logprob": logprob, "rank": rank, "decoded_token": text}
-            for (token, (rank, logprob)), text in zip(ranks.items(), texts, strict=True)
-        }
-
     def _scored(self, entries: Sequence[LogprobEntry]) -> list[Scored]:
         return [
             (each.token, each.logprob, _by_text([(e.token, e.logprob) for e in (*each.top[: self._top], each)]))
-            for each in entries
+            for each in self.named(entries)
         ]
 
     def _logprobs(self, index: int, scored: Sequence[Scored]) -> dict[str, Any]:

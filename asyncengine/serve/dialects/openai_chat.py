@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from asyncengine.checks import as_integer
 from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Completion, FinishReason, LogprobEntry, Sample, Usage
 from asyncengine.serve.dialects.openai_common import Frames, error, max_tokens, read_common
@@ -22,7 +23,6 @@ from asyncengine.serve.turn import Answered, Message, Turn
 __all__ = ["Writer", "error", "read"]
 
 REFUSED = {
-    "prompt_logprobs": "is served at /v1/completions",
     "echo": "is served at /v1/completions",
     "add_special_tokens": "is not served: the chat template writes a chat's special tokens",
     "functions": "is not served: use tools",
@@ -51,6 +51,7 @@ def read(fields: Fields) -> Turn:
         fields.ignore("functions", "function_call")  # their older form goes unread beside them
     turn.params |= max_tokens(fields)
     turn.params |= logprobs(fields)
+    read_prompt_scores(fields, turn)
     turn.chat |= fields.some(("response_format", "enable_thinking"))
     turn.extra["reasoning"] = fields.switch("include_reasoning", True)
     read_template(fields, turn)
@@ -150,12 +151,24 @@ def logprobs(fields: Fields) -> dict[str, Any]:
     return ({"logprobs": True} if wanted else {}) | ({} if top is None else {"top_logprobs": top})
 
 
+def read_prompt_scores(fields: Fields, turn: Turn) -> None:
+    """Read whether the prompt is to be scored, and with how many of the likeliest tokens, as vLLM does."""
+    if (count := fields.take("prompt_logprobs")) is None:
+        return
+    if turn.stream:
+        raise InvalidParameter("prompt_logprobs", "are not served in a stream")
+    top = turn.params.get("top_logprobs", 0)
+    turn.extra |= {"prompt_logprobs": count, "logprobs": turn.params.get("logprobs", False), "top_logprobs": top}
+    turn.params |= {"prompt_logprobs": True, "top_logprobs": max(top, as_integer("prompt_logprobs", count, 0))}
+
+
 class Writer(Frames):
     """Writes one answer: as a stream's frames, or whole."""
 
     def __init__(self, turn: Turn, answered: Answered) -> None:
         super().__init__("chatcmpl-", "chat.completion.chunk", turn, answered)
-        self._reasoning = turn.extra.get("reasoning", True)
+        self._reasoning, self._scored = turn.extra.get("reasoning", True), turn.extra.get("logprobs", True)
+        self._top: int | None = turn.extra.get("top_logprobs")
 
     def _delta(
         self,
@@ -165,17 +178,18 @@ class Writer(Frames):
         reason: str | None = None,
         logprobs: Sequence[LogprobEntry] = (),
         more: str = "",
+        first: bool = False,
     ) -> str:
-        entries = json.dumps({**openai_logprobs(logprobs), "refusal": None}) if logprobs else "null"
+        entries = json.dumps({**openai_logprobs(self.named(logprobs)), "refusal": None}) if logprobs else "null"
         quoted = "null" if reason is None else f'"{reason}"'
         fields = f'"delta": {json.dumps(delta)}, "logprobs": {entries}, "finish_reason": {quoted}'
-        return self.frame(event.index, fields, token_ids, more)
+        return self.frame(event.index, fields, token_ids, more, first=first)
 
     def begin(self, _usage: Usage, samples: int = 1) -> str:
         """Frames that say who speaks."""
         more = f', "prompt_token_ids": {list(self._answered.prompts()[0])}' if self._ids else ""
         delta = {"role": "assistant", "content": ""}
-        return "".join([self._delta(Event(index), delta, more=more) for index in range(samples)])
+        return "".join([self._delta(Event(index), delta, more=more, first=True) for index in range(samples)])
 
     def write(self, event: Event) -> str:
         """The frames of one event; an empty text for none."""
@@ -196,8 +210,11 @@ class Writer(Frames):
     def whole(self, completion: Completion) -> dict[str, Any]:
         """The response to a request that did not ask for a stream."""
         choices = [self._choice(index, sample) for index, sample in enumerate(completion.samples)]
-        ids = {"prompt_token_ids": list(self._answered.prompts()[0])} if self._ids else {}
-        return {**self.head("chat.completion"), "choices": choices, **self.measured(completion), **ids}
+        more = {
+            "prompt_logprobs": self.of_prompt(completion.prompt_logprobs or ()),
+            "prompt_token_ids": list(self._answered.prompts()[0]) if self._ids else None,
+        }
+        return {**self.head("chat.completion"), "choices": choices, **self.measured(completion), **more}
 
     def _choice(self, index: int, sample: Sample) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": sample.text, "refusal": None}
@@ -206,10 +223,12 @@ class Writer(Frames):
         if calls := shown_calls(sample):
             message["content"] = message["content"] or None
             message["tool_calls"] = [tool_call(call.id, call.name, call.arguments) for call in calls]
-        logprobs = {**openai_logprobs(sample.logprobs), "refusal": None} if sample.logprobs else None
+        logprobs = None
+        if sample.logprobs and self._scored:
+            logprobs = {**openai_logprobs(self.named(sample.logprobs), self._top), "refusal": None}
         reason = REASONS.get(sample.finish_reason, "stop")
         choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
-        return choice | ({"token_ids": list(sample.token_ids)} if self._ids else {})
+        return choice | {"token_ids": list(sample.token_ids) if self._ids else None}
 
 
 def _call(number: int, piece: dict[str, Any]) -> dict[str, Any]:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from asyncengine.errors import GrammarError, InvalidParameter
 from asyncengine.grammar import Grammar
 from asyncengine.options import rough_size
-from asyncengine.outputs import Completion, Usage
+from asyncengine.outputs import Completion, LogprobEntry, Usage
 from asyncengine.serve.dialects.openai_shape import llama_cpp_timings, openai_usage
 from asyncengine.serve.events import EVENT_STREAM
 from asyncengine.serve.fields import Fields
 from asyncengine.serve.problems import Problem
 from asyncengine.serve.turn import Answered, Turn
+from asyncengine.step import TokenLogprob
 
 SAMPLING = {
     name: name
@@ -35,7 +37,6 @@ WITHOUT_MEANING = (
 REFUSED = {
     "use_beam_search": "is not served: beams are not searched here",
     "truncate_prompt_tokens": "is not served: prompts are never cut: send fewer tokens",
-    "allowed_token_ids": "is not served: tokens are allowed by a grammar: guided_regex or guided_choice",
     "bad_words": "is not served: words are forbidden by logit_bias, token by token",
     "logits_processors": "is not served: code is not taken from requests",
     "chat_template": "is not served: it comes with the model, never with a request",
@@ -44,6 +45,8 @@ REFUSED = {
 """Fields that are known and not served, and why."""
 MAX_TOKENS = ("max_completion_tokens", "max_tokens", "n_predict", "num_predict")
 """OpenAI's names, llama.cpp's and Ollama's."""
+MAX_BIAS = 100.0
+"""The largest bias of a token: OpenAI's word for "no others"."""
 MAX_GRAMMAR = 1 << 20
 """Characters of a grammar; so many lie below every engine's own limit."""
 
@@ -77,12 +80,24 @@ def read_common(fields: Fields, turn: Turn) -> None:
     samples = turn.params.get("n", 1)
     if (best_of := fields.take("best_of")) is not None and best_of != samples:
         raise InvalidParameter("best_of", f"must be n, which is {samples}: all samples are returned", best_of)
+    if (allowed := fields.take("allowed_token_ids")) is not None:
+        turn.params["logit_bias"] = only(allowed, turn.params.get("logit_bias"))
     turn.options |= fields.some(OPTIONS)
     turn.grammar = grammar(fields)
     read_stream_options(fields, turn)
     turn.extra["return_ids"] = fields.switch("return_token_ids")
+    turn.extra["numbered"] = fields.switch("return_tokens_as_token_ids")
     fields.refuse(REFUSED)
     fields.ignore(*WITHOUT_MEANING)
+
+
+def only(allowed: object, bias: object) -> dict[int, float]:
+    """The bias by which no tokens but those of vLLM's `allowed_token_ids` are drawn. Raises `InvalidParameter`."""
+    if not isinstance(allowed, list) or not allowed or not all(type(each) is int for each in allowed):
+        raise InvalidParameter("allowed_token_ids", "must be a list of token ids", allowed)
+    if bias:
+        raise InvalidParameter("allowed_token_ids", "cannot go with logit_bias, by which it is done")
+    return dict.fromkeys(allowed, MAX_BIAS)
 
 
 def grammar(fields: Fields) -> Callable[[], Grammar] | None:
@@ -129,7 +144,8 @@ def read_stream_options(fields: Fields, turn: Turn) -> None:
     """Whether a stream tells its usage at its end (`stream_options`)."""
     inner = fields.inner("stream_options")
     turn.extra["usage"] = inner.switch("include_usage")
-    inner.ignore("include_obfuscation", "continuous_usage_stats")
+    turn.extra["usage_each"] = inner.switch("continuous_usage_stats") and turn.extra["usage"]
+    inner.ignore("include_obfuscation")
     inner.end()
 
 
@@ -154,6 +170,8 @@ class Frames:
         """`prefix` of the answer's id; `kind` of object that each frame is."""
         extra = turn.extra
         self._usage, self._ids = bool(extra.get("usage")), bool(extra.get("return_ids"))
+        self._each, self._numbered = bool(extra.get("usage_each")), bool(extra.get("numbered"))
+        self._of_prompt: int | None = extra.get("prompt_logprobs")
         self._answered = answered
         self._id, self._kind = prefix + answered.id, kind
         # A frame is made for every token of every stream: all of it that stays the same is written once.
@@ -165,15 +183,44 @@ class Frames:
         created, model = self._answered.created, self._answered.model
         return {"id": self._id, "object": kind, "created": created, "model": model, "system_fingerprint": None}
 
-    def frame(self, index: int, fields: str, token_ids: Sequence[int] = (), more: str = "") -> str:
-        """The frame of a choice with these fields (JSON's, without braces); `more` come behind the choices."""
+    def frame(
+        self, index: int, fields: str, token_ids: Sequence[int] = (), more: str = "", *, first: bool = False
+    ) -> str:
+        """The frame of a choice with these fields (JSON's, without braces); `more` come behind the choices. `first`: it
+        comes before the choice's first token."""
         ids = f', "token_ids": {list(token_ids)}' if self._ids else ""
-        return f"{self._before}{index}, {fields}{ids}}}]{more}{self._after}"
+        after = self._after
+        if self._each and (usage := self._answered.usage()) is not None:
+            so_far = openai_usage(replace(usage, completion_tokens=0) if first else usage)
+            after = f', "usage": {json.dumps(so_far)}}}\n\n'
+        return f"{self._before}{index}, {fields}{ids}}}]{more}{after}"
 
     def measured(self, completion: Completion) -> dict[str, Any]:
         """The last fields of an answer that is sent whole."""
         usage = completion.usage
         return {"usage": openai_usage(usage), **llama_cpp_timings(usage, completion.timings)}
+
+    def named(self, entries: Sequence[LogprobEntry]) -> Sequence[LogprobEntry]:
+        """The tokens as texts, or as "token_id:7" (vLLM's `return_tokens_as_token_ids`)."""
+        if not self._numbered:
+            return entries
+        return [replace(e, token=f"token_id:{e.token_id}", top=tuple(self.named(e.top))) for e in entries]
+
+    def of_prompt(self, entries: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None] | None:
+        """vLLM's form of a prompt's scores: by id, each token's own first; None where they are not asked for."""
+        return None if self._of_prompt is None else [self._of_token(entry) for entry in entries]
+
+    def _of_token(self, entry: TokenLogprob | None) -> dict[str, Any] | None:
+        if entry is None:
+            return None
+        ranks: dict[int, tuple[int | None, float]] = {}
+        ranks |= {token: (rank, logprob) for rank, (token, logprob) in enumerate(entry.top[: self._of_prompt], 1)}
+        ranks = {entry.token_id: ranks.get(entry.token_id, (None, entry.logprob)), **ranks}
+        texts = self._answered.token_texts(ranks)
+        return {
+            str(token): {"logprob": logprob, "rank": rank, "decoded_token": text}
+            for (token, (rank, logprob)), text in zip(ranks.items(), texts, strict=True)
+        }
 
     def end(self, usage: Usage) -> str:
         """The last frames of a stream."""

@@ -71,6 +71,7 @@ def read(fields: Fields, recall: Recall = not_found) -> Turn:
         raise InvalidParameter("input", "is missing: the text or the items to answer")
     echo = {"previous_response_id": previous, "instructions": instructions} | _read_limits(fields, turn)
     echo |= _read_tools(fields, turn) | _read_form(fields, turn)
+    turn.chat |= {"template_kwargs": given} if (given := openai_chat.template_variables(fields)) else {}
     include = fields.take("include", [])
     if not isinstance(include, list) or not all(isinstance(name, str) for name in include):
         raise InvalidParameter("include", "must be a list of strings", include)

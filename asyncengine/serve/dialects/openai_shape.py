@@ -112,10 +112,11 @@ def llama_cpp_timings(usage: Usage, timings: Timings | None) -> dict[str, Any]:
     return {"timings": {name: round(value, 3) for name, value in made.items()}}
 
 
-def openai_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
-    """OpenAI's `logprobs` object from `LogprobEntry`s: those of the text, whose tokens join to it."""
+def openai_logprobs(entries: Sequence[LogprobEntry], top: int | None = None) -> dict[str, Any]:
+    """OpenAI's `logprobs` object from `LogprobEntry`s: those of the text, whose tokens join to it, with at most `top`
+    alternatives of each."""
     shown = [entry for entry in entries if not entry.ends]
-    return {"content": [{**_entry(e), "top_logprobs": [_entry(alternative) for alternative in e.top]} for e in shown]}
+    return {"content": [{**_entry(e), "top_logprobs": [_entry(each) for each in e.top[:top]]} for e in shown]}
 
 
 def _entry(entry: LogprobEntry) -> dict[str, Any]:

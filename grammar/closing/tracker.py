@@ -149,7 +149,8 @@ class Inside:
         if matcher.is_accepting():
             yield self.outer
         if not matcher.is_stopped():
-            known = self._known if self._way is None else self._way
+            # the longer: of the end that led on from here, the model may leave the beginning, and need it again
+            known = max(self._known, self._way or (), key=len)
             yield Inside(self._prices, matcher, self.outer, known, max(0, self._wait - 1))
 
 

@@ -15,6 +15,7 @@ from support.small_vocabulary import EOS
 
 from asyncengine.errors import GrammarImpossible, GrammarTooLarge
 from asyncengine.grammar import Grammar
+from asyncengine.grammar.closing import search
 from asyncengine.grammar.llguidance_backend import LlgTemplate, LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.vocabulary import Vocabulary
@@ -100,6 +101,18 @@ def test_every_budget_ends_in_a_valid_instance(
         validator.validate(json.loads(text_of(vocabulary, tokens)))
         steered += output.steered_from is not None
     assert steered or name in ("enum", "numbers"), "some walk must have been cut short"
+
+
+def test_a_known_end_is_still_known_when_its_beginning_was_left(
+    templates: dict[str, LlgTemplate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each point of the address might begin the end of the pattern, and does not; nothing is searched for."""
+    monkeypatch.setattr(search, "shortest", lambda *_: pytest.fail("an end was searched for"))
+    text = b'"https://images-fe.example.com/a.x._b._SL1'
+    output = matcher(templates["format and pattern"], len(text) + 20)
+    for byte in text:
+        assert output.accept(byte, False) == [byte]
+    assert not output.is_terminated()
 
 
 def test_the_least_budget_is_the_number_of_tokens_of_the_shortest_output(templates: dict[str, LlgTemplate]) -> None:

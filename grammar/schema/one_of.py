@@ -82,11 +82,18 @@ class Branches:
                 return _crossed(term, "minItems", "maxItems") or any(self.is_empty(item, depth + 1) for item in items)
             case "object":
                 needed = {key for entry in term.entries for key in entry.schema.get("required", ())}
+                saying = term.having("properties", "patternProperties", "additionalProperties")
                 members = [
-                    tuple(e for entry in term.entries for e in property_of(entry, key)) for key in sorted(needed)
+                    tuple(e for entry in saying if _says(entry, key) for e in property_of(entry, key))
+                    for key in sorted(needed)
                 ]
-                return any(self.is_empty(member, depth + 1) for member in members)
+                return any(self.is_empty(member, depth + 1) for member in members if member)
         return False
+
+
+def _says(entry: Entry, key: str) -> bool:
+    """Whether a schema demands anything of the property `key`."""
+    return entry.schema.keys() != {"properties"} or key in entry.schema["properties"]
 
 
 def _crossed(term: Term, low: str, high: str, applies: bool = True) -> bool:

@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute, Route
 
 import asyncengine
 from asyncengine.errors import QueueFull
-from asyncengine.serve import adapters, metrics, responses, sleeping, vectors
+from asyncengine.serve import adapters, metrics, openapi, responses, sleeping, vectors
 from asyncengine.serve.dialects import anthropic_messages, completions, openai_chat
 from asyncengine.serve.generating import Endpoint, counting, generating
 from asyncengine.serve.models import Serving
@@ -40,6 +40,7 @@ PAGE_HEADERS = {
 def make_app(serving: Serving) -> Starlette:
     """The app of `asyncengine.serve.app`."""
     served = routes(serving)
+    served.append(openapi.route(served))
     paths = [(route.endpoint, route.path) for route in served if isinstance(route, Route)]
     middleware = [Middleware(Recording, serving.requests, paths)]
     if serving.cors:  # before keys: a browser asks without one whether it may ask

@@ -1,85 +1,34 @@
-"""Reading a body's fields, one by one, so that whatever is left at the end was not understood."""
+"""Fields of requests: the tables of fields.txt, and reading a body by one of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import functools
+from collections import defaultdict
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any, NamedTuple
 
-from asyncengine.checks import as_switch, as_text
+from asyncengine.checks import MAX_COUNT, Check, as_choice, as_integer, as_seconds, as_switch, as_text
 from asyncengine.errors import InvalidParameter
 
+Values = defaultdict[str, dict[str, Any]]
+"""Values of fields by where they go, then by their names here: "outer.inner" within an object."""
 
-class Fields:
-    """The fields of a request's body that have not been read yet."""
 
-    def __init__(self, body: object, *, strict: bool = False, name: str = "") -> None:
-        """`strict`: fields that would be passed over are refused. `name`: that of the field whose object it is.
+class Field(NamedTuple):
+    """A line of a table, as fields.txt explains them."""
 
-        Raises `InvalidParameter` unless it is an object.
-        """
-        self._left: dict[str, Any] = dict(as_object(name or "body", body))
-        self.strict = strict
-        self._within = f"{name}." if name else ""
-        self.ignored: list[str] = []
-        """Names of fields that were given and change nothing; they are told in a header of the response."""
+    ours: str
+    to: str
+    check: Check | None = None
+    takes: str = ""
+    note: str = ""
+    needed: bool = False
+    inner: Table | None = None
+    """The fields of an object."""
 
-    def take(self, name: str, default: Any = None) -> Any:
-        """The value of a field, or `default` where it is missing or null."""
-        value = self._left.pop(name, None)
-        return default if value is None else value
 
-    def peek(self, name: str) -> Any:
-        """The value of a field that is still to be read."""
-        return self._left.get(name)
-
-    def text(self, name: str) -> str | None:
-        """A str or None. Raises `InvalidParameter`."""
-        value = self.take(name)
-        return None if value is None else as_text(self._within + name, value)
-
-    def switch(self, name: str, default: bool = False) -> bool:
-        """A bool. Raises `InvalidParameter`."""
-        return as_switch(self._within + name, self.take(name, default))
-
-    def inner(self, name: str) -> Fields:
-        """The fields of an object within; none where it is missing or null. Raises `InvalidParameter`."""
-        made = Fields(self.take(name, {}), strict=self.strict, name=self._within + name)
-        made.ignored = self.ignored
-        return made
-
-    def some(self, names: Mapping[str, str] | Iterable[str]) -> dict[str, Any]:
-        """The fields among these that are given and not null; a mapping says what each is called in the engine."""
-        renamed = names if isinstance(names, Mapping) else {name: name for name in names}
-        return {ours: value for name, ours in renamed.items() if (value := self._left.pop(name, None)) is not None}
-
-    def ignore(self, *names: str) -> None:
-        """Pass over fields that this engine has no use for. Raises `InvalidParameter` where `strict`."""
-        for name in names:
-            if self._left.pop(name, None) is not None:
-                self.skip(name)
-
-    def refuse(self, reasons: Mapping[str, str]) -> None:
-        """Raises `InvalidParameter` for a field among these, with its reason, unless it is null, false, 0 or empty."""
-        for name, reason in reasons.items():
-            if value := self._left.pop(name, None):
-                raise InvalidParameter(self._within + name, reason, value)
-
-    def skip(self, name: str) -> None:
-        """Note that a field, or a part of one, changes nothing. Raises `InvalidParameter` where `strict`."""
-        name = (self._within + name)[:100]
-        if self.strict:
-            raise InvalidParameter(name, "is not served here")
-        self.ignored.append(name)
-
-    def end(self, *, known: bool = False) -> None:
-        """Pass over the fields that are left: clients of other servers send their own. Raises `InvalidParameter` for
-        one of them where `strict`, or where they must all be `known` since each of them asks for another answer.
-        """
-        if not known:
-            self.ignore(*self._left)
-        for name, value in self._left.items():
-            if value is not None:
-                raise InvalidParameter((self._within + name)[:100], "is no field of this request")
+Table = dict[str, Field]
 
 
 def as_object(name: str, value: object) -> Mapping[str, Any]:
@@ -87,6 +36,110 @@ def as_object(name: str, value: object) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise InvalidParameter(name, "must be an object", value)
     return value
+
+
+CHECKS: dict[str, Check] = {"text": as_text, "switch": as_switch, "object": as_object, "seconds": as_seconds}
+"""Checks by what fields.txt says is taken; other words have none."""
+
+
+def _check(takes: str) -> Check | None:
+    word, _, rest = takes.partition(" ")
+    if word == "integer":
+        low, high = rest.split("..")
+        return functools.partial(as_integer, low=int(low), high=int(high or MAX_COUNT))
+    if word == "one":
+        return functools.partial(as_choice, choices=rest.removeprefix("of ").split(", "))
+    return CHECKS.get(word)
+
+
+PATHS: dict[str, str] = {}
+"""The table by which requests are read, for each path that has one."""
+
+
+def _tables() -> dict[str, Table]:
+    found: dict[str, Table] = {}
+    table: Table = {}
+    for line in (resources.files(__package__) / "fields.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("# "):
+            head, _, others = line[2:].partition(": ")
+            name, *paths = head.split()
+            table = found[name] = {}
+            PATHS.update(dict.fromkeys(paths, name))
+            for other in filter(None, others.split(", ")):
+                table |= found[other]
+        elif line and line[0] != ";":
+            names, to, takes, note = (cell.strip() for cell in line.split("|", 3))
+            for given in names.split():
+                theirs, _, ours = given.rstrip("!").partition("=")
+                field = Field(ours or theirs, to, _check(takes), takes, note, given.endswith("!"))
+                outer, _, within = theirs.partition(".")
+                if within:
+                    known = table.get(outer, Field(outer, to, takes="object"))
+                    field = field._replace(to="own") if to == "hint" else field
+                    table[outer] = known._replace(inner={**(known.inner or {}), within: field})
+                else:
+                    table[theirs] = field
+    return found
+
+
+TABLES = _tables()
+
+
+class Fields:
+    """The fields of a request's body that have not been read yet."""
+
+    def __init__(self, body: object, *, strict: bool = False, name: str = "", ignored: list[str] | None = None) -> None:
+        """`strict`: fields that would be passed over are refused. `name`: that of the field whose object it is.
+
+        Raises `InvalidParameter` unless it is an object.
+        """
+        self._left: dict[str, Any] = dict(as_object(name or "body", body))
+        self._strict = strict
+        self._within = f"{name}." if name else ""
+        self.ignored: list[str] = [] if ignored is None else ignored
+        """Names of fields that were given and change nothing; they are listed in a header of the response."""
+
+    def take(self, name: str) -> Any:
+        """The value of a field, which is read with that; None where it is missing."""
+        return self._left.pop(name, None)
+
+    def peek(self, name: str) -> Any:
+        """The value of a field that is still to be read."""
+        return self._left.get(name)
+
+    def read(self, table: Table, values: Values | None = None) -> Values:
+        """The values of all fields that are given and not null. Raises `InvalidParameter` for a value that a check does
+        not pass, for a refused field, for one that is needed and missing, and where `strict` for one passed over."""
+        values = defaultdict(dict) if values is None else values
+        for name, field in table.items():
+            value, full = self._left.pop(name, None), self._within + name
+            if value is None:
+                if field.needed:
+                    raise InvalidParameter(full, f"is missing: {field.note}")
+            elif field.to == "ignored" or (
+                field.to == "hint" and not isinstance(value, Mapping if field.inner else bool)
+            ):
+                self.skip(name)
+            elif field.to == "refused":
+                if value:
+                    raise InvalidParameter(full, field.note, value)
+            elif field.inner is not None:
+                Fields(value, strict=self._strict, name=full, ignored=self.ignored).read(field.inner, values)
+            else:
+                kept = value if field.check is None else field.check(full, value)
+                values["own" if field.to == "hint" else field.to][field.ours] = kept
+        for name in [name for name, value in self._left.items() if value is not None]:
+            if "*" in table:
+                raise InvalidParameter((self._within + name)[:100], table["*"].note)
+            self.skip(name)
+        return values
+
+    def skip(self, name: str) -> None:
+        """Note that a field, or a part of one, changes nothing. Raises `InvalidParameter` where `strict`."""
+        name = (self._within + name)[:100]
+        if self._strict:
+            raise InvalidParameter(name, "is not served here")
+        self.ignored.append(name)
 
 
 def objects(name: str, value: object, form: str = "a list of objects") -> list[tuple[str, Mapping[str, Any]]]:

@@ -25,6 +25,7 @@ from starlette.routing import Route
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.events import Event, RequestDone
 from asyncengine.kvcache import PageCounts
+from asyncengine.serve.fields import TABLES
 from asyncengine.serve.generating import read_fields
 from asyncengine.serve.models import Serving
 from asyncengine.serve.problems import Problem
@@ -232,10 +233,9 @@ def routes(serving: Serving) -> list[Route]:
         if not serving.api_keys:
             raise Problem(403, "a profile is made where requests need a key, or in process", code="forbidden")
         fields = await read_fields(request, serving)
-        model, options = fields.text("model"), fields.some(("steps", "timeout"))
-        fields.end(known=True)
-        with await serving.models.acquire(model) as target, TemporaryDirectory() as folder:
-            path = await target.engine.profile(folder, **options)
+        values = fields.read(TABLES["profile"])
+        with await serving.models.acquire(values["own"].get("model")) as target, TemporaryDirectory() as folder:
+            path = await target.engine.profile(folder, **values["options"])
             return Response(await run_in_threadpool(path.read_bytes), media_type="application/json")
 
     return [

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from asyncengine.grammar import Grammar
 from asyncengine.outputs import Timings, Usage
@@ -40,6 +40,12 @@ class Turn:
     stream: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
     """Facts that only the dialect's own writer reads, such as whether usage was asked for."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, dict[str, Any]]) -> Self:
+        """The turn of a request's values by group (`serve.fields`), of which "turn" holds fields of this class."""
+        parts: dict[str, Any] = {name: values.get(name, {}) for name in ("params", "options", "chat", "extra")}
+        return cls(**parts, **values.get("turn", {}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from asyncengine.checks import as_choice, as_integer, as_text
 from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Embeddings, Usage
 from asyncengine.serve.dialects.completions import read_prompts
 from asyncengine.serve.dialects.openai_chat import read_messages, template_variables
-from asyncengine.serve.fields import Fields
+from asyncengine.serve.fields import TABLES, Values
 from asyncengine.serve.generating import IGNORED, Endpoint, identified, read_fields
 from asyncengine.serve.models import Serving, Target
 from asyncengine.serve.problems import Problem
@@ -33,35 +32,33 @@ from asyncengine.serve.several import naming
 
 TRUNCATED = "x-asyncengine-truncated"
 """Header that lists the numbers of texts that were cut to what the model takes."""
-OPTIONS = ("priority", "timeout", "cache_salt")
 Made = tuple[Any, tuple[int, ...], Usage | None]
 """An answer, which is JSON or its text, the numbers of the texts that were cut, and what was computed."""
-Work = Callable[[Fields, Target], Awaitable[Made]]
+Work = Callable[[Values, Target], Awaitable[Made]]
 
 
 def routes(serving: Serving) -> list[Route]:
     """Paths of vectors, scores and tokens."""
-    served: dict[str, tuple[Work, str]] = {
-        "/v1/embeddings": (_embed, "embed"),
-        "/v1/rerank": (_rerank, "rerank"),
-        "/v2/rerank": (_rerank, "rerank"),
-        "/rerank": (_rerank, "rerank"),
-        "/tokenize": (_tokenize, "generate"),
-        "/detokenize": (_detokenize, "generate"),
+    served: dict[str, tuple[Work, str, str]] = {
+        "/v1/embeddings": (_embed, "embed", "embeddings"),
+        **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), (_rerank, "rerank", "rerank")),
+        "/tokenize": (_tokenize, "generate", "tokenize"),
+        "/detokenize": (_detokenize, "generate", "detokenize"),
     }
     made = [Route(path, _endpoint(serving, *work), methods=["POST"]) for path, work in served.items()]
     return [*made, Route("/tokenizer_info", partial(_tokenizer_info, serving), methods=["GET"])]
 
 
-def _endpoint(serving: Serving, work: Work, task: str) -> Endpoint:
+def _endpoint(serving: Serving, work: Work, task: str, table: str) -> Endpoint:
     """`work` on a request's fields and a model, which is `task`'s only one where the request names none."""
 
     async def endpoint(request: Request) -> Response:
         fields = await read_fields(request, serving)
-        with await serving.models.acquire(fields.text("model"), task) as target:
+        values = fields.read(TABLES[table])
+        with await serving.models.acquire(values["own"].get("model"), task) as target:
             facts = facts_of(request.scope)
             facts |= {"id": secrets.token_hex(16), "model": target.base, "adapter": target.adapter}
-            content, cut, usage = await until_left(request, work(fields, target))
+            content, cut, usage = await until_left(request, work(values, target))
             facts |= measured(usage)
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, separators=(",", ":"))
         listed = {IGNORED: fields.ignored, TRUNCATED: list(map(str, cut))}
@@ -97,32 +94,34 @@ def _usage(usage: Usage) -> dict[str, int]:
 # -------------------------------------------------------------------- embeddings
 
 
-async def _embed(fields: Fields, target: Target) -> Made:
-    messages, variables = fields.take("messages"), template_variables(fields)
+async def _embed(values: Values, target: Target) -> Made:
+    own = values["own"]
+    messages, limit = own.get("messages"), own.get("truncate_prompt_tokens", 0)
     with naming("prompt", "input"):
-        texts = read_prompts(fields.take("input")) if messages is None else []
-    form = as_choice("encoding_format", fields.take("encoding_format", "float"), ("float", "base64"))
-    options = (*OPTIONS, "dimensions", "prompt_name", "prompt", "normalize")
-    given = fields.some({name: name for name in options} | {"use_activation": "normalize"})
-    limit = as_integer("truncate_prompt_tokens", fields.take("truncate_prompt_tokens", 0), -1)
-    cut, special = fields.switch("truncate") or limit == -1, fields.switch("add_special_tokens", True)
-    fields.ignore("user", "request_id")
-    fields.end()
+        texts = read_prompts(own.get("input")) if messages is None else []
+    cut = own.get("truncate", False) or limit == -1
     if messages is not None:  # a chat's text, as vLLM has it
+        variables = template_variables(values)
         encode = partial(target.engine.tokenize, read_messages(messages), template_kwargs=variables)
         texts = [await anyio.to_thread.run_sync(encode)]
-    elif not special:
+    elif not own.get("add_special_tokens", True):
         encode = partial(target.engine.tokenize, add_special_tokens=False)
         texts = [await anyio.to_thread.run_sync(encode, each) if isinstance(each, str) else each for each in texts]
     if limit > 0:
         texts = await anyio.to_thread.run_sync(lambda: [_cut(target, each, limit) for each in texts])
     with naming("texts", "input"):
-        made = await target.engine.embed(texts, truncate=cut, adapter=target.adapter, show_progress=False, **given)
+        made = await target.engine.embed(
+            texts, truncate=cut, adapter=target.adapter, show_progress=False, **values["options"]
+        )
     head = {"object": "list", "model": target.name, "usage": _usage(made.usage)}
-    return await anyio.to_thread.run_sync(_embedding_text, head, made, form), made.truncated, made.usage
+    return (
+        await anyio.to_thread.run_sync(_embedding_text, head, made, own.get("encoding_format")),
+        made.truncated,
+        made.usage,
+    )
 
 
-def _embedding_text(head: dict[str, Any], made: Embeddings, form: str) -> str:
+def _embedding_text(head: dict[str, Any], made: Embeddings, form: str | None) -> str:
     """The response's JSON, made row by row: one call for all of it would let no other thread run meanwhile."""
     rows = []
     for index, vector in enumerate(made.vectors):
@@ -134,34 +133,28 @@ def _embedding_text(head: dict[str, Any], made: Embeddings, form: str) -> str:
 # -------------------------------------------------------------------- scores
 
 
-async def _rerank(fields: Fields, target: Target) -> Made:
-    query, documents, texts = fields.text("query"), fields.take("documents"), fields.take("texts")
-    if query is None:
-        raise InvalidParameter("query", "is missing: the text that documents are to answer")
-    name = "documents" if texts is None else "texts"
-    documents = _documents(name, documents if texts is None else texts)
-    given = fields.some((*OPTIONS, "top_n", "instruction"))
-    cut, shown = fields.switch("truncate", True), fields.switch("return_documents", True)
-    with_text = fields.switch("return_text")
-    if fields.switch("raw_scores"):
-        raise InvalidParameter("raw_scores", "is not served: scores are what the model makes of them")
-    most = as_integer("max_tokens_per_doc", fields.take("max_tokens_per_doc", 0), 0)
-    fields.ignore("user", "request_id", "rank_fields", "max_chunks_per_doc", "overlap_tokens")
-    fields.end()
+async def _rerank(values: Values, target: Target) -> Made:
+    own = values["own"]
+    name = "texts" if "texts" in own else "documents"
+    documents, most = _documents(name, own.get(name)), own.get("max_tokens_per_doc")
     whole = documents
     if most:
         documents = await anyio.to_thread.run_sync(lambda: [_shortened(target, each, most) for each in whole])
     with naming("documents", name):
-        made = await target.engine.rerank(query, documents, truncate=cut, adapter=target.adapter, **given)
+        made = await target.engine.rerank(
+            own["query"], documents, truncate=own.get("truncate", True), adapter=target.adapter, **values["options"]
+        )
     shorter = {at for at, (text, given) in enumerate(zip(documents, whole, strict=True)) if text is not given}
     truncated = tuple(sorted({*made.truncated, *shorter}))
-    if texts is not None:
+    if name == "texts":
         rows = [
-            {"index": e.index, "score": e.score} | ({"text": whole[e.index]} if with_text else {}) for e in made.results
+            {"index": e.index, "score": e.score} | ({"text": whole[e.index]} if own.get("return_text") else {})
+            for e in made.results
         ]
         return rows, truncated, made.usage
     results = [
-        {"index": e.index, "relevance_score": e.score} | ({"document": {"text": whole[e.index]}} if shown else {})
+        {"index": e.index, "relevance_score": e.score}
+        | ({"document": {"text": whole[e.index]}} if own.get("return_documents", True) else {})
         for e in made.results
     ]
     head = {"id": f"rerank-{secrets.token_hex(16)}", "object": "list", "model": target.name}
@@ -193,32 +186,32 @@ def _documents(name: str, given: Any) -> list[Any]:
 # -------------------------------------------------------------------- tokens
 
 
-async def _tokenize(fields: Fields, target: Target) -> Made:
-    given = {name: value for name in ("prompt", "content", "messages") if (value := fields.take(name)) is not None}
+async def _tokenize(values: Values, target: Target) -> Made:
+    own, given = values["own"], values["text"]
     if len(given) != 1:
         raise InvalidParameter("prompt", "is missing: a text, or messages in its place", list(given) or None)
     ((name, what),) = given.items()
-    what = read_messages(what) if name == "messages" else as_text(name, what)
-    special = fields.switch("add_special_tokens", name == "prompt") | fields.switch("add_special")
-    pieces, strings = fields.switch("with_pieces"), fields.switch("return_token_strs")
-    variables, tools = template_variables(fields), fields.take("tools")
-    fields.ignore("parse_special")
-    fields.end()
+    what = read_messages(what) if name == "messages" else what
+    special = own.get("add_special_tokens", name == "prompt") or own.get("add_special", False)
+    variables, tools = template_variables(values), own.get("tools")
     engine = target.engine
     encode = partial(engine.tokenize, what, tools=tools, template_kwargs=variables, add_special_tokens=special)
     ids = await anyio.to_thread.run_sync(encode)
     if name == "content":  # llama.cpp's form
         paired = zip(ids, engine.token_texts(ids), strict=True)
-        return {"tokens": [{"id": token, "piece": piece} for token, piece in paired] if pieces else ids}, (), None
-    texts = engine.token_texts(ids) if strings else None
+        return (
+            {"tokens": [{"id": token, "piece": piece} for token, piece in paired] if own.get("with_pieces") else ids},
+            (),
+            None,
+        )
+    texts = engine.token_texts(ids) if own.get("return_token_strs") else None
     return {"count": len(ids), "max_model_len": engine.info.max_model_len, "tokens": ids, "token_strs": texts}, (), None
 
 
-async def _detokenize(fields: Fields, target: Target) -> Made:
-    ids = fields.take("tokens")
+async def _detokenize(values: Values, target: Target) -> Made:
+    ids = values["own"]["tokens"]
     if not isinstance(ids, list):
         raise InvalidParameter("tokens", "must be a list of token ids", ids)
-    fields.end()
     with naming("token_ids", "tokens"):
         text = await anyio.to_thread.run_sync(partial(target.engine.detokenize, ids, skip_special_tokens=False))
     return {"prompt": text, "content": text}, (), None

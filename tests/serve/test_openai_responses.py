@@ -198,7 +198,7 @@ def test_fields_that_change_nothing_are_listed(client: openai.OpenAI) -> None:
     raw = client.responses.with_raw_response.create(
         model="demo", input="hello", max_output_tokens=1, truncation="auto", tools=[{"type": "web_search"}], user="me"
     )
-    assert raw.headers["x-asyncengine-ignored"] == "truncation, tools[0], user"
+    assert raw.headers["x-asyncengine-ignored"] == "user, truncation, tools[0]"
 
 
 def test_a_long_input_is_read(client: openai.OpenAI) -> None:

@@ -8,19 +8,15 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from asyncengine.checks import as_choice, as_integer, as_text
+from asyncengine.checks import as_text
 from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Completion, FinishReason, Usage
 from asyncengine.serve.dialects.openai_shape import image_part, refuse_block, text_part, tool_call
 from asyncengine.serve.events import EVENT_STREAM, CallArguments, CallBegin, CallEnd, End, Event, Text, Thinking
-from asyncengine.serve.fields import Fields, as_object, objects
+from asyncengine.serve.fields import TABLES, Fields, as_object, objects
 from asyncengine.serve.problems import Problem
 from asyncengine.serve.turn import Answered, Message, Turn
 
-SAMPLING = {name: name for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "on_budget")} | {
-    "stop_sequences": "stop"
-}
-"""Fields and what they are called in the engine; those that Anthropic lacks have vLLM's names."""
 SERVERS_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_", "mcp_", "advisor_")
 """Types of tools that Anthropic's servers run: the model is not told of them, as nobody here would."""
 PSEUDO_HEADER = re.compile(r"\A(?:x-anthropic-[\w-]+:[^\n]*\n*)+")
@@ -47,18 +43,17 @@ Blocks = list[tuple[str, Mapping[str, Any]]]
 
 def read(fields: Fields, *, counting: bool = False) -> Turn:
     """The turn that a body asks for; `counting`: to be counted only. Raises `InvalidParameter` naming the field."""
-    turn = Turn(model=fields.text("model"), stream=fields.switch("stream"))
-    turn.messages = _messages(fields.take("messages"), fields.take("system"))
-    turn.params = fields.some(SAMPLING)
+    values = fields.read(TABLES["messages"])
+    turn, own = Turn.of(values), values["own"]
+    turn.messages = _messages(own["messages"], own.get("system"))
     if "max_tokens" not in turn.params and not counting:
         raise InvalidParameter("max_tokens", "is missing: the most tokens to write")
     turn.options = {"clip_max_tokens": True}  # agents ask for as much as the largest models write
     turn.extra = {"stop": turn.params.get("stop", ())}
-    turn.chat = {"tools": _tools(fields)} | _tool_choice(fields)
-    _form(fields, turn)
+    turn.chat = {"tools": _tools(fields, own.get("tools", []))} | _tool_choice(own)
+    _read_form(fields, own, turn)
     if turn.messages[-1]["role"] == "assistant" and "tool_calls" not in turn.messages[-1]:
         turn.chat["template_kwargs"] = {"add_generation_prompt": False, "continue_final_message": True}
-    fields.end()  # cache_control among them: every prefix is cached, without marks
     return turn
 
 
@@ -162,10 +157,10 @@ def _take_answer(made: list[Message], blocks: Blocks, names: dict[str, str]) -> 
 # -------------------------------------------------------------------- other fields
 
 
-def _tools(fields: Fields) -> list[dict[str, Any]]:
+def _tools(fields: Fields, given: object) -> list[dict[str, Any]]:
     """Tools in OpenAI's shape. One without a schema, such as the client's own shell, takes any arguments."""
     made = []
-    for at, tool in objects("tools", fields.take("tools", [])):
+    for at, tool in objects("tools", given):
         kind = tool.get("type")
         if isinstance(kind, str) and kind.startswith(SERVERS_TOOLS):
             fields.skip(f"{at} ({kind})")
@@ -178,40 +173,33 @@ def _tools(fields: Fields) -> list[dict[str, Any]]:
     return made
 
 
-def _tool_choice(fields: Fields) -> dict[str, Any]:
-    given = fields.inner("tool_choice")
-    kind = as_choice("tool_choice.type", given.take("type", "auto"), (*CHOICES, "tool"))
+def _tool_choice(own: Mapping[str, Any]) -> dict[str, Any]:
+    kind = own.get("tool_choice.type", "auto")
     chat: dict[str, Any] = {"tool_choice": CHOICES.get(kind)}
     if kind == "tool":
-        name = as_text("tool_choice.name", given.take("name"))
+        name = as_text("tool_choice.name", own.get("tool_choice.name"))
         chat["tool_choice"] = {"type": "function", "function": {"name": name}}
-    if given.take("disable_parallel_tool_use"):
+    if own.get("tool_choice.disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False
-    given.end()
     return chat
 
 
-def _form(fields: Fields, turn: Turn) -> None:
-    """Read the form of the answer (`output_config.format`, or `output_format` as it was called at first) and how much
-    is thought before it. "adaptive" is as the model's template has it. A budget of thoughts is told to templates that
-    read `thinking_budget` (Seed-OSS) or `reasoning_effort`, in LiteLLM's steps; elsewhere it is refused where it would
-    bind."""
-    output, thinking = fields.inner("output_config"), fields.inner("thinking")
-    form = output.take("format", fields.take("output_format"))
-    if form is not None:
-        if as_object("output_config.format", form).get("type") != "json_schema":
+def _read_form(fields: Fields, own: Mapping[str, Any], turn: Turn) -> None:
+    """Read the form of the answer, and how much is thought before it: a budget in LiteLLM's steps of effort."""
+    if (form := own.get("output_config.format")) is not None:
+        if form.get("type") != "json_schema":
             raise InvalidParameter("output_config.format", "must be an object of type 'json_schema'", form)
         turn.chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
-    if (effort := output.text("effort")) is not None:
+    if (effort := own.get("output_config.effort")) is not None:
         turn.wishes["output_config.effort"] = {"reasoning_effort": EFFORTS.get(effort, effort)}
-    if (thinks := THINKS.get(str(thinking.take("type")))) is not None:
+    if (thinks := THINKS.get(str(own.get("thinking.type")))) is not None:
         turn.wishes["thinking"] = {"enable_thinking": thinks}
-    if thinks and (budget := thinking.take("budget_tokens")) is not None:
-        turn.thinking_budget = budget = as_integer("thinking.budget_tokens", budget, 1)
+    turn.thinking_budget = budget = own.get("thinking.budget_tokens") if thinks else None
+    if budget is not None:
         effort = "low" if budget <= 1024 else "medium" if budget <= 2048 else "high"
         turn.wishes["thinking.budget_tokens"] = {"thinking_budget": budget, "reasoning_effort": effort}
-    output.end()
-    thinking.end()
+    elif "thinking.budget_tokens" in own:
+        fields.skip("thinking.budget_tokens")
 
 
 # -------------------------------------------------------------------- answers

@@ -7,39 +7,38 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from asyncengine.checks import as_integer
 from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Completion, LogprobEntry, Sample, Usage
 from asyncengine.serve.dialects.openai_common import Frames, max_tokens, read_common
 from asyncengine.serve.events import End, Event, Text
-from asyncengine.serve.fields import Fields
+from asyncengine.serve.fields import TABLES, Fields
 from asyncengine.serve.turn import Answered, Turn
 from asyncengine.step import TokenLogprob
 
 MAX_TOKENS = 16
 """Tokens to write where the request does not say, as OpenAI has it."""
 MAX_SAMPLES = 2048
-REFUSED = {
-    "suffix": "is not served: text is written at the end, not in the middle",
-    "messages": "is served at /v1/chat/completions",
-}
 Scored = tuple[str, float | None, Mapping[str, float] | None]
 """A token's text and log-probability, with those of the likeliest ones and of itself; a prompt's first has none."""
 
 
 def read(fields: Fields) -> Turn:
     """The turn that a body asks for. Raises `InvalidParameter` naming the field."""
-    turn = Turn(model=fields.text("model"), stream=fields.switch("stream"))
-    turn.prompts = read_prompts(fields.take("prompt"))
-    turn.special_tokens = fields.switch("add_special_tokens", True)
-    read_common(fields, turn)
-    fields.refuse(REFUSED)
+    values = fields.read(TABLES["completions"])
+    turn = read_common(values)
+    turn.prompts = read_prompts(values["own"]["prompt"])
     samples = turn.params.get("n", 1)
     if isinstance(samples, int) and samples * len(turn.prompts) > MAX_SAMPLES:
         raise InvalidParameter("prompt", f"asks for more than {MAX_SAMPLES} samples: n of each prompt")
-    turn.params |= max_tokens(fields, MAX_TOKENS)
-    _read_scores(fields, turn)
-    fields.end()
+    turn.params |= max_tokens(values["limit"], MAX_TOKENS)
+    top, of_prompt = turn.extra.get("logprobs"), turn.extra.get("prompt_logprobs")
+    of_echo = bool(turn.extra.get("echo")) and (top is not None or turn.params.get("max_tokens") == 0)
+    scored = of_prompt is not None or of_echo
+    if scored and turn.stream:
+        name = "logprobs" if of_prompt is None else "prompt_logprobs"
+        raise InvalidParameter(name, "of a prompt are not served in a stream")
+    turn.params |= {"logprobs": top is not None, "top_logprobs": max(top or 0, of_prompt or 0)}
+    turn.params |= {"prompt_logprobs": scored}
     return turn
 
 
@@ -53,21 +52,6 @@ def read_prompts(given: Any) -> list[str | list[int]]:
         if not isinstance(each, str) and not (isinstance(each, list) and all(type(item) is int for item in each)):
             raise InvalidParameter(f"prompt[{index}]", "must be a text or token ids", each)
     return given
-
-
-def _read_scores(fields: Fields, turn: Turn) -> None:
-    """Read which log-probabilities are wanted, and whether the prompt is to be a part of the text."""
-    echo, top, of_prompt = fields.switch("echo"), fields.take("logprobs"), fields.take("prompt_logprobs")
-    for name, count in (("logprobs", top), ("prompt_logprobs", of_prompt)):
-        if count is not None:
-            as_integer(name, count, 0)
-    scored = of_prompt is not None or (echo and (top is not None or turn.params["max_tokens"] == 0))
-    if scored and turn.stream:
-        name = "logprobs" if of_prompt is None else "prompt_logprobs"
-        raise InvalidParameter(name, "of a prompt are not served in a stream")
-    turn.params |= {"logprobs": top is not None, "top_logprobs": max(top or 0, of_prompt or 0)}
-    turn.params |= {"prompt_logprobs": scored}
-    turn.extra |= {"echo": echo, "logprobs": top, "prompt_logprobs": of_prompt}
 
 
 class Writer(Frames):

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncengine.checks import as_integer
 from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Completion, FinishReason, LogprobEntry, Sample, Usage
 from asyncengine.serve.dialects.openai_common import Frames, error, max_tokens, read_common
@@ -17,18 +16,12 @@ from asyncengine.serve.dialects.openai_shape import (
     with_object,
 )
 from asyncengine.serve.events import CallArguments, CallBegin, End, Event, Text, Thinking
-from asyncengine.serve.fields import Fields, as_object
+from asyncengine.serve.fields import TABLES, Fields, Values
 from asyncengine.serve.turn import Answered, Message, Turn
 
 __all__ = ["Writer", "error", "read"]
 
-REFUSED = {
-    "echo": "is served at /v1/completions",
-    "add_special_tokens": "is not served: the chat template writes a chat's special tokens",
-    "functions": "is not served: use tools",
-    "function_call": "is not served: use tools and tool_choice",
-    "format": "is not served: use response_format",
-}
+INSTEAD = {"functions": "use tools", "function_call": "use tools and tool_choice"}
 REASONS: Mapping[FinishReason, str] = {
     "stop": "stop",
     "length": "length",
@@ -39,30 +32,24 @@ REASONS: Mapping[FinishReason, str] = {
 
 def read(fields: Fields) -> Turn:
     """The turn that a body asks for. Raises `InvalidParameter` naming the field."""
-    turn = Turn(model=fields.text("model"), stream=fields.switch("stream"))
-    messages = fields.take("messages")
-    if messages is None:
-        raise InvalidParameter("messages", "is missing: the chat to answer")
-    turn.messages = read_messages(messages)
-    read_common(fields, turn)
-    turn.chat |= fields.some(("tools", "tool_choice", "parallel_tool_calls"))
+    values = fields.read(TABLES["chat"])
+    turn, own = read_common(values), values["own"]
+    turn.messages = read_messages(own["messages"])
     refuse_custom("tools", turn.chat.get("tools"))
-    if turn.chat.get("tools"):
-        fields.ignore("functions", "function_call")  # their older form goes unread beside them
-    turn.params |= max_tokens(fields)
-    turn.params |= logprobs(fields)
-    read_prompt_scores(fields, turn)
-    turn.chat |= fields.some(("response_format", "enable_thinking"))
-    turn.extra["reasoning"] = fields.switch("include_reasoning", True)
-    read_template(fields, turn)
-    modalities = fields.take("modalities", ["text"])
-    if modalities != ["text"]:
+    for name, instead in INSTEAD.items():
+        if (value := own.get(name)) in ("none", "auto") or (value is not None and turn.chat.get("tools")):
+            fields.skip(name)
+        elif value:
+            raise InvalidParameter(name, f"is not served: {instead}", value)
+    turn.params |= max_tokens(values["limit"])
+    if "top_logprobs" in turn.params and not turn.params.get("logprobs"):
+        raise InvalidParameter("top_logprobs", "needs logprobs=true", turn.params["top_logprobs"])
+    _read_prompt_scores(turn)
+    _read_thinking(own, turn)
+    if variables := template_variables(values):
+        turn.chat["template_kwargs"] = variables
+    if (modalities := own.get("modalities", ["text"])) != ["text"]:
         raise InvalidParameter("modalities", 'must be ["text"]: text is served, sounds are not', modalities)
-    fields.ignore("audio")  # says how sounds are to be, which nobody wants
-    if fields.peek("function_call") in ("none", "auto"):  # calls nothing by itself
-        fields.ignore("function_call")
-    fields.refuse(REFUSED)
-    fields.end()
     return turn
 
 
@@ -113,53 +100,39 @@ def refuse_custom(name: str, tools: object) -> None:
             )
 
 
-def read_template(fields: Fields, turn: Turn) -> None:
-    """Read what the chat template is told: variables, and whether the last message is to be gone on with."""
-    efforts = {"reasoning_effort": fields.text("reasoning_effort")}
-    if isinstance(fields.peek("reasoning"), Mapping):  # OpenRouter's
-        reasoning = fields.inner("reasoning")
-        efforts["reasoning.effort"], enabled = reasoning.text("effort"), reasoning.switch("enabled", True)
-        turn.extra["reasoning"] &= not reasoning.switch("exclude")
-        if not enabled:
-            turn.wishes["reasoning.enabled"] = {"enable_thinking": False}
-        reasoning.end()
-    for name, effort in efforts.items():
-        if effort is not None:
-            turn.wishes[name] = {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
-    if isinstance(fields.peek("thinking"), Mapping):  # DeepSeek's and GLM's
-        turn.wishes["thinking"] = {"enable_thinking": fields.take("thinking").get("type") != "disabled"}
-    if isinstance(fields.peek("think"), bool):  # Ollama's
-        turn.wishes["think"] = {"enable_thinking": fields.take("think")}
-    if variables := template_variables(fields):
-        turn.chat["template_kwargs"] = variables
+def _read_thinking(own: Mapping[str, Any], turn: Turn) -> None:
+    """Read how much is thought before the answer, in any server's words."""
+    if own.get("reasoning.exclude"):
+        turn.extra["reasoning"] = False
+    if own.get("reasoning.enabled") is False:
+        turn.wishes["reasoning.enabled"] = {"enable_thinking": False}
+    for name in ("reasoning_effort", "reasoning.effort"):
+        if (effort := own.get(name)) is not None:
+            none = {"enable_thinking": False} if effort == "none" else {}
+            turn.wishes[name] = {"reasoning_effort": effort, **none}
+    if (kind := own.get("thinking.type")) is not None:
+        turn.wishes["thinking"] = {"enable_thinking": kind != "disabled"}
+    if (thinks := own.get("think")) is not None:
+        turn.wishes["think"] = {"enable_thinking": thinks}
 
 
-def template_variables(fields: Fields) -> dict[str, Any]:
+def template_variables(values: Values) -> dict[str, Any]:
     """Variables of the chat template, under vLLM's names."""
-    variables = dict(as_object("chat_template_kwargs", fields.take("chat_template_kwargs", {})))
-    variables |= fields.some(("documents", "add_generation_prompt", "continue_final_message"))
+    variables = {**values["own"].get("chat_template_kwargs", {}), **values["template"]}
     if variables.get("continue_final_message") is True:
         variables.setdefault("add_generation_prompt", False)
     return variables
 
 
-def logprobs(fields: Fields) -> dict[str, Any]:
-    """Whether log-probabilities are wanted, and how many at each place."""
-    wanted, top = fields.switch("logprobs"), fields.take("top_logprobs")
-    if top is not None and not wanted:
-        raise InvalidParameter("top_logprobs", "needs logprobs=true", top)
-    return ({"logprobs": True} if wanted else {}) | ({} if top is None else {"top_logprobs": top})
-
-
-def read_prompt_scores(fields: Fields, turn: Turn) -> None:
+def _read_prompt_scores(turn: Turn) -> None:
     """Read whether the prompt is to be scored, and with how many of the likeliest tokens, as vLLM does."""
-    if (count := fields.take("prompt_logprobs")) is None:
+    if (count := turn.extra.get("prompt_logprobs")) is None:
         return
     if turn.stream:
         raise InvalidParameter("prompt_logprobs", "are not served in a stream")
     top = turn.params.get("top_logprobs", 0)
-    turn.extra |= {"prompt_logprobs": count, "logprobs": turn.params.get("logprobs", False), "top_logprobs": top}
-    turn.params |= {"prompt_logprobs": True, "top_logprobs": max(top, as_integer("prompt_logprobs", count, 0))}
+    turn.extra |= {"logprobs": turn.params.get("logprobs", False), "top_logprobs": top}
+    turn.params |= {"prompt_logprobs": True, "top_logprobs": max(top, count)}
 
 
 class Writer(Frames):

@@ -13,82 +13,43 @@ from asyncengine.options import rough_size
 from asyncengine.outputs import Completion, LogprobEntry, Usage
 from asyncengine.serve.dialects.openai_shape import llama_cpp_timings, openai_usage
 from asyncengine.serve.events import EVENT_STREAM
-from asyncengine.serve.fields import Fields
+from asyncengine.serve.fields import Values
 from asyncengine.serve.problems import Problem
 from asyncengine.serve.turn import Answered, Turn
 from asyncengine.step import TokenLogprob
 
-SAMPLING = {
-    name: name
-    for name in (
-        "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "n", "min_tokens",
-        "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos",
-        "skip_special_tokens", "on_budget",
-    )
-} | {"include_stop_str_in_output": "include_stop", "repeat_penalty": "repetition_penalty"}  # fmt: skip
-"""Fields that mean to the engine what they mean here; those that OpenAI lacks have vLLM's names, or llama.cpp's."""
-OPTIONS = ("priority", "prediction", "timeout", "cache_salt")
-WITHOUT_MEANING = (
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prompt_cache_options", "verbosity", "web_search_options", "moderation", "request_id", "cache_prompt", "id_slot",
-    "guided_decoding_backend", "spaces_between_special_tokens", "length_penalty", "early_stopping",
-)  # fmt: skip
-"""Fields on which nothing here depends."""
-REFUSED = {
-    "use_beam_search": "is not served: beams are not searched here",
-    "truncate_prompt_tokens": "is not served: prompts are never cut: send fewer tokens",
-    "bad_words": "is not served: words are forbidden by logit_bias, token by token",
-    "logits_processors": "is not served: code is not taken from requests",
-    "chat_template": "is not served: it comes with the model, never with a request",
-    "guided_whitespace_pattern": "is not served: blanks in JSON are as the grammar has them",
-}
-"""Fields that are known and not served, and why."""
-MAX_TOKENS = ("max_completion_tokens", "max_tokens", "n_predict", "num_predict")
-"""OpenAI's names, llama.cpp's and Ollama's."""
 MAX_BIAS = 100.0
 """The largest bias of a token: OpenAI's word for "no others"."""
 MAX_GRAMMAR = 1 << 20
 """Characters of a grammar; so many lie below every engine's own limit."""
 
 Maker = Callable[[Any], Grammar | None]
-STRUCTURED: Mapping[str, Maker] = {
-    "json": Grammar.json_schema,
-    "regex": Grammar.regex,
-    "choice": Grammar.choice,
-    "grammar": Grammar.ebnf,
-    "json_object": lambda wanted: Grammar.json_object() if wanted is True else None,
-}
-"""Parts of vLLM's `structured_outputs`."""
 GUIDES: Mapping[str, Maker] = {
-    "guided_json": Grammar.json_schema,
-    "guided_regex": Grammar.regex,
+    **dict.fromkeys(("guided_json", "json_schema"), Grammar.json_schema),
+    **dict.fromkeys(("guided_regex", "regex"), Grammar.regex),
+    **dict.fromkeys(("guided_grammar", "grammar", "ebnf"), Grammar.ebnf),
     "guided_choice": Grammar.choice,
-    "guided_grammar": Grammar.ebnf,
-    "json_schema": Grammar.json_schema,
-    "grammar": Grammar.ebnf,
-    "regex": Grammar.regex,
-    "ebnf": Grammar.ebnf,
+    "structured_outputs.json": Grammar.json_schema,
+    "structured_outputs.regex": Grammar.regex,
+    "structured_outputs.choice": Grammar.choice,
+    "structured_outputs.grammar": Grammar.ebnf,
+    "structured_outputs.json_object": lambda wanted: Grammar.json_object() if wanted is True else None,
 }
-"""vLLM's older names, then llama.cpp's and SGLang's."""
+"""Names of vLLM, llama.cpp and SGLang for a grammar, with its makers."""
 
 
-def read_common(fields: Fields, turn: Turn) -> None:
-    """Read into `turn` what both kinds of completions have. Raises `InvalidParameter` naming the field."""
-    turn.params |= fields.some(SAMPLING)
+def read_common(values: Values) -> Turn:
+    """The turn of what both kinds of completions have. Raises `InvalidParameter` naming the field."""
+    turn = Turn.of(values)
     if turn.params.get("stop") in ("", []):
         del turn.params["stop"]
     samples = turn.params.get("n", 1)
-    if (best_of := fields.take("best_of")) is not None and best_of != samples:
+    if (best_of := values["own"].get("best_of", samples)) != samples:
         raise InvalidParameter("best_of", f"must be n, which is {samples}: all samples are returned", best_of)
-    if (allowed := fields.take("allowed_token_ids")) is not None:
+    if (allowed := values["own"].get("allowed_token_ids")) is not None:
         turn.params["logit_bias"] = only(allowed, turn.params.get("logit_bias"))
-    turn.options |= fields.some(OPTIONS)
-    turn.grammar = grammar(fields)
-    read_stream_options(fields, turn)
-    turn.extra["return_ids"] = fields.switch("return_token_ids")
-    turn.extra["numbered"] = fields.switch("return_tokens_as_token_ids")
-    fields.refuse(REFUSED)
-    fields.ignore(*WITHOUT_MEANING)
+    turn.grammar = grammar(values["guide"])
+    return turn
 
 
 def only(allowed: object, bias: object) -> dict[int, float]:
@@ -100,27 +61,21 @@ def only(allowed: object, bias: object) -> dict[int, float]:
     return dict.fromkeys(allowed, MAX_BIAS)
 
 
-def grammar(fields: Fields) -> Callable[[], Grammar] | None:
+def grammar(given: dict[str, Any]) -> Callable[[], Grammar] | None:
     """The maker of the grammar that a request asks for: making a long one takes a while. None: none is asked for."""
-    given = {name: (make, value) for name, make in GUIDES.items() if (value := fields.take(name)) is not None}
-    structured = fields.inner("structured_outputs")
-    for name, make in STRUCTURED.items():
-        if (value := structured.take(name)) is not None and not (name == "json_object" and value is False):
-            given[f"structured_outputs.{name}"] = (make, value)
-    structured.ignore("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
-    structured.end(known=True)  # another form of answer is asked for
+    if given.get("structured_outputs.json_object") is False:
+        del given["structured_outputs.json_object"]
     if not given:
         return None
-    if len(given) > 1:
-        first, second = list(given)[:2]
-        raise InvalidParameter(second, f"cannot go with {first}: one grammar holds an answer")
-    ((name, (make, value)),) = given.items()
+    (name, value), *more = given.items()
+    for second, _ in more:
+        raise InvalidParameter(second, f"cannot go with {name}: one grammar holds an answer")
     if rough_size(value, MAX_GRAMMAR) > MAX_GRAMMAR:
         raise InvalidParameter(name, f"has more than {MAX_GRAMMAR} characters")
 
     def made() -> Grammar:
         try:
-            found = make(value)
+            found = GUIDES[name](value)
         except GrammarError as error:
             raise GrammarError(name, error.limit, error.value) from None
         if found is None:
@@ -130,23 +85,13 @@ def grammar(fields: Fields) -> Callable[[], Grammar] | None:
     return made
 
 
-def max_tokens(fields: Fields, default: int | None = None) -> dict[str, Any]:
+def max_tokens(given: Mapping[str, Any], default: int | None = None) -> dict[str, Any]:
     """Most tokens to write, under any of its names; -1 stands for no limit of the request's own."""
-    given = {name: value for name in MAX_TOKENS if (value := fields.take(name)) is not None}
     (name, value), *others = [*given.items()] or [("max_tokens", default)]
     for other, again in others:
         if repr(again) != repr(value):
             raise InvalidParameter(other, f"is given twice, as {name} too, with another value", again)
     return {} if value is None or (value == -1 and type(value) is int) else {"max_tokens": value}
-
-
-def read_stream_options(fields: Fields, turn: Turn) -> None:
-    """Whether a stream tells its usage at its end (`stream_options`)."""
-    inner = fields.inner("stream_options")
-    turn.extra["usage"] = inner.switch("include_usage")
-    turn.extra["usage_each"] = inner.switch("continuous_usage_stats") and turn.extra["usage"]
-    inner.ignore("include_obfuscation")
-    inner.end()
 
 
 # -------------------------------------------------------------------- answers
@@ -170,7 +115,7 @@ class Frames:
         """`prefix` of the answer's id; `kind` of object that each frame is."""
         extra = turn.extra
         self._usage, self._ids = bool(extra.get("usage")), bool(extra.get("return_ids"))
-        self._each, self._numbered = bool(extra.get("usage_each")), bool(extra.get("numbered"))
+        self._each, self._numbered = self._usage and bool(extra.get("usage_each")), bool(extra.get("numbered"))
         self._of_prompt: int | None = extra.get("prompt_logprobs")
         self._answered = answered
         self._id, self._kind = prefix + answered.id, kind

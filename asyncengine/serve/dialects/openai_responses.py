@@ -10,29 +10,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from asyncengine.checks import as_choice, as_integer, as_text
+from asyncengine.checks import as_choice, as_text
 from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Completion, LogprobEntry, Usage
-from asyncengine.serve.dialects import openai_chat, openai_common
+from asyncengine.serve.dialects import openai_chat
 from asyncengine.serve.dialects.openai_shape import openai_logprobs, shown_calls
 from asyncengine.serve.dialects.responses_items import Item, messages_of, read_input, seal
 from asyncengine.serve.events import CallArguments, CallBegin, CallEnd, End, Event, Text, Thinking
-from asyncengine.serve.fields import Fields, as_object, objects
+from asyncengine.serve.fields import TABLES, Fields, objects
 from asyncengine.serve.problems import Problem
 from asyncengine.serve.turn import Answered, Turn
 
-SAMPLING = {name: ours for name, ours in openai_common.SAMPLING.items() if name != "n"}
-"""Sampling parameters; those that the API lacks have the names of chat completions."""
-WITHOUT_MEANING = (
-    "user", "service_tier", "prompt_cache_retention", "prompt_cache_options", "stream_options", "context_management",
-    "moderation", "client_metadata", "max_tool_calls", "access_programs", "background_options", "image",
-)  # fmt: skip
-"""Fields of OpenAI's own that nothing here depends on."""
-REFUSED = {
-    "conversation": "conversations are not kept here: use previous_response_id, or send the items",
-    "prompt": "prompt templates are not kept here: send instructions and input",
-    "background": "is not served: a response is made while its client waits",
-}
 INCLUDABLE = {"message.output_text.logprobs": "logprobs", "reasoning.encrypted_content": "sealed"}
 """Values of `include` that change something."""
 LOGPROBS, SEALED_TOO = INCLUDABLE.values()
@@ -44,6 +32,7 @@ COMPACT = (
     "number, decision, open question and result of a tool that may matter. Write the summary alone."
 )
 SUMMARY = "Summary of the conversation until here:\n\n"
+
 
 Recall = Callable[[str], Sequence[Item]]
 error = openai_chat.error
@@ -60,28 +49,27 @@ def read(fields: Fields, recall: Recall = not_found) -> Turn:
 
     Raises `InvalidParameter` naming the field, and what `recall` raises.
     """
-    fields.refuse(REFUSED)
-    turn = Turn(model=fields.text("model"), stream=fields.switch("stream"))
-    previous, instructions = fields.text("previous_response_id"), fields.text("instructions")
-    items = read_input(asked := fields.take("input"))
+    values = fields.read(TABLES["responses"])
+    turn, own = Turn.of(values), values["own"]
+    previous, instructions = own.get("previous_response_id"), own.get("instructions")
+    items = read_input(asked := own.get("input"))
     turn.messages = messages_of(instructions, recall(previous) if previous else (), items)
     if asked == []:  # a client's probe, which wants to be answered
         turn.messages = turn.messages or [{"role": "user", "content": ""}]
     if not turn.messages:
         raise InvalidParameter("input", "is missing: the text or the items to answer")
-    echo = {"previous_response_id": previous, "instructions": instructions} | _read_limits(fields, turn)
-    echo |= _read_tools(fields, turn) | _read_form(fields, turn)
-    turn.chat |= {"template_kwargs": given} if (given := openai_chat.template_variables(fields)) else {}
-    include = fields.take("include", [])
+    if own.get("truncation") == "auto":
+        fields.skip("truncation")
+    turn.chat |= {"template_kwargs": given} if (given := openai_chat.template_variables(values)) else {}
+    include = own.get("include", [])
     if not isinstance(include, list) or not all(isinstance(name, str) for name in include):
         raise InvalidParameter("include", "must be a list of strings", include)
-    turn.extra = {"items": items, "echo": echo} | {INCLUDABLE[name]: True for name in include if name in INCLUDABLE}
+    turn.extra = {"items": items} | {INCLUDABLE[name]: True for name in include if name in INCLUDABLE}
+    turn.extra["echo"] = _limits(own, turn) | _read_tools(fields, own, turn) | _read_form(own, turn)
     turn.params |= {"logprobs": True} if turn.extra.get(LOGPROBS) else {}
     for name in include:
         if name not in INCLUDABLE:
             fields.skip(f"include {name}")
-    fields.ignore(*WITHOUT_MEANING)
-    fields.end()
     return turn
 
 
@@ -97,27 +85,6 @@ def read_compact(fields: Fields, recall: Recall = not_found) -> Turn:
     return turn
 
 
-def _read_limits(fields: Fields, turn: Turn) -> dict[str, Any]:
-    """Sampling, limits and marks. Returns what the response repeats of them."""
-    turn.params, turn.options = fields.some(SAMPLING), fields.some(openai_common.OPTIONS)
-    turn.params |= fields.some(("top_logprobs",))
-    most = fields.take("max_output_tokens")
-    if most is not None:
-        turn.params["max_tokens"] = as_integer("max_output_tokens", most, 1)
-    if as_choice("truncation", fields.take("truncation", "disabled"), ("auto", "disabled")) == "auto":
-        fields.skip("truncation")
-    metadata = fields.take("metadata", {})
-    if not isinstance(metadata, Mapping) or len(metadata) > 16 or max(map(len, metadata), default=0) > 64:
-        raise InvalidParameter("metadata", "must be an object of at most 16 names of 64 characters", metadata)
-    for name, value in metadata.items():
-        _short(f"metadata.{name}", value)
-    echo = {name: turn.params.get(name, 1.0) for name in ("temperature", "top_p")}
-    echo |= {name: turn.params.get(name, 0) for name in ("presence_penalty", "frequency_penalty", "top_logprobs")}
-    echo |= {"max_output_tokens": most, "max_tool_calls": None, "truncation": "disabled", "service_tier": "default"}
-    echo |= {name: _short(name, fields.take(name, "")) or None for name in ("safety_identifier", "prompt_cache_key")}
-    return echo | {"store": fields.switch("store", True), "background": False, "metadata": metadata}
-
-
 def _short(name: str, value: object) -> str:
     """A str that is repeated in the response. Raises `InvalidParameter`."""
     text = as_text(name, value)
@@ -126,13 +93,31 @@ def _short(name: str, value: object) -> str:
     return text
 
 
-def _read_tools(fields: Fields, turn: Turn) -> dict[str, Any]:
+def _limits(own: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
+    """Read the limits. Returns what the response repeats of them, and of sampling and marks."""
+    most, metadata = own.get("max_output_tokens"), own.get("metadata", {})
+    if not isinstance(metadata, Mapping) or len(metadata) > 16 or max(map(len, metadata), default=0) > 64:
+        raise InvalidParameter("metadata", "must be an object of at most 16 names of 64 characters", metadata)
+    for name, value in metadata.items():
+        _short(f"metadata.{name}", value)
+    echo = {name: turn.params.get(name, 1.0) for name in ("temperature", "top_p")}
+    echo |= {name: turn.params.get(name, 0) for name in ("presence_penalty", "frequency_penalty", "top_logprobs")}
+    echo |= {name: _short(name, own.get(name, "")) or None for name in ("safety_identifier", "prompt_cache_key")}
+    echo |= {name: own.get(name) for name in ("previous_response_id", "instructions")}
+    turn.params |= {} if most is None else {"max_tokens": most}
+    return echo | {
+        "max_output_tokens": most, "max_tool_calls": None, "truncation": "disabled", "service_tier": "default",
+        "store": own.get("store", True), "background": False, "metadata": metadata,
+    }  # fmt: skip
+
+
+def _read_tools(fields: Fields, own: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
     """Functions that the model may call. Tools that OpenAI's own servers would run are passed over.
 
     Returns what the response repeats.
     """
-    choice, tools, repeated = fields.take("tool_choice", "auto"), [], []
-    for at, tool in objects("tools", fields.take("tools", [])):
+    choice, tools, repeated = own.get("tool_choice", "auto"), [], []
+    for at, tool in objects("tools", own.get("tools", [])):
         if tool.get("type") != "function":
             fields.skip(at)
             continue
@@ -141,7 +126,7 @@ def _read_tools(fields: Fields, turn: Turn) -> dict[str, Any]:
         tools.append({"type": "function", "function": function | ({} if strict is None else {"strict": strict})})
         said = {name: tool.get(name) for name in ("name", "description", "parameters")}
         repeated.append({"type": "function", **said, "strict": strict is not False})
-    parallel = fields.switch("parallel_tool_calls", True)
+    parallel = own.get("parallel_tool_calls", True)
     if tools:
         turn.chat |= {"tools": tools, "parallel_tool_calls": parallel}
     if choice != "auto":
@@ -150,10 +135,9 @@ def _read_tools(fields: Fields, turn: Turn) -> dict[str, Any]:
     return {"tools": repeated, "tool_choice": choice, "parallel_tool_calls": parallel}
 
 
-def _read_form(fields: Fields, turn: Turn) -> dict[str, Any]:
-    """The form of the answer, and how much is thought before it. Returns what the response repeats."""
-    text, reasoning = fields.inner("text"), fields.inner("reasoning")
-    form, effort = as_object("text.format", text.take("format", {"type": "text"})), reasoning.text("effort")
+def _read_form(own: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
+    """Read the form of the answer, and how much is thought before it. Returns what the response repeats."""
+    form, effort = own.get("text.format", {"type": "text"}), own.get("reasoning.effort")
     if as_choice("text.format.type", form.get("type"), ("text", "json_object", "json_schema")) != "text":
         turn.chat["response_format"] = {"type": form["type"]}
     if form["type"] == "json_schema":
@@ -162,8 +146,6 @@ def _read_form(fields: Fields, turn: Turn) -> dict[str, Any]:
     if effort is not None:
         thinks = {"enable_thinking": True, "reasoning_effort": effort}
         turn.wishes["reasoning.effort"] = {"enable_thinking": False} if effort == "none" else thinks
-    text.end()
-    reasoning.end()
     return {"text": {"format": form}, "reasoning": {"effort": effort, "summary": None}}
 
 

@@ -153,8 +153,9 @@ class Delivery:
             if waiter is not None:
                 waiters.append(waiter)
             mailbox = stream.mailbox
-            mailbox.given += 1
-            if mailbox.limit is not None and mailbox.full and output.reason is None:
+            mailbox.given = given = mailbox.given + 1
+            limit = mailbox.limit
+            if limit is not None and given - mailbox.taken >= limit and output.reason is None:
                 mailbox.suspend(output.ticket, self._suspend, self._resume)
         self._meter.inter_token.extend(gaps)
         if waiters:

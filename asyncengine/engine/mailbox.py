@@ -45,9 +45,9 @@ class Mailbox:
     when a token joins it: nobody relies on `ready`, and `take` may find nothing."""
 
     __slots__ = (
-        "_born", "_chunks", "_many", "_resume", "_suspended", "_taken", "_waiter", "_woken", "cached_tokens", "cause",
+        "_born", "_chunks", "_many", "_resume", "_suspended", "_waiter", "_woken", "cached_tokens", "cause",
         "context", "ended", "failure", "first_token_at", "generated", "given", "is_chat", "limit", "predicted",
-        "prepared_at", "prompt_logprobs", "restored_tokens", "routed_experts", "started_at", "weight_versions",
+        "prepared_at", "prompt_logprobs", "restored_tokens", "routed_experts", "started_at", "taken", "weight_versions",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -61,9 +61,8 @@ class Mailbox:
         self._many = 1
         self.limit: int | None = None
         """Unread outputs from which on the request is suspended; None: it never is."""
-        self.given = 0
-        """Outputs put; the putter counts them, the receiver those that it has taken."""
-        self._taken = 0
+        self.given = self.taken = 0
+        """Outputs put, which the putter counts, and those that the receiver has taken, which it counts."""
         self._suspended: deque[int] = deque()
         """Tickets of the samples that wait for the receiver."""
         self._resume: Callable[[int], object] | None = None
@@ -133,18 +132,13 @@ class Mailbox:
         self._suspended.append(ticket)
         self._resume_if_read()  # the receiver looks at what is suspended after it has taken, so one of both sees it
 
-    @property
-    def full(self) -> bool:
-        """The receiver has left as much unread as it may."""
-        return self.limit is not None and self.given - self._taken >= self.limit
-
     def lift_limit(self) -> None:
         """Suspend the request no more: its reader needs the whole answer from here on."""
         self.limit = None
         self._resume_if_read()
 
     def _resume_if_read(self) -> None:
-        if self.limit is not None and 2 * (self.given - self._taken) > self.limit:
+        if self.limit is not None and 2 * (self.given - self.taken) > self.limit:
             return
         while self._suspended and self._resume is not None:
             try:
@@ -161,10 +155,11 @@ class Mailbox:
         chunks: list[Chunk] = []
         while self._chunks:
             try:
-                chunks.append(self._chunks.popleft())
+                chunk = self._chunks.popleft()
             except IndexError:  # the other thread has it, to join a token to it
                 break
-        self._taken += sum([len(chunk.token_ids) or 1 for chunk in chunks])
+            chunks.append(chunk)
+            self.taken += len(chunk.token_ids) or 1
         if self._suspended and self._born == PROCESS.generation:
             self._resume_if_read()
         return chunks

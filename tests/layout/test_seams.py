@@ -1,0 +1,97 @@
+"""The walls that the package is to have: six units, and how many names lead from one into another today.
+
+The numbers are ceilings, which may only fall: whoever takes a name away lowers them, and a feature that needs one more
+says so in its change. Core is what schedules requests and keeps the cache; execution is what computes a step.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.trees import nodes_of
+
+UNITS = {
+    "execution": ("runner", "sampling", "models", "layers", "attention", "device", "pooling", "lora.layers"),
+    "kernels": ("kernels",),
+    "grammar": ("grammar", "chat"),
+    "integrations": ("serve", "cluster", "cli", "integrations", "training", "__main__"),
+}
+"""Rooms by unit. All others are core's."""
+ASSEMBLY = ("engine.wiring", "engine.rank_wiring", "engine.grammar_wiring", "engine.image_wiring", "engine.adapter_wiring",
+            "engine.draft_wiring", "engine.store_wiring", "engine.info_wiring", "build", "engine.load_once")  # fmt: skip
+"""Rooms of core that put the concrete parts together, and so may name them."""
+CEILINGS = {
+    "core knows execution": 20,
+    "execution knows core": 5,
+    "assembly knows execution": 45,
+    "all know kernels": 107,
+    "the fleet knows core": 32,
+    "core knows integrations": 1,
+    "grammar knows core": 19,
+}
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def sources() -> list[tuple[str, Path]]:
+    """(module name, file) of the package, its links into other folders included."""
+    files = [
+        Path(folder, name) for folder, _, names in os.walk(ROOT / "asyncengine", followlinks=True) for name in names
+    ]
+    modules = ((".".join(path.relative_to(ROOT).with_suffix("").parts), path) for path in files if path.suffix == ".py")
+    return [(module.removesuffix(".__init__"), path) for module, path in modules]
+
+
+def within(module: str, rooms: tuple[str, ...]) -> bool:
+    inner = module.removeprefix("asyncengine.")
+    return any(inner == room or inner.startswith(f"{room}.") for room in rooms)
+
+
+def unit_of(module: str) -> str:
+    return next((unit for unit, rooms in UNITS.items() if within(module, rooms)), "core")
+
+
+def names() -> Iterator[tuple[str, str, str]]:
+    """(module that imports, module imported from, name) of the package's own imports, those for types alone too."""
+    modules = {module for module, _ in sources()}
+    for module, path in sources():
+        for node in nodes_of(path):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("asyncengine"):
+                for alias in node.names:
+                    whole = f"{node.module}.{alias.name}"
+                    yield (module, whole, "") if whole in modules else (module, node.module or "", alias.name)
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    if alias.name.startswith("asyncengine."):
+                        yield module, alias.name, ""
+
+
+def crossing(wall: str) -> set[tuple[str, str]]:
+    """Names that cross a wall, each counted once."""
+    found = set()
+    for here, there, name in names():
+        mine, theirs = unit_of(here), unit_of(there)
+        crosses = {
+            "core knows execution": mine == "core" and not within(here, ASSEMBLY) and theirs == "execution",
+            "execution knows core": mine == "execution" and theirs == "core" and there.count(".") > 1,
+            "assembly knows execution": within(here, ASSEMBLY) and theirs == "execution",
+            "all know kernels": mine != "kernels" and theirs == "kernels",
+            "the fleet knows core": within(here, ("cluster",)) and theirs == "core" and there.count(".") > 1,
+            "core knows integrations": mine == "core" and theirs == "integrations",
+            "grammar knows core": mine == "grammar" and theirs == "core",
+        }
+        if crosses[wall]:
+            found.add((there, name))
+    return found
+
+
+@pytest.mark.parametrize("wall", CEILINGS)
+def test_no_more_names_cross_a_wall(wall: str) -> None:
+    found = crossing(wall)
+    assert len(found) <= CEILINGS[wall], "\n".join(".".join(each) for each in sorted(found))
+    assert len(found) == CEILINGS[wall], f"{len(found)} are left: lower the ceiling"

@@ -21,8 +21,10 @@ UNITS = {
     "integrations": ("serve", "cluster", "cli", "integrations", "training", "__main__"),
 }
 """Rooms by unit. All others are core's."""
-ASSEMBLY = ("engine.wiring", "engine.rank_wiring", "engine.grammar_wiring", "engine.image_wiring", "engine.adapter_wiring",
-            "engine.draft_wiring", "engine.store_wiring", "engine.info_wiring", "build", "engine.load_once")  # fmt: skip
+ASSEMBLY = (
+    "build", "engine.adapter_wiring", "engine.draft_wiring", "engine.grammar_wiring", "engine.image_wiring",
+    "engine.info_wiring", "engine.load_once", "engine.rank_wiring", "engine.store_wiring", "engine.wiring",
+)  # fmt: skip
 """Rooms of core that put the concrete parts together, and so may name them."""
 CEILINGS = {
     "core knows execution": 20,

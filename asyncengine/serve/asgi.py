@@ -16,15 +16,18 @@ from starlette.routing import BaseRoute, Route
 
 import asyncengine
 from asyncengine.errors import QueueFull
-from asyncengine.serve import adapters, metrics, openapi, responses, sleeping, vectors
+from asyncengine.serve import adapters, metrics, responses, sleeping, vectors
 from asyncengine.serve.dialects import anthropic_messages, completions, openai_chat
 from asyncengine.serve.generating import Endpoint, counting, generating
 from asyncengine.serve.models import Serving
 from asyncengine.serve.problems import Problem, problem_of
-from asyncengine.serve.requests import Recording, Requests, facts_of
+from asyncengine.serve.requests import Requests, facts_of
 from asyncengine.serve.security import RequireHost, RequireKey, is_anthropics, refusal
 
-PAGE = {"index.html": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
+PAGE = {
+    "index.html": "text/html", "page.js": "text/javascript", "page.css": "text/css", "openapi.json": "application/json"
+}  # fmt: skip
+"""Files that are served, with their types. openapi.json is written by `python -m tools.openapi_document`."""
 PAGE_HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -40,9 +43,8 @@ PAGE_HEADERS = {
 def make_app(serving: Serving) -> Starlette:
     """The app of `asyncengine.serve.app`."""
     served = routes(serving)
-    served.append(openapi.route(served))
-    paths = [(route.endpoint, route.path) for route in served if isinstance(route, Route)]
-    middleware = [Middleware(Recording, serving.requests, paths)]
+    serving.requests.paths |= {route.endpoint: route.path for route in served if isinstance(route, Route)}
+    middleware = [Middleware(lambda app: partial(serving.requests.run, app))]
     if serving.cors:  # before keys: a browser asks without one whether it may ask
         middleware.append(Middleware(CORSMiddleware, serving.cors, ("GET", "POST", "DELETE"), ("*",)))
     if serving.hosts is not None and not serving.api_keys:

@@ -7,7 +7,6 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Collection
 from statistics import fmean
 from typing import Any
 
@@ -19,8 +18,6 @@ from asyncengine.serve.problems import problem_of
 log = logging.getLogger("asyncengine.serve.requests")
 MAX_WAIT = 30
 """Most seconds of a Retry-After header."""
-RECENT = 64
-"""Requests whose ends say how fast a model's queue moves."""
 LEFT = 499
 """The status that is counted for a client that left before its answer began, as nginx has it."""
 FACTS = "asyncengine.facts"
@@ -41,13 +38,9 @@ def path_of(scope: Scope) -> str:
 
 def measured(usage: Usage | None, timings: Timings | None = None) -> dict[str, Any]:
     """The facts in token counts and times (seconds)."""
-    facts: dict[str, Any] = {}
-    if usage is not None:
-        facts |= {"prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens}
-        facts |= {"completion_tokens": usage.completion_tokens}
-    if timings is not None:
-        facts |= {"queued": timings.queued, "first_token": timings.first_token}
-    return facts
+    tokens = ("prompt_tokens", "cached_tokens", "completion_tokens")
+    facts = {name: getattr(usage, name) for name in tokens} if usage is not None else {}
+    return facts if timings is None else {**facts, "queued": timings.queued, "first_token": timings.first_token}
 
 
 class Requests:
@@ -58,13 +51,15 @@ class Requests:
         """Requests by path template, method and status."""
         self.paths: dict[Any, str] = {}
         """Path templates by endpoint."""
-        self._gaps: dict[str, deque[float]] = {}
-        self._last: dict[str, float] = {}
+        self._ends: dict[str, tuple[float, deque[float]]] = {}
+        """Time of the last end of a request of each model, and the times between the last 64."""
 
     async def run(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have `app` answer a request, and note what comes of it."""
-        begun, status = time.monotonic(), 0
-        facts = facts_of(scope)
+        """Have `app` answer, and note what comes of it: of a request, or of one answer over a WebSocket, which has its
+        own facts."""
+        if scope["type"] != "http" and FACTS not in scope:
+            return await app(scope, receive, send)
+        begun, status, facts = time.monotonic(), LEFT, facts_of(scope)
 
         async def noting(message: Message) -> None:
             nonlocal status
@@ -76,59 +71,42 @@ class Requests:
             await app(scope, receive, noting)
         except Exception as error:
             problem = problem_of(error)
-            status = status or problem.status
+            status = problem.status if status == LEFT else status
             raise problem from error
         finally:
             facts["total"] = time.monotonic() - begun
             if "completion_tokens" in facts:
                 self._ended(facts["model"], facts["total"])
-            self._tell(scope, status or LEFT, facts)
+            self._note(scope, status, facts)
 
-    def _tell(self, scope: Scope, status: int, facts: dict[str, Any]) -> None:
-        path, method = self._template(scope), scope.get("method", "WEBSOCKET")
+    def _note(self, scope: Scope, status: int, facts: dict[str, Any]) -> None:
+        path, method = path_of(scope), scope.get("method", "WEBSOCKET")
+        # as a route has it: what clients make up would be counters without end
+        path = self.paths.get(scope.get("endpoint")) or (path if path in self.paths.values() else "other")
         self.counts[path, method if method.isalpha() and len(method) < 10 else "other", str(status)] += 1
         if log.isEnabledFor(logging.INFO):
-            known = {name: value for name, value in facts.items() if value is not None}
-            rounded = {name: round(each, 4) if isinstance(each, float) else each for name, each in known.items()}
-            line = {"method": method, "path": path, "status": status, **rounded}
+            facts = {"method": method, "path": path, "status": status, **facts}
+            line = {name: round(value, 4) if isinstance(value, float) else value for name, value in facts.items()}
+            line = {name: value for name, value in line.items() if value is not None}
             log.info(" ".join(f"{name}={value}" for name, value in line.items()), extra={"facts": line})
-
-    def _template(self, scope: Scope) -> str:
-        """The path as a route has it: names that clients choose would make no end of counters, and lines of a log."""
-        path = path_of(scope)
-        return self.paths.get(scope.get("endpoint")) or (path if path in self.paths.values() else "other")
 
     def _ended(self, model: str, seconds: float) -> None:
         """A request of `model` has ended, after so long. What lies between two ends counts as far as one was there."""
         now = time.monotonic()
-        gaps = self._gaps.setdefault(model, deque(maxlen=RECENT))
-        gaps.append(min(seconds, now - self._last.get(model, -math.inf)))
-        self._last[model] = now
+        last, gaps = self._ends.get(model, (-math.inf, deque[float](maxlen=64)))
+        gaps.append(min(seconds, now - last))
+        self._ends[model] = now, gaps
 
     def retry_after(self, model: str | None, waiting: int) -> int:
         """Seconds, 1 to `MAX_WAIT`, in which so many requests leave the queue, as they did lately."""
-        gaps = self._gaps.get(model or "", ())
+        _, gaps = self._ends.get(model or "", (0.0, ()))
         return max(1, min(MAX_WAIT, math.ceil(waiting * fmean(gaps)))) if gaps else 1
 
 
-class Recording:
-    """ASGI middleware around all others, which notes every request."""
-
-    def __init__(self, app: ASGIApp, requests: Requests, paths: Collection[tuple[Any, str]]) -> None:
-        self._app, self._requests = app, requests
-        requests.paths |= dict(paths)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            return await self._requests.run(self._app, scope, receive, send)
-        return await self._app(scope, receive, send)
-
-
 class JsonLines(logging.Formatter):
-    """Log records as JSON, one a line."""
+    """Log records as JSON, one a line: a request's facts, or the message of another record with its traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """A request's facts, or the message of another record with its traceback."""
         line = {"time": record.created, "level": record.levelname.lower(), "logger": record.name}
         line |= getattr(record, "facts", None) or {"message": super().format(record)}
         return json.dumps(line, ensure_ascii=False, default=str)

@@ -120,7 +120,7 @@ def test_wheel_contents(tmp_path: Path) -> None:
     for part in ("llms", "embeddings", "postprocessor"):
         assert f"llama_index/{part}/__init__.py" not in names, "a package of LlamaIndex's would be hidden"
     assert {"asyncengine/py.typed", "asyncengine/text/gguf/harmony.jinja"} <= set(names)
-    assert {f"asyncengine/serve/page/{file}" for file in ("index.html", "page.css", "page.js")} <= set(names)
+    assert {f"asyncengine/serve/page/{file}" for file in ("index.html", "openapi.json", "page.js")} <= set(names)
     assert "asyncengine/serve/fields.txt" in names
     for module, path in sources():
         assert module.replace(".", "/") + ("/__init__.py" if path.stem == "__init__" else ".py") in names

@@ -1,4 +1,5 @@
-"""docs/http_fields.md says what the tables of fields say: `python -m tools.fields_page` writes it anew."""
+"""docs/http_fields.md and page/openapi.json say what the tables of fields say: `python -m tools.fields_page` and
+`python -m tools.openapi_document` write them anew."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ from asyncengine.options import ChatKeywords, RequestOptions
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.serve.fields import PATHS, TABLES
 from asyncengine.serve.turn import Turn
-from tools import fields_page
+from tools import fields_page, openapi_document
 
 
 def test_it_is_as_written() -> None:
     assert fields_page.PAGE.read_text(encoding="utf-8") == fields_page.page(), "run python -m tools.fields_page"
+    written = openapi_document.FILE.read_text(encoding="utf-8")
+    assert written == openapi_document.text(), "run python -m tools.openapi_document"
 
 
 def test_fields_go_where_there_is_such_a_name() -> None:

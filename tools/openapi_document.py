@@ -1,19 +1,30 @@
-"""GET /openapi.json: the paths of an app and the fields of their requests, in the form of OpenAPI 3.1."""
+"""asyncengine/serve/page/openapi.json: the paths of an app and the fields of their requests, as OpenAPI 3.1 has them.
+
+    python -m tools.openapi_document           writes the file
+
+Fields and their limits are those by which requests are read (`asyncengine/serve/fields.txt`, `SamplingParams`), paths
+are those of an app's routes.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from asyncengine import __version__
 from asyncengine.checks import as_choice, as_integer, as_number, as_seconds, as_switch, as_text
 from asyncengine.sampling_params import SamplingParams
+from asyncengine.serve.asgi import routes
 from asyncengine.serve.fields import PATHS, TABLES, Field, Table, as_object
+from asyncengine.serve.models import Serving
+
+FILE = Path(__file__).parents[1] / "asyncengine" / "serve" / "page" / "openapi.json"
 
 TYPES: Mapping[Any, str] = {
     as_integer: "integer", as_number: "number", as_seconds: "number", as_switch: "boolean", as_text: "string",
@@ -73,23 +84,45 @@ def _json(schema: str) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
 
 
-def route(routes: Sequence[BaseRoute]) -> Route:
-    """The path of the document, which has all of `routes` in it."""
+def document() -> dict[str, Any]:
+    """The whole document."""
     error = _object({"message": TEXT, "type": TEXT, "param": MAYBE, "code": MAYBE}, ("message", "type"))
     theirs = _object({"message": TEXT, "type": TEXT}, ("message", "type"))
     schemas = {name: object_of(TABLES[name]) for name in dict.fromkeys(PATHS.values())} | {
         "error": _object({"error": error}, ("error",)),
         "anthropic_error": _object({"type": TEXT, "error": theirs, "request_id": MAYBE}, ("type", "error")),
     }
-
-    async def openapi(_request: Request) -> Response:
-        return JSONResponse(document)
-
-    made, paths = Route("/openapi.json", openapi, methods=["GET"]), dict[str, dict[str, Any]]()
-    for each in [*(each for each in routes if isinstance(each, Route)), made]:
+    models: Any = SimpleNamespace(group=None, watch=lambda _: None)
+    paths: dict[str, dict[str, Any]] = {}
+    for each in [each for each in routes(Serving(models)) if isinstance(each, Route)]:
         for method in sorted((each.methods or set()) - {"HEAD"}):
             operation = _operation(each.path, method.lower())
             paths.setdefault(each.path.replace(":path}", "}"), {})[method.lower()] = operation
-    info = {"title": "asyncengine", "version": __version__}
-    document = {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
-    return made
+    return {
+        "openapi": "3.1.0", "info": {"title": "asyncengine", "version": __version__},
+        "servers": [{"url": ".", "description": "Wherever the app is mounted"}],
+        "paths": paths, "components": {"schemas": schemas},
+    }  # fmt: skip
+
+
+def _lines(parts: Mapping[str, Any]) -> str:
+    return ",\n".join(f"{json.dumps(name)}: {json.dumps(part)}" for name, part in parts.items())
+
+
+def text() -> str:
+    """The whole file, a line for each path and each table, so that changes can be read."""
+    made = document()
+    parts = made.pop("components")["schemas"], made.pop("paths")
+    schemas, paths = (
+        ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in part.items()) for part in parts
+    )
+    return f'{json.dumps(made)[:-1]},\n"components": {{"schemas": {{\n{schemas}\n}}}},\n"paths": {{\n{paths}\n}}}}\n'
+
+
+def main() -> None:
+    FILE.touch()  # an app reads it when it is made
+    FILE.write_text(text(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -20,18 +20,11 @@ __all__ = ["app"]
 
 
 def app(
-    engines: AsyncEngine | EngineGroup | Mapping[str, AsyncEngine],
-    *,
-    api_keys: Sequence[str] = (),
-    aliases: Mapping[str, str] | None = None,
-    strict: bool = False,
-    max_body: int = 32 << 20,
-    response_memory: int = 64 << 20,
-    allow_adapters: bool = False,
-    hosts: Collection[str] | None = None,
-    cors: Sequence[str] = (),
-    telemetry: bool = False,
-) -> Starlette:
+    engines: AsyncEngine | EngineGroup | Mapping[str, AsyncEngine], *, api_keys: Sequence[str] = (),
+    aliases: Mapping[str, str] | None = None, strict: bool = False, max_body: int = 32 << 20,
+    response_memory: int = 64 << 20, allow_adapters: bool = False, hosts: Collection[str] | None = None,
+    cors: Sequence[str] = (), telemetry: bool = False,
+) -> Starlette:  # fmt: skip
     """An ASGI app over engines that run, or a group that loads them; whoever made them closes them.
 
     `api_keys`: a request must show one of them; none: everybody is served. `aliases`: other names for models and

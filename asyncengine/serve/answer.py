@@ -46,17 +46,10 @@ class Answer:
     """
 
     def __init__(
-        self,
-        stream: TokenStream | Several,
-        writer: AnswerWriter,
-        *,
-        streaming: bool,
-        samples: int = 1,
-        token_ids: bool = False,
-        headers: tuple[tuple[str, str], ...] = (),
-        release: Callable[[], None] = lambda: None,
-        facts: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
+        self, stream: TokenStream | Several, writer: AnswerWriter, *, streaming: bool, samples: int = 1,
+        token_ids: bool = False, headers: tuple[tuple[str, str], ...] = (),
+        release: Callable[[], None] = lambda: None, facts: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         """`release`: called once, when the model is no longer needed. `facts`: what the log tells of the request."""
         self._stream, self.writer = stream, writer
         self._streaming, self._samples = streaming, samples

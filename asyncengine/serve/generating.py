@@ -91,15 +91,11 @@ async def answer(serving: Serving, writer: MakeWriter, turn: Turn, fields: Field
         )  # fmt: skip
         ignored = ((IGNORED, ", ".join(fields.ignored)[:1000]),) if fields.ignored else ()
         return Answer(
-            stream,
-            writer(turn, answered),
-            streaming=turn.stream,
-            samples=params.n * max(1, len(turn.prompts)),
-            token_ids=bool(turn.extra.get("return_ids")),
-            headers=(*identified(answer_id), *ignored),
+            stream, writer(turn, answered), streaming=turn.stream, samples=params.n * max(1, len(turn.prompts)),
+            token_ids=bool(turn.extra.get("return_ids")), headers=(*identified(answer_id), *ignored),
             release=target.release,
             facts={"id": answer_id, "model": target.base, "adapter": target.adapter, "streamed": turn.stream},
-        )
+        )  # fmt: skip
     except BaseException:
         target.release()
         raise

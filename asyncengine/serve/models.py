@@ -180,18 +180,13 @@ class Models:
 def _abilities(engine: AsyncEngine) -> dict[str, Any]:
     """The length of a model's context, its task, and its abilities, in Ollama's words where it has one."""
     info = engine.info
+    generates, names = info.task == "generate", {"generate": "completion", "embed": "embedding"}
     able = {
-        "completion": info.task == "generate",
-        "chat": info.has_chat_template,
-        "tools": info.tool_format is not None,
-        "structured_output": info.task == "generate" and engine.core.config.grammar_backend != "none",
-        "thinking": info.reasons,
-        "vision": info.no_images is None,
-        "embedding": info.task == "embed",
-        "rerank": info.task == "rerank",
-        "classify": info.task == "classify",
-    }
-    known = [name for name, can in able.items() if can]
+        "chat": info.has_chat_template and generates, "tools": info.tool_format is not None,
+        "structured_output": generates and engine.core.config.grammar_backend != "none",
+        "thinking": info.reasons, "vision": info.no_images is None,
+    }  # fmt: skip
+    known = [names.get(info.task, info.task), *[name for name, can in able.items() if can]]
     return {"max_model_len": info.max_model_len, "task": info.task, "capabilities": known}
 
 

@@ -6,21 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from asyncengine.errors import (
-    AdapterInUse,
-    AdapterNotFound,
-    ContextLengthExceeded,
-    EngineAsleep,
-    EngineClosed,
-    EngineDead,
-    EngineError,
-    GrammarTimeout,
-    InvalidParameter,
-    ModelNotFound,
-    OutOfMemory,
-    QueueFull,
-    RequestTimeout,
-)
+from asyncengine import errors
 
 log = logging.getLogger("asyncengine.serve")
 
@@ -38,23 +24,20 @@ class Problem(Exception):
     headers: tuple[tuple[str, str], ...] = ()
 
 
-RETRY = (("retry-after", "1"),)
-
-
-STATUSES: Mapping[type[EngineError], tuple[int, str]] = {
-    ContextLengthExceeded: (400, "context_length_exceeded"),
-    AdapterNotFound: (404, "model_not_found"),
-    AdapterInUse: (409, "adapter_in_use"),
-    GrammarTimeout: (400, "grammar_timeout"),
-    InvalidParameter: (400, "invalid_value"),
-    ModelNotFound: (404, "model_not_found"),
-    QueueFull: (429, "queue_full"),
-    EngineAsleep: (503, "engine_asleep"),
-    EngineClosed: (503, "engine_unavailable"),
-    EngineDead: (503, "engine_unavailable"),
-    OutOfMemory: (503, "out_of_memory"),
-    RequestTimeout: (504, "timeout"),
-    EngineError: (500, "engine_error"),
+STATUSES: Mapping[type[errors.EngineError], tuple[int, str]] = {
+    errors.ContextLengthExceeded: (400, "context_length_exceeded"),
+    errors.AdapterNotFound: (404, "model_not_found"),
+    errors.AdapterInUse: (409, "adapter_in_use"),
+    errors.GrammarTimeout: (400, "grammar_timeout"),
+    errors.InvalidParameter: (400, "invalid_value"),
+    errors.ModelNotFound: (404, "model_not_found"),
+    errors.QueueFull: (429, "queue_full"),
+    errors.EngineAsleep: (503, "engine_asleep"),
+    errors.EngineClosed: (503, "engine_unavailable"),
+    errors.EngineDead: (503, "engine_unavailable"),
+    errors.OutOfMemory: (503, "out_of_memory"),
+    errors.RequestTimeout: (504, "timeout"),
+    errors.EngineError: (500, "engine_error"),
 }
 """Status and code of each kind of error; the first that fits counts."""
 
@@ -65,7 +48,9 @@ def problem_of(error: BaseException) -> Problem:
         return error
     for kind, (status, code) in STATUSES.items():
         if isinstance(error, kind):
-            field = error.field if isinstance(error, InvalidParameter) else "model" if kind is ModelNotFound else None
-            return Problem(status, str(error), field, code, RETRY if kind in (QueueFull, EngineAsleep) else ())
+            field = "model" if kind is errors.ModelNotFound else None
+            field = error.field if isinstance(error, errors.InvalidParameter) else field
+            again = (("retry-after", "1"),) if kind in (errors.QueueFull, errors.EngineAsleep) else ()
+            return Problem(status, str(error), field, code, again)
     log.error("a request failed for a reason that nobody foresaw", exc_info=error)
     return Problem(500, "the server failed; its log says more", None, "internal_error")

@@ -27,12 +27,9 @@ class Several:
     """
 
     def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        open_stream: Callable[[Prompt], TokenStream],
-        samples: int,
+        self, prompts: Sequence[Prompt], open_stream: Callable[[Prompt], TokenStream], samples: int,
         encode: Callable[[str], list[int]] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`encode`: makes ids of texts, on a thread; None: the engine does, in its own way."""
         self._prompts, self._open_stream, self._samples = prompts, open_stream, samples
         self._encode = encode
@@ -118,17 +115,11 @@ class Several:
             done = [await stream.result() for stream in self._streams]
         first = done[0]
         scored = [each.prompt_logprobs for each in done if each.prompt_logprobs is not None]
-        return Completion(
-            first.text,
-            first.token_ids,
-            first.finish_reason,
-            _added([each.usage for each in done]) or Usage(0, 0),
-            self.timings or first.timings,
-            first.request_id,
+        return replace(
+            first, usage=self.usage or first.usage, timings=self.timings or first.timings,
             prompt_logprobs=[entry for each in scored for entry in each] if scored else None,
             samples=[sample for each in done for sample in each.samples],
-            weight_versions=first.weight_versions,
-        )
+        )  # fmt: skip
 
 
 @contextmanager

@@ -82,14 +82,9 @@ class Writer(Frames):
         return ""
 
     def _choice_frame(
-        self,
-        index: int,
-        text: str,
-        entries: Sequence[LogprobEntry] = (),
-        token_ids: Sequence[int] = (),
-        reason: str | None = None,
-        first: bool = False,
-    ) -> str:
+        self, index: int, text: str, entries: Sequence[LogprobEntry] = (), token_ids: Sequence[int] = (),
+        reason: str | None = None, first: bool = False,
+    ) -> str:  # fmt: skip
         logprobs = self._logprobs(index, self._scored(entries)) if entries else None
         fields = (
             f'"text": {json.dumps(text)}, "logprobs": {json.dumps(logprobs)}, "finish_reason": {json.dumps(reason)}'

@@ -22,12 +22,7 @@ from asyncengine.serve.turn import Answered, Message, Turn
 __all__ = ["Writer", "error", "read"]
 
 INSTEAD = {"functions": "use tools", "function_call": "use tools and tool_choice"}
-REASONS: Mapping[FinishReason, str] = {
-    "stop": "stop",
-    "length": "length",
-    "tool_calls": "tool_calls",
-    "timeout": "length",
-}
+REASONS: Mapping[FinishReason, str] = {"length": "length", "tool_calls": "tool_calls", "timeout": "length"}
 
 
 def read(fields: Fields) -> Turn:
@@ -144,15 +139,9 @@ class Writer(Frames):
         self._top: int | None = turn.extra.get("top_logprobs")
 
     def _delta(
-        self,
-        event: Event,
-        delta: Mapping[str, Any],
-        token_ids: Sequence[int] = (),
-        reason: str | None = None,
-        logprobs: Sequence[LogprobEntry] = (),
-        more: str = "",
-        first: bool = False,
-    ) -> str:
+        self, event: Event, delta: Mapping[str, Any], token_ids: Sequence[int] = (), reason: str | None = None,
+        logprobs: Sequence[LogprobEntry] = (), more: str = "", first: bool = False,
+    ) -> str:  # fmt: skip
         entries = json.dumps({**openai_logprobs(self.named(logprobs)), "refusal": None}) if logprobs else "null"
         quoted = "null" if reason is None else f'"{reason}"'
         fields = f'"delta": {json.dumps(delta)}, "logprobs": {entries}, "finish_reason": {quoted}'

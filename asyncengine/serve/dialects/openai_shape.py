@@ -89,12 +89,10 @@ def openai_usage(usage: Usage) -> dict[str, Any]:
         details["accepted_prediction_tokens"] = usage.accepted_prediction_tokens
         details["rejected_prediction_tokens"] = usage.rejected_prediction_tokens
     return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.total_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens, "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": details,
-    }
+    }  # fmt: skip
 
 
 def llama_cpp_timings(usage: Usage, timings: Timings | None) -> dict[str, Any]:

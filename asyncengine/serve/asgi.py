@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from importlib import resources
 
@@ -17,8 +18,11 @@ from starlette.routing import BaseRoute, Route
 import asyncengine
 from asyncengine.errors import QueueFull
 from asyncengine.serve import adapters, metrics, responses, sleeping, vectors
+from asyncengine.serve.answer import Answer
+from asyncengine.serve.body import read_json
 from asyncengine.serve.dialects import anthropic_messages, completions, openai_chat
-from asyncengine.serve.generating import Endpoint, counting, generating
+from asyncengine.serve.fields import Fields
+from asyncengine.serve.generating import BODY, Endpoint, counting, generating
 from asyncengine.serve.models import Serving
 from asyncengine.serve.problems import Problem, problem_of
 from asyncengine.serve.requests import Requests, facts_of
@@ -99,12 +103,15 @@ def routes(serving: Serving) -> list[BaseRoute]:
         states = [engine.stats().requests for engine in serving.models.group.loaded.values()]
         return JSONResponse({"server_load": sum(sum(each.values()) for each in states)})
 
+    of_vectors = vectors.routes(serving)
+    kinds: dict[str, Endpoint] = served | {route.path: route.endpoint for route in of_vectors}
     return [
         Route("/version", version, methods=["GET"]),
+        Route("/invocations", _of_any_kind(serving, kinds), methods=["POST"]),
         Route("/load", load, methods=["GET"]),
         *[Route(path, endpoint, methods=["POST"]) for path, endpoint in served.items()],
         *responses.routes(serving),
-        *vectors.routes(serving),
+        *of_vectors,
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{name:path}", model, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
@@ -113,6 +120,21 @@ def routes(serving: Serving) -> list[BaseRoute]:
         *adapters.routes(serving),
         *sleeping.routes(serving),
     ]
+
+
+def _of_any_kind(serving: Serving, kinds: Mapping[str, Endpoint]) -> Endpoint:
+    """The endpoint of the one path that Amazon SageMaker knows: what a request is for is seen by its fields."""
+    paths = {"query": "/rerank", "input": "/v1/embeddings", "prompt": "/v1/completions"}
+
+    async def any_kind(request: Request) -> Response | Answer:
+        body = request.scope[BODY] = await read_json(request, serving.max_body)
+        fields = Fields(body)
+        name = fields.peek("model")
+        embeds = isinstance(name, str) and serving.models.described(name)["task"] == "embed"
+        path = next((paths[each] for each in paths if fields.peek(each) is not None), "/v1/chat/completions")
+        return await kinds["/v1/embeddings" if embeds else path](request)
+
+    return any_kind
 
 
 def _file(name: str) -> Endpoint:

@@ -27,6 +27,8 @@ IGNORED = "x-asyncengine-ignored"
 """Header that lists the fields of a request that changed nothing."""
 BUDGET = "thinking.budget_tokens"
 
+BODY = "asyncengine.body"
+"""The body of a request in its scope, where it was read before."""
 MakeWriter = Callable[[Turn, Answered], AnswerWriter]
 
 
@@ -64,7 +66,8 @@ def counting(serving: Serving, read: Callable[[Fields], Turn]) -> Endpoint:
 
 async def read_fields(request: Request, serving: Serving) -> Fields:
     """The fields of a request's body. Raises `Problem` and `InvalidParameter`."""
-    return Fields(await read_json(request, serving.max_body), strict=serving.strict)
+    body = request.scope.pop(BODY) if BODY in request.scope else await read_json(request, serving.max_body)
+    return Fields(body, strict=serving.strict)
 
 
 async def count(serving: Serving, turn: Turn, fields: Fields) -> int:

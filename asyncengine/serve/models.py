@@ -126,6 +126,7 @@ class Models:
         """The name of a model, and of an adapter of it if that is meant."""
         if name is None:
             able = [each for each in self.group if self.group.task_of(each) in (task, "auto")]
+            able = [usual] if (usual := self._aliases.get("*")) in able else able
             if len(able) != 1:
                 raise Problem(400, f"must say which model: {_listed(able)}", "model", "model_required")
             return able[0], None

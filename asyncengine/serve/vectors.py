@@ -10,6 +10,7 @@ import asyncio
 import base64
 import json
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
@@ -113,7 +114,8 @@ async def _embed(values: Values, target: Target) -> Made:
         made = await target.engine.embed(
             texts, truncate=cut, adapter=target.adapter, show_progress=False, **values["options"]
         )
-    head = {"object": "list", "model": target.name, "usage": _usage(made.usage)}
+    head = {"id": f"embd-{secrets.token_hex(16)}", "object": "list", "created": int(time.time()), "model": target.name}
+    head["usage"] = _usage(made.usage)
     return (
         await anyio.to_thread.run_sync(_embedding_text, head, made, own.get("encoding_format")),
         made.truncated,

@@ -101,6 +101,14 @@ def test_ids_go_in_and_out(client: openai.OpenAI, engine: Engine) -> None:
     assert (before, written) == (ids, done.token_ids)
 
 
+def test_tokens_are_named_by_id_also_those_of_the_prompt(client: openai.OpenAI) -> None:
+    choice = ask(client, TEXT, echo=True, logprobs=1, return_token_ids=True, return_tokens_as_token_ids=True).choices[0]
+    both = [*choice.model_dump()["prompt_token_ids"], *choice.model_dump()["token_ids"]]
+    assert choice.logprobs.tokens == [f"token_id:{token}" for token in both]
+    pairs = [*zip(choice.logprobs.tokens, choice.logprobs.top_logprobs, strict=True)]
+    assert all(token in top for token, top in pairs[1:])
+
+
 def test_a_text_may_go_without_the_tokenizers_own_tokens(client: openai.OpenAI, engine: Engine) -> None:
     answer = ask(client, add_special_tokens=False, return_token_ids=True)
     assert answer.choices[0].model_dump()["prompt_token_ids"] == engine.tokenize(TEXT, add_special_tokens=False)

@@ -147,5 +147,7 @@ async def test_a_target_is_let_go_once() -> None:
     for _ in range(2):
         one.release()
     assert group.released == ["d"]
+    with pytest.raises(Problem, match="'b' cannot be loaded"):
+        await Models(group, {"*": "b"}).acquire(None)
     with pytest.raises(Problem, match="must say which model: 'a', 'b', 'c'"):
         await asyncio.wait_for(models.acquire(None), 60)

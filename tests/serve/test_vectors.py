@@ -93,6 +93,25 @@ def test_a_chat_has_a_vector(url: str, engines: Engines) -> None:
     assert np.array_equal(np.array(answer.json()["data"][0]["embedding"], np.float32), wanted)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "temperature": 0}),
+        ("/v1/completions", {"model": "demo", "prompt": "Once", "temperature": 0}),
+        ("/v1/embeddings", {"model": "embedder", "input": TEXTS}),
+        ("/v1/embeddings", {"model": "embedder", "messages": [{"role": "user", "content": TEXTS[0]}]}),
+        ("/v1/rerank", {"model": "reranker", "query": "cats", "documents": TEXTS}),
+    ],
+)
+def test_one_path_takes_requests_of_all_kinds(url: str, path: str, body: dict[str, Any]) -> None:
+    one, other = (post(url, each, **body).json() for each in (path, "/invocations"))
+    for answer in (one, other):
+        for changing in ("id", "created", "timings"):
+            answer.pop(changing, None)
+    one["usage"].pop("prompt_tokens_details", None), other["usage"].pop("prompt_tokens_details", None)
+    assert one == other
+
+
 def test_a_text_that_is_too_long_is_cut_on_request_only(url: str) -> None:
     long = "word " * 5000
     refused = post(url, "/v1/embeddings", model="embedder", input=["a", long])
@@ -174,6 +193,8 @@ def test_a_tokenizer_tells_its_end(url: str, engines: Engines) -> None:
         ("/v1/embeddings", {"input": [10**9]}, "input[0]"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ("/v1/embeddings", {"input": "a", "dimensions": 10**6}, "dimensions"),
+        ("/v1/embeddings", {"input": "a", "embed_dtype": "float16"}, "embed_dtype"),
+        ("/v1/embeddings", {"input": "a", "endianness": "big"}, "endianness"),
         ("/v1/embeddings", {"input": "a", "prompt_name": "x"}, "prompt_name"),
         ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": -5}, "truncate_prompt_tokens"),
         ("/v1/embeddings", {"input": "a", "model": "demo"}, "embed"),

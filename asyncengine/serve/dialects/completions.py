@@ -129,12 +129,12 @@ class Writer(Frames):
         return "" if not self._echo else given if isinstance(given, str) else self._answered.text_of(given)
 
     def _scored_prompt(self, index: int, entries: list[TokenLogprob | None]) -> list[Scored]:
-        texts, scored = self._answered.token_texts(self._prompt_ids(index)), list[Scored]()
+        texts, scored = self.texts(self._prompt_ids(index)), list[Scored]()
         for text, entry in zip(texts, entries, strict=True):
             if entry is None:
                 scored.append((text, None, None))
                 continue
-            others = self._answered.token_texts([token for token, _ in entry.top[: self._top]])
+            others = self.texts([token for token, _ in entry.top[: self._top]])
             pairs = zip(others, [logprob for _, logprob in entry.top], strict=False)
             scored.append((text, entry.logprob, _by_text([*pairs, (text, entry.logprob)])))
         return scored

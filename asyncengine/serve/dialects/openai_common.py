@@ -11,6 +11,7 @@ from asyncengine.errors import GrammarError, InvalidParameter
 from asyncengine.grammar import Grammar
 from asyncengine.options import rough_size
 from asyncengine.outputs import Completion, LogprobEntry, Usage
+from asyncengine.sampling_params import MAX_BIAS
 from asyncengine.serve.dialects.openai_shape import llama_cpp_timings, openai_usage
 from asyncengine.serve.events import EVENT_STREAM
 from asyncengine.serve.fields import Values
@@ -18,8 +19,6 @@ from asyncengine.serve.problems import Problem
 from asyncengine.serve.turn import Answered, Turn
 from asyncengine.step import TokenLogprob
 
-MAX_BIAS = 100.0
-"""The largest bias of a token: OpenAI's word for "no others"."""
 MAX_GRAMMAR = 1 << 20
 """Characters of a grammar; so many lie below every engine's own limit."""
 
@@ -145,8 +144,12 @@ class Frames:
         usage = completion.usage
         return {"usage": openai_usage(usage), **llama_cpp_timings(usage, completion.timings)}
 
-    def named(self, entries: Sequence[LogprobEntry]) -> Sequence[LogprobEntry]:
+    def texts(self, ids: Sequence[int]) -> list[str]:
         """The tokens as texts, or as "token_id:7" (vLLM's `return_tokens_as_token_ids`)."""
+        return [f"token_id:{token}" for token in ids] if self._numbered else self._answered.token_texts(ids)
+
+    def named(self, entries: Sequence[LogprobEntry]) -> Sequence[LogprobEntry]:
+        """The same in entries of log-probabilities."""
         if not self._numbered:
             return entries
         return [replace(e, token=f"token_id:{e.token_id}", top=tuple(self.named(e.top))) for e in entries]

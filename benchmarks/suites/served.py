@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 import venv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import uvicorn
@@ -34,24 +37,27 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def demo_server(
-    wrap: Wrap = lambda made: made, model: Mapping[str, Any] | None = None, **settings: Any
+    wrap: Wrap = lambda made: made,
+    model: Mapping[str, Any] | None = None,
+    others: Mapping[str, Mapping[str, Any]] = MappingProxyType({"text-embedding-3-small": {"model": "demo-embed"}}),
+    **settings: Any,
 ) -> Iterator[str]:
-    """Base URL of an app that answers every model's name with the demo model, but that of OpenAI's small embedder with
-    the demo embedder. `wrap`: what is put around the app.
+    """Base URL of an app that answers every model's name with the demo model, but those of `others` with engines of
+    their own (that of OpenAI's small embedder with the demo embedder). `wrap`: what is put around the app.
 
-    `model`: settings of the demo model's engine; "model" among them is another one. `settings` are keywords of
-    `asyncengine.serve.app`.
+    `model`: settings of the demo model's engine; "model" among them is another one. `others` are such settings by
+    names. `settings` are keywords of `asyncengine.serve.app`.
     """
     listener = bind(ServerSettings(port=0))
     started, servers = threading.Event(), list[uvicorn.Server]()
 
     async def run() -> None:
-        async with (
-            await AsyncEngine.from_pretrained(**{"model": "demo", "show_progress": False, **(model or {})}) as engine,
-            await AsyncEngine.from_pretrained("demo-embed", show_progress=False) as embedder,
-        ):
-            aliases = {"text-embedding-3-small": "embedder", "*": "demo"}
-            made = wrap(app({"demo": engine, "embedder": embedder}, aliases=aliases, **settings))
+        async with contextlib.AsyncExitStack() as stack:
+            engines = {}
+            for name, given in {"demo": {"model": "demo", **(model or {})}, **others}.items():
+                engine = await AsyncEngine.from_pretrained(**{"show_progress": False, **given})
+                engines[name] = await stack.enter_async_context(engine)
+            made = wrap(app(engines, aliases={"*": "demo"}, **settings))
             server = uvicorn.Server(uvicorn.Config(made, log_level="error"))
             servers.append(server)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -91,6 +97,21 @@ def sdist(given: Path | None, name: str, version: str, work: Path) -> Path:
         subprocess.run([*command, f"{name}=={version}", "--dest", str(work)], check=True)
         with tarfile.open(work / f"{name}-{version}.tar.gz") as archive:
             archive.extractall(work, filter="data")
+    return folder
+
+
+def unbuilt(given: Path | None, name: str, version: str, work: Path) -> Path:
+    """The same of a package that cannot even be asked for its metadata without a GPU's tools: what pip has unpacked
+    when it fails."""
+    folder = (work / f"{name}-{version}").resolve() if given is None else given.resolve()
+    if not folder.exists():
+        work.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=work) as own:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-clean", "--no-build-isolation"]
+            command += ["--no-deps", "--no-binary", name, f"{name}=={version}", "--dest", own]
+            subprocess.run(command, check=False, capture_output=True, env={**os.environ, "TMPDIR": own})
+            (found,) = Path(own).glob(f"pip-*/{name}_*/PKG-INFO")
+            found.parent.rename(folder)
     return folder
 
 

@@ -15,8 +15,8 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
-from numba.extending import intrinsic
 
+from asyncengine.kernels.cpu.intrinsics import emitted
 from asyncengine.kernels.cpu.jit import array, pointer, serial
 from asyncengine.kernels.cpu.vectors import LONG
 
@@ -38,57 +38,37 @@ def _at(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, LONG.as_pointer())
 
 
-def _load(_: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load_atomic(_at(builder, arguments[0]), _ORDER, 8)
-
-    return _int64(_int64), generate
-
-
-def _store(_: Any, address: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.store_atomic(arguments[1], _at(builder, arguments[0]), _ORDER, 8)
-        return context.get_dummy_value()
-
-    return numba.types.void(_int64, _int64), generate
+@emitted(_int64, result=_int64)
+def load(builder: Any, address: Any) -> Any:
+    """The int64 at an address."""
+    return builder.load_atomic(_at(builder, address), _ORDER, 8)
 
 
-def _add(_: Any, address: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.atomic_rmw("add", _at(builder, arguments[0]), arguments[1], _ORDER)
-
-    return _int64(_int64, _int64), generate
-
-
-def _exchange(_: Any, address: Any, expected: Any, wanted: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = _at(builder, arguments[0])
-        found = builder.cmpxchg(place, arguments[1], arguments[2], _ORDER, _ORDER)
-        return builder.zext(builder.extract_value(found, 1), LONG)
-
-    return _int64(_int64, _int64, _int64), generate
+@emitted(_int64, _int64)
+def store(builder: Any, address: Any, value: Any) -> None:
+    """Write the int64 at an address."""
+    builder.store_atomic(value, _at(builder, address), _ORDER, 8)
 
 
-def _pause(_: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        name = {"x86_64": "llvm.x86.sse2.pause", "amd64": "llvm.x86.sse2.pause"}.get(platform.machine().lower())
-        if name is not None:
-            builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), []), name), [])
-        return context.get_dummy_value()
-
-    return numba.types.void(), generate
+@emitted(_int64, _int64, result=_int64)
+def add(builder: Any, address: Any, value: Any) -> Any:
+    """Add to the int64 at an address; returns what was there before."""
+    return builder.atomic_rmw("add", _at(builder, address), value, _ORDER)
 
 
-load: Any = intrinsic(_load)
-"""load(address) -> the int64 there."""
-store: Any = intrinsic(_store)
-"""store(address, value)."""
-add: Any = intrinsic(_add)
-"""add(address, value) -> what was there before."""
-exchange: Any = intrinsic(_exchange)
-"""exchange(address, expected, wanted) -> 1 if `expected` was there and `wanted` is now; 0: nothing changed."""
-pause: Any = intrinsic(_pause)
-"""pause(): tells the core that this thread waits for a word to change."""
+@emitted(_int64, _int64, _int64, result=_int64)
+def exchange(builder: Any, address: Any, expected: Any, wanted: Any) -> Any:
+    """Returns 1 if `expected` was at the address and `wanted` is now; 0: nothing changed."""
+    found = builder.cmpxchg(_at(builder, address), expected, wanted, _ORDER, _ORDER)
+    return builder.zext(builder.extract_value(found, 1), LONG)
+
+
+@emitted()
+def pause(builder: Any) -> None:
+    """Tell the core that this thread waits for a word to change."""
+    name = {"x86_64": "llvm.x86.sse2.pause", "amd64": "llvm.x86.sse2.pause"}.get(platform.machine().lower())
+    if name is not None:
+        builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), []), name), [])
 
 
 if _WINDOWS:  # slim locks begin as zeros; the counter goes ten million times a second

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 from llvmlite import ir
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.attention_tiles import BLOCK
+from asyncengine.kernels.cpu.intrinsics import FLOAT32, INT64, KIND, emitted
 from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LONG, WORD, WORDS, load, store
 
 LOG2E = 1.4426950408889634
@@ -24,33 +23,31 @@ FEW = 32
 """Keys of a block of a short text: further ones are not looked at where there are no more."""
 
 
-def _softcap(_: Any, scores: Any, scale: Any, cap: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place, factor, limit = arguments
-        ratio = vectors.splat(builder, builder.fdiv(factor, limit))
-        back = vectors.splat(builder, builder.fmul(limit, FLOAT(LOG2E)))
-        with cgutils.for_range(builder, LONG(BLOCK // LANES)) as loop:
-            own = builder.add(place, builder.mul(loop.index, LONG(4 * LANES)))
-            store(builder, builder.fmul(_tanh(builder, builder.fmul(load(builder, own, FLOATS), ratio)), back), own)
-        return context.get_dummy_value()
-
-    return numba.types.void(numba.types.int64, numba.types.float32, numba.types.float32), generate
+@emitted(INT64, FLOAT32, FLOAT32)
+def softcap(builder: Any, scores: Any, scale: Any, cap: Any) -> None:
+    """scores = cap * tanh(score * scale / cap) * log2(e), on one block."""
+    ratio = vectors.splat(builder, builder.fdiv(scale, cap))
+    back = vectors.splat(builder, builder.fmul(cap, FLOAT(LOG2E)))
+    with cgutils.for_range(builder, LONG(BLOCK // LANES)) as loop:
+        own = builder.add(scores, builder.mul(loop.index, LONG(4 * LANES)))
+        store(builder, builder.fmul(_tanh(builder, builder.fmul(load(builder, own, FLOATS), ratio)), back), own)
 
 
-def _softmax(
-    _: Any, there: Any, scores: Any, out: Any, low: Any, high: Any, scale: Any, maximum: Any, total: Any, decay: Any,
-    operand: Any,
-) -> Any:  # fmt: skip
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        there, *given = arguments[:9]
-        with builder.if_else(builder.icmp_signed("<=", there, LONG(FEW))) as (few, more):
-            for count, part in ((FEW, few), (BLOCK, more)):
-                with part:
-                    _write_weights(builder, operand, count, *given)
-        return context.get_dummy_value()
+@emitted(*[INT64] * 5, FLOAT32, *[INT64] * 3, KIND)
+def softmax(
+    builder: Any, there: Any, scores: Any, out: Any, low: Any, high: Any, scale: Any, maximum: Any, total: Any,
+    decay: Any, operand: Any,
+) -> None:  # fmt: skip
+    """One block of an online softmax: scores become weights 2 ** (score * scale - maximum), 0 outside keys [low, high).
 
-    whole, single = numba.types.int64, numba.types.float32
-    return numba.types.void(whole, whole, whole, whole, whole, single, whole, whole, whole, operand), generate
+    `maximum`, `total` and `decay` are addresses of one float each: the maximum so far and the sum of weights, brought
+    up to date, and the factor by which everything summed before this block must shrink. Weights go to `out`, in
+    `operand`: of all keys of a block, or of `FEW` where no more than so many are `there`.
+    """
+    with builder.if_else(builder.icmp_signed("<=", there, LONG(FEW))) as (few, more):
+        for count, part in ((FEW, few), (BLOCK, more)):
+            with part:
+                _write_weights(builder, operand, count, scores, out, low, high, scale, maximum, total, decay)
 
 
 def _write_weights(
@@ -84,18 +81,14 @@ def _write_weights(
     store(builder, shrink, decay)
 
 
-def _store_scaled(_: Any, values: Any, factor: Any, out: Any, count: Any, kind: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        values, factor, out, count = arguments[:4]
-        by = vectors.splat(builder, factor)
-        with cgutils.for_range(builder, builder.udiv(count, LONG(LANES))) as loop:
-            own = load(builder, builder.add(values, builder.mul(loop.index, LONG(4 * LANES))), FLOATS)
-            to = builder.add(out, builder.mul(loop.index, LONG(kind.bitwidth // 8 * LANES)))
-            vectors.write(builder, builder.fmul(own, by), to, kind)
-        return context.get_dummy_value()
-
-    whole = numba.types.int64
-    return numba.types.void(whole, numba.types.float32, whole, whole, kind), generate
+@emitted(INT64, FLOAT32, INT64, INT64, KIND)
+def store_scaled(builder: Any, values: Any, factor: Any, out: Any, count: Any, kind: Any) -> None:
+    """out = values * factor, for `count` float32, a multiple of sixteen; `out` is of `kind`."""
+    by = vectors.splat(builder, factor)
+    with cgutils.for_range(builder, builder.udiv(count, LONG(LANES))) as loop:
+        own = load(builder, builder.add(values, builder.mul(loop.index, LONG(4 * LANES))), FLOATS)
+        to = builder.add(out, builder.mul(loop.index, LONG(kind.bitwidth // 8 * LANES)))
+        vectors.write(builder, builder.fmul(own, by), to, kind)
 
 
 def _hide(builder: Any, scaled: list[Any], low: Any, high: Any) -> None:
@@ -164,24 +157,3 @@ def _tanh(builder: Any, x: Any) -> Any:
     whole = builder.fdiv(builder.fsub(power, one), builder.fadd(power, one))
     near = builder.fcmp_ordered("<", square, vectors.constant(FLOATS, 0.0625))
     return builder.select(near, builder.fmul(series, x), whole)
-
-
-softcap: Any = intrinsic(_softcap)
-"""softcap(scores, scale, cap), inside kernels: scores = cap * tanh(score * scale / cap) * log2(e), on one block.
-
-`scale` and `cap` are float32.
-"""
-softmax: Any = intrinsic(_softmax)
-"""softmax(there, scores, out, low, high, scale, maximum, total, decay, operand), inside kernels:
-
-One block of an online softmax: turn scores into weights 2 ** (score * scale - maximum), 0 outside keys [low, high).
-
-`maximum`, `total` and `decay` are addresses of one float each: the maximum so far and the sum of weights, brought up
-to date, and the factor by which everything summed before this block must shrink. Weights go to `out`, in `operand`:
-of all keys of a block, or of `FEW` where no more than so many are `there`.
-"""
-store_scaled: Any = intrinsic(_store_scaled)
-"""store_scaled(values, factor, out, count, kind), inside kernels: out = values * factor.
-
-`values`: `count` float32, a multiple of sixteen; `factor` float32; `out` of `kind`.
-"""

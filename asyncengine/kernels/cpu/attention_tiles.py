@@ -24,9 +24,9 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from asyncengine.kernels.cpu import vectors
+from asyncengine.kernels.cpu.intrinsics import INT64, KIND, emitted
 from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LONG, WORD, load, store
 
 BLOCK = 128
@@ -50,17 +50,15 @@ def _make_scores(rows: int) -> Any:
     Addresses, and the bytes of a row of `query` and of `out`, float32. `tiles`: two addresses. A step is a word.
     """
 
-    def typed(
-        _: Any, query: Any, query_size: Any, tiles: Any, steps: Any, out: Any, out_size: Any, kind: Any, lanes: Any,
-        operand: Any,
-    ) -> Any:  # fmt: skip
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _write_scores(builder, rows, _LANES_OF[lanes], (kind, operand), *arguments[:6])
-            return context.get_dummy_value()
+    @emitted(*[INT64] * 6, KIND, KIND, KIND)
+    def scores(
+        builder: Any, query: Any, query_size: Any, tiles: Any, steps: Any, out: Any, out_size: Any, kind: Any,
+        lanes: Any, operand: Any,
+    ) -> None:  # fmt: skip
+        held, count = (kind, operand), _LANES_OF[lanes]
+        _write_scores(builder, rows, count, held, query, query_size, tiles, steps, out, out_size)
 
-        return numba.types.void(*[numba.types.int64] * 6, kind, lanes, operand), generate
-
-    return intrinsic(typed)
+    return scores
 
 
 def _make_sum_values(width: int, most: tuple[int, ...]) -> Any:
@@ -71,30 +69,25 @@ def _make_sum_values(width: int, most: tuple[int, ...]) -> Any:
     bytes from one to the next, `column` bytes into them. Rows go together in `most`, the largest first, down to 1.
     """
 
-    def typed(
-        _: Any, rows: Any, weights: Any, weights_size: Any, tiles: Any, count: Any, steps: Any, size: Any, column: Any,
-        out: Any, out_size: Any, decay: Any, kind: Any, lanes: Any, operand: Any,
-    ) -> Any:  # fmt: skip
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            rows, weights, weights_size, *where, out, out_size, decay = arguments[:11]
-            tiles, count, steps, size, column = where
-            done: Any = LONG(0)
-            for together in most:
-                turns = builder.udiv(builder.sub(rows, done), LONG(together))
-                with cgutils.for_range(builder, turns) as loop:
-                    row = builder.add(done, builder.mul(loop.index, LONG(together)))
-                    _write_values(
-                        builder, together, width, (kind, operand, _LANES_OF[lanes]),
-                        builder.add(weights, builder.mul(row, weights_size)), weights_size, tiles, count, steps, size,
-                        column, builder.add(out, builder.mul(row, out_size)), out_size,
-                        builder.add(decay, builder.mul(row, LONG(4))),
-                    )  # fmt: skip
-                done = builder.add(done, builder.mul(turns, LONG(together)))
-            return context.get_dummy_value()
+    @emitted(*[INT64] * 11, KIND, KIND, KIND)
+    def sum_values(
+        builder: Any, rows: Any, weights: Any, weights_size: Any, tiles: Any, count: Any, steps: Any, size: Any,
+        column: Any, out: Any, out_size: Any, decay: Any, kind: Any, lanes: Any, operand: Any,
+    ) -> None:  # fmt: skip
+        done: Any = LONG(0)
+        for together in most:
+            turns = builder.udiv(builder.sub(rows, done), LONG(together))
+            with cgutils.for_range(builder, turns) as loop:
+                row = builder.add(done, builder.mul(loop.index, LONG(together)))
+                _write_values(
+                    builder, together, width, (kind, operand, _LANES_OF[lanes]),
+                    builder.add(weights, builder.mul(row, weights_size)), weights_size, tiles, count, steps, size,
+                    column, builder.add(out, builder.mul(row, out_size)), out_size,
+                    builder.add(decay, builder.mul(row, LONG(4))),
+                )  # fmt: skip
+            done = builder.add(done, builder.mul(turns, LONG(together)))
 
-        return numba.types.void(*[numba.types.int64] * 11, kind, lanes, operand), generate
-
-    return intrinsic(typed)
+    return sum_values
 
 
 def _write_scores(

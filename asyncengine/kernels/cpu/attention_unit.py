@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.attention_fields import padded
 from asyncengine.kernels.cpu.attention_softmax import store_scaled
 from asyncengine.kernels.cpu.attention_tiles import AHEAD, SCORES
+from asyncengine.kernels.cpu.intrinsics import INT64, emitted
 from asyncengine.kernels.cpu.jit import array, inline, pointer, serial_in_order
 from asyncengine.kernels.cpu.matrix_unit import (
     ROWS,
@@ -54,61 +53,55 @@ def _make_scores(together: int) -> Any:
     `DIMENSIONS`. `asks`: 1 to have memory brought near that is read later, else 0.
     """
 
-    def typed(_: Any, query: Any, query_size: Any, tiles: Any, steps: Any, out: Any, out_size: Any, asks: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            query, query_size, tiles, steps, out, out_size, asks = arguments
-            places = [load(builder, builder.add(tiles, LONG(8 * index)), LONG) for index in range(together)]
-            ahead = [load(builder, builder.add(tiles, LONG(8 * (index + AHEAD))), LONG) for index in range(together)]
-            for index in range(together):
-                zero_tile(builder, index)
-            with cgutils.for_range(builder, steps) as loop:
-                load_tile(builder, X[0], builder.add(query, builder.mul(loop.index, LONG(STEP))), query_size)
-                begin = builder.mul(loop.index, LONG(DIMENSIONS // 2 * LINE))
-                for index, place in enumerate(places):
-                    keys = WEIGHTS[index % 2]
-                    load_tile(builder, keys, builder.add(place, begin), LONG(LINE))
-                    _ask(builder, asks, builder.add(ahead[index], begin), DIMENSIONS // 2, LONG(LINE))
-                    multiply_tiles(builder, "bf16ps", index, X[0], keys)
-            for index in range(together):
-                store_tile(builder, index, builder.add(out, LONG(index * LINE)), out_size)
-            return context.get_dummy_value()
+    @emitted(*[INT64] * 7)
+    def scores(
+        builder: Any, query: Any, query_size: Any, tiles: Any, steps: Any, out: Any, out_size: Any, asks: Any
+    ) -> None:
+        places = [load(builder, builder.add(tiles, LONG(8 * index)), LONG) for index in range(together)]
+        ahead = [load(builder, builder.add(tiles, LONG(8 * (index + AHEAD))), LONG) for index in range(together)]
+        for index in range(together):
+            zero_tile(builder, index)
+        with cgutils.for_range(builder, steps) as loop:
+            load_tile(builder, X[0], builder.add(query, builder.mul(loop.index, LONG(STEP))), query_size)
+            begin = builder.mul(loop.index, LONG(DIMENSIONS // 2 * LINE))
+            for index, place in enumerate(places):
+                keys = WEIGHTS[index % 2]
+                load_tile(builder, keys, builder.add(place, begin), LONG(LINE))
+                _ask(builder, asks, builder.add(ahead[index], begin), DIMENSIONS // 2, LONG(LINE))
+                multiply_tiles(builder, "bf16ps", index, X[0], keys)
+        for index in range(together):
+            store_tile(builder, index, builder.add(out, LONG(index * LINE)), out_size)
 
-        return numba.types.void(*[numba.types.int64] * 7), generate
-
-    return intrinsic(typed)
+    return scores
 
 
 def _make_values(together: int) -> Any:
     """sum_values(weights, weights_size, tiles, count, size, column, out, out_size, asks): out [rows, 16 * together]
     += weights times `count` tiles of values, `column` bytes into each step of `size` bytes."""
 
-    def typed(
-        _: Any, weights: Any, weights_size: Any, tiles: Any, count: Any, size: Any, column: Any, out: Any,
+    @emitted(*[INT64] * 9)
+    def sum_values(
+        builder: Any, weights: Any, weights_size: Any, tiles: Any, count: Any, size: Any, column: Any, out: Any,
         out_size: Any, asks: Any,
-    ) -> Any:  # fmt: skip
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            weights, weights_size, tiles, count, size, column, out, out_size, asks = arguments
-            sums = [builder.add(out, LONG(index * LINE)) for index in range(together)]
-            for index, place in enumerate(sums):
-                load_tile(builder, index, place, out_size)
-            with cgutils.for_range(builder, count) as loop:
-                at = builder.add(tiles, builder.mul(loop.index, LONG(8)))
-                place, ahead = load(builder, at, LONG), load(builder, builder.add(at, LONG(8 * AHEAD)), LONG)
-                own = builder.add(weights, builder.mul(loop.index, LONG(_KEYS * 2)))
-                load_tile(builder, X[0], own, weights_size)
-                for index in range(together):
-                    values = WEIGHTS[index % 2]
-                    begin = builder.add(column, LONG(index * LINE))
-                    load_tile(builder, values, builder.add(place, begin), size)
-                    _ask(builder, asks, builder.add(ahead, begin), _KEYS // 2, size)
-                    multiply_tiles(builder, "bf16ps", index, X[0], values)
-            for index, place in enumerate(sums):
-                store_tile(builder, index, place, out_size)
-            return context.get_dummy_value()
+    ) -> None:  # fmt: skip
+        sums = [builder.add(out, LONG(index * LINE)) for index in range(together)]
+        for index, place in enumerate(sums):
+            load_tile(builder, index, place, out_size)
+        with cgutils.for_range(builder, count) as loop:
+            at = builder.add(tiles, builder.mul(loop.index, LONG(8)))
+            place, ahead = load(builder, at, LONG), load(builder, builder.add(at, LONG(8 * AHEAD)), LONG)
+            own = builder.add(weights, builder.mul(loop.index, LONG(_KEYS * 2)))
+            load_tile(builder, X[0], own, weights_size)
+            for index in range(together):
+                values = WEIGHTS[index % 2]
+                begin = builder.add(column, LONG(index * LINE))
+                load_tile(builder, values, builder.add(place, begin), size)
+                _ask(builder, asks, builder.add(ahead, begin), _KEYS // 2, size)
+                multiply_tiles(builder, "bf16ps", index, X[0], values)
+        for index, place in enumerate(sums):
+            store_tile(builder, index, place, out_size)
 
-        return numba.types.void(*[numba.types.int64] * 9), generate
-
-    return intrinsic(typed)
+    return sum_values
 
 
 _scores1, _scores4 = _make_scores(1), _make_scores(_TOGETHER)

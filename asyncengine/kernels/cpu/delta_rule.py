@@ -18,9 +18,9 @@ from typing import Any
 import numba
 import numpy as np
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from asyncengine.kernels.cpu import vectors
+from asyncengine.kernels.cpu.intrinsics import INT64, KIND, emitted
 from asyncengine.kernels.cpu.jit import array, pointer, serial_in_order
 from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LONG, load, multiply_add, size_of, store
 
@@ -102,18 +102,15 @@ def _rest(
 def _tile(columns: int) -> Any:
     """The intrinsic for `columns` vectors of columns: as `delta_rule`, with the bytes of a row for the last size."""
 
-    def typed(
-        _: Any, source: Any, target: Any, keys: Any, queries: Any, values: Any, gates: Any, out: Any, tokens: Any,
+    @emitted(*[INT64] * 12, KIND)
+    def tile(
+        builder: Any, source: Any, target: Any, keys: Any, queries: Any, values: Any, gates: Any, out: Any, tokens: Any,
         key_dim: Any, row: Any, faded: Any, kept: Any, by_channel: Any,
-    ) -> Any:  # fmt: skip
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            each = by_channel == numba.typeof(EACH)
-            _write_tile(builder, columns, *arguments[:10], *(arguments[10:12] if each else ()))
-            return context.get_dummy_value()
+    ) -> None:  # fmt: skip
+        given = source, target, keys, queries, values, gates, out, tokens, key_dim, row
+        _write_tile(builder, columns, *given, *((faded, kept) if by_channel == numba.typeof(EACH) else ()))
 
-        return numba.types.void(*[numba.types.int64] * 12, by_channel), generate
-
-    return intrinsic(typed)
+    return tile
 
 
 _eight, _two, _one = (_tile(columns) for columns in (_ROW, _TILE, 1))

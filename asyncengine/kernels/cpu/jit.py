@@ -28,6 +28,7 @@ from numba.np.arrayobj import make_array, populate_array
 
 from asyncengine.kernels.cpu.cache import KernelCache
 from asyncengine.kernels.cpu.compiling import Kernel, KernelCompiler
+from asyncengine.kernels.cpu.intrinsics import KIND, emitted
 from asyncengine.kernels.cpu.vectors import BFLOAT, LINE, LONG, PAIRS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -138,11 +139,10 @@ def _room(_: Any, count: Any, kind: Any) -> Any:
     return numba.types.Array(item, 1, "C")(count, kind), generate
 
 
-def _keep(_: Any, held: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return context.get_dummy_value()
-
-    return numba.types.void(held), generate
+@emitted(KIND)
+def keep(builder: Any, held: Any) -> None:
+    """Keep an array until here, after the last use of its address: numba frees an array of the kernel's own after the
+    last line that names it, and whoever allocates next, on any thread, is given its memory."""
 
 
 def _widen(_: Any, value: Any) -> Any:
@@ -181,9 +181,6 @@ compiled anew for every type of shape."""
 room: Any = intrinsic(prefer_literal=True)(_room)
 """room(count, kind), inside kernels: an array of so many, a constant, on the thread's stack. It ends with the function,
 and nothing in particular is in it at the beginning."""
-keep: Any = intrinsic(_keep)
-"""keep(array), inside kernels, after the last use of an array's address: numba frees an array of the kernel's own after
-the last line that names it, and whoever allocates next, on any thread, is given its memory."""
 widen: Any = intrinsic(_widen)
 """widen(value), inside kernels: the float32 that a value of some kind stands for."""
 narrow: Any = intrinsic(_narrow)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.calls import parallel_for
+from asyncengine.kernels.cpu.intrinsics import FLOAT32, INT64, KIND, emitted
 from asyncengine.kernels.cpu.jit import kind_of, serial_in_order
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
@@ -68,16 +67,12 @@ def _row(alone: bool) -> Any:
     `alone`: there is no branch, and the sum is not written.
     """
 
-    def typed(_: Any, residual: Any, branch: Any, weight: Any, bias: Any, total: Any, out: Any, width: Any, factor: Any,
-              epsilon: Any, kind: Any) -> Any:  # fmt: skip
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _write_row(builder, alone, kind, *arguments[:9])
-            return context.get_dummy_value()
+    @emitted(*[INT64] * 7, FLOAT32, FLOAT32, KIND)
+    def row(builder: Any, residual: Any, branch: Any, weight: Any, bias: Any, total: Any, out: Any, width: Any,
+            factor: Any, epsilon: Any, kind: Any) -> None:  # fmt: skip
+        _write_row(builder, alone, kind, residual, branch, weight, bias, total, out, width, factor, epsilon)
 
-        whole, single = numba.types.int64, numba.types.float32
-        return numba.types.void(*[whole] * 7, single, single, kind), generate
-
-    return intrinsic(typed)
+    return row
 
 
 def _write_row(

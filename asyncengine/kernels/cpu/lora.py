@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba.core import cgutils
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.calls import call, compile_named, name_of, parallel_for
+from asyncengine.kernels.cpu.intrinsics import INT64, KIND, emitted
 from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
@@ -296,15 +296,12 @@ def _make_dots(rows: int, sides: int) -> Any:
     int64 at `places`.
     """
 
-    def typed(_: Any, x: Any, length: Any, places: Any, factor: Any, count: Any, target: Any, across: Any,
-              kind: Any) -> Any:  # fmt: skip
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _write_dots(builder, rows, sides, kind, *arguments[:7])
-            return context.get_dummy_value()
+    @emitted(*[INT64] * 7, KIND)
+    def dots(builder: Any, x: Any, length: Any, places: Any, factor: Any, count: Any, target: Any, across: Any,
+             kind: Any) -> None:  # fmt: skip
+        _write_dots(builder, rows, sides, kind, x, length, places, factor, count, target, across)
 
-        return numba.types.void(*[numba.types.int64] * 7, kind), generate
-
-    return intrinsic(typed)
+    return dots
 
 
 def _write_dots(
@@ -368,15 +365,12 @@ def _make_add(rows: int, count: int) -> Any:
     `places`.
     """
 
-    def typed(_: Any, weights: Any, across: Any, rank: Any, factor: Any, stride: Any, y: Any, length: Any, places: Any,
-              kind: Any, out_kind: Any) -> Any:  # fmt: skip
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _write_add(builder, rows, count, kind, out_kind, *arguments[:8])
-            return context.get_dummy_value()
+    @emitted(*[INT64] * 8, KIND, KIND)
+    def add(builder: Any, weights: Any, across: Any, rank: Any, factor: Any, stride: Any, y: Any, length: Any,
+            places: Any, kind: Any, out_kind: Any) -> None:  # fmt: skip
+        _write_add(builder, rows, count, kind, out_kind, weights, across, rank, factor, stride, y, length, places)
 
-        return numba.types.void(*[numba.types.int64] * 8, kind, out_kind), generate
-
-    return intrinsic(typed)
+    return add
 
 
 def _write_add(

@@ -14,17 +14,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import torch
 from numba.core import cgutils
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.activation import exponential, silu
 from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.causal_conv import CHANNELS, convolve_tokens
+from asyncengine.kernels.cpu.intrinsics import INT64, emitted
 from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.state_segments import Segments, segment_places
 from asyncengine.kernels.cpu.team import use_team
@@ -111,21 +110,13 @@ class Mamba2Kernel:
         return out
 
 
-def _advance(
-    _: Any, source: Any, target: Any, stride: Any, inputs: Any, input_stride: Any, kept: Any, into: Any, out: Any,
-    shared_stride: Any, y: Any, y_stride: Any, tokens: Any,
-) -> Any:  # fmt: skip
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _write_tile(builder, *arguments)
-        return context.get_dummy_value()
-
-    return numba.types.void(*[numba.types.int64] * 12), generate
-
-
-def _write_tile(
+@emitted(*[INT64] * 12)
+def advance_tile(
     builder: Any, source: Any, target: Any, stride: Any, inputs: Any, input_stride: Any, kept: Any, into: Any,
     out: Any, shared_stride: Any, y: Any, y_stride: Any, tokens: Any,
 ) -> None:  # fmt: skip
+    """Move a tile of a state from `source` over some tokens to `target`, with rows `stride` bytes apart. Of each token:
+    dt x (sixteen), the factor of decay, B and C (of these rows), and y (sixteen), to which is added. All float32."""
     zero = LONG(0)
     places = [vectors.at(builder, zero, stride, row, zero) for row in range(TILE)]
     for place in places:
@@ -148,14 +139,6 @@ def _write_tile(
         store(builder, builder.fadd(*sums), place)
     for place, cell in zip(places, state, strict=True):
         store(builder, builder.load(cell), builder.add(target, place))
-
-
-advance_tile: Any = intrinsic(_advance)
-"""advance_tile(source, target, stride, inputs, input_stride, kept, into, out, shared_stride, y, y_stride, tokens):
-
-A tile of a state from `source` over some tokens to `target`, with rows `stride` bytes apart. Of each token: dt x
-(sixteen), the factor of decay, B and C (of these rows), and y (sixteen), to which is added. All float32.
-"""
 
 
 @serial_in_order

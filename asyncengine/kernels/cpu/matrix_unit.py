@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 from llvmlite import ir
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from asyncengine.kernels.cpu import vectors
+from asyncengine.kernels.cpu.intrinsics import INT64, emitted
 from asyncengine.kernels.cpu.jit import inline
 from asyncengine.kernels.cpu.vectors import BYTE, FLOATS, LINE, LONG, at, call, load
 
@@ -58,35 +57,26 @@ def multiply_tiles(builder: Any, kind: str, sums: int, x: int, weights: int) -> 
     call(builder, f"llvm.x86.tdp{kind}", _NOTHING, [_tile(sums), _tile(x), _tile(weights)])
 
 
-def _configure(_: Any, first: Any, second: Any, width: Any) -> Any:
-    """configure_unit(first, second, width): make tiles 0, 1 and 4 of `first` rows, 2, 3 and 5 of `second`, 4 and 5, of
-    x, of `width` bytes, and 6 and 7 such as are multiplied with those, on this thread. 1 to 16 rows, 4 to 64 bytes."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        first, second, size = arguments
-        base = builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(BYTE, STEP)), LONG)
-        vectors.store(builder, ir.Constant(ir.VectorType(BYTE, STEP), [1] + [0] * (STEP - 1)), base)  # the one palette
-        for number in range(8):
-            height = second if number in (2, 3, 5) else first
-            if number in WEIGHTS:
-                height = builder.lshr(size, LONG(2))
-            across = builder.trunc(size if number in X else LONG(STEP), ir.IntType(16))
-            vectors.store(builder, across, builder.add(base, LONG(16 + 2 * number)))
-            vectors.store(builder, builder.trunc(height, BYTE), builder.add(base, LONG(48 + number)))
-        call(builder, "llvm.x86.ldtilecfg", _NOTHING, [builder.inttoptr(base, BYTE.as_pointer())])
-        return context.get_dummy_value()
-
-    return numba.types.void(*[numba.types.int64] * 3), generate
+@emitted(*[INT64] * 3)
+def configure_unit(builder: Any, first: Any, second: Any, width: Any) -> None:
+    """Make tiles 0, 1 and 4 of `first` rows, 2, 3 and 5 of `second`, 4 and 5, of x, of `width` bytes, and 6 and 7 such
+    as are multiplied with those, on this thread. 1 to 16 rows, 4 to 64 bytes."""
+    base = builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(BYTE, STEP)), LONG)
+    vectors.store(builder, ir.Constant(ir.VectorType(BYTE, STEP), [1] + [0] * (STEP - 1)), base)  # the one palette
+    for number in range(8):
+        height = second if number in (2, 3, 5) else first
+        if number in WEIGHTS:
+            height = builder.lshr(width, LONG(2))
+        across = builder.trunc(width if number in X else LONG(STEP), ir.IntType(16))
+        vectors.store(builder, across, builder.add(base, LONG(16 + 2 * number)))
+        vectors.store(builder, builder.trunc(height, BYTE), builder.add(base, LONG(48 + number)))
+    call(builder, "llvm.x86.ldtilecfg", _NOTHING, [builder.inttoptr(base, BYTE.as_pointer())])
 
 
-def _release(_: Any) -> Any:
-    """release_unit(): tiles of this thread are empty, so that the system need not keep them."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        call(builder, "llvm.x86.tilerelease", _NOTHING, [])
-        return context.get_dummy_value()
-
-    return numba.types.void(), generate
+@emitted()
+def release_unit(builder: Any) -> None:
+    """Empty the tiles of this thread, so that the system need not keep them."""
+    call(builder, "llvm.x86.tilerelease", _NOTHING, [])
 
 
 def _make_tiles(halves: int) -> Any:
@@ -96,17 +86,13 @@ def _make_tiles(halves: int) -> Any:
     (`across`) and of a number there. No bias: address 0.
     """
 
-    def typed(_: Any, x: Any, x_size: Any, panel: Any, steps: Any, bias: Any, out: Any, across: Any, out_size: Any,
-              rows: Any) -> Any:  # fmt: skip
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            x, x_size, panel, steps, bias, out, across, out_size, rows = arguments
-            sums = _add_up(builder, halves, x, x_size, panel, steps)
-            _store_rows(builder, sums, bias, out, across, out_size, rows)
-            return context.get_dummy_value()
+    @emitted(*[INT64] * 9)
+    def tiles(builder: Any, x: Any, x_size: Any, panel: Any, steps: Any, bias: Any, out: Any, across: Any,
+              out_size: Any, rows: Any) -> None:  # fmt: skip
+        sums = _add_up(builder, halves, x, x_size, panel, steps)
+        _store_rows(builder, sums, bias, out, across, out_size, rows)
 
-        return numba.types.void(*[numba.types.int64] * 9), generate
-
-    return intrinsic(typed)
+    return tiles
 
 
 def _add_up(builder: Any, halves: int, x: Any, x_size: Any, panel: Any, steps: Any) -> Any:
@@ -153,8 +139,6 @@ def _store_rows(builder: Any, sums: Any, bias: Any, out: Any, across: Any, out_s
                     vectors.store(builder, found, builder.add(target, LONG(vector * LINE)))
 
 
-configure_unit: Any = intrinsic(_configure)
-release_unit: Any = intrinsic(_release)
 _few_rows, _many_rows = _make_tiles(1), _make_tiles(2)
 
 

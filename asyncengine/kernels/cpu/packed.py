@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from asyncengine.kernels.arena import Empty, ordinary
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.gather import copy_columns
+from asyncengine.kernels.cpu.intrinsics import INT64, KIND, emitted
 from asyncengine.kernels.cpu.jit import array, inline, kind_of, pointer, serial, serial_in_order, with_gil
 from asyncengine.kernels.cpu.matrix_unit import STEP, multiply_by_unit
 from asyncengine.kernels.cpu.team import use_team
@@ -241,18 +241,16 @@ def _make_tile(sizes: Sequence[int], panels: int = 1) -> Any:
     at once, one behind the other.
     """
 
-    def typed(_: Any, rows: Any, x: Any, x_size: Any, panel: Any, lines: Any, ahead: Any, share: Any, bias: Any,
-              out: Any, across: Any, out_size: Any, kind: Any) -> Any:  # fmt: skip
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            for size in sizes:
-                write = write_tile if WIDE else write_narrow_tile if size * panels <= 2 else write_narrow_block
-                with builder.if_then(builder.icmp_signed("==", arguments[0], LONG(size))):
-                    write(builder, size, panels, kind, *arguments[1:11])
-            return context.get_dummy_value()
+    @emitted(*[INT64] * 11, KIND)
+    def tile(builder: Any, rows: Any, x: Any, x_size: Any, panel: Any, lines: Any, ahead: Any, share: Any, bias: Any,
+             out: Any, across: Any, out_size: Any, kind: Any) -> None:  # fmt: skip
+        given = x, x_size, panel, lines, ahead, share, bias, out, across, out_size
+        for size in sizes:
+            write = write_tile if WIDE else write_narrow_tile if size * panels <= 2 else write_narrow_block
+            with builder.if_then(builder.icmp_signed("==", rows, LONG(size))):
+                write(builder, size, panels, kind, *given)
 
-        return numba.types.void(*[numba.types.int64] * 11, kind), generate
-
-    return intrinsic(typed)
+    return tile
 
 
 def write_tile(

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.calls import parallel_for
+from asyncengine.kernels.cpu.intrinsics import FLOAT32, INT64, KIND, emitted
 from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
@@ -111,20 +111,16 @@ def _rotate_numbers(
         results[index + half] = narrow(widen(cosine_part) + widen(sine_part), kind)
 
 
-def _rotate(
-    _: Any, source: Any, out: Any, dim: Any, norm: Any, scale: Any, cos: Any, sin: Any, rotary: Any, kind: Any
-) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        normed = builder.icmp_signed("!=", arguments[3], LONG(0))
-        with builder.if_else(normed) as (then, otherwise):
-            with then:
-                _write_rotation(builder, kind, True, *arguments[:8])
-            with otherwise:
-                _write_rotation(builder, kind, False, *arguments[:8])
-        return context.get_dummy_value()
-
-    whole = numba.types.int64
-    return numba.types.void(whole, whole, whole, whole, numba.types.float32, whole, whole, whole, kind), generate
+@emitted(*[INT64] * 4, FLOAT32, *[INT64] * 3, KIND)
+def _rotate_vectors(
+    builder: Any, source: Any, out: Any, dim: Any, norm: Any, scale: Any, cos: Any, sin: Any, rotary: Any, kind: Any
+) -> None:
+    """`_rotate_numbers` in vectors, where `dim` is a multiple of sixteen and `rotary` one of thirty-two."""
+    with builder.if_else(builder.icmp_signed("!=", norm, LONG(0))) as (then, otherwise):
+        with then:
+            _write_rotation(builder, kind, True, source, out, dim, norm, scale, cos, sin, rotary)
+        with otherwise:
+            _write_rotation(builder, kind, False, source, out, dim, norm, scale, cos, sin, rotary)
 
 
 def _write_rotation(
@@ -169,7 +165,3 @@ def _rounded(builder: Any, floats: Any, kind: Any) -> Any:
     if kind != numba.types.uint16:
         return floats
     return vectors.widen_halves(builder, vectors.narrow(builder, floats), "bfloat16")
-
-
-_rotate_vectors: Any = intrinsic(_rotate)
-"""`_rotate_numbers` in vectors, where `dim` is a multiple of sixteen and `rotary` one of thirty-two."""

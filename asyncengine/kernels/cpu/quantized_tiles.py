@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numba
 from llvmlite import ir
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from asyncengine.kernels.cpu import vectors
+from asyncengine.kernels.cpu.intrinsics import INT64, emitted
 from asyncengine.kernels.cpu.panel_form import GROUP, PANEL, UNIT, PanelForm
 from asyncengine.kernels.cpu.quantized_writer import HIGH, LOW, SHORT_MOST, Cells, TileWriter
 from asyncengine.kernels.cpu.vectors import BYTE, EIGHT_WORDS, FLOAT, LANES, LINE, LONG, WORD, WORDS, at, cpu_has, load
@@ -224,24 +223,20 @@ def make_spreader(form: PanelForm, panels: int) -> Any:
     """spread(panels, panel, chunks, bytes), of int64, inside kernels: the numbers of a tile's panels, one in a byte.
     `bytes` has room for uint8 [panels, inputs / 4, outputs of a panel, 4]."""
 
-    def typed(_: Any, weights: Any, panel: Any, chunks: Any, target: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            own, size, count, out = arguments
-            units, unit = form.chunk // UNIT, UNIT * PANEL
-            for number in range(panels):
-                with cgutils.for_range(builder, count) as outer, cgutils.for_range(builder, LONG(units)) as inner:
-                    begin = builder.add(builder.mul(outer.index, LONG(form.chunk_bytes)), LONG(form.head))
-                    begin = builder.add(begin, builder.mul(inner.index, LONG(form.unit_bytes)))
-                    lines = range(form.unit_bytes // LINE)
-                    places = [at(builder, own, size, number, builder.add(begin, LONG(line * LINE))) for line in lines]
-                    quads = _quads(builder, form, [load(builder, place, WORDS) for place in places])
-                    done = builder.mul(builder.add(builder.mul(outer.index, LONG(units)), inner.index), LONG(unit))
-                    whole = builder.mul(count, LONG(form.chunk * PANEL))
-                    for quad, words in enumerate(quads):
-                        place = builder.add(done, LONG(quad * LINE))
-                        vectors.store(builder, words, at(builder, out, whole, number, place))
-            return context.get_dummy_value()
+    @emitted(*[INT64] * 4)
+    def spread(builder: Any, own: Any, size: Any, chunks: Any, target: Any) -> None:
+        units, unit = form.chunk // UNIT, UNIT * PANEL
+        for number in range(panels):
+            with cgutils.for_range(builder, chunks) as outer, cgutils.for_range(builder, LONG(units)) as inner:
+                begin = builder.add(builder.mul(outer.index, LONG(form.chunk_bytes)), LONG(form.head))
+                begin = builder.add(begin, builder.mul(inner.index, LONG(form.unit_bytes)))
+                lines = range(form.unit_bytes // LINE)
+                places = [at(builder, own, size, number, builder.add(begin, LONG(line * LINE))) for line in lines]
+                quads = _quads(builder, form, [load(builder, place, WORDS) for place in places])
+                done = builder.mul(builder.add(builder.mul(outer.index, LONG(units)), inner.index), LONG(unit))
+                whole = builder.mul(chunks, LONG(form.chunk * PANEL))
+                for quad, words in enumerate(quads):
+                    place = builder.add(done, LONG(quad * LINE))
+                    vectors.store(builder, words, at(builder, target, whole, number, place))
 
-        return numba.types.void(*[numba.types.int64] * 4), generate
-
-    return intrinsic(typed)
+    return spread

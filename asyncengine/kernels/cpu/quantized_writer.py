@@ -10,9 +10,9 @@ from typing import Any
 import numba
 from llvmlite import ir
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from asyncengine.kernels.cpu import vectors
+from asyncengine.kernels.cpu.intrinsics import INT64, KIND, emitted
 from asyncengine.kernels.cpu.panel_form import GROUP, PANEL, UNIT, PanelForm
 from asyncengine.kernels.cpu.vectors import BYTE, FLOAT, LINE, LONG, WORD, at, load
 
@@ -311,19 +311,17 @@ def make_tile(form: PanelForm, tiles: Iterable[tuple[type[TileWriter], int, bool
     bytes apart; `spared`: of each row the number of an input that is not rounded, int32, and the input, float32."""
     known = list(tiles)
 
-    def typed(_: Any, rows: Any, at_once: Any, x: Any, x_scales: Any, sums: Any, weights: Any, panel: Any, chunks: Any,
-              turn: Any, turns: Any, held: Any, by_output: Any, added: Any, out: Any, across: Any,
-              spared: Any, kind: Any) -> Any:  # fmt: skip
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            wanted = builder.icmp_signed("!=", arguments[10], LONG(0))
-            for writer, count, spread in known:
-                same = builder.icmp_signed("==", arguments[0], LONG(count))
-                alike = builder.icmp_signed("==", wanted, ir.IntType(1)(spread))
-                beside = builder.icmp_signed("==", arguments[1], LONG(writer.panels_of(count)))
-                with builder.if_then(builder.and_(beside, builder.and_(same, alike))):
-                    writer(builder, form, count, spread, kind, arguments[2:16]).write()
-            return context.get_dummy_value()
+    @emitted(*[INT64] * 16, KIND)
+    def tile(builder: Any, rows: Any, at_once: Any, x: Any, x_scales: Any, sums: Any, weights: Any, panel: Any,
+             chunks: Any, turn: Any, turns: Any, held: Any, by_output: Any, added: Any, out: Any, across: Any,
+             spared: Any, kind: Any) -> None:  # fmt: skip
+        given = x, x_scales, sums, weights, panel, chunks, turn, turns, held, by_output, added, out, across, spared
+        wanted = builder.icmp_signed("!=", held, LONG(0))
+        for writer, count, spread in known:
+            same = builder.icmp_signed("==", rows, LONG(count))
+            alike = builder.icmp_signed("==", wanted, ir.IntType(1)(spread))
+            beside = builder.icmp_signed("==", at_once, LONG(writer.panels_of(count)))
+            with builder.if_then(builder.and_(beside, builder.and_(same, alike))):
+                writer(builder, form, count, spread, kind, given).write()
 
-        return numba.types.void(*[numba.types.int64] * 16, kind), generate
-
-    return intrinsic(typed)
+    return tile

@@ -12,8 +12,8 @@ from typing import Any
 import numba
 from llvmlite import ir
 from numba.core import cgutils
-from numba.extending import intrinsic
 
+from asyncengine.kernels.cpu.intrinsics import INT64, KIND, emitted
 from asyncengine.kernels.cpu.panel_form import INT4_GROUP, UNIT
 from asyncengine.kernels.cpu.vectors import (
     FLOAT,
@@ -38,63 +38,48 @@ ENDS = ((0.0, 0.0), (0.05, 0.05), (0.1, 0.1), (0.05, 0.0), (0.0, 0.05), (0.1, 0.
 _MOST = 15.0
 
 
-def _round_group(_: Any, values: Any, count: Any, present: Any, scales: Any, minima: Any, numbers: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        start, inputs, outputs, *planes, target = arguments
-        there = _below(builder, outputs)
-        best = _best_steps(builder, start)
-        for found, plane in zip(best, planes, strict=True):
-            half = narrow(builder, found)
-            store(builder, builder.select(there, half, constant(half.type, 0)), plane)
-        scale, minimum = best
-        inverse = _inverse(builder, scale)
-        lines = INT4_GROUP // UNIT * 2
-        with cgutils.for_range(builder, LONG(lines)) as loop:
-            line = constant(WORDS, 0)
-            for place in range(UNIT // 2):
-                index = builder.add(builder.mul(loop.index, LONG(UNIT // 2)), LONG(place))
-                number = builder.fptosi(_nearest(builder, _value(builder, start, index), minimum, inverse), WORDS)
-                known = builder.and_(there, splat(builder, builder.icmp_signed("<", index, inputs)))
-                kept = builder.select(known, number, constant(WORDS, 0))
-                line = builder.or_(line, builder.shl(kept, constant(WORDS, place % 4 * 8 + place // 4 * 4)))
-            store(builder, line, builder.add(target, builder.mul(loop.index, LONG(LINE))))
-        return context.get_dummy_value()
-
-    return numba.types.void(*[numba.types.int64] * 6), generate
-
-
-round_group: Any = intrinsic(_round_group)
-"""round_group(values, count, present, scales, minima, numbers), inside kernels, all addresses but `count` and
-`present`: the float32 [INT4_GROUP, 16] at `values`, of which the first `count` inputs of the first `present` outputs
-are there and the rest is 0, as 16 scales and 16 minima of bfloat16 and numbers of 4 bits; 0 for what is not there."""
+@emitted(*[INT64] * 6)
+def round_group(builder: Any, values: Any, count: Any, present: Any, scales: Any, minima: Any, numbers: Any) -> None:
+    """Round the float32 [INT4_GROUP, 16] at `values`, of which the first `count` inputs of the first `present` outputs
+    are there and the rest is 0, to 16 scales and 16 minima of bfloat16 and numbers of 4 bits; 0 for what is not there.
+    """
+    there = _below(builder, present)
+    best = _best_steps(builder, values)
+    for found, plane in zip(best, (scales, minima), strict=True):
+        half = narrow(builder, found)
+        store(builder, builder.select(there, half, constant(half.type, 0)), plane)
+    scale, minimum = best
+    inverse = _inverse(builder, scale)
+    lines = INT4_GROUP // UNIT * 2
+    with cgutils.for_range(builder, LONG(lines)) as loop:
+        line = constant(WORDS, 0)
+        for place in range(UNIT // 2):
+            index = builder.add(builder.mul(loop.index, LONG(UNIT // 2)), LONG(place))
+            number = builder.fptosi(_nearest(builder, _value(builder, values, index), minimum, inverse), WORDS)
+            known = builder.and_(there, splat(builder, builder.icmp_signed("<", index, count)))
+            kept = builder.select(known, number, constant(WORDS, 0))
+            line = builder.or_(line, builder.shl(kept, constant(WORDS, place % 4 * 8 + place // 4 * 4)))
+        store(builder, line, builder.add(numbers, builder.mul(loop.index, LONG(LINE))))
 
 
-def _columns(_: Any, source: Any, stride: Any, target: Any, kind: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        start, step, end = arguments[:3]
-        item = ir.IntType(16) if kind == numba.types.uint16 else WORD
-        rows = [
-            load(builder, builder.add(start, builder.mul(step, LONG(row))), ir.VectorType(item, LANES))
-            for row in range(LANES)
-        ]
-        halves = [
-            ir.Constant(WORDS, [place // 2 + place % 2 * LANES for place in range(first, first + LANES)])
-            for first in (0, LANES)
-        ]
-        for _ in range(LANES.bit_length() - 1):  # each turn brings numbers of two rows side by side
-            pairs = zip(rows[: LANES // 2], rows[LANES // 2 :], strict=True)
-            rows = [builder.shuffle_vector(*pair, half) for pair in pairs for half in halves]
-        for column, numbers in enumerate(rows):
-            words = builder.shl(builder.zext(numbers, WORDS), constant(WORDS, 16)) if item != WORD else numbers
-            store(builder, words, builder.add(end, LONG(column * LANES * 4)))
-        return context.get_dummy_value()
-
-    return numba.types.void(*[numba.types.int64] * 3, kind), generate
-
-
-columns: Any = intrinsic(_columns)
-"""columns(source, stride, target, kind), inside kernels: 16 numbers of each of 16 rows, which are `stride` bytes apart,
-as float32 [16 numbers, 16 rows] at `target`."""
+@emitted(*[INT64] * 3, KIND)
+def columns(builder: Any, source: Any, stride: Any, target: Any, kind: Any) -> None:
+    """Write 16 numbers of each of 16 rows, which are `stride` bytes apart, as float32 [16 numbers, 16 rows]."""
+    item = ir.IntType(16) if kind == numba.types.uint16 else WORD
+    rows = [
+        load(builder, builder.add(source, builder.mul(stride, LONG(row))), ir.VectorType(item, LANES))
+        for row in range(LANES)
+    ]
+    halves = [
+        ir.Constant(WORDS, [place // 2 + place % 2 * LANES for place in range(first, first + LANES)])
+        for first in (0, LANES)
+    ]
+    for _ in range(LANES.bit_length() - 1):  # each turn brings numbers of two rows side by side
+        pairs = zip(rows[: LANES // 2], rows[LANES // 2 :], strict=True)
+        rows = [builder.shuffle_vector(*pair, half) for pair in pairs for half in halves]
+    for column, numbers in enumerate(rows):
+        words = builder.shl(builder.zext(numbers, WORDS), constant(WORDS, 16)) if item != WORD else numbers
+        store(builder, words, builder.add(target, LONG(column * LANES * 4)))
 
 
 def _value(builder: Any, start: Any, index: Any) -> Any:

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 from llvmlite import ir
-from numba.extending import intrinsic
 
 from asyncengine.kernels.cpu.atomics import (
     LOCK_BYTES,
@@ -35,6 +33,7 @@ from asyncengine.kernels.cpu.atomics import (
     wait,
     wake,
 )
+from asyncengine.kernels.cpu.intrinsics import INT64, emitted
 from asyncengine.kernels.cpu.jit import inline, serial_in_order
 from asyncengine.kernels.cpu.vectors import LONG
 
@@ -70,17 +69,11 @@ HELPER_SPIN_NS, CALLER_SPIN_NS = 10_000, 5_000
 step; the caller for helpers, as long as a piece that has begun should take."""
 
 
-def _call_piece(_: Any, function: Any, piece: Any, pieces: Any, worker: Any, record: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [LONG] * 4)
-        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
-        return context.get_dummy_value()
-
-    return numba.types.void(*[numba.types.int64] * 5), generate
-
-
-call_piece: Any = intrinsic(_call_piece)
-"""call_piece(function, piece, pieces, worker, record), inside kernels: of a function at an address."""
+@emitted(*[INT64] * 5)
+def call_piece(builder: Any, function: Any, piece: Any, pieces: Any, worker: Any, record: Any) -> None:
+    """Call a function at an address."""
+    kind = ir.FunctionType(ir.VoidType(), [LONG] * 4)
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [piece, pieces, worker, record])
 
 
 @inline

@@ -1,8 +1,8 @@
 """Vector code for kernels that numba's loops cannot express: what they are built from, in LLVM's own terms.
 
 numba has no vector values. A tile, the innermost part of a matrix product, is therefore a numba intrinsic that writes
-LLVM instructions on vectors of sixteen lanes; LLVM cuts those to what the machine has. Nothing here runs in a kernel:
-all but `bits_of` and `number_of` run while one is compiled, with the `builder` that takes instructions.
+LLVM instructions on vectors of sixteen lanes (`intrinsics.emitted`); LLVM cuts those to what the machine has. Nothing
+here runs in a kernel: all of it runs while one is compiled, with the `builder` that takes instructions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import llvmlite.binding
 import numba
 from llvmlite import ir
 from numba.core import cgutils
-from numba.extending import intrinsic
+
+from asyncengine.kernels.cpu.intrinsics import FLOAT32, INT64, KIND, emitted
 
 LANES = 16
 FLOAT, BYTE, WORD, LONG = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
@@ -43,68 +44,53 @@ LINE = 64
 """Bytes of a vector, and of a line of cache on the CPUs that have such vectors."""
 
 
-def _bits_of(_: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], WORD)
-
-    return numba.types.int32(numba.types.float32), generate
-
-
-def _number_of(_: Any, bits: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], FLOAT)
-
-    return numba.types.float32(numba.types.int32), generate
+@emitted(FLOAT32, result=numba.types.int32)
+def bits_of(builder: Any, number: Any) -> Any:
+    """The int32 with the bits of a float32."""
+    return builder.bitcast(number, WORD)
 
 
-def _size_of(_: Any, kind: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return LONG(kind.bitwidth // 8)
-
-    return numba.types.int64(kind), generate
-
-
-def _square_sum(_: Any, address: Any, count: Any, kind: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        start, length = arguments[:2]
-        narrow_numbers = kind == numba.types.uint16
-        size = 2 if narrow_numbers else 4
-        sums = [cgutils.alloca_once_value(builder, constant(FLOATS, 0.0)) for _ in range(4)]
-
-        def add(index: Any, lanes: int, into: Any) -> None:
-            place = builder.add(start, builder.mul(index, LONG(size)))
-            if lanes == 1:
-                number = load(builder, place, ir.IntType(16) if narrow_numbers else FLOAT)
-                if narrow_numbers:
-                    number = builder.bitcast(builder.shl(builder.zext(number, WORD), WORD(16)), FLOAT)
-                number = builder.insert_element(constant(FLOATS, 0.0), number, WORD(0))
-            else:
-                number = read(builder, place, kind)
-            builder.store(multiply_add(builder, number, number, builder.load(into)), into)
-
-        with cgutils.for_range(builder, builder.udiv(length, LONG(4 * LANES))) as loop:
-            for part in range(4):
-                add(builder.add(builder.mul(loop.index, LONG(4 * LANES)), LONG(part * LANES)), LANES, sums[part])
-        done = builder.mul(builder.udiv(length, LONG(4 * LANES)), LONG(4 * LANES))
-        with cgutils.for_range(builder, builder.sub(length, done)) as loop:
-            add(builder.add(done, loop.index), 1, sums[0])
-        four = sum_lanes(builder, [builder.load(total) for total in sums])
-        found = builder.extract_element(four, WORD(0))
-        for part in range(1, 4):
-            found = builder.fadd(found, builder.extract_element(four, WORD(part)))
-        return found
-
-    return numba.types.float32(numba.types.int64, numba.types.int64, kind), generate
+@emitted(numba.types.int32, result=FLOAT32)
+def number_of(builder: Any, bits: Any) -> Any:
+    """The float32 with the bits of an int32."""
+    return builder.bitcast(bits, FLOAT)
 
 
-size_of: Any = intrinsic(_size_of)
-"""size_of(kind), inside kernels: bytes of a number of this kind."""
-square_sum: Any = intrinsic(_square_sum)
-"""square_sum(address, count, kind), inside kernels: of that many numbers, in one order wherever it stands."""
-bits_of: Any = intrinsic(_bits_of)
-"""bits_of(number), inside kernels: the int32 with the bits of a float32."""
-number_of: Any = intrinsic(_number_of)
-"""number_of(bits), inside kernels: the float32 with the bits of an int32."""
+@emitted(KIND, result=INT64)
+def size_of(builder: Any, kind: Any) -> Any:
+    """Bytes of a number of this kind."""
+    return LONG(kind.bitwidth // 8)
+
+
+@emitted(INT64, INT64, KIND, result=FLOAT32)
+def square_sum(builder: Any, address: Any, count: Any, kind: Any) -> Any:
+    """The sum of the squares of that many numbers, in one order wherever it stands."""
+    narrow_numbers = kind == numba.types.uint16
+    size = 2 if narrow_numbers else 4
+    sums = [cgutils.alloca_once_value(builder, constant(FLOATS, 0.0)) for _ in range(4)]
+
+    def add(index: Any, lanes: int, into: Any) -> None:
+        place = builder.add(address, builder.mul(index, LONG(size)))
+        if lanes == 1:
+            number = load(builder, place, ir.IntType(16) if narrow_numbers else FLOAT)
+            if narrow_numbers:
+                number = builder.bitcast(builder.shl(builder.zext(number, WORD), WORD(16)), FLOAT)
+            number = builder.insert_element(constant(FLOATS, 0.0), number, WORD(0))
+        else:
+            number = read(builder, place, kind)
+        builder.store(multiply_add(builder, number, number, builder.load(into)), into)
+
+    with cgutils.for_range(builder, builder.udiv(count, LONG(4 * LANES))) as loop:
+        for part in range(4):
+            add(builder.add(builder.mul(loop.index, LONG(4 * LANES)), LONG(part * LANES)), LANES, sums[part])
+    done = builder.mul(builder.udiv(count, LONG(4 * LANES)), LONG(4 * LANES))
+    with cgutils.for_range(builder, builder.sub(count, done)) as loop:
+        add(builder.add(done, loop.index), 1, sums[0])
+    four = sum_lanes(builder, [builder.load(total) for total in sums])
+    found = builder.extract_element(four, WORD(0))
+    for part in range(1, 4):
+        found = builder.fadd(found, builder.extract_element(four, WORD(part)))
+    return found
 
 
 def cpu_has(*features: str) -> bool:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from asyncengine.kernels.cpu import vectors
+from asyncengine.kernels.cpu.intrinsics import INT64, KIND, emitted
 from asyncengine.kernels.cpu.jit import array, narrow, pointer, room, serial_in_order, widen
 from asyncengine.kernels.cpu.vectors import EIGHT_FLOATS, FLOAT, LANES, LINE, LONG, WORDS, at, load
 
@@ -37,18 +36,15 @@ _HELD, _HALF, _SUMS = _ROWS * _STRIDE, _DEPTH * LANES, _ROWS * _ACROSS
 """Numbers of a block of x, of half a panel, and of sums: 218 KiB in all."""
 
 
-def _widen_half(_: Any, panel: Any, lines: Any, out: Any, kind: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, count, target = arguments[:3]
-        with cgutils.for_range(builder, count) as loop:
-            words = load(builder, builder.add(source, builder.mul(loop.index, LONG(2 * LINE))), WORDS)
-            made = vectors.sides(builder, words, kind)
-            place = builder.add(target, builder.mul(loop.index, LONG(len(made) * LINE)))
-            for index, side in enumerate(made):
-                vectors.store(builder, side, builder.add(place, LONG(index * LINE)))
-        return context.get_dummy_value()
-
-    return numba.types.void(*[numba.types.int64] * 3, kind), generate
+@emitted(*[INT64] * 3, KIND)
+def _widen_panel(builder: Any, panel: Any, lines: Any, out: Any, kind: Any) -> None:
+    """So many of a half's lines, 64 bytes of each 128, as float32 [inputs, 16]."""
+    with cgutils.for_range(builder, lines) as loop:
+        words = load(builder, builder.add(panel, builder.mul(loop.index, LONG(2 * LINE))), WORDS)
+        made = vectors.sides(builder, words, kind)
+        place = builder.add(out, builder.mul(loop.index, LONG(len(made) * LINE)))
+        for index, side in enumerate(made):
+            vectors.store(builder, side, builder.add(place, LONG(index * LINE)))
 
 
 def write_tile(builder: Any, x: Any, weights: Any, depth: Any, sums: Any, ahead: Any, share: Any) -> None:
@@ -79,17 +75,7 @@ def _add_input(builder: Any, x: Any, weights: Any, index: Any, totals: dict[tupl
             builder.store(vectors.multiply_add(builder, value, factor, builder.load(cell)), cell)
 
 
-def _tile(_: Any, x: Any, weights: Any, depth: Any, sums: Any, ahead: Any, share: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        write_tile(builder, *arguments)
-        return context.get_dummy_value()
-
-    return numba.types.void(*[numba.types.int64] * 6), generate
-
-
-_widen_panel: Any = intrinsic(_widen_half)
-"""_widen_panel(panel, lines, out, kind): so many of a half's lines, 64 bytes of each 128, as float32 [inputs, 16]."""
-_add_tile: Any = intrinsic(_tile)
+_add_tile = emitted(*[INT64] * 6)(write_tile)
 """_add_tile(x, weights, depth, sums, ahead, share): add products of six rows of a block of x and `depth` lines of half
 a panel. For each two, memory is asked for: at `ahead`, and `share` bytes on each time."""
 

@@ -1,0 +1,36 @@
+"""Functions that kernels call and that are written in LLVM's own instructions: what numba calls intrinsics."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numba
+from numba.extending import intrinsic
+
+INT64, FLOAT32 = numba.types.int64, numba.types.float32
+KIND: Any = None
+"""In `emitted`: an argument of whatever type, which is all that kernels are written by."""
+
+
+def emitted(*types: Any, result: Any = numba.types.void) -> Callable[[Callable[..., Any]], Any]:
+    """A function of kernels made of one that writes its instructions: `write(builder, *arguments)`.
+
+    `types` are those of its arguments. `write` is given LLVM's values of them, or, in the place of a `KIND`, numba's
+    type of the argument; it returns the value of type `result`, if there is one. No result depends on who calls.
+    """
+
+    def make(write: Callable[..., Any]) -> Any:
+        @functools.wraps(write)  # numba takes names of arguments from there, but for the first
+        def typed(_: Any, *given: Any) -> Any:
+            def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+                known = zip(types, given, arguments, strict=True)
+                found = write(builder, *(own if kind is KIND else value for kind, own, value in known))
+                return context.get_dummy_value() if found is None else found
+
+            return result(*(own if kind is KIND else kind for kind, own in zip(types, given, strict=True))), generate
+
+        return intrinsic(typed)
+
+    return make

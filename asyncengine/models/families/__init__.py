@@ -1,6 +1,6 @@
 """The families that are written down: from a config.json to a `DecoderConfig`, one short file for each group.
 
-`NATIVE` says which file serves which `model_type`. A family that only renames another costs a line here. All others
+`NATIVE` says which file serves which `model_type`. A family that only renames another costs a name here. All others
 run through `models.fallback`, and so do options of these that are not written down.
 """
 
@@ -23,98 +23,50 @@ DecoderConfigOf = Callable[[Any, int], DecoderConfig]
 """(a `ModelConfig` or transformers' config object, longest sequence) -> what the decoder is built of. Raises
 `UnsupportedModel` for an option of the family that is not written down: such a model runs through transformers."""
 
-NATIVE: Mapping[str, str] = {
-    "apertus": "apertus",
-    "cohere": "cohere",
-    "cohere2": "cohere",
-    "gemma": "gemma",
-    "gemma2": "gemma",
-    "gemma3_text": "gemma",
-    "gemma4_text": "gemma4",
-    "gpt2": "gpt2",
-    "opt": "opt",
-    "llama": "llama",
-    "llama4_text": "llama4",
-    "mistral": "llama",
-    "ministral": "llama",
-    "ministral3": "llama",
-    "qwen2": "llama",
-    "qwen2_vl_text": "llama",
-    "qwen2_5_vl_text": "llama",
-    "qwen3": "llama",
-    "qwen3_vl_text": "llama",
-    "nemotron": "nemotron",
-    "smollm3": "llama",
-    "seed_oss": "llama",
-    "hunyuan_v1_dense": "llama",
-    "phi3": "phi",
-    "glm": "phi",
-    "glm4": "phi",
-    "glm4v_text": "phi",
-    "granite": "granite",
-    "granitemoehybrid": "granite",
-    "olmo": "olmo",
-    "olmo2": "olmo",
-    "olmo3": "olmo",
-    "exaone4": "olmo",
-    "granitemoe": "granite",
-    "granitemoeshared": "granite",
-    "mixtral": "mixtral",
-    "phimoe": "mixtral",
-    "minimax_m2": "mixtral",
-    "qwen2_moe": "qwen_moe",
-    "qwen3_moe": "qwen_moe",
-    "qwen3_vl_moe_text": "qwen_moe",
-    "olmoe": "qwen_moe",
-    "qwen3_next": "qwen_next",
-    "qwen3_5_text": "qwen_next",
-    "qwen3_5_moe_text": "qwen_next",
-    "gpt_oss": "gpt_oss",
-    "glm4_moe": "glm_moe",
-    "glm4v_moe_text": "glm_moe",
-    "dots1": "glm_moe",
-    "ernie4_5_moe": "glm_moe",
-    "kimi_linear": "kimi_linear",
-    "lfm2": "lfm2",
-    "lfm2_moe": "lfm2",
-    "mamba2": "mamba",
-    "bamba": "mamba",
-    "falcon_h1": "mamba",
-    "nemotron_h": "nemotron_h",
-    "stablelm": "stablelm",
-    "starcoder2": "stablelm",
-}
+_FILES: Mapping[str, Sequence[str]] = {
+    "apertus": ("apertus",),
+    "cohere": ("cohere", "cohere2"),
+    "gemma": ("gemma", "gemma2", "gemma3_text"),
+    "gemma4": ("gemma4_text",),
+    "gpt2": ("gpt2",),
+    "opt": ("opt",),
+    "llama": (
+        "llama", "mistral", "ministral", "ministral3", "qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3",
+        "qwen3_vl_text", "smollm3", "seed_oss", "hunyuan_v1_dense",
+    ),
+    "llama4": ("llama4_text",),
+    "nemotron": ("nemotron",),
+    "phi": ("phi3", "glm", "glm4", "glm4v_text"),
+    "granite": ("granite", "granitemoehybrid", "granitemoe", "granitemoeshared"),
+    "olmo": ("olmo", "olmo2", "olmo3", "exaone4"),
+    "mixtral": ("mixtral", "phimoe", "minimax_m2"),
+    "qwen_moe": ("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "olmoe"),
+    "qwen_next": ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    "gpt_oss": ("gpt_oss",),
+    "glm_moe": ("glm4_moe", "glm4v_moe_text", "dots1", "ernie4_5_moe"),
+    "kimi_linear": ("kimi_linear",),
+    "lfm2": ("lfm2", "lfm2_moe"),
+    "mamba": ("mamba2", "bamba", "falcon_h1"),
+    "nemotron_h": ("nemotron_h",),
+    "stablelm": ("stablelm", "starcoder2"),
+}  # fmt: skip
+"""Each file in this folder that has a `decoder_config` -> the model_types that it serves."""
+NATIVE: Mapping[str, str] = {family: file for file, families in _FILES.items() for family in families}
 """model_type -> the file in this folder with its `decoder_config`."""
 
 
-_TEXT_MODEL = Inside("model.text_model.")
 MULTIMODAL: Mapping[str, Inside] = {
-    "gemma3": Inside(),
-    "gemma4": Inside(),
-    "qwen2_vl": Inside(),
-    "qwen2_5_vl": Inside(),
-    "qwen3_vl": Inside(),
-    "qwen3_vl_moe": Inside(),
-    "qwen3_5": Inside(),
-    "qwen3_5_moe": Inside(),
-    "glm4v": Inside(),
-    "glm46v": Inside(),
-    "glm4v_moe": Inside(),
-    "mistral3": Inside(),
-    "aya_vision": Inside(),
-    "cohere2_vision": Inside(),
-    "exaone4_5": Inside(),
-    "internvl": Inside(),
-    "lfm2_vl": Inside(),
+    **dict.fromkeys(
+        (
+            "gemma3", "gemma4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
+            "glm4v", "glm46v", "glm4v_moe", "mistral3", "aya_vision", "cohere2_vision", "exaone4_5", "internvl",
+            "lfm2_vl", "llava", "llava_next", "llava_onevision", "qwen2_audio", "voxtral",
+        ),
+        Inside(),
+    ),
+    **dict.fromkeys(("idefics3", "smolvlm"), Inside("model.text_model.")),
     "llama4": Inside("language_model.model.", "language_model.lm_head"),
-    "llava": Inside(),
-    "llava_next": Inside(),
-    "llava_onevision": Inside(),
-    "idefics3": _TEXT_MODEL,
-    "smolvlm": _TEXT_MODEL,
-    "qwen2_audio": Inside(),
-    "voxtral": Inside(),
-}
+}  # fmt: skip
 """model_type of a model that reads images or sounds as well -> where its language model lies, the part that runs here.
 
 Its family is that of `text_config`. A model is listed here only if text alone goes through nothing else in it."""

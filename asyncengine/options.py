@@ -21,20 +21,6 @@ ToolSpecs = Sequence[Mapping[str, Any]]
 ChatMessages = Sequence[Mapping[str, Any]]
 
 
-class RequestKeywords(TypedDict, total=False):
-    """Keywords of `generate` and `stream`; see `RequestOptions`."""
-
-    adapter: str | None
-    request_id: str | None
-    priority: int
-    timeout: float | None
-    cache_salt: str | None
-    tenant: str | None
-    prediction: Prompt | Mapping[str, Any] | None
-    speculation: bool | Literal["auto", "off"] | None
-    clip_max_tokens: bool
-
-
 class VectorKeywords(TypedDict, total=False):
     """Keywords of `embed`, `rerank` and `classify`; see `RequestOptions`."""
 
@@ -44,6 +30,14 @@ class VectorKeywords(TypedDict, total=False):
     timeout: float | None
     cache_salt: str | None
     tenant: str | None
+
+
+class RequestKeywords(VectorKeywords, total=False):
+    """Keywords of `generate` and `stream`; see `RequestOptions`."""
+
+    prediction: Prompt | Mapping[str, Any] | None
+    speculation: bool | Literal["auto", "off"] | None
+    clip_max_tokens: bool
 
 
 class ChatKeywords(RequestKeywords, total=False):

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,18 +20,70 @@ from typing import TYPE_CHECKING, Any
 
 from asyncengine.config import GrammarSettings
 from asyncengine.errors import BudgetTooSmall, EngineClosed, GrammarError, GrammarTimeout, QueueFull
-from asyncengine.grammar.cache import TemplateCache
 from asyncengine.grammar.interface import GrammarDone, GrammarOrder
 from asyncengine.grammar.limits import check_limits
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.spec import Grammar
-from asyncengine.grammar.validation import text_check
 from asyncengine.sampling_params import OnBudget
 from asyncengine.step import GrammarMatcher
 
 if TYPE_CHECKING:
     from asyncengine.grammar.llguidance_backend import LlgTemplate, LlguidanceBackend
 
+
+class TemplateCache:
+    """Compiled grammars by key, bounded in bytes: the least recently used goes first. Not thread-safe: the service
+    holds its lock.
+
+    Only errors that the grammar itself causes are remembered, never timeouts and never a full queue: trying those
+    again may succeed (SGLang once remembered a timeout as "invalid" for ever).
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._templates: OrderedDict[str, tuple[LlgTemplate, int]] = OrderedDict()
+        self._errors: OrderedDict[str, GrammarError] = OrderedDict()
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._templates)
+
+    def get(self, key: str) -> LlgTemplate | GrammarError | None:
+        """The template, or the error that compiling it gives each time."""
+        found = self._templates.get(key)
+        if found is not None:
+            self._templates.move_to_end(key)
+            return found[0]
+        return self._errors.get(key)
+
+    def put(self, key: str, template: LlgTemplate) -> None:
+        """Keep `template`, unless it alone is larger than the cache."""
+        self.drop(key)
+        size = template.nbytes
+        if size > self._max_bytes:
+            return
+        self._templates[key] = (template, size)
+        self.nbytes += size
+        while self.nbytes > self._max_bytes:
+            _, (_, size) = self._templates.popitem(last=False)
+            self.nbytes -= size
+
+    def put_error(self, key: str, error: GrammarError) -> None:
+        self._errors[key] = error
+        self._errors.move_to_end(key)
+        while len(self._errors) > MAX_ERRORS:
+            self._errors.popitem(last=False)
+
+    def drop(self, key: str) -> None:
+        """Forget a template (it broke). Idempotent."""
+        found = self._templates.pop(key, None)
+        if found is not None:
+            self.nbytes -= found[1]
+
+
+MAX_ERRORS = 256
+MAX_MESSAGE = 500
+"""Characters of what is wrong with a finished text."""
 STACK_BYTES = 64 << 20
 """Stack of a thread that compiles: llguidance recurses, 3 kB for each of the rules and groups that `check_limits`
 lets a grammar have at most. Only what is used takes memory."""
@@ -251,3 +305,30 @@ def _again(error: Exception) -> Exception:
     copy.__dict__.update(error.__dict__)
     copy.args = error.args
     return copy
+
+
+def text_check(grammar: Grammar | None) -> Callable[[str], str | None] | None:
+    """The check of a text that was generated under `grammar`; None if there is nothing left to check.
+
+    The check returns what the text breaks, or None. It runs with the consumer, after the last chunk.
+    """
+    if grammar is None or grammar.kind != "json_schema" or grammar.unsupported != "validate":
+        return None
+    schema = json.loads(grammar.text)
+
+    def check(text: str) -> str | None:
+        from jsonschema.exceptions import best_match
+        from jsonschema.validators import validator_for
+
+        try:
+            instance = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            return f"not JSON: {error}"
+        kind = validator_for(schema)
+        try:
+            worst = best_match(kind(schema, format_checker=kind.FORMAT_CHECKER).iter_errors(instance))
+        except Exception as error:  # the schema itself may be wrong in ways nobody could check before
+            return f"the schema cannot be checked: {error}"[:MAX_MESSAGE]
+        return None if worst is None else f"{worst.json_path}: {worst.message}"[:MAX_MESSAGE]
+
+    return check

@@ -3,13 +3,12 @@
 A `ChatPlanner` is made once per model; its `plan` is asked once per request.
 """
 
-from asyncengine.chat.calls import Parsed
+from asyncengine.chat.calls import ChatReader, Parsed
 from asyncengine.chat.detect import find_reasoning, find_tool_format, reasoning_state
 from asyncengine.chat.families import TOOL_FORMATS
 from asyncengine.chat.formats import Reasoning, ToolFormat
 from asyncengine.chat.parser import OutputParser
 from asyncengine.chat.plan import ChatPlan, ChatPlanner
-from asyncengine.chat.reader import ChatReader
 
 __all__ = [
     "TOOL_FORMATS",

@@ -15,8 +15,7 @@ from asyncengine.cli.loading import on_thread
 from asyncengine.cli.options import engine_config
 from asyncengine.cli.text import write, write_json
 from asyncengine.cluster import Claim, Cluster, Device, Node, Placement, Refusal, place
-from asyncengine.cluster.claims import claim_of
-from asyncengine.cluster.nodes import MAX_MEMORY
+from asyncengine.cluster.nodes import MAX_MEMORY, claim_of
 from asyncengine.config import EngineConfig, ModelSettings
 
 if TYPE_CHECKING:

@@ -1,7 +1,6 @@
 """Placement of models in a cluster: pure functions over plain data. No Ray, no torch, deterministic."""
 
-from asyncengine.cluster.claims import Claim, rule_of_thumb
-from asyncengine.cluster.nodes import Device, Instance, Node, Share
+from asyncengine.cluster.nodes import Claim, Device, Instance, Node, Share, rule_of_thumb
 from asyncengine.cluster.placement import Placement, Reason, Refusal, place
 from asyncengine.cluster.scale_down import Ranked, rank_for_removal
 from asyncengine.cluster.table import Cluster

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncengine.cluster.claims import Claim
+from asyncengine.cluster.nodes import Claim
 from asyncengine.cluster.table import Cluster, Int64Array, Mask
 
 

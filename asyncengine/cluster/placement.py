@@ -15,9 +15,8 @@ import numpy as np
 
 from asyncengine.checks import as_choice, as_items
 from asyncengine.cluster import fit
-from asyncengine.cluster.claims import Claim
 from asyncengine.cluster.fit import Shares, View
-from asyncengine.cluster.nodes import Instance, Node, Share, State
+from asyncengine.cluster.nodes import Claim, Instance, Node, Share, State
 from asyncengine.cluster.scores import STRATEGIES, score
 from asyncengine.cluster.table import Cluster, Mask, cpu_units
 from asyncengine.errors import InvalidParameter, OutOfMemory

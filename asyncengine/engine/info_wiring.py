@@ -24,7 +24,7 @@ def info_of(
     config: ModelSettings,
 ) -> ModelInfo:
     """Describe a model by its parts; `wire` adds what its limits and its chats are."""
-    from asyncengine.models.routes import why_unrouted  # which imports torch
+    from asyncengine.models.decoder import why_unrouted  # which imports torch
 
     return ModelInfo(
         name=name,

@@ -33,8 +33,7 @@ from asyncengine.models.checking import check_module
 from asyncengine.models.checkpoint import open_checkpoint
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.encoder import Encoder
-from asyncengine.models.encoder_names import by_stored_name
-from asyncengine.models.families.encoders import spelling_of
+from asyncengine.models.families.encoders import by_stored_name, spelling_of
 from asyncengine.models.first_kernels import encoder_kernels_of, kernels_of
 from asyncengine.models.formats import CheckpointSource
 from asyncengine.models.hub import short_name
@@ -274,10 +273,9 @@ def _fill(
 
 def _load_module(plan: ModelPlan, config: EngineConfig, bar: LoadProgress) -> tuple[CausalLM, list[str], int]:
     """transformers' own module, tried on a few tokens."""
-    from asyncengine.models.fallback.model import TransformersModel
+    from asyncengine.models.fallback.model import TransformersModel, freeze_rotary
     from asyncengine.models.fallback.probing import probe
     from asyncengine.models.fallback.quantized import quantize_module, resident_bytes
-    from asyncengine.models.fallback.rotary import freeze_rotary
 
     bar.stage("reading weights")
     with typed(plan.checkpoint.folder):

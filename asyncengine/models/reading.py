@@ -19,14 +19,13 @@ from asyncengine.config import BatchingSettings, EngineConfig, ModelSettings
 from asyncengine.device.memory import is_out_of_memory
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, UnsupportedModel
 from asyncengine.layers.stored_weight import stored_missing
-from asyncengine.models.checking import check_config, load_config, passed_over
+from asyncengine.models.checking import check_config, load_config, misnamed, passed_over
 from asyncengine.models.config import MissingField
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.encoder import EncoderConfig
 from asyncengine.models.families import MULTIMODAL, NATIVE, decoder_config_of, native_config
 from asyncengine.models.families.encoders import encoder_config_of
 from asyncengine.models.formats import CheckpointSource, first_line
-from asyncengine.models.layer_kinds import misnamed
 from asyncengine.models.multimodal import text_part
 from asyncengine.models.sizes import LENGTH_FIELDS
 

@@ -23,10 +23,9 @@ from asyncengine.layers.recorded import MOST_TOKENS
 from asyncengine.layers.states import LoneTokens, StatePools, StateSegments, state_step
 from asyncengine.layers.step import CausalLM, StepContext
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
-from asyncengine.models.decoder import Decoder
+from asyncengine.models.decoder import Decoder, expert_type
 from asyncengine.models.loading import LoadedModel
 from asyncengine.models.memory.caches import state_bytes
-from asyncengine.models.routes import expert_type
 from asyncengine.pooling.pool import Pooler
 from asyncengine.runner.graphs import Capture, DecodeGraphs
 from asyncengine.runner.images import ImageStore

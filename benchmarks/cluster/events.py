@@ -9,8 +9,7 @@ from random import Random
 from typing import Literal
 
 from asyncengine.checks import as_integer, as_number
-from asyncengine.cluster.claims import Claim
-from asyncengine.cluster.nodes import Device, Node
+from asyncengine.cluster.nodes import Claim, Device, Node
 from asyncengine.errors import InvalidParameter
 
 GIB = 2**30

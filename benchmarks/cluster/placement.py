@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncengine.checks import as_choice
-from asyncengine.cluster.claims import Claim
+from asyncengine.cluster.nodes import Claim
 from asyncengine.cluster.placement import Placement, Refusal, place
 from asyncengine.cluster.scores import STRATEGIES
 from asyncengine.cluster.table import Cluster

@@ -22,9 +22,8 @@ import torch
 from asyncengine.errors import AdapterError
 from asyncengine.lora.adapter import Adapter, LoraWeights
 from asyncengine.lora.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, find_folder, open_file, read_config
-from asyncengine.lora.checkpoint.given import AdapterTensors, given_config
 from asyncengine.lora.checkpoint.peft_config import PeftConfig, read_peft_config
-from asyncengine.lora.checkpoint.tensor_file import TensorFile, parse_json, pieces
+from asyncengine.lora.checkpoint.tensor_file import AdapterTensors, TensorFile, given_config, parse_json, pieces
 from asyncengine.lora.interface import ModuleDims
 
 _PREFIX = "base_model.model."

@@ -13,8 +13,7 @@ from support.teams import team_of
 
 from asyncengine.attention import factory
 from asyncengine.attention.base import LayerSpec, MergedHeads, StepView
-from asyncengine.attention.masked import masked_attention
-from asyncengine.attention.torch_paged import TorchPagedBackend
+from asyncengine.attention.torch_paged import TorchPagedBackend, masked_attention
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter
 from asyncengine.models.memory.caches import page_bytes

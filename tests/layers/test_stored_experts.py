@@ -9,7 +9,7 @@ from support.layer_options import options
 from support.long import LONG
 from support.stored_matrices import RandomMatrix
 
-from asyncengine.layers import expert_matrices as layer
+from asyncengine.layers import experts as layer
 from asyncengine.layers import stored_weight
 from asyncengine.layers.experts import Experts, ExpertsConfig, Stacked
 from asyncengine.layers.stored import StoredForm

@@ -11,9 +11,9 @@ from support.tiny_models import FAMILIES
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound, UnsupportedModel
+from asyncengine.models.checking import misnamed
 from asyncengine.models.checkpoint import open_checkpoint
 from asyncengine.models.families import NATIVE, layer_kinds
-from asyncengine.models.layer_kinds import misnamed
 from asyncengine.models.loading import load_model
 from asyncengine.models.reading import read_config
 

@@ -24,7 +24,7 @@ from asyncengine.layers.kernels import CudaKernels
 from asyncengine.layers.linear import Linear
 from asyncengine.models import loading
 from asyncengine.models.decoder import Decoder
-from asyncengine.models.pooled import PooledDecoder
+from asyncengine.models.purpose import PooledDecoder
 
 IDS = [3, 17, 40, 9, 3, 3, 88, 51, 20, 7, 7, 133]
 COMPUTING = ("mm", "addmm", "bmm", "linear", "native_layer_norm", "_softmax", "silu", "gelu", "relu", "topk", "sort")

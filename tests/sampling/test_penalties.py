@@ -8,7 +8,7 @@ import torch
 from support.device_modes import DEVICE, FailOnce, NoWaiting
 
 from asyncengine.request_spec import RequestSpec
-from asyncengine.sampling.penalties import PenaltyTable
+from asyncengine.sampling.logit_processors import PenaltyTable
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import Row
 

@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncengine.cluster import Claim, Cluster, Device, Instance, Node, Placement, Refusal, place, rank_for_removal
-from asyncengine.cluster.claims import claim_of
 from asyncengine.cluster.fleet.processes import packed
 from asyncengine.cluster.fleet.settings import FleetConfig
-from asyncengine.cluster.nodes import MAX_MEMORY
+from asyncengine.cluster.nodes import MAX_MEMORY, claim_of
 from asyncengine.config import EngineConfig, parse_bytes
 from asyncengine.engine.wiring import needed_memory
 from asyncengine.errors import EngineError, FleetError, InvalidParameter

@@ -32,7 +32,7 @@ def pooled_decoder(
 ) -> tuple[Pooler, VectorModel]:
     """Make `loaded` give hidden states; its pooler and description. Raises `UnsupportedModel`, `ModelNotFound`."""
     from asyncengine.models.decoder import Decoder
-    from asyncengine.models.pooled import PooledDecoder
+    from asyncengine.models.purpose import PooledDecoder
     from asyncengine.pooling.pool import Pooler
 
     if not isinstance(loaded.model, Decoder):

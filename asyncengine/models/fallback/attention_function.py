@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from asyncengine.attention.base import LayerSpec, StepAttention
-from asyncengine.attention.masked import causal_bias, masked_attention
+from asyncengine.attention.torch_paged import causal_bias, masked_attention
 
 NAME = "asyncengine"
 _ATTRIBUTE = "asyncengine_attention"

@@ -13,13 +13,72 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from asyncengine.attention.base import StepAttention
 from asyncengine.layers.places import Place
 from asyncengine.layers.step import CausalLM, StepContext
 from asyncengine.models.fallback.attention_function import LayerAttention, attach
-from asyncengine.models.fallback.places import CurrentStep, adapt
 from asyncengine.models.fallback.probing import Probed
+from asyncengine.models.fallback.quantized import QuantizedLinear
+
+
+class CurrentStep:
+    """The step that a transformers module computes now: its own code passes on no argument of ours."""
+
+    def __init__(self) -> None:
+        self.context: StepContext | None = None
+
+
+class Adapted(nn.Module):
+    """A part of the model, followed by what the low-rank adapters of a step's rows add. Else it is that part."""
+
+    def __init__(self, inner: nn.Module, path: str, head: bool, current: CurrentStep) -> None:
+        super().__init__()
+        self.inner = inner
+        self._path, self._head, self._current = path, head, current
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)  # some ask a linear for its weight's type
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., inputs] or token ids -> [..., outputs]."""
+        y: torch.Tensor = self.inner(x)
+        context = self._current.context
+        adapters = None if context is None else context.row_adapters if self._head else context.adapters
+        if adapters is not None:
+            adapters.add(self._path, x, y)
+        return y
+
+
+def adapt(model: Any, current: CurrentStep) -> list[Place]:
+    """Let adapters act on every linear and on the embedding of `model`, in its order; once for a model.
+
+    Linears of single experts are left out: they see a part of the tokens, in an order of their own.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    found: list[Place] = []
+    for path, child in list(model.named_modules()):
+        if "experts" in path.split("."):
+            continue
+        if child is table:
+            rows, width = child.weight.shape
+            scale = float(getattr(child, "embed_scale", 1.0))
+            found.append(Place(rows, ((path, width),), "embedding", scale=scale))
+        elif isinstance(child, (nn.Linear, QuantizedLinear)):
+            found.append(Place(child.in_features, ((path, child.out_features),), head=child is head))
+        elif isinstance(child, Conv1D):  # stores the transpose, but maps in to out like any other
+            found.append(Place(child.nx, ((path, child.nf),), "conv1d", head=child is head))
+        else:
+            continue
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, Adapted(child, path, child is head, current))
+    return found
 
 
 class TransformersModel(CausalLM):
@@ -68,3 +127,30 @@ class TransformersModel(CausalLM):
         for part in self._attention_modules:
             attach(part, None)
         self.bound = None
+
+
+def freeze_rotary(module: Any, max_model_len: int, device: torch.device) -> None:
+    """Fix frequencies that transformers would choose anew per step by the longest position in it.
+
+    "dynamic" and "longrope" scaling depend on sequence length; in a flat batch that would be the longest neighbour's,
+    and keys cached under one choice would meet queries under another. They are set once, for `max_model_len`, as vLLM
+    does. Other types are left alone.
+    """
+    for part in module.modules():
+        kinds = getattr(part, "rope_type", None)
+        if kinds is None or not hasattr(part, "original_max_seq_len"):
+            continue
+        last = torch.tensor([[max_model_len - 1]], device=device)
+        sample = torch.zeros(1, dtype=torch.float32, device=device)
+        if isinstance(kinds, dict):
+            for layer_type, kind in kinds.items():
+                if _changes(kind):
+                    part(sample, last, layer_type)
+            part.rope_type = {key: "default" if _changes(kind) else kind for key, kind in kinds.items()}
+        elif _changes(kinds):
+            part(sample, last)
+            part.rope_type = "default"
+
+
+def _changes(kind: str) -> bool:
+    return "dynamic" in kind or kind == "longrope"

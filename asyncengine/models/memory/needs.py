@@ -30,8 +30,7 @@ from asyncengine.layers.stored_weight import chunk_group, stored_missing
 from asyncengine.models.checkpoint import open_checkpoint
 from asyncengine.models.decoder import Decoder, DecoderConfig
 from asyncengine.models.encoder import Encoder, EncoderConfig
-from asyncengine.models.encoder_names import by_stored_name
-from asyncengine.models.families.encoders import spelling_of
+from asyncengine.models.families.encoders import by_stored_name, spelling_of
 from asyncengine.models.hub import short_name
 from asyncengine.models.memory.caches import (
     TwoPools,

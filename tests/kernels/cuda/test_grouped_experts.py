@@ -18,7 +18,7 @@ if torch.cuda.is_available():
 from support.layer_options import options
 
 from asyncengine.kernels.cuda import grouped_experts as kernels
-from asyncengine.layers import expert_matrices as layers
+from asyncengine.layers import experts as layers
 from asyncengine.layers import routing
 from asyncengine.layers.experts import Experts, ExpertsConfig
 from asyncengine.layers.mlp import MLPConfig

@@ -28,7 +28,7 @@ from support.peft_checkpoints import (
 
 from asyncengine.errors import AdapterError, InvalidParameter
 from asyncengine.lora.checkpoint.files import discover
-from asyncengine.lora.checkpoint.patterns import Patterns
+from asyncengine.lora.checkpoint.peft_config import Patterns
 from asyncengine.lora.checkpoint.peft_loader import PeftLoader
 from asyncengine.lora.interface import ModuleDims
 

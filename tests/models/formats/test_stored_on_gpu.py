@@ -15,7 +15,7 @@ from support.forwards import logits_of, relative_error
 pytest.importorskip("triton")
 
 from asyncengine.config import EngineConfig
-from asyncengine.layers import expert_matrices, experts, options, stored_weight
+from asyncengine.layers import experts, options, stored_weight
 from asyncengine.layers.rounded_weight import RoundedWeight
 from asyncengine.layers.stored import NumberForm, StoredForm
 from asyncengine.layers.stored_weight import ChunkedWeight
@@ -80,7 +80,7 @@ def test_experts_stay_as_they_are_stored(kind: str, pair: Pair, packed: None, mo
     """All experts' matrices of one kind are one weight, which the grouped kernel reads."""
     folder, dense = pair("qwen3moe", kind, layers=1)
     plain = load(dense)
-    monkeypatch.setattr(expert_matrices, "triton_missing", lambda device: None)
+    monkeypatch.setattr(experts, "triton_missing", lambda device: None)
     monkeypatch.setattr(experts.Experts, "by_torch", None)
     loaded = load(folder)
     assert relative_error(logits_of(plain.model, IDS), logits_of(loaded.model, IDS)) < 1e-5

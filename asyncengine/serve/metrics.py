@@ -234,8 +234,10 @@ def routes(serving: Serving) -> list[Route]:
             raise Problem(403, "a profile is made where requests need a key, or in process", code="forbidden")
         fields = await read_fields(request, serving)
         values = fields.read(TABLES["profile"])
-        with await serving.models.acquire(values["own"].get("model")) as target, TemporaryDirectory() as folder:
-            path = await target.engine.profile(folder, **values["options"])
+        with await serving.models.acquire(values["own"].get("model")) as target:
+            engine = target.engine  # which may close under the profile, and ends it then
+        with TemporaryDirectory() as folder:
+            path = await engine.profile(folder, **values["options"])
             return Response(await run_in_threadpool(path.read_bytes), media_type="application/json")
 
     return [

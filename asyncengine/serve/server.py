@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -157,18 +158,15 @@ async def until_stopped(server: Server, listener: socket.socket, group: EngineGr
         got.append(number)
         loop.call_soon_threadsafe(begin, number)
 
-    def leave() -> None:
-        server.should_exit = True
-
     def begin(number: int) -> None:
         if number == signal.SIGTERM:
-            if server.models is None:
-                leave()
-            else:  # the port stays open until answers have ended, and health says so
-                server.models.drain(server.drain_timeout, leave)
             loop.call_later(server.drain_timeout, begin, signal.SIGINT)
+            if server.models is None:
+                server.should_exit = True
+            else:  # the port stays open until answers have ended, and health says so
+                server.models.drain(server.drain_timeout, partial(begin, signal.SIGINT))
         elif not endings:
-            leave()
+            server.should_exit = True
             endings.append(loop.create_task(group.aclose()))
             server.cut_connections(unfinished=True)
             loop.call_later(ABORT_SECONDS, server.cut_connections)  # those who do not read that it is over

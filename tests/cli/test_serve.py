@@ -12,6 +12,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +139,23 @@ def test_sigterm_lets_answers_end_and_takes_no_new_ones(tmp_path: Path) -> None:
     spans = (tmp_path / "spans").read_text(encoding="utf-8")
     assert '"name": "chat demo"' in spans
     assert '"gen_ai.usage.output_tokens": 1000' in spans
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_profile_of_an_idle_engine_holds_nothing_up(number: int, code: int) -> None:
+    with Served("demo", "--api-key", "k") as served, ThreadPoolExecutor(1) as pool:
+        served.ready()
+        keys = {"authorization": "Bearer k"}
+        profile = partial(httpx.post, f"{served.url}/profile", headers=keys, timeout=100)
+        made = pool.submit(profile, json={"timeout": 90})
+        time.sleep(0.5)
+        while profile(json={"timeout": 0.01}).status_code == 200:  # until the other is being made
+            time.sleep(0.1)
+        served.process.send_signal(number)
+        began = time.monotonic()
+        assert made.result().json()["traceEvents"]
+        assert served.end()[0] == code
+        assert time.monotonic() - began < 25
 
 
 def test_a_second_ctrl_c_waits_for_nobody() -> None:

@@ -1,8 +1,7 @@
 """Placement of models in a cluster: pure functions over plain data. No Ray, no torch, deterministic."""
 
 from asyncengine.cluster.nodes import Claim, Device, Instance, Node, Share, rule_of_thumb
-from asyncengine.cluster.placement import Placement, Reason, Refusal, place
-from asyncengine.cluster.scale_down import Ranked, rank_for_removal
+from asyncengine.cluster.placement import Placement, Ranked, Reason, Refusal, place, rank_for_removal
 from asyncengine.cluster.table import Cluster
 
 __all__ = [

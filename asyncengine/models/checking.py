@@ -13,7 +13,7 @@ from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families import MULTIMODAL, NATIVE, layer_kinds
 from asyncengine.models.families.common import unknown_layers
 from asyncengine.models.formats import CheckpointSource, first_line
-from asyncengine.models.kinds import not_causal
+from asyncengine.models.refusals import not_causal
 
 _EVERY = (
     "attention", "chunked_attention", "conv", "full_attention", "linear_attention", "mamba", "mlp", "moe",

@@ -27,9 +27,8 @@ from asyncengine.models.formats import (
     read_json,
 )
 from asyncengine.models.hub import download, parse_name
-from asyncengine.models.kinds import check_architectures, check_files
 from asyncengine.models.mapped import OpenFiles
-from asyncengine.models.sizes import check_sizes
+from asyncengine.models.refusals import check_architectures, check_files, check_sizes
 
 if TYPE_CHECKING:
     import torch

@@ -44,7 +44,7 @@ from asyncengine.models.multimodal import TextPart, placeholders
 from asyncengine.models.packed_file import packed_file
 from asyncengine.models.progress import LoadProgress
 from asyncengine.models.reading import ModelPlan, read_encoder, read_model, typed
-from asyncengine.models.sizes import check_elements
+from asyncengine.models.refusals import check_elements
 from asyncengine.models.weights import fill_randomly, load_weights, slots_of
 from asyncengine.sampling_params import OPEN_PARAMETERS, SamplingParams
 
@@ -301,7 +301,7 @@ def stored_kinds(checkpoint: CheckpointSource) -> dict[str, str]:
 
 def _make_module(plan: ModelPlan, config: EngineConfig) -> Any:
     """transformers' model on the plan's device: from the checkpoint's files, or made up."""
-    from asyncengine.models.fallback.dummy import count_elements, make_random
+    from asyncengine.models.fallback.model import count_elements, make_random
 
     plan = replace(plan, bits=None)  # it is quantized once it is there
     with quiet_transformers():

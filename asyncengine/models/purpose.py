@@ -12,7 +12,7 @@ from asyncengine.layers.step import CausalLM, StepContext
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.families.encoders import is_encoder_config
 from asyncengine.models.formats import CheckpointSource
-from asyncengine.models.kinds import check_architectures, check_files
+from asyncengine.models.refusals import check_architectures, check_files
 from asyncengine.pooling.spec import PoolingSpec, read_pooling, root_folder
 
 

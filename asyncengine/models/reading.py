@@ -27,7 +27,7 @@ from asyncengine.models.families import MULTIMODAL, NATIVE, decoder_config_of, n
 from asyncengine.models.families.encoders import encoder_config_of
 from asyncengine.models.formats import CheckpointSource, first_line
 from asyncengine.models.multimodal import text_part
-from asyncengine.models.sizes import LENGTH_FIELDS
+from asyncengine.models.refusals import LENGTH_FIELDS
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float32}

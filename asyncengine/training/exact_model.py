@@ -23,9 +23,8 @@ from asyncengine.models.decoder_layer import DecoderLayer
 from asyncengine.models.loading import load_model
 from asyncengine.sampling.logprobs import token_logprobs
 from asyncengine.sync_engine import Engine
-from asyncengine.training.exact_layers import ExactLayers, why_not_exact
+from asyncengine.training.exact_layers import ExactLayers, Sequences, read_sequences, why_not_exact
 from asyncengine.training.recompute import Outputs, RoutingReplay, recomputed, recomputed_module, replaced
-from asyncengine.training.sequences import Sequences, read_sequences
 from asyncengine.training.trainer_weights import adapter_on, base_of, exact_weights, take_adapter, versions_of
 
 _BLOCK_ELEMENTS = 2**24

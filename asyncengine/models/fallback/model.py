@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from asyncengine.attention.base import StepAttention
+from asyncengine.config import ModelSettings
 from asyncengine.layers.places import Place
 from asyncengine.layers.step import CausalLM, StepContext
 from asyncengine.models.fallback.attention_function import LayerAttention, attach
@@ -154,3 +155,31 @@ def freeze_rotary(module: Any, max_model_len: int, device: torch.device) -> None
 
 def _changes(kind: str) -> bool:
     return "dynamic" in kind or kind == "longrope"
+
+
+_SEED = 0
+
+
+def make_random(hf_config: Any, config: ModelSettings, dtype: torch.dtype, device: torch.device) -> Any:
+    """A model of `hf_config` with weights as its family initialises them, the same at every call on one device: for
+    measuring speed, which does not depend on them (`load_format="dummy"`, vLLM's setting).
+
+    The process's random state is left as it was.
+    """
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(_SEED)
+        return _build(hf_config, config, dtype)
+
+
+def count_elements(hf_config: Any, config: ModelSettings, dtype: torch.dtype) -> int:
+    """Elements of the weights of such a model, without making them."""
+    with torch.device("meta"):
+        return sum(part.numel() for part in _build(hf_config, config, dtype).parameters())
+
+
+def _build(hf_config: Any, config: ModelSettings, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(
+        hf_config, dtype=dtype, attn_implementation="eager", trust_remote_code=config.trust_remote_code
+    )

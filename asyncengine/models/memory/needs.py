@@ -249,7 +249,7 @@ def _sizes(
     """(bytes of weights, bytes of keys and values of a token, layers that have these, recurrent states)"""
     kind = kv_dtype(config, plan.dtype)
     if plan.described is None:
-        from asyncengine.models.fallback.dummy import count_elements
+        from asyncengine.models.fallback.model import count_elements
 
         # transformers' own module has keys and values of one width in every layer
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads

@@ -12,8 +12,7 @@ from support.tiny_models import FAMILIES, make_model
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import UnsupportedModel
-from asyncengine.models.fallback.dummy import count_elements, make_random
-from asyncengine.models.fallback.model import TransformersModel
+from asyncengine.models.fallback.model import TransformersModel, count_elements, make_random
 from asyncengine.models.loading import load_model
 
 PLAIN = EngineConfig(fuse=False, show_progress=False)

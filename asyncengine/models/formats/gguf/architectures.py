@@ -17,7 +17,7 @@ from asyncengine.errors import ModelNotFound, UnsupportedModel
 from asyncengine.models.formats.gguf import names
 from asyncengine.models.formats.gguf.header import MAX_STATES, Header, StateSizes
 from asyncengine.models.formats.gguf.names import TensorName
-from asyncengine.models.sizes import MAX_LAYERS
+from asyncengine.models.refusals import MAX_LAYERS
 
 Order = NDArray[np.int64]
 Fields = Mapping[str, Any]

@@ -19,7 +19,7 @@ from asyncengine.models.formats.gguf.config import header_of, hugging_face_confi
 from asyncengine.models.formats.gguf.container import GgufFile, Metadata, broken, open_files
 from asyncengine.models.formats.gguf.header import Header, shortest
 from asyncengine.models.formats.gguf.tensors import Held, model_tensors
-from asyncengine.models.sizes import check_sizes
+from asyncengine.models.refusals import check_sizes
 
 _FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}

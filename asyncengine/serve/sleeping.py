@@ -10,13 +10,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from asyncengine.errors import InvalidParameter
+from asyncengine.serve.fields import TABLES, Fields
 from asyncengine.serve.models import Serving
 from asyncengine.serve.problems import Problem
 
 _MODES = {"abort": "abort", "wait": "finish", "keep": "keep"}
-_LEVELS = {"1": {"weights": "keep", "cache": "drop"}, "2": {"weights": "drop", "cache": "drop"}}
+_LEVELS: Mapping[str, Mapping[str, Any]] = {
+    "0": {}, "1": {"weights": "keep", "cache": "drop"}, "2": {"weights": "drop", "cache": "drop"}
+}  # fmt: skip
 """Keywords of each level of sleep; level 0 is a pause."""
-_SWITCHES = {"true": True, "false": False}
 
 
 def routes(serving: Serving) -> list[Route]:
@@ -24,42 +26,38 @@ def routes(serving: Serving) -> list[Route]:
     names one; without it, all that are loaded are meant."""
     group = serving.models.group
 
-    def model_of(request: Request, *known: str) -> str | None:
+    def read(request: Request, table: str) -> dict[str, Any]:
         if not serving.api_keys:
             raise Problem(403, "engines sleep and wake only where requests need a key", code="forbidden")
-        for name in request.query_params:
-            if name not in (*known, "model"):
-                raise InvalidParameter.unknown(name, (*known, "model"))
-        return request.query_params.get("model")
+        return Fields(dict(request.query_params)).read(TABLES[table])["own"]
 
     async def sleep(request: Request) -> Response:
-        model, mode = model_of(request, "level", "mode"), _choice(request, "mode", _MODES, "abort")
-        drops = _choice(request, "level", {"0": {}, **_LEVELS}, "1")
-        await (group.sleep if drops else group.pause)(model, mode=mode, **drops)
+        own = read(request, "sleep")
+        drops = _LEVELS[own.get("level", "1")]
+        await (group.sleep if drops else group.pause)(own.get("model"), mode=_MODES[own.get("mode", "abort")], **drops)
         return Response()
 
     async def wake_up(request: Request) -> Response:
-        model, tags = model_of(request, "tags"), request.query_params.getlist("tags")
+        own, tags = read(request, "wake_up"), request.query_params.getlist("tags")
         if tags and sorted(tags) != ["kv_cache", "weights"]:
             raise InvalidParameter("tags", "must be left out, or weights and kv_cache: both wake together", tags)
-        await group.wake(model)
+        await group.wake(own.get("model"))
         return Response()
 
     async def pause(request: Request) -> Response:
-        model = model_of(request, "mode", "clear_cache")
-        mode = _choice(request, "mode", _MODES, "abort")
-        if _choice(request, "clear_cache", _SWITCHES, "false"):
+        own = read(request, "pause")
+        if own.get("clear_cache") == "true":
             raise InvalidParameter("clear_cache", "cannot be: sleep drops the cache")
-        await group.pause(model, mode=mode)
+        await group.pause(own.get("model"), mode=_MODES[own.get("mode", "abort")])
         return JSONResponse({"status": "paused"})
 
     async def resume(request: Request) -> Response:
-        await group.wake(model_of(request))
+        await group.wake(read(request, "asleep").get("model"))
         return JSONResponse({"status": "resumed"})
 
     def tells(name: str, *states: str) -> Any:
         async def tell(request: Request) -> Response:
-            model = model_of(request)
+            model = read(request, "asleep").get("model")
             engines = list(group.loaded.values()) if model is None else [group[model]]
             return JSONResponse({name: all(engine.stats().state in states for engine in engines)})
 
@@ -72,10 +70,3 @@ def routes(serving: Serving) -> list[Route]:
         for method, paths in (("POST", calls), ("GET", asks))
         for path, call in paths.items()
     ]
-
-
-def _choice(request: Request, name: str, choices: Mapping[str, Any], default: str) -> Any:
-    given = request.query_params.get(name, default)
-    if given not in choices:
-        raise InvalidParameter(name, f"must be one of {', '.join(choices)}", given)
-    return choices[given]

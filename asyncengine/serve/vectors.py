@@ -116,11 +116,8 @@ async def _embed(values: Values, target: Target) -> Made:
         )
     head = {"id": f"embd-{secrets.token_hex(16)}", "object": "list", "created": int(time.time()), "model": target.name}
     head["usage"] = _usage(made.usage)
-    return (
-        await anyio.to_thread.run_sync(_embedding_text, head, made, own.get("encoding_format")),
-        made.truncated,
-        made.usage,
-    )
+    text = await anyio.to_thread.run_sync(_embedding_text, head, made, own.get("encoding_format"))
+    return text, made.truncated, made.usage
 
 
 def _embedding_text(head: dict[str, Any], made: Embeddings, form: str | None) -> str:
@@ -149,16 +146,13 @@ async def _rerank(values: Values, target: Target) -> Made:
     shorter = {at for at, (text, given) in enumerate(zip(documents, whole, strict=True)) if text is not given}
     truncated = tuple(sorted({*made.truncated, *shorter}))
     if name == "texts":
+        shown = own.get("return_text")
         rows = [
-            {"index": e.index, "score": e.score} | ({"text": whole[e.index]} if own.get("return_text") else {})
-            for e in made.results
+            {"index": e.index, "score": e.score, **({"text": whole[e.index]} if shown else {})} for e in made.results
         ]
         return rows, truncated, made.usage
-    results = [
-        {"index": e.index, "relevance_score": e.score}
-        | ({"document": {"text": whole[e.index]}} if own.get("return_documents", True) else {})
-        for e in made.results
-    ]
+    texts = [{"document": {"text": text}} if own.get("return_documents", True) else {} for text in whole]
+    results = [{"index": e.index, "relevance_score": e.score, **texts[e.index]} for e in made.results]
     head = {"id": f"rerank-{secrets.token_hex(16)}", "object": "list", "model": target.name}
     return {**head, "results": results, "usage": _usage(made.usage)}, truncated, made.usage
 
@@ -200,12 +194,9 @@ async def _tokenize(values: Values, target: Target) -> Made:
     encode = partial(engine.tokenize, what, tools=tools, template_kwargs=variables, add_special_tokens=special)
     ids = await anyio.to_thread.run_sync(encode)
     if name == "content":  # llama.cpp's form
-        paired = zip(ids, engine.token_texts(ids), strict=True)
-        return (
-            {"tokens": [{"id": token, "piece": piece} for token, piece in paired] if own.get("with_pieces") else ids},
-            (),
-            None,
-        )
+        texts = engine.token_texts(ids) if own.get("with_pieces") else None
+        paired = None if texts is None else [{"id": one, "piece": text} for one, text in zip(ids, texts, strict=True)]
+        return {"tokens": ids if paired is None else paired}, (), None
     texts = engine.token_texts(ids) if own.get("return_token_strs") else None
     return {"count": len(ids), "max_model_len": engine.info.max_model_len, "tokens": ids, "token_strs": texts}, (), None
 

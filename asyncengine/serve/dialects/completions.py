@@ -149,12 +149,8 @@ class Writer(Frames):
         """OpenAI's `logprobs` object of the next tokens of a choice."""
         tokens = [text for text, _, _ in scored]
         *offsets, self._offsets[index] = accumulate(map(len, tokens), initial=self._offsets.get(index, 0))
-        return {
-            "tokens": tokens,
-            "token_logprobs": [logprob for _, logprob, _ in scored],
-            "top_logprobs": [top for _, _, top in scored],
-            "text_offset": offsets,
-        }
+        logprobs, tops = [logprob for _, logprob, _ in scored], [top for _, _, top in scored]
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
 
 def _by_text(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:

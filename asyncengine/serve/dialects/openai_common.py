@@ -24,14 +24,10 @@ MAX_GRAMMAR = 1 << 20
 
 Maker = Callable[[Any], Grammar | None]
 GUIDES: Mapping[str, Maker] = {
-    **dict.fromkeys(("guided_json", "json_schema"), Grammar.json_schema),
-    **dict.fromkeys(("guided_regex", "regex"), Grammar.regex),
-    **dict.fromkeys(("guided_grammar", "grammar", "ebnf"), Grammar.ebnf),
-    "guided_choice": Grammar.choice,
-    "structured_outputs.json": Grammar.json_schema,
-    "structured_outputs.regex": Grammar.regex,
-    "structured_outputs.choice": Grammar.choice,
-    "structured_outputs.grammar": Grammar.ebnf,
+    **dict.fromkeys(("guided_json", "json_schema", "structured_outputs.json"), Grammar.json_schema),
+    **dict.fromkeys(("guided_regex", "regex", "structured_outputs.regex"), Grammar.regex),
+    **dict.fromkeys(("guided_grammar", "grammar", "ebnf", "structured_outputs.grammar"), Grammar.ebnf),
+    **dict.fromkeys(("guided_choice", "structured_outputs.choice"), Grammar.choice),
     "structured_outputs.json_object": lambda wanted: Grammar.json_object() if wanted is True else None,
 }
 """Names of vLLM, llama.cpp and SGLang for a grammar, with its makers."""

@@ -152,12 +152,11 @@ def _read_form(own: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
 def responses_usage(usage: Usage) -> dict[str, Any]:
     """The API's `usage` object. Nothing is charged for writing the cache, so that count is 0."""
     return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens,
         "total_tokens": usage.total_tokens,
-    }
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }  # fmt: skip
 
 
 class Writer:

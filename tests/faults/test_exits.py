@@ -226,7 +226,7 @@ def test_a_program_ends_as_it_wishes(
     assert took < LIMIT
     assert not os.listdir(own)
     last = {"exception": "RuntimeError: the user's own", "SIGINT": "KeyboardInterrupt"}.get(ending)
-    assert (said.strip().rpartition("\n")[2] == last) if last else "Traceback" not in said
+    assert last in said.splitlines() if last else "Traceback" not in said, said  # torch's profiler says things, too
     for lock in kept.glob("**/*.lock"):
         with open(lock, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,67 +1,7 @@
 """asyncengine: an LLM inference engine that lives inside your Python program."""
 
-from asyncengine.cli import starting as _starting  # noqa: F401
-
-# isort: split
-from asyncengine.async_engine import AsyncEngine
-from asyncengine.config import EngineConfig
-from asyncengine.demo import EMBEDDER_PATH as DEMO_EMBEDDER
-from asyncengine.demo import MODEL_PATH as DEMO_MODEL
-from asyncengine.demo import RERANKER_PATH as DEMO_RERANKER
-from asyncengine.demo import VISION_PATH as DEMO_VISION
-from asyncengine.engine_group import EngineGroup
-from asyncengine.errors import (
-    AdapterError,
-    AdapterInUse,
-    AdapterNotFound,
-    BudgetTooSmall,
-    ContextLengthExceeded,
-    EngineAsleep,
-    EngineClosed,
-    EngineDead,
-    EngineError,
-    FleetError,
-    GrammarError,
-    GrammarImpossible,
-    GrammarTimeout,
-    GrammarTooLarge,
-    GrammarUnsupported,
-    InvalidParameter,
-    ModelNotFound,
-    OutOfMemory,
-    QueueFull,
-    RequestFailed,
-    RequestTimeout,
-    UnsupportedModel,
-    WrongLoop,
-    WrongProcess,
-)
-from asyncengine.info import ModelInfo
-from asyncengine.lora.naming import AdapterInfo
-from asyncengine.options import ChatKeywords, RequestKeywords, VectorKeywords
-from asyncengine.outputs import (
-    Chunk,
-    Classification,
-    Classifications,
-    Completion,
-    Embeddings,
-    FinishReason,
-    LogprobEntry,
-    Ranked,
-    Ranking,
-    Sample,
-    Timings,
-    ToolCall,
-    ToolCallDelta,
-    Usage,
-)
-from asyncengine.policies import Policy, WeightedFair
-from asyncengine.sampling_params import SamplingParams
-from asyncengine.shared import EngineHandle, shared_engine
-from asyncengine.stats import EngineStats
-from asyncengine.step import TokenLogprob
-from asyncengine.stream import SyncTokenStream, TokenStream, submitted
-from asyncengine.sync_engine import Engine
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
 
@@ -128,3 +68,101 @@ __all__ = [
     "shared_engine",
     "submitted",
 ]
+
+_NAMES = {
+    "async_engine": "AsyncEngine",
+    "config": "EngineConfig",
+    "demo": "DEMO_EMBEDDER DEMO_MODEL DEMO_RERANKER DEMO_VISION",
+    "engine_group": "EngineGroup",
+    "errors": "AdapterError AdapterInUse AdapterNotFound BudgetTooSmall ContextLengthExceeded EngineAsleep "
+    "EngineClosed EngineDead EngineError FleetError GrammarError GrammarImpossible GrammarTimeout GrammarTooLarge "
+    "GrammarUnsupported InvalidParameter ModelNotFound OutOfMemory QueueFull RequestFailed RequestTimeout "
+    "UnsupportedModel WrongLoop WrongProcess",
+    "grammar": "",
+    "info": "ModelInfo",
+    "lora.naming": "AdapterInfo",
+    "options": "ChatKeywords RequestKeywords VectorKeywords",
+    "outputs": "Chunk Classification Classifications Completion Embeddings FinishReason LogprobEntry Ranked Ranking "
+    "Sample Timings ToolCall ToolCallDelta Usage",
+    "policies": "Policy WeightedFair",
+    "sampling_params": "SamplingParams",
+    "shared": "EngineHandle shared_engine",
+    "stats": "EngineStats",
+    "step": "TokenLogprob",
+    "stream": "SyncTokenStream TokenStream submitted",
+    "sync_engine": "Engine",
+}
+"""Public names by the module that defines them, which is imported when one of them is first asked for."""
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if TYPE_CHECKING:
+    from asyncengine.async_engine import AsyncEngine
+    from asyncengine.config import EngineConfig
+    from asyncengine.demo import DEMO_EMBEDDER, DEMO_MODEL, DEMO_RERANKER, DEMO_VISION
+    from asyncengine.engine_group import EngineGroup
+    from asyncengine.errors import (
+        AdapterError,
+        AdapterInUse,
+        AdapterNotFound,
+        BudgetTooSmall,
+        ContextLengthExceeded,
+        EngineAsleep,
+        EngineClosed,
+        EngineDead,
+        EngineError,
+        FleetError,
+        GrammarError,
+        GrammarImpossible,
+        GrammarTimeout,
+        GrammarTooLarge,
+        GrammarUnsupported,
+        InvalidParameter,
+        ModelNotFound,
+        OutOfMemory,
+        QueueFull,
+        RequestFailed,
+        RequestTimeout,
+        UnsupportedModel,
+        WrongLoop,
+        WrongProcess,
+    )
+    from asyncengine.info import ModelInfo
+    from asyncengine.lora.naming import AdapterInfo
+    from asyncengine.options import ChatKeywords, RequestKeywords, VectorKeywords
+    from asyncengine.outputs import (
+        Chunk,
+        Classification,
+        Classifications,
+        Completion,
+        Embeddings,
+        FinishReason,
+        LogprobEntry,
+        Ranked,
+        Ranking,
+        Sample,
+        Timings,
+        ToolCall,
+        ToolCallDelta,
+        Usage,
+    )
+    from asyncengine.policies import Policy, WeightedFair
+    from asyncengine.sampling_params import SamplingParams
+    from asyncengine.shared import EngineHandle, shared_engine
+    from asyncengine.stats import EngineStats
+    from asyncengine.step import TokenLogprob
+    from asyncengine.stream import SyncTokenStream, TokenStream, submitted
+    from asyncengine.sync_engine import Engine
+else:  # unseen by type checkers, which would take every name for one that is here
+
+    def __getattr__(name: str) -> Any:
+        if name in _NAMES:
+            return import_module(f"asyncengine.{name}")
+        if name not in _MODULES:
+            raise AttributeError(f"module 'asyncengine' has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"asyncengine.{_MODULES[name]}"), name)
+        return value

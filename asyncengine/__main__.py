@@ -1,6 +1,15 @@
-"""`python -m asyncengine`: the command, where its script is not on the path."""
+"""The command's entry point: of the script `asyncengine`, and of `python -m asyncengine`."""
 
-from asyncengine.cli.main import script
+
+def script() -> None:
+    """Run the command in a process of its own, with Ctrl-C heard before its imports begin."""
+    from asyncengine.cli.starting import end_at_interrupt
+
+    end_at_interrupt()
+    from asyncengine.cli import main
+
+    main.script()
+
 
 if __name__ == "__main__":
     script()

@@ -68,7 +68,7 @@ def rounds(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         turns["first load, demo"] = lambda: with_empty_cache("bf16", Path("demo"))
     if options.start:
         turns["import torch"] = lambda: command("-c", "import torch")
-        turns["generate demo"] = lambda: command("-m", "asyncengine.cli.main", "generate", "demo", "Hello")
+        turns["generate demo"] = lambda: command("-m", "asyncengine", "generate", "demo", "Hello")
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in turns}
     for _ in range(options.repeat):
         for name, turn in turns.items():

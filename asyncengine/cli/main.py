@@ -175,7 +175,3 @@ def script(argv: Sequence[str] | None = None) -> NoReturn:
         with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or nobody reads it
             stream.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    script()

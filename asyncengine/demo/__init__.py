@@ -6,13 +6,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-MODEL_PATH = Path(__file__).resolve().parent / "model"
+DEMO_MODEL = MODEL_PATH = Path(__file__).resolve().parent / "model"
 """The Hugging Face folder of the demo model."""
-EMBEDDER_PATH = Path(__file__).resolve().parent / "embedder"
+DEMO_EMBEDDER = EMBEDDER_PATH = Path(__file__).resolve().parent / "embedder"
 """The sentence-transformers folder of the demo embedder."""
-RERANKER_PATH = Path(__file__).resolve().parent / "reranker"
+DEMO_RERANKER = RERANKER_PATH = Path(__file__).resolve().parent / "reranker"
 """The folder of the demo reranker, a cross-encoder."""
-VISION_PATH = Path(__file__).resolve().parent / "vision"
+DEMO_VISION = VISION_PATH = Path(__file__).resolve().parent / "vision"
 """The Hugging Face folder of the demo model that reads pictures."""
 DRAFT_PATH = Path(__file__).resolve().parent / "draft"
 """The folder of the small model that guesses for it."""

@@ -22,7 +22,7 @@ _START = (
     "package = sys.modules['asyncengine'] = types.ModuleType('asyncengine'); package.__path__ = [sys.argv[2]]; "
     "from asyncengine.kernels.compile_worker import main; main()"
 )
-"""Without what the package itself imports, which is everything but kernels."""
+"""With the package that the program itself runs, wherever that was imported from."""
 _PACKAGE = str(Path(__file__).parents[1])
 FORKS = sys.platform == "linux"
 """Elsewhere a process does not end with the one that it is a fork of, or libraries do not survive it."""

@@ -34,7 +34,7 @@ class Terminal:
         fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 110, 0, 0))
         environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "", "NO_COLOR": ""}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "asyncengine.cli.main", *arguments],
+            [sys.executable, "-m", "asyncengine", *arguments],
             stdin=child,
             stdout=child,
             stderr=child,

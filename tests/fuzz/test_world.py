@@ -295,6 +295,17 @@ def test_engines_say_where_threads_and_time_come_from() -> None:
     assert not [path for folder in folders for path in folder.rglob("*.py") if wrong.search(path.read_text("utf-8"))]
 
 
+def test_what_is_first_asked_for_in_a_world_has_its_threads() -> None:
+    """The root imports its names when they are asked for."""
+    probe = (
+        "import threading; from asyncengine.testing.world import World, simulate\n"
+        "def work(): from asyncengine import shared; print(shared.threading is threading)\n"
+        "simulate(World(0), work)"
+    )
+    run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert run.stdout == "False\n"
+
+
 def test_an_engine_can_be_simulated_by_hand() -> None:
     """There is no plan: an application's test would do the same."""
     from support.fake_engine import GREEDY, make_core

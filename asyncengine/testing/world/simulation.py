@@ -22,6 +22,7 @@ from unittest.mock import patch
 import anyio
 import anyio.to_thread
 
+import asyncengine
 from asyncengine.device.frozen_heap import FrozenHeap
 from asyncengine.engine import device_thread
 from asyncengine.testing.world.kernel import World
@@ -46,6 +47,8 @@ def simulate(world: World, work: Callable[[], object], *, shuffled: bool = False
 
 @contextmanager
 def _exchanged(world: World, new_loop: Callable[[], asyncio.AbstractEventLoop]) -> Iterator[None]:
+    for name in asyncengine.__all__:
+        getattr(asyncengine, name)  # of a module that is first imported later, nothing would be exchanged
     ours = [
         module
         for name, module in sorted(sys.modules.items())

@@ -207,7 +207,7 @@ class ModelSettings(Settings):
     pipeline_parallel: Annotated[int, integer_in(1, 64)] = 1
     """Processes among which the model's layers are divided, on a CPU (docs/howto/pipeline_parallel.md): as many steps,
     of different requests, are in flight. They share `num_threads`, `kv_cache_memory` and `state_memory`. Answers do not
-    depend on it, to the bit."""
+    depend on it, to the bit, but with torch's attention (`info.batch_variance`)."""
     quantization: Literal["int8", "int4"] | None = None
     """Keep weights in 8 or 4 bits: faster and smaller, less accurate. None: in the model's type."""
     activations: Literal["auto", "exact"] = "auto"

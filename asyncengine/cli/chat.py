@@ -174,8 +174,8 @@ class Conversation:
         )
 
     def _fitted(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages without the oldest turns (a question and its answer each), so many that the context has room for
-        an answer: for `max_tokens`, or a quarter of it."""
+        """The messages without the oldest turns (a question and its answer each) that leave the context no room for an
+        answer of `max_tokens`, or of a quarter of it."""
         context, first = self.engine.info.max_model_len, len(self.start)
         most = context - min(self.params.max_tokens or MOST_TOKENS, context // 4)
         while len(messages) > first + 2 and self.engine.count_tokens(messages) > most:

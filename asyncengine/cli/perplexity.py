@@ -17,7 +17,7 @@ from asyncengine.cli.text import write, write_json
 from asyncengine.sampling_params import SamplingParams
 
 CONTEXT = 1024
-"""Tokens of a chunk, where the model reads so many."""
+"""Tokens of a chunk, if the context of the model holds them."""
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,12 +9,11 @@ beside these decodes, on this machine with whatever else runs there. Chunks besi
 from __future__ import annotations
 
 _BLOCK = 16
-"""Kernels take the tokens of a step in blocks of so many: a part of one costs as much as all of it."""
+"""Tokens that kernels take as one block of a step: a part of one costs as much as all of it."""
 _CROWD = 4
 """Prompts that have the target each, in one step: what delays many first tokens may delay the next ones of others."""
 _SHARE = 2.0
-"""A step may take so many times what its decodes do, even where that is more than it aims at: half of the machine
-is for prompts."""
+"""Time that a step may take in any case, in times of its decodes alone: half of the machine is for prompts."""
 _GAIN = 0.4
 """Part of a new measurement in what is expected."""
 _MAX_RISE = 4.0
@@ -38,8 +37,8 @@ class Pace:
         """Seconds that a step takes longer for each token of a prompt; 0: none was measured."""
 
     def most(self, budget: int, decodes: int, prompts: int) -> int:
-        """Number of prompts' tokens, of `budget`, that a step may compute beside so many `decodes`, where so many
-        `prompts` want some."""
+        """Number of prompts' tokens, at most `budget`, that a step may compute beside `decodes` rows that decode, where
+        `prompts` requests have tokens of prompts left."""
         if self._target is None:
             return budget
         self._aim = max(self._target * min(max(prompts, 1), _CROWD), _SHARE * self._decodes)
@@ -50,7 +49,7 @@ class Pace:
         return min(budget, max(blocks, decodes // _BLOCK + 2) * _BLOCK - decodes)
 
     def learn(self, tokens: int, took: float) -> None:
-        """Take in that a step with so many `tokens` of prompts took so many seconds."""
+        """Learn from a step with `tokens` tokens of prompts, which took `took` seconds."""
         if self._target is None:
             return
         few = tokens < _BLOCK // 2

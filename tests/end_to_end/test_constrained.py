@@ -124,6 +124,7 @@ async def test_greedy_equals_the_plain_loop(name: str, desk: Desk) -> None:
             "grammar_queue": 0,
             "adapter_queue": 0,
             "restore_queue": 0,
+            "suspended": 0,
         }
 
 

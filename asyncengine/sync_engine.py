@@ -98,8 +98,8 @@ class Engine:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestKeywords]
     ) -> SyncTokenStream:
-        """Stream a completion of `prompt`: submitted now, computed whether or not you iterate. As `AsyncEngine.stream`,
-        whose errors are raised here."""
+        """Stream a completion of `prompt`: submitted now, and computed up to 1,024 tokens ahead of what you read. As
+        `AsyncEngine.stream`, whose errors are raised here."""
         wanted = RequestOptions.of(options)
         return self._stream(lambda: self.aengine.core.prepare(prompt, params, wanted))
 

@@ -192,7 +192,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             if value is None:
-                del os.environ[name]
+                os.environ.pop(name, None)  # ranks that are threads of one process put it back, each of them
             else:
                 os.environ[name] = value
 

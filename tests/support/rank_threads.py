@@ -39,7 +39,8 @@ def in_ranks(size: int, work: Callable[[Any], Made], ranks: list[SharedGather] |
             with torch.inference_mode():
                 return work(one)
         except BaseException as error:
-            one.break_off(repr(error))
+            for each in ranks:
+                each.break_off(repr(error))
             raise
 
     with ThreadPoolExecutor(size) as threads:

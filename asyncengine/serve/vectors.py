@@ -11,7 +11,7 @@ import base64
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -109,7 +109,7 @@ async def _embed(values: Values, target: Target) -> Made:
         encode = partial(target.engine.tokenize, add_special_tokens=False)
         texts = [await anyio.to_thread.run_sync(encode, each) if isinstance(each, str) else each for each in texts]
     if limit > 0:
-        texts = await anyio.to_thread.run_sync(lambda: [_cut(target, each, limit) for each in texts])
+        texts = await anyio.to_thread.run_sync(_cut, target, texts, limit)
     with naming("texts", "input"):
         made = await target.engine.embed(
             texts, truncate=cut, adapter=target.adapter, show_progress=False, **values["options"]
@@ -157,12 +157,10 @@ async def _rerank(values: Values, target: Target) -> Made:
     return {**head, "results": results, "usage": _usage(made.usage)}, truncated, made.usage
 
 
-def _cut(target: Target, text: str | list[int], most: int) -> str | list[int]:
-    """At most so many tokens of a text, with those that the tokenizer puts around it."""
-    if isinstance(text, list):
-        return text[:most]
-    around = len(target.engine.tokenize("", add_special_tokens=True))
-    return str(_shortened(target, text, max(1, most - around)))
+def _cut(target: Target, texts: Sequence[str | list[int]], most: int) -> list[str | list[int]]:
+    """At most `most` tokens of each text, with those that the tokenizer puts around it."""
+    own = max(1, most - len(target.engine.tokenize("", add_special_tokens=True)))
+    return [text[:most] if isinstance(text, list) else str(_shortened(target, text, own)) for text in texts]
 
 
 def _shortened(target: Target, document: Any, most: int) -> Any:

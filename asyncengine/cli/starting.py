@@ -18,7 +18,7 @@ def _leave(signum: int, frame: FrameType | None) -> None:
 
 
 def end_at_interrupt() -> None:
-    """Until `interruptible`, Ctrl-C ends the process at once, unless whoever started it has Ctrl-C ignored."""
+    """Have Ctrl-C end the process at once until `interruptible` is called. Where SIGINT is ignored it stays so."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 

@@ -259,16 +259,16 @@ class Claim(Settings):
             raise InvalidParameter("version", "is of a backend: name that, too", self.version)
 
     def divides(self, devices: int) -> bool:
-        """Tell whether the model can be split over so many devices of a node."""
+        """Tell whether the model can be split over a number of devices of a node."""
         return all(number % devices == 0 for number in self.split)
 
     def part(self, devices: Any) -> Any:
-        """Bytes of each of so many devices: an integer, or an array of them."""
+        """Bytes of each of `devices` devices: an integer, or an array of them."""
         assert self.device_bytes is not None
         return self.copied_bytes - (self.copied_bytes - self.device_bytes) // devices
 
     def whole(self, part: Any, devices: Any) -> Any:
-        """The largest `device_bytes`, all else being equal, of which each of so many devices has at most `part`; less
+        """The largest `device_bytes`, all else being equal, of which each of `devices` devices has at most `part`; less
         than `copied_bytes`: none."""
         return self.copied_bytes + (part - self.copied_bytes) * devices
 

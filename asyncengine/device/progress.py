@@ -11,7 +11,7 @@ from functools import partial
 from asyncengine.device.process import is_terminal
 
 LINE_PERIOD = 10.0
-"""Seconds between two lines, and before the first: what is done sooner needs none."""
+"""Seconds before the first line, and between two lines: a load that ends sooner prints none."""
 
 
 class ProgressLines:

@@ -62,7 +62,7 @@ class Mailbox:
         self.limit: int | None = None
         """Unread outputs from which on the request is suspended; None: it never is."""
         self.given = self.taken = 0
-        """Outputs put, which the putter counts, and those that the receiver has taken, which it counts."""
+        """Numbers of outputs put, counted by the engine's thread, and taken, counted by the receiver's."""
         self._suspended: deque[int] = deque()
         """Tickets of the samples that wait for the receiver."""
         self._resume: Callable[[int], object] | None = None
@@ -130,7 +130,8 @@ class Mailbox:
         suspend(ticket)
         self._resume = resume
         self._suspended.append(ticket)
-        self._resume_if_read()  # the receiver looks at what is suspended after it has taken, so one of both sees it
+        # the receiver looks at `_suspended` after it has taken, so one of the two threads sees what the other did
+        self._resume_if_read()
 
     def lift_limit(self) -> None:
         """Suspend the request no more: its reader needs the whole answer from here on."""

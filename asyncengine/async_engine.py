@@ -12,14 +12,14 @@ from typing import Any, NoReturn, Self, SupportsIndex, Unpack
 
 import anyio.to_thread
 
+from asyncengine.assembly.load_once import Build, LoadOnce
 from asyncengine.checks import as_seconds, as_switch, check_patience
 from asyncengine.config import EngineConfig
-from asyncengine.device.process import LoadAttempt, OnProgress
 from asyncengine.engine.assembler import Assembler
 from asyncengine.engine.frontend import Frontend, Keep, Meanwhile
 from asyncengine.engine.hosting import Host, OwnedHost, ThreadHost
-from asyncengine.engine.load_once import Build, LoadOnce
 from asyncengine.engine.prefix_files import HeldPrefix
+from asyncengine.engine.process import LoadAttempt
 from asyncengine.engine.threads import INLINE_CHARS, begun, finished, finished_blocking
 from asyncengine.engine.validation import PreparedRequest, forked
 from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter, WrongLoop
@@ -41,6 +41,7 @@ from asyncengine.options import (
     text_size,
 )
 from asyncengine.outputs import Classifications, Completion, Embeddings, Ranking
+from asyncengine.progress import OnProgress
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler.messages import PauseMode, UpdateMode
 from asyncengine.stats import EngineStats
@@ -93,7 +94,7 @@ class AsyncEngine:
         cls, model: str | os.PathLike[str], config: EngineConfig | None, settings: Mapping[str, Any], hosted: bool,
         on_progress: OnProgress | None = None,
     ) -> Self:  # fmt: skip
-        from asyncengine.engine.wiring import engine_config, load_frontend
+        from asyncengine.assembly.wiring import engine_config, load_frontend
 
         if on_progress is not None and not callable(on_progress):
             raise InvalidParameter("on_progress", "must be callable", on_progress)

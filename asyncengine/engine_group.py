@@ -355,7 +355,7 @@ def _setups(models: Mapping[str, ModelSetup], settings: Mapping[str, Any]) -> tu
 
 
 def _divide(budget: int, setups: Setups, in_turns: bool) -> tuple[Setups, dict[str, int]]:
-    from asyncengine.engine.wiring import divide_memory
+    from asyncengine.assembly.wiring import divide_memory
 
     divided = divide_memory(budget, setups, in_turns=in_turns)
     configured = {name: (model, divided[name][0]) for name, (model, _) in setups.items()}

@@ -20,8 +20,8 @@ from typing import Any
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.checks import MAX_SECONDS, as_number
 from asyncengine.config import EngineConfig
-from asyncengine.device.process import PROCESS
 from asyncengine.engine.clock import Clock, MonotonicClock
+from asyncengine.engine.process import PROCESS
 from asyncengine.errors import EngineClosed
 from asyncengine.sync_engine import Engine
 
@@ -214,7 +214,7 @@ def shared_engine(
 
     Raises `InvalidParameter` for an unknown setting, and a `keep_alive` that is no number of seconds.
     """
-    from asyncengine.engine.wiring import engine_config, resolve_model
+    from asyncengine.assembly.wiring import engine_config, resolve_model
 
     patience = KEEP_ALIVE if keep_alive is None else as_number("keep_alive", keep_alive, 0.0, MAX_SECONDS)
     return EngineHandle(_REGISTRY, (resolve_model(model), engine_config(config, settings)), patience)

@@ -1,4 +1,4 @@
-"""One step: what it computes (`Batch` of `Row`s), what comes back (`StepResult`), and who computes it (`Executor`).
+"""One step: what it computes (`Batch` of `Row`s) and what comes back (`StepResult`). A `seams.Executor` computes it.
 
 No torch here: the same batch feeds a model on any device of this process, or the fake runner. The scheduler makes
 batches, the executor reads them; neither imports the other, both import this.
@@ -10,10 +10,10 @@ num_scheduled` tokens and the pages that cover them, so a step in flight never s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncengine.images import PromptImage
 from asyncengine.request_spec import RequestSpec
@@ -22,50 +22,15 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from asyncengine.seams import GrammarMatcher
+
 
 OPEN = -1
-"""A guess that whoever runs the step is to make, if it can."""
-
-
-class GrammarMatcher(Protocol):
-    """State of one constrained output. Lives with its request; used by one thread at a time, that of its row's step."""
-
-    steered_from: int | None
-    """Number of output tokens before the first one that is not the model's own: it was put in the place of a sampled
-    one so that the output is complete within its budget. None: there is none."""
-
-    def fill_mask(self, mask: NDArray[np.int32]) -> None:
-        """Write the packed bitmask of allowed next tokens into `mask` (shape [ceil(vocab / 32)], lowest bit first)."""
-        ...
-
-    def fill_along(self, masks: NDArray[np.int32], drafts: Sequence[int]) -> int:
-        """The same into masks[0], and into masks[n] as if the first n of `drafts` had been taken; the matcher stays
-        where it is. Returns how many it filled: it stops behind a draft that the grammar does not allow."""
-        ...
-
-    def accept(self, token_id: int, jump: bool = True, others: Callable[[], Sequence[int]] | None = None) -> list[int]:
-        """Move past a sampled token. Returns what the output grows by: that token, or the one that steering puts in
-        its place, then (`jump`) the tokens after it that the grammar leaves no choice about. Raises `GrammarError`.
-
-        `others` returns allowed tokens that the model may say instead, in the order in which they are to be tried."""
-        ...
-
-    def may_refuse(self, ahead: int) -> bool:
-        """Whether `accept` may ask for others than the token sampled next, or behind so many drafts. Any thread."""
-        ...
-
-    def is_terminated(self) -> bool:
-        """True: the output is complete and nothing may follow."""
-        ...
-
-    def fresh(self) -> GrammarMatcher:
-        """An equal matcher at its beginning, whatever this one has been through: a replay needs one of its own. Any
-        thread may ask for it. Raises `GrammarError` if its compiled grammar broke meanwhile."""
-        ...
-
-    def overrun(self) -> str | None:
-        """Asked when the budget is spent: why that is an error, or None if the output may end there."""
-        ...
+"""A guess that the executor of the step is to make, if it can."""
+MEASURED_SIZES = (1, 8, 32)
+"""Tokens of the steps whose costs an executor measures; nothing is drafted in longer ones."""
+DRAFT_CATCH_UP = 128
+"""Positions that the draft model computes for a row in one step, at most: one that is further behind has to wait."""
 
 
 class StateUse(NamedTuple):
@@ -267,43 +232,6 @@ class RecordPart(IntEnum):
     """No memory, but what a stream of records stands for (`kvcache.store.prefix_stream`)."""
 
 
-class PageMemory(Protocol):
-    """Pages, window pages and states of an executor, as bytes. Used by several threads, each page by one at a time."""
-
-    layout: str
-    """The order of the bytes and their types, in words: they are of use only where it is the same."""
-
-    def nbytes(self, part: RecordPart) -> int:
-        """Bytes of one page, window page or state; 0: there are none."""
-        ...
-
-    def buffers(self, part: RecordPart, index: int) -> Sequence[memoryview]:
-        """The bytes of the page, window page or state `index`: the memory itself, or a copy."""
-        ...
-
-    def filled(self, part: RecordPart, index: int, buffers: Sequence[memoryview]) -> None:
-        """Take note that the content of `buffers`, which this gave, is another one."""
-        ...
-
-
-class StepHandle(Protocol):
-    """A launched step."""
-
-    @property
-    def ready(self) -> bool:
-        """True: `wait` does not block."""
-        ...
-
-    def block(self) -> None:
-        """Return when `wait` does not block, without the interpreter's lock meanwhile. Called in launch order, on any
-        thread."""
-        ...
-
-    def wait(self) -> StepResult:
-        """The result. Called once, in launch order, on any thread."""
-        ...
-
-
 class FinishedStep(NamedTuple):
     """A `StepHandle` of a step that was computed when it was launched."""
 
@@ -315,41 +243,3 @@ class FinishedStep(NamedTuple):
 
     def wait(self) -> StepResult:
         return self.result
-
-
-class Executor(Protocol):
-    """Runs steps, one after another, on whatever thread calls it. Holds weights, KV memory and per-slot state."""
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of KV memory, page 0 included. Page 0 is padding and never handed out."""
-        ...
-
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def num_states(self) -> int:
-        """Slots for recurrent states, slot 0 included, which is never handed out. 0: the model keeps none."""
-        ...
-
-    @property
-    def num_window_pages(self) -> int:
-        """Pages of the layers with windows, page 0 included. 0: all layers have the same pages."""
-        ...
-
-    @property
-    def windows(self) -> tuple[tuple[int, int], ...]:
-        """(window, chunk) of each kind of attention layer, 0 for none: pages that none of them sees are given back."""
-        ...
-
-    def launch(self, batch: Batch) -> StepHandle:
-        """Hand one step to the device and return without waiting for it, if the device is not the CPU.
-
-        A fault of one row goes into `StepResult.errors`; raising, here or in `wait`, kills the engine.
-        """
-        ...
-
-    def close(self) -> None:
-        """Free everything. Called once, on the thread that executed."""
-        ...

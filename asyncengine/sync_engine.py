@@ -11,8 +11,6 @@ from typing import Any, Self, Unpack
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.checks import as_items, as_seconds
-from asyncengine.device.process import OnProgress
-from asyncengine.device.progress import counted
 from asyncengine.engine.frontend import Keep, Meanwhile
 from asyncengine.engine.prefix_files import HeldPrefix
 from asyncengine.engine.threads import finished_blocking
@@ -33,6 +31,7 @@ from asyncengine.options import (
     split_chat,
 )
 from asyncengine.outputs import Classifications, Completion, Embeddings, Ranking
+from asyncengine.progress import OnProgress, counted
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler.messages import PauseMode, UpdateMode
 from asyncengine.stats import EngineStats

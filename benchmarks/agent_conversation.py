@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import httpx
 
 from asyncengine import DEMO_MODEL, AsyncEngine
-from asyncengine.serve import app
-from asyncengine.serve.dialects import anthropic_messages
-from asyncengine.serve.fields import Fields
+from asyncengine.integrations.http import app
+from asyncengine.integrations.http.dialects import anthropic_messages
+from asyncengine.integrations.http.fields import Fields
 
 MARK = {"cache_control": {"type": "ephemeral"}}
 TEXT = (

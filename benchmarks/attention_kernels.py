@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncengine.attention.base import LayerSpec, StepView
-from asyncengine.attention.cpu import CompiledBackend
-from asyncengine.attention.torch_paged import TorchPagedBackend
+from asyncengine.execution.attention.base import LayerSpec, StepView
+from asyncengine.execution.attention.cpu import CompiledBackend
+from asyncengine.execution.attention.torch_paged import TorchPagedBackend
 
 HEADS, KV_HEADS, DIM, PAGE = 16, 8, 128, 16
 CASES = ("1x192", "16x208", "16x1024", "64x208", "1x2048x2048", "1x2048x512", "4x256x256")

@@ -23,15 +23,15 @@ from unittest.mock import patch
 import torch
 
 from asyncengine.config import EngineConfig
+from asyncengine.execution.layers.slots import TensorSlot
+from asyncengine.execution.layers.stored import StoredForm
+from asyncengine.execution.models import loading
+from asyncengine.execution.models.decoder import Decoder
+from asyncengine.execution.models.loading import load_model
+from asyncengine.execution.runner.building import build_runner
+from asyncengine.execution.runner.model_runner import ModelRunner
 from asyncengine.kernels.cpu import packed
-from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.stored import StoredForm
-from asyncengine.models import loading
-from asyncengine.models.decoder import Decoder
-from asyncengine.models.loading import load_model
 from asyncengine.request_spec import RequestSpec
-from asyncengine.runner.building import build_runner
-from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.step import Batch, Row
 from benchmarks.execution_vs_transformers import GREEDY, SHAPES
 from benchmarks.quantized_products import STORED, RandomMatrix

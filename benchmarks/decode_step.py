@@ -25,25 +25,25 @@ from typing import Any
 
 import torch
 
-from asyncengine.attention.cpu import CompiledBackend
 from asyncengine.config import EngineConfig
+from asyncengine.execution.attention.cpu import CompiledBackend
+from asyncengine.execution.layers.causal_conv import CausalConv
+from asyncengine.execution.layers.embedding import Embedding, LMHead
+from asyncengine.execution.layers.mamba2 import Mamba2
+from asyncengine.execution.layers.mlp import MLP
+from asyncengine.execution.layers.norm import Norm
+from asyncengine.execution.layers.recorded import RecordedLayers
+from asyncengine.execution.layers.rotary import Rotary
+from asyncengine.execution.layers.short_conv import ShortConv
+from asyncengine.execution.layers.weight_forms import DenseWeight, PackedWeight, QuantizedWeight
+from asyncengine.execution.models.decoder import Decoder
+from asyncengine.execution.models.fallback.attention_function import LayerAttention
+from asyncengine.execution.models.loading import load_model
+from asyncengine.execution.runner.building import build_runner
+from asyncengine.execution.runner.model_runner import ModelRunner
+from asyncengine.execution.runner.step_buffers import StepBuffers
 from asyncengine.kernels.cpu.mamba2 import Mamba2Kernel
-from asyncengine.layers.causal_conv import CausalConv
-from asyncengine.layers.embedding import Embedding, LMHead
-from asyncengine.layers.mamba2 import Mamba2
-from asyncengine.layers.mlp import MLP
-from asyncengine.layers.norm import Norm
-from asyncengine.layers.recorded import RecordedLayers
-from asyncengine.layers.rotary import Rotary
-from asyncengine.layers.short_conv import ShortConv
-from asyncengine.layers.weight_forms import DenseWeight, PackedWeight, QuantizedWeight
-from asyncengine.models.decoder import Decoder
-from asyncengine.models.fallback.attention_function import LayerAttention
-from asyncengine.models.loading import load_model
 from asyncengine.request_spec import RequestSpec
-from asyncengine.runner.building import build_runner
-from asyncengine.runner.model_runner import ModelRunner
-from asyncengine.runner.step_buffers import StepBuffers
 from asyncengine.step import Batch, Row, StateUse
 from benchmarks.execution_vs_transformers import GREEDY, SHAPES
 

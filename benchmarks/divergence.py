@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from asyncengine import EngineConfig
-from asyncengine.models.loading import load_model
+from asyncengine.execution.models.loading import load_model
 from benchmarks.quantization_quality import logits_of
 
 CHAT = (

@@ -24,8 +24,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from asyncengine import DEMO_MODEL, Engine
-from asyncengine.integrations.trl import attach
-from asyncengine.training import make_exact
+from asyncengine.integrations.trl import attach, make_exact
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,

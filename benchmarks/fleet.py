@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine import AsyncEngine, EngineDead, SamplingParams
-from asyncengine.cluster.fleet import Fleet
-from asyncengine.cluster.routing import Role
+from asyncengine.integrations.fleet import Fleet
+from asyncengine.integrations.placement.routing import Role
 from benchmarks.peers.shapes import SHAPES, write_checkpoint
 
 ENGINE: dict[str, Any] = {"num_threads": 1, "kv_cache_memory": "64MiB", "show_progress": False}

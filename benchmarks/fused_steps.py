@@ -20,10 +20,10 @@ from unittest.mock import patch
 import torch
 
 from asyncengine.config import EngineConfig
-from asyncengine.models import loading
-from asyncengine.models.decoder import Decoder
-from asyncengine.models.loading import load_model
-from asyncengine.runner.building import build_runner
+from asyncengine.execution.models import loading
+from asyncengine.execution.models.decoder import Decoder
+from asyncengine.execution.models.loading import load_model
+from asyncengine.execution.runner.building import build_runner
 from benchmarks.decode_step import Requests
 from benchmarks.mixtures import fill_alike
 

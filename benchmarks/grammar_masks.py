@@ -27,13 +27,13 @@ import numpy as np
 import torch
 
 from asyncengine.errors import EngineError
+from asyncengine.execution.sampling.masks import FilledMasks, apply_masks
 from asyncengine.grammar import Grammar, check_limits
 from asyncengine.grammar.backend import Mask
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.lower import to_llguidance
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.vocabulary import Vocabulary
-from asyncengine.sampling.masks import FilledMasks, apply_masks
 from benchmarks.constraints import CONSTRAINTS, Constraint
 from benchmarks.grammar_setup import WIDTHS, grammar_of, laid_out, spread, vocabulary
 

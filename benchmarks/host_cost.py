@@ -25,8 +25,8 @@ import time
 from typing import NamedTuple
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
+from asyncengine.assembly.wiring import wire
 from asyncengine.engine.frontend import Frontend
-from asyncengine.engine.wiring import wire
 from asyncengine.info import ModelInfo
 from asyncengine.step import Batch, FinishedStep, StepResult
 

@@ -1,4 +1,4 @@
-"""The price of HTTP: the app of `asyncengine.serve` beside the same engine in process.
+"""The price of HTTP: the app of `asyncengine.integrations.http` beside the same engine in process.
 
     python -m benchmarks.http_streams rate   [--streams 16] [--tokens 128] [--repeat 5]
     python -m benchmarks.http_streams first  [--requests 100]
@@ -37,7 +37,7 @@ QUESTION = "Tell me about city {} and the rivers that meet there."
 def instant_engine(streams: int) -> Any:
     """An engine over a device that answers at once, with the demo model's tokenizer and template."""
     from asyncengine import DEMO_MODEL, AsyncEngine, EngineConfig
-    from asyncengine.engine.wiring import wire
+    from asyncengine.assembly.wiring import wire
     from asyncengine.info import ModelInfo
     from asyncengine.text import load_tokenizer
     from benchmarks.host_cost import InstantExecutor
@@ -106,9 +106,9 @@ async def child(kind: str, streams: int) -> None:
     from starlette.routing import Mount, Route
 
     from asyncengine import AsyncEngine
-    from asyncengine.serve import app
-    from asyncengine.serve.server import bind
-    from asyncengine.serve.settings import ServerSettings
+    from asyncengine.integrations.http import app
+    from asyncengine.integrations.http.server import bind
+    from asyncengine.integrations.http.settings import ServerSettings
 
     lags: list[float] = []
     turns = turns_of(asyncio.get_running_loop())

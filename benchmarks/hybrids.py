@@ -26,11 +26,11 @@ import torch
 
 from asyncengine import AsyncEngine, SamplingParams
 from asyncengine.config import EngineConfig
-from asyncengine.layers.gated_delta import GatedDelta
-from asyncengine.models.loading import load_model
+from asyncengine.execution.layers.gated_delta import GatedDelta
+from asyncengine.execution.models.loading import load_model
+from asyncengine.execution.runner.building import build_runner
+from asyncengine.execution.runner.model_runner import ModelRunner
 from asyncengine.request_spec import RequestSpec
-from asyncengine.runner.building import build_runner
-from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.step import Batch, Row, StateUse
 from benchmarks.execution_vs_transformers import GREEDY
 from benchmarks.reading import Buffer

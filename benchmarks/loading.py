@@ -84,7 +84,7 @@ def write(folder: Path, shape: dict[str, Any]) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from asyncengine.models.families import decoder_config_of, native_config
+    from asyncengine.execution.models.families import decoder_config_of, native_config
 
     config = {"model_type": "qwen3", **shape, "dtype": "bfloat16"}
     plain = native_config(config)
@@ -106,9 +106,9 @@ def tensors_of(described: Any) -> dict[str, tuple[int, ...]]:
     """{name: shape} of what its decoder is loaded from."""
     import torch
 
-    from asyncengine.layers.kernels import layer_kernels
-    from asyncengine.layers.options import LayerOptions
-    from asyncengine.models.decoder import Decoder
+    from asyncengine.execution.layers.kernels import layer_kernels
+    from asyncengine.execution.layers.options import LayerOptions
+    from asyncengine.execution.models.decoder import Decoder
 
     device = torch.device("meta")
     options = LayerOptions(torch.bfloat16, device, layer_kernels("torch", torch.bfloat16, device), None)
@@ -156,18 +156,12 @@ def have_at_hand(size: int) -> None:
 
 def import_all() -> None:
     """Import all that a load imports."""
-    import asyncengine.engine.wiring
-    import asyncengine.grammar.llguidance_backend
-    import asyncengine.lora.layers.slots
-    import asyncengine.models.loading
-    import asyncengine.models.progress
-    import asyncengine.runner.building  # noqa: F401
 
 
 def load(folder: str, kind: str) -> dict[str, float]:
     """Seconds of `from_pretrained` after all imports, of its stages, and what memory it took beyond before."""
     from asyncengine import Engine
-    from asyncengine.models.progress import LoadProgress
+    from asyncengine.execution.models.progress import LoadProgress
 
     begun = time.perf_counter()
     stages: list[tuple[str, float]] = []

@@ -31,11 +31,11 @@ import torch
 
 from asyncengine import SamplingParams
 from asyncengine.config import EngineConfig
+from asyncengine.execution.models.loading import load_model
+from asyncengine.execution.runner.building import build_runner
+from asyncengine.execution.runner.model_runner import ModelRunner
 from asyncengine.lora.layers.slots import LoraLayers
-from asyncengine.models.loading import load_model
 from asyncengine.request_spec import RequestSpec
-from asyncengine.runner.building import build_runner
-from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.step import Batch, Row
 from benchmarks.execution_vs_transformers import SHAPES, make_checkpoint
 

@@ -21,14 +21,14 @@ from unittest.mock import patch
 import torch
 
 from asyncengine.config import EngineConfig
-from asyncengine.layers.experts import Experts
-from asyncengine.layers.recorded import RecordedLayers
-from asyncengine.models import loading
-from asyncengine.models.decoder import Decoder
-from asyncengine.models.loading import load_model
+from asyncengine.execution.layers.experts import Experts
+from asyncengine.execution.layers.recorded import RecordedLayers
+from asyncengine.execution.models import loading
+from asyncengine.execution.models.decoder import Decoder
+from asyncengine.execution.models.loading import load_model
+from asyncengine.execution.runner.building import build_runner
+from asyncengine.execution.runner.model_runner import ModelRunner
 from asyncengine.request_spec import RequestSpec
-from asyncengine.runner.building import build_runner
-from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.step import Batch, Row
 from benchmarks.execution_vs_transformers import GREEDY
 from benchmarks.reading import Buffer

@@ -37,7 +37,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from asyncengine import DEMO_MODEL, AsyncEngine, SamplingParams
-from asyncengine.models.vision.tower import TransformersTower
+from asyncengine.execution.models.vision.tower import TransformersTower
 
 PARAMS = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 ROWS = COLUMNS = 4

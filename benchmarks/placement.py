@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from asyncengine.cluster import Claim, Cluster, Device, Instance, Node, Placement, Share, place
+from asyncengine.integrations.placement import Claim, Cluster, Device, Instance, Node, Placement, Share, place
 
 GIB = 2**30
 

@@ -20,11 +20,11 @@ import torch
 from transformers import AutoTokenizer
 
 from asyncengine import Engine, EngineConfig, SamplingParams
-from asyncengine.attention.base import StepView
-from asyncengine.attention.factory import make_backend
 from asyncengine.demo import MODEL_PATH
-from asyncengine.layers.step import StepContext
-from asyncengine.models.loading import LoadedModel, load_model
+from asyncengine.execution.attention.base import StepView
+from asyncengine.execution.attention.factory import make_backend
+from asyncengine.execution.layers.step import StepContext
+from asyncengine.execution.models.loading import LoadedModel, load_model
 from tools.demo_model.batches import Encoder
 from tools.demo_model.conversations import MAKERS
 from tools.demo_model.dialogue import Conversation

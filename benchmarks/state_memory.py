@@ -24,7 +24,7 @@ import torch
 
 from asyncengine import AsyncEngine, SamplingParams
 from asyncengine.config import parse_bytes
-from asyncengine.layers.states import StatePools
+from asyncengine.execution.layers.states import StatePools
 
 SHAPE = {
     "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncengine.attention.base import LayerSpec
 from asyncengine.config import EngineConfig, parse_bytes
+from asyncengine.execution.attention.base import LayerSpec
+from asyncengine.execution.models.memory.caches import TwoPools, two_pools
 from asyncengine.kvcache import KVCache
-from asyncengine.models.memory.caches import TwoPools, two_pools
 from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler import Scheduler

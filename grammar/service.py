@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from asyncengine.config import GrammarSettings
 from asyncengine.errors import BudgetTooSmall, EngineClosed, GrammarError, GrammarTimeout, QueueFull
-from asyncengine.grammar.interface import GrammarDone, GrammarOrder
 from asyncengine.grammar.limits import check_limits
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.spec import Grammar
 from asyncengine.sampling_params import OnBudget
-from asyncengine.step import GrammarMatcher
+from asyncengine.seams import GrammarDone, GrammarMatcher, GrammarOrder
 
 if TYPE_CHECKING:
     from asyncengine.grammar.llguidance_backend import LlgTemplate, LlguidanceBackend

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from asyncengine.errors import AdapterError
 from asyncengine.lora.adapter import Adapter
 from asyncengine.lora.host_store import HostStore
-from asyncengine.lora.interface import AdapterDone
 from asyncengine.lora.naming import Meaning
+from asyncengine.seams import AdapterDone
 
 Calls = list[Callable[[], object]]
 """Calls to make once the registry's lock is free."""

@@ -21,8 +21,8 @@ from asyncengine.errors import AdapterError, AdapterInUse, AdapterNotFound, Engi
 from asyncengine.lora.adapter import Adapter
 from asyncengine.lora.claims import Calls, Claims, again
 from asyncengine.lora.host_store import HostStore
-from asyncengine.lora.interface import AdapterDone
 from asyncengine.lora.naming import AdapterInfo, Meaning
+from asyncengine.seams import AdapterDone
 
 _SHOWN = 16
 """Names listed in the message about an unknown one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
-from asyncengine.serve.fields import PATHS, TABLES, Field, Table
+from asyncengine.integrations.http.fields import PATHS, TABLES, Field, Table
 
 PAGE = Path(__file__).parents[1] / "docs" / "http_fields.md"
 WORDS = {"switch": "true or false", "object": "an object", "mapping": "an object", "list": "a list", "text": "a text"}
@@ -50,7 +50,7 @@ def page() -> str:
     return f"""# Fields of HTTP requests
 
 Every field that [the server](howto/serve.md) knows, by path. Written by `python -m tools.fields_page` from the tables
-by which requests are read (`asyncengine/serve/fields.txt`); `tests/tools/test_fields_page.py` fails when this page does
+by which requests are read (`integrations/http/fields.txt`); `tests/tools/test_fields_page.py` fails when this page does
 not say what they say. Not to be edited by hand. A server has the same as JSON at `/openapi.json`, with the limits of
 [sampling parameters](settings.md#sampling-parameters) as well.
 

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import EngineError, UnsupportedModel
-from asyncengine.models.checking import check_config
-from asyncengine.models.checkpoint import Checkpoint
-from asyncengine.models.families import MULTIMODAL, NATIVE, decoder_config_of
-from asyncengine.models.families.encoders import ENCODERS
-from asyncengine.models.families.encoders import REFUSED as REFUSED_ENCODERS
-from asyncengine.models.formats import first_line
-from asyncengine.models.loading import load_model
+from asyncengine.execution.models.checking import check_config
+from asyncengine.execution.models.checkpoint import Checkpoint
+from asyncengine.execution.models.families import MULTIMODAL, NATIVE, decoder_config_of
+from asyncengine.execution.models.families.encoders import ENCODERS
+from asyncengine.execution.models.families.encoders import REFUSED as REFUSED_ENCODERS
+from asyncengine.execution.models.formats import first_line
+from asyncengine.execution.models.loading import load_model
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 OWN, TRANSFORMERS, REFUSED, UNTRIED = "own forward", "transformers", "refused", "untried"
@@ -170,8 +170,8 @@ Every family (`model_type` in config.json) that transformers {release} has as a 
 what serves it. Written by `python -m tools.models_page`, which asks the code; `tests/tools/test_models_page.py` fails
 when this page does not say what the code does. Not to be edited by hand.
 
-- **{OWN}** ({counts[OWN]}): a file in `asyncengine/models/families/`; packed weights, compiled attention, int8 and
-  int4, quantized checkpoints. Options that it does not know run through transformers.
+- **{OWN}** ({counts[OWN]}): a file in `asyncengine/execution/models/families/`; packed weights, compiled attention,
+  int8 and int4, quantized checkpoints. Options that it does not know run through transformers.
 - **{TRANSFORMERS}** ({counts[TRANSFORMERS]}): transformers' own modules with the engine's attention, slower. A tiny
   random model of the family was loaded and answered as transformers does.
 - **{REFUSED}** ({counts[REFUSED]}): with the reason that loading one gives. Of a family whose layers may be of several

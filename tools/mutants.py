@@ -43,8 +43,9 @@ SOURCES = (
 )  # fmt: skip
 """Folders and files whose lines are changed."""
 JUDGES = (
-    "tests/kvcache", "tests/scheduler", "tests/engine/test_prefix_store.py", "tests/cli/test_cache.py",
-    "tests/fuzz/test_random_lives.py",
+    "tests/core/kvcache", "tests/core/scheduler", "tests/core/engine/test_prefix_store.py",
+    "tests/integrations/cli/test_cache.py",
+    "tests/worlds/test_random_lives.py",
 )  # fmt: skip
 """Tests that are fast, those of the smallest parts first, and random lives for what these leave to them."""
 TOO_SLOW = (

@@ -1,8 +1,8 @@
-"""asyncengine/serve/page/openapi.json: the paths of an app and the fields of their requests, as OpenAPI 3.1 has them.
+"""integrations/http/page/openapi.json: the paths of an app and the fields of their requests, as OpenAPI 3.1 has them.
 
     python -m tools.openapi_document           writes the file
 
-Fields and their limits are those by which requests are read (`asyncengine/serve/fields.txt`, `SamplingParams`), paths
+Fields and their limits are those by which requests are read (`integrations/http/fields.txt`, `SamplingParams`), paths
 are those of an app's routes.
 """
 
@@ -19,12 +19,12 @@ from starlette.routing import Route
 
 from asyncengine import __version__
 from asyncengine.checks import as_choice, as_integer, as_number, as_seconds, as_switch, as_text
+from asyncengine.integrations.http.asgi import routes
+from asyncengine.integrations.http.fields import PATHS, TABLES, Field, Table, as_object
+from asyncengine.integrations.http.models import Serving
 from asyncengine.sampling_params import SamplingParams
-from asyncengine.serve.asgi import routes
-from asyncengine.serve.fields import PATHS, TABLES, Field, Table, as_object
-from asyncengine.serve.models import Serving
 
-FILE = Path(__file__).parents[1] / "asyncengine" / "serve" / "page" / "openapi.json"
+FILE = Path(__file__).parents[1] / "integrations" / "http" / "page" / "openapi.json"
 
 TYPES: Mapping[Any, str] = {
     as_integer: "integer", as_number: "number", as_seconds: "number", as_switch: "boolean", as_text: "string",

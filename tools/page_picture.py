@@ -16,7 +16,7 @@ import uvicorn
 from playwright.async_api import Page, async_playwright
 
 from asyncengine import AsyncEngine, SamplingParams
-from asyncengine.serve import app
+from asyncengine.integrations.http import app
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "page.png"
 TOOLS = """[{"type": "function", "function": {"name": "get_weather", "description": "Weather of a city",

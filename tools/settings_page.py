@@ -13,9 +13,9 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
-from asyncengine.cli.options import ENGINE_FIELDS, SAMPLING_FIELDS, field_docs
 from asyncengine.config import GROUPS, EngineConfig
 from asyncengine.errors import InvalidParameter
+from asyncengine.integrations.cli.options import ENGINE_FIELDS, SAMPLING_FIELDS, field_docs
 from asyncengine.options import ChatRequest, RequestOptions
 from asyncengine.sampling_params import SamplingParams
 

@@ -1,8 +1,20 @@
-"""Placement of models in a cluster: pure functions over plain data. No Ray, no torch, deterministic."""
+"""Placement of models in a cluster, and fleets of engines: the public names of `asyncengine.integrations.placement`."""
 
-from asyncengine.cluster.nodes import Claim, Device, Instance, Node, Share, rule_of_thumb
-from asyncengine.cluster.placement import Placement, Ranked, Reason, Refusal, place, rank_for_removal
-from asyncengine.cluster.table import Cluster
+from asyncengine.integrations.placement import (
+    Claim,
+    Cluster,
+    Device,
+    Instance,
+    Node,
+    Placement,
+    Ranked,
+    Reason,
+    Refusal,
+    Share,
+    place,
+    rank_for_removal,
+    rule_of_thumb,
+)  # fmt: skip
 
 __all__ = [
     "Claim", "Cluster", "Device", "Instance", "Node", "Placement", "Ranked", "Reason", "Refusal", "Share", "place",

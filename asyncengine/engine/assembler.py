@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from asyncengine.chat import ChatReader
+    from asyncengine.grammar.chat import ChatReader
 
 
 class _Output:
@@ -44,7 +44,7 @@ class Assembler:
         self._open = len(prepared.streams)
         self._reader: ChatReader | None = None
         if prepared.plan is not None and prepared.plan.make_parser is not None:
-            from asyncengine.chat import ChatReader
+            from asyncengine.grammar.chat import ChatReader
 
             offers = prepared.spec.params.on_budget == "offer"
             self._reader = ChatReader(prepared.plan.make_parser, len(prepared.streams), offers)

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 import anyio
 
-from asyncengine.device.frozen_heap import HEAP
-from asyncengine.device.switching import INTERPRETER
+from asyncengine.engine.frozen_heap import HEAP
+from asyncengine.engine.switching import INTERPRETER
 from asyncengine.engine.threads import finished, promised
-from asyncengine.step import Batch, Executor, StepHandle, StepResult
+from asyncengine.seams import Executor, StepHandle
+from asyncengine.step import Batch, StepResult
 
 _LATE = 0.005
 """Seconds of a step on the loop's thread after which timers that are due are looked at before its result is told."""

@@ -51,7 +51,7 @@ from asyncengine.stats import EngineStats, ThreadStats
 from asyncengine.text import TextTokenizer
 
 if TYPE_CHECKING:
-    from asyncengine.chat import ChatPlan, ChatPlanner
+    from asyncengine.grammar.chat import ChatPlan, ChatPlanner
     from asyncengine.lora.naming import AdapterInfo
     from asyncengine.lora.registry import AdapterRegistry
 

@@ -17,8 +17,8 @@ from contextvars import Context
 
 import anyio
 
-from asyncengine.device.process import EXIT_PATIENCE, PROCESS
 from asyncengine.engine.loop import CANCELLED, EngineLoop
+from asyncengine.engine.process import EXIT_PATIENCE, PROCESS
 from asyncengine.engine.threads import finished, promised
 from asyncengine.errors import EngineClosed, InvalidParameter, WrongLoop
 from asyncengine.scheduler.messages import Drain

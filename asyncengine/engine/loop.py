@@ -31,8 +31,6 @@ from asyncengine.engine.turns import Sleep, WeightUpdate, refusal
 from asyncengine.engine.watchdog import Watchdog
 from asyncengine.errors import EngineClosed, EngineDead, EngineError
 from asyncengine.events import EngineDied, Hooks, Preempted, StepDone, StepSlow
-from asyncengine.grammar.interface import GrammarCompiler, GrammarOrder
-from asyncengine.lora.interface import AdapterStore
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler import Scheduler
 from asyncengine.scheduler.messages import (
@@ -44,8 +42,9 @@ from asyncengine.scheduler.messages import (
     StopText,
     WithdrawUpdate,
 )
+from asyncengine.seams import AdapterStore, GrammarCompiler, GrammarMatcher, GrammarOrder
 from asyncengine.stats import Meter
-from asyncengine.step import Batch, GrammarMatcher, StepResult
+from asyncengine.step import Batch, StepResult
 from asyncengine.text import TokenTable
 
 logger = logging.getLogger("asyncengine")

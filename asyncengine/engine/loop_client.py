@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from typing import TYPE_CHECKING
 
-from asyncengine.device.process import PROCESS
 from asyncengine.engine.loop import EngineLoop
+from asyncengine.engine.process import PROCESS
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.engine.vectors.batch import TextBatch
 from asyncengine.errors import EngineAsleep, EngineClosed, EngineDead

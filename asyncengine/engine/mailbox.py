@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from contextvars import Context
 from typing import TYPE_CHECKING
 
-from asyncengine.device.process import PROCESS
+from asyncengine.engine.process import PROCESS
 from asyncengine.errors import EngineDead
 from asyncengine.outputs import Chunk, FinishReason, Timings
 from asyncengine.step import TokenLogprob

@@ -32,7 +32,8 @@ from asyncengine.kvcache.store.record import Identity, RecordError, fingerprint_
 from asyncengine.request_spec import Peer
 from asyncengine.scheduler.messages import PrefixLoaded
 from asyncengine.scheduler.restores import RestoreOrder, Wanted
-from asyncengine.step import Batch, PageMemory, RecordPart
+from asyncengine.seams import PageMemory
+from asyncengine.step import Batch, RecordPart
 
 logger = logging.getLogger("asyncengine")
 

@@ -15,11 +15,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncengine.device.files import written_whole
 from asyncengine.engine.loop import EngineLoop
 from asyncengine.engine.threads import finished_blocking
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.errors import EngineClosed, InvalidParameter, RequestFailed
+from asyncengine.files import written_whole
 from asyncengine.kvcache.store.disk import SystemDisk
 from asyncengine.kvcache.store.prefix_stream import PrefixReader, write_prefix
 from asyncengine.kvcache.store.record import Identity, RecordError
@@ -28,7 +28,7 @@ from asyncengine.outputs import Completion
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler.messages import ImportPrefix, PinPrefix, PrefixLoaded, UnpinPrefix
 from asyncengine.scheduler.restores import RestoreOrder
-from asyncengine.step import PageMemory
+from asyncengine.seams import PageMemory
 from asyncengine.stream import TokenStream
 
 if TYPE_CHECKING:

@@ -27,7 +27,8 @@ from asyncengine.kvcache.store.record import Header, digests_of, root_digest
 from asyncengine.kvcache.store.segments import Record, SegmentStore
 from asyncengine.scheduler.messages import PrefixLoaded
 from asyncengine.scheduler.restores import RestoreOrder, Wanted
-from asyncengine.step import PageMemory, RecordPart
+from asyncengine.seams import PageMemory
+from asyncengine.step import RecordPart
 
 logger = logging.getLogger("asyncengine")
 

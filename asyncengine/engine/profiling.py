@@ -22,8 +22,8 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from asyncengine.device.process import EXIT_PATIENCE
 from asyncengine.engine.loop import EngineLoop
+from asyncengine.engine.process import EXIT_PATIENCE
 from asyncengine.engine.threads import finished
 from asyncengine.events import Event, StepDone
 

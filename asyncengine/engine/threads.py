@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any, TypeVar
 
-from asyncengine.device.process import PROCESS
+from asyncengine.engine.process import PROCESS
 from asyncengine.errors import EngineClosed
 
 T = TypeVar("T")

@@ -21,17 +21,16 @@ from asyncengine.engine.clock import Clock
 from asyncengine.engine.delivery import OutputStream
 from asyncengine.engine.mailbox import Mailbox
 from asyncengine.errors import AdapterNotFound, ContextLengthExceeded, GrammarError, InvalidParameter
-from asyncengine.grammar.interface import GrammarCompiler
 from asyncengine.images import ImageSpan, with_identity
 from asyncengine.info import ModelInfo
-from asyncengine.lora.interface import AdapterStore
 from asyncengine.options import RequestOptions, predicted_content
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.sampling_params import GREEDY_BELOW, SamplingParams, as_params
+from asyncengine.seams import AdapterStore, GrammarCompiler
 from asyncengine.text import StopAutomaton, StopStringMatcher, TextTokenizer
 
 if TYPE_CHECKING:
-    from asyncengine.chat import ChatPlan
+    from asyncengine.grammar.chat import ChatPlan
 
 _NOT_SAMPLED = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0)
 

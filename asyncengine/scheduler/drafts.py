@@ -6,10 +6,10 @@ from itertools import takewhile
 
 from asyncengine.config import SpeculationSettings
 from asyncengine.kvcache import KVCache
-from asyncengine.lora.interface import LONG
 from asyncengine.scheduler.request import Request
 from asyncengine.scheduler.roster import Roster
 from asyncengine.scheduler.rows import next_row
+from asyncengine.seams import LONG_ADAPTER_RUN
 from asyncengine.speculation import DraftPlanner
 from asyncengine.speculation.costs import StepCosts
 from asyncengine.speculation.planner import Candidate
@@ -37,7 +37,7 @@ class Drafting:
         if prompt and len(rows) > 1:
             return
         if any(row.adapter_slot for row in rows.values()):
-            budget = min(budget, LONG - 1 - tokens)  # a token's sums are those of a step without drafts
+            budget = min(budget, LONG_ADAPTER_RUN - 1 - tokens)  # a token's sums are those of a step without drafts
         candidates: list[Candidate] = []
         for ticket, row in rows.items():
             request = running[ticket]

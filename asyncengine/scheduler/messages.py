@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from asyncengine.request_spec import RequestSpec
-from asyncengine.step import GrammarMatcher
+from asyncengine.seams import GrammarMatcher
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from enum import Enum
 from asyncengine.errors import GrammarError, InvariantViolation
 from asyncengine.kvcache.page_table import PageTable
 from asyncengine.request_spec import RequestSpec
-from asyncengine.step import GrammarMatcher
+from asyncengine.seams import GrammarMatcher
 
 
 class RequestState(Enum):

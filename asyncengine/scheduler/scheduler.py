@@ -22,7 +22,6 @@ from functools import partial
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache import KVCache
-from asyncengine.lora.interface import AdapterAdmission
 from asyncengine.policies import overrides, start_policy
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler.admission import Admission, tables_of
@@ -56,6 +55,7 @@ from asyncengine.scheduler.roster import Roster
 from asyncengine.scheduler.rows import InFlight, Plan, is_stream, may_overlap, next_row
 from asyncengine.scheduler.slots import Slots
 from asyncengine.scheduler.states import with_states
+from asyncengine.seams import AdapterAdmission
 from asyncengine.speculation import DraftPlanner
 from asyncengine.speculation.planner import SpeculationCounters
 from asyncengine.step import Batch, Row, StepResult

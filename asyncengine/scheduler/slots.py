@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.retiring import Retiring
-from asyncengine.lora.interface import AdapterAdmission
 from asyncengine.scheduler.request import Request
+from asyncengine.seams import AdapterAdmission
 from asyncengine.step import AdapterSwap
 
 

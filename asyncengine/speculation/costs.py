@@ -9,35 +9,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-SIZES = (1, 8, 32)
-"""Tokens of the steps that are measured; nothing is drafted in longer ones."""
+from asyncengine.step import MEASURED_SIZES
 
 
 class StepCosts:
     """Cost of a step as a function of its tokens, drawn as straight lines between measured sizes."""
 
     def __init__(self, measured: Sequence[float], unit: float | None = None) -> None:
-        """`measured`: seconds of steps of `SIZES` tokens. `unit`: seconds that count as 1; None: those of the
+        """`measured`: seconds of steps of `MEASURED_SIZES` tokens. `unit`: seconds that count as 1; None: those of the
         smallest step. A longer step is never taken to be cheaper than a shorter one."""
         rising = list(accumulate((value / (unit or measured[0]) for value in measured), max))
         table = [0.0, rising[0]]
-        for (low, high), (cheap, dear) in zip(pairwise(SIZES), pairwise(rising), strict=True):
+        for (low, high), (cheap, dear) in zip(pairwise(MEASURED_SIZES), pairwise(rising), strict=True):
             table += [cheap + (dear - cheap) * (tokens - low) / (high - low) for tokens in range(low + 1, high + 1)]
         self.table = table
         """Cost by number of tokens, 0 to 32."""
 
     def of(self, tokens: int) -> float:
         """Cost of a step of `tokens`; beyond 32 it rises as between the last measured sizes."""
-        if tokens <= SIZES[-1]:
+        if tokens <= MEASURED_SIZES[-1]:
             return self.table[tokens]
-        return self.table[-1] + (tokens - SIZES[-1]) * (self.table[-1] - self.table[-2])
-
-
-def least_chance(costs: Sequence[float], draft_costs: Sequence[float]) -> float:
-    """The chance of all its guesses being right below which a draft model should stop guessing.
-
-    One more guess brings a token with that chance at most, and costs a step of the draft model and a place in the
-    verifying step. Both arguments are seconds of steps of `SIZES` tokens.
-    """
-    place = max(0.0, costs[1] - costs[0]) / (SIZES[1] - SIZES[0])
-    return min(1.0, (draft_costs[0] + place) / costs[0])
+        return self.table[-1] + (tokens - MEASURED_SIZES[-1]) * (self.table[-1] - self.table[-2])

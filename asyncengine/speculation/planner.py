@@ -16,11 +16,10 @@ from typing import NamedTuple
 
 from asyncengine.request_spec import RequestSpec
 from asyncengine.speculation.acceptance import AMBIGUOUS, NOTHING, Acceptance, Draft, Source, best_prefix
-from asyncengine.speculation.costs import SIZES, StepCosts
-from asyncengine.speculation.draft_model import CATCH_UP
+from asyncengine.speculation.costs import StepCosts
 from asyncengine.speculation.lookup import EarlierAnswers
 from asyncengine.speculation.proposer import LookupProposer, MakeProposer, Proposer
-from asyncengine.step import OPEN
+from asyncengine.step import DRAFT_CATCH_UP, MEASURED_SIZES, OPEN
 
 _MAX_NAMESPACES = 256
 _BEST_RATE = 0.98
@@ -32,7 +31,7 @@ _MIN_WAIT_GAIN = 1.5
 """Gain from which on a request rather waits for its token in flight than being launched behind it without drafts."""
 _MIN_AHEAD = 32
 """Tokens that an answer is expected to go on for, at least; a longer one is expected to double."""
-_OPEN = Draft((OPEN,) * SIZES[-1], Source.MODEL, AMBIGUOUS)
+_OPEN = Draft((OPEN,) * MEASURED_SIZES[-1], Source.MODEL, AMBIGUOUS)
 """Guesses that the draft model makes in the step."""
 
 _Guess = tuple[float, int, float]
@@ -182,7 +181,9 @@ class DraftPlanner:
         """Take in that `accepted` of the `drafted` tokens of a row were right."""
         request, counters = self.requests.get(key), self.counters
         if request is not None and request.draft.source is Source.MODEL:
-            request.caught_up = request.asked_at if drafted else min(request.asked_at, request.caught_up + CATCH_UP)
+            request.caught_up = (
+                request.asked_at if drafted else min(request.asked_at, request.caught_up + DRAFT_CATCH_UP)
+            )
         if not drafted:
             return  # the draft model is still catching up
         counters.rows += 1

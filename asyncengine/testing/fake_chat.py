@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from asyncengine.assembly.wiring import wire
 from asyncengine.async_engine import AsyncEngine
-from asyncengine.chat import ChatPlan, ChatPlanner
-from asyncengine.chat.tools import check_tools
-from asyncengine.chat.write import written_calls
 from asyncengine.config import EngineConfig
 from asyncengine.demo import MODEL_PATH
 from asyncengine.engine.frontend import Frontend
 from asyncengine.engine.validation import PreparedRequest
-from asyncengine.engine.wiring import wire
+from asyncengine.grammar.chat import ChatPlan, ChatPlanner
+from asyncengine.grammar.chat.tools import check_tools
+from asyncengine.grammar.chat.write import written_calls
 from asyncengine.info import ModelInfo
 from asyncengine.options import ChatRequest, Prompt, RequestOptions
 from asyncengine.sampling_params import SamplingParams, as_params

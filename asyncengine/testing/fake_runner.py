@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from asyncengine.images import ImageSpan
 from asyncengine.kvcache.lookback import Lookback, Window
 from asyncengine.request_spec import Pooled
-from asyncengine.speculation.draft_model import DraftModel
+from asyncengine.seams import Guesser
 from asyncengine.step import Batch, ConstrainedToken, FinishedStep, Row, StepResult, TokenLogprob, sampling_places
 from asyncengine.testing.fake_states import FakeStates
 
@@ -164,7 +164,7 @@ class FakeExecutor:
         """Ticket -> error: rows that fail as data."""
         self.lose: Callable[[Row], bool] = lambda row: False
         """Rows that lose their states in a step that has not enough memory: those that move it where it lies."""
-        self.draft_model: DraftModel | None = None
+        self.draft_model: Guesser | None = None
         """The model that makes guesses that are left open."""
         self.closed = False
 

@@ -19,7 +19,6 @@ from asyncengine.grammar import Grammar
 from asyncengine.images import ImageSpan, PromptImage
 from asyncengine.kvcache import KVCache
 from asyncengine.kvcache.lookback import Window
-from asyncengine.lora.interface import AdapterAdmission
 from asyncengine.options import RequestOptions
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.sampling_params import SamplingParams
@@ -43,7 +42,8 @@ from asyncengine.scheduler.messages import (
     WithdrawUpdate,
 )
 from asyncengine.scheduler.restores import RestoreOrder
-from asyncengine.step import Executor, GrammarMatcher, StepResult
+from asyncengine.seams import AdapterAdmission, Executor, GrammarMatcher
+from asyncengine.step import StepResult
 
 _MESSAGES: dict[str, Any] = {
     kind.__name__: kind

@@ -5,7 +5,7 @@ A tokenizer.json holds all of a tokenizer, which the `tokenizers` package reads 
 anew by the rules of a class, add tokens, or change what stands before and behind a text. Only files are read here of
 which it is certain that it would do none of this, or that its class has the very rules of the file; every key of
 tokenizer_config.json must be known. `read_plain_tokenizer` gives None for all others: they are left to transformers
-(`tests/text/test_plain_tokenizer.py` compares both).
+(`tests/core/text/test_plain_tokenizer.py` compares both).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The sandbox of chat templates: jinja2's, with the names and filters that transformers gives templates, and limits.
 
-The same text comes out as from transformers' `apply_chat_template` (`tests/text/test_plain_tokenizer.py` compares
+The same text comes out as from transformers' `apply_chat_template` (`tests/core/text/test_plain_tokenizer.py` compares
 them), without importing it. What is left out has no use in chats and no bound: texts of random words, other files.
 """
 

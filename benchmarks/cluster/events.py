@@ -9,8 +9,8 @@ from random import Random
 from typing import Literal
 
 from asyncengine.checks import as_integer, as_number
-from asyncengine.cluster.nodes import Claim, Device, Node
 from asyncengine.errors import InvalidParameter
+from asyncengine.integrations.placement.nodes import Claim, Device, Node
 
 GIB = 2**30
 Kind = Literal["arrive", "leave", "fail", "return"]

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncengine.checks import as_choice
-from asyncengine.cluster.nodes import Claim
-from asyncengine.cluster.placement import Placement, Refusal, place
-from asyncengine.cluster.scores import STRATEGIES
-from asyncengine.cluster.table import Cluster
+from asyncengine.integrations.placement.nodes import Claim
+from asyncengine.integrations.placement.placement import Placement, Refusal, place
+from asyncengine.integrations.placement.scores import STRATEGIES
+from asyncengine.integrations.placement.table import Cluster
 from benchmarks.cluster.events import Event, Plan, make_events, make_nodes
 from benchmarks.cluster.plots import new_figure, require_matplotlib, save
 

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Protocol
 
-from asyncengine.cluster.routing import Route, Router, RouteRequest, RoutingWeights
+from asyncengine.integrations.placement.routing import Route, Router, RouteRequest, RoutingWeights
 from asyncengine.kvcache.cache_log import CacheNews
 
 
@@ -32,7 +32,7 @@ class RoutingRule(Protocol):
 
 
 class PrefixAffine:
-    """`asyncengine.cluster.routing.Router`."""
+    """`asyncengine.integrations.placement.routing.Router`."""
 
     def __init__(self, seed: int, weights: RoutingWeights | None = None) -> None:
         self.router = Router(weights, seed=seed)

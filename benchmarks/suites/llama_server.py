@@ -25,7 +25,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from asyncengine import AsyncEngine
-from asyncengine.serve import app
+from asyncengine.integrations.http import app
 from benchmarks.suites.served import environment, parser, source
 
 START = """#!{python}

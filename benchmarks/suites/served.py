@@ -20,9 +20,9 @@ from typing import Any
 import uvicorn
 
 from asyncengine import AsyncEngine
-from asyncengine.serve import app
-from asyncengine.serve.server import address_of, bind
-from asyncengine.serve.settings import ServerSettings
+from asyncengine.integrations.http import app
+from asyncengine.integrations.http.server import address_of, bind
+from asyncengine.integrations.http.settings import ServerSettings
 
 Wrap = Callable[[Any], Any]
 
@@ -46,7 +46,7 @@ def demo_server(
     their own (that of OpenAI's small embedder with the demo embedder). `wrap`: what is put around the app.
 
     `model`: settings of the demo model's engine; "model" among them is another one. `others` are such settings by
-    names. `settings` are keywords of `asyncengine.serve.app`.
+    names. `settings` are keywords of `asyncengine.integrations.http.app`.
     """
     listener = bind(ServerSettings(port=0))
     started, servers = threading.Event(), list[uvicorn.Server]()

@@ -16,7 +16,7 @@ from langchain_core.messages import (
 )
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.serve.dialects.openai_shape import (
+from asyncengine.integrations.http.dialects.openai_shape import (
     Content,
     Message,
     assistant_message,

@@ -25,7 +25,7 @@ from langchain_core.outputs import (
 from langchain_core.utils.json import parse_partial_json
 
 from asyncengine import Chunk, Completion, Sample, ToolCallDelta, Usage
-from asyncengine.serve.dialects.openai_shape import openai_logprobs, openai_usage
+from asyncengine.integrations.http.dialects.openai_shape import openai_logprobs, openai_usage
 
 PROVIDER = "asyncengine"
 

@@ -33,13 +33,13 @@ from pydantic import ConfigDict, Field
 from asyncengine import ModelInfo
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.fields import Call, EngineFields
+from asyncengine.integrations.http.dialects.openai_shape import Message, message
 from asyncengine.integrations.llama_index import structured
 from asyncengine.integrations.llama_index.messages import check_messages, to_openai
 from asyncengine.integrations.llama_index.outputs import Answer
 from asyncengine.integrations.llama_index.structured import Keywords
 from asyncengine.integrations.llama_index.tools import chat_keywords, selections
 from asyncengine.integrations.results import worth_sending
-from asyncengine.serve.dialects.openai_shape import Message, message
 
 Response = TypeVar("Response")
 

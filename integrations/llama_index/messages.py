@@ -19,7 +19,7 @@ from llama_index.core.base.llms.types import (
 )
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.serve.dialects.openai_shape import (
+from asyncengine.integrations.http.dialects.openai_shape import (
     Content,
     Message,
     assistant_message,

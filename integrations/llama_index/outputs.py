@@ -26,8 +26,8 @@ from llama_index.core.base.llms.types import (
 from pydantic_core import from_json
 
 from asyncengine import Chunk, Completion, LogprobEntry
+from asyncengine.integrations.http.dialects.openai_shape import Message, openai_usage, tool_call
 from asyncengine.integrations.results import raise_if_timed_out
-from asyncengine.serve.dialects.openai_shape import Message, openai_usage, tool_call
 
 
 @dataclass(slots=True)

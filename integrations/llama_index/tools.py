@@ -11,9 +11,9 @@ from llama_index.core.tools.types import BaseTool
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.grammar import pydantic_schema, take_formats
+from asyncengine.integrations.http.dialects.openai_shape import Message
 from asyncengine.integrations.llama_index.messages import tool_calls
 from asyncengine.integrations.llama_index.outputs import partial_object
-from asyncengine.serve.dialects.openai_shape import Message
 
 
 def openai_tool(tool: BaseTool, where: str = "tool") -> Message:

@@ -14,7 +14,7 @@ from asyncengine import SamplingParams
 from asyncengine.errors import AdapterError, InvalidParameter
 from asyncengine.grammar import Grammar
 from asyncengine.integrations.engine_source import AnyEngine, EngineSource
-from asyncengine.training import active_adapter, named_weights
+from asyncengine.integrations.trl.trainer_weights import active_adapter, named_weights
 
 logger = logging.getLogger(__name__)
 

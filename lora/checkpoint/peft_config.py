@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.errors import AdapterError
-from asyncengine.lora.interface import ModuleDims
+from asyncengine.seams import ModuleDims
 
 if TYPE_CHECKING:
     import regex  # type: ignore[import-untyped]

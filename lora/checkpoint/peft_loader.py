@@ -24,7 +24,7 @@ from asyncengine.lora.adapter import Adapter, LoraWeights
 from asyncengine.lora.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, find_folder, open_file, read_config
 from asyncengine.lora.checkpoint.peft_config import PeftConfig, read_peft_config
 from asyncengine.lora.checkpoint.tensor_file import AdapterTensors, TensorFile, given_config, parse_json, pieces
-from asyncengine.lora.interface import ModuleDims
+from asyncengine.seams import ModuleDims
 
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?P<weight>\.weight)?")

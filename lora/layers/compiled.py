@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncengine.device.pinned import Int64Array
+from asyncengine.execution.device.pinned import Int64Array
+from asyncengine.execution.layers.places import Place
+from asyncengine.execution.layers.step import AdapterRecords
 from asyncengine.kernels.arena import Arena
-from asyncengine.layers.places import Place
-from asyncengine.layers.step import AdapterRecords
 from asyncengine.lora.layers.rows import RowStep
 from asyncengine.lora.layers.stack import LoraStack
 

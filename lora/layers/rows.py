@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncengine.device.pinned import Int64Array
-from asyncengine.lora.interface import LONG
+from asyncengine.execution.device.pinned import Int64Array
 from asyncengine.lora.layers.stack import LoraStack, Segment
+from asyncengine.seams import LONG_ADAPTER_RUN
 
 
 class Stretch:
@@ -92,7 +92,7 @@ class RowStep:
         stretches: list[Stretch] = []
         done = 0
         for begin, end in pairwise([0, *(np.flatnonzero(np.diff(self._slots)) + 1).tolist(), self.size]):
-            if end - begin < LONG:
+            if end - begin < LONG_ADAPTER_RUN:
                 continue
             stretches += self._between(done, begin)
             done = end

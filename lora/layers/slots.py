@@ -12,19 +12,19 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from asyncengine.device.pinned import Int64Array
-from asyncengine.device.transfer import upload
 from asyncengine.errors import AdapterError, InvariantViolation
+from asyncengine.execution.device.pinned import Int64Array
+from asyncengine.execution.device.transfer import upload
+from asyncengine.execution.layers.places import Place
+from asyncengine.execution.layers.step import AdapterRecords, CausalLM, RowAdapters
 from asyncengine.kernels.arena import Arena
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.kernels.cuda import triton_missing
-from asyncengine.layers.places import Place
-from asyncengine.layers.step import AdapterRecords, CausalLM, RowAdapters
-from asyncengine.lora.interface import ModuleDims
 from asyncengine.lora.layers.compiled import CompiledStack, FactorTable
 from asyncengine.lora.layers.masked import KernelStack, MaskedStack, MaskedStep
 from asyncengine.lora.layers.rows import RowStack, RowStep
 from asyncengine.lora.layers.stack import LoraStack, padded_rank
+from asyncengine.seams import ModuleDims
 
 Step = RowStep | MaskedStep
 StepAdapters = tuple[RowAdapters | None, RowAdapters | None]

@@ -14,8 +14,8 @@ from support.tiny_configs import changed
 from support.tiny_models import FAMILIES, VOCAB
 
 from asyncengine.config import EngineConfig
-from asyncengine.models.loading import load_model
-from asyncengine.models.memory.needs import read_needs
+from asyncengine.execution.models.loading import load_model
+from asyncengine.execution.models.memory.needs import read_needs
 from benchmarks.peers import gguf_file
 from benchmarks.peers.mixed_shapes import MIXED, counts
 

@@ -161,7 +161,8 @@ def test_names_are_defined_in_the_files_that_a_page_says(page: Path) -> None:
     """Pages on adding code cite a name and its file as "`NAME` (`file.py`)" or "`NAME` in `file.py`"."""
     cited = re.findall(r"`(\w+)`\s(?:in\s|\()`([\w/]+\.py)`", page.read_text(encoding="utf-8"))
     for name, file in cited:
-        [path] = [at for base in ("", "asyncengine", "asyncengine/models") if (at := ROOT / base / file).exists()]
+        bases = ("", "asyncengine", "asyncengine/execution", "asyncengine/execution/models", "integrations")
+        [path] = [at for base in bases if (at := ROOT / base / file).exists()]
         definition = rf"^((class|def) {name}\b|{name}\b(: .*)? =)"
         assert re.search(definition, path.read_text(encoding="utf-8"), re.MULTILINE), f"{name} is not in {file}"
     assert cited

@@ -9,7 +9,7 @@ import torch
 from support.forwards import relative_error
 from support.grouped_experts import ERROR, make_mixture
 
-from asyncengine.layers.routing import RouterConfig, route
+from asyncengine.execution.layers.routing import RouterConfig, route
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 

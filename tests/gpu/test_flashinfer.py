@@ -13,10 +13,10 @@ import pytest
 import torch
 from support.attention_pair import Pair, prepare
 
-from asyncengine.attention.base import LayerSpec
-from asyncengine.attention.flashinfer import FlashInferBackend
-from asyncengine.attention.flashinfer_plan import LayerGroup, float_workspace_bytes
-from asyncengine.device.pinned import is_hopper
+from asyncengine.execution.attention.base import LayerSpec
+from asyncengine.execution.attention.flashinfer import FlashInferBackend
+from asyncengine.execution.attention.flashinfer_plan import LayerGroup, float_workspace_bytes
+from asyncengine.execution.device.pinned import is_hopper
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or importlib.util.find_spec("flashinfer") is None,

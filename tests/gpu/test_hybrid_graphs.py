@@ -17,9 +17,9 @@ from support.drive import Driver, Job, prompts
 from support.tiny_models import VOCAB, make_checkpoint
 
 from asyncengine.config import EngineConfig
-from asyncengine.models.loading import load_model
-from asyncengine.runner.building import build_runner
-from asyncengine.runner.graphs import CudaCapture
+from asyncengine.execution.models.loading import load_model
+from asyncengine.execution.runner.building import build_runner
+from asyncengine.execution.runner.graphs import CudaCapture
 from asyncengine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear, rms_norm, silu
 
-from asyncengine.attention.base import MergedHeads
+from asyncengine.execution.attention.base import MergedHeads
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 DTYPES = [torch.bfloat16, torch.float16]
@@ -43,8 +43,8 @@ def test_norms(rows: int, width: int, dtype: torch.dtype) -> None:
 def test_heads(
     tokens: int, style: str, norm: bool, heads: int, kv_heads: int, dim: int, rotary: int, kept: torch.dtype
 ) -> None:
+    from asyncengine.execution.layers.rotary import Angles, rotate
     from asyncengine.kernels.cuda.qk_norm_rope import angles, prepare_and_write
-    from asyncengine.layers.rotary import Angles, rotate
 
     dtype, page = torch.bfloat16, 16
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, device="cuda", dtype=dtype) * 20

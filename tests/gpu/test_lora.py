@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncengine.layers.places import Place
+from asyncengine.execution.layers.places import Place
 from asyncengine.lora.layers.masked import KernelStack, MaskedStack, MaskedStep
 from asyncengine.lora.layers.stack import LoraStack
 

@@ -16,10 +16,10 @@ from support.stored_matrices import FORMS, FloatMatrix, RandomMatrix
 from support.tiny_models import FAMILIES, VOCAB
 
 from asyncengine.config import EngineConfig
-from asyncengine.layers.stored import StoredForm
-from asyncengine.layers.stored_weight import ChunkedWeight
-from asyncengine.models.loading import load_model
-from asyncengine.runner.building import build_runner
+from asyncengine.execution.layers.stored import StoredForm
+from asyncengine.execution.layers.stored_weight import ChunkedWeight
+from asyncengine.execution.models.loading import load_model
+from asyncengine.execution.runner.building import build_runner
 from asyncengine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(

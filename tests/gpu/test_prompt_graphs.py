@@ -13,11 +13,11 @@ import torch
 import transformers
 
 from asyncengine.config import EngineConfig
-from asyncengine.models.loading import load_model
+from asyncengine.execution.models.loading import load_model
+from asyncengine.execution.runner.building import build_runner
+from asyncengine.execution.runner.graphs import CudaCapture
+from asyncengine.execution.runner.model_runner import ModelRunner
 from asyncengine.request_spec import RequestSpec
-from asyncengine.runner.building import build_runner
-from asyncengine.runner.graphs import CudaCapture
-from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import Batch, Row
 

@@ -14,11 +14,11 @@ from support.grammar_walks import text_of, walk
 from asyncengine.config import EngineConfig
 from asyncengine.errors import GrammarError
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.interface import GrammarOrder
 from asyncengine.grammar.llguidance_backend import LlgTemplate, LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.service import GrammarService
 from asyncengine.grammar.vocabulary import Vocabulary
+from asyncengine.seams import GrammarOrder
 
 
 def note(**limits: Any) -> dict[str, Any]:

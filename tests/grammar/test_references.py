@@ -8,8 +8,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from asyncengine.chat.schemas import tool_schema
 from asyncengine.grammar import Grammar
+from asyncengine.grammar.chat.schemas import tool_schema
 from asyncengine.grammar.lower import inline_json
 from asyncengine.grammar.schemas import moved, with_local_references
 

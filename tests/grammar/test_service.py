@@ -21,9 +21,9 @@ from asyncengine.errors import (
     InvalidParameter,
 )
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.interface import GrammarOrder
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.service import GrammarService
+from asyncengine.seams import GrammarOrder
 
 
 class State:

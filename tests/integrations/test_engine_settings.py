@@ -18,9 +18,9 @@ from llama_index.core.schema import BaseComponent
 from pydantic import BaseModel, ValidationError
 
 from asyncengine import AsyncEngine, Engine, EngineConfig, EngineHandle, SamplingParams, shared_engine
-from asyncengine.cluster.fleet import FleetConfig
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.engine_choice import EngineChoice
+from asyncengine.integrations.fleet import FleetConfig
 from asyncengine.integrations.langchain import (
     AsyncEngineEmbeddings,
     AsyncEngineLLM,

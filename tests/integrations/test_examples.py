@@ -16,8 +16,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from asyncengine.cli.show import Line
 from asyncengine.integrations import langchain, llama_index
+from asyncengine.integrations.cli.show import Line
 
 from .conftest import Watch
 

@@ -11,11 +11,11 @@ from langchain_core.messages import AIMessage, AIMessageChunk
 from asyncengine import Chunk, Completion, Usage
 from asyncengine import errors as engine_errors
 from asyncengine.errors import EngineError
+from asyncengine.integrations.http.dialects.openai_shape import openai_usage
 from asyncengine.integrations.langchain.errors import mapped_errors
 from asyncengine.integrations.langchain.outputs import chat_chunk, chat_chunks, chat_result
 from asyncengine.integrations.results import worth_sending
 from asyncengine.outputs import Sample, Timings, ToolCall, ToolCallDelta
-from asyncengine.serve.dialects.openai_shape import openai_usage
 
 from .conftest import added
 

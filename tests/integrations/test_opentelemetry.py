@@ -19,8 +19,8 @@ from support.http_server import serving_thread
 
 from asyncengine import AsyncEngine, Engine, EngineDead, SamplingParams
 from asyncengine.grammar import Grammar
+from asyncengine.integrations.http import app
 from asyncengine.integrations.opentelemetry import trace
-from asyncengine.serve import app
 
 SPANS = InMemorySpanExporter()
 PROVIDER = TracerProvider()

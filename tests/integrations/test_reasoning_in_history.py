@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from core.text.chats import with_template
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
 from llama_index.core.base.llms.types import ChatMessage, TextBlock, ThinkingBlock, ToolCallBlock
-from text.chats import with_template
 
 from asyncengine.integrations.langchain.messages import to_openai as from_langchain
 from asyncengine.integrations.llama_index.messages import to_openai as from_llama_index

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat.test_channels import TEMPLATE as CHANNELS
-from chat.zoo import CASES
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
 from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel, Field
@@ -18,6 +16,8 @@ from asyncengine import EngineHandle, shared_engine
 from asyncengine.integrations.langchain import ChatAsyncEngine
 from asyncengine.integrations.llama_index import AsyncEngineLLM as LlamaLLM
 
+from ..grammar.chat.test_channels import TEMPLATE as CHANNELS
+from ..grammar.chat.zoo import CASES
 from .conftest import CONFIG
 
 FORMATS = {

@@ -19,7 +19,7 @@ from llama_index.core.schema import NodeWithScore, TextNode
 from support.random_reranker import make_reranker
 
 from asyncengine import DEMO_EMBEDDER, EngineHandle, shared_engine
-from asyncengine.cli.documents import DOCUMENTS, FOR_RETRIEVAL
+from asyncengine.integrations.cli.documents import DOCUMENTS, FOR_RETRIEVAL
 from asyncengine.integrations.langchain import AsyncEngineEmbeddings, AsyncEngineReranker
 from asyncengine.integrations.llama_index import AsyncEngineEmbedding, AsyncEngineRerank
 from tools.demo_embedder.bert import PROMPTS, Served

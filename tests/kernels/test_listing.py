@@ -19,13 +19,13 @@ from asyncengine.kernels.cpu import compiler_missing
 if compiler_missing(torch.float32, torch.device("cpu")) is not None:
     pytest.skip("no compiler", allow_module_level=True)
 
+from asyncengine.execution.layers.sharded import ShardedWeight
+from asyncengine.execution.models.decoder import Decoder
+from asyncengine.execution.models.families import decoder_config_of
+from asyncengine.execution.models.first_kernels import kernels_of
 from asyncengine.kernels.cpu import activation, scaling
 from asyncengine.kernels.cpu.compiling import Kernel, noting
 from asyncengine.kernels.listing import KernelList
-from asyncengine.layers.sharded import ShardedWeight
-from asyncengine.models.decoder import Decoder
-from asyncengine.models.families import decoder_config_of
-from asyncengine.models.first_kernels import kernels_of
 
 CPU = "asyncengine.kernels.cpu."
 
@@ -98,7 +98,7 @@ def test_decoders_of_one_form_are_gone_through_once(monkeypatch: pytest.MonkeyPa
         return [kernels_of(Decoder(described, options(dtype, bits=bits), 64), size, {}) for dtype, bits, size in forms]
 
     first = lists()
-    monkeypatch.setattr("asyncengine.models.first_kernels._run", lambda *_: pytest.fail("it is known"))
+    monkeypatch.setattr("asyncengine.execution.models.first_kernels._run", lambda *_: pytest.fail("it is known"))
     assert lists() == first
     assert len({tuple(sorted(each.needed)) for each in first[:3]}) == 3
     assert kernels_of(Decoder(described, options(torch.float32), 64), 4, {"top_k": 5}) != first[0]

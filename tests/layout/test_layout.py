@@ -120,8 +120,10 @@ def test_wheel_contents(tmp_path: Path) -> None:
     for part in ("llms", "embeddings", "postprocessor"):
         assert f"llama_index/{part}/__init__.py" not in names, "a package of LlamaIndex's would be hidden"
     assert {"asyncengine/py.typed", "asyncengine/text/gguf/harmony.jinja"} <= set(names)
-    assert {f"asyncengine/serve/page/{file}" for file in ("index.html", "openapi.json", "page.js")} <= set(names)
-    assert "asyncengine/serve/fields.txt" in names
+    assert {f"asyncengine/integrations/http/page/{file}" for file in ("index.html", "openapi.json", "page.js")} <= set(
+        names
+    )
+    assert "asyncengine/integrations/http/fields.txt" in names
     for module, path in sources():
         assert module.replace(".", "/") + ("/__init__.py" if path.stem == "__init__" else ".py") in names
     for file in ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"):
@@ -153,58 +155,59 @@ def test_what_only_makers_run_is_not_shipped() -> None:
 
 BASE = {
     "errors", "sampling_params", "options", "request_spec", "config", "step", "outputs", "info", "events", "stats",
-    "checks", "images", "grammar.interface", "lora.interface",
+    "checks", "images", "seams", "activations", "pooling_spec", "progress", "files",
 }  # fmt: skip
-"""Plain data and plug points: anybody may import them."""
+"""Plain data, plug points and small helpers: anybody may import them."""
 
 ROOT_ONLY = {"async_engine", "sync_engine", "engine_group", "shared", "stream", "build"}
-"""Beside these two kinds of files the root of the package holds nothing."""
+"""Beside these two sets of files the root of the package holds nothing but `ALIASES`."""
+ALIASES = {"serve", "training", "cli"}
+"""Older public names of integrations, beside those in `asyncengine.cluster`."""
 
+EXECUTION = {
+    "device": {"device"},
+    "attention": {"attention", "device"},
+    "layers": {"layers", "attention", "device"},
+    "pooling": {"pooling"},
+    "models": {"models", "pooling", "layers", "attention", "device"},
+    "sampling": {"sampling", "device"},
+    "runner": {"runner", "pooling", "sampling", "models", "layers", "attention", "device"},
+}
+"""Rooms of `execution`, and those of its own that each may import; all may import kernels."""
 ALLOWED = {
     "kvcache": {"kvcache"},
     "speculation": {"speculation"},
     "policies": {"policies", "scheduler"},  # of that, types alone: see `test_nothing_imports_in_a_circle`
     "scheduler": {"scheduler", "kvcache", "policies", "speculation"},
-    "cluster": {"cluster", "kvcache"},
+    "integrations.placement": {"integrations.placement", "kvcache"},
     "kernels": {"kernels"},
-    "device": {"device", "kernels"},
-    "attention": {"attention", "device", "kernels"},
-    "layers": {"layers", "attention", "device", "kernels"},
-    "pooling": {"pooling"},
-    "models": {"models", "pooling", "layers", "attention", "device", "kernels"},
-    "sampling": {"sampling", "device", "kernels"},
-    "runner": {
-        "runner",
-        "pooling",
-        "speculation",
-        "sampling",
-        "lora.layers",
-        "models",
-        "layers",
-        "attention",
-        "device",
-        "kernels",
+    **{
+        f"execution.{room}": {"kernels", *(f"execution.{other}" for other in others)}
+        for room, others in EXECUTION.items()
     },
     "text": {"text"},
-    "chat": {"chat", "text", "grammar"},
+    "grammar.chat": {"grammar.chat", "text", "grammar"},
     "grammar": {"grammar", "text"},
-    "serve.dialects": {"serve.dialects", "serve.turn", "serve.events", "serve.fields", "serve.problems", "grammar"},
-    "serve.turn": {"grammar"},
-    "serve.events": set(),
-    "serve.fields": set(),
-    "serve.problems": set(),
+    "integrations.http.dialects": {
+        "integrations.http.dialects", "integrations.http.turn", "integrations.http.events", "integrations.http.fields",
+        "integrations.http.problems", "grammar",
+    },
+    "integrations.http.turn": {"grammar"},
+    "integrations.http.events": set(),
+    "integrations.http.fields": set(),
+    "integrations.http.problems": set(),
     "lora": {"lora", "lora.checkpoint"},
     "lora.checkpoint": {"lora", "lora.checkpoint"},
-    "lora.layers": {"lora.layers", "layers", "attention", "device", "kernels"},
-}
+    "lora.layers": {"lora.layers", "execution.layers", "execution.attention", "execution.device", "kernels"},
+}  # fmt: skip
+ALLOWED["execution.runner"] |= {"lora.layers"}
 PURE = (
-    "kvcache", "policies", "scheduler", "speculation", "cluster", "step", "sampling_params", "options", "request_spec",
-    "config", "checks", "images", "outputs", "info", "lora.interface", "serve.dialects", "serve.turn", "serve.events",
+    "kvcache", "policies", "scheduler", "speculation", "integrations.placement", "step", "sampling_params", "options",
+    "request_spec", "config", "checks", "images", "outputs", "info", "seams", "integrations.http.dialects",
+    "integrations.http.turn", "integrations.http.events",
 )  # fmt: skip
 """No await, no torch."""
-OUTERMOST = ("cluster.fleet",)
-"""A user of the engine, inside a package that knows none."""
-NUMBERS = {"speculation": {"numpy"}, "cluster": {"numpy"}}
+NUMBERS = {"speculation": {"numpy"}, "integrations.placement": {"numpy"}}
 """Pure parts that look through long texts or many nodes."""
 
 
@@ -224,15 +227,12 @@ def names_in(nodes: Iterable[ast.AST]) -> list[str]:
     return names
 
 
-def part(name: str) -> str:
-    """ "asyncengine.scheduler.queues" -> "scheduler"; "asyncengine" -> ""."""
-    return [*name.split("."), ""][1]
-
-
 def room(name: str) -> str:
-    """The longest part of a module's name that has a line of its own above."""
-    inner = ".".join(name.split(".")[1:3])
-    return inner if inner in {*ALLOWED, *BASE, *OUTERMOST} else part(name)
+    """The longest part of a module's name that has a line of its own above, or its first part behind the package's:
+    "asyncengine.scheduler.queues" -> "scheduler"; "asyncengine" -> ""."""
+    inner = name.split(".")[1:]
+    rooms = [".".join(inner[:size]) for size in (3, 2)]
+    return next((each for each in rooms if each in ALLOWED or each in BASE), [*inner, ""][0])
 
 
 def test_imports_point_one_way() -> None:
@@ -250,14 +250,18 @@ def test_imports_point_one_way() -> None:
     assert not wrong
 
 
-def test_adapters_and_command_line_use_the_public_names() -> None:
+INNER = tuple(f"asyncengine.integrations.{name}" for name in ("cli", "fleet", "http", "trl.exact"))
+"""Integrations that know more than the public names: tests/layout/test_seams.py counts what they know."""
+
+
+def test_adapters_use_the_public_names() -> None:
     """Integrations import what every user can: `from asyncengine import ...`."""
     public = {"asyncengine", "asyncengine.errors", "asyncengine.grammar", "asyncengine.integrations"}
-    public |= {"asyncengine.events", "asyncengine.training"}  # for `on_event`; for trainers
-    public |= {"asyncengine.serve.dialects.openai_shape"}  # OpenAI's shapes, which the HTTP app writes as well
+    public |= {"asyncengine.events"}  # for `on_event`
+    inner = (*INNER, "asyncengine.integrations.placement")
     wrong = []
     for module, path in sources():
-        if not module.startswith("asyncengine.integrations"):
+        if not module.startswith("asyncengine.integrations") or module.startswith(inner):
             continue
         for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("asyncengine"):
@@ -269,7 +273,7 @@ def test_adapters_and_command_line_use_the_public_names() -> None:
 
 def test_the_root_holds_public_names_and_plain_data() -> None:
     files = {path.stem for path in (ROOT / "asyncengine").glob("*.py")}
-    assert files == {"__init__", "__main__", *ROOT_ONLY, *(name for name in BASE if "." not in name)}
+    assert files == {"__init__", "__main__", *ROOT_ONLY, *ALIASES, *(name for name in BASE if "." not in name)}
 
 
 def runtime(path: Path) -> list[ast.AST]:
@@ -349,7 +353,7 @@ def test_a_policy_is_one_file_and_one_line(monkeypatch: pytest.MonkeyPatch, caps
     """Its name stands in its class; the setting, the command line and the engine go by the registry."""
     from support.fake_engine import Steps
 
-    from asyncengine.cli.main import main
+    from asyncengine.integrations.cli.main import main
     from asyncengine.policies import POLICIES
     from asyncengine.policies.orders import ShortestRemaining
 
@@ -390,21 +394,23 @@ def test_benchmarks_are_run_and_imported_as_a_package() -> None:
     assert not wrong
 
 
-def test_only_wiring_wires() -> None:
-    """The engine's files know runners, models, sampling and attention only through protocols; only wiring and the
+def test_only_assembly_wires() -> None:
+    """The engine's files know runners, models, sampling and attention only through protocols; only assembly and the
     package itself know the demo model."""
-    concrete = ("runner", "models", "layers", "attention", "sampling", "kernels", "lora.layers")
-    wrong = []
-    for module, path in sources():
-        if (
-            module == "asyncengine"
-            or module.endswith("wiring")
-            or room(module) in (*concrete, *OUTERMOST, "device", "cli", "testing", "training")
-        ):
-            continue
-        for name in imported(path):
-            if name.startswith("asyncengine.") and room(name) in (*concrete, "demo"):
-                wrong.append(f"{module} imports {name}")
+    knowing = (
+        "asyncengine.assembly",
+        "asyncengine.execution",
+        "asyncengine.testing",
+        "asyncengine.lora.layers",
+        *INNER,
+    )
+    wrong = [
+        f"{module} imports {name}"
+        for module, path in sources()
+        if module != "asyncengine" and not module.startswith(knowing)
+        for name in imported(path)
+        if name.startswith(("asyncengine.execution", "asyncengine.lora.layers", "asyncengine.demo"))
+    ]
     assert not wrong
 
 
@@ -412,10 +418,10 @@ def test_importing_and_loading_import_only_what_they_need() -> None:
     """No torch, no transformers, no framework before somebody loads a model; a path is looked at before torch is
     imported, and the demo model never has transformers imported."""
     probe = (
-        "import sys, asyncengine, asyncengine.cli.main;"
+        "import sys, asyncengine, asyncengine.integrations.cli.main;"
         "heavy = ('torch','transformers','langchain_core','llama_index.core','flashinfer');"
         "print([m for m in heavy if m in sys.modules]);"
-        "from asyncengine import Engine, EngineConfig; from asyncengine.cli.loading import check_paths;"
+        "from asyncengine import Engine, EngineConfig; from asyncengine.integrations.cli.loading import check_paths;"
         "check_paths('demo', EngineConfig()); print('torch' in sys.modules);"
         "engine = Engine.from_pretrained('demo', show_progress=False);"
         "engine.chat([{'role': 'user', 'content': 'hi'}]); engine.close();"

@@ -20,7 +20,7 @@ from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import Row
 
-ALONG_THE_WAY = ("engine", "scheduler", "runner", "step", "stream", "async_engine", "sync_engine", "testing")
+ALONG_THE_WAY = ("engine", "scheduler", "execution.runner", "step", "stream", "async_engine", "sync_engine", "testing")
 """Rooms that a request goes through."""
 DECLARED = {field.name for kind in (RequestSpec, RequestOptions) for field in fields(kind)}
 OF_THEIR_OWN = {"ticket", "index"}

@@ -17,9 +17,9 @@ from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel
 
 from asyncengine import Engine, SamplingParams
+from asyncengine.integrations.http import app
 from asyncengine.integrations.langchain import ChatAsyncEngine
 from asyncengine.integrations.llama_index import AsyncEngineLLM
-from asyncengine.serve import app
 
 QUESTION = "How is the weather in Paris today?"
 

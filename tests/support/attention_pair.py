@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from asyncengine.attention.base import LayerSpec
-from asyncengine.attention.flashinfer import FlashInferBackend
-from asyncengine.device.pinned import FixedInputs
+from asyncengine.execution.attention.base import LayerSpec
+from asyncengine.execution.attention.flashinfer import FlashInferBackend
+from asyncengine.execution.device.pinned import FixedInputs
 from tools.gpucheck.pairs import CPU, Pair, plan_graph
 
 __all__ = ["CPU", "Pair", "make_flashinfer", "plan_graph", "prepare"]

@@ -11,9 +11,9 @@ import torch
 from support.tiny_models import make_checkpoint
 
 from asyncengine.config import EngineConfig
-from asyncengine.models.loading import load_model
-from asyncengine.runner.building import build_runner
-from asyncengine.runner.model_runner import ModelRunner
+from asyncengine.execution.models.loading import load_model
+from asyncengine.execution.runner.building import build_runner
+from asyncengine.execution.runner.model_runner import ModelRunner
 
 Checkpoint = Callable[..., Path]
 MakeRunner = Callable[..., ModelRunner]

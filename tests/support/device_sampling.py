@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from asyncengine.execution.sampling.device_sampler import DeviceSampler
+from asyncengine.execution.sampling.masks import FilledMasks
+from asyncengine.execution.sampling.sampler import Sampler
+from asyncengine.execution.sampling.slot_params import SlotParams
 from asyncengine.request_spec import RequestSpec
-from asyncengine.sampling.device_sampler import DeviceSampler
-from asyncengine.sampling.masks import FilledMasks
-from asyncengine.sampling.sampler import Sampler
-from asyncengine.sampling.slot_params import SlotParams
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import Row
 

@@ -10,17 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
+from asyncengine.assembly.grammars import make_planner
+from asyncengine.assembly.wiring import wire
 from asyncengine.engine.frontend import Frontend
-from asyncengine.engine.grammar_wiring import make_planner
-from asyncengine.engine.wiring import wire
 from asyncengine.info import ModelInfo
 from asyncengine.kvcache import KVCache
-from asyncengine.lora.interface import AdapterAdmission
 from asyncengine.options import RequestOptions
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler import Output, Scheduler
 from asyncengine.scheduler.messages import Abort, AdapterReady
 from asyncengine.scheduler.request import Request
+from asyncengine.seams import AdapterAdmission
 from asyncengine.step import Batch, StepResult
 from asyncengine.testing.fake_runner import FakeExecutor, FakeModel
 

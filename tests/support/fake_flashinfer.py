@@ -234,7 +234,7 @@ def _check_cache(cache: torch.Tensor) -> tuple[int, int, int]:
 
 class Wrapper:
     """The base of both wrappers: workspaces, the staging area, the checks of a plan, the arithmetic. Their arguments
-    are held against the package itself in tests/attention/test_flashinfer_signatures.py."""
+    are held against the package itself in tests/execution/attention/test_flashinfer_signatures.py."""
 
     name: str
     """Name of its launches, as counted."""

@@ -10,15 +10,15 @@ import pytest
 import torch
 from support.fake_flashinfer import FakeFlashInfer, FakeMemory
 
-from asyncengine.attention.base import AttentionBackend
-from asyncengine.attention.factory import kv_dtype
-from asyncengine.attention.flashinfer import FlashInferBackend
-from asyncengine.attention.flashinfer_plan import why_not
-from asyncengine.layers.kernels import LayerKernels
+from asyncengine.execution.attention.base import AttentionBackend
+from asyncengine.execution.attention.factory import kv_dtype
+from asyncengine.execution.attention.flashinfer import FlashInferBackend
+from asyncengine.execution.attention.flashinfer_plan import why_not
+from asyncengine.execution.layers.kernels import LayerKernels
+from asyncengine.execution.models import loading
+from asyncengine.execution.runner import building
+from asyncengine.execution.runner.graphs import DecodeGraphs, graph_sizes
 from asyncengine.lora.layers import slots
-from asyncengine.models import loading
-from asyncengine.runner import building
-from asyncengine.runner.graphs import DecodeGraphs, graph_sizes
 
 
 class Again:

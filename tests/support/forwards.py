@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncengine.attention.base import StepView
-from asyncengine.attention.factory import make_backend
 from asyncengine.config import EngineConfig
-from asyncengine.device.shared_pools import SharedPools
-from asyncengine.layers.states import StatePools, StateSegments, StateStep
-from asyncengine.layers.step import CausalLM, StepContext
+from asyncengine.execution.attention.base import StepView
+from asyncengine.execution.attention.factory import make_backend
+from asyncengine.execution.device.shared_pools import SharedPools
+from asyncengine.execution.layers.states import StatePools, StateSegments, StateStep
+from asyncengine.execution.layers.step import CausalLM, StepContext
 
 PAGE = 4
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from starlette.applications import Starlette
 
-from asyncengine.serve.server import Server, address_of, bind
-from asyncengine.serve.settings import ServerSettings
+from asyncengine.integrations.http.server import Server, address_of, bind
+from asyncengine.integrations.http.settings import ServerSettings
 
 
 @asynccontextmanager

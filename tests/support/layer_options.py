@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from asyncengine.layers.kernels import LayerKernels, layer_kernels
-from asyncengine.layers.options import LayerOptions
-from asyncengine.layers.slots import TensorSlot
+from asyncengine.execution.layers.kernels import LayerKernels, layer_kernels
+from asyncengine.execution.layers.options import LayerOptions
+from asyncengine.execution.layers.slots import TensorSlot
 
 CPU = torch.device("cpu")
 

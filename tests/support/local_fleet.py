@@ -12,12 +12,12 @@ from support.fake_engine import until
 from support.held_steps import HeldSteps
 
 from asyncengine import EngineConfig
-from asyncengine.cluster.fleet import Fleet, FleetConfig, frontend
-from asyncengine.cluster.fleet.connection import Connection, new_context
-from asyncengine.cluster.fleet.processes import Cluster, Process
-from asyncengine.cluster.fleet.replica import Replica
-from asyncengine.device.process import LoadAttempt
+from asyncengine.engine.process import LoadAttempt
 from asyncengine.errors import FleetError
+from asyncengine.integrations.fleet import Fleet, FleetConfig, frontend
+from asyncengine.integrations.fleet.connection import Connection, new_context
+from asyncengine.integrations.fleet.processes import Cluster, Process
+from asyncengine.integrations.fleet.replica import Replica
 
 ENGINE: dict[str, Any] = {
     "num_threads": 1, "kv_cache_memory": "32MiB", "show_progress": False, "dtype": "float32", "check_every": 1,

@@ -11,10 +11,10 @@ from support.lora_reference import LENGTHS, WANT
 from support.tiny_models import VOCAB
 
 from asyncengine.config import EngineConfig
+from asyncengine.execution.models.loading import load_model
+from asyncengine.execution.runner.building import build_runner
+from asyncengine.execution.runner.model_runner import ModelRunner
 from asyncengine.lora.layers.slots import LoraLayers
-from asyncengine.models.loading import load_model
-from asyncengine.runner.building import build_runner
-from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import Row
 

@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 
-from asyncengine.lora.interface import ModuleDims
+from asyncengine.seams import ModuleDims
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

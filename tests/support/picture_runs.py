@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncengine.assembly.images import load_images
+from asyncengine.assembly.wiring import _load_tokenizer
 from asyncengine.config import EngineConfig
 from asyncengine.engine.image_prompts import ImagePrompts
-from asyncengine.engine.image_wiring import load_images
-from asyncengine.engine.wiring import _load_tokenizer
+from asyncengine.execution.models.checkpoint import open_checkpoint
+from asyncengine.execution.models.loading import load_model
+from asyncengine.execution.models.progress import LoadProgress
+from asyncengine.execution.runner.building import build_runner
 from asyncengine.images import with_identity
 from asyncengine.kvcache import KVCache
-from asyncengine.models.checkpoint import open_checkpoint
-from asyncengine.models.loading import load_model
-from asyncengine.models.progress import LoadProgress
 from asyncengine.request_spec import RequestSpec
-from asyncengine.runner.building import build_runner
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler import Scheduler
 from asyncengine.step import Batch

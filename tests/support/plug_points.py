@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncengine.grammar.interface import GrammarOrder
 from asyncengine.sampling_params import OnBudget
+from asyncengine.seams import GrammarOrder
 
 
 class Letters:

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from asyncengine.device.child import Child
-from asyncengine.device.shared_gather import SharedGather, make_memory
-from asyncengine.runner.rank_worker import _serve
-from asyncengine.runner.ranks import _Rank
+from asyncengine.execution.device.child import Child
+from asyncengine.execution.device.shared_gather import SharedGather, make_memory
+from asyncengine.execution.runner.rank_worker import _serve
+from asyncengine.execution.runner.ranks import _Rank
 
 Made = TypeVar("Made")
 

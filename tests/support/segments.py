@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from support.teams import team_of
 
-from asyncengine.layers.states import StatePools, StateSegments, StateStep
-from asyncengine.layers.step import StepContext
+from asyncengine.execution.layers.states import StatePools, StateSegments, StateStep
+from asyncengine.execution.layers.step import StepContext
 
 Part = tuple[int, int, int]
 """(tokens, source, target)."""

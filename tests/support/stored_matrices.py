@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from asyncengine.layers.stored import GroupedRows, NumberForm, dense
+from asyncengine.execution.layers.stored import GroupedRows, NumberForm, dense
 
 TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """MXFP4: twice the number."""

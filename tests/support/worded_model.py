@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from asyncengine.demo import MODEL_PATH
-from asyncengine.sampling.again import MOST
+from asyncengine.execution.sampling.again import MOST
 
 VOCAB = 2048
 EOS = (2, 0)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from asyncengine.integrations.http.fields import PATHS, TABLES
+from asyncengine.integrations.http.turn import Turn
 from asyncengine.options import ChatKeywords, RequestOptions
 from asyncengine.sampling_params import SamplingParams
-from asyncengine.serve.fields import PATHS, TABLES
-from asyncengine.serve.turn import Turn
 from tools import fields_page, openapi_document
 
 

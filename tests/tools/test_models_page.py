@@ -10,7 +10,7 @@ import transformers
 from support.drive import greedy_reference, prompts
 
 from asyncengine import Engine, SamplingParams
-from asyncengine.models.families import MULTIMODAL, NATIVE
+from asyncengine.execution.models.families import MULTIMODAL, NATIVE
 from tools import models_page
 from tools.models_page import OWN, REFUSED, TRANSFORMERS, families, own_row, page, read_page, read_release, tried_row
 

@@ -8,8 +8,8 @@ from inspect import signature
 
 import pytest
 
-from asyncengine.cli.main import main
 from asyncengine.config import EngineConfig
+from asyncengine.integrations.cli.main import main
 from asyncengine.options import ChatRequest, RequestOptions
 from asyncengine.sampling_params import SamplingParams
 from tools import settings_page

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.models.reading import resolve_device
+from asyncengine.execution.models.reading import resolve_device
 from tools.gpucheck import environment, greedy, kernels, memory, modes, prompt, ranks, sampling, stress, waiting
 from tools.gpucheck.ladder import Ladder
 from tools.gpucheck.report import Report

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from asyncengine.attention.base import AttentionBackend, LayerSpec
-from asyncengine.attention.flashinfer import FlashInferBackend, load_flashinfer
-from asyncengine.device.pinned import is_hopper
-from asyncengine.models.kernel_builds import attention_modules
-from asyncengine.runner.graphs import Capture, CudaCapture
+from asyncengine.execution.attention.base import AttentionBackend, LayerSpec
+from asyncengine.execution.attention.flashinfer import FlashInferBackend, load_flashinfer
+from asyncengine.execution.device.pinned import is_hopper
+from asyncengine.execution.models.kernel_builds import attention_modules
+from asyncengine.execution.runner.graphs import Capture, CudaCapture
 from tools.gpucheck.pairs import Pair, Parts
 from tools.gpucheck.report import CheckFailed
 from tools.gpucheck.session import Session, flashinfer_missing

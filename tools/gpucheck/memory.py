@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from asyncengine.async_engine import AsyncEngine
-from asyncengine.device.memory import is_out_of_memory
 from asyncengine.errors import OutOfMemory, RequestFailed
+from asyncengine.execution.device.memory import is_out_of_memory
 from tools.gpucheck.families import VOCAB, families, make_checkpoint
 from tools.gpucheck.greedy import GREEDY, prompts, small_engine
 from tools.gpucheck.report import CheckFailed

@@ -13,11 +13,11 @@ from typing import cast
 import numpy as np
 import torch
 
-from asyncengine.attention.base import AttentionBackend, LayerSpec, StepView
-from asyncengine.attention.flashinfer import FlashInferBackend
-from asyncengine.attention.torch_paged import TorchPagedBackend
-from asyncengine.device.pinned import FixedInputs
-from asyncengine.runner.graphs import Capture, Graph
+from asyncengine.execution.attention.base import AttentionBackend, LayerSpec, StepView
+from asyncengine.execution.attention.flashinfer import FlashInferBackend
+from asyncengine.execution.attention.torch_paged import TorchPagedBackend
+from asyncengine.execution.device.pinned import FixedInputs
+from asyncengine.execution.runner.graphs import Capture, Graph
 from tools.gpucheck.report import CheckFailed
 
 CPU = torch.device("cpu")

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
+from asyncengine.execution.sampling.logprobs import token_logprobs
+from asyncengine.execution.sampling.masks import FilledMasks
+from asyncengine.execution.sampling.sampler import Sampled, Sampler
 from asyncengine.request_spec import RequestSpec
-from asyncengine.sampling.logprobs import token_logprobs
-from asyncengine.sampling.masks import FilledMasks
-from asyncengine.sampling.sampler import Sampled, Sampler
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import Row
 from tools.gpucheck.greedy import GREEDY

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from asyncengine.attention.flashinfer import load_flashinfer
+from asyncengine.execution.attention.flashinfer import load_flashinfer
 from tools.gpucheck.report import Check, CheckFailed, Figure, Report, Skipped, Status
 
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from asyncengine.errors import InvalidParameter, UnsupportedModel
-from asyncengine.pooling.spec import PoolingSpec
+from asyncengine.pooling_spec import PoolingSpec
 from asyncengine.text import TextTokenizer
 
 _QUERY, _DOCUMENT = _BOTH = ("Zquery9", "Zdocument9")

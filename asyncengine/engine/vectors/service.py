@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import anyio.to_thread
 
 from asyncengine.checks import as_integer, as_switch, as_text, check_unicode
-from asyncengine.device.progress import counted
 from asyncengine.engine.loop_client import LoopClient
 from asyncengine.engine.threads import INLINE_CHARS
 from asyncengine.engine.validation import RequestValidator
@@ -29,13 +28,14 @@ from asyncengine.engine.vectors.pair_templates import PairTemplate
 from asyncengine.errors import ContextLengthExceeded, InvalidParameter, RequestTimeout
 from asyncengine.options import RequestOptions
 from asyncengine.outputs import Classification, Classifications, Embeddings, Ranked, Ranking, Usage
-from asyncengine.pooling.spec import PoolingSpec
+from asyncengine.pooling_spec import PoolingSpec
+from asyncengine.progress import counted
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.text import TextTokenizer
 from asyncengine.text.batches import BatchTokenizer, EncodedText
 
 if TYPE_CHECKING:
-    from asyncengine.pooling.pool import Floats
+    from asyncengine.activations import Floats
 
 Answer = TypeVar("Answer")
 FIRST_BATCH, MAX_BATCH = 32, 256
@@ -140,7 +140,7 @@ class VectorService:
                     raise InvalidParameter(f"texts[{index}]", "is token ids, before which no prompt can be put")
 
         def finish(call: VectorCall[Embeddings]) -> Embeddings:
-            from asyncengine.pooling.pool import shortened  # numpy: `import asyncengine` stays light
+            from asyncengine.activations import shortened
 
             return Embeddings(shortened(call.vectors, dimensions, normalize), *call.outcome)
 
@@ -202,7 +202,7 @@ class VectorService:
 
     def _scores(self, call: VectorCall[Any]) -> list[list[float]]:
         """The scores of each text, behind the model's activation."""
-        from asyncengine.pooling.pool import activate
+        from asyncengine.activations import activate
 
         rows: list[list[float]] = activate(self.model.spec.activation, call.vectors).tolist() if call.items else []
         return rows

@@ -24,7 +24,8 @@ from asyncengine.kvcache.store.record import (
     root_digest,
     write_record,
 )
-from asyncengine.step import PageMemory, RecordPart
+from asyncengine.seams import PageMemory
+from asyncengine.step import RecordPart
 
 _MOST_ABOUT = 64 * 2**20
 """Bytes of a description, at most."""

@@ -3,7 +3,7 @@
     world = World(seed)
     simulate(world, lambda: asyncio.run(main()))   # engines that `main` starts live in the world, with their threads
 
-`docs/howto/testing_your_app.md` shows how; `tests/fuzz/world` is what the engine itself is put through.
+`docs/howto/testing_your_app.md` shows how; `tests/worlds/world` is what the engine itself is put through.
 """
 
 from asyncengine.testing.world.disk import ProcessDied, VirtualDisk

@@ -1,7 +1,7 @@
 """Running code in a world. Its seams are the names of modules, which are exchanged while the world runs.
 
 Production code says `threading.Lock()`, `queue.SimpleQueue()` and `time.monotonic()` by the names of these modules, and
-never imports from them what makes or reads such things (`tests/fuzz/test_world.py` holds that). So whoever exchanges
+never imports from them what makes or reads such things (`tests/worlds/test_world.py` holds that). So whoever exchanges
 the names decides what the code gets, and the code itself pays nothing.
 """
 
@@ -23,8 +23,8 @@ import anyio
 import anyio.to_thread
 
 import asyncengine
-from asyncengine.device.frozen_heap import FrozenHeap
 from asyncengine.engine import device_thread
+from asyncengine.engine.frozen_heap import FrozenHeap
 from asyncengine.testing.world.kernel import World
 from asyncengine.testing.world.loop import VirtualLoop
 from asyncengine.testing.world.primitives import VirtualLock, virtual_modules

@@ -25,11 +25,11 @@ if compiler_missing(torch.float32, torch.device("cpu")) is not None:
 
 from numba.core.registry import CPUDispatcher
 
+from asyncengine.execution.models.progress import LoadProgress
 from asyncengine.kernels.cache_folder import VARIABLE, cache_root
 from asyncengine.kernels.cpu import cache
 from asyncengine.kernels.cpu.cache import KernelFolder, kernel_count, kernel_folder, stamp_of
 from asyncengine.kernels.cpu.jit import serial
-from asyncengine.models.progress import LoadProgress
 
 NAME = "module.kernel-0123.kernel"
 

@@ -11,9 +11,9 @@ from support.layer_options import fill, options
 from support.segments import Part, assert_same_bits, segments_of
 from torch.nn import functional
 
+from asyncengine.execution.layers.causal_conv import CausalConv
+from asyncengine.execution.layers.states import StatePools, StateSpec, StateStep
 from asyncengine.kernels.cpu import compiler_missing
-from asyncengine.layers.causal_conv import CausalConv
-from asyncengine.layers.states import StatePools, StateSpec, StateStep
 
 if compiler_missing(torch.float32, torch.device("cpu")) is not None:
     pytest.skip("no compiler", allow_module_level=True)

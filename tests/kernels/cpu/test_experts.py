@@ -11,11 +11,11 @@ from support.teams import team_of
 
 pytest.importorskip("numba")
 
+from asyncengine.execution.layers.experts import Experts, ExpertsConfig
+from asyncengine.execution.layers.mlp import clamped
+from asyncengine.execution.layers.weight_forms import DenseWeight
 from asyncengine.kernels.cpu import activation
 from asyncengine.kernels.cpu.jit import kind_of
-from asyncengine.layers.experts import Experts, ExpertsConfig
-from asyncengine.layers.mlp import clamped
-from asyncengine.layers.weight_forms import DenseWeight
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 COUNT, CHOSEN = 7, 3

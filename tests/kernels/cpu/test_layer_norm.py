@@ -13,10 +13,10 @@ from asyncengine.kernels.cpu import compiler_missing
 if compiler_missing(torch.float32, torch.device("cpu")) is not None:
     pytest.skip("no compiler", allow_module_level=True)
 
+from asyncengine.execution.layers.kernels import ACTIVATIONS, PARAMETRIC, CompiledKernels, LayerKernels
 from asyncengine.kernels.cpu.activation import in_place
 from asyncengine.kernels.cpu.layer_norm import add_layer_norm, layer_norm
 from asyncengine.kernels.cpu.team import Team
-from asyncengine.layers.kernels import ACTIVATIONS, PARAMETRIC, CompiledKernels, LayerKernels
 
 TYPES = [torch.float32, torch.bfloat16]
 

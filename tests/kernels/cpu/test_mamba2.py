@@ -9,11 +9,11 @@ import pytest
 import torch
 from support.segments import assert_same_bits, forward, memory_of
 
+from asyncengine.execution.layers.kernels import layer_kernels
+from asyncengine.execution.layers.mamba2 import Mamba2, Mamba2Config
+from asyncengine.execution.layers.options import LayerOptions
+from asyncengine.execution.layers.states import StatePools
 from asyncengine.kernels.cpu import compiler_missing
-from asyncengine.layers.kernels import layer_kernels
-from asyncengine.layers.mamba2 import Mamba2, Mamba2Config
-from asyncengine.layers.options import LayerOptions
-from asyncengine.layers.states import StatePools
 
 CPU = torch.device("cpu")
 WIDTH, SLOTS = 64, 20

@@ -12,10 +12,10 @@ from support.teams import team_of
 
 pytest.importorskip("numba")
 
+from asyncengine.execution.layers.stored import GroupedRows, NumberForm, StoredForm
+from asyncengine.execution.layers.stored_weight import GroupedWeight, panel_form
 from asyncengine.kernels.cpu import gemm_quantized, quantized_narrow, quantized_panels
 from asyncengine.kernels.cpu.panel_form import PanelForm
-from asyncengine.layers.stored import GroupedRows, NumberForm, StoredForm
-from asyncengine.layers.stored_weight import GroupedWeight, panel_form
 
 forms = pytest.mark.parametrize("name", FORMS)
 OUTPUTS, INPUTS = 70, 768

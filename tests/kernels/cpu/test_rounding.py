@@ -7,11 +7,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from asyncengine.execution.layers.weight_forms import QuantizedWeight
 from asyncengine.kernels.cpu.panel_form import INT4_GROUP, int_form
 from asyncengine.kernels.cpu.quantize import quantize_rows
 from asyncengine.kernels.cpu.quantized_panels import empty_panels
 from asyncengine.kernels.cpu.rounding_tile import ENDS
-from asyncengine.layers.weight_forms import QuantizedWeight
 
 SIZES = [(16, 64), (16, 128), (48, 320), (50, 200), (33, 64), (7, 72), (1, 1), (16, 1000), (17, 8)]
 

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("numba")
 
+from asyncengine.execution.layers.routing import RouterConfig, route
 from asyncengine.kernels.cpu import routing
-from asyncengine.layers.routing import RouterConfig, route
 
 FORMS: dict[str, dict[str, Any]] = {
     "softmax": {"normalised": False},

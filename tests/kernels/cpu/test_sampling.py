@@ -11,11 +11,11 @@ import torch
 from support.device_sampling import SETTINGS
 from support.teams import team_of
 
+from asyncengine.execution.sampling.noise import noise_keys
+from asyncengine.execution.sampling.sampler import draw
+from asyncengine.execution.sampling.top_p import kept_threshold
 from asyncengine.kernels.cpu import sampling
 from asyncengine.kernels.cpu.sampling import SamplerKernel
-from asyncengine.sampling.noise import noise_keys
-from asyncengine.sampling.sampler import draw
-from asyncengine.sampling.top_p import kept_threshold
 
 
 def columns(count: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Any:

@@ -8,12 +8,12 @@ import pytest
 import torch
 from support.segments import Part, assert_same_bits, forward, memory_of
 
+from asyncengine.execution.layers.kernels import layer_kernels
+from asyncengine.execution.layers.norm import NormConfig
+from asyncengine.execution.layers.options import LayerOptions
+from asyncengine.execution.layers.short_conv import ShortConv, ShortConvConfig
+from asyncengine.execution.layers.states import StatePools
 from asyncengine.kernels.cpu import compiler_missing
-from asyncengine.layers.kernels import layer_kernels
-from asyncengine.layers.norm import NormConfig
-from asyncengine.layers.options import LayerOptions
-from asyncengine.layers.short_conv import ShortConv, ShortConvConfig
-from asyncengine.layers.states import StatePools
 
 CPU = torch.device("cpu")
 WIDTH = 320

@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled here: tests/gpu", allow_module_level=True)
 
+from asyncengine.execution.layers.causal_conv import CausalConv
 from asyncengine.kernels.cuda.causal_conv import convolve
-from asyncengine.layers.causal_conv import CausalConv
 
 NEAR = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from asyncengine.execution.sampling import logit_processors
+from asyncengine.execution.sampling.logit_processors import LogitProcessors, SlotTables
+from asyncengine.execution.sampling.masks import FilledMasks
+from asyncengine.execution.sampling.slot_params import SlotParams
 from asyncengine.request_spec import RequestSpec
-from asyncengine.sampling import logit_processors
-from asyncengine.sampling.logit_processors import LogitProcessors, SlotTables
-from asyncengine.sampling.masks import FilledMasks
-from asyncengine.sampling.slot_params import SlotParams
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import Row
 

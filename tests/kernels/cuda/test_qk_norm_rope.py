@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn.functional import rms_norm
 
-from asyncengine.attention.base import MergedHeads
+from asyncengine.execution.attention.base import MergedHeads
+from asyncengine.execution.layers.rotary import Angles, Rotary, RotaryConfig, rotate
 from asyncengine.kernels.cuda.qk_norm_rope import angles, prepare_and_write
-from asyncengine.layers.rotary import Angles, Rotary, RotaryConfig, rotate
 
 FORMS: dict[str, dict[str, Any]] = {
     "Qwen3": {"heads": 4, "kv_heads": 2, "dim": 64, "rotary": 64, "norm": True},

@@ -19,15 +19,15 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled here: tests/gpu", allow_module_level=True)
 
+from asyncengine.execution.layers import states
+from asyncengine.execution.layers.gated_delta import GatedDeltaConfig, learn, unit
+from asyncengine.execution.layers.kimi_delta import KimiDeltaConfig
+from asyncengine.execution.layers.mamba2 import Mamba2Config
+from asyncengine.execution.layers.norm import NormConfig
+from asyncengine.execution.layers.short_conv import ShortConvConfig
+from asyncengine.execution.layers.states import LoneTokens, StatePools, StateSegments, StateStep
 from asyncengine.kernels.cuda import recurrence
 from asyncengine.kernels.cuda.recurrence import Recurrence
-from asyncengine.layers import states
-from asyncengine.layers.gated_delta import GatedDeltaConfig, learn, unit
-from asyncengine.layers.kimi_delta import KimiDeltaConfig
-from asyncengine.layers.mamba2 import Mamba2Config
-from asyncengine.layers.norm import NormConfig
-from asyncengine.layers.short_conv import ShortConvConfig
-from asyncengine.layers.states import LoneTokens, StatePools, StateSegments, StateStep
 
 LARGE = GatedDeltaConfig(2, 4, 128, 40, 4, 1e-6)
 LAYERS: dict[str, Any] = {
@@ -49,7 +49,7 @@ NEAR = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 def test_layers_by_the_kernel_are_those_by_torch(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncengine.layers.options.compiler_missing", lambda *_: "not here")
+    monkeypatch.setattr("asyncengine.execution.layers.options.compiler_missing", lambda *_: "not here")
     own = options(dtype, plain=True)
     found = []
     for triton in (False, True):
@@ -79,7 +79,7 @@ def test_layers_by_the_kernel_are_those_by_torch(
 @pytest.mark.parametrize("name", ["large", "kimi", "mamba"])
 def test_a_decode_step_is_three_kernels_between_the_projections(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "triton_missing", lambda _: None)
-    monkeypatch.setattr("asyncengine.layers.options.compiler_missing", lambda *_: "not here")
+    monkeypatch.setattr("asyncengine.execution.layers.options.compiler_missing", lambda *_: "not here")
     layer, launches = LAYERS[name].build(options(torch.bfloat16, plain=True), NormConfig(), "", 32, 0), Launches()
     pools = StatePools([layer.spec], 3, torch.bfloat16, CPU)
     slots = torch.tensor([1, 2])

@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled here: tests/gpu", allow_module_level=True)
 
+from asyncengine.execution.layers.routing import RouterConfig, route
 from asyncengine.kernels.cuda import routing as kernels
-from asyncengine.layers.routing import RouterConfig, route
 
 PLAIN = RouterConfig(24, 4)
 CONFIGS = {

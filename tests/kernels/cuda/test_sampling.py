@@ -11,7 +11,7 @@ from support.device_modes import Launches
 from support.device_sampling import SETTINGS, by_cpu, by_kernels, device_sampler, rows_of
 from triton.runtime.interpreter import InterpretedFunction
 
-from asyncengine.sampling import device_sampler as module
+from asyncengine.execution.sampling import device_sampler as module
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has them compiled")
 CPU = torch.device("cpu")

@@ -30,7 +30,7 @@ from asyncengine.errors import AdapterError, InvalidParameter
 from asyncengine.lora.checkpoint.files import discover
 from asyncengine.lora.checkpoint.peft_config import Patterns
 from asyncengine.lora.checkpoint.peft_loader import PeftLoader
-from asyncengine.lora.interface import ModuleDims
+from asyncengine.seams import ModuleDims
 
 Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 Q_B = Q_A.replace("lora_A", "lora_B")

@@ -12,7 +12,7 @@ from support.lora_driver import AdapterDriver, make_driver
 from support.lora_reference import Weights, random_weights
 from support.tiny_models import VOCAB
 
-from asyncengine.layers.recorded import MOST_TOKENS, RecordedLayers
+from asyncengine.execution.layers.recorded import MOST_TOKENS, RecordedLayers
 from asyncengine.sampling_params import SamplingParams
 
 pytest.importorskip("numba")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from support.device_modes import DEVICE, NoWaiting
 
+from asyncengine.execution.layers.places import Place
 from asyncengine.kernels.cpu import compiler_missing
-from asyncengine.layers.places import Place
 from asyncengine.lora.layers import rows as rows_module
 from asyncengine.lora.layers.compiled import CompiledStack
 from asyncengine.lora.layers.masked import KernelStack, MaskedStack, MaskedStep

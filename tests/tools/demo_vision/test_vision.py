@@ -11,8 +11,8 @@ import transformers
 from PIL import Image, ImageDraw
 
 from asyncengine import Engine
-from asyncengine.cli.main import main
 from asyncengine.demo import VISION_PATH
+from asyncengine.integrations.cli.main import main
 from tools.demo_vision.build_tokenizer import IMAGE
 from tools.demo_vision.evaluate import answer, held_out
 from tools.demo_vision.idefics import PLACED, TOKENS

@@ -13,9 +13,9 @@ import torch
 from support.fake_flashinfer import FakeFlashInfer, FakeMemory
 from support.fake_gpu import Again
 
-from asyncengine.attention.base import AttentionBackend
-from asyncengine.attention.flashinfer import FlashInferBackend
-from asyncengine.attention.torch_paged import TorchPagedBackend
+from asyncengine.execution.attention.base import AttentionBackend
+from asyncengine.execution.attention.flashinfer import FlashInferBackend
+from asyncengine.execution.attention.torch_paged import TorchPagedBackend
 from tools.gpucheck import kernels
 from tools.gpucheck.kernels import Case, cases, check_case
 from tools.gpucheck.report import CheckFailed

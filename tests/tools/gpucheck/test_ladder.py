@@ -13,7 +13,7 @@ from support.long import LONG
 
 from asyncengine import AsyncEngine
 from asyncengine.config import EngineConfig
-from asyncengine.models.fallback.model import count_elements
+from asyncengine.execution.models.fallback.model import count_elements
 from tools.gpucheck import environment, ladder
 from tools.gpucheck.__main__ import main
 from tools.gpucheck.ladder import ENGINES, Ladder

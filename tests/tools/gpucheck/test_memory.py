@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from asyncengine.models.memory import caches
-from asyncengine.runner import building, model_runner, parts
+from asyncengine.execution.models.memory import caches
+from asyncengine.execution.runner import building, model_runner, parts
 from asyncengine.step import FinishedStep, StepResult
 from tools.gpucheck import memory
 from tools.gpucheck.families import families, make_checkpoint

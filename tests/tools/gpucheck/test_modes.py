@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 from support.fake_gpu import Again, fake_gpu
 
-from asyncengine.runner.graphs import DecodeGraphs
+from asyncengine.execution.runner.graphs import DecodeGraphs
 from tools.gpucheck.modes import PLAIN, WAYS, Bench, check_constrained
 from tools.gpucheck.report import CheckFailed
 from tools.gpucheck.session import Session, Settings

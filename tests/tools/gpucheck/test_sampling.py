@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from asyncengine.sampling.masks import FilledMasks
-from asyncengine.sampling.sampler import Sampled, Sampler
+from asyncengine.execution.sampling.masks import FilledMasks
+from asyncengine.execution.sampling.sampler import Sampled, Sampler
 from asyncengine.step import Row
 from tools.gpucheck import sampling
 from tools.gpucheck.report import CheckFailed

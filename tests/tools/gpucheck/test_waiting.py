@@ -10,7 +10,7 @@ import torch
 from support.fake_gpu import fake_gpu
 from support.long import LONG
 
-from asyncengine.runner.model_runner import ModelRunner
+from asyncengine.execution.runner.model_runner import ModelRunner
 from tools.gpucheck.families import make_checkpoint, text_config
 from tools.gpucheck.report import CheckFailed
 from tools.gpucheck.session import Settings

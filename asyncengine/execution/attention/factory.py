@@ -1,0 +1,118 @@
+"""The choice of an attention backend."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from asyncengine.config import EngineConfig, MemorySettings
+from asyncengine.errors import InvalidParameter
+from asyncengine.execution.attention.base import AttentionBackend, LayerSpec
+from asyncengine.execution.attention.flashinfer import FlashInferBackend, load_flashinfer
+from asyncengine.execution.attention.flashinfer_plan import why_not
+from asyncengine.execution.attention.torch_paged import TorchPagedBackend
+from asyncengine.execution.device.shared_pools import SharedPools
+from asyncengine.kernels.cpu import compiler_missing
+
+logger = logging.getLogger("asyncengine")
+
+
+def kv_dtype(config: MemorySettings, dtype: torch.dtype) -> torch.dtype:
+    """Type of KV memory for a model of `dtype`."""
+    return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
+
+
+def make_backend(
+    config: EngineConfig, layers: Sequence[LayerSpec], num_pages: int, dtype: torch.dtype, device: torch.device,
+    max_model_len: int | None = None, num_window_pages: int = 0, all_kernels: bool = True,
+    shared: SharedPools | None = None,
+) -> AttentionBackend:  # fmt: skip
+    """The backend `config.attention_backend` names; "auto": FlashInfer or compiled kernels where they run, else torch.
+    `num_window_pages`: of a pool for the layers with windows alone, where `pool_sizes` has one. `all_kernels`: compile
+    what first steps do not call, too. `shared`: memory for pages on a CPU; None: wherever torch puts them.
+
+    No row is longer than `max_model_len` tokens, nor, unless every layer has a window, than the whole pool (None: than
+    the pool). Raises `InvalidParameter` if a backend is asked for by name and cannot run, or if only FlashInfer could
+    do what is asked.
+    """
+    reason = f'attention_backend is "{config.attention_backend}"'
+    if config.attention_backend in ("auto", "flashinfer"):
+        found = _flashinfer_missing(layers, dtype, device, config.page_size)
+        if found is None:
+            backend = _try_flashinfer(config, layers, num_pages, dtype, device, max_model_len)
+            if not isinstance(backend, str):
+                return backend
+            found = backend
+        reason = found
+        if config.attention_backend == "flashinfer":
+            raise InvalidParameter("attention_backend", f"flashinfer cannot be used: {reason}", "flashinfer")
+        if device.type == "cuda" and layers:
+            logger.warning("attention runs on the slower torch backend: %s", reason)
+    if kv_dtype(config, dtype) != dtype:
+        raise InvalidParameter("kv_cache_dtype", f"needs the flashinfer attention backend; {reason}", "fp8")
+    if config.attention_backend != "torch":
+        missing = compiler_missing(dtype, device)
+        if missing is None:
+            from asyncengine.execution.attention.cpu import CompiledBackend  # imports numba
+
+            compiled = CompiledBackend(layers, num_pages, config.page_size, dtype, False, num_window_pages, shared)
+            if all_kernels:
+                compiled.warm_up()
+            return compiled
+        if config.attention_backend == "compiled":
+            raise InvalidParameter("attention_backend", f"compiled cannot be used: {missing}", "compiled")
+    return TorchPagedBackend(layers, num_pages, config.page_size, dtype, device, num_window_pages, shared)
+
+
+def _flashinfer_missing(
+    layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, page_size: int
+) -> str | None:
+    """Why FlashInfer cannot run this model here, as far as can be told without importing it; None: it may."""
+    if not layers:
+        return "the model has no attention"
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return "it needs an NVIDIA GPU"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+    if importlib.util.find_spec("flashinfer") is None:
+        return "it is not installed: pip install 'asyncengine[cuda]'"
+    return why_not(layers, dtype, page_size)
+
+
+def _try_flashinfer(
+    config: EngineConfig, layers: Sequence[LayerSpec], num_pages: int, dtype: torch.dtype, device: torch.device,
+    max_model_len: int | None,
+) -> FlashInferBackend | str:  # fmt: skip
+    """A backend whose kernels have all run once, or why there is none."""
+    try:
+        flashinfer = load_flashinfer()
+    except Exception as error:  # it touches compilers, drivers and the home directory on import
+        return f"importing flashinfer failed: {type(error).__name__}: {error}"
+    longest = num_pages
+    if max_model_len is not None:  # and one page for a step that was launched before the end was known
+        longest = -(-max_model_len // config.page_size) + 1
+        if not all(spec.windowed for spec in layers):  # else a row may be longer than the pool: it gives pages back
+            longest = min(num_pages, longest)
+    backend = FlashInferBackend(
+        layers,
+        num_pages,
+        config.page_size,
+        dtype,
+        device,
+        max_rows=config.max_num_seqs,
+        max_pages_per_row=longest,
+        kv_dtype=kv_dtype(config, dtype),
+        flashinfer=flashinfer,
+    )
+    logger.info("preparing FlashInfer's kernels; those not compiled on this machine before take minutes")
+    try:
+        backend.warm_up()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # no compiler, no such kernel: each comes with its own exception
+        backend.close()
+        return f"its kernels do not run: {type(error).__name__}: {error}"
+    return backend

@@ -1,0 +1,208 @@
+"""The number of threads that compute the next step: all that the engine may use, unless they stand in each other's way.
+
+Engines of one process share its cores: while two of them run steps, each uses half of its threads, and a long step
+over documents gives them up in its midst when a chat's short one comes. And a step may take far longer than its work,
+because the machine is busy with something else: where threads lose more to waiting for one another than they win, an
+engine uses half as many, and tries more again later, at growing intervals.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+from asyncengine.execution.device.openmp import torch_threads
+from asyncengine.kernels.cpu import compiler_missing
+from asyncengine.stats import ThreadStats
+
+if TYPE_CHECKING:
+    from asyncengine.kernels.cpu.team import Account, Team
+
+_WINDOW = 0.05
+"""Seconds of steps from which a judgement is made."""
+_POOR = 0.4
+"""Share of the threads' work that is worth the name: below it, half of them would do as well."""
+_PREEMPTED = 100.0
+"""Preemptions of this process's threads per second, and two in a step: OpenMP's threads wait for one another then."""
+_FIRST_REST, _LONGEST_REST = 0.5, 16.0
+"""Seconds until more threads are tried again; doubled each time that fails."""
+
+
+class Sharing:
+    """The steps that are running in a process, each (its `Cores`) with its share of the cores."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: list[Cores] = []
+
+    def enter(self, step: Cores) -> int:
+        """Give the number of threads for a step that begins now. It and the others are limited to their shares."""
+        with self._lock:
+            self._running.append(step)
+            self._limit()
+            return self._share(step)
+
+    def leave(self, step: Cores) -> None:
+        with self._lock:
+            self._running.remove(step)
+            self._limit()
+
+    def _limit(self) -> None:
+        for step in self._running:
+            step.limit(self._share(step))
+
+    def _share(self, step: Cores) -> int:
+        return max(1, step.most // len(self._running))
+
+
+_CPU = torch.device("cpu")
+_PROCESS = Sharing()
+"""The cores of this process: its engines know nothing of each other, and share them."""
+
+
+def threads_for(threads: int | None, device: torch.device) -> int:
+    """The number of threads for an engine on this device; None: as many as torch uses in this program."""
+    return (threads or torch.get_num_threads()) if device.type == "cpu" else 1
+
+
+class Cores:
+    """The threads of one engine's kernels, and of torch's operators in its steps. One step at a time."""
+
+    def __init__(
+        self, threads: int | None = None, device: torch.device = _CPU, sharing: Sharing = _PROCESS,
+        team: Team | None = None,
+    ) -> None:  # fmt: skip
+        """`threads` None: as many as torch uses in this program. On another device than a CPU, one: to launch. `team`:
+        of so many threads; None: one is made when it is first joined, as a first load has its kernels compiled until
+        then."""
+        self.most = threads_for(threads, device)
+        self._here = device.type == "cpu"
+        self._sharing = sharing
+        self._company = Company(self.most)
+        self._used = self.most
+        self._compiled = compiler_missing(torch.float32, device) is None
+        self._team = team
+
+    @contextmanager
+    def step(self, *, torch_alone: bool = False, small: bool = False) -> Iterator[None]:
+        """Within, one step is computed. `torch_alone`: torch's own operators do so little that one thread is best.
+        `small`: so does the whole step."""
+        if not self._here:
+            yield
+            return
+        if small:
+            with self._joined(1), self._measured(1, 1):
+                yield
+            return
+        with self._joined(self._company.threads):
+            threads = min(self._company.threads, self._sharing.enter(self))
+            try:
+                with self._measured(threads, 1 if torch_alone else threads):
+                    yield
+            finally:
+                self._sharing.leave(self)
+
+    def limit(self, threads: int) -> None:
+        """Limit the threads of the running step, for another that shares the cores with it. Torch's own operators
+        keep theirs."""
+        if self._team is not None:
+            self._team.limit(min(threads, self._company.threads))
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Within, a model's weights are prepared: by all threads."""
+        with self._joined(None):
+            yield
+
+    def _joined(self, threads: int | None) -> AbstractContextManager[None]:
+        if not self._compiled:
+            return nullcontext()
+        if self._team is None:
+            from asyncengine.kernels.cpu.team import Team
+
+            self._team = Team(self.most)
+        return self._team.joined(threads)
+
+    @contextmanager
+    def _measured(self, threads: int, for_torch: int) -> Iterator[None]:
+        self._used = threads
+        team = self._team if threads > 1 else None  # alone it waits for nobody
+        began, preempted = time.perf_counter(), _preempted() if for_torch > 1 else 0
+        before = None if team is None else team.account
+        with torch_threads(for_torch):
+            yield
+        loops = None if team is None or before is None else team.account.since(before)
+        lost = _preempted() - preempted if for_torch > 1 else 0
+        self._company.note(threads, time.perf_counter() - began, loops, lost)
+
+    def forget(self) -> None:
+        """Forget the durations so far: those of the first steps say nothing of later ones."""
+        self._company = Company(self.most)
+
+    @property
+    def stats(self) -> ThreadStats:
+        return ThreadStats(self._used, self.most, self._company.efficiency)
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        if self._team is not None:
+            self._team.close()
+
+
+class Company:
+    """From what steps took to how many threads the next should use."""
+
+    def __init__(self, most: int) -> None:
+        self.threads = most
+        self.efficiency = 1.0
+        self._most = most
+        self._rest = _FIRST_REST
+        self._until = 0.0
+        """When more threads are tried, by the sum of all steps' seconds: idle time is no evidence."""
+        self._clock = 0.0
+        self._clear(most)
+
+    def _clear(self, threads: int) -> None:
+        self._used = threads
+        self._steps, self._seconds = 0, 0.0
+        self._loops: Account | None = None
+        self._preempted = 0
+
+    def note(self, threads: int, seconds: float, loops: Account | None, preempted: int) -> None:
+        """A step of so many threads: its seconds, the loops they shared, and how often a thread that torch's operators
+        may have waited for lost its core."""
+        self._clock += seconds
+        if threads != self._used:  # other engines took some, or gave them back
+            self._clear(threads)
+        self._steps += 1
+        self._seconds += seconds
+        if loops is not None:
+            self._loops = loops if self._loops is None else self._loops.plus(loops)
+        self._preempted += preempted
+        if self._seconds < _WINDOW:
+            return
+        self.efficiency = 1.0 if self._loops is None or threads == 1 else self._loops.efficiency
+        disturbed = self._preempted > max(_PREEMPTED * self._seconds, 2 * self._steps)
+        poor = threads > 1 and (self.efficiency < _POOR or disturbed)
+        self._clear(threads)
+        if poor:
+            self.threads = max(1, threads // 2)
+            self._until, self._rest = self._clock + self._rest, min(2 * self._rest, _LONGEST_REST)
+        elif self.threads < self._most and self._clock >= self._until:
+            self.threads = min(2 * self.threads, self._most)
+        elif self.threads == self._most:
+            self._rest = max(_FIRST_REST, self._rest / 2)
+
+
+def _preempted() -> int:
+    """Involuntary context switches of this process so far; 0 where the system does not count them."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw

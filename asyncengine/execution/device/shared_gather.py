@@ -1,0 +1,135 @@
+"""Shared memory through which the processes of one model exchange results on a CPU.
+
+It is an anonymous file (`memfd_create`, Linux): no name, and nothing that anybody would have to remove. Each process
+writes its columns of a result into the one matrix, waits at a barrier until all have, and copies what it needs. There
+are two such places, used in turns: who writes into one has passed the barrier behind the last use of the other, and so
+has everybody read what was in the first. Stages of a pipeline wait for each other by counts of their own.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from asyncengine.execution.device.shared_pools import SharedPools
+from asyncengine.kernels.cpu import compiler_missing
+
+_PLACE = 2**25
+"""Bytes of each place. What nobody writes to takes no memory; a longer result goes through in several parts."""
+_PAGE = mmap.PAGESIZE
+_MOST = 64
+"""Processes of a model, at most."""
+_WORDS = 192
+"""Bytes of the words that one count of arrivals takes (`kernels.cpu.barrier`); each process has one."""
+_HEAD = -(-_MOST * _WORDS // _PAGE) * _PAGE
+"""Bytes before the places."""
+_VIEWS = 256
+"""Views that are kept for the next step of the same shape."""
+
+
+def missing() -> str | None:
+    """The reason for which there is no such memory here; None: there is."""
+    if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
+        return "needs Linux, whose processes share memory without a name"
+    return compiler_missing(torch.float32, torch.device("cpu"))
+
+
+def make_memory() -> int:
+    """A descriptor of new memory, which its processes inherit. Raises `OSError`."""
+    made = os.memfd_create("asyncengine-ranks")
+    os.ftruncate(made, _HEAD + 2 * _PLACE)
+    return made
+
+
+class SharedGather:
+    """One process's view of the memory: a `layers.sharded.Ranks`. Used by one thread at a time."""
+
+    exact = True
+
+    def __init__(self, memory: int, rank: int, size: int) -> None:
+        """`memory`: the descriptor of `make_memory`, which may be closed afterwards."""
+        from asyncengine.kernels.cpu import barrier
+
+        self.rank, self.size = rank, size
+        self.lost: str | None = None
+        """The reason that `break_off` was given."""
+        whole = torch.frombuffer(mmap.mmap(memory, _HEAD + 2 * _PLACE), dtype=torch.uint8)
+        self._memory: torch.Tensor | None = whole
+        self._file = os.dup(memory)
+        self._close_file = weakref.finalize(self, os.close, self._file)
+        self._address: int = whole.data_ptr()
+        self._places: Sequence[torch.Tensor] = (whole[_HEAD : _HEAD + _PLACE], whole[_HEAD + _PLACE :])
+        self._meet: Any = barrier.meet
+        self._arrive: Any = barrier.arrive
+        self._reach: Any = barrier.reach
+        self._break_off: Any = barrier.break_off
+        self._target = self._turn = 0
+        self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
+
+    def rows_at_once(self, row_bytes: int) -> int:
+        """Rows of so many bytes that a place holds. Raises `ValueError` where it does not hold one."""
+        if row_bytes > _PLACE:
+            raise ValueError(f"a row of {row_bytes} bytes is larger than the shared memory, {_PLACE}")
+        return _PLACE // row_bytes
+
+    def place(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix [rows, columns] into which all ranks write before the next `meet`, and from which they read behind
+        it until the one after. Nothing in particular is in it at first."""
+        key = self._turn, rows, columns, dtype
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) == _VIEWS:
+                self._views.clear()
+            nbytes = rows * columns * dtype.itemsize
+            found = self._places[self._turn][:nbytes].view(dtype).view(rows, columns)
+            self._views[key] = found
+        return found
+
+    def meet(self) -> None:
+        """Wait until all ranks have called this as often as this one. Raises `RuntimeError` if one of them is gone."""
+        self._target += self.size
+        self._turn = 1 - self._turn
+        if not self._meet(self._address, self._target):
+            raise RuntimeError(self.lost or "another rank of the model is gone")
+
+    def arrive(self) -> None:
+        """Count one more arrival of this process."""
+        self._arrive(self._address + self.rank * _WORDS)
+
+    def reach(self, rank: int, count: int) -> None:
+        """Wait until process `rank` has called `arrive` so often. Raises `RuntimeError` if one of them is gone."""
+        if not self._reach(self._address + rank * _WORDS, count):
+            raise RuntimeError(self.lost or "another rank of the model is gone")
+
+    def break_off(self, reason: str) -> None:
+        """Let nobody wait any more, in any of the processes: one of them is gone. From any thread; the first reason
+        stands."""
+        self.lost = self.lost or reason
+        for rank in range(self.size):
+            self._break_off(self._address + rank * _WORDS)
+
+    def pools(self, nbytes: int, *, each: bool = True) -> SharedPools:
+        """Memory of so many bytes, at least, for what each process keeps, or for what all of them keep together if not
+        `each`: all of them call this once, with the same number. Raises `OSError` where the system does not give it."""
+        first, region = _HEAD + 2 * _PLACE, -(-nbytes // _PAGE) * _PAGE
+        rank, size = (self.rank, self.size) if each else (0, 1)
+        os.ftruncate(self._file, first + size * region)  # to the same size, whoever comes first
+        return SharedPools(self._file, first, rank, size, region)
+
+    def close(self) -> None:
+        """Let go of the memory; nobody exchanges anything any more. Idempotent."""
+        self._close_file()
+        self._meet = self._reach = self._arrive = self._break_off = _gone
+        self._views.clear()
+        self._places, self._memory = (), None
+
+
+def _gone(*arguments: int) -> int:
+    """The answer of `meet` where another rank is gone."""
+    return 0

@@ -1,0 +1,328 @@
+"""Self-attention: projections, norms of heads, rotation; keys, values and scores are the attention backend's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from asyncengine.execution.attention.base import LayerSpec, MergedHeads
+from asyncengine.execution.layers.kernels import Activation
+from asyncengine.execution.layers.linear import Linear, Part
+from asyncengine.execution.layers.norm import Norm, NormConfig
+from asyncengine.execution.layers.options import LayerOptions
+from asyncengine.execution.layers.rotary import Angles, RotaryConfig, rotate
+from asyncengine.execution.layers.sharded import even_cuts, gathered, share_of
+from asyncengine.execution.layers.slots import TensorSlot
+from asyncengine.execution.layers.step import StepContext
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """One layer's attention, with the checkpoint's names for its matrices."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rotary: int | None = 0
+    """Index among the decoder's rotary embeddings; None: this layer rotates nothing."""
+    window: int | None = None
+    """Sliding window: position p sees positions (p - window, p]. None: all up to p."""
+    chunk: int | None = None
+    """Position p sees none before its own chunk of so many (Llama 4). None: it does."""
+    both: bool = False
+    """True in an encoder: later positions are attended to as well, and a window reaches as far to either side."""
+    softcap: float | None = None
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """One name: the checkpoint has them in one matrix. Two: values are keys before norm and rotation (Gemma 4)."""
+    keys_of: int | None = None
+    """An earlier layer whose keys and values this one attends to: it has queries only (Gemma 4)."""
+    out: str = "self_attn.o_proj"
+    qkv_bias: bool = False
+    out_bias: bool = False
+    transposed: bool = False
+    head_norm: NormConfig | None = None
+    """The norm of each head's queries and keys."""
+    norm_names: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    """With "{}" where the checkpoint has one tensor for each head (StableLM)."""
+    norm_scope: Literal["head", "each", "whole"] = "head"
+    """Over a head's dimensions, with one weight for all heads or one for each; or over all heads at once (OLMo 2)."""
+    value_norm: NormConfig | None = None
+    """The norm of each head's values (Gemma 4)."""
+    norm_after_rotation: bool = False
+    """Hunyuan."""
+    sinks: str | None = None
+    """A logit of each head that takes part in the softmax and carries no value (gpt-oss)."""
+    clip: float | None = None
+    """Queries, keys and values are clamped to [-clip, clip] (OLMo 1)."""
+    output_gate: bool = False
+    """The query projection gives each head's queries and, behind them, as many numbers whose sigmoid is multiplied with
+    what that head attends to (Qwen3-Next)."""
+
+
+def _merged_parts(config: AttentionConfig, prefix: str) -> tuple[list[int], list[Part]]:
+    """Rows of the merged projection for each kv head, block by block, and the matrices it consists of."""
+    group, dim = config.num_heads // config.num_kv_heads, config.head_dim
+    blocks = 1 if config.keys_of is not None else 2 if len(config.qkv) == 2 else 3
+    rows = [group * dim * (2 if config.output_gate else 1), dim, dim][:blocks]
+    sizes = [config.num_kv_heads * each for each in rows]
+    if len(config.qkv) == 1:
+        sizes = [sum(sizes)]
+    return rows, [Part(prefix + name, size) for name, size in zip(config.qkv, sizes, strict=True)]
+
+
+class HeadGate:
+    """Gates of heads: what each attends to is multiplied by the sigmoid of as many further projections.
+
+    It takes a projection apart whose first part is, head by head, queries [dim] and gates [dim]; all [T, ...].
+    """
+
+    def __init__(self, options: LayerOptions, heads: int, dim: int) -> None:
+        self.heads, self.dim = heads, dim
+        self.kernels: Any = None
+        """The module of compiled kernels, on a CPU; None: torch does it."""
+        if options.compiled:
+            from asyncengine.kernels.cpu import head_gate
+
+            self.kernels = head_gate
+
+    def split(self, projected: torch.Tensor) -> torch.Tensor:
+        """The projection without the gates: queries, and what stands behind them."""
+        if self.kernels is not None:
+            made: torch.Tensor = self.kernels.split_queries(projected, self.heads, self.dim)
+            return made
+        size = self.heads * self.dim
+        queries = projected[:, : 2 * size].view(-1, self.heads, 2, self.dim)[:, :, 0]
+        return torch.cat((queries.flatten(1), projected[:, 2 * size :]), dim=1)
+
+    def multiply(self, attended: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
+        """`attended` [T, heads * dim] times the sigmoid of the gates, rounded once."""
+        if self.kernels is not None:
+            made: torch.Tensor = self.kernels.gate_heads(attended, projected, self.heads, self.dim)
+            return made
+        gates = projected[:, : 2 * self.heads * self.dim].view(-1, self.heads, 2, self.dim)[:, :, 1].flatten(1)
+        return (attended.float() * gates.float().sigmoid()).to(attended.dtype)
+
+
+class Attention:
+    """x [T, width] -> [T, width]. `index` is the place of its keys and values in the attention backend, `rotary` its
+    rotation."""
+
+    def __init__(
+        self, options: LayerOptions, config: AttentionConfig, prefix: str, width: int, index: int,
+        rotary: RotaryConfig | None,
+    ) -> None:  # fmt: skip
+        self.index = index
+        dim, shares = config.head_dim, config.keys_of is not None
+        rows, parts = _merged_parts(config, prefix)
+        columns = config.num_heads // config.num_kv_heads * dim
+        self.share = share_of(options.ranks, even_cuts(options.ranks, config.num_kv_heads), rows, columns)
+        """This rank's heads, whose keys and values it keeps; None: it has all of them."""
+        self._together = self.share is not None and config.norm_scope == "whole" and config.head_norm is not None
+        """Whether norms are of all heads, so that this rank's are taken behind them."""
+        self.qkv = Linear(
+            options, parts, width, bias=config.qkv_bias, transposed=config.transposed,
+            share=None if self._together else self.share,
+        )  # fmt: skip
+        self.out = Linear(
+            options, [Part(prefix + config.out, width)], config.num_heads * dim, bias=config.out_bias,
+            transposed=config.transposed,
+        )  # fmt: skip
+        self._whole, config = config, self._own(config)
+        self.config = config
+        """With the heads that are here."""
+        self.query_size, self.kv_size = config.num_heads * dim, config.num_kv_heads * dim
+        self._sizes = [self.query_size, self.kv_size, self.kv_size]
+        self.norms = None if config.head_norm is None else self._make_norms(options, prefix)
+        device, interleaved = options.kernels.name, rotary is not None and rotary.style == "interleaved"
+        exact = rotary is not None and rotary.exact and options.dtype != torch.float32
+        # compiled attention rotates halves, by cosines in the model's type, and norms come before
+        self.rotates_apart = config.norm_after_rotation or ((interleaved or exact) and device != "cuda")
+        """Rotation, and norms of heads, are kernels of their own before attention."""
+        fusable = config.norm_scope == "head" and all(norm.fusable for norm in self.norms or ())
+        self._norms_apart = self.norms is not None and (self.rotates_apart or not fusable)
+        self.merged: MergedHeads | None = None
+        """Description of how one kernel prepares the merged projection for attention; None: none can."""
+        if not shares and (device == "compiled" or not self.rotates_apart):
+            self.merged = self._merged(interleaved and not self.rotates_apart)
+        self.value_norm: Norm | None = None
+        if config.value_norm is not None and not shares:
+            self.value_norm = Norm(options, config.value_norm, f"{prefix}self_attn.v_norm", dim)
+        self.makes_values = self.value_norm is not None or len(config.qkv) == 2
+        """Values are not what the projection gives."""
+        self._sinks_path = f"{prefix}{config.sinks}"
+        self._sinks = None if config.sinks is None else options.zeros(self._whole.num_heads, dtype=torch.float32)
+        sinks = self._sinks
+        if sinks is not None and self.share is not None:
+            sinks = sinks[self.share.part(self._whole.num_heads)]
+        self.spec = LayerSpec(
+            index=index, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, key_dim=dim, value_dim=dim,
+            scale=config.scale, window=config.window, chunk=config.chunk, softcap=config.softcap, both=config.both,
+            sinks=sinks, divided=self.share is not None,
+        )  # fmt: skip
+        self.gate = HeadGate(options, config.num_heads, dim) if config.output_gate else None
+        self._kernels: Any = options.kernels
+        self.clip: Activation | None = None
+        if config.clip is not None:
+            limit = options.zeros(1, dtype=torch.float32).fill_(config.clip)
+            self.clip = options.kernels.activation("clip", limit)
+
+    def _own(self, config: AttentionConfig) -> AttentionConfig:
+        """The same of the heads that are here."""
+        if self.share is None:
+            return config
+        size = self.share.ranks.size
+        return replace(config, num_heads=config.num_heads // size, num_kv_heads=config.num_kv_heads // size)
+
+    def _make_norms(self, options: LayerOptions, prefix: str) -> tuple[Norm, ...]:
+        """Norms of queries and of keys, or of queries alone."""
+        config = self._whole
+        counts = (config.num_heads, config.num_kv_heads)[: 1 if config.keys_of is not None else 2]
+        names = zip(config.norm_names, counts, strict=False)
+        return tuple(self._norm(options, prefix + name, heads) for name, heads in names)
+
+    def _norm(self, options: LayerOptions, path: str, heads: int) -> Norm:
+        """`heads`: of all ranks."""
+        config = self.config
+        assert config.head_norm is not None
+        if config.norm_scope == "whole":
+            return Norm(options, config.head_norm, path, heads * config.head_dim)
+        if config.norm_scope == "head":
+            return Norm(options, config.head_norm, path, config.head_dim)
+        kept = None if self.share is None else self.share.part(heads)
+        return Norm(options, config.head_norm, path, config.head_dim, heads, kept)
+
+    def _merged(self, interleaved: bool) -> MergedHeads:
+        config = self.config
+        counts = (config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim)
+        if self.norms is None or self._norms_apart:
+            return MergedHeads(*counts, interleaved=interleaved)
+        query, key = self.norms
+        return MergedHeads(*counts, query.weight, key.weight, query.config.epsilon, interleaved)
+
+    def __call__(self, x: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor:
+        """`angles`: those of this layer's rotation."""
+        projected = self._projected(x, step)
+        if self.gate is None:
+            attended = self._attended(projected, step, angles)
+        else:
+            attended = self._attended(self.gate.split(projected), step, angles)
+            attended = self.gate.multiply(attended, projected)
+        return self.out(gathered(self.share, attended), step.adapters)
+
+    def _projected(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """The merged projection of the heads that are here."""
+        projected = self.qkv(x, step.adapters)
+        if self.share is None or self.qkv.local:
+            return projected
+        if self._together:
+            projected = projected if self.clip is None else self.clip(projected)
+            size = self._whole.head_dim
+            self._norm_in_place(projected, self._whole.num_heads * size, self._whole.num_kv_heads * size)
+        return self.share.columns(projected)
+
+    def _attended(self, qkv: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor:
+        """[T, heads * dim] of the merged projection."""
+        if self.clip is not None and not self._together:
+            qkv = self.clip(qkv)
+        if angles.query_scale is not None:  # rotation is linear
+            qkv = self._kernels.scale_rows(qkv, angles.query_scale, self.query_size)
+        if self.config.keys_of is not None:
+            return step.backend.attend(self.index, self._query(qkv, angles)).flatten(1)
+        if self.makes_values:
+            qkv = self._with_values(qkv)
+        attend_merged: Any = None if self.merged is None else getattr(step.backend, "attend_merged", None)
+        if attend_merged is not None:
+            cos, sin = self._prepare_in_place(qkv, angles)
+            attended: torch.Tensor = attend_merged(self.index, qkv, self.merged, cos, sin)
+            return attended
+        query, key, value = self.prepare(qkv, angles)
+        step.backend.write(self.index, key, value)
+        return step.backend.attend(self.index, query).flatten(1)
+
+    def prepare(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [T, heads, dim], keys and values [T, kv heads, dim] of the merged projection [T, all]."""
+        config = self.config
+        query, key, value = torch.split(qkv, self._sizes, dim=-1)
+        if not config.norm_after_rotation:
+            query, key = self._normed(query, key)
+        query, key, value = (part.reshape(len(part), -1, config.head_dim) for part in (query, key, value))
+        if config.rotary is not None:
+            query, key = rotate(query, angles), rotate(key, angles)
+        if config.norm_after_rotation:
+            query, key = self._normed(query, key)
+        return query, key, value
+
+    def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys [T, all heads' dims] or [T, heads, dim], in the same shapes."""
+        if self.norms is None or self._together:
+            return query, key
+        if self.config.norm_scope == "whole":
+            return self.norms[0](query), self.norms[1](key)
+        dim = self.config.head_dim
+        apart = (part.reshape(len(part), -1, dim) for part in (query, key))
+        normed = [norm(part) for norm, part in zip(self.norms, apart, strict=True)]
+        return normed[0].reshape(query.shape), normed[1].reshape(key.shape)
+
+    def _prepare_in_place(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do what `attend_merged` does not have in it, and give the cosines and sines that it rotates by."""
+        config, after = self.config, self.config.norm_after_rotation
+        if self._norms_apart and not after and not self._together:
+            self._norm_in_place(qkv, self.query_size, self.kv_size)
+        if not self.rotates_apart:
+            return angles.cos, angles.sin
+        heads = config.num_heads + config.num_kv_heads
+        interleaved = angles.style == "interleaved"
+        self._kernels.rotate_heads(qkv, angles.cos, angles.sin, heads, config.head_dim, interleaved)
+        if self._norms_apart and after:
+            self._norm_in_place(qkv, self.query_size, self.kv_size)
+        return angles.cos[:, :0], angles.sin[:, :0]
+
+    def _norm_in_place(self, qkv: torch.Tensor, query_size: int, kv_size: int) -> None:
+        for norm, first, size in zip(self.norms or (), (0, query_size), (query_size, kv_size), strict=False):
+            self._norm_columns(qkv, norm, first, size)
+
+    def _norm_columns(self, qkv: torch.Tensor, norm: Norm, first: int, size: int) -> None:
+        groups = size // norm.weight.shape[-1]
+        if self._kernels.name == "compiled":
+            centred = norm.config.kind == "layer"
+            self._kernels.norm_heads(qkv, norm.weight, norm.bias, first, groups, norm.config.epsilon, centred)
+        else:
+            part = qkv[:, first : first + size]
+            part.copy_(norm(part.reshape(len(part), groups, -1)).flatten(1))
+
+    def _query(self, projected: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """[T, heads, dim] of a layer that has nothing else."""
+        config = self.config
+        query = projected.view(len(projected), -1, config.head_dim)
+        if self.norms is not None:
+            query = self.norms[0](query)
+        if config.rotary is None or self._kernels.name != "compiled":
+            return query if config.rotary is None else rotate(query, angles)
+        interleaved = angles.style == "interleaved"
+        self._kernels.rotate_heads(
+            query.flatten(1), angles.cos, angles.sin, config.num_heads, config.head_dim, interleaved
+        )  # fmt: skip
+        return query
+
+    def _with_values(self, qkv: torch.Tensor) -> torch.Tensor:
+        """The projection with values as they are written: normed, and those of the keys where it has none."""
+        if len(self.config.qkv) == 2:
+            qkv = self._kernels.joined(qkv, qkv[:, self.query_size :])
+        if self.value_norm is not None:
+            self._norm_columns(qkv, self.value_norm, self.query_size + self.kv_size, self.kv_size)
+        return qkv
+
+    def linears(self) -> list[Linear]:
+        return [self.qkv, self.out]
+
+    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """Tensors of the checkpoint that it takes, by name."""
+        parts: list[Linear | Norm] = [self.qkv, self.out, *(self.norms or ())]
+        for part in parts:
+            yield from part.slots()
+        if self._sinks is not None:
+            yield self._sinks_path, TensorSlot.into(self._sinks)

@@ -1,0 +1,109 @@
+"""Short causal convolution of each channel by itself, over a sequence's last inputs (depthwise, as Mamba has it)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional
+
+from asyncengine.execution.layers.options import LayerOptions
+from asyncengine.execution.layers.sharded import Spans, own_rows
+from asyncengine.execution.layers.slots import TensorSlot
+from asyncengine.execution.layers.states import Slots, StateStep, advance_segments, each_token, state_kernels
+
+ConvActivation = Literal["silu"]
+
+
+class CausalConv:
+    """y[t] = act(bias + sum over i of weight[i] * x[t - taps + 1 + i]), for each channel; x [T, channels].
+
+    Sums are float32 and rounded once, after the activation. What stands before a sequence's first token is zero.
+    """
+
+    def __init__(
+        self, options: LayerOptions, path: str, channels: int, taps: int, *, bias: bool = False,
+        activation: ConvActivation | None = None, spans: Spans | None = None,
+    ) -> None:  # fmt: skip
+        """`path`: of the checkpoint's tensors "weight" [channels, 1, taps] and "bias" [channels]. `spans`: the channels
+        that are here; None: all."""
+        self.path, self._whole, self.taps = path, channels, taps
+        self._spans = [(0, channels)] if spans is None else spans
+        self.channels = channels = sum(last - first for first, last in self._spans)
+        self.activation = activation
+        self.weight = options.zeros(taps, channels, dtype=torch.float32)
+        self.bias = options.zeros(channels, dtype=torch.float32) if bias else None
+        self.window = (taps - 1, channels)
+        """Shape of the inputs that it remembers of a sequence."""
+        self.on_device = state_kernels(options)
+        self.kernel: Any = None
+        """The compiled kernel on a CPU; None: torch convolves."""
+        if options.compiled:
+            from asyncengine.kernels.cpu.causal_conv import convolve_segments
+
+            self.kernel = convolve_segments
+
+    def __call__(self, x: torch.Tensor, step: StateStep, index: int) -> torch.Tensor:
+        """[T, channels] of a step's inputs x [T, channels], whose rows may be part of longer ones, with the windows of
+        state layer `index`, which has no other state."""
+        if self.kernel is not None:
+            made: torch.Tensor = self.kernel(
+                x, self.weight, self.bias, self.activation is not None, step.pools.windows[index], step.segments
+            )
+            return made
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+        def advance(
+            tokens: slice | torch.Tensor, _: Any, windows: torch.Tensor, slots: Slots | None
+        ) -> tuple[None, torch.Tensor]:
+            out[tokens], windows = self.advance(x[tokens], windows, slots)
+            return None, windows
+
+        advance_segments(step, index, advance)
+        return out
+
+    def advance(self, x: torch.Tensor, windows: torch.Tensor, slots: Slots | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(results [tokens, channels], the windows after them) of the next inputs x alike of some sequences, of which
+        each has equally many, by other means than kernels of a CPU. `windows` [sequences, taps - 1, channels]; with
+        `slots` there is one token of each, and they are moved where they lie, in a pool."""
+        if self.on_device is not None:
+            found: tuple[torch.Tensor, torch.Tensor] = self.on_device.convolve(
+                x, windows, slots, self.weight, self.bias, self.activation is not None
+            )
+            return found
+        if slots is not None:
+            out, moved = self.advance(x, windows.index_select(0, slots[0]), None)
+            return out, windows.index_copy_(0, slots[1], moved)
+        inputs = torch.cat((windows, torch.unflatten(x, 0, (len(windows), -1))), dim=1)
+        wide, tokens = inputs.float(), len(x) // len(windows)
+        total = wide[:, :tokens] * self.weight[0]
+        if self.bias is not None:
+            total = total + self.bias
+        for tap in range(1, self.taps):
+            total = total + wide[:, tap : tap + tokens] * self.weight[tap]
+        total = total.flatten(0, 1)
+        if self.activation is not None:
+            total = each_token(functional.silu, total)
+        return total.to(x.dtype), inputs[:, tokens:]
+
+    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """Tensors of the checkpoint that it takes, by name."""
+
+        yield f"{self.path}.weight", self.part(0, self._whole)
+        if self.bias is not None:
+            rows = own_rows(self._spans, 0, self._whole)
+            yield f"{self.path}.bias", TensorSlot.some(self.bias, self._whole, rows, 0.0)
+
+    def part(self, first: int, channels: int) -> TensorSlot:
+        """The door for the weight of some of all channels, where a checkpoint has them apart."""
+
+        def load(tensor: Any) -> None:
+            for given, own in own_rows(self._spans, first, channels):
+                self.weight[:, own].copy_(tensor[given, 0].T)
+
+        return TensorSlot((channels, 1, self.taps), load)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)

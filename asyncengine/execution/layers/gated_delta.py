@@ -1,0 +1,240 @@
+"""The gated delta rule (Yang et al. 2024, "Gated Delta Networks"): a layer that keeps a matrix for each head.
+
+A head's state S [key dim, value dim] forgets by a gate, then learns value v under key k as far as S does not know it:
+
+    S = exp(g) S;  S = S + k (beta (v - S^T k))^T;  o = S^T q
+
+with k and q of length one, g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b). Queries, keys and values have
+gone through a short causal convolution; o is normalised and multiplied by silu(z). All of it is float32, one token
+after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from asyncengine.execution.layers.causal_conv import CausalConv
+from asyncengine.execution.layers.linear import Linear, Part
+from asyncengine.execution.layers.norm import Norm, NormConfig
+from asyncengine.execution.layers.options import LayerOptions
+from asyncengine.execution.layers.sharded import even_cuts, part_of, share_of
+from asyncengine.execution.layers.slots import TensorSlot
+from asyncengine.execution.layers.states import (
+    StateKernels,
+    StateLayer,
+    StateSpec,
+    StateStep,
+    by_kernel,
+    each_token,
+    recur,
+)
+
+_TINY = 1e-6
+"""A term that keeps the division by a key's length finite: it is added to the square of the length."""
+
+
+class Columns(NamedTuple):
+    """The place of one kind of numbers in a projection: those of key head h begin at first + h * step."""
+
+    first: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaConfig:
+    """One such layer, with the checkpoint's names for its tensors. A `StateConfig`."""
+
+    key_heads: int
+    value_heads: int
+    """A multiple; each key head serves neighbouring ones."""
+    key_dim: int
+    value_dim: int
+    taps: int
+    """Inputs that the convolution sees."""
+    epsilon: float
+    """Epsilon of the output norm."""
+    interleaved: bool = False
+    """The projections go key head by key head (Qwen3-Next), not kind by kind (Qwen3.5)."""
+    prefix: str = "linear_attn."
+
+    @property
+    def projections(self) -> list[tuple[str, int]]:
+        """(name, outputs) of those of the input."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        if self.interleaved:
+            return [("in_proj_qkvz", 2 * keys + 2 * values), ("in_proj_ba", 2 * self.value_heads)]
+        sizes = {"qkv": 2 * keys + values, "z": values, "b": self.value_heads, "a": self.value_heads}
+        return [(f"in_proj_{name}", size) for name, size in sizes.items()]
+
+    @property
+    def rows(self) -> list[int]:
+        """Outputs of a key head in each block of the projections side by side."""
+        group = self.value_heads // self.key_heads
+        values = group * self.value_dim
+        return [2 * (self.key_dim + values), 2 * group] if self.interleaved else [*self.mixed, values, group, group]
+
+    @property
+    def mixed(self) -> list[int]:
+        """Channels of a key head in each block of the convolution: its queries, keys and values."""
+        return [self.key_dim, self.key_dim, self.value_heads // self.key_heads * self.value_dim]
+
+    @property
+    def columns(self) -> dict[str, Columns]:
+        """Columns of "q", "k", "v", "z", "b", "a" in the projections side by side."""
+        group = self.value_heads // self.key_heads
+        widths = {"q": self.key_dim, "k": self.key_dim, "v": group * self.value_dim, "z": group * self.value_dim}
+        found, first = {}, 0
+        for kinds in (widths, dict.fromkeys("ba", group)):
+            step = sum(kinds.values())
+            for kind, width in kinds.items():
+                found[kind] = Columns(first, step if self.interleaved else width)
+                first += width if self.interleaved else width * self.key_heads
+            first += (self.key_heads - 1) * step if self.interleaved else 0
+        return found
+
+    def build(self, options: LayerOptions, norm: Any, prefix: str, width: int, index: int) -> GatedDelta:
+        return GatedDelta(options, self, prefix + self.prefix, width, index)
+
+
+class GatedDelta(StateLayer):
+    """Many heads of the rule, of one projection of the input."""
+
+    def __init__(self, options: LayerOptions, config: GatedDeltaConfig, prefix: str, width: int, index: int) -> None:
+        self.index, units, rows, mixed = index, config.key_heads, config.rows, config.mixed
+        self.share = share_of(options.ranks, even_cuts(options.ranks, units), rows, mixed[2])
+        matrices = [Part(prefix + name, size) for name, size in config.projections]
+        self.inputs = Linear(options, matrices, width, share=self.share)
+        self.conv = CausalConv(
+            options, f"{prefix}conv1d", units * sum(mixed), config.taps, activation="silu",
+            spans=None if self.share is None else self.share.rows(mixed),
+        )  # fmt: skip
+        self.norm = Norm(options, NormConfig(epsilon=config.epsilon), f"{prefix}norm", config.value_dim)
+        self.out = Linear(options, [Part(f"{prefix}out_proj", width)], units * mixed[2])
+        self._heads = part_of(self.share, config.value_heads)
+        if self.share is not None:
+            size = self.share.ranks.size
+            config = replace(config, key_heads=units // size, value_heads=config.value_heads // size)
+        self.config = config
+        """With the heads that are here."""
+        self.rate = options.zeros(config.value_heads, dtype=torch.float32)
+        """exp(A_log)."""
+        self.dt_bias = options.zeros(config.value_heads, dtype=torch.float32)
+        self._prefix = prefix
+        self.spec = StateSpec(
+            (config.value_heads, config.key_dim, config.value_dim), self.conv.window,
+            tuple(config.key_heads * channels for channels in mixed), units, self.share is not None,
+        )  # fmt: skip
+        self.kinds = _kind_indices(config, options.device)
+        """Columns of queries, keys, values, z, b and a in the projection."""
+        heads = (config.key_heads, config.value_heads, config.key_dim, config.value_dim)
+        self.rule = delta_rule(self.conv.on_device, heads, self.rate, self.dt_bias)
+        if options.compiled:
+            from asyncengine.kernels.cpu.gated_delta import GatedDeltaKernel
+
+            columns = [number for own in config.columns.values() for number in own]
+            sizes = [config.key_heads, config.value_heads // config.key_heads, config.key_dim, config.value_dim]
+            parts = (self.conv.weight, self.rate, self.dt_bias, self.norm.weight)
+            self.kernel = GatedDeltaKernel(
+                columns, [*sizes, config.taps, config.key_heads * sum(rows)], *parts, config.epsilon
+            )
+
+    def mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
+        if self.kernel is not None:
+            return by_kernel(self.kernel, projected, step, self.index)
+        if self.config.interleaved:
+            q, k, v, z, b, a = (projected.index_select(1, kind) for kind in self.kinds)
+            inputs = torch.cat((q, k, v), dim=1)
+        else:
+            heads = self.config.value_heads
+            sizes = [self.conv.channels, heads * self.config.value_dim]
+            inputs, z, b, a = torch.split(projected[:, : sum(sizes) + 2 * heads], [*sizes, heads, heads], dim=1)
+        read = recur(step, self.index, self.conv.advance, inputs, (b, a), self._token, self.rule)
+        if self.conv.on_device is not None:
+            epsilon, weight = self.config.epsilon, self.norm.weight
+            made: torch.Tensor = self.conv.on_device.gated_norm(read.flatten(1), z, weight, epsilon, len(weight))
+            return made
+        return self._gated_norm(read, torch.unflatten(z, 1, (-1, self.config.value_dim))).flatten(1)
+
+    def _token(
+        self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what is read [sequences, value heads, value dim], the states after) of a token of each sequence, float32."""
+        config = self.config
+        keys = config.key_heads * config.key_dim
+        query, key, value = torch.split(qkv.float(), [keys, keys, qkv.shape[1] - 2 * keys], dim=1)
+        query, key = (unit(torch.unflatten(part, 1, (config.key_heads, config.key_dim))) for part in (query, key))
+        group = config.value_heads // config.key_heads
+        query, key = (part.repeat_interleave(group, 1) for part in (query * config.key_dim**-0.5, key))
+        decay = torch.exp(-self.rate * functional.softplus(a.float() + self.dt_bias))
+        value = torch.unflatten(value, 1, (-1, config.value_dim))
+        return learn(state * decay[:, :, None, None], query, key, value, b.float().sigmoid())
+
+    def _gated_norm(self, read: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        wide = functional.rms_norm(read, (read.shape[-1],), None, self.config.epsilon)
+        return (wide * self.norm.weight.float() * each_token(functional.silu, z.float())).to(z.dtype)
+
+    def norms(self) -> list[Norm]:
+        return [self.norm]
+
+    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """Tensors of the checkpoint that it takes, by name."""
+
+        def load(tensor: Any) -> None:
+            self.rate.copy_(tensor.float().exp()[self._heads])
+
+        for part in (self.inputs, self.conv, self.norm, self.out):
+            yield from part.slots()
+        count = self.out.inputs // self.config.value_dim
+        yield f"{self._prefix}A_log", TensorSlot((count,), load, 0.0)
+        yield f"{self._prefix}dt_bias", TensorSlot.some(self.dt_bias, count, [(self._heads, slice(None))], 1.0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything outside its linears and norms."""
+        return self.conv.nbytes + self.rate.nbytes + self.dt_bias.nbytes
+
+
+def delta_rule(
+    kernels: StateKernels | None, heads: tuple[int, int, int, int], rate: torch.Tensor, bias: torch.Tensor
+) -> Any:
+    """The rule in Triton, of (key heads, value heads, key dim, value dim); None: there are no such kernels."""
+    if kernels is None:
+        return None
+    keys, count, key_dim, value_dim = heads
+    firsts = (0, keys * key_dim, 2 * keys * key_dim)
+    return kernels.recurrence(count, count // keys, key_dim, value_dim, firsts, rate, bias)
+
+
+def learn(
+    state: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rate: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The delta rule for a token, behind the gate: (what is read [..., heads, value dim], the state after).
+
+    `state` [..., heads, key dim, value dim] learns `value` [..., heads, value dim] under `key` [..., heads, key dim] by
+    `rate` [..., heads] as far as it does not know it, and is read at `query` [..., heads, key dim].
+    """
+    known = (state * key[..., None]).sum(-2)
+    delta = (value - known) * rate[..., None]
+    state = state + key[..., None] * delta[..., None, :]
+    return (state * query[..., None]).sum(-2), state
+
+
+def unit(x: torch.Tensor) -> torch.Tensor:
+    """Vectors [..., dim] of length one."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _TINY)
+
+
+def _kind_indices(config: GatedDeltaConfig, device: torch.device) -> list[torch.Tensor]:
+    """For each of q, k, v, z, b, a: its columns in the projections, head by head."""
+    group = config.value_heads // config.key_heads
+    widths = [config.key_dim, config.key_dim, group * config.value_dim, group * config.value_dim, group, group]
+    heads = torch.arange(config.key_heads)[:, None]
+    found = []
+    for columns, width in zip(config.columns.values(), widths, strict=True):
+        found.append((columns.first + heads * columns.step + torch.arange(width)).flatten().to(device))
+    return found

@@ -1,0 +1,212 @@
+"""The device, dtype and weight forms of a model's layers: the one place where kernels are chosen.
+
+The choice follows from dtype, device, sizes and settings, never from comparing numbers. That each form gives what
+the others give is what tests are for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+import torch
+
+from asyncengine.execution.layers.kernels import LayerKernels
+from asyncengine.execution.layers.rounded_weight import RoundedWeight
+from asyncengine.execution.layers.sharded import LocalWeight, Ranks, ShardedWeight, Share, cut_rows, paths_of
+from asyncengine.execution.layers.stages import Stage
+from asyncengine.execution.layers.stored import StoredForm
+from asyncengine.execution.layers.stored_weight import SideBySide, on_gpu, panel_form, stored_missing, stored_weight
+from asyncengine.execution.layers.weight_forms import (
+    DenseWeight,
+    PackedWeight,
+    QuantizedWeight,
+    Release,
+    WeightForm,
+    keep_all,
+)
+from asyncengine.kernels.arena import Arena, Empty, ordinary
+from asyncengine.kernels.cpu import compiler_missing
+
+HEAD_BITS = 8
+"""Bits of a quantized output layer, with either setting: it is one matrix, and its errors go straight into the
+answer."""
+WIDE = (".v_proj", ".down_proj", ".fc2", ".mlp.c_proj")
+"""Ends of the names of matrices that have 8 bits where others have 4: values, and what an MLP gives back. A quarter of
+the weights, whose errors are most of what 4 bits cost (docs/howto/quantization.md)."""
+
+
+def bits_of(path: str, bits: int | None) -> int | None:
+    """Bits of a matrix of that name, where most have `bits`. Experts' have no more: they are most of a mixture."""
+    return HEAD_BITS if bits is not None and path.endswith(WIDE) and "expert" not in path else bits
+
+
+def rounded_weight(
+    outputs: int, inputs: int, bits: int, dtype: torch.dtype, device: torch.device, bounds: Sequence[int] = (),
+    release: Release = keep_all, empty: Empty = ordinary, exact: bool = False,
+) -> WeightForm:  # fmt: skip
+    """Memory for a weight that the engine itself rounds to `bits`. `bounds` as in `LayerOptions.weight`; `exact`: on a
+    CPU x is not rounded."""
+    if on_gpu(device):
+        return RoundedWeight(outputs, inputs, bits, device, release)
+    return QuantizedWeight(outputs, inputs, bits, dtype, bounds, release, empty, exact)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerOptions:
+    """Settings that all layers of one model share."""
+
+    dtype: torch.dtype
+    device: torch.device
+    kernels: LayerKernels
+    bits: int | None = None
+    """Bits of the weights of linear layers: 8 or 4; None: those of `dtype`."""
+    exact: bool = False
+    """Whether inputs of products with quantized weights stay as they are on a CPU. Those of weights that are stored so
+    always do in float32: whoever asks for it asks for the file's own numbers."""
+    release: Callable[[torch.Tensor], object] = keep_all
+    """Told of each part of a mapped file that has been read and is not needed again."""
+    memory: Arena = field(default_factory=Arena)
+    """The memory for weights on a CPU."""
+    forms: Mapping[str, StoredForm] = field(default_factory=dict)
+    """Forms of matrices that stay as they are stored, by their names in the checkpoint without ".weight". The others,
+    and all of them where there are no kernels (`stored_missing`), are kept as if they came in a float type."""
+    ranks: Ranks | None = None
+    """The processes that hold the model together, of which this is one; None: it is alone."""
+    stage: Stage | None = None
+    """The layers of which this process has the weights; None: all."""
+
+    @property
+    def alone(self) -> LayerOptions:
+        """The same for what every rank holds whole."""
+        return replace(self, ranks=None)
+
+    def at(self, layer: int | None) -> LayerOptions:
+        """The same for a layer, or for what lies outside of all: of another stage's weights nothing is written."""
+        return self if self.stage is None or self.stage.has(layer) else replace(self, memory=Arena())
+
+    @property
+    def compiled(self) -> bool:
+        """Whether there are compiled CPU kernels for this dtype here."""
+        return compiler_missing(self.dtype, self.device) is None
+
+    @property
+    def norm_dtype(self) -> torch.dtype:
+        """The dtype of norms' weights: float32 wherever a kernel or plain torch takes it."""
+        return self.kernels.norm_dtype or self.dtype
+
+    def weight(self, outputs: int, inputs: int, bounds: Sequence[int] = (), paths: Sequence[str] = ()) -> WeightForm:
+        """Memory for the weight [outputs, inputs] of a linear layer, in the form that is fastest here.
+
+        `bounds`: rows at which one checkpoint matrix ends and the next begins. `paths`: the names of all of them.
+        """
+        cuts = self._cuts(outputs, inputs, bounds, paths)
+        if self.ranks is None or cuts is None:
+            return self._whole(outputs, inputs, bounds, paths)
+        return ShardedWeight(self.ranks, cuts, inputs, bounds, paths, self._kept(paths), self._whole)
+
+    def _whole(self, outputs: int, inputs: int, bounds: Sequence[int] = (), paths: Sequence[str] = ()) -> WeightForm:
+        return self._stored(paths, outputs, inputs, bounds) or self._plain(outputs, inputs, bounds, paths)
+
+    def _cuts(self, outputs: int, inputs: int, bounds: Sequence[int], paths: Sequence[str]) -> tuple[int, ...] | None:
+        """Rows at which ranks cut a weight; None: each has all of it. It follows from the whole: all ranks agree."""
+        if self.ranks is None or not self._divides(inputs, paths):
+            return None
+        apart = self._keeps(paths) or len({bits_of(path, self.bits) for path in paths}) > 1
+        return cut_rows(outputs, self.ranks.size, [0, *bounds] if apart else [0])
+
+    def _divides(self, inputs: int, paths: Sequence[str]) -> bool:
+        """Whether a number that rows of these matrices give follows from its own row alone, or need not."""
+        if self.ranks is not None and not self.ranks.exact:
+            return True
+        kept = self._keeps(paths) and all(path in self.forms for path in paths)
+        return self.bits is not None or kept or self._packs(inputs)
+
+    def local_weight(
+        self, share: Share, inputs: int, bounds: Sequence[int], paths: Sequence[str]
+    ) -> LocalWeight | None:
+        """Memory for what this rank's `share` has of a weight; None: some rank's would be in another form than the
+        whole. The rest as for `weight`."""
+        every = [paths, *(paths_of(spans, bounds, paths) for spans in share.every)]
+        if not all(self._divides(inputs, named) for named in every):
+            return None
+        return LocalWeight(share.spans, inputs, bounds, paths, self._whole)
+
+    def _kept(self, paths: Sequence[str]) -> Mapping[str, StoredForm]:
+        return self.forms if self._keeps(paths) else {}
+
+    def _keeps(self, paths: Sequence[str]) -> bool:
+        """Whether one of these matrices stays as it is stored, on a CPU."""
+        known = [self.forms[path].numbers for path in paths if path in self.forms]
+        missing = bool(known) and stored_missing(self.dtype, self.device) is not None
+        return bool(known) and not missing and all(panel_form(each) is not None for each in known)
+
+    def _stored(self, paths: Sequence[str], outputs: int, inputs: int, bounds: Sequence[int] = ()) -> WeightForm | None:
+        exact = self.exact or self.dtype == torch.float32
+        return stored_weight(
+            paths, self.forms, outputs, inputs, bounds, self.dtype, self.device, self._plain, self.memory.empty, exact
+        )
+
+    def _plain(self, outputs: int, inputs: int, bounds: Sequence[int] = (), paths: Sequence[str] = ()) -> WeightForm:
+        if self.bits is not None:
+            return self._rounded(outputs, inputs, bounds, [bits_of(path, self.bits) or self.bits for path in paths])
+        if self._packs(inputs):
+            return PackedWeight(outputs, inputs, self.dtype, self.release, self.memory.empty)
+        return self._dense(outputs, inputs)
+
+    def _rounded(self, outputs: int, inputs: int, bounds: Sequence[int], each: Sequence[int]) -> WeightForm:
+        """`each`: bits of the matrices; neighbours of as many are one weight."""
+        ends = [0, *bounds, outputs] if len(set(each)) > 1 else [0, outputs]
+        made = []
+        for bits, group in groupby(range(len(ends) - 1), lambda place: each[place] if each else self.bits or 0):
+            own = list(group)
+            first, last = ends[own[0]], ends[own[-1] + 1]
+            within = [bound - first for bound in bounds if first < bound < last]
+            made.append(rounded_weight(
+                last - first, inputs, bits, self.dtype, self.device, within, self.release, self.memory.empty, self.exact
+            ))  # fmt: skip
+        return made[0] if len(made) == 1 else SideBySide(made)
+
+    def head_weight(self, outputs: int, inputs: int, path: str = "") -> WeightForm:
+        """The same for an output layer, whose logits are float32."""
+        bits = None if self.bits is None else HEAD_BITS
+        return replace(self, bits=bits).weight(outputs, inputs, (), [path])
+
+    def table(self, path: str, outputs: int, inputs: int) -> WeightForm | None:
+        """A table of embeddings that stays as it is stored, or of which each rank has some rows; None: any other."""
+        if self.ranks is None:
+            return self._stored([path], outputs, inputs)
+        if self._keeps([path]):
+            return self.weight(outputs, inputs, (), [path])
+        cuts = cut_rows(outputs, self.ranks.size, [0])
+        return None if cuts is None else ShardedWeight(self.ranks, cuts, inputs, (), (), {}, self._dense)
+
+    def _dense(self, outputs: int, inputs: int, bounds: Sequence[int] = (), paths: Sequence[str] = ()) -> WeightForm:
+        return DenseWeight(outputs, inputs, self.dtype, self.device, self.release, self.memory.empty)
+
+    def _packs(self, inputs: int) -> bool:
+        if not self.compiled:
+            return False
+        from asyncengine.kernels.cpu import packed as panels
+
+        return panels.packing_pays(self.dtype) and panels.packing_fits(self.dtype, inputs)
+
+    def why_torch(self) -> str:
+        """Why some products are torch's, and where they would not be. A kernel of ours sums in an order of its own;
+        torch's choose theirs by the number of rows."""
+        reason = compiler_missing(self.dtype, self.device)
+        if reason is None and self.kernels.name != "compiled":
+            reason = "numba cannot be imported"
+        elif reason is None:
+            from asyncengine.kernels.cpu import packed as panels
+
+            reason = panels.why_not_packed(self.dtype) or "some matrices have an odd number of inputs"
+        return f"{reason}: some products are torch's, whose sums depend on what is computed together"
+
+    def large_zeros(self, *shape: int) -> torch.Tensor:
+        """The same as `zeros`, with the other weights on a CPU; for what a checkpoint fills."""
+        return self.memory.zeros(shape, self.dtype) if self.device.type == "cpu" else self.zeros(*shape)
+
+    def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Memory of the model's dtype on its device."""
+        return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)

@@ -1,0 +1,153 @@
+"""Short steps through all layers in one call: the kernels that the layers called, recorded once and replayed.
+
+Calling kernels one by one from Python is a tenth of a decoding step of one token. The layers are written once
+(`models.decoder`); the first step of so many tokens runs them under a `kernels.recording.Recorder`, and further ones
+replay what that noted: the same kernels on the same kind of memory, so the same bits. A model in whose layers torch
+computes between kernels goes on layer by layer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+
+from asyncengine.execution.layers.rotary import Angles
+from asyncengine.execution.layers.step import AdapterRecords, StepContext
+
+if TYPE_CHECKING:
+    from asyncengine.kernels.recording import Arena, Record, Recorder
+
+logger = logging.getLogger("asyncengine")
+
+MOST_TOKENS = 64
+"""Tokens of a step up to which the time of calls shows."""
+_ARENA = 2**22
+"""Bytes of the first arena: results of short steps of small models."""
+_SEGMENTS, _ADAPTERS = 6, 3
+
+Run = Callable[..., torch.Tensor]
+"""(embedded tokens [T, width], step, angles of each rotary embedding, vectors of `LayerInputs` if there are any) ->
+what the output layer reads [T, width]."""
+
+
+class RecordedLayers:
+    """The layers of one model. Used by one thread at a time."""
+
+    def __init__(self, run: Run, keeps_states: bool, paths: tuple[str, ...]) -> None:
+        """`run`: all layers. `paths`: of their products, as adapters name them."""
+        self._run, self._keeps_states, self._paths = run, keeps_states, paths
+        self._arena: Arena | None = None
+        self.records: dict[tuple[Any, ...], tuple[Record, torch.Tensor]] = {}
+        """Records and their results, by the number of tokens, whether rows have adapters, and which angles scale
+        queries."""
+        self._owners: tuple[Callable[[], Any], ...] = ()
+        """References to what the records' addresses belong to."""
+        self.obstacle: str | None = None
+        """An operation that computes between kernels, for which nothing is recorded; None: none is known."""
+
+    def __call__(
+        self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles], vectors: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Run the layers of embedded tokens h [T, width]: what the output layer reads; None: no record can."""
+        tokens = h.shape[0]
+        if self.obstacle is not None or not 0 < tokens <= MOST_TOKENS or not getattr(step.backend, "steady", False):
+            return None
+        if self._keeps_states and step.states is None:
+            return None
+        if step.routes is not None:  # what it takes is of this step alone
+            return None
+        adapters = None if step.adapters is None else step.adapters.records(self._paths)
+        if step.adapters is not None and adapters is None:
+            return None
+        self._look_at(step)
+        inputs = [h, *(part for own in angles for part in (own.cos, own.sin))]
+        inputs += [part for part in (vectors, *(own.query_scale for own in angles)) if part is not None]
+        values = _values(inputs, step, adapters)
+        key = tokens, adapters is not None, tuple(own.query_scale is not None for own in angles)
+        known = self.records.get(key)
+        if known is None:
+            with self._recorder(inputs) as recorder:
+                more = () if vectors is None else (vectors,)
+                out = self._run(h, self._with_symbols(step, values, adapters), angles, *more)
+            return self._keep(key, recorder, out)
+        record, out = known
+        record.replay(values)
+        return out.clone()
+
+    def _look_at(self, step: StepContext) -> None:
+        """Forget everything if it was recorded on other memory."""
+        owners = (step.backend, None if step.states is None else step.states.pools)
+        if len(self._owners) != len(owners) or any(
+            known() is not own for known, own in zip(self._owners, owners, strict=True)
+        ):
+            self.records.clear()
+            self._owners = tuple((lambda: None) if own is None else ref(own) for own in owners)
+
+    def _recorder(self, inputs: Sequence[torch.Tensor]) -> Recorder:
+        from asyncengine.kernels.recording import Arena, Recorder
+
+        if self._arena is None:
+            self._arena = Arena(_ARENA)
+        return Recorder(self._arena, list(enumerate(inputs, 1)))
+
+    def _keep(self, key: tuple[Any, ...], recorder: Recorder, out: torch.Tensor) -> torch.Tensor:
+        """Keep what was recorded, if a replay would compute all of it, and give the result outside of the arena."""
+        from asyncengine.kernels.recording import Arena
+
+        assert self._arena is not None
+        if recorder.obstacle is not None:
+            self.obstacle = recorder.obstacle
+            logger.info("layers are called one by one, as %s is computed between their kernels", self.obstacle)
+        elif recorder.full:
+            self._arena = Arena(4 * self._arena.size)
+            self.records.clear()
+        else:
+            self.records[key] = recorder.record(), self._arena.alias(out)
+        return out.clone()
+
+    def _with_symbols(self, step: StepContext, values: list[int], adapters: AdapterRecords | None) -> StepContext:
+        """The step with symbols for what its states and adapters are."""
+        from asyncengine.kernels.cpu.state_segments import SegmentPlaces
+        from asyncengine.kernels.recording import Symbol
+
+        symbols = [Symbol.at(place, value) for place, value in enumerate(values)]
+        if step.states is not None:
+            made: Any = SegmentPlaces(*symbols[-_SEGMENTS - _ADAPTERS : -_ADAPTERS])
+            step = replace(step, states=replace(step.states, segments=made))
+        if adapters is None:
+            return step
+        return replace(step, adapters=_RecordedAdapters(self._paths, AdapterRecords(*symbols[-_ADAPTERS:])))
+
+
+class _RecordedAdapters:
+    """`RowAdapters` whose factors are found in a table when a step is replayed."""
+
+    def __init__(self, paths: tuple[str, ...], records: AdapterRecords) -> None:
+        self._places = {path: place for place, path in enumerate(paths)}
+        self._records = records
+
+    def changes(self, path: str) -> bool:
+        return True
+
+    def add(self, path: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        from asyncengine.kernels.cpu.lora import add_table_deltas
+
+        add_table_deltas(x, y, self._places[path], self._records)
+
+    def records(self, paths: tuple[str, ...]) -> AdapterRecords | None:
+        return None
+
+
+def _values(inputs: Sequence[torch.Tensor], step: StepContext, adapters: AdapterRecords | None) -> list[int]:
+    """The step's values by place: the team, addresses of its inputs, segments, adapters."""
+    from asyncengine.kernels.cpu.state_segments import segment_places
+    from asyncengine.kernels.cpu.team import use_team
+
+    values = [use_team(), *(own.data_ptr() for own in inputs)]
+    values += [0] * _SEGMENTS if step.states is None else segment_places(step.states.segments)
+    return [*values, *(adapters or (0,) * _ADAPTERS)]

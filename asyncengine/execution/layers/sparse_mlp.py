@@ -1,0 +1,112 @@
+"""A layer's mixture of experts as its feed-forward part: a router, the experts, and what all rows go through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from asyncengine.execution.layers.experts import Experts, ExpertsConfig
+from asyncengine.execution.layers.linear import Linear, Part
+from asyncengine.execution.layers.mlp import MLP, MLPConfig
+from asyncengine.execution.layers.options import LayerOptions
+from asyncengine.execution.layers.routing import Router, RouterConfig
+from asyncengine.execution.layers.slots import TensorSlot
+from asyncengine.execution.layers.step import RowAdapters
+
+
+@dataclass(frozen=True, slots=True)
+class LatentExpertsConfig:
+    """Two products around the routed experts, of a checkpoint's names (Nemotron 3 Super)."""
+
+    width: int
+    """Numbers of a row that experts read and give."""
+    before: str
+    behind: str
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig:
+    """A layer's mixture: a router, its experts, and what all rows go through beside them."""
+
+    router: RouterConfig
+    experts: ExpertsConfig
+    shared: MLPConfig | None = None
+    """Experts that every row goes to, as one feed-forward part."""
+    shared_gate: str | None = None
+    """The checkpoint's name of a row: shared experts' output is multiplied by the sigmoid of its product (Qwen 2)."""
+    scales_inputs: bool = False
+    """A weight multiplies what its expert reads, not what it gives (Llama 4)."""
+    aliases: tuple[tuple[str, str], ...] = field(default=())
+    """(checkpoint's name, another one) of further tensors (`save_original_format=False`)."""
+    latent: LatentExpertsConfig | None = None
+    """Experts read and give vectors of another width."""
+
+
+class SparseMLP:
+    """x [rows, width] -> [rows, width]: the experts of each row, and those that all rows share."""
+
+    def __init__(self, options: LayerOptions, config: MoEConfig, prefix: str, width: int) -> None:
+        self.config, self._prefix = config, prefix
+        self.router = Router(options, config.router, prefix, width, config.shared_gate)
+        self.latent: list[Linear] = []
+        """Projections before the experts and behind them."""
+        if (latent := config.latent) is not None:
+            before, behind = Part(prefix + latent.before, latent.width), Part(prefix + latent.behind, width)
+            self.latent = [
+                Linear(options, [before], width, bias=latent.bias),
+                Linear(options, [behind], latent.width, bias=latent.bias),
+            ]
+        self.experts = Experts(options, config.experts, prefix, width if latent is None else latent.width)
+        self.shared = None if config.shared is None else MLP(options, config.shared, prefix, width)
+        self._kernels = options.kernels
+
+    def __call__(self, x: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
+        chosen, weights, gate = self.router(x)
+        y = x if not self.latent else self.latent[0](x, adapters)
+        y = self._scaled(y, chosen, weights) if self.config.scales_inputs else self.experts(y, chosen, weights)
+        if self.latent:
+            y = self.latent[1](y, adapters)
+        if self.shared is None:
+            return y
+        shared = self.shared(x, adapters)
+        return self._kernels.add(y, shared) if gate is None else self._kernels.add_gated(y, shared, gate)
+
+    def chosen(self, _: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The experts of each row of x, int64 [rows, experts of a row], best first."""
+        return self.router(x)[0]
+
+    def _scaled(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Each (row, expert) pair as a row of its own, which has one expert."""
+        count = chosen.shape[1]
+        y = self.experts(self._kernels.scaled_rows(x, weights), chosen.view(-1, 1), None)
+        return y if count == 1 else y.view(len(x), count, x.shape[1]).float().sum(1).to(x.dtype)
+
+    def linears(self) -> list[Linear]:
+        """Linears that adapters may change: none of the experts' own."""
+        return self.latent if self.shared is None else [*self.latent, *self.shared.linears()]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything outside its linears."""
+        return self.router.nbytes + self.experts.nbytes
+
+    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """Tensors of the checkpoint that it takes, by name."""
+        yield from self.router.slots()
+        yield from self.experts.slots()
+        for product in self.latent:
+            yield from product.slots()
+        if self.shared is not None:
+            yield from self.shared.slots()
+
+    def other_slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """Other names of the same; each slot says which it stands for."""
+        if not self.config.experts.only_stacked:
+            yield from self.experts.stacked_slots()
+        own = dict(self.slots()) if self.config.aliases else {}
+        for name, other in self.config.aliases:
+            slot = own[self._prefix + name]
+            yield self._prefix + other, replace(slot, replaces=(self._prefix + name,))

@@ -1,0 +1,137 @@
+"""The arguments of one forward beside its tokens: their positions, the adapters they use, and who attends."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from asyncengine.execution.attention.base import LayerSpec, StepAttention
+from asyncengine.execution.layers.places import Place
+from asyncengine.execution.layers.states import StateSpec, StateStep
+
+
+class Mixture(Protocol):
+    """A part of a layer that sends each token to a few of its experts."""
+
+    def chosen(self, residual: torch.Tensor, x: torch.Tensor, /) -> torch.Tensor:
+        """The experts of each row, int64 [rows, experts of a row], best first, of the stream [rows, width] or of its
+        norm x."""
+        ...
+
+
+class AdapterRecords(NamedTuple):
+    """Addresses of a step's adapters for a compiled kernel of several layers."""
+
+    products: int
+    """int64 for each product: the address of its factors (`kernels.cpu.lora.Factors`), 0 where it has none."""
+    rows: int
+    """The step's rows by adapter (`kernels.cpu.lora.RowGroups`)."""
+    memory: int
+    """For the numbers between the factors of any of the products."""
+
+
+class RowAdapters(Protocol):
+    """Low-rank adapters of the rows of one step (LoRA, Hu et al. 2021)."""
+
+    def changes(self, path: str) -> bool:
+        """Whether `add` may do anything for the linear layer whose first matrix is called `path`."""
+        ...
+
+    def add(self, path: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Add each row's delta to y [rows, outputs] in place, for the linear layer whose first matrix is called `path`.
+
+        x [rows, inputs]; token ids for an embedding.
+        """
+        ...
+
+    def records(self, paths: tuple[str, ...]) -> AdapterRecords | None:
+        """The same for products called `paths`, to be added by a compiled kernel; None: only `add` can do it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepImages:
+    """The pictures of a step: hidden states that take the places of embeddings. M tokens of T."""
+
+    tokens: torch.Tensor | None = None
+    """int64 [M] on the device, ascending: tokens of the step that stand for pictures; None: there are none."""
+    features: torch.Tensor | None = None
+    """[M, width]."""
+    deep: tuple[torch.Tensor, ...] = ()
+    """[M, width] each: added to the stream behind the first layers (Qwen3-VL)."""
+    axes: torch.Tensor | None = None
+    """int64 [3, T] positions in time, rows and columns, where the model's positions have three axes."""
+
+
+NO_IMAGES = StepImages()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepContext:
+    """An argument of every layer; nothing of a step is kept in a layer."""
+
+    positions: torch.Tensor
+    """int64 [T] on the device."""
+    backend: StepAttention
+    """Planned for this step."""
+    adapters: RowAdapters | None = None
+    """Adapters of the step's T tokens; None: no row has one."""
+    row_adapters: RowAdapters | None = None
+    """Adapters of the rows whose logits are wanted."""
+    states: StateStep | None = None
+    """None: the model keeps none."""
+    images: StepImages | None = None
+    """None: no row has any."""
+    routes: list[torch.Tensor] | None = None
+    """Takes the experts of the step's tokens, int64 [T, experts of a token], best first, of each mixture in the model's
+    order. None: nobody asks for them."""
+
+    def note_routes(self, mixtures: Callable[[], Sequence[Mixture]], residual: torch.Tensor, x: torch.Tensor) -> None:
+        """Note the experts of all tokens in the `mixtures` of a layer, which reads the stream [T, width] or its norm x.
+
+        Routers are asked once more: the layer itself may compute a few of the tokens alone, and has to, as with all of
+        them adapters could add up in another order.
+        """
+        if self.routes is not None:
+            self.routes.extend(mixture.chosen(residual, x) for mixture in mixtures())
+
+
+class CausalLM(ABC):
+    """A decoder-only language model that a runner can run."""
+
+    input_vocab_size: int
+    """Token ids are below it."""
+    vocab_size: int
+    """Width of the logits."""
+    dtype: torch.dtype
+    device: torch.device
+
+    specs: Sequence[LayerSpec]
+    """One for each layer, as an attention backend needs them."""
+    states: Sequence[StateSpec] = ()
+    """One for each state layer; empty: the model keeps none."""
+
+    @property
+    @abstractmethod
+    def unsteady(self) -> str | None:
+        """Why a token's numbers may depend on the tokens that are computed beside it; None: they do not, to the bit."""
+
+    @property
+    @abstractmethod
+    def compiled(self) -> bool:
+        """Whether short steps run in compiled kernels throughout, so that torch's threads have nothing to do."""
+
+    @abstractmethod
+    def forward(self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor) -> torch.Tensor:
+        """Logits [N, vocab], float32 where a kernel makes them so, of `rows` (int64 [N], ascending) of ids [T]."""
+
+    @abstractmethod
+    def places(self) -> list[Place]:
+        """Products that adapters may change, in the model's order."""
+
+    def unbind(self) -> None:  # noqa: B027
+        """Let go of the attention backend of earlier forwards. Idempotent. Here: nothing of a step is kept."""

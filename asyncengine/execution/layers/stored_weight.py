@@ -1,0 +1,329 @@
+"""Weights that stay as their checkpoint stores them, and several forms side by side in one linear layer."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncengine.execution.device.output_buffers import OutputBufferPool
+from asyncengine.execution.device.share_out import share_out
+from asyncengine.execution.layers.stored import GroupedRows, NumberForm, StoredForm, StoredMatrix
+from asyncengine.execution.layers.weight_forms import PanelWeight, WeightForm
+from asyncengine.kernels.arena import Empty, ordinary
+from asyncengine.kernels.cpu import compiler_missing
+from asyncengine.kernels.cuda import triton_missing
+
+_AT_ONCE = 2**20
+"""Numbers that are unpacked at once: they stay in the second-level cache until they are in their panels."""
+_BROUGHT_AT_ONCE = 2**24
+"""Numbers that are brought to a GPU at once, a byte each."""
+_CHUNK_GROUPS = (128, 64, 32, 16)
+"""Inputs of a chunk that can share a scale; a larger group becomes several of equal scales."""
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Whether matrices stay in chunks there (`ChunkedWeight`), not in panels."""
+    return device.type == "cuda"
+
+
+def stored_missing(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why no quantized matrix can stay as it is stored here; None: those can that there is a kernel for."""
+    if not on_gpu(device):
+        return compiler_missing(dtype, device)
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"kernels for stored matrices take bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+    return triton_missing(device)
+
+
+def chunk_group(form: NumberForm) -> int | None:
+    """Inputs of a group as a GPU's kernels have it; None: there is no kernel for this form."""
+    if form.block and (form.below == "zeros" or not form.group):
+        return None
+    return next((size for size in _CHUNK_GROUPS if form.group % size == 0 and form.block % size == 0), None)
+
+
+def as_kept(form: NumberForm, device: torch.device) -> NumberForm:
+    """The form on a GPU: e4m3 floats stay what they are where kernels can read them."""
+    if form.floats is None or (device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)):
+        return form
+    return replace(form, group=form.floats, below="floats")
+
+
+def panel_form(form: NumberForm) -> Any:
+    """The `kernels.cpu.panel_form.PanelForm` for it; None: there is no kernel. Groups may become several, alike."""
+    from asyncengine.kernels.cpu.panel_form import GROUPS, PanelForm
+
+    group = form.group
+    if form.below in ("zeros", "minima") and group == 0:
+        group = GROUPS[0]
+    elif group:
+        group = next((size for size in GROUPS if group % size == 0), -1)
+    try:
+        return PanelForm(form.bits, group, form.below, form.block, form.scale_dtype, tuple(form.table))
+    except ValueError:
+        return None
+
+
+class TakesStored(WeightForm):
+    """A weight that takes quantized matrices of one form only."""
+
+    order: torch.Tensor | None
+    _stored: StoredForm
+    rows_at_once: int
+    """Rows that are unpacked at once."""
+
+    def takes(self, first: int) -> StoredForm | None:
+        return self._stored
+
+    def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
+        """Put a matrix's rows from `first` on. In panels, that is a multiple of 16; so is their number, or they are
+        the last ones.
+
+        Raises `ValueError` for a matrix that is stored otherwise than was said.
+        """
+        if isinstance(weight, torch.Tensor):
+            raise ValueError(f"a weight stored as {self.name} takes quantized matrices only")
+        if not self._stored.takes(weight):
+            raise ValueError(f"{weight.name}: {weight.form} is not {self.name}: {self._stored.numbers}")
+        if self.order is not None:
+            order = np.arange(self.inputs) if weight.order is None else weight.order
+            self.order.copy_(torch.from_numpy(order))
+        count = weight.shape[0]
+
+        def take(begin: int) -> None:
+            end = min(begin + self.rows_at_once, count)
+            self._pack(first + begin, weight.rows(begin, end))
+            if end < count:
+                weight.release(begin, end)
+
+        share_out(take, range(0, count, self.rows_at_once))
+        weight.release(0, count)
+
+    def _pack(self, first: int, rows: GroupedRows) -> None:
+        """Take rows from `first` on."""
+        raise NotImplementedError
+
+
+class GroupedWeight(TakesStored, PanelWeight):
+    """A weight as it is stored: the same numbers and scales, in another order."""
+
+    def __init__(
+        self, outputs: int, inputs: int, stored: StoredForm, dtype: torch.dtype, empty: Empty = ordinary,
+        exact: bool = False,
+    ) -> None:  # fmt: skip
+        """Raises `ValueError` for a form that there is no kernel for (`panel_form`)."""
+        from asyncengine.kernels.cpu.panel_form import PANEL
+
+        form = panel_form(stored.numbers)
+        if form is None:
+            raise ValueError(f"there is no kernel for {stored.numbers}")
+        super().__init__(outputs, inputs, form, True, stored.ordered, dtype, empty, exact)
+        self.name = self._named(stored.name)
+        self._stored, self._numbers = stored, stored.numbers
+        self.rows_at_once = max(_AT_ONCE // inputs // PANEL, 1) * PANEL
+
+    def _pack(self, first: int, rows: GroupedRows) -> None:
+        self._packing.pack_rows(self._form, self.panels, first, rows.numbers, **self._planes(rows))
+        if rows.row_scales is not None and self.row_scales is not None:
+            self.row_scales[first : first + len(rows.numbers)].copy_(torch.from_numpy(rows.row_scales))
+
+    def _planes(self, rows: GroupedRows) -> Mapping[str, Any]:
+        """Scales, zeros and minima for groups of the kernel's size; a missing scale is 1."""
+        found = {}
+        for name, (_, _, count) in self._form.planes.items():
+            part = getattr(rows, name)
+            wanted = -(-self.inputs * count // self._form.chunk)
+            if part is None and name == "scales":
+                part = np.ones((len(rows.numbers), wanted), dtype=np.float32)
+            if part is None:
+                raise ValueError(f"{self.name} has no {name}")
+            if part.shape[1] < wanted:  # its groups are larger than those of the kernel
+                times = self._numbers.group // self._form.group if self._numbers.group else wanted
+                part = np.repeat(part, times, axis=1)[:, :wanted]
+            found[name] = part
+        return found
+
+
+class ChunkedWeight(TakesStored):
+    """A weight as it is stored, on an NVIDIA GPU whose kernels dequantize what they read (`cuda.packed_matmul`)."""
+
+    def __init__(self, outputs: int, inputs: int, stored: StoredForm, device: torch.device) -> None:
+        """Raises `ValueError` for a form that there is no kernel for (`chunk_group`)."""
+        from asyncengine.kernels.cuda import packed_matmul
+
+        form = as_kept(stored.numbers, device)
+        group = chunk_group(form)
+        if group is None:
+            raise ValueError(f"there is no kernel for {form}")
+        self.outputs, self.inputs, self.bias_dtype, self.name = outputs, inputs, torch.float32, stored.name
+        self._kernels, self._stored, self._device = packed_matmul, stored, device
+        self.rows_at_once = max(1, _BROUGHT_AT_ONCE // inputs)
+        self.order = torch.arange(inputs, device=device) if stored.ordered else None
+        bits = 4 if form.bits == 4 else 8
+        self._group, self._inputs = group, -(-inputs // (8 // bits * group)) * (8 // bits * group)
+        wide = {"dtype": getattr(torch, form.scale_dtype), "each": form.block or group}
+        scales, minima, steps = (
+            form.group > 0 or form.below not in ("middle", "floats"),
+            form.below == "minima",
+            form.block > 0,
+        )
+        self.planes = packed_matmul.Planes(
+            torch.zeros((self._inputs * bits // (8 * group), outputs, group), dtype=torch.uint8, device=device),
+            torch.ones(outputs, dtype=torch.float32, device=device),
+            self._plane(scales, **wide), self._plane(steps, torch.int8),
+            self._plane(form.below == "zeros", torch.uint8),
+            self._plane(minima, **wide), self._plane(steps and minima, torch.int8),
+            torch.tensor(form.table, dtype=torch.float32, device=device) if form.table else None,
+        )  # fmt: skip
+        self._floats = form.below == "floats"
+        middle = packed_matmul.FLOATS if self._floats else 1 << (form.bits - 1) if form.below == "middle" else 0
+        self.matrix = packed_matmul.ChunkedMatrix(self.planes, inputs, bits, form.block, middle, tuple(form.table))
+
+    def _plane(self, there: bool, dtype: torch.dtype, each: int = 0) -> torch.Tensor | None:
+        """A number for every `each` inputs (0: those of a group) of each output."""
+        shape = (-(-self._inputs // (each or self._group)), self.outputs)
+        return torch.zeros(shape, dtype=dtype, device=self._device) if there else None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in (*self.planes, self.order) if part is not None)
+
+    def _pack(self, first: int, rows: GroupedRows) -> None:
+        if self._floats and rows.floats is not None:
+            rows = GroupedRows(rows.floats, rows.float_scales, row_scales=rows.row_scales)
+        self._put(first, **{
+            name: torch.from_numpy(part).to(self._device) for name, part in rows._asdict().items() if part is not None
+        })  # fmt: skip
+        self._finish()
+
+    def _put(self, first: int, numbers: torch.Tensor, **parts: torch.Tensor) -> None:
+        """Take rows from `first` on: the fields of `GroupedRows` that they have, on the device."""
+        own, bits = slice(first, first + len(numbers)), self.matrix.bits
+        numbers = torch.nn.functional.pad(numbers, (0, self._inputs - self.inputs))
+        halves = numbers.view(len(numbers), -1, 8 // bits, self._group).permute(2, 1, 0, 3)
+        self.planes.numbers[:, own] = halves[0] if bits == 8 else halves[0] | halves[1] << 4
+        if "row_scales" in parts:
+            self.planes.row_scales[own] = parts["row_scales"]
+        for name in ("scales", "steps", "zeros", "minima", "minimum_steps"):
+            plane, part = getattr(self.planes, name), parts.get(name)
+            if plane is None:
+                continue
+            if part is None and name != "scales":
+                raise ValueError(f"{self.name} has no {name}")
+            given = numbers.new_ones(1, 1) if part is None else part
+            wanted = -(-self.inputs * len(plane) // self._inputs)
+            times = -(-wanted // given.shape[1])  # groups may be larger than those of the kernel
+            plane[:wanted, own] = given.repeat_interleave(times, 1)[:, :wanted].T.to(plane.dtype)
+
+    def _finish(self) -> None:
+        """Wait for what was put: others use it on streams of their own."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        found = x.new_empty((*x.shape[:-1], self.outputs)) if out is None else out
+        rows = x.reshape(-1, self.inputs)
+        if self.order is not None:
+            rows = rows.index_select(1, self.order)
+        self._kernels.multiply(
+            rows if rows.stride(1) == 1 else rows.contiguous(), self.matrix, found.view(-1, self.outputs), bias
+        )
+        return found
+
+    def multiply_gated(self, x: torch.Tensor) -> torch.Tensor | None:
+        """silu of the first half of the outputs times the second; None: no kernel does both for as many rows."""
+        if self.order is not None or x.dim() != 2 or not self._kernels.gates(self.matrix, len(x)):
+            return None
+        found: torch.Tensor = x.new_empty((len(x), self.outputs // 2))
+        return self._kernels.multiply(x.contiguous(), self.matrix, found, gated=True)
+
+    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
+        if not self._kernels.few_enough(self.matrix, len(x)):
+            return self.multiply(x, bias).float()
+        return self.multiply(x, bias, x.new_empty((*x.shape[:-1], self.outputs), dtype=torch.float32))
+
+    def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        found = self._kernels.read_rows(self.matrix, out if self.order is None else torch.empty_like(out), ids=ids)
+        if self.order is not None:
+            out[:, self.order] = found
+
+
+def stored_weight(
+    paths: Sequence[str], forms: Mapping[str, StoredForm], outputs: int, inputs: int, bounds: Sequence[int],
+    dtype: torch.dtype, device: torch.device, other: Any, empty: Empty = ordinary, exact: bool = False,
+) -> WeightForm | None:  # fmt: skip
+    """The weight [outputs, inputs] of matrices stored as `forms` has it by path; None: none of them is there, or there
+    is no kernel for one, or for any here (`stored_missing`).
+
+    `bounds`: rows at which one matrix ends and the next begins. Neighbours of one form are one matrix, unless each has
+    an order of its own, or fills no panels. `other(outputs, inputs)`: the weight of one that is stored plainly.
+    `exact`: as of a `PanelWeight`.
+    """
+    stored = [forms.get(path) for path in paths]
+    known = [each for each in stored if each is not None]
+    if not known or stored_missing(dtype, device) is not None:
+        return None
+    in_chunks, panel = on_gpu(device), 1
+    if any((chunk_group if in_chunks else panel_form)(each.numbers) is None for each in known):
+        return None
+    if not in_chunks:
+        from asyncengine.kernels.cpu.panel_form import PANEL
+
+        panel = PANEL
+    spans: list[tuple[StoredForm | None, int]] = []
+    ends = [*bounds, outputs]
+    for each, first, last in zip(stored, [0, *bounds], ends, strict=True):
+        if spans and spans[-1][0] == each and spans[-1][1] % panel == 0 and not (each is not None and each.ordered):
+            spans[-1] = (each, spans[-1][1] + last - first)
+        else:
+            spans.append((each, last - first))
+
+    def make(form: StoredForm | None, count: int) -> Any:
+        if form is None:
+            return other(count, inputs)
+        if in_chunks:
+            return ChunkedWeight(count, inputs, form, device)
+        return GroupedWeight(count, inputs, form, dtype, empty, exact)
+
+    made = [make(form, count) for form, count in spans]
+    return made[0] if len(made) == 1 else SideBySide(made)
+
+
+class SideBySide(WeightForm):
+    """Several forms, whose outputs follow each other."""
+
+    def __init__(self, forms: Sequence[WeightForm]) -> None:
+        self.forms = tuple(forms)
+        self.name = " + ".join(dict.fromkeys(form.name for form in forms))
+        self.inputs, self.outputs = forms[0].inputs, sum(form.outputs for form in forms)
+        self.bias_dtype = torch.float32
+        self.compiled = all(form.compiled for form in forms)
+        self.waiting = next((form.waiting for form in forms if form.waiting is not None), None)
+        self._firsts = [0, *accumulate(form.outputs for form in forms)]
+
+    def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
+        """Raises `ValueError` for rows of several forms."""
+        for form, begin in zip(self.forms, self._firsts, strict=False):
+            if begin <= first and first + weight.shape[0] <= begin + form.outputs:
+                return form.load(first - begin, weight)
+        raise ValueError(f"rows {first} to {first + weight.shape[0]} are of several forms")
+
+    def takes(self, first: int) -> StoredForm | None:
+        place = bisect_right(self._firsts, first) - 1
+        return self.forms[place].takes(first - self._firsts[place])
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        found = x.new_empty((*x.shape[:-1], self.outputs)) if out is None else out
+        for form, begin in zip(self.forms, self._firsts, strict=False):
+            own = None if bias is None else bias[begin : begin + form.outputs].to(form.bias_dtype)
+            form.multiply(x, own, found[..., begin : begin + form.outputs])
+        return found
+
+    def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        raise RuntimeError("rows of several forms side by side cannot be read")

@@ -1,0 +1,293 @@
+"""Forms in which the matrix of a linear layer is kept in memory, one class for each.
+
+A form is made empty, at its final address, and filled row block by row block: by loading, and by later updates, which
+then reach whatever has captured the address. `load` takes rows [first, first + n) of the matrix [outputs, inputs].
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from asyncengine.execution.device.output_buffers import OutputBufferPool
+from asyncengine.execution.layers.stored import StoredForm, StoredMatrix, dense
+from asyncengine.kernels.arena import Empty, ordinary
+from asyncengine.kernels.cuda import triton_missing
+
+Release = Callable[[torch.Tensor], object]
+_SLICE = 4096
+"""Rows that are taken at once: so much of a mapped file is in memory beside the weight itself."""
+
+
+def keep_all(part: torch.Tensor) -> None:
+    """A `Release` that does nothing."""
+
+
+def parts_of(weight: torch.Tensor | StoredMatrix, release: Release) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row, some rows) one after the other; `release` is told of each when the next is asked for.
+
+    Rows of a quantized matrix come as float32.
+    """
+    if not isinstance(weight, torch.Tensor):
+        for first in range(0, weight.shape[0], _SLICE):
+            last = min(first + _SLICE, weight.shape[0])
+            yield first, dense(weight, first, last)
+            weight.release(first, last)
+        return
+    for first in range(0, len(weight), _SLICE):
+        part = weight[first : first + _SLICE]
+        yield first, part
+        release(part)
+
+
+class WaitingRows:
+    """Rows of a matrix [outputs, inputs] that can be packed only all together: they wait here, in ordinary memory."""
+
+    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+        self._shape, self._dtype = (outputs, inputs), dtype
+        self._rows: torch.Tensor | None = None
+        self._missing = 0
+
+    def add(self, first: int, weight: torch.Tensor | StoredMatrix) -> torch.Tensor | None:
+        """Take rows from `first` on. The whole matrix with the last of them, and nothing is kept of it; else None."""
+        if self._rows is None:
+            self._rows, self._missing = torch.empty(self._shape, dtype=self._dtype), self._shape[0]
+        for begin, part in parts_of(weight, keep_all):
+            self._rows[first + begin : first + begin + len(part)].copy_(part)
+        self._missing -= weight.shape[0]
+        if self._missing:
+            return None
+        whole, self._rows = self._rows, None
+        return whole
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, WeightForm):
+            yield from value.tensors()
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors_in(value)
+
+
+class WeightForm(ABC):
+    """The matrix [outputs, inputs] of one linear layer."""
+
+    name: str
+    """For `info`."""
+    outputs: int
+    inputs: int
+    bias_dtype: torch.dtype
+    """The dtype of the bias that `multiply` takes."""
+    compiled = False
+    """Whether a compiled kernel multiplies, so that a row's result does not depend on the rows beside it."""
+    waiting: WaitingRows | None = None
+    """Group whose rows wait for each other; None: they are taken as they come."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All memory that `load` writes to: every tensor that it has, itself or in the forms that it is made of."""
+        return list({id(tensor): tensor for tensor in _tensors_in(vars(self).values())}.values())
+
+    @abstractmethod
+    def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
+        """Take rows from `first` on: weight [n, inputs] of any float dtype or quantized, perhaps mapped from a file."""
+
+    def takes(self, first: int) -> StoredForm | None:
+        """The only form that rows from `first` on may be stored in; None: any, and plain numbers."""
+        return None
+
+    @abstractmethod
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x W^T + bias, [..., inputs] -> [..., outputs], in x's dtype; into `out`, whose rows may lie apart."""
+
+    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
+        """The same in float32, in `memory` where a kernel writes there."""
+        return self.multiply(x, bias).float()
+
+    @abstractmethod
+    def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        """out [n, inputs] = rows `ids` (int64 [n], contiguous, in range)."""
+
+
+class DenseWeight(WeightForm):
+    """A weight as torch has it: for GPUs, and for dtypes that nothing else takes."""
+
+    name = "dense"
+
+    def __init__(
+        self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device, release: Release = keep_all,
+        empty: Empty = ordinary,
+    ) -> None:  # fmt: skip
+        self.outputs, self.inputs, self.bias_dtype = outputs, inputs, dtype
+        on_cpu = device.type == "cpu"
+        shape = (outputs, inputs)
+        self.weight = empty(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype, device=device)
+        self._release = release
+        self._few: Any = None
+        """Kernels for a few rows; None: there are none here."""
+        if dtype.itemsize == 2 and triton_missing(device) is None:
+            from asyncengine.kernels.cuda import few_rows
+
+            self._few = few_rows
+
+    def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
+        for begin, part in parts_of(weight, self._release):
+            self.weight[first + begin : first + begin + len(part)].copy_(part)
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        if self._few is not None and out is None and self._few.pays(x, self.weight):
+            return self._few.few_rows(x, self.weight, bias)  # type: ignore[no-any-return]
+        found = linear(x, self.weight, bias)
+        return found if out is None else out.copy_(found)
+
+    def multiply_gated(self, x: torch.Tensor) -> torch.Tensor | None:
+        """silu of the first half of the outputs times the second; None: no kernel does both for as many rows."""
+        if self._few is None or not self._few.pays(x, self.weight, gated=True):
+            return None
+        return self._few.few_rows(x, self.weight, None, gated=True)  # type: ignore[no-any-return]
+
+    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
+        if self._few is not None and self._few.pays(x, self.weight):
+            return self._few.few_rows(x, self.weight, bias, dtype=torch.float32)  # type: ignore[no-any-return]
+        return linear(x, self.weight, bias).float()
+
+    def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        torch.index_select(self.weight, 0, ids, out=out)
+
+
+class PackedWeight(WeightForm):
+    """In panels of thirty-two outputs (`kernels.cpu.packed`).
+
+    A row's result depends neither on the rows beside it nor on the number of threads.
+    """
+
+    name = "packed"
+    compiled = True
+
+    def __init__(
+        self, outputs: int, inputs: int, dtype: torch.dtype, release: Release = keep_all, empty: Empty = ordinary
+    ) -> None:
+        from asyncengine.kernels.cpu import packed as panels
+
+        self.outputs, self.inputs, self.bias_dtype = outputs, inputs, torch.float32
+        self._panels = panels
+        self._release = release
+        self.weight = panels.empty_panels(outputs, inputs, dtype, empty)
+
+    def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
+        for begin, part in parts_of(weight, self._release):
+            self._panels.pack_rows(part, self.weight, first + begin)
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        found = x.new_empty((*x.shape[:-1], self.outputs)) if out is None else out
+        self._panels.gemm(x, self.weight, found, bias)
+        return found
+
+    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
+        return self.multiply(x, bias, memory.take((*x.shape[:-1], self.outputs)))
+
+    def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        self._panels.read_rows(ids, self.weight, out)
+
+    def product(self, bias: torch.Tensor | None) -> Any:
+        """The record by which kernels of several products multiply."""
+        from asyncengine.kernels.cpu.linears import LinearWeights
+
+        return LinearWeights(self.weight, bias, self.inputs, self.outputs)
+
+
+class PanelWeight(WeightForm):
+    """Quantized, in panels of sixteen outputs (`kernels.cpu.gemm_quantized`); x is rounded to 8 bits as it comes, or
+    `exact`: multiplied in float32.
+
+    A row's result depends neither on the rows beside it nor on the number of threads.
+    """
+
+    compiled = True
+
+    def __init__(
+        self, outputs: int, inputs: int, form: Any, row_scales: bool, ordered: bool, dtype: torch.dtype,
+        empty: Empty = ordinary, exact: bool = False,
+    ) -> None:  # fmt: skip
+        """`form`: a `kernels.cpu.panel_form.PanelForm`. `ordered`: inputs may lie in another order than those of x."""
+        from asyncengine.kernels.cpu import gemm_quantized as products
+        from asyncengine.kernels.cpu import quantized_panels as packing
+
+        self.outputs, self.inputs, self.bias_dtype = outputs, inputs, torch.float32
+        self._form = form = replace(form, exact=exact)
+        self._products, self._packing, self._dtype = products, packing, dtype
+        self.panels = packing.empty_panels(form, outputs, inputs, empty)
+        self.row_scales = empty((outputs,), torch.float32).fill_(1) if row_scales else None
+        self.order = empty((inputs,), torch.int64).copy_(torch.arange(inputs)) if ordered else None
+        self._matrix = products.QuantizedMatrix(form, self.panels, self.row_scales, inputs, outputs, self.order)
+        self._fields = self._matrix.fields()
+
+    def _named(self, name: str) -> str:
+        """The name with how x is multiplied, where that is not as usual: prefixes of the one are none of the other."""
+        return f"{name} (exact)" if self._form.exact else name
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        found = x.new_empty((*x.shape[:-1], self.outputs)) if out is None else out
+        self._products.gemm(x, self._matrix, found, bias, self._fields)
+        return found
+
+    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
+        return self.multiply(x, bias, memory.take((*x.shape[:-1], self.outputs)))
+
+    def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        found = out if self.order is None else torch.empty_like(out)
+        self._packing.read_rows(self._form, self.panels, self.row_scales, ids, found)
+        if self.order is not None:
+            out[:, self.order] = found
+
+    def product(self, bias: torch.Tensor | None) -> Any:
+        """The record by which kernels of several products multiply."""
+        from asyncengine.kernels.cpu.linears import LinearWeights
+
+        return LinearWeights(self._matrix, bias, self.inputs, self.outputs)
+
+
+class QuantizedWeight(PanelWeight):
+    """In 8 or 4 bits, rounded while it is read."""
+
+    def __init__(
+        self, outputs: int, inputs: int, bits: int, dtype: torch.dtype, bounds: Sequence[int] = (),
+        release: Release = keep_all, empty: Empty = ordinary, exact: bool = False,
+    ) -> None:  # fmt: skip
+        """`bounds`: rows at which one checkpoint matrix ends and the next begins."""
+        from asyncengine.kernels.cpu import quantize as quantizing
+        from asyncengine.kernels.cpu.panel_form import PANEL, int_form
+
+        super().__init__(outputs, inputs, int_form(bits), bits == 8, False, dtype, empty, exact)
+        self.name, self.bits = self._named(f"int{bits}"), bits
+        self._quantizing = quantizing
+        self._release = release
+        self._panel = PANEL
+        meets = any(bound % PANEL for bound in bounds)  # rows of two matrices share a panel
+        self.waiting = WaitingRows(outputs, inputs, dtype) if meets else None
+
+    def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
+        """Raises `ValueError` for rows that share a panel with others where `bounds` has not said so."""
+        if self.waiting is None:
+            last, panel = first + weight.shape[0], self._panel
+            if first % panel or (last % panel and last != self.outputs):
+                raise ValueError(f"rows {first} to {last} are no whole panels of {panel}")
+            for begin, part in parts_of(weight, self._release):
+                self._round(part.to(self._dtype), first + begin)
+            return
+        whole = self.waiting.add(first, weight)
+        if whole is not None:
+            self._round(whole, 0)
+
+    def _round(self, rows: torch.Tensor, first: int) -> None:
+        self._quantizing.quantize_rows(rows, self.panels, self.row_scales, self.bits, first)

@@ -1,0 +1,246 @@
+"""A model's folder before any weight is read: config, shards, sizes, what is missing.
+
+Nothing here needs torch before a quantized checkpoint is found: wrong paths are refused at once.
+
+Only safetensors files are ever opened. Pickled weights (`pytorch_model.bin`, `*.pt`) run code when loaded; they are
+refused, never read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncengine.config import EngineConfig
+from asyncengine.errors import InvalidParameter, ModelNotFound, UnsupportedModel, shorten
+from asyncengine.execution.models.formats import (
+    ITEM_BYTES,
+    UNREAD,
+    CheckpointSource,
+    StoredTensor,
+    first_line,
+    read_json,
+)
+from asyncengine.execution.models.hub import download, parse_name
+from asyncengine.execution.models.mapped import OpenFiles
+from asyncengine.execution.models.refusals import check_architectures, check_files, check_sizes
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncengine.execution.layers.stored import StoredMatrix
+    from asyncengine.execution.models.formats.mapped_matrix import FoundMatrix
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
+
+
+_LONGEST_HEADER = 100_000_000
+"""Bytes: safetensors' own limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint(CheckpointSource):
+    """A complete model folder. Where weights are made up, it has no files and no tensors."""
+
+    folder: Path
+    config: dict[str, Any]
+    """config.json as it stands."""
+    files: tuple[Path, ...]
+    tensors: dict[str, StoredTensor]
+    """Tensors of all files by name. Quantized matrices have the names that they have without quantization."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Nothing: what is said beside the tensors is in files of its own."""
+    matrices: Mapping[str, FoundMatrix] = field(default_factory=dict)
+    """The quantized ones."""
+    stored: Mapping[str, StoredTensor] = field(default_factory=dict)
+    """All tensors by the names that the files have, where there are quantized ones."""
+    opened: OpenFiles = field(default_factory=OpenFiles)
+
+    def read(self, name: str) -> torch.Tensor | StoredMatrix:
+        """A tensor or quantized matrix, mapped and not copied. Raises `KeyError` for an unknown name."""
+        found = self.matrices.get(name)
+        if found is None:
+            return self.opened.read(self.tensors[name].file, name)
+        from asyncengine.execution.models.formats.mapped_matrix import MappedMatrix
+
+        parts = {part: self.opened.read(self.stored[stored].file, stored) for part, stored in found.parts.items()}
+        return MappedMatrix(found, parts, self.opened.release)
+
+    def release(self, tensor: torch.Tensor | StoredMatrix) -> None:
+        """Let the system take back the pages of what `read` gave, or of part of it: they will not be read again."""
+        from torch import Tensor
+
+        if isinstance(tensor, Tensor):
+            self.opened.release(tensor)
+        else:
+            tensor.release(0, tensor.shape[0])
+
+    def generation_defaults(self) -> dict[str, Any]:
+        """The content of generation_config.json. Raises `ModelNotFound` for a file that cannot be read."""
+        file = self.folder / "generation_config.json"
+        return read_json(file, str(self.folder)) if file.is_file() else {}
+
+
+def open_checkpoint(path_or_id: str, config: EngineConfig, writes: bool = True) -> CheckpointSource:
+    """Find the folder (downloading what is named on the hub), read config.json and, if they are wanted, every shard's
+    header. Of a GGUF model (a file, the one in a folder, "ollama:NAME") its header is read.
+
+    `writes`: a text generator is wanted. Raises `ModelNotFound` naming what is missing or broken, `UnsupportedModel`
+    for what is no text generator where one is wanted.
+    """
+    if not os.path.exists(os.path.expanduser(path_or_id)) and (named := parse_name(path_or_id)) is not None:
+        path_or_id = str(download(named, config))
+    if (gguf := _open_gguf(path_or_id, config)) is not None:
+        return gguf
+    if config.mmproj is not None:
+        raise InvalidParameter("mmproj", f"goes with a GGUF model, and {path_or_id} is none", config.mmproj)
+    folder = _find_folder(path_or_id)
+    check_files(folder, writes=writes)
+    folder = folder if writes else _transformer_of(folder)
+    raw = read_json(folder / "config.json", path_or_id)
+    check_architectures(folder, raw, writes=writes)
+    files = () if config.load_format == "dummy" else _weight_files(folder, path_or_id)
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        tensors.update(read_header(file))
+    check_sizes(raw, len(tensors) if files else None)
+    return _with_matrices(Checkpoint(folder, raw, files, tensors))
+
+
+def _transformer_of(folder: Path) -> Path:
+    """The folder of an embedder's transformer: an old one has it in a folder of its own (0_Transformer)."""
+    if not (folder / "modules.json").is_file():
+        return folder
+    from asyncengine.pooling_spec import transformer_folder
+
+    return transformer_folder(folder)
+
+
+def _with_matrices(plain: Checkpoint) -> Checkpoint:
+    """The checkpoint by the names that its matrices have without quantization."""
+    from asyncengine.execution.models.formats.methods import by_logical_name, find_matrices, method_of, quantization_of
+
+    settings = quantization_of(plain.folder, plain.config)
+    if settings is None:
+        return plain
+    from asyncengine.execution.models.families import MULTIMODAL
+    from asyncengine.execution.models.formats.stored_tensors import StoredTensors
+    from asyncengine.execution.models.multimodal import language_names
+
+    if not plain.files:
+        raise UnsupportedModel(f"load_format='dummy' makes up no quantized weights ({method_of(settings)})")
+
+    def read(name: str) -> torch.Tensor:
+        return plain.opened.read(plain.tensors[name].file, name)
+
+    looked_at = plain.tensors
+    if plain.config.get("model_type") in MULTIMODAL:  # what is left out may be stored in any way
+        own = language_names(plain.tensors)
+        looked_at = {name: stored for name, stored in plain.tensors.items() if name in own}
+    matrices = find_matrices(settings, StoredTensors(plain.folder, looked_at, read))
+    named = by_logical_name(plain.folder, plain.tensors, matrices)
+    return replace(plain, tensors=named, matrices=matrices, stored=plain.tensors)
+
+
+def _open_gguf(path_or_id: str, config: EngineConfig) -> CheckpointSource | None:
+    """A GGUF model, where it may be one: what reads them is imported then only; None: it is something else."""
+    path = Path(os.path.expanduser(path_or_id))
+    is_file = os.path.isfile(path)  # not Path's own: it raises for a name that is too long
+    folder = bool(path_or_id) and os.path.isdir(path) and any(path.glob("*.gguf"))
+    if not (is_file or folder or path_or_id.startswith("ollama:") or path_or_id.endswith(".gguf")):
+        return None
+    from asyncengine.execution.models.formats.sources import find_gguf, with_projector
+
+    model = find_gguf(path_or_id)
+    reads_images = config.images != "off" and config.task in ("auto", "generate")
+    return model if model is None or not reads_images else with_projector(model, config.mmproj)
+
+
+def _find_folder(path_or_id: str) -> Path:
+    expanded = Path(os.path.expanduser(path_or_id))
+    if path_or_id and os.path.isdir(expanded):  # not Path's own: it raises for a name that is too long
+        return expanded
+    if os.path.isfile(expanded):
+        raise ModelNotFound(f"{path_or_id} is a file; pass the folder that holds config.json and *.safetensors")
+    looks_like_path = path_or_id.startswith((".", "/", "~", "\\")) or path_or_id.count("/") > 1 or "\\" in path_or_id
+    shown = shorten(repr(path_or_id), 500)
+    if looks_like_path or not path_or_id:
+        raise ModelNotFound(f"no folder {shown}")
+    raise ModelNotFound(f"{shown} is neither a folder here nor a valid Hugging Face hub id")
+
+
+def _weight_files(folder: Path, path_or_id: str) -> tuple[Path, ...]:
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return (single,)
+    named = sorted(folder.glob("gptq_model*.safetensors"))  # as AutoGPTQ called it
+    if len(named) == 1:
+        return (named[0],)
+    if index.is_file():
+        weight_map = read_json(index, path_or_id).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelNotFound(f"{index} has no weight_map")
+        names = list(dict.fromkeys(map(str, weight_map.values())))
+        for name in names:
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise ModelNotFound(
+                    f"{index} names {shorten(name, 100)!r}, which is no safetensors file of this folder"
+                )
+        files = [folder / name for name in names]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise ModelNotFound(f"{path_or_id} lacks {len(missing)} of {len(files)} weight files: {missing[0]}")
+        return tuple(files)
+    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+    if pickles:
+        raise ModelNotFound(
+            f"{path_or_id} has only {pickles[0]}; asyncengine reads safetensors alone (pickled weights run code "
+            "when loaded). Convert it once with transformers: save_pretrained(folder)"
+        )
+    raise ModelNotFound(f"{path_or_id} has no model.safetensors")
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file, after checking that it is as long as its header says."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+                raise ValueError("its header is cut off")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        end = _check_places(header)
+        tensors = {
+            name: StoredTensor(str(entry["dtype"]), tuple(map(int, entry["shape"])), file)
+            for name, entry in header.items()
+        }
+    except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError) as error:
+        raise ModelNotFound(f"{file} is not a whole safetensors file: {first_line(error)}") from None
+    if 8 + length + end != size:
+        raise ModelNotFound(f"{file} is truncated: {size} bytes, its header describes {8 + length + end}")
+    return tensors
+
+
+def _check_places(header: dict[str, Any]) -> int:
+    """The end of the last tensor. Raises `ValueError` for one that is longer or shorter than its shape, or in another.
+
+    safetensors finds this out, too, but only when a file's first tensor is read: others' may have been written by then.
+    """
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        first, last = entry["data_offsets"]
+        kind, shape = entry["dtype"], entry["shape"]
+        if first != end or last < first or any(size < 0 for size in shape):
+            raise ValueError(f"the tensor {shorten(name, 200)} does not begin where the one before it ends")
+        if kind not in ITEM_BYTES and kind not in UNREAD:
+            raise ValueError(f"the tensor {shorten(name, 200)} is of the unknown type {shorten(repr(kind), 40)}")
+        if kind in ITEM_BYTES and last - first != math.prod(shape) * ITEM_BYTES[kind]:
+            raise ValueError(f"the tensor {shorten(name, 200)} is not as long as its shape says")
+        end = last
+    return end

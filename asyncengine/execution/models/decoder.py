@@ -1,0 +1,373 @@
+"""THE forward: embedding, layers, final norm; logits are a second call on the rows that want them.
+
+What varies between families is declared in a `DecoderConfig`, which `families` makes of config.json. A forward's
+context (attention, adapters of the rows) is an argument. The order of operations is that of transformers' modules; the
+sum that ends a branch and the norm that begins the next are one operation, also from layer to layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from asyncengine.execution.layers.attention import AttentionConfig
+from asyncengine.execution.layers.embedding import Embedding, LMHead
+from asyncengine.execution.layers.latent_attention import LatentAttentionConfig
+from asyncengine.execution.layers.layer_inputs import LayerInputConfig, LayerInputs
+from asyncengine.execution.layers.linear import Linear, Part
+from asyncengine.execution.layers.mlp import MLPConfig
+from asyncengine.execution.layers.norm import Norm, NormConfig
+from asyncengine.execution.layers.options import LayerOptions
+from asyncengine.execution.layers.places import Place
+from asyncengine.execution.layers.recorded import RecordedLayers
+from asyncengine.execution.layers.rotary import Angles, Rotary, RotaryConfig
+from asyncengine.execution.layers.sharded import leave
+from asyncengine.execution.layers.side_experts import SideExpertsConfig
+from asyncengine.execution.layers.slots import TensorSlot
+from asyncengine.execution.layers.sparse_mlp import MoEConfig
+from asyncengine.execution.layers.states import StateConfig
+from asyncengine.execution.layers.step import NO_IMAGES, CausalLM, StepContext
+from asyncengine.execution.models.decoder_layer import DecoderLayer
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """One decoder layer. A norm that is not named is not there."""
+
+    attention: AttentionConfig | LatentAttentionConfig | None
+    mlp: MLPConfig | MoEConfig | None
+    """None: the layer mixes tokens and nothing else (Mamba-2, Nemotron-H)."""
+    state: StateConfig | None = None
+    """A layer that keeps a state, in the place of attention, or beside it on the same input and added to it
+    (Falcon-H1). With neither, the layer is its feed-forward part alone (Nemotron-H)."""
+    attention_scale: float = 1.0
+    """A factor of attention's results (Falcon-H1)."""
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    """On what attention gives, before it is added (Gemma 2, OLMo 2, GLM 4)."""
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+    parallel: bool = False
+    """Attention and MLP read the same input, and both are added to it (Cohere)."""
+    post_norm: bool = False
+    """`before_mlp` and `after_mlp` normalise the stream itself, after each sum (OPT 350M)."""
+    side: SideExpertsConfig | None = None
+    """A mixture of experts beside the feed-forward part, of the stream itself (Gemma 4)."""
+    scalar: str | None = None
+    """A number of the checkpoint that the layer's result is multiplied by (Gemma 4)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """A decoder-only language model."""
+
+    vocab_size: int
+    width: int
+    layers: tuple[LayerConfig, ...]
+    norm: NormConfig
+    rotary: tuple[RotaryConfig, ...] = ()
+    max_positions: int = 2048
+    """Positions of the learned embedding, if there is one."""
+    embedding: str = "model.embed_tokens"
+    embedding_scale: float = 1.0
+    positions: str | None = None
+    """Learned position embeddings (GPT-2, OPT)."""
+    position_offset: int = 0
+    """Rows of that table before the one of position 0 (OPT)."""
+    embedding_width: int | None = None
+    """Numbers of an embedding and of what the output layer reads, if not `width`: two matrices go between (OPT
+    350M)."""
+    project_in: str = ""
+    project_out: str = ""
+    layer_inputs: LayerInputConfig | None = None
+    """Further embeddings that each layer adds (Gemma 4)."""
+    layer: str = "model.layers.{}."
+    final_norm: str | None = "model.norm"
+    head: str = "lm_head"
+    tied: bool = False
+    head_bias: bool = False
+    residual_scale: float = 1.0
+    """Each branch is multiplied by it before it is added (Granite)."""
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    """Logits become cap * tanh(logits / cap) (Gemma 2)."""
+    ignored: tuple[str, ...] = field(default=())
+    """Regular expressions of tensors that checkpoints of this family have and nobody needs."""
+
+
+class Decoder(CausalLM):
+    """A model of `layers`. Its weights are whatever its memory held before `slots` are filled."""
+
+    def __init__(self, config: DecoderConfig, options: LayerOptions, max_model_len: int) -> None:
+        self.config, self.options, self.max_model_len = config, options, max_model_len
+        self.dtype, self.device = options.dtype, options.device
+        self.vocab_size = self.input_vocab_size = config.vocab_size
+        outer, every = config.embedding_width or config.width, options
+        options = every.at(None)
+        self.head = LMHead(
+            options, config.head, config.vocab_size, outer, bias=config.head_bias,
+            tied=config.embedding if config.tied else None,
+        )  # fmt: skip
+        self.embedding = Embedding(
+            options, config.embedding, config.vocab_size, outer, config.embedding_scale,
+            self.head if config.tied else None,
+        )  # fmt: skip
+        self.projections: list[Linear] = []
+        """From embeddings to the layers and back, where their widths differ."""
+        if outer != config.width:
+            self.projections = [
+                Linear(options, [Part(config.project_in, config.width)], outer),
+                Linear(options, [Part(config.project_out, outer)], config.width),
+            ]
+        self.inputs: LayerInputs | None = None
+        if config.layer_inputs is not None:
+            self.inputs = LayerInputs(options, config.layer_inputs, config.norm, len(config.layers), config.width)
+            self.input_vocab_size = min(config.vocab_size, config.layer_inputs.vocab_size)
+        self.positions: Embedding | None = None
+        if config.positions is not None:
+            rows = config.max_positions + config.position_offset
+            self.positions = Embedding(options, config.positions, rows, config.width)
+        pools = _pools(config.layers)
+        states = list(accumulate((layer.state is not None for layer in config.layers), initial=0))
+        self.layers = [
+            DecoderLayer(every.at(index), config, layer, index, pools[index], states[index])
+            for index, layer in enumerate(config.layers)
+        ]
+        self.norm = None if config.final_norm is None else Norm(options, config.norm, config.final_norm, config.width)
+        self.run = range(len(self.layers)) if options.stage is None else options.stage.run
+        """The layers that are computed in this process."""
+        self._pairs = options.stage is not None and config.norm.kind != "rms"
+        """A layer norm is of a sum before that is rounded: stages hand on the stream and its norm."""
+        self._following = [layer.before_attention for layer in self.layers[1:]] + [self.norm]
+        if self.run.stop < len(self.layers) and not self._pairs:
+            self._following[self.run[-1]] = None  # the next stage's
+        self.rotary = [Rotary(rotary, max_model_len, options.dtype, options.device) for rotary in config.rotary]
+        chosen = [None if layer.attention is None else layer.attention.rotary for layer in config.layers]
+        self._rotaries = [len(self.rotary) if own is None else own for own in chosen]
+        """For each layer, the index of its rotary embedding; the one behind the last: none."""
+        self._unrotated = Angles(options.zeros(1, 0), options.zeros(1, 0), "halves")
+        attentions = [layer.attention for layer in self.layers if layer.attention is not None]
+        self.specs = [own.spec for own in attentions if own.config.keys_of is None]
+        self.states = [layer.state.spec for layer in self.layers if layer.state is not None]
+        self.recorded: RecordedLayers | None = None
+        """Short steps in one call, where compiled kernels make all products."""
+        whole = all(layer.compiled for layer in self.layers)
+        if options.kernels.name == "compiled" and whole and options.ranks is None and not self._pairs:
+            paths = tuple(linear.path for place in self.run for linear in self.layers[place].linears())
+            self.recorded = RecordedLayers(self._through_layers, bool(self.states), paths)
+        keeps = [each.state is not None or getattr(each.attention, "keys_of", 0) is None for each in config.layers]
+        self._last_kept = max(place for place, kept in enumerate(keeps) if kept)
+        """The last layer whose keys, values or states later steps read."""
+
+    def forward(self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor) -> torch.Tensor:
+        """Logits [N, vocab] of `rows` (int64 [N], ascending; there may be none) of ids [T]."""
+        # ascending: as many as there are tokens are all of them
+        wanted = None if rows.shape[0] == ids.shape[0] else rows
+        return self.logits(self.hidden_states(ids, step, wanted), step)
+
+    def hidden_states(
+        self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor | None = None,
+        kept: list[torch.Tensor] | None = None, recorded: bool = True,
+    ) -> torch.Tensor:  # fmt: skip
+        """[T, width] after the final norm, of int64 ids [T]; of `rows` only, if given (int64, ascending). `kept` takes
+        the stream before each layer, and behind the last. Not `recorded`: layers are called one by one."""
+        if step.routes is not None and rows is not None and not len(rows):
+            return self.hidden_states(ids, step, kept=kept)[:0]  # routers of the last layer are wanted all the same
+        h, vectors = self.embedded(ids, step)
+        return self.projected(self.run_layers(h, vectors, step, rows, kept, recorded), step, rows)
+
+    def embedded(self, ids: torch.Tensor, step: StepContext) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(what the first layer reads [T, width], the vectors of `LayerInputs`), of int64 ids [T]."""
+        h = self.embedding(ids, step.adapters)
+        images = step.images or NO_IMAGES
+        if images.tokens is not None and images.features is not None:
+            h.index_copy_(0, images.tokens, images.features)
+        vectors = None if self.inputs is None else self.inputs(ids, h, step.adapters)
+        if self.projections:
+            h = self.projections[0](h, step.adapters)
+        if self.positions is not None:
+            h = h + self.positions(step.positions + self.config.position_offset)
+        return h, vectors
+
+    def run_layers(
+        self, h: torch.Tensor, vectors: torch.Tensor | None, step: StepContext, rows: torch.Tensor | None,
+        kept: list[torch.Tensor] | None = None, recorded: bool = True,
+    ) -> torch.Tensor:  # fmt: skip
+        """The result [T, width] of this process's layers, of what the first of them reads; behind the last layer of
+        all, its final norm, of `rows` only, if given. The rest as in `hidden_states`."""
+        images = step.images or NO_IMAGES
+        angles = [*(rotary(step.positions, images.axes) for rotary in self.rotary), self._unrotated]
+        plain = recorded and not images.deep and kept is None
+        # with adapters, the last feed-forward part has its rows' own
+        if self.recorded is not None and plain and (rows is None or step.adapters is None):
+            x = self.recorded(h, step, angles, vectors)
+            if x is not None:
+                return x if rows is None or self.run.stop < len(self.layers) else x.index_select(0, rows)
+        return self._through_layers(h, step, angles, vectors, rows, kept)
+
+    def projected(self, x: torch.Tensor, step: StepContext, rows: torch.Tensor | None) -> torch.Tensor:
+        """The rows that the output layer reads, of those behind the final norm: all, or `rows`."""
+        if not self.projections or not len(x):
+            return x
+        return self.projections[1](x, step.adapters if rows is None else step.row_adapters)
+
+    def _through_layers(
+        self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles], vectors: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None, kept: list[torch.Tensor] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The same as `run_layers`, layer by layer."""
+        images = step.images or NO_IMAGES
+        pictured, deep = images.tokens, images.deep
+        first = self.layers[self.run.start].before_attention
+        unread = rows is not None and not len(rows)
+        if unread and self.run.start > self._last_kept:
+            return h.new_empty(0, self.head.inputs)
+        if self._pairs and self.run.start:
+            h, x = (part.contiguous() for part in h.chunk(2, dim=-1))
+        else:
+            x = h if first is None else first(h)
+        for place in self.run:
+            layer = self.layers[place]
+            if unread and place == self._last_kept:  # kernels of a GPU refuse to be launched for no rows
+                layer.mix(x, step, angles[self._rotaries[place]])
+                return h.new_empty(0, self.head.inputs)
+            wanted = rows if place + 1 == len(self.layers) else None
+            following, own = self._following[place], None if vectors is None else vectors[:, place]
+            if kept is not None:
+                kept.append(h)
+            h, x = layer(h, x, step, angles[self._rotaries[place]], following, wanted, own)
+            if pictured is not None and place < len(deep):
+                h = h.index_add(0, pictured, deep[place])
+                x = h if following is None else following(h)
+        if kept is not None:
+            kept.append(h)
+        return torch.cat([h, x], dim=-1) if self._pairs and self.run.stop < len(self.layers) else x
+
+    @property
+    def carried(self) -> tuple[int, tuple[int, ...]]:
+        """Numbers of a token between stages: width of what layers give, and shape of the vectors of `LayerInputs`."""
+        inputs = self.config.layer_inputs
+        return self.config.width * (1 + self._pairs), () if inputs is None else (len(self.layers), inputs.width)
+
+    def logits(self, hidden: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """[N, vocab] of hidden states [N, width], whose rows' adapters are `step.row_adapters`."""
+        if not len(hidden):
+            return hidden.new_empty(0, self.vocab_size)
+        logits = self.head(hidden, step.row_adapters)
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
+        cap = self.config.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def slots(self) -> dict[str, TensorSlot]:
+        """The place of every tensor that a checkpoint has to hold, by its name there."""
+        found = {name: self._here(slot, place) for part, place in self._parts() for name, slot in part.slots()}
+        beyond = self._following[self.run[-1]]
+        return found if beyond is None else found | dict(beyond.slots())  # which may be the next stage's as well
+
+    def _parts(self) -> list[tuple[Any, int | None]]:
+        """Everything that has weights, and which layer it is."""
+        parts = (self.embedding, self.positions, self.inputs, *self.projections, *self.layers, self.norm, self.head)
+        places = {id(layer): place for place, layer in enumerate(self.layers)}
+        places[id(self.norm)] = len(self.layers) - 1
+        return [(part, places.get(id(part))) for part in parts if part is not None]
+
+    def _here(self, slot: TensorSlot, place: int | None) -> TensorSlot:
+        """The slot, which takes nothing where another stage has the weight."""
+        stage = self.options.stage
+        return slot if stage is None or stage.has(place) else replace(slot, load=leave)
+
+    def other_slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """Places of tensors that a checkpoint may hold instead of some of those."""
+        for place, layer in enumerate(self.layers):
+            others = () if layer.mlp is None else layer.mlp.other_slots()
+            yield from ((name, self._here(slot, place)) for name, slot in others)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights that are here."""
+        stage = self.options.stage
+        return sum(part.nbytes for part, place in self._parts() if stage is None or stage.has(place))
+
+    @property
+    def unsteady(self) -> str | None:
+        """Why a token's numbers may depend on the tokens that are computed beside it; None: they do not, to the bit."""
+        weights = [linear.weight for layer in self.layers for linear in layer.linears()]
+        weights += [*(linear.weight for linear in self.projections), self.head.weight]
+        if self.options.kernels.name != "compiled" or not all(weight.compiled for weight in weights):
+            return self.options.why_torch()
+        if not all(mixture.experts.compiled for layer in self.layers for mixture in layer.mixtures()):
+            return "experts' products are torch's, whose sums depend on what is computed together"
+        return None
+
+    @property
+    def compiled(self) -> bool:
+        """Whether short steps run in compiled kernels throughout."""
+        return self.recorded is not None and (
+            not self.recorded.obstacle or all(each.mixtures() for each in self.layers)
+        )
+
+    def describe(self) -> list[str]:
+        """Parts of the model by the way in which they run, e.g. ["decoder x 1", "packed x 9", ...]."""
+        counts = Counter(linear.weight.name for layer in self.layers for linear in layer.linears())
+        counts[self.head.weight.name] += 1
+        counts.update(mixture.experts.name for layer in self.layers for mixture in layer.mixtures())
+        if self.recorded is not None and self.recorded.obstacle is None:
+            counts["recorded_layers"] = len(self.layers)
+        return ["decoder x 1", *(f"{name} x {count}" for name, count in sorted(counts.items()))]
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for decoders that are computed by the same kernels on arrays of the same shapes."""
+        options = self.options
+        return (
+            self.config, self.dtype, self.device, self.max_model_len, options.kernels.name, options.bits,
+            options.stage, tuple(options.forms.items()), tuple(self.describe()), self.unsteady,
+        )  # fmt: skip
+
+    def places(self) -> list[Place]:
+        """Products that adapters may change, in the model's order."""
+        table, head, first = self.embedding, self.head, self.run.start == 0
+        found = [Place(table.num_embeddings, ((table.path, table.width),), "embedding", scale=table.scale, here=first)]
+        outer = [*self.projections, *([] if self.inputs is None else [self.inputs.projection])]
+        linears = [(linear, first) for linear in outer]
+        linears += [(linear, place in self.run) for place, each in enumerate(self.layers) for linear in each.linears()]
+        for linear, here in linears:
+            kind: Any = "conv1d" if linear.transposed else "linear"
+            found.append(Place(linear.inputs, linear.parts, kind, kept=linear.kept_outputs(), here=here))
+        return [*found, Place(head.inputs, head.parts, head=True, here=first)]
+
+
+def _pools(layers: Sequence[LayerConfig]) -> list[int]:
+    """For each layer, the place of the keys and values that it attends to in the attention backend."""
+    places: list[int] = []
+    taken = 0
+    for layer in layers:
+        source = None if layer.attention is None else layer.attention.keys_of
+        places.append(taken if source is None else places[source])
+        taken += layer.attention is not None and source is None
+    return places
+
+
+def why_unrouted(model: Any) -> str | None:
+    """Why a `CausalLM` cannot say which experts a token goes to; None: it can."""
+    if not isinstance(model, Decoder):
+        return "its layers are transformers' modules, which do not tell"
+    if not any(layer.mixtures() for layer in model.layers):
+        return "the model has no experts"
+    if model.options.ranks is not None or model.options.stage is not None:
+        return "other processes that have a part of the model do not tell"
+    return None if model.device.type == "cpu" else "steps on a GPU are graphs, which do not tell"
+
+
+def expert_type(model: Any) -> torch.dtype | None:
+    """The smallest of uint8 and int16 that holds the numbers of its experts; None: it is `why_unrouted`."""
+    if why_unrouted(model) is not None:
+        return None
+    most = max(mixture.router.config.experts for layer in model.layers for mixture in layer.mixtures())
+    return torch.uint8 if most <= 256 else torch.int16

@@ -1,0 +1,169 @@
+"""One layer of a decoder, or of an encoder: what mixes tokens, and a feed-forward part, around a residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from asyncengine.execution.layers.attention import Attention, AttentionConfig
+from asyncengine.execution.layers.latent_attention import LatentAttention
+from asyncengine.execution.layers.layer_inputs import LayerInput
+from asyncengine.execution.layers.linear import Linear
+from asyncengine.execution.layers.mlp import MLP
+from asyncengine.execution.layers.norm import Norm
+from asyncengine.execution.layers.options import LayerOptions
+from asyncengine.execution.layers.rotary import Angles
+from asyncengine.execution.layers.side_experts import SideExperts
+from asyncengine.execution.layers.slots import TensorSlot
+from asyncengine.execution.layers.sparse_mlp import MoEConfig, SparseMLP
+from asyncengine.execution.layers.step import StepContext
+
+if TYPE_CHECKING:
+    from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
+
+
+class DecoderLayer:
+    """Attention and feed-forward around a residual stream."""
+
+    def __init__(
+        self, options: LayerOptions, model: DecoderConfig, config: LayerConfig, index: int, pool: int, state: int
+    ) -> None:
+        """`pool`: the place of the keys and values that it attends to in the attention backend. `state`: that of its
+        states among the pools."""
+        prefix = model.layer.format(index)
+        width, norm = model.width, model.norm
+        self.config, self._kernels = config, options.kernels
+        self.scale = model.residual_scale
+
+        def named(name: str | None) -> Norm | None:
+            return None if name is None else Norm(options, norm, prefix + name, width)
+
+        self.before_attention, self.after_attention = named(config.before_attention), named(config.after_attention)
+        self.before_mlp, self.after_mlp = named(config.before_mlp), named(config.after_mlp)
+        own = config.attention
+        self.attention: Attention | LatentAttention | None = None
+        if isinstance(own, AttentionConfig):
+            rotary = None if own.rotary is None else model.rotary[own.rotary]
+            self.attention = Attention(options, own, prefix, width, pool, rotary)
+        elif own is not None:
+            self.attention = LatentAttention(options, own, prefix, width, pool)
+        self.state = None if config.state is None else config.state.build(options, norm, prefix, width, state)
+        form: Any = SparseMLP if isinstance(config.mlp, MoEConfig) else MLP
+        self.mlp: MLP | SparseMLP | None = None if config.mlp is None else form(options, config.mlp, prefix, width)
+        self.side = None if config.side is None else SideExperts(options, config.side, norm, prefix, width)
+        inputs = model.layer_inputs
+        self.inputs = None if inputs is None else LayerInput(options, inputs, norm, prefix, width)
+        self.scalar_path = f"{prefix}{config.scalar}"
+        self.scalar = None if config.scalar is None else options.zeros(width, dtype=torch.float32).fill_(1.0)
+        moved = self.state is None or self.state.kernel is not None
+        made = all(linear.weight.compiled for linear in self.linears())
+        self.compiled = moved and made and all(mixture.experts.compiled for mixture in self.mixtures())
+        """Whether its products are all made, and its states moved, by compiled kernels."""
+
+    def __call__(
+        self, residual: torch.Tensor, x: torch.Tensor, step: StepContext, angles: Angles, following: Norm | None,
+        rows: torch.Tensor | None = None, vectors: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """(residual stream after this layer, its norm by `following`), of the stream [T, width] and its norm x.
+
+        `rows`: those of the result that are wanted, int64; None: all. The feed-forward part computes no others.
+        `vectors`: this layer's of `LayerInputs`, [T, width of a vector].
+        """
+        branch = self.mix(x, step, angles)
+        if self.mlp is None or branch is None:
+            return self._single(residual, x, branch, step, following, rows)
+        mixed = branch
+        if not self.config.parallel:
+            residual, x = self._add(residual, branch, self.before_mlp, not self.config.post_norm)
+            residual = x if self.config.post_norm else residual
+        step.note_routes(self.mixtures, residual, x)
+        if rows is not None:
+            residual, x = residual.index_select(0, rows), x.index_select(0, rows)
+        adapters = step.adapters if rows is None else step.row_adapters
+        branch = self.mlp(x, adapters)
+        if self.side is not None:
+            branch = self.side(residual, branch)
+        if self.config.parallel:
+            residual = self._kernels.add_both(residual, mixed if rows is None else mixed.index_select(0, rows), branch)
+            return residual, residual if following is None else following(residual)
+        if self.config.post_norm:
+            _, x = self._add(residual, branch, self.after_mlp, kept=False)
+            return x, x
+        if self.after_mlp is not None:
+            branch = self.after_mlp(branch)
+        if self.inputs is not None and vectors is not None:
+            residual, _ = self._add(residual, branch, None)
+            branch = self.inputs(residual, vectors if rows is None else vectors.index_select(0, rows), adapters)
+        if self.scalar is None:
+            return self._add(residual, branch, following)
+        residual = self._kernels.scale_each(self._add(residual, branch, None)[0], self.scalar)
+        return residual, residual if following is None else following(residual)
+
+    def mix(self, x: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor | None:
+        """The contribution of other tokens, [T, width]; None: the layer is its feed-forward part alone."""
+        branch = None if self.attention is None else self.attention(x, step, angles)
+        scale = self.config.attention_scale
+        if self.state is not None:
+            own = self.state(x, step)
+            branch = own if branch is None else self._kernels.add_scaled(branch, scale, own)
+        elif branch is not None and scale != 1.0:
+            branch *= scale
+        return branch if branch is None or self.after_attention is None else self.after_attention(branch)
+
+    def _add(
+        self, residual: torch.Tensor, branch: torch.Tensor, norm: Norm | None, kept: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the sum, what `norm` makes of it; None: the sum itself). Not `kept`: the sum is not needed."""
+        if norm is not None:
+            return norm.add(residual, branch, self.scale, kept)
+        total = self._kernels.add_scaled(branch, self.scale, residual)
+        return total, total
+
+    def _single(
+        self, residual: torch.Tensor, x: torch.Tensor, branch: torch.Tensor | None, step: StepContext,
+        following: Norm | None, rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """The same of a layer that has one branch only: it mixes, or it is a feed-forward part."""
+        step.note_routes(self.mixtures, residual, x)
+        if rows is not None:
+            residual, x = residual.index_select(0, rows), x.index_select(0, rows)
+            branch = None if branch is None else branch.index_select(0, rows)
+        if branch is None:
+            assert self.mlp is not None
+            branch = self.mlp(x, step.adapters if rows is None else step.row_adapters)
+        return self._add(residual, branch, following)
+
+    def norms(self) -> list[Norm]:
+        every = [self.before_attention, self.after_attention, self.before_mlp, self.after_mlp]
+        every += [] if self.inputs is None else [self.inputs.norm]
+        every += [] if self.side is None else self.side.norms
+        return [norm for norm in every if norm is not None]
+
+    def linears(self) -> list[Linear]:
+        parts = (self.attention, self.state, self.mlp, self.inputs)
+        return [linear for part in parts if part is not None for linear in part.linears()]
+
+    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """Tensors of the checkpoint that it takes, by name."""
+        inputs = [] if self.inputs is None else self.inputs.linears()
+        sides = [] if self.side is None else [self.side]
+        parts: list[Any] = [self.attention, self.state, self.mlp, *sides, *self.norms(), *inputs]
+        for part in parts:
+            yield from () if part is None else part.slots()
+        if self.scalar is not None:
+            yield self.scalar_path, replace(TensorSlot.into(self.scalar, initial=1.0), shape=(1,))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights."""
+        within = () if self.attention is None else self.attention.norms or ()
+        states = () if self.state is None else (self.state, *self.state.norms())
+        parts: list[Any] = [*self.linears(), *self.norms(), *within, *states, *self.mixtures()]
+        return sum(part.nbytes for part in parts)
+
+    def mixtures(self) -> list[SparseMLP | SideExperts]:
+        """Its mixtures of experts, whose weights are no linears."""
+        return [part for part in (self.mlp, self.side) if isinstance(part, (SparseMLP, SideExperts))]

@@ -1,0 +1,185 @@
+"""Any other causal language model, run through transformers' own modules, unfused.
+
+A family without a file in `families` runs as its authors wrote it, but for its attention, which goes through
+transformers' attention interface into the engine's paged attention. What is loaded is *tried*: a short forward records
+each layer's attention (heads, scale, window, soft-capping, sinks) and must agree with the same forward under
+transformers' own eager attention. A family that ignores the interface, hides something in masks or keeps other state
+than keys and values is refused here instead of answering wrongly later. Code from a model's folder
+(`trust_remote_code`) runs only here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from asyncengine.config import ModelSettings
+from asyncengine.execution.attention.base import StepAttention
+from asyncengine.execution.layers.places import Place
+from asyncengine.execution.layers.step import CausalLM, StepContext
+from asyncengine.execution.models.fallback.attention_function import LayerAttention, attach
+from asyncengine.execution.models.fallback.probing import Probed
+from asyncengine.execution.models.fallback.quantized import QuantizedLinear
+
+
+class CurrentStep:
+    """The step that a transformers module computes now: its own code passes on no argument of ours."""
+
+    def __init__(self) -> None:
+        self.context: StepContext | None = None
+
+
+class Adapted(nn.Module):
+    """A part of the model, followed by what the low-rank adapters of a step's rows add. Else it is that part."""
+
+    def __init__(self, inner: nn.Module, path: str, head: bool, current: CurrentStep) -> None:
+        super().__init__()
+        self.inner = inner
+        self._path, self._head, self._current = path, head, current
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)  # some ask a linear for its weight's type
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., inputs] or token ids -> [..., outputs]."""
+        y: torch.Tensor = self.inner(x)
+        context = self._current.context
+        adapters = None if context is None else context.row_adapters if self._head else context.adapters
+        if adapters is not None:
+            adapters.add(self._path, x, y)
+        return y
+
+
+def adapt(model: Any, current: CurrentStep) -> list[Place]:
+    """Let adapters act on every linear and on the embedding of `model`, in its order; once for a model.
+
+    Linears of single experts are left out: they see a part of the tokens, in an order of their own.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    found: list[Place] = []
+    for path, child in list(model.named_modules()):
+        if "experts" in path.split("."):
+            continue
+        if child is table:
+            rows, width = child.weight.shape
+            scale = float(getattr(child, "embed_scale", 1.0))
+            found.append(Place(rows, ((path, width),), "embedding", scale=scale))
+        elif isinstance(child, (nn.Linear, QuantizedLinear)):
+            found.append(Place(child.in_features, ((path, child.out_features),), head=child is head))
+        elif isinstance(child, Conv1D):  # stores the transpose, but maps in to out like any other
+            found.append(Place(child.nx, ((path, child.nf),), "conv1d", head=child is head))
+        else:
+            continue
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, Adapted(child, path, child is head, current))
+    return found
+
+
+class TransformersModel(CausalLM):
+    """A family's module in transformers, with the engine's attention."""
+
+    compiled = False
+    unsteady: str | None = "it runs through transformers, whose sums depend on what is computed together"
+
+    def __init__(self, module: Any, probed: Probed) -> None:
+        parameter = next(iter(module.parameters()))
+        self.module = module
+        self.specs = probed.layers
+        self.dtype, self.device = parameter.dtype, parameter.device
+        self.vocab_size = probed.logits.shape[-1]
+        self.input_vocab_size = int(module.get_input_embeddings().weight.shape[0])
+        self._attention_modules = probed.modules
+        self.bound: StepAttention | None = None
+        """The attention backend that its modules call; None: none yet, or it was let go."""
+        self._current = CurrentStep()
+        self._places: list[Place] | None = None
+
+    def forward(self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor) -> torch.Tensor:
+        """Logits [N, vocab] of `rows` (int64 [N], ascending) of ids [T]."""
+        if step.backend is not self.bound:
+            for index, part in enumerate(self._attention_modules):
+                attach(part, LayerAttention(index, step.backend))
+            self.bound = step.backend
+        self._current.context = step
+        try:
+            output = self.module(
+                input_ids=ids[None], position_ids=step.positions[None], use_cache=False, logits_to_keep=rows
+            )
+        finally:
+            self._current.context = None
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def places(self) -> list[Place]:
+        """Products that adapters may change, in the model's order."""
+        if self._places is None:
+            self._places = adapt(self.module, self._current)
+        return list(self._places)
+
+    def unbind(self) -> None:
+        """Let go of the attention backend of earlier forwards. Idempotent."""
+        for part in self._attention_modules:
+            attach(part, None)
+        self.bound = None
+
+
+def freeze_rotary(module: Any, max_model_len: int, device: torch.device) -> None:
+    """Fix frequencies that transformers would choose anew per step by the longest position in it.
+
+    "dynamic" and "longrope" scaling depend on sequence length; in a flat batch that would be the longest neighbour's,
+    and keys cached under one choice would meet queries under another. They are set once, for `max_model_len`, as vLLM
+    does. Other types are left alone.
+    """
+    for part in module.modules():
+        kinds = getattr(part, "rope_type", None)
+        if kinds is None or not hasattr(part, "original_max_seq_len"):
+            continue
+        last = torch.tensor([[max_model_len - 1]], device=device)
+        sample = torch.zeros(1, dtype=torch.float32, device=device)
+        if isinstance(kinds, dict):
+            for layer_type, kind in kinds.items():
+                if _changes(kind):
+                    part(sample, last, layer_type)
+            part.rope_type = {key: "default" if _changes(kind) else kind for key, kind in kinds.items()}
+        elif _changes(kinds):
+            part(sample, last)
+            part.rope_type = "default"
+
+
+def _changes(kind: str) -> bool:
+    return "dynamic" in kind or kind == "longrope"
+
+
+_SEED = 0
+
+
+def make_random(hf_config: Any, config: ModelSettings, dtype: torch.dtype, device: torch.device) -> Any:
+    """A model of `hf_config` with weights as its family initialises them, the same at every call on one device: for
+    measuring speed, which does not depend on them (`load_format="dummy"`, vLLM's setting).
+
+    The process's random state is left as it was.
+    """
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(_SEED)
+        return _build(hf_config, config, dtype)
+
+
+def count_elements(hf_config: Any, config: ModelSettings, dtype: torch.dtype) -> int:
+    """Elements of the weights of such a model, without making them."""
+    with torch.device("meta"):
+        return sum(part.numel() for part in _build(hf_config, config, dtype).parameters())
+
+
+def _build(hf_config: Any, config: ModelSettings, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(
+        hf_config, dtype=dtype, attn_implementation="eager", trust_remote_code=config.trust_remote_code
+    )

@@ -1,0 +1,135 @@
+"""The families that are written down: from a config.json to a `DecoderConfig`, one short file for each group.
+
+`NATIVE` says which file serves which `model_type`. A family that only renames another costs a name here. All others
+run through `models.fallback`, and so do options of these that are not written down.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from asyncengine.errors import UnsupportedModel
+from asyncengine.execution.models.config import MissingField, ModelConfig, read_fields
+from asyncengine.execution.models.decoder import DecoderConfig
+from asyncengine.execution.models.families.common import KINDS, Inside, UnknownLayers, inside_of
+from asyncengine.execution.models.multimodal import PLACEHOLDERS
+
+logger = logging.getLogger("asyncengine")
+
+DecoderConfigOf = Callable[[Any, int], DecoderConfig]
+"""(a `ModelConfig` or transformers' config object, longest sequence) -> what the decoder is built of. Raises
+`UnsupportedModel` for an option of the family that is not written down: such a model runs through transformers."""
+
+_FILES: Mapping[str, Sequence[str]] = {
+    "apertus": ("apertus",),
+    "cohere": ("cohere", "cohere2"),
+    "gemma": ("gemma", "gemma2", "gemma3_text"),
+    "gemma4": ("gemma4_text",),
+    "gpt2": ("gpt2",),
+    "opt": ("opt",),
+    "llama": (
+        "llama", "mistral", "ministral", "ministral3", "qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3",
+        "qwen3_vl_text", "smollm3", "seed_oss", "hunyuan_v1_dense",
+    ),
+    "llama4": ("llama4_text",),
+    "nemotron": ("nemotron",),
+    "phi": ("phi3", "glm", "glm4", "glm4v_text"),
+    "granite": ("granite", "granitemoehybrid", "granitemoe", "granitemoeshared"),
+    "olmo": ("olmo", "olmo2", "olmo3", "exaone4"),
+    "mixtral": ("mixtral", "phimoe", "minimax_m2"),
+    "qwen_moe": ("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "olmoe"),
+    "qwen_next": ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    "gpt_oss": ("gpt_oss",),
+    "glm_moe": ("glm4_moe", "glm4v_moe_text", "dots1", "ernie4_5_moe"),
+    "kimi_linear": ("kimi_linear",),
+    "lfm2": ("lfm2", "lfm2_moe"),
+    "mamba": ("mamba2", "bamba", "falcon_h1"),
+    "nemotron_h": ("nemotron_h",),
+    "stablelm": ("stablelm", "starcoder2"),
+}  # fmt: skip
+"""Each file in this folder that has a `decoder_config` -> the model_types that it serves."""
+NATIVE: Mapping[str, str] = {family: file for file, families in _FILES.items() for family in families}
+"""model_type -> the file in this folder with its `decoder_config`."""
+
+
+MULTIMODAL: Mapping[str, Inside] = {
+    **dict.fromkeys(
+        (
+            "gemma3", "gemma4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
+            "glm4v", "glm46v", "glm4v_moe", "mistral3", "aya_vision", "cohere2_vision", "exaone4_5", "internvl",
+            "lfm2_vl", "llava", "llava_next", "llava_onevision", "qwen2_audio", "voxtral",
+        ),
+        Inside(),
+    ),
+    **dict.fromkeys(("idefics3", "smolvlm"), Inside("model.text_model.")),
+    "llama4": Inside("language_model.model.", "language_model.lm_head"),
+}  # fmt: skip
+"""model_type of a model that reads images or sounds as well -> where its language model lies, the part that runs here.
+
+Its family is that of `text_config`. A model is listed here only if text alone goes through nothing else in it."""
+_OWN_DEFAULTS = ("mistral3", "voxtral", "idefics3", "smolvlm")
+"""Families whose classes have other defaults for fields of their language model than its family has."""
+
+
+def layer_kinds(family: str) -> Sequence[str] | None:
+    """The layer types that a family's file has; None: it is not written down here."""
+    file = NATIVE.get(family)
+    return None if file is None else getattr(import_module(f"{__name__}.{file}"), "KINDS", KINDS)
+
+
+def native_config(content: Mapping[str, Any], name: str = "") -> ModelConfig | None:
+    """The configuration in the config.json of the model `name`.
+
+    None: transformers' class has to read it, as its family is not written down here, or as fields are missing for
+    which only that class has defaults. Raises `ModelNotFound` naming the field that is wrong.
+    """
+    family = content.get("model_type")
+    try:
+        if not isinstance(family, str) or family not in NATIVE:
+            return _with_language_model(content) if family in tuple(MULTIMODAL) else None
+        module = import_module(f"{__name__}.{NATIVE[family]}")
+        own, aliases = (getattr(module, name, {}).get(family, {}) for name in ("DEFAULTS", "ALIASES"))
+        found = read_fields(content, own, aliases, getattr(module, "complete", lambda config: None))
+    except MissingField:
+        return None
+    found._name_or_path = name
+    return found
+
+
+def _with_language_model(content: Mapping[str, Any]) -> ModelConfig | None:
+    """The configuration of a model of several parts, with that of its language model; None as `native_config`."""
+    inner = content.get("text_config")
+    said = "tie_word_embeddings" in content and any(field in content for field in PLACEHOLDERS)
+    if not said or content["model_type"] in _OWN_DEFAULTS or not isinstance(inner, Mapping):
+        return None
+    text = native_config(inner)
+    if text is None or "text_config" in inner:
+        return None
+    return ModelConfig(**{**content, "dtype": content.get("dtype") or content.get("torch_dtype"), "text_config": text})
+
+
+def decoder_config_of(config: Any, length: int) -> DecoderConfig | None:
+    """The configuration of the decoder, for sequences of up to `length` tokens. `config`: a `ModelConfig`, or
+    transformers' config object.
+
+    None: it runs through transformers, as its family or an option of it is not written down, or as its code is its
+    own (`trust_remote_code`). Raises `MissingField` for one without a default here.
+    """
+    inside = MULTIMODAL.get(config.model_type)
+    own = config if inside is None else config.get_text_config()
+    file = NATIVE.get(own.model_type)
+    if file is None or not (isinstance(config, ModelConfig) or type(config).__module__.startswith("transformers.")):
+        logger.warning("family %r is not written down here: it runs through transformers, slower", own.model_type)
+        return None
+    read: DecoderConfigOf = import_module(f"{__name__}.{file}").decoder_config
+    try:
+        made = read(own, length)
+    except UnknownLayers:
+        raise
+    except UnsupportedModel as error:
+        logger.warning("%s: it runs through transformers, slower", error)
+        return None
+    return made if inside is None else inside_of(made, inside, config)

@@ -1,0 +1,50 @@
+"""Cohere's Command models: both branches read one layer norm, rotation of neighbouring pairs, scaled logits.
+
+Cohere 2 rotates only where there is a window.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncengine.execution.layers.norm import NormConfig
+from asyncengine.execution.models.config import Defaults, ModelConfig
+from asyncengine.execution.models.decoder import DecoderConfig
+from asyncengine.execution.models.families.common import alternate, llama_like, rotary_of, windows_of
+
+DEFAULTS: Defaults = {
+    "cohere": {"num_key_value_heads": None, "tie_word_embeddings": True, "use_qk_norm": False, "rope_theta": 5e5},
+    "cohere2": {"num_key_value_heads": None, "tie_word_embeddings": True},
+}  # fmt: skip
+
+
+def complete(config: ModelConfig) -> None:
+    if config.model_type == "cohere2":
+        alternate(config, config.get("sliding_window_pattern", 4))
+
+
+def decoder_config(config: Any, length: int) -> DecoderConfig:
+    """The decoder of `CohereForCausalLM`, `Cohere2ForCausalLM`."""
+    norm = NormConfig("layer", epsilon=config.layer_norm_eps)
+    second = config.model_type == "cohere2"
+    windows = windows_of(config) if second else [None] * config.num_hidden_layers
+
+    def attention(index: int) -> dict[str, Any]:
+        return {
+            "window": windows[index],
+            "rotary": None if second and windows[index] is None else 0,
+            "qkv_bias": config.attention_bias,
+            "out_bias": config.attention_bias,
+            "head_norm": norm if getattr(config, "use_qk_norm", False) else None,
+            "norm_scope": "each",
+        }
+
+    return llama_like(
+        config,
+        length,
+        attention=attention,
+        layer={"before_mlp": None, "parallel": True},
+        norm=norm,
+        rotary=(rotary_of(config, length, style="interleaved"),),
+        logit_scale=config.logit_scale,
+    )

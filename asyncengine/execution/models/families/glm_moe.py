@@ -1,0 +1,108 @@
+"""GLM 4.5 (GLM Team 2025) and dots.llm1 (rednote-hilab 2025): DeepSeek V3's router and shared experts, plain attention.
+
+ERNIE 4.5 (Baidu 2025) has softmax scores, and no groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from asyncengine.execution.layers.experts import ExpertsConfig
+from asyncengine.execution.layers.mlp import MLPConfig
+from asyncengine.execution.layers.norm import NormConfig
+from asyncengine.execution.layers.routing import RouterConfig
+from asyncengine.execution.layers.sparse_mlp import MoEConfig
+from asyncengine.execution.models.config import Defaults, ModelConfig
+from asyncengine.execution.models.decoder import DecoderConfig
+from asyncengine.execution.models.families.common import activation, llama_like, rotary_of, slide_from, windows_of
+
+_SHARED = "mlp.shared_experts."
+_FREQUENCIES = r"(.*\.)?rotary_emb\.inv_freq"
+_LEAST = 1e-20
+"""A sum of weights at least."""
+DEFAULTS: Defaults = {
+    "glm4_moe": {"partial_rotary_factor": 0.5, "use_qk_norm": False},
+    "glm4v_moe_text": {"partial_rotary_factor": 0.5, "attention_bias": True},
+    "ernie4_5_moe": {"tie_word_embeddings": True, "use_bias": False, "rope_theta": 5e5},
+}  # fmt: skip
+ALIASES: Mapping[str, Mapping[str, str]] = {
+    **{family: {"num_local_experts": "n_routed_experts"} for family in ("glm4_moe", "glm4v_moe_text", "dots1")},
+    "ernie4_5_moe": {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+}  # fmt: skip
+
+
+def complete(config: ModelConfig) -> None:
+    if config.model_type == "dots1":
+        slide_from(config)
+    elif config.model_type == "ernie4_5_moe" and config.moe_layer_end_index == -1:
+        config.moe_layer_end_index = config.num_hidden_layers - 1
+
+
+def decoder_config(config: Any, length: int) -> DecoderConfig:
+    """The decoder of `Glm4MoeForCausalLM`, `Glm4vMoeTextModel`, `Dots1ForCausalLM`, `Ernie4_5_MoeForCausalLM`."""
+    if config.model_type == "ernie4_5_moe":
+        return _ernie(config, length)
+    norm = NormConfig(epsilon=config.rms_norm_eps)
+    glm = config.model_type in ("glm4_moe", "glm4v_moe_text")
+    router = RouterConfig(
+        config.n_routed_experts, config.num_experts_per_tok, "sigmoid", exact=True,
+        correction="mlp.gate.e_score_correction_bias", groups=config.n_group, groups_kept=config.topk_group,
+        normalised=bool(config.norm_topk_prob), least_sum=_LEAST, scale=float(config.routed_scaling_factor),
+    )  # fmt: skip
+    mixture = _mixture(config, router, config.n_shared_experts, bias=False)
+    windows = [None] * config.num_hidden_layers if glm else windows_of(config)
+
+    def attention(index: int) -> dict[str, Any]:
+        return {
+            "window": windows[index],
+            "qkv_bias": config.attention_bias,
+            "out_bias": config.attention_bias and not glm,
+            "head_norm": norm if not glm or getattr(config, "use_qk_norm", False) else None,
+        }
+
+    return llama_like(
+        config,
+        length,
+        attention=attention,
+        sparse=lambda index: mixture if index >= config.first_k_dense_replace else None,
+        norm=norm,
+        rotary=(rotary_of(config, length, partial=glm),),
+        # a layer after the last, which predicts further tokens
+        ignored=(_FREQUENCIES, rf"(.*\.)?layers\.{config.num_hidden_layers}\..*"),
+    )
+
+
+def _ernie(config: Any, length: int) -> DecoderConfig:
+    correction, other = (f"mlp.{part}moe_statics.e_score_correction_bias" for part in ("", "gate."))
+    router = RouterConfig(
+        config.moe_num_experts, config.moe_k, exact=True, correction=correction, correction_rows=1,
+        least_sum=float(config.moe_norm_min),
+    )  # fmt: skip
+    bias = bool(config.use_bias)
+    mixture = replace(_mixture(config, router, config.moe_num_shared_experts, bias), aliases=((correction, other),))
+
+    def sparse(index: int) -> MoEConfig | None:
+        within = config.moe_layer_start_index <= index <= config.moe_layer_end_index
+        return mixture if within and (index + 1) % config.moe_layer_interval == 0 else None
+
+    return llama_like(
+        config,
+        length,
+        attention=lambda index: {"qkv_bias": bias, "out_bias": bias},
+        mlp={"bias": bias},
+        sparse=sparse,
+        rotary=(replace(rotary_of(config, length, style="interleaved"), exact=True),),
+        head_bias=bias,
+        ignored=(_FREQUENCIES, r".*mtp.*"),
+    )
+
+
+def _mixture(config: Any, router: RouterConfig, shared: int, bias: bool) -> MoEConfig:
+    act, width = activation(config), config.moe_intermediate_size
+    experts = ExpertsConfig(router.experts, width, act)
+    if not shared:
+        return MoEConfig(router, experts)
+    names = (f"{_SHARED}gate_proj", f"{_SHARED}up_proj")
+    return MoEConfig(router, experts, MLPConfig(width * shared, act, names, f"{_SHARED}down_proj", bias=bias))

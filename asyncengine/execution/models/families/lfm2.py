@@ -1,0 +1,92 @@
+"""LFM2 (Liquid AI 2025): gated short convolutions beside a few layers of attention; with experts as well."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from asyncengine.execution.layers.experts import ExpertsConfig, Stacked
+from asyncengine.execution.layers.norm import NormConfig
+from asyncengine.execution.layers.routing import RouterConfig
+from asyncengine.execution.layers.short_conv import ShortConvConfig
+from asyncengine.execution.layers.sparse_mlp import MoEConfig
+from asyncengine.execution.models.config import Defaults, ModelConfig
+from asyncengine.execution.models.decoder import DecoderConfig
+from asyncengine.execution.models.families.common import layer_types_of, llama_like
+
+KINDS = ("conv", "full_attention")
+_FORWARD = "feed_forward."
+_EXPERT = "feed_forward.experts.{}."
+_LEAST = 1e-6
+"""Number added to the sum of a row's weights."""
+DEFAULTS: Defaults = {
+    "lfm2": {"block_auto_adjust_ff_dim": True, "tie_word_embeddings": True, "rope_theta": 1e6},
+    "lfm2_moe": {"tie_word_embeddings": True, "rope_theta": 1e6},
+}  # fmt: skip
+
+
+def complete(config: ModelConfig) -> None:
+    config.tie_word_embeddings = config.get("tie_embedding", config.tie_word_embeddings)
+    if config.model_type == "lfm2":
+        layers = range(config.num_hidden_layers)
+        config.intermediate_size = config.get("block_ff_dim", config.intermediate_size)
+        attend = config.get("full_attn_idxs", layers)
+        config.layer_types = config.layer_types or [KINDS[layer in attend] for layer in layers]
+
+
+def decoder_config(config: Any, length: int) -> DecoderConfig:
+    """The decoder of `Lfm2ForCausalLM` and `Lfm2MoeForCausalLM`."""
+    norm = NormConfig(epsilon=config.norm_eps)
+    kinds = layer_types_of(config, KINDS)
+    attention = {
+        "out": "self_attn.out_proj",
+        "head_norm": norm,
+        "norm_names": ("self_attn.q_layernorm", "self_attn.k_layernorm"),
+    }
+    dense = config.num_hidden_layers if config.model_type == "lfm2" else config.num_dense_layers
+    mixture = None if config.model_type == "lfm2" else _mixture(config)
+    made = llama_like(
+        config, length, norm=norm,
+        attention=lambda index: attention,
+        mlp={
+            "width": _width(config),
+            "activation": "silu",
+            "up": (f"{_FORWARD}w1", f"{_FORWARD}w3"),
+            "down": f"{_FORWARD}w2",
+        },
+        sparse=lambda index: mixture if index >= dense else None,
+        layer={"before_attention": "operator_norm", "before_mlp": "ffn_norm"},
+        final_norm="model.embedding_norm",
+    )  # fmt: skip
+    conv = ShortConvConfig(config.conv_L_cache, bool(config.conv_bias))
+    layers = (
+        layer if kind == "full_attention" else replace(layer, attention=None, state=conv)
+        for layer, kind in zip(made.layers, kinds, strict=True)
+    )
+    return replace(made, layers=tuple(layers))
+
+
+def _width(config: Any) -> int:
+    """Width between the two products of the feed-forward part."""
+    width = int(config.intermediate_size)
+    if not getattr(config, "block_auto_adjust_ff_dim", False):
+        return width
+    width = int(2 * width / 3)
+    if config.block_ffn_dim_multiplier is None:
+        return width
+    multiple = int(config.block_multiple_of)
+    return -(-int(config.block_ffn_dim_multiplier * width) // multiple) * multiple
+
+
+def _mixture(config: Any) -> MoEConfig:
+    router = RouterConfig(
+        config.num_experts, config.num_experts_per_tok, "sigmoid", name=f"{_FORWARD}gate.weight",
+        correction=f"{_FORWARD}expert_bias" if config.use_expert_bias else None,
+        normalised=bool(config.norm_topk_prob), least_sum=_LEAST, scale=float(config.routed_scaling_factor),
+    )  # fmt: skip
+    experts = ExpertsConfig(
+        config.num_experts, config.moe_intermediate_size, "silu",
+        up=(f"{_EXPERT}w1.weight", f"{_EXPERT}w3.weight"), down=f"{_EXPERT}w2.weight",
+        stacked=Stacked((f"{_FORWARD}experts.gate_up_proj",), f"{_FORWARD}experts.down_proj"),
+    )  # fmt: skip
+    return MoEConfig(router, experts)

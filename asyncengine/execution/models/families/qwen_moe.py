@@ -1,0 +1,78 @@
+"""Qwen 2 and 3 with experts (Yang et al. 2024, 2025), and OLMoE (Muennighoff et al. 2024), which uses their names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from asyncengine.errors import UnsupportedModel
+from asyncengine.execution.layers.experts import ExpertsConfig
+from asyncengine.execution.layers.mlp import MLPConfig
+from asyncengine.execution.layers.norm import NormConfig
+from asyncengine.execution.layers.routing import RouterConfig
+from asyncengine.execution.layers.sparse_mlp import MoEConfig
+from asyncengine.execution.models.config import Defaults, ModelConfig
+from asyncengine.execution.models.decoder import DecoderConfig
+from asyncengine.execution.models.families.common import KINDS, activation, llama_like, windows_of
+
+_SHARED = "mlp.shared_expert."
+DEFAULTS: Defaults = {
+    "qwen2_moe": {"mlp_only_layers": [], "qkv_bias": True},
+    "qwen3_moe": {"mlp_only_layers": []},
+    "qwen3_vl_moe_text": {"tie_word_embeddings": True, "mlp_only_layers": [], "rope_theta": 5e5},
+    "olmoe": {"num_key_value_heads": None, "clip_qkv": None},
+}  # fmt: skip
+ALIASES: Mapping[str, Mapping[str, str]] = {
+    "qwen3_moe": {"num_local_experts": "num_experts"},
+    "qwen3_vl_moe_text": {"num_local_experts": "num_experts"},
+    "olmoe": {"num_local_experts": "num_experts"},
+}  # fmt: skip
+
+
+def complete(config: ModelConfig) -> None:
+    slides = config.get("use_sliding_window")
+    if config.model_type in ("qwen2_moe", "qwen3_moe") and not slides:
+        config.sliding_window = 0 if config.model_type == "qwen2_moe" else None
+    elif config.model_type == "qwen3_vl_moe_text":
+        config.sliding_window = None
+    if config.model_type == "qwen2_moe" and config.layer_types is None:
+        first = config.get("max_window_layers", 28) if slides else 0
+        config.layer_types = [KINDS[layer < first and not layer % 2] for layer in range(config.num_hidden_layers)]
+
+
+def decoder_config(config: Any, length: int) -> DecoderConfig:
+    """The decoder of `Qwen2MoeForCausalLM`, `Qwen3MoeForCausalLM`, `Qwen3VLMoeTextModel`, `OlmoeForCausalLM`."""
+    family, act = config.model_type, activation(config)
+    norm = NormConfig(epsilon=config.rms_norm_eps)
+    images = family == "qwen3_vl_moe_text"
+    normalised = images or bool(config.norm_topk_prob)
+    router = RouterConfig(config.num_experts, config.num_experts_per_tok, normalised=normalised)
+    if family == "qwen2_moe":
+        windows = windows_of(config)
+        own: dict[str, Any] = {"qkv_bias": config.qkv_bias}
+    elif family == "qwen3_moe" or images:
+        windows = [config.sliding_window] * config.num_hidden_layers
+        own = {"qkv_bias": config.attention_bias, "out_bias": config.attention_bias, "head_norm": norm}
+    else:
+        if config.clip_qkv is not None:
+            raise UnsupportedModel("family 'olmoe' with clip_qkv is not written down")
+        windows = [None] * config.num_hidden_layers
+        own = {"qkv_bias": config.attention_bias, "out_bias": config.attention_bias, "head_norm": norm}
+        own["norm_scope"] = "whole"
+    shared = None
+    if family == "qwen2_moe":
+        width = config.shared_expert_intermediate_size
+        shared = MLPConfig(width, act, (f"{_SHARED}gate_proj", f"{_SHARED}up_proj"), f"{_SHARED}down_proj")
+    inner = config.intermediate_size if family == "olmoe" else config.moe_intermediate_size
+    gate = None if shared is None else "mlp.shared_expert_gate.weight"
+    mixture = MoEConfig(router, ExpertsConfig(config.num_experts, inner, act, either=images), shared, gate)
+
+    def sparse(index: int) -> MoEConfig | None:
+        if family == "olmoe":
+            return mixture
+        dense = index in config.mlp_only_layers or (index + 1) % config.decoder_sparse_step or not config.num_experts
+        return None if dense else mixture
+
+    return llama_like(
+        config, length, attention=lambda index: {**own, "window": windows[index]}, sparse=sparse, norm=norm
+    )

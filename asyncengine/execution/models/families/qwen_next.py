@@ -1,0 +1,81 @@
+"""Qwen3-Next and Qwen3.5 (Qwen team 2025, 2026): three layers of the gated delta rule, then one of gated attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncengine.errors import UnsupportedModel
+from asyncengine.execution.layers.attention import AttentionConfig
+from asyncengine.execution.layers.experts import ExpertsConfig
+from asyncengine.execution.layers.gated_delta import GatedDeltaConfig
+from asyncengine.execution.layers.mlp import MLPConfig
+from asyncengine.execution.layers.norm import NormConfig
+from asyncengine.execution.layers.routing import RouterConfig
+from asyncengine.execution.layers.sparse_mlp import MoEConfig
+from asyncengine.execution.models.config import Defaults, ModelConfig
+from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
+from asyncengine.execution.models.families.common import activation, alternate, head_dim_of, layer_types_of, rotary_of
+
+_SHARED = "mlp.shared_expert."
+KINDS = ("linear_attention", "full_attention")
+DEFAULTS: Defaults = {
+    "qwen3_next": {
+        "head_dim": ..., "num_experts": ..., "partial_rotary_factor": 0.25, "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+    },
+    "qwen3_5_text": {"head_dim": ..., "partial_rotary_factor": 0.25, "num_experts": 0},
+    "qwen3_5_moe_text": {"head_dim": ..., "num_experts": ..., "partial_rotary_factor": 0.25},
+}  # fmt: skip
+
+
+def complete(config: ModelConfig) -> None:
+    alternate(config, config.get("full_attention_interval", 4), "linear_attention")
+
+
+def decoder_config(config: Any, length: int) -> DecoderConfig:
+    """The decoder of `Qwen3NextForCausalLM`, `Qwen3_5ForCausalLM`, `Qwen3_5MoeForCausalLM`."""
+    family, act = config.model_type, activation(config)
+    kinds = layer_types_of(config, KINDS)
+    if act != "silu":
+        raise UnsupportedModel(f"family {family!r} with activation {config.hidden_act!r} is not written down")
+    norm = NormConfig(epsilon=config.rms_norm_eps, offset=1.0)
+    dim = head_dim_of(config)
+    attention = AttentionConfig(
+        num_heads=config.num_attention_heads, num_kv_heads=config.num_key_value_heads, head_dim=dim, scale=dim**-0.5,
+        head_norm=norm, qkv_bias=config.attention_bias, out_bias=config.attention_bias, output_gate=True,
+    )  # fmt: skip
+    state = GatedDeltaConfig(
+        key_heads=config.linear_num_key_heads, value_heads=config.linear_num_value_heads,
+        key_dim=config.linear_key_head_dim, value_dim=config.linear_value_head_dim,
+        taps=config.linear_conv_kernel_dim, epsilon=config.rms_norm_eps, interleaved=family == "qwen3_next",
+    )  # fmt: skip
+    mixture = _mixture(config, act)
+
+    def one(index: int) -> LayerConfig:
+        recurrent = kinds[index] == "linear_attention"
+        mlp = MLPConfig(config.intermediate_size, act) if mixture is None or _dense(config, index) else mixture
+        return LayerConfig(None if recurrent else attention, mlp, state if recurrent else None)
+
+    return DecoderConfig(
+        vocab_size=config.vocab_size, width=config.hidden_size,
+        layers=tuple(one(index) for index in range(config.num_hidden_layers)),
+        norm=norm, rotary=(rotary_of(config, length, partial=True),), tied=bool(config.tie_word_embeddings),
+        ignored=(r"(.*\.)?rotary_emb\.inv_freq", r"mtp\..*"),
+    )  # fmt: skip
+
+
+def _mixture(config: Any, act: str) -> MoEConfig | None:
+    if not getattr(config, "num_experts", 0):
+        return None
+    normalised = bool(getattr(config, "norm_topk_prob", True))
+    router = RouterConfig(config.num_experts, config.num_experts_per_tok, normalised=normalised)
+    up = (f"{_SHARED}gate_proj", f"{_SHARED}up_proj")
+    shared = MLPConfig(config.shared_expert_intermediate_size, act, up, f"{_SHARED}down_proj")
+    experts = ExpertsConfig(config.num_experts, config.moe_intermediate_size, act)
+    return MoEConfig(router, experts, shared, "mlp.shared_expert_gate.weight")
+
+
+def _dense(config: Any, index: int) -> bool:
+    """A layer whose feed-forward part is no mixture, in a model that has one."""
+    skipped = getattr(config, "mlp_only_layers", None) or ()
+    return index in skipped or bool((index + 1) % getattr(config, "decoder_sparse_step", 1))

@@ -1,0 +1,136 @@
+"""Compiled kernels that a decoder or an encoder calls, by name, known before its weights are read.
+
+For `kernels.compile_ahead`: what Python calls while a model is loaded and run. Its layers run once over weights that
+hold nothing yet, under a `kernels.listing.KernelList`. Only the sampler is named here: it is made later than the model,
+and what it calls by address depends on what requests ask for. A kernel that is missing is compiled when it is first
+called, which `tests/execution/models` would find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from asyncengine.execution.attention.base import StepView
+from asyncengine.execution.layers.states import StatePools, StateSegments, StateStep
+from asyncengine.execution.layers.step import StepContext
+from asyncengine.execution.models.decoder import Decoder
+from asyncengine.execution.models.encoder import Encoder
+from asyncengine.kernels.arena import Arena
+from asyncengine.kernels.compile_ahead import written
+
+_LONG = 513
+"""Tokens of a prompt that takes the kernels of many rows, whatever a model's sizes."""
+_BY_TORCH = 2
+"""Tokens of it where torch moves the states, which takes as many operations as there are tokens."""
+
+
+class FirstKernels(NamedTuple):
+    """Names as `calls.compile_named` takes them, those that take longest first. None where nothing is compiled."""
+
+    needed: Sequence[str] = ()
+    """Kernels of a first answer to a prompt."""
+    later: Sequence[str] = ()
+    """Kernels of long contexts, and of requests that sample in another way than the model's own defaults."""
+
+
+_MAX_LISTED = 64
+_listed: dict[Hashable, FirstKernels] = {}
+"""Kernels of the decoders that this process has loaded: a list takes as long as several steps."""
+
+
+def kernels_of(decoder: Decoder, page_size: int, defaults: Mapping[str, Any]) -> FirstKernels:
+    """`defaults`: the model's own sampling parameters, by name."""
+    options = decoder.options
+    if options.kernels.name != "compiled":
+        return FirstKernels()
+    if options.ranks is not None:  # other processes do not run along
+        alone = replace(options, ranks=None, memory=Arena())
+        decoder = Decoder(decoder.config, alone, decoder.max_model_len)
+    key = decoder.key, page_size
+    if key not in _listed:
+        if len(_listed) >= _MAX_LISTED:
+            _listed.clear()
+        _listed[key] = _list(decoder, page_size)
+    (needed, later), (sampled, others) = _listed[key], _sampling(defaults)
+    first = dict.fromkeys((*needed, *sampled))
+    return FirstKernels(list(first), [name for name in (*others, *later) if name not in first])
+
+
+def _list(decoder: Decoder, page_size: int) -> FirstKernels:
+    """The decoder's own kernels."""
+    from asyncengine.kernels.listing import KernelList
+
+    moved = all(layer.state is None or layer.state.kernel is not None for layer in decoder.layers)
+    needed, later = KernelList(), KernelList()
+    with needed:
+        for count in (1, min(_LONG if moved else _BY_TORCH, decoder.max_model_len)):
+            _run(decoder, page_size, 0, count)
+    with later:
+        _run(decoder, page_size, decoder.max_model_len - 1, 1)
+    return FirstKernels(needed.names, later.names)
+
+
+@torch.inference_mode()
+def _run(decoder: Decoder, page_size: int, start: int, count: int) -> None:
+    """Run a step of one row, of `count` tokens from position `start` on, and what else long contexts need."""
+    from asyncengine.execution.attention.cpu import CompiledBackend
+
+    backend = CompiledBackend(decoder.specs, 1, page_size, decoder.dtype, one_pool=True)
+    starts, counts, bounds = (np.array(each, dtype=np.int64) for each in ([start], [count], [0, count]))
+    tables = np.zeros((1, -(-(start + count) // page_size)), dtype=np.int32)
+    positions, ids = torch.arange(start, start + count), torch.zeros(count, dtype=torch.int64)
+    backend.plan(StepView(starts, counts, bounds, tables, ids))
+    states = None
+    if decoder.states:
+        first, last, slot = np.zeros(1, dtype=np.int64), counts, np.ones(1, dtype=np.int64)
+        segments = StateSegments(np.arange(2), first, last, first, slot)
+        states = StateStep(StatePools(decoder.states, 2, decoder.dtype, decoder.device), segments)
+    step = StepContext(positions, backend, states=states)
+    rows = torch.tensor([count - 1])
+    if decoder.run.start:  # a later stage reads what the one before it has made
+        width, beside = decoder.carried
+        vectors = torch.zeros(count, *beside, dtype=decoder.dtype) if beside else None
+        decoder.run_layers(torch.zeros(count, width, dtype=decoder.dtype), vectors, step, rows, recorded=False)
+    else:
+        made = decoder.run_layers(*decoder.embedded(ids, step), step, rows, recorded=False)
+        decoder.logits(decoder.projected(made[-1:, : decoder.config.width], step, rows), step)
+    if start:
+        backend.warm_up()
+
+
+def _sampling(defaults: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """(what requests need that say nothing, what others do)"""
+    needed, others = [written("sampling:_choose_at_once"), written("sampling:_choose")], list[str]()
+    draws = defaults.get("do_sample", True) and defaults.get("temperature", 1.0) > 0
+    top_k = draws and defaults.get("top_k", 0) > 0
+    top_p = draws and not top_k and defaults.get("top_p", 1.0) < 1
+    for wanted, name in (
+        (top_p, "truncation:top_p_threshold"), (draws, "sampling:_draw"), (top_k, "truncation:top_k_threshold")
+    ):  # fmt: skip
+        (needed if wanted else others).append(written(name, by_address=True))
+    return needed, others
+
+
+def sampling_kernels() -> list[str]:
+    """Kernels that sample, for models without names here (`fallback`): their first steps do not call them."""
+    needed, others = _sampling({"temperature": 0.0})
+    return [name for name in needed + others if ":void(" in name]
+
+
+def encoder_kernels_of(encoder: Encoder) -> list[str]:
+    """The same of an encoder."""
+    if encoder.options.kernels.name != "compiled":
+        return []
+    from asyncengine.kernels.listing import KernelList
+
+    with KernelList() as found, torch.inference_mode():
+        for count in (1, min(_LONG, encoder.max_model_len)):
+            hidden = encoder.forward(torch.zeros(count, dtype=torch.int64), [count], recorded=False)
+            if encoder.head is not None:
+                encoder.classify(hidden, [count])
+    return found.names

@@ -1,0 +1,113 @@
+"""Digests of everything that the bits of a model's weights and results depend on: files, code, libraries, the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import platform
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from asyncengine.files import written_whole
+
+logger = logging.getLogger("asyncengine")
+
+_PIECE = 64 * 2**20
+"""Bytes of a file that one thread digests."""
+_KNOWN = "weights.json"
+"""Digests of weight files that were digested before, by path, size, times and inode."""
+_SOURCES = ("attention", "kernels", "layers", "lora", "models", "runner")
+"""Packages whose code decides on the bits of weights, keys, values and states."""
+
+
+def digest_of(parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def weights_digest(files: Sequence[Path], folder: Path | None) -> str:
+    """Digest of the content of weight files. That of a file that has not changed since is known from `folder`."""
+    known: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError):
+        read = {} if folder is None else json.loads((folder / _KNOWN).read_text("utf-8"))
+        known = read if isinstance(read, dict) else {}
+    digests, new = [], False
+    for file in files:
+        key = stamp_of(file)
+        if key not in known:
+            known[key], new = _digest_of_file(file, file.stat().st_size), True
+        digests.append(known[key])
+    if new and folder is not None:
+        try:
+            with written_whole(folder / _KNOWN) as kept:
+                kept.write(json.dumps(dict(list(known.items())[-1000:])).encode())
+        except OSError as error:
+            logger.info("digests of weights are not kept: %s", error)
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
+def stamp_of(file: Path) -> str:
+    """A text that is another one once the file has been written."""
+    at = file.stat()
+    return f"{file.resolve()} {at.st_size} {at.st_mtime_ns} {at.st_ctime_ns} {at.st_ino} {at.st_dev}"
+
+
+def _digest_of_file(file: Path, size: int) -> str:
+    """SHA-256 of the digests of its pieces, which several threads make."""
+
+    def digest(start: int) -> bytes:
+        with file.open("rb") as stream:
+            stream.seek(start)
+            made, left = hashlib.sha256(), min(_PIECE, size - start)
+            while left and (data := stream.read(min(left, 2**20))):
+                made.update(data)
+                left -= len(data)
+            return made.digest()
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        return hashlib.sha256(b"".join(threads.map(digest, range(0, size, _PIECE)))).hexdigest()
+
+
+def digest_of_code(package: Path) -> str:
+    digest = hashlib.sha256()
+    for name in _SOURCES:
+        for file in sorted((package / name).rglob("*.py")):
+            digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+def versions() -> Iterable[str]:
+    """Versions of the libraries that compute."""
+    import numpy as np
+    import torch
+
+    yield from (torch.__version__, np.__version__, version("transformers"), platform.python_version())
+    with contextlib.suppress(ImportError):
+        import llvmlite
+        import numba
+
+        yield from (numba.__version__, llvmlite.__version__)
+
+
+def machine(*, steady: bool) -> list[str]:
+    """The CPU, by whose features kernels are chosen; where sums follow the number of threads, that too."""
+    import torch
+
+    return [platform.machine(), *_features(), "" if steady else str(torch.get_num_threads())]
+
+
+def _features() -> Iterator[str]:
+    with contextlib.suppress(ImportError):
+        from llvmlite import binding
+
+        yield str(binding.get_host_cpu_name())
+        yield from sorted(name for name, there in binding.get_host_cpu_features().items() if there)
+        return
+    import torch
+
+    yield torch.backends.cpu.get_cpu_capability()

@@ -1,0 +1,255 @@
+"""Sizes of the caches: pages of keys and values, and slots for recurrent states.
+
+A model with layers of full attention and layers with sliding windows gets two pools of pages (`kvcache.page_group`),
+cut from the same bytes as one would be. Let P be the pages of one pool for all layers, and a *span* the pages that a
+running request holds of a window at a time. Windowed layers get
+
+- a span for each of as many requests of two windows of tokens (of 1,024, if that is more) as fill P pages: so many of
+  them, or of longer ones, run beside each other as before (of shorter ones fewer);
+- at least eight spans, if they are no more than half of P;
+- no more than a span for each of `max_num_seqs`, and what a step computes;
+- no less than one request needs that computes a whole step.
+
+The other layers get the rest, which holds the longer contexts. As window pages are fewer than P, the others are more:
+what fitted into one pool fits into two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from asyncengine.config import EngineConfig, MemorySettings
+from asyncengine.errors import InvalidParameter, OutOfMemory
+from asyncengine.execution.attention.base import LayerSpec, page_bytes
+from asyncengine.execution.attention.factory import kv_dtype
+from asyncengine.execution.device.memory import limited_by
+from asyncengine.execution.layers.states import StateSpec
+
+MODEST_TOKENS = 256
+"""A pool that cannot hold one request of this length (or of the model's whole context, if less) is refused."""
+_SHARE, _CPU_CAP = 0.25, 4 * 2**30
+"""Without a setting, the share of free memory for a cache, and on a CPU its limit in bytes (the machine has other
+work)."""
+_CUDA_KEPT_BACK = (0.15, 4 * 2**30)
+"""Share or bytes, whichever is less, that a GPU's pool leaves of the memory that the largest step leaves: for CUDA
+graphs, adapters that are loaded later, and gaps in torch's allocator."""
+_BARE_PAGES = 2**17
+"""Pages of a model without attention, beside those of one request of its whole context: they take no memory of keys
+and values, and each is a number in the books."""
+_EDGES = 3
+"""Pages of a window span beyond those that a window fills: it may begin and end anywhere, and one is written next."""
+_APART = 2**16
+"""Bytes that are lost between two tensors of a cache, at most."""
+_WINDOWS, _TOKENS, _SPANS = 2, 1024, 8
+"""Windows and tokens of the requests, and number of spans, in the rules above."""
+
+
+class PoolSizes(NamedTuple):
+    """Pages of an engine, page 0 of each pool included."""
+
+    pages: int
+    window_pages: int = 0
+    """0: one pool for all layers."""
+    one_pool: str | None = None
+    """Reason for one pool; None: there are two."""
+
+
+@dataclass(frozen=True, slots=True)
+class TwoPools:
+    """Division of bytes among the pool of the layers with full attention and that of the layers with windows."""
+
+    page_bytes: int
+    window_page_bytes: int
+    span: int
+    """Pages of a window."""
+    least: int
+    """Pages of a window and of a whole step."""
+    usual: int
+    """Pages of a request of which as many run beside each other as in one pool."""
+    most: int
+    """More window pages are of no use."""
+    longest: int
+    """More pages are of no use."""
+
+    def split(self, budget: int) -> tuple[int, int]:
+        """(pages, window pages) in `budget` bytes, page 0 of each included; no window pages: one pool holds as much."""
+        one = min(budget // (self.page_bytes + self.window_page_bytes), self.longest)
+        wanted = max(one * self.span // self.usual, min(_SPANS * self.span, one // 2))
+        windows = 1 + max(min(wanted, self.most), self.least)
+        pages = min((budget - windows * self.window_page_bytes) // self.page_bytes, self.longest)
+        if windows >= one or pages <= one:
+            return one, 0
+        return pages, min((budget - pages * self.page_bytes) // self.window_page_bytes, pages)
+
+    def budget_for(self, pages: int) -> int:
+        """The least bytes, in pages of one pool, that hold `pages` of the layers with full attention."""
+        both = self.page_bytes + self.window_page_bytes
+        too_few, enough = 0, pages
+        while enough - too_few > 1:
+            middle = (enough + too_few) // 2
+            if self.split(middle * both)[0] < pages:
+                too_few = middle
+            else:
+                enough = middle
+        return enough * both
+
+
+def pool_sizes(
+    layers: Sequence[LayerSpec], config: EngineConfig, max_model_len: int, dtype: torch.dtype, device: torch.device,
+    free_bytes: int, *, others: Sequence[LayerSpec] = (), states: bool = False, divide: bool = True,
+) -> PoolSizes:  # fmt: skip
+    """Pages of a model of `layers`. `others`: layers of a draft model on the same pages. `states`: the model keeps
+    recurrent states. `divide=False`: rows will name pages of one pool. Raises as `num_pages_for`."""
+    one = num_pages_for([*layers, *others], config, max_model_len, dtype, device, free_bytes)
+    reason = why_one_pool(layers, device, states=states) if divide else "rows name pages of one pool"
+    if reason is not None:
+        return PoolSizes(one, 0, reason)
+    pools = two_pools(layers, config, max_model_len, dtype, others=others)
+    pages, windows = pools.split(_kv_budget(config, device, free_bytes))
+    return PoolSizes(pages, windows) if windows else PoolSizes(one, 0, "the KV cache holds no more in two pools")
+
+
+def num_pages_for(
+    layers: Sequence[LayerSpec], config: EngineConfig, max_model_len: int, dtype: torch.dtype, device: torch.device,
+    free_bytes: int,
+) -> int:  # fmt: skip
+    """Pages of one pool, page 0 included.
+
+    `kv_cache_memory` bytes if given; else a share of `free_bytes`, at most the pages of `max_num_seqs` requests of
+    `max_model_len` tokens, and on a CPU at most 4 GiB. Without layers, pages are numbers that requests are counted by.
+
+    Raises `OutOfMemory` with the numbers if a request of modest length would not fit, or if more is asked for than is
+    free.
+    """
+    size = page_bytes(layers, config.page_size, kv_dtype(config, dtype))
+    per_request = -(-max_model_len // config.page_size)
+    if not layers:
+        return min(config.max_num_seqs * per_request, max(per_request, _BARE_PAGES)) + 1
+    budget = _kv_budget(config, device, free_bytes)
+    pages = min(budget // size, config.max_num_seqs * per_request + 1)
+    least = modest_pages(config, max_model_len) if config.kv_cache_memory is None else 2
+    if pages < least:
+        raise OutOfMemory(
+            f"the KV cache gets {_mib(budget)}, which is {pages} pages of {config.page_size} tokens "
+            f"({size / 1024:.0f} KiB each); at least {least} are needed"
+        )
+    return pages
+
+
+def modest_pages(config: MemorySettings, max_model_len: int) -> int:
+    """Pages of the smallest pool that is not refused, page 0 included."""
+    return -(-min(MODEST_TOKENS, max_model_len) // config.page_size) + 1
+
+
+def _kv_budget(config: MemorySettings, device: torch.device, free_bytes: int) -> int:
+    """Bytes that keys and values may take. Raises `OutOfMemory` if more are asked for than are free."""
+    asked = config.kv_cache_memory
+    assert asked is None or isinstance(asked, int)
+    if asked is not None:
+        _check_free("kv_cache_memory", asked, device, free_bytes)
+        return asked
+    if device.type == "cpu":
+        return min(int(free_bytes * _SHARE), _CPU_CAP)
+    share, most = _CUDA_KEPT_BACK
+    return free_bytes - min(int(free_bytes * share), most)
+
+
+def why_one_pool(layers: Sequence[LayerSpec], device: torch.device, *, states: bool = False) -> str | None:
+    """The reason for which all layers share their pages; None: those with windows may have their own."""
+    if not any(spec.windowed for spec in layers):
+        return "no layer has a window"
+    if all(spec.windowed for spec in layers):
+        return "every layer has a window"
+    if states:
+        return "the model keeps recurrent states as well"
+    if device.type != "cpu":
+        return "on a GPU, plans are of one pool"
+    return None
+
+
+def two_pools(
+    layers: Sequence[LayerSpec], config: EngineConfig, max_model_len: int, dtype: torch.dtype, *,
+    others: Sequence[LayerSpec] = (),
+) -> TwoPools:  # fmt: skip
+    """The division for a model of which some `layers` have windows and some have none."""
+    size, kind = config.page_size, kv_dtype(config, dtype)
+    windowed = [spec for spec in layers if spec.windowed]
+    whole = [*(spec for spec in layers if not spec.windowed), *others]
+    window = window_of(layers)
+    ahead = min(config.most_ahead, max_model_len)
+    span = -(-(window - 1) // size) + _EDGES
+    return TwoPools(
+        page_bytes=page_bytes(whole, size, kind),
+        window_page_bytes=page_bytes(windowed, size, kind),
+        span=span,
+        least=-(-(window - 1 + ahead) // size) + _EDGES,
+        usual=-(-max(_WINDOWS * window, _TOKENS) // size),
+        most=config.max_num_seqs * span + -(-ahead // size),
+        longest=config.max_num_seqs * -(-max_model_len // size) + 1,
+    )
+
+
+def window_of(layers: Sequence[LayerSpec]) -> int:
+    """Tokens that a layer with a window attends to at most, its own position included; 0: no layer has one."""
+    return max((min(most for most in (each.window, each.chunk) if most) for each in layers if each.windowed), default=0)
+
+
+def state_bytes(specs: Sequence[StateSpec], dtype: torch.dtype) -> int:
+    """Bytes of one sequence's recurrent states, all layers together."""
+    return sum(spec.nbytes(dtype) for spec in specs)
+
+
+def room_for(
+    layers: Sequence[LayerSpec], states: Sequence[StateSpec], pages: int, window_pages: int, num_states: int,
+    config: MemorySettings, dtype: torch.dtype,
+) -> int:  # fmt: skip
+    """Bytes that hold these caches of one process, however a backend lays them out; more than they take."""
+    size, of_windows = config.page_size, window_pages or pages
+    kept = sum((of_windows if spec.windowed else pages) * page_bytes([spec], size, dtype) for spec in layers)
+    # keys of few dimensions may take twice as much; something is lost between two tensors
+    return 2 * kept + num_states * state_bytes(states, dtype) + 2 * (len(layers) + len(states)) * _APART
+
+
+def num_states_for(
+    specs: Sequence[StateSpec], config: EngineConfig, dtype: torch.dtype, device: torch.device, free_bytes: int
+) -> int:
+    """Slots for recurrent states, slot 0 included; 0: the model keeps none.
+
+    `state_memory` bytes if given; else a share of `free_bytes`, at most enough for `max_num_seqs` running requests and
+    as many snapshots, and on a CPU at most 4 GiB. Raises `InvalidParameter` for bytes that hold no running request
+    (which takes two slots: slot 0 is memory too), `OutOfMemory` if there are not so many, or too few without a setting.
+    """
+    size, asked = state_bytes(specs, dtype), config.state_memory
+    if not size:
+        return 0
+    assert asked is None or isinstance(asked, int)
+    if asked is None:
+        budget = int(free_bytes * _SHARE)
+        if device.type == "cpu":
+            budget = min(budget, _CPU_CAP)
+        if budget < 2 * size:
+            raise OutOfMemory(
+                f"recurrent states get {_mib(budget)}, and one takes {size / 2**20:.1f} MiB; two are needed"
+            )
+        return min(budget // size, 2 * config.max_num_seqs + 1)
+    if asked < 2 * size:
+        raise InvalidParameter(
+            "state_memory", f"one state takes {size} bytes, and a request needs two: at least {2 * size}", asked
+        )
+    _check_free("state_memory", asked, device, free_bytes)
+    return asked // size
+
+
+def _check_free(setting: str, asked: int, device: torch.device, free_bytes: int) -> None:
+    if asked > free_bytes:
+        raise OutOfMemory(
+            f"{setting} asks for {_mib(asked)}, but only {_mib(free_bytes)} are free on {device}{limited_by(device)}"
+        )
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.0f} MiB"

@@ -1,0 +1,361 @@
+"""Memory that a model needs, estimated from its configuration and the headers of its files: no weight is read.
+
+Weights, keys and values and recurrent states are counted as the loader counts them; what a step takes beside them is an
+estimate. Several models share one budget max-min fairly (progressive filling, as links of a network are shared):
+weights and steps come first, and all caches grow alike until one has what it can use.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from asyncengine.config import EngineConfig, ImageSettings, MemorySettings, ModelSettings
+from asyncengine.errors import InvalidParameter, OutOfMemory
+from asyncengine.execution.attention.base import LayerSpec, page_bytes
+from asyncengine.execution.attention.factory import kv_dtype
+from asyncengine.execution.device.memory import free_bytes, limited_by
+from asyncengine.execution.layers.kernels import LayerKernels
+from asyncengine.execution.layers.options import LayerOptions, bits_of
+from asyncengine.execution.layers.slots import TensorSlot
+from asyncengine.execution.layers.states import StateSpec
+from asyncengine.execution.layers.stored import StoredForm, bytes_of
+from asyncengine.execution.layers.stored_weight import chunk_group, stored_missing
+from asyncengine.execution.models.checkpoint import open_checkpoint
+from asyncengine.execution.models.decoder import Decoder, DecoderConfig
+from asyncengine.execution.models.encoder import Encoder, EncoderConfig
+from asyncengine.execution.models.families.encoders import by_stored_name, spelling_of
+from asyncengine.execution.models.hub import short_name
+from asyncengine.execution.models.memory.caches import (
+    TwoPools,
+    modest_pages,
+    num_states_for,
+    state_bytes,
+    two_pools,
+    why_one_pool,
+)
+from asyncengine.execution.models.multimodal import TextPart
+from asyncengine.execution.models.purpose import is_headless, pooling_of
+from asyncengine.execution.models.reading import ModelPlan, read_encoder, read_model
+from asyncengine.execution.models.vision.families import VISION
+from asyncengine.execution.models.weights import assign, settle_tie, slots_of, stored_forms
+
+logger = logging.getLogger("asyncengine")
+
+_COPIES_OF_LOGITS, _COPIES_OF_STATES = 4, 8
+"""Copies that a step holds of the logits of the rows it samples, and hidden states of its tokens, in float32."""
+_SCALE_BITS = 1.0
+"""Bits of a scale and a minimum for each weight: two bfloat16 for every 32."""
+_LONG = 32_768
+"""Tokens of the KV cache without a setting, if the model is not shorter: one long request."""
+_ENDLESS = 2**62
+"""Bytes of a machine that limits nothing."""
+
+
+class Weights(NamedTuple):
+    """Tensors of a model: their names in the checkpoint, and what they take."""
+
+    names: dict[str, str]
+    """The slot of each of the checkpoint's tensors."""
+    forms: dict[str, StoredForm]
+    """Forms of the matrices that stay as they are stored, by path."""
+    kept_bytes: int
+    """Bytes of these matrices."""
+    elements: dict[str, int]
+    """Numbers of all other tensors, by path."""
+
+
+def outline_decoder(plan: ModelPlan, config: EngineConfig) -> tuple[Decoder, Weights]:
+    """The decoder without memory, and its weights. Raises `ModelNotFound` for what `assign` refuses."""
+    assert isinstance(plan.described, DecoderConfig)
+    described = settle_tie(plan.described, plan.checkpoint)
+    decoder = Decoder(described, LayerOptions(plan.dtype, torch.device("meta"), LayerKernels()), 1)
+    mixtures = [mixture.experts for layer in decoder.layers for mixture in layer.mixtures()]
+    experts = [names for each in mixtures for names in each.side_by_side()]
+    return decoder, _weights_of(plan, slots_of(decoder, plan.checkpoint), described.ignored, config, experts)
+
+
+def outline_encoder(plan: ModelPlan, config: EngineConfig) -> tuple[Encoder, Weights]:
+    """The encoder without memory, and its weights. Raises `ModelNotFound` for what `assign` refuses."""
+    assert isinstance(plan.described, EncoderConfig)
+    encoder = Encoder(plan.described, LayerOptions(plan.dtype, torch.device("meta"), LayerKernels()))
+    slots = by_stored_name(encoder.slots(), plan.checkpoint.tensors, spelling_of(plan.hf_config.model_type))
+    return encoder, _weights_of(plan, slots, plan.described.stack.ignored, config)
+
+
+def _weights_of(
+    plan: ModelPlan, slots: Mapping[str, TensorSlot], ignored: Sequence[str], config: ModelSettings,
+    experts: Sequence[Collection[str]] = (),
+) -> Weights:  # fmt: skip
+    """The tensors that `slots` are filled with. `experts`: as in `kept_forms`."""
+    names = {} if config.load_format == "dummy" else assign(plan.checkpoint, slots, ignored)
+    forms = kept_forms(stored_forms(plan.checkpoint, names), plan.dtype, plan.device, plan.bits, experts)
+    elements = {name.removesuffix(".weight"): math.prod(slot.shape) for name, slot in slots.items()}
+    whole = plan.device.type == "cuda"
+    kept = sum(bytes_of(each.numbers, elements.pop(path), whole_bytes=whole) for path, each in forms.items())
+    return Weights(names, forms, kept, elements)
+
+
+def kept_forms(
+    stored: Mapping[str, StoredForm], dtype: torch.dtype, device: torch.device, bits: int | None,
+    experts: Sequence[Collection[str]] = (),
+) -> dict[str, StoredForm]:  # fmt: skip
+    """The quantized matrices that stay as they are stored: all, or those of at most `bits` bits. `experts`: paths of
+    matrices that are one weight, of all experts.
+
+    None stays where there are no kernels; on a GPU only those that a kernel reads, and `experts` that are all stored
+    alike, with inputs in order. The log says which become dense, and why.
+    """
+    missing, lost = stored_missing(dtype, device), defaultdict[str, list[str]](list)
+    forms = [{stored.get(path) for path in paths} for paths in experts]
+    unlike = {
+        path for paths, each in zip(experts, forms, strict=True) for path in paths
+        if len(each) > 1 or any(form is not None and form.ordered for form in each)
+    }  # fmt: skip
+    for path, each in stored.items():
+        if missing is not None:
+            lost[missing].append(path)
+        elif device.type == "cuda" and path in unlike:
+            lost["not all experts are stored alike, with inputs in order"].append(path)
+        elif device.type == "cuda" and chunk_group(each.numbers) is None:
+            lost[f"there is no kernel for {each.numbers}"].append(path)
+    for why, paths in lost.items():
+        kinds, form = ", ".join(sorted({stored[path].name for path in paths})), str(dtype).removeprefix("torch.")
+        logger.warning("%d quantized matrices (%s) become %s: %s", len(paths), kinds, form, why)
+    dense = {path for paths in lost.values() for path in paths}
+    return {
+        path: each for path, each in stored.items() if path not in dense and (bits is None or each.numbers.bits <= bits)
+    }
+
+
+def check_memory(elements: int, plan: ModelPlan, kept_bytes: int = 0) -> None:
+    """Refuse weights that do not fit: `elements` numbers, and `kept_bytes` of matrices that stay as they are stored.
+
+    Raises `OutOfMemory`.
+    """
+    bits, device = plan.bits, plan.device
+    need = kept_bytes + (elements * plan.dtype.itemsize if bits is None else elements * bits // 8)
+    free = free_bytes(device)
+    if need > free:
+        form = str(plan.dtype).removeprefix("torch.") if bits is None else f"int{bits}"
+        raise OutOfMemory(
+            f"the weights take {need / 2**30:.1f} GiB as {form}, but only {free / 2**30:.1f} GiB are free on {device}"
+            + limited_by(device)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNeeds:
+    """Needs of a model in bytes, on a device and on a host alike."""
+
+    name: str
+    dtype: str
+    weight_bytes: int
+    kv_bytes_per_token: int
+    """Keys and values of all layers; 0: it keeps none."""
+    state_bytes: int
+    """Recurrent states of one sequence, all layers together; 0: it keeps none."""
+    num_states: int
+    """Slots for them: as `state_memory` says, else for `max_num_seqs` running requests and as many snapshots in at most
+    the 4 GiB that a CPU gives. (A device gives more where it has more.)"""
+    step_bytes: int
+    """Estimate of what the engine's largest step takes beside weights and KV cache, in all processes together."""
+    max_model_len: int
+    num_heads: int
+    """Heads of attention; 0: it has none."""
+    vocab_size: int
+    page_size: int
+    two_pools: TwoPools | None = None
+    """Division of the KV cache where layers with windows have pages of their own; None: they have not."""
+    image_bytes: int = 0
+    """Encoded pictures that are kept (`image_cache_memory`); 0: it reads none."""
+
+    def kv_tokens(self, config: MemorySettings) -> int:
+        """Tokens that the KV cache is to hold: those of `kv_cache_memory`, or those of one long request."""
+        if isinstance(config.kv_cache_memory, int) and self.kv_bytes_per_token:
+            if self.two_pools is not None:
+                return max(self.two_pools.split(config.kv_cache_memory)[0] * self.page_size, 1)
+            return max(config.kv_cache_memory // self.kv_bytes_per_token, 1)
+        return min(self.max_model_len, _LONG)
+
+    def kv_bytes(self, kv_tokens: int) -> int:
+        """Bytes of a KV cache for `kv_tokens` tokens."""
+        every = kv_tokens * self.kv_bytes_per_token
+        if self.two_pools is None:
+            return every
+        return min(every, self.two_pools.budget_for(-(-kv_tokens // self.page_size)))
+
+    def total(self, kv_tokens: int) -> int:
+        """Bytes of everything, with a KV cache for `kv_tokens` tokens."""
+        states = self.num_states * self.state_bytes
+        return self.weight_bytes + self.kv_bytes(kv_tokens) + states + self.step_bytes + self.image_bytes
+
+
+def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | None = None) -> ModelNeeds:
+    """Needs of the model in a folder, a file or a hub repository (which is downloaded). `device`: where it is to run,
+    which need not be here; None: the one that `config` would take here.
+
+    Raises what loading it would raise of its files: `ModelNotFound`, `UnsupportedModel`, `InvalidParameter`.
+    """
+    checkpoint = open_checkpoint(path_or_id, config, writes=config.task == "generate")
+    pooling = pooling_of(checkpoint, config)
+    whole = pooling is not None and pooling.whole
+    if whole:
+        plan = read_encoder(checkpoint, config, device)
+    else:
+        plan = read_model(path_or_id, checkpoint, config, is_headless(pooling), device)
+    text, tokens = plan.hf_config.get_text_config(), config.max_num_batched_tokens
+    weight_bytes, per_token, layers, states = _sizes(plan, config, text)
+    tower_bytes = 0 if pooling is not None else _tower_bytes(plan, config)
+    logits = 0 if whole else min(config.max_num_seqs, tokens) * text.vocab_size * _COPIES_OF_LOGITS
+    hidden = tokens * text.hidden_size * _COPIES_OF_STATES
+    pools = None
+    if why_one_pool(layers, plan.device, states=bool(states)) is None:
+        pools = two_pools(layers, config, plan.max_model_len, plan.dtype)
+    return ModelNeeds(
+        name=short_name(path_or_id),
+        dtype=str(plan.dtype).removeprefix("torch."),
+        weight_bytes=weight_bytes + tower_bytes,
+        kv_bytes_per_token=per_token,
+        state_bytes=state_bytes(states, plan.dtype),
+        num_states=num_states_for(states, config, plan.dtype, torch.device("cpu"), _ENDLESS),
+        step_bytes=4 * (logits + hidden) * config.tensor_parallel,
+        max_model_len=plan.max_model_len,
+        num_heads=getattr(text, "num_attention_heads", 0) if per_token else 0,
+        vocab_size=text.vocab_size,
+        page_size=config.page_size,
+        two_pools=pools,
+        image_bytes=int(config.image_cache_memory) if tower_bytes else 0,
+    )
+
+
+def _tower_bytes(plan: ModelPlan, config: ImageSettings) -> int:
+    """Bytes of the vision tower of a model that reads pictures."""
+    part = plan.checkpoint
+    if not isinstance(part, TextPart) or config.images == "off" or plan.hf_config.model_type not in VISION:
+        return 0
+    return sum(part.whole.tensors[name].elements for name in part.of_vision()) * plan.dtype.itemsize
+
+
+def _sizes(
+    plan: ModelPlan, config: EngineConfig, text: Any
+) -> tuple[int, int, Sequence[LayerSpec], Sequence[StateSpec]]:
+    """(bytes of weights, bytes of keys and values of a token, layers that have these, recurrent states)"""
+    kind = kv_dtype(config, plan.dtype)
+    if plan.described is None:
+        from asyncengine.execution.models.fallback.model import count_elements
+
+        # transformers' own module has keys and values of one width in every layer
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        elements = count_elements(plan.hf_config, config, plan.dtype)
+        return _plain(elements, plan, plan.bits), text.num_hidden_layers * heads * 2 * width * kind.itemsize, (), ()
+    if isinstance(plan.described, EncoderConfig):
+        encoder, weights = outline_encoder(plan, config)
+        tables = [table for table in (encoder.embedding, encoder.positions, encoder.segments) if table is not None]
+        in_tables = sum(math.prod(slot.shape) for table in tables for _, slot in table.slots())
+        wide = _wide(weights.elements, plan)
+        matrices = _plain(sum(weights.elements.values()) - in_tables - wide, plan, plan.bits)
+        wide_bytes = _plain(wide, plan, plan.bits and 8)
+        return weights.kept_bytes + matrices + wide_bytes + _plain(in_tables, plan, None), 0, (), ()
+    decoder, weights = outline_decoder(plan, config)
+    vocabulary = sum(weights.elements.get(path, 0) for path in {decoder.config.embedding, decoder.config.head})
+    wide = vocabulary + _wide(weights.elements, plan)
+    plain = _plain(sum(weights.elements.values()) - wide, plan, plan.bits) + _plain(wide, plan, plan.bits and 8)
+    # with tensor parallelism each process has some of the weights and heads, or a copy of what cannot be divided
+    size = config.tensor_parallel
+    specs = [spec for spec in decoder.specs for _ in range(size if spec.num_kv_heads % size else 1)]
+    states = [spec for spec in decoder.states for _ in range(size if spec.parts % size else 1)]
+    return weights.kept_bytes + plain, page_bytes(specs, 1, kind), specs, states
+
+
+def _wide(elements: Mapping[str, int], plan: ModelPlan) -> int:
+    """Numbers of the matrices that have 8 bits where others have 4."""
+    return sum(count for path, count in elements.items() if bits_of(path, plan.bits) != plan.bits)
+
+
+def _plain(elements: int, plan: ModelPlan, bits: int | None) -> int:
+    """Bytes of numbers in the model's type or quantized by the engine, with the scales of 4 bits."""
+    if bits is None:
+        return elements * plan.dtype.itemsize
+    return int(elements * (8 if bits == 8 else bits + _SCALE_BITS) / 8)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryClaim:
+    """Demand of one of several models, in bytes. Caches as (least, most): below the first no modest request could run,
+    more than the second could not be used; (0, 0) where there is none, or where its size is a setting."""
+
+    name: str
+    fixed: int
+    """Weights, what a step takes beside them, and caches whose size is a setting."""
+    kv: tuple[int, int] = (0, 0)
+    """Keys and values."""
+    states: tuple[int, int] = (0, 0)
+    """Recurrent states."""
+
+    @property
+    def least(self) -> int:
+        return self.kv[0] + self.states[0]
+
+    @property
+    def most(self) -> int:
+        return self.kv[1] + self.states[1]
+
+    def settings(self, share: int) -> dict[str, int]:
+        """The fields of its configuration that give its caches `share` bytes together: each its least, and of the rest
+        as much as it could use of it."""
+        room = self.most - self.least
+        states = self.states[0]
+        if room:
+            states += (share - self.least) * (self.states[1] - self.states[0]) // room
+        sizes = {"kv_cache_memory": share - states, "state_memory": states}
+        return {name: size for name, size in sizes.items() if size}
+
+
+def claim_of(name: str, needs: ModelNeeds, config: EngineConfig) -> MemoryClaim:
+    """At least a modest request, at most `max_num_seqs` of full length; its setting, if there is one."""
+    fixed = needs.weight_bytes + needs.step_bytes
+    kv = states = (0, 0)
+    if isinstance(config.kv_cache_memory, int):
+        fixed += config.kv_cache_memory
+    else:
+        page = config.page_size * needs.kv_bytes_per_token
+        most = config.max_num_seqs * -(-needs.max_model_len // config.page_size) + 1
+        kv = (modest_pages(config, needs.max_model_len) * page, most * page)
+    if isinstance(config.state_memory, int):
+        fixed += config.state_memory
+    else:
+        states = (2 * needs.state_bytes, (2 * config.max_num_seqs + 1) * needs.state_bytes)
+    return MemoryClaim(name, fixed, kv, states)
+
+
+def share_memory(budget: int, claims: Sequence[MemoryClaim]) -> list[int]:
+    """Bytes of cache for each claim, in order: between its `least` and its `most`, together with everything that is
+    fixed at most `budget`.
+
+    Raises `InvalidParameter` naming `memory` and what would be enough, if not even the least fits.
+    """
+    needed = sum(claim.fixed + claim.least for claim in claims)
+    if needed > budget:
+        parts = ", ".join(f"{claim.name} {_mib(claim.fixed + claim.least)}" for claim in claims)
+        raise InvalidParameter("memory", f"must be at least {_mib(needed)} for these models ({parts})", _mib(budget))
+    shares = [claim.least for claim in claims]
+    left = budget - needed
+    growing = [index for index, claim in enumerate(claims) if claim.most > claim.least]
+    # by what each can still take: whoever needs little has it, and the rest is divided among the others
+    for place, index in enumerate(sorted(growing, key=lambda index: claims[index].most - claims[index].least)):
+        extra = min(claims[index].most - claims[index].least, left // (len(growing) - place))
+        shares[index] += extra
+        left -= extra
+    return shares
+
+
+def _mib(count: int) -> str:
+    return f"{-(-count // 2**20)} MiB"

@@ -1,0 +1,108 @@
+"""The language model inside a checkpoint that reads images or sounds as well: which tensors are its own.
+
+Its parts are found under the prefix that the checkpoint uses, whichever release of transformers wrote it. All others,
+towers and projectors, are left out: nothing of them is read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncengine.execution.models.formats import CheckpointSource
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncengine.execution.layers.stored import StoredMatrix
+    from asyncengine.execution.models.decoder import DecoderConfig
+    from asyncengine.execution.models.formats import StoredTensor
+
+_SPELLINGS = (
+    ("model.language_model.", "lm_head."),
+    ("language_model.model.", "language_model.lm_head."),
+    ("model.text_model.", "lm_head."),
+    ("model.language_model.model.", "model.language_model.lm_head."),
+    ("language_model.", "lm_head."),
+    ("text_model.", "lm_head."),
+    ("model.", "lm_head."),
+)
+"""(what the language model's parts begin with, what the output layer's do) in today's and earlier files."""
+PLACEHOLDERS = {
+    "image_token_id": "an image", "image_token_index": "an image", "video_token_id": "a video",
+    "video_token_index": "a video", "audio_token_id": "a sound", "audio_token_index": "a sound",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart(CheckpointSource):
+    """The language model's tensors of a checkpoint, by the names that the decoder has for them."""
+
+    whole: CheckpointSource
+    folder: Path
+    config: dict[str, Any]
+    files: tuple[Path, ...]
+    metadata: Mapping[str, Any]
+    names: Mapping[str, str]
+    """The decoder's -> the checkpoint's."""
+    tensors: Mapping[str, StoredTensor]
+    left_out: tuple[str, ...]
+    """Parts of the checkpoint that are not among them, with the number of their tensors: "vision_tower x 437"."""
+
+    def read(self, name: str) -> torch.Tensor | StoredMatrix:
+        return self.whole.read(self.names[name])
+
+    def release(self, tensor: torch.Tensor | StoredMatrix) -> None:
+        self.whole.release(tensor)
+
+    def generation_defaults(self) -> dict[str, Any]:
+        return self.whole.generation_defaults()
+
+    def of_vision(self) -> list[str]:
+        """Names in the whole checkpoint of the tensors that are neither the language model's nor for sounds."""
+        taken = set(self.names.values())
+        return [name for name in self.whole.tensors if name not in taken and "audio" not in name]
+
+
+def text_part(whole: CheckpointSource, described: DecoderConfig) -> TextPart:
+    """The tensors for the decoder `described`, whose own names are those of transformers today.
+
+    A checkpoint without anything that looks like its layers keeps its names: the first one that is missing is named
+    later.
+    """
+    base, head = described.layer.removesuffix("layers.{}."), described.head + "."
+    spelled = _spelling(whole.tensors) or (base, head)
+    names: dict[str, str] = {}
+    others: Counter[str] = Counter()
+    for name in whole.tensors:
+        if name.startswith(spelled[0]):
+            names[base + name.removeprefix(spelled[0])] = name
+        elif name.startswith(spelled[1]):
+            names[head + name.removeprefix(spelled[1])] = name
+        else:
+            others[name.removeprefix("model.").partition(".")[0]] += 1
+    tensors = {name: whole.tensors[stored] for name, stored in names.items()}
+    left_out = tuple(f"{part} x {count}" for part, count in sorted(others.items()))
+    return TextPart(whole, whole.folder, whole.config, whole.files, whole.metadata, names, tensors, left_out)
+
+
+def language_names(names: Iterable[str]) -> set[str]:
+    """The names of a checkpoint, as its files have them, that may belong to its language model."""
+    known = set(names)
+    spelled = _spelling(known)
+    return known if spelled is None else {name for name in known if name.startswith(spelled)}
+
+
+def _spelling(names: Collection[str]) -> tuple[str, str] | None:
+    return next((each for each in _SPELLINGS if any(name.startswith(each[0] + "layers.") for name in names)), None)
+
+
+def placeholders(hf_config: Any) -> dict[int, str]:
+    """{token id: what it stands for} of those in whose place a model of several parts puts images or sounds."""
+    if hf_config.get_text_config() is hf_config:
+        return {}
+    named = {getattr(hf_config, field, None): what for field, what in PLACEHOLDERS.items()}
+    return {token: what for token, what in named.items() if isinstance(token, int) and not isinstance(token, bool)}

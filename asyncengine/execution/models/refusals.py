@@ -1,0 +1,138 @@
+"""Reasons to refuse a folder and its config.json before anything is built of them: another kind of model than a text
+generator, said in words, with what to do instead, and sizes that no model has.
+
+transformers builds whatever a configuration says: a million layers take minutes and all memory there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncengine.errors import ModelNotFound, UnsupportedModel
+
+_EMBEDDER = "is an embedding model: it gives vectors and writes no text"
+_VECTOR_FILES = ("modules.json", "config_sentence_transformers.json")
+_FILES = {"model_index.json": "is an image generator. Run it with diffusers", **dict.fromkeys(_VECTOR_FILES, _EMBEDDER)}
+_WITHOUT_HEAD = ("ForSequenceClassification", "ForMaskedLM")
+"""Architectures that give scores, or vectors: what is in the way of the hidden states is left out."""
+_ENDINGS = {
+    "ForSequenceClassification": "is a classifier (or reranker): it gives scores and writes no text",
+    "ForTokenClassification": "is a classifier of tokens: it gives labels and writes no text",
+    "ForQuestionAnswering": "marks answers in a text and writes none",
+    "ForMultipleChoice": "is a classifier: it gives scores and writes no text",
+    "ForMaskedLM": "fills gaps in a text (masked language model) and cannot continue one",
+    "ForImageClassification": "is a vision model: it sorts images and writes no text",
+    "ForObjectDetection": "is a vision model: it finds things in images and writes no text",
+    "ForSemanticSegmentation": "is a vision model: it writes no text",
+    "ForCTC": "is a speech recognizer: it reads sound",
+    "ForAudioClassification": "is a classifier of sound: it writes no text",
+}
+_GENERATOR = "Pass a model for text generation"
+
+
+def check_files(folder: Path, writes: bool = True) -> None:
+    """Refuse what a file beside config.json gives away. `writes`: a text generator is wanted, else one that gives
+    vectors or scores would do. Raises `UnsupportedModel`."""
+    if not (folder / "config.json").exists() and (folder / "adapter_config.json").is_file():
+        raise UnsupportedModel(
+            f"{folder} is a LoRA adapter: load its base model, and it with adapters={{'NAME': PATH}}"
+        )
+    for name, what in _FILES.items():
+        if (writes or name not in _VECTOR_FILES) and (folder / name).is_file():
+            raise UnsupportedModel(f"{folder} {what}. {_GENERATOR}")
+
+
+def check_architectures(folder: Path, config: Mapping[str, Any], writes: bool = True) -> None:
+    """Refuse what config.json says was trained for something else. `writes` as above. Raises `UnsupportedModel`.
+
+    A family's configuration is the same for its text generator and for a classifier made of it, and transformers loads
+    either as either, with the missing parts made up at random.
+    """
+    named = config.get("architectures")
+    for name in named if isinstance(named, list) else ():
+        for ending, what in _ENDINGS.items():
+            if isinstance(name, str) and name.endswith(ending) and (writes or ending not in _WITHOUT_HEAD):
+                raise UnsupportedModel(f"{folder} ({name}) {what}. {_GENERATOR}")
+
+
+def not_causal(family: str, config: Mapping[str, Any]) -> UnsupportedModel:
+    """The error for a family that has no text generator of its own."""
+    named = config.get("architectures")
+    name = next((item for item in named if isinstance(item, str)), "") if isinstance(named, list) else ""
+    sees = any(part in config for part in ("vision_config", "image_size", "num_channels"))
+    writes = name.endswith(("ForConditionalGeneration", "ForCausalLM"))
+    if sees and writes:
+        from asyncengine.execution.models.families import MULTIMODAL
+
+        known = ", ".join(sorted(MULTIMODAL))
+        what = f"is a vision-language model; images are not read here, and the text of these alone is served: {known}"
+    elif sees:
+        what = "is a vision model: it writes no text"
+    elif name.endswith("Model"):
+        what = "is an encoder, as embedding models are: it writes no text"
+    else:
+        what = "writes no text"
+    return UnsupportedModel(f"family {family!r} is not a causal language model: it {what}. {_GENERATOR}")
+
+
+MAX_LAYERS = 4096
+MAX_WIDTH = 2**20
+"""Largest width of hidden states, heads and experts."""
+MAX_INNER = 2**24
+"""Largest inner width of a feed-forward layer."""
+MAX_VOCABULARY = 2**24
+MAX_POSITIONS = 2**27
+LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+_LIMITS = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), MAX_LAYERS),
+    **dict.fromkeys(
+        (
+            "hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim", "num_attention_heads",
+            "n_head", "n_heads", "num_key_value_heads", "num_kv_heads", "head_dim", "num_experts", "num_local_experts",
+            "n_routed_experts", "kv_lora_rank", "q_lora_rank",
+        ),
+        MAX_WIDTH,
+    ),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "d_ff", "moe_intermediate_size"), MAX_INNER),
+    "vocab_size": MAX_VOCABULARY,
+    **dict.fromkeys(LENGTH_FIELDS, MAX_POSITIONS),
+}  # fmt: skip
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_LISTED = ("hybrid_override_pattern", "layers_block_type")
+"""Fields that say how many layers there are by naming each."""
+_NEVER_NONE = ("vocab_size", "hidden_size", "num_attention_heads")
+
+
+def check_sizes(config: Mapping[str, Any], num_tensors: int | None) -> None:
+    """Refuse impossible sizes, in the configuration and in those inside it. `num_tensors`: in the files, if there are.
+
+    Raises `ModelNotFound` naming the field and its limit.
+    """
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            # a model of several parts may have them in other files
+            check_sizes(value, None)
+        if name in _LISTED and isinstance(value, (str, list)) and not 1 <= len(value) <= MAX_LAYERS:
+            raise ModelNotFound(f"config.json: {name} must name between 1 and {MAX_LAYERS} layers, got {len(value)}")
+        limit = _LIMITS.get(name)
+        if limit is None or isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue  # a wrong type is found by the family's own configuration
+        least = 1 if name in _LAYERS or name in _NEVER_NONE else value
+        if not least <= value <= limit:
+            raise ModelNotFound(
+                f"config.json: {name} must be between {min(least, 1)} and {limit}, got {_digits(value)}"
+            )
+        if num_tensors is not None and name in _LAYERS and value > num_tensors:
+            raise ModelNotFound(f"config.json: {name} is {value}, but the files hold only {num_tensors} tensors")
+
+
+def check_elements(described: int, held: int) -> None:
+    """Refuse files that cannot hold a good part of what config.json describes, before memory is taken for the rest."""
+    if described > 4 * held:
+        raise ModelNotFound(f"config.json describes a model of {described} weights, but the files hold only {held}")
+
+
+def _digits(value: float) -> str:
+    return str(value) if abs(value) < 1e20 else "far more"

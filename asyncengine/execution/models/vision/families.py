@@ -1,0 +1,147 @@
+"""Families that read pictures: what a template writes for one, what stands there for the model, and what its tower is
+told besides the pixels.
+
+`VisionFamily` is all that differs; the rest is the same for all of them. The texts are those of transformers'
+processors, which cannot be made without torchvision, nor without processors of videos.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncengine.execution.models.vision.lfm2 import Lfm2ImageProcessor
+
+Made = Mapping[str, Any]
+"""Output of the image processor for one picture: a batch of one, in arrays."""
+Token = Callable[[str], str]
+"""The text of the token that a field of config.json names by its id."""
+
+
+@dataclass(frozen=True, slots=True)
+class VisionFamily:
+    """The way in which a family's prompts hold a picture."""
+
+    placed: Callable[[Made, Any, Token], str]
+    """(what was made, configuration, tokens) -> the text that stands for the picture."""
+    marker: str = "image_token_id"
+    """The field of config.json with the token that a chat template writes for a picture."""
+    inputs: tuple[str, ...] = ()
+    """Names of what the tower is given besides `pixel_values`."""
+    grid: Callable[[Made, Any], tuple[int, int]] | None = None
+    """(rows, columns) of its hidden states, where positions have three axes."""
+    block: Callable[[Any, Any], int] = lambda config, processor: 0
+    """(configuration, image processor) -> most tokens that attend to each other both ways; 0: none do."""
+    near: bool = False
+    """They do so in layers with windows alone."""
+    processing: Callable[[Any], dict[str, Any]] = lambda config: {}
+    """Arguments of the image processor besides those of its own file."""
+    processor: Callable[[Path | Mapping[str, Any]], Any] | None = None
+    """Its image processor, of a folder or of settings; None: transformers' own."""
+
+
+def _grid(made: Made, config: Any) -> tuple[int, int]:
+    """Rows and columns of Qwen's grid, of which the tower merges squares."""
+    merged = config.vision_config.spatial_merge_size
+    _, rows, columns = map(int, made["image_grid_thw"][0])
+    return rows // merged, columns // merged
+
+
+def _by_grid(made: Made, config: Any, token: Token) -> str:
+    rows, columns = _grid(made, config)
+    return token("image_token_id") * (rows * columns)
+
+
+def _gemma(made: Made, config: Any, token: Token) -> str:
+    """The picture, then its crops (pan and scan), each by itself."""
+    inner = token("image_token_id") * config.mm_tokens_per_image
+    one = f"\n\n{token('boi_token_index')}{inner}{token('eoi_token_index')}\n\n"
+    crops = int(made["num_crops"][0]) if "num_crops" in made else 0
+    if not crops:
+        return one
+    more = " ".join([one] * crops)
+    return f"Here is the original image {one} and here are some crops to help you see better {more}"
+
+
+def _gemma4(made: Made, config: Any, token: Token) -> str:
+    inner = token("image_token_id") * int(made["num_soft_tokens_per_image"][0])
+    return f"{token('boi_token_id')}{inner}{token('eoi_token_id')}"
+
+
+def _gemma4_block(config: Any, processor: Any) -> int:
+    both = config.get_text_config().use_bidirectional_attention == "vision"  # the small models have none
+    return int(processor.max_soft_tokens) if both else 0
+
+
+def _internvl(made: Made, config: Any, token: Token) -> str:
+    """The tiles, then the whole picture if there are several, with nothing between."""
+    sides = zip(config.vision_config.image_size, config.vision_config.patch_size, strict=True)
+    inner = math.prod(int(pixels // patch * config.downsample_ratio) for pixels, patch in sides)
+    return f"<img>{token('image_token_id') * (inner * int(made['num_patches'][0]))}</img>"
+
+
+def _lfm2(made: Made, config: Any, token: Token) -> str:
+    """Tiles by row and column, then the whole picture."""
+    counts = [math.prod(int(side) // config.downsample_factor for side in shape) for shape in made["spatial_shapes"]]
+    parts = [token("image_token_id") * count for count in counts]
+    names = [
+        f"<|img_row_{row}_col_{column}|>"
+        for row in range(1, made["rows"] + 1)
+        for column in range(1, made["columns"] + 1)
+    ]
+    names = [*names, "<|img_thumbnail|>"] if len(names) > 1 else [""]
+    return f"<|image_start|>{''.join(name + part for name, part in zip(names, parts, strict=False))}<|image_end|>"
+
+
+def _pixtral(made: Made, config: Any, token: Token) -> str:
+    """Row by row, with a token of text behind each."""
+    size = config.vision_config.patch_size * config.spatial_merge_size
+    rows, columns = (int(pixels) // size for pixels in made["image_sizes"][0])
+    row = token("image_token_id") * columns
+    return "[IMG_BREAK]".join([row] * rows) + "[IMG_END]"
+
+
+def _idefics(made: Made, config: Any, token: Token) -> str:
+    """Tiles by row and column, then the whole picture; a small one is its whole alone."""
+    patches = config.vision_config.image_size // config.vision_config.patch_size
+    inner = token("image_token_id") * (patches**2 // config.scale_factor**2)
+    around = "<fake_token_around_image>"
+    rows, columns = int(made["rows"][0][0]), int(made["cols"][0][0])
+    text = ""
+    for row in range(1, rows + 1):
+        text += "".join(f"{around}<row_{row}_col_{column}>{inner}" for column in range(1, columns + 1)) + "\n"
+    return f"{text}\n{around}<global-img>{inner}{around}" if text else f"{around}<global-img>{inner}{around}"
+
+
+_IDEFICS = VisionFamily(
+    _idefics, inputs=("pixel_attention_mask",), processing=lambda config: {"return_row_col_info": True}
+)
+_QWEN = VisionFamily(_by_grid, inputs=("image_grid_thw",), grid=_grid)
+VISION: Mapping[str, VisionFamily] = {
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": _QWEN,
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
+    "glm4v": _QWEN,
+    "glm46v": _QWEN,
+    "glm4v_moe": _QWEN,
+    "mistral3": VisionFamily(
+        _pixtral,
+        inputs=("image_sizes",),
+        processing=lambda config: {"patch_size": config.vision_config.patch_size * config.spatial_merge_size},
+    ),
+    "idefics3": _IDEFICS,
+    "smolvlm": _IDEFICS,
+    "internvl": VisionFamily(_internvl, processing=lambda config: {"crop_to_patches": True}),
+    "lfm2_vl": VisionFamily(_lfm2, inputs=("pixel_attention_mask", "spatial_shapes"), processor=Lfm2ImageProcessor),
+    "gemma3": VisionFamily(
+        _gemma, marker="boi_token_index", block=lambda config, processor: int(config.mm_tokens_per_image)
+    ),
+    "gemma4": VisionFamily(_gemma4, inputs=("image_position_ids",), block=_gemma4_block, near=True),
+}
+"""model_type -> how its prompts hold pictures. Of others in `families.MULTIMODAL` the text alone is served."""

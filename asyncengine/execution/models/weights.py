@@ -1,0 +1,193 @@
+"""Named tensors from files into layers: when a model is loaded, and whenever its weights change later.
+
+Every tensor has one place (`TensorSlot`), which packs or quantizes it while it is read, out of the mapped file: at no
+time is a whole model held twice. All names, shapes and dtypes are checked before the first is written, so that a
+refused checkpoint leaves a live model as it was.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from asyncengine.errors import ModelNotFound
+from asyncengine.execution.layers.sharded import leave
+from asyncengine.execution.layers.slots import TensorSlot
+from asyncengine.execution.layers.stored import NumberForm, StoredForm
+from asyncengine.execution.models.decoder import Decoder, DecoderConfig
+from asyncengine.execution.models.formats import CheckpointSource, StoredTensor
+from asyncengine.execution.models.progress import LoadProgress
+
+FLOATS = ("F32", "BF16", "F16", "F64")
+"""Kinds of tensors that a layer takes."""
+_SEED = 0
+_SPREAD = 0.02
+"""Standard deviation of made-up weights."""
+
+
+def assign(
+    checkpoint: CheckpointSource, slots: Mapping[str, TensorSlot], ignored: Sequence[str], *, partial: bool = False
+) -> dict[str, str]:
+    """The slot of each of the checkpoint's tensors that has one, {name in the file: name of the slot}.
+
+    A checkpoint may leave out what all names begin with ("model."), or be without the output layer's tensor where that
+    is the embedding; if `partial`, without all but one, and those that are packed together with it. Raises
+    `ModelNotFound` naming the first tensor that is missing, misshapen, of no float type, unknown and not `ignored`, or
+    stored otherwise than the model keeps it.
+    """
+    found: dict[str, str] = {}
+    prefixes = sorted({name.split(".")[0] + "." for name in slots})
+    for name, stored in checkpoint.tensors.items():
+        spellings = (name, *(prefix + name for prefix in prefixes))
+        slot = next((known for known in spellings if known in slots), None)
+        if slot is None:
+            if not any(re.fullmatch(pattern, name) for pattern in ignored) and not _adds_nothing(checkpoint, name):
+                raise ModelNotFound(f"{checkpoint.folder} has a tensor that this family does not have: {name}")
+            continue
+        _check(checkpoint.folder, name, stored, slots[slot])
+        _check_form(checkpoint, name, slots[slot].takes)
+        found[name] = slot
+    missing = sorted(slots.keys() - set(found.values()))
+    if partial and found:
+        begun = {slots[name].waits_with: name for name in found.values() if slots[name].waits_with is not None}
+        for name in missing:
+            if beside := begun.get(slots[name].waits_with):
+                said = f"lacks the tensor {name}, which this model packs together with {beside}: give both"
+                raise ModelNotFound(f"{checkpoint.folder} {said}")
+    elif missing:
+        more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
+        raise ModelNotFound(f"{checkpoint.folder} lacks the tensor {missing[0]}{more}")
+    return found
+
+
+def _adds_nothing(checkpoint: CheckpointSource, name: str) -> bool:
+    """True of a bias of zeros beside a quantized matrix: AutoGPTQ wrote one wherever there is none."""
+    matrix = checkpoint.tensors.get(name.removesuffix(".bias") + ".weight")
+    if not name.endswith(".bias") or matrix is None or not matrix.quantized:
+        return False
+    bias = checkpoint.read(name)
+    return isinstance(bias, torch.Tensor) and not bool(bias.any())
+
+
+def settle_tie(described: DecoderConfig, checkpoint: CheckpointSource) -> DecoderConfig:
+    """Whether output layer and embedding are one matrix, decided as transformers does.
+
+    A checkpoint that has both, with different numbers, is not tied, whatever its configuration says. Of one with both,
+    and with equal numbers, the output layer's is not read.
+    """
+    head, table = (_stored_name(checkpoint, f"{path}.weight") for path in (described.head, described.embedding))
+    if not described.tied or head is None or table is None:
+        return described
+    left, right = checkpoint.read(head), checkpoint.read(table)
+    same = isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and torch.equal(left, right)
+    for tensor in (left, right):
+        checkpoint.release(tensor)
+    if same:
+        return replace(described, ignored=(*described.ignored, re.escape(head)))
+    return replace(described, tied=False)
+
+
+def slots_of(decoder: Decoder, checkpoint: CheckpointSource) -> dict[str, TensorSlot]:
+    """A decoder's slots by the checkpoint's names.
+
+    Of a tied model it may have the one matrix as the output layer's, and of a mixture all experts' in one tensor.
+    """
+    slots, config = decoder.slots(), decoder.config
+    for name, slot in decoder.other_slots():
+        if _stored_name(checkpoint, name):
+            for replaced in slot.replaces:
+                slots.pop(replaced)
+            slots[name] = slot
+    head, table = (f"{path}.weight" for path in (config.head, config.embedding))
+    if config.tied and _stored_name(checkpoint, head) and not _stored_name(checkpoint, table):
+        slots[head] = slots.pop(table)
+    return slots
+
+
+def _stored_name(checkpoint: CheckpointSource, name: str) -> str | None:
+    """The checkpoint's name of a tensor: it may leave out what all names begin with."""
+    return next((known for known in (name, name.partition(".")[2]) if known in checkpoint.tensors), None)
+
+
+def _check(folder: Path, name: str, stored: StoredTensor, slot: TensorSlot) -> None:
+    if stored.shape not in (slot.shape, slot.other_shape):
+        raise ModelNotFound(
+            f"{folder} has a wrong shape for the tensor {name}: {list(stored.shape)}, not {list(slot.shape)}"
+        )
+    if stored.kind not in FLOATS and not stored.quantized:
+        raise ModelNotFound(f"{folder} has the tensor {name} as {stored.kind}, not as floating-point numbers")
+
+
+def _check_form(checkpoint: CheckpointSource, name: str, takes: StoredForm | None) -> None:
+    """Memory is made for one form: weights that come later must be stored in the same."""
+    if takes is None:
+        return
+    found = checkpoint.read(name)
+    if isinstance(found, torch.Tensor) or not takes.takes(found):
+        kind = checkpoint.tensors[name].kind
+        form = kind if isinstance(found, torch.Tensor) else f"{kind} ({_in_words(found.form, found.order is not None)})"
+        raise ModelNotFound(
+            f"{checkpoint.folder} has the tensor {name} as {form}; this model keeps it as {takes.name} "
+            f"({_in_words(takes.numbers, takes.ordered)}): load a new one"
+        )
+
+
+def _in_words(form: NumberForm, ordered: bool) -> str:
+    """The text that tells forms apart."""
+    words = [f"{form.bits} bits", f"groups of {form.group}" if form.group else "a scale for each row"]
+    if form.group:
+        words += [f"blocks of {form.block}"] if form.block else [f"{form.scale_dtype} scales"]
+    words += [] if form.below == "middle" else [f"a {form.below}" if form.below == "table" else form.below]
+    return ", ".join([*words, "in an order of its own"] if ordered else words)
+
+
+def load_weights(
+    checkpoint: CheckpointSource, slots: Mapping[str, TensorSlot], names: Mapping[str, str], progress: LoadProgress
+) -> None:
+    """Fill `slots` from the checkpoint's files, of which nothing is read that other processes have. `names`: the slot
+    of each tensor, as `assign` has found it."""
+    names = {name: slot for name, slot in names.items() if slots[slot].load is not leave}
+    progress.stage("reading weights", len(names))
+    with torch.inference_mode():
+        for name in _by_file(checkpoint, names):
+            tensor = checkpoint.read(name)
+            slots[names[name]].load(tensor)
+            checkpoint.release(tensor)
+            del tensor
+            progress.advance()
+
+
+def _by_file(checkpoint: CheckpointSource, names: Iterable[str]) -> list[str]:
+    """The same names, file by file."""
+    places = {file: place for place, file in enumerate(checkpoint.files)}
+    return sorted(names, key=lambda name: places[checkpoint.tensors[name].file])
+
+
+def stored_forms(checkpoint: CheckpointSource, names: Mapping[str, str]) -> dict[str, StoredForm]:
+    """The stored form of each quantized matrix, by its slot's path. `names`: the slots of the checkpoint's tensors."""
+    found = {}
+    for name in _by_file(checkpoint, (name for name in names if checkpoint.tensors[name].quantized)):
+        matrix = checkpoint.read(name)
+        if not isinstance(matrix, torch.Tensor):
+            path = names[name].removesuffix(".weight")
+            found[path] = StoredForm(matrix.name, matrix.form, matrix.order is not None)
+    return found
+
+
+def fill_randomly(slots: Mapping[str, TensorSlot], dtype: torch.dtype, device: torch.device) -> None:
+    """Made-up weights, the same at every call on one device; the process's random state is left as it was.
+
+    Their speed is that of any others (`load_format="dummy"`, as in vLLM).
+    """
+    generator = torch.Generator(device=device).manual_seed(_SEED)
+    with torch.inference_mode():
+        for slot in slots.values():
+            if slot.initial is not None:
+                slot.load(torch.full(slot.shape, slot.initial, dtype=dtype, device=device))
+                continue
+            tensor = torch.empty(slot.shape, dtype=dtype, device=device).normal_(0.0, _SPREAD, generator=generator)
+            slot.load(tensor)

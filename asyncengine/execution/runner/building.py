@@ -1,0 +1,340 @@
+"""From a loaded model to a runner: states get memory, what a step takes is measured, the KV pool gets of the rest.
+
+Then graphs are captured.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from asyncengine.config import BatchingSettings, EngineConfig, MemorySettings
+from asyncengine.errors import InvalidParameter
+from asyncengine.execution.attention.factory import make_backend
+from asyncengine.execution.device.cores import Cores
+from asyncengine.execution.device.memory import free_bytes, in_words, release_cached
+from asyncengine.execution.device.transfer import on_device
+from asyncengine.execution.models.decoder import Decoder
+from asyncengine.execution.models.first_kernels import sampling_kernels
+from asyncengine.execution.models.loading import LoadedModel
+from asyncengine.execution.models.memory.caches import num_states_for, pool_sizes, room_for, state_bytes
+from asyncengine.execution.models.progress import LoadProgress
+from asyncengine.execution.pooling.pool import Pooler
+from asyncengine.execution.runner.draft_model import DraftModel
+from asyncengine.execution.runner.first_steps import GREEDY, first_lengths, read_kept
+from asyncengine.execution.runner.graphs import CudaCapture, graph_sizes
+from asyncengine.execution.runner.images import ImageStore
+from asyncengine.execution.runner.model_runner import ModelRunner
+from asyncengine.execution.runner.prompt_graphs import prompt_graph_sizes
+from asyncengine.execution.runner.ranks import Ranks
+from asyncengine.execution.runner.stages import runner_of
+from asyncengine.execution.runner.step_times import least_chance, measure_steps
+from asyncengine.lora.layers.slots import LoraLayers
+from asyncengine.request_spec import Pooled, RequestSpec
+from asyncengine.sampling_params import SamplingParams
+from asyncengine.step import MEASURED_SIZES, Batch, Row, StateUse, WindowPages
+
+logger = logging.getLogger("asyncengine")
+
+_SAMPLED = SamplingParams(
+    temperature=0.8, top_p=0.9, top_k=0, repetition_penalty=1.1, min_tokens=1, logprobs=True, top_logprobs=20,
+    prompt_logprobs=True,
+)  # fmt: skip
+"""Parameters that take the most memory beside the model's own: logits of all tokens, the sampler's copies of those it
+samples from, counts for penalties. Masks of grammars come in small parts."""
+
+_HELPS = "Lower max_num_batched_tokens, max_num_seqs or kv_cache_memory, or take a smaller model."
+
+
+def build_runner(
+    model: LoadedModel,
+    config: EngineConfig,
+    *,
+    lora: LoraLayers | None = None,
+    cores: Cores | None = None,
+    progress: LoadProgress | None = None,
+    pooler: Pooler | None = None,
+    draft: LoadedModel | None = None,
+    two_pools: bool = False,
+    kept: Sequence[str] = (),
+    left: Sequence[str] = (),
+    images: ImageStore | None = None,
+    ranks: Ranks | None = None,
+) -> ModelRunner:
+    """Size the KV pool and make the runner. `progress` is told of what takes long.
+
+    Raises `OutOfMemory` if the pool cannot hold one modest request, or if a step's working memory does not fit.
+
+    What `lora` has allocated by now is not counted as free; `LoraLayers.allocate` takes it in advance.
+
+    `cores`: the threads of the engine; None: as `config` says. `pooler`: of a model that is asked for vectors. `draft`:
+    a smaller model that guesses; it raises `InvalidParameter` where nothing can be guessed. `two_pools`: rows will name
+    window pages, where there are any (`Row.window`). `kept`: the kernels that Python calls, if all that a first answer
+    needs are in the cache; `left`: those that nobody else compiles, first steps' own included. `images`: of a model
+    that reads pictures. `ranks`: the other processes that have a part of the model each.
+    """
+    with on_device(model.device), progress or LoadProgress(config.show_progress) as bar:
+        bar.stage("making room for keys and values")
+        cores = cores or Cores(config.num_threads, model.device)
+        work = partial(_build, model, config, lora, cores, bar, pooler, draft, two_pools, kept, left, images, ranks)
+        return in_words(work, model.device, "what a step takes beside the weights", _HELPS)
+
+
+def _build(
+    model: LoadedModel, config: EngineConfig, lora: LoraLayers | None, cores: Cores, progress: LoadProgress,
+    pooler: Pooler | None, draft: LoadedModel | None, two_pools: bool, kept: Sequence[str], left: Sequence[str],
+    images: ImageStore | None, ranks: Ranks | None,
+) -> ModelRunner:  # fmt: skip
+    device = model.device
+    release_cached(device)  # what loading left in torch's cache counts as taken
+    copies = config.tensor_parallel if ranks is not None else 1  # each process has caches of its own
+    elsewhere = 0 if ranks is None else sum(ranks.answers())  # until the others have their weights
+    states = list(model.states) * copies
+    devices = copies if device.type == "cuda" else 1  # whose memory is as free as this one's
+    free = free_bytes(device) * devices - model.mapped_bytes  # which the system would drop, and read again in each step
+    num_states = num_states_for(states, config, model.dtype, device, free)
+    taken = num_states * state_bytes(states, model.dtype)
+    if device.type == "cuda" and config.kv_cache_memory is None:
+        taken += _working_bytes(model, config, num_states, pooler)
+    pages, window_pages, one_pool = pool_sizes(
+        list(model.layers) * copies, config, model.max_model_len, model.dtype, device, free - taken,
+        others=() if draft is None else draft.layers, states=bool(num_states), divide=two_pools,
+    )  # fmt: skip
+    room = room_for(model.layers, model.states, pages, window_pages, num_states, config, model.dtype)
+    if ranks is not None:
+        ranks.send("build", pages, window_pages, num_states, room)
+    make, memory = runner_of(model, config, None if ranks is None else ranks.gather, room)
+    backend = make_backend(
+        config, model.layers, pages, model.dtype, device, model.max_model_len, num_window_pages=window_pages,
+        all_kernels=not kept, shared=memory,
+    )  # fmt: skip
+    runner = make(
+        model, backend, config.page_size, config.max_num_seqs, jump_forward=config.jump_forward is not False, lora=lora,
+        cores=cores, num_states=num_states, num_window_pages=window_pages, pooler=pooler, images=images,
+    )  # fmt: skip
+    if ranks is not None:
+        ranks.answers()  # until all can compute: a step does not wait for a compiler
+        runner.ranks = runner.memory.ranks = ranks
+        runner.weights_bytes, runner.kv_bytes = runner.weights_bytes + elsewhere, runner.kv_bytes * copies
+        runner.state_bytes *= copies
+    runner.one_pool = one_pool
+    runner.batch_variance = _batch_variance(model, backend.name)
+    runner.no_speculation = (
+        "texts are given and none is written" if pooler else _no_speculation(model, backend.name, config)
+    )
+    if backend.name == "compiled":
+        most = min(model.max_model_len, (pages - 1) * config.page_size) - 1
+        _compile_kernels(runner, config, most, progress, model.weights_bytes, kept)
+        read_kept(left if left or kept else sampling_kernels())
+        release_cached(device)
+    elif ranks is not None:  # which find each other now
+        runner.profile_run(_prompt_step(runner, config, 1))
+    if runner.no_speculation is None:
+        runner.step_costs = config.speculation_costs or _measure_steps(runner, config)
+    if draft is not None:
+        _add_draft(runner, draft, config, cores)
+    if device.type == "cuda" and config.cuda_graphs and pooler is None and backend.graphs and ranks is None:
+        _capture_graphs(runner, config, device, progress, adapted=lora is not None and lora.nbytes > 0)
+    return runner
+
+
+def _compile_kernels(
+    runner: ModelRunner, config: EngineConfig, most: int, progress: LoadProgress, model_bytes: int, kept: Sequence[str]
+) -> None:
+    """Run first steps, of one token, of a short prompt and of a long one, so that no request's step waits for a
+    compiler. `most`: positions that a sequence may have here. `kept`: kernels that need only be read, and then a step
+    of one token calls what they are made of."""
+    progress.stage("running a first step")
+    longest = 1 if read_kept(kept) else max(1, min(most, config.max_num_batched_tokens))
+    for count in first_lengths(model_bytes, longest):
+        runner.profile_run(_prompt_step(runner, config, count))
+    runner.cores.forget()  # compiling is in what they took
+    describe = getattr(runner.model, "describe", None)
+    runner.fused = runner.fused if describe is None else describe()  # now it is known whether layers are recorded
+
+
+def _prompt_step(runner: ModelRunner, config: MemorySettings, count: int) -> Batch:
+    """A step that computes a prompt of so many tokens."""
+    pages = list(range(1, 1 + -(-count // config.page_size)))
+    spec = RequestSpec(0, (0,) * count, GREEDY, count + 1, pooled=wanted_of(runner.pooler))
+    state, window = first_state(runner.num_states, 0), some_windows(runner, pages)
+    return Batch(0, (Row(spec, 0, 0, count, [0] * count, False, pages, True, state=state, window=window),))
+
+
+def measure_prompt_rate(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> float:
+    """Tokens of a prompt that the model computes in a second, by the better of two steps."""
+    most = min(config.max_num_batched_tokens, max_model_len - 1, (runner.num_pages - 1) * config.page_size)
+    count = max(1, min(_PROMPT_TOKENS, most))
+    seconds = min(runner.profile_run(_prompt_step(runner, config, count)).seconds for _ in range(2))
+    runner.cores.forget()
+    return count / max(seconds, 1e-6)
+
+
+_PROMPT_TOKENS = 256
+"""Tokens of a prompt by which it is measured how fast prompts are computed."""
+
+
+def wanted_of(pooler: Pooler | None) -> Pooled | None:
+    """The result that requests of a model with a pooler ask for; None: tokens."""
+    return None if pooler is None else Pooled(every=pooler.every)
+
+
+def _working_bytes(model: LoadedModel, config: EngineConfig, num_states: int, pooler: Pooler | None = None) -> int:
+    """Bytes that a step of `max_num_seqs` rows and `max_num_batched_tokens` tokens takes beside weights, KV memory and
+    memory of states, the attention backend's own included.
+
+    Kernels are compiled and libraries allocate on their first call, so that it also pays for what later steps find
+    done; what they took outside of torch is no longer free afterwards. Raises torch's error if not even that fits.
+    """
+    device = model.device
+    batch, pages = largest_step(config, model.max_model_len, num_states, wanted_of(pooler))
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    backend = make_backend(config, model.layers, pages, model.dtype, device, model.max_model_len)
+    runner = ModelRunner(model, backend, config.page_size, config.max_num_seqs, num_states=num_states, pooler=pooler)
+    try:
+        runner.profile_run(batch)
+        pools = runner.kv_bytes + num_states * state_bytes(model.states, model.dtype)
+        return torch.cuda.max_memory_allocated(device) - before - pools
+    finally:
+        runner.close()
+        del runner, backend
+        release_cached(device)
+
+
+def _no_speculation(model: LoadedModel, backend: str, config: EngineConfig) -> str | None:
+    """Why nothing may be guessed; None: it may."""
+    if config.speculation == "off":
+        return "speculation is off"
+    if max(MEASURED_SIZES) > min(config.max_num_batched_tokens, model.max_model_len - 1):
+        return f"max_num_batched_tokens or max_model_len is below {max(MEASURED_SIZES)}"
+    if model.states:
+        return "the model keeps recurrent states, which cannot be taken back"
+    on_gpu = model.device.type != "cpu"
+    return None if on_gpu and config.speculation == "lookup" else _batch_variance(model, backend)
+
+
+def _batch_variance(model: LoadedModel, backend: str) -> str | None:
+    """Why an answer may depend on what is computed beside it; None: it does not."""
+    if model.device.type != "cpu":
+        return "on a GPU, sums depend on what is computed together"
+    return model.unsteady or (None if backend == "compiled" else "attention is torch's")
+
+
+def _add_draft(runner: ModelRunner, draft: LoadedModel, config: EngineConfig, cores: Cores) -> None:
+    """A second pool of as many pages, and a runner over it."""
+    if runner.no_speculation is not None:
+        raise InvalidParameter("draft_model", f"nothing can be guessed: {runner.no_speculation}", config.draft_model)
+    backend = make_backend(config, draft.layers, runner.num_pages, draft.dtype, draft.device, draft.max_model_len)
+    second = ModelRunner(draft, backend, config.page_size, config.max_num_seqs, cores=cores)
+    runner.draft_costs = config.draft_costs or _measure_steps(second, config, guesses=True)
+    assert runner.step_costs is not None
+    least = least_chance(runner.step_costs, runner.draft_costs)
+    runner.draft_model = DraftModel(second, draft.max_model_len, least_chance=least)
+    runner.memory.draft, second.memory.forget = second.memory, runner.draft_model.forget
+    runner.kv_bytes += second.kv_bytes
+    runner.weights_bytes += second.weights_bytes
+
+
+def _measure_steps(runner: ModelRunner, config: EngineConfig, *, guesses: bool = False) -> tuple[float, ...]:
+    """Seconds of steps in which one row computes and samples `MEASURED_SIZES` tokens, which is what drafts cost.
+
+    `guesses`: it is a draft model, which scores its tokens; what the host does around a pass is part of it, as nothing
+    else happens meanwhile.
+    """
+    params = replace(GREEDY, logprobs=True) if guesses else GREEDY
+
+    def run(count: int) -> float:
+        began = time.perf_counter()
+        pages = list(range(1, 1 + -(-count // config.page_size)))
+        spec = RequestSpec(0, (0,), params, count + 1)
+        row = Row(
+            spec, 0, 0, count, [0], False, pages, True, window=some_windows(runner, pages), drafts=(0,) * (count - 1)
+        )
+        seconds = runner.profile_run(Batch(0, (row,))).seconds
+        return time.perf_counter() - began if guesses else seconds
+
+    times = measure_steps(run, _followed(runner, config, guesses))
+    runner.cores.forget()
+    return times
+
+
+def _followed(runner: ModelRunner, config: EngineConfig, guesses: bool) -> Hashable:
+    """All that step times follow from on one machine, beside weights; None: that is not known of transformers'
+    modules."""
+    model = runner.model
+    if not isinstance(model, Decoder):
+        return None
+    return (
+        model.key, config.page_size, config.kv_cache_dtype, config.tensor_parallel, config.pipeline_parallel,
+        runner.num_window_pages > 0, runner.cores.most, guesses,
+    )  # fmt: skip
+
+
+def first_state(num_states: int, slot: int) -> StateUse | None:
+    """For the first row of a sequence in a profile run."""
+    return StateUse(slot + 1, 0) if num_states else None
+
+
+def some_windows(runner: ModelRunner, pages: list[int]) -> WindowPages | None:
+    """For a row of a profile run over `pages`: any will do, one several times if need be, for nobody reads them."""
+    most = runner.num_window_pages - 1
+    return WindowPages(0, [1 + place % most for place in range(len(pages))]) if most > 0 else None
+
+
+def largest_step(
+    config: EngineConfig, max_model_len: int, num_states: int = 0, pooled: Pooled | None = None
+) -> tuple[Batch, int]:
+    """The largest step there can be, and the pages of a pool that holds it, page 0 included."""
+    budget = config.max_num_batched_tokens
+    count = min(config.max_num_seqs, budget)
+    if num_states:
+        count = min(count, num_states - 1)
+    size = config.page_size
+    rows: list[Row] = []
+    page = 1
+    for slot in range(count):
+        left = budget - (count - slot - 1)  # the others need one token each
+        length = min(left, max_model_len - 1)
+        budget -= length
+        pages = list(range(page, page + -(-length // size)))
+        page += len(pages)
+        spec = RequestSpec(slot + 1, (0,) * length, _SAMPLED, length + 1, seed=slot, stop_ids=(0,), pooled=pooled)
+        state = first_state(num_states, slot)
+        rows.append(Row(spec, slot, 0, length, [0] * length, False, pages, True, state=state))
+    return Batch(0, tuple(rows)), page
+
+
+def _capture_graphs(
+    runner: ModelRunner, config: BatchingSettings, device: torch.device, progress: LoadProgress, *, adapted: bool
+) -> None:
+    """Capture all graphs, and say what they took. Without memory for them, steps run without.
+
+    `adapted`: there is memory of adapters, so that there are graphs with them as well.
+    """
+    sizes = graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
+    prompts = prompt_graph_sizes(config.max_num_batched_tokens) if runner.may_cut else []
+    count, kinds = len(sizes), 1 + adapted
+    release_cached(device)  # else they would be served from there, and seem to take nothing
+    before, began, kind = free_bytes(device), time.perf_counter(), "decode steps"
+    progress.stage("capturing CUDA graphs", kinds * (len(sizes) + len(prompts)))
+    try:
+        capture = CudaCapture()
+        runner.use_graphs(sizes, capture, progress.advance)
+        if prompts:
+            kind = "steps with prompts"
+            runner.use_prompt_graphs(prompts, capture.in_pieces, progress.advance)
+            count += len(prompts)
+    except Exception as error:
+        logger.warning("%s run without CUDA graphs: %s", kind, error)
+        if kind == "decode steps":
+            release_cached(device)
+            return
+    release_cached(device)
+    taken, seconds = (before - free_bytes(device)) / 2**20, time.perf_counter() - began
+    logger.info("captured %d CUDA graphs in %.1f s; they take %.0f MiB", count * kinds, seconds, taken)

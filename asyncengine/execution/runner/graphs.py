@@ -1,0 +1,321 @@
+"""Decode steps as CUDA graphs: one replay instead of hundreds of kernel launches.
+
+There is a graph for some numbers of rows, captured largest first into one memory pool (vLLM, SGLang); a step is padded
+to the next larger one. It holds the whole step: each row's last token is gathered, logits computed, a token sampled
+where the sampler has kernels for it, and put where the next step gathers it. A graph reads and writes fixed memory
+only: what a step needs of its rows is one copy from pinned memory before the replay, and what it makes is one array.
+Padding rows compute a token at position 0 of page 0, in a slot that belongs to nobody; so does the
+slot that their states go to.
+Steps with prompts, with drafts, or with more rows than the largest graph run without.
+
+Graphs with adapters read each row's slot from fixed memory too (`adapted_graphs`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from asyncengine.execution.attention.base import StepView
+from asyncengine.execution.attention.flashinfer import FlashInferBackend
+from asyncengine.execution.device.pinned import FixedInputs, Int64Array
+from asyncengine.execution.layers.states import FIRST, LoneTokens
+from asyncengine.execution.runner.adapted_graphs import AdaptedGraphs
+from asyncengine.execution.runner.processed_rows import ProcessedRows
+from asyncengine.execution.runner.prompt_graphs import Piece, PieceCapture
+from asyncengine.execution.runner.step_buffers import (
+    ADAPTER,
+    GIVEN,
+    GROWING,
+    KV_SLOT,
+    NEXT,
+    NUMBERS,
+    POSITION,
+    SLOT,
+    SOURCE,
+    STATE_SOURCE,
+    STATE_TARGET,
+    DecodeStep,
+)
+from asyncengine.execution.sampling.sampler import Sampler
+from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
+
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepAdapters, LoneTokens], torch.Tensor]
+"""(input_ids [T], positions [T], logit rows [N], adapters, states that move) -> logits [N, vocab]."""
+
+
+class Graph(Protocol):
+    """Captured work."""
+
+    output: torch.Tensor
+    """The same memory after every replay."""
+
+    def replay(self) -> None: ...
+
+
+Capture = Callable[[Callable[[], torch.Tensor]], Graph]
+"""A maker of graphs of work: CUDA, or in tests a stand-in that calls the work again."""
+
+
+@dataclass(slots=True)
+class _CudaGraph:
+    graph: torch.cuda.CUDAGraph
+    output: torch.Tensor
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+_ONE_AT_A_TIME = threading.Lock()
+"""No state of anybody's: CUDA lets a process capture one graph at a time, because whoever begins waits for the whole
+device, and that breaks a capture that goes on there. Engines share nothing else."""
+
+
+class CudaCapture:
+    """Captures on the device that is current when it is made; all graphs share one pool, for only one runs at a time.
+
+    It keeps a stream for capturing, as a pool can be shared only between captures on one stream, and another one for
+    what comes before: memory that is cached for a stream is not seen by others.
+    """
+
+    def __init__(self) -> None:
+        make: Any = torch.cuda.Stream  # untyped in torch
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._warm_up, self._stream = make(), make()
+        while self._stream == self._warm_up:  # torch hands out the same streams in turns
+            self._stream = make()
+
+    def __call__(self, work: Callable[[], torch.Tensor]) -> Graph:
+        before = torch.cuda.current_stream()
+        with _ONE_AT_A_TIME:
+            try:
+                return self._captured(work, before)
+            except BaseException:
+                # a failed capture cannot be ended either, and then torch leaves the thread on the capture's stream
+                torch.cuda.set_stream(before)
+                raise
+
+    def _captured(self, work: Callable[[], torch.Tensor], current: torch.cuda.Stream) -> Graph:
+        self._warm(work, current)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads of the process may use CUDA meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            output = work()
+        return _CudaGraph(graph, output)
+
+    @contextmanager
+    def in_pieces(self, work: Callable[[], None]) -> Iterator[PieceCapture]:
+        """`prompt_graphs.Pieces`, into the same pool."""
+        before = torch.cuda.current_stream()
+        with _ONE_AT_A_TIME:
+            try:
+                self._warm(work, before)
+                torch.cuda.synchronize()
+                with torch.cuda.stream(self._stream):
+                    pieces = _CudaPieces(self._pool)
+                    yield pieces
+                    pieces.end()
+            finally:
+                torch.cuda.set_stream(before)  # as above
+        before.wait_stream(self._stream)
+
+    def _warm(self, work: Callable[[], object], current: torch.cuda.Stream) -> None:
+        """Libraries allocate on their first call, which no graph may hold."""
+        self._warm_up.wait_stream(current)
+        with torch.cuda.stream(self._warm_up):
+            work()
+        current.wait_stream(self._warm_up)
+
+
+class _CudaPieces:
+    """A `PieceCapture` in the current stream, which goes on from here."""
+
+    def __init__(self, pool: Any) -> None:
+        self.pieces: list[Piece] = []
+        self._pool = pool
+        self._begin()
+
+    def _begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads of the process may use CUDA meanwhile
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def cut(self) -> None:
+        self.end()
+        self._begin()
+
+    def end(self) -> None:
+        self._graph.capture_end()
+        self.pieces.append(self._graph)
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Rows of the graphs for steps of at most `most` rows, ascending: 1, 2, 4, 8, then every eighth up to 256."""
+    largest = min(most, 256)
+    return [*(size for size in (1, 2, 4, *range(8, 257, 8)) if size < largest), largest]
+
+
+class DecodeGraphs:
+    """The graphs of one runner. `run` is one pure decode step."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        backend: FlashInferBackend,
+        lora: LoraLayers | None,
+        sizes: Sequence[int],
+        max_num_seqs: int,
+        capture: Capture,
+        sampler: Sampler | None = None,
+        num_states: int = 0,
+    ) -> None:
+        """`sampler`: graphs end with the logits where it is None or has nothing `on_device`. `num_states`: slots of
+        recurrent states; those of padding rows go behind them."""
+        self._forward = forward
+        self.backend = backend
+        self._capture = capture
+        self._sampler: Any = None if sampler is None else sampler.on_device
+        self._tables = None if sampler is None else sampler.tables
+        self.sizes = sorted(sizes)
+        most = self.sizes[-1]
+        self._front = (max_num_seqs + 2) // 2 * 2
+        with torch.inference_mode(False):
+            words = max(2 * NUMBERS * size + backend.graph_inputs(size) for size in self.sizes)
+            self.inputs = FixedInputs(backend.memory, words, kept=2 * self._front)
+            self._tokens = self.inputs.device[: 2 * (self._front + NUMBERS * most)].view(torch.int64)
+            self.last_token = self._tokens[: max_num_seqs + 1]
+            """int64 [max_num_seqs + 1] on the device: of each slot, and of the one that padding rows have."""
+            device = self._tokens.device
+            self._every = torch.arange(most, device=device)
+            self.sampled = torch.zeros(most + 1 + (most + 2) // 2, dtype=torch.int64, device=device)
+            """Tokens and largest logits of the last replay's rows (`split`), where graphs sample."""
+            self.input_ids = torch.zeros(most + 1, dtype=torch.int64, device=device)
+            """Tokens that the last replay's rows have computed."""
+            self._logits = torch.empty(0, device=device)
+        self.processed: ProcessedRows | None = None
+        """Chooses for rows whose logits are processed, where graphs sample."""
+        self._padding = np.array([[max_num_seqs, 0, 0, 1, -1, -1, max_num_seqs, FIRST, num_states, 0]]).T
+        no_pages = np.zeros((max_num_seqs + 1, 1), dtype=np.int32)
+        self._nothing = DecodeStep(np.zeros((NUMBERS, 0), dtype=np.int64), no_pages, ())
+        self._shapes = {
+            size: (np.ones(size, dtype=np.int64), np.arange(size + 1), self._fixed(KV_SLOT, size))
+            for size in self.sizes
+        }
+        self._last = 0, 0, np.empty(0, dtype=np.int32)
+        """`order` of the step that was sent last, the rows of its graph, and what was sent."""
+        self._inputs_of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Number of rows -> slots and tokens of the last replay."""
+        self._plain: dict[int, Graph] = {}
+        self._adapted: AdaptedGraphs[Graph] = AdaptedGraphs(lora, "decode steps")
+        self.seconds = 0.0
+        """Spent capturing."""
+
+    def capture_all(self, report: Callable[[], None] = lambda: None) -> None:
+        """Capture every size, largest first, so that smaller graphs find their memory in the pool; `report` after
+        each."""
+        for size in reversed(self.sizes):
+            self.backend.prepare_graph(size, self.inputs.sent[2 * NUMBERS * size :])
+        for size in reversed(self.sizes):
+            self._plain[size] = self._captured(size, None)
+            report()
+        if self._sampler is not None:
+            chosen = self.split(self.sampled, self.sizes[-1] + 1)
+            fixed = self.backend.memory, self._logits, self.input_ids, chosen, self.last_token
+            self.processed = ProcessedRows(*fixed, self._sampler, self._tables)
+            self.processed.capture_all(self._capture)
+        self._adapted.capture_all(self._captured, self.sizes, report)
+
+    def split(self, sampled: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens int64 [rows] and largest logits float32 [rows] in `sampled` or a copy of it."""
+        return sampled[:rows], sampled[self.sizes[-1] + 1 :].view(torch.float32)[:rows]
+
+    def restore(self) -> None:
+        """Put each row's input where its slot's last token is, as before the last run. Takes no memory."""
+        self.last_token.index_copy_(0, *self._inputs_of[self._size])
+
+    def run(self, step: DecodeStep) -> torch.Tensor | None:
+        """Logits [rows, vocab] of a step of at most as many rows as the largest graph has; valid until the next run.
+        None: its graph cannot be captured, and nothing was computed."""
+        rows = len(step.adapters)
+        size = next(size for size in self.sizes if size >= rows)
+        graph = self._adapted.find(self._captured, size, step.adapters) if any(step.adapters) else self._plain[size]
+        if graph is None:
+            return None
+        self._send(size, step)
+        if self._sampler is not None:
+            self._sampler.refresh()
+        graph.replay()
+        return graph.output[:rows]
+
+    def close(self) -> None:
+        """Let go of all graphs."""
+        self._plain.clear()
+        self._adapted.close()
+        if self.processed is not None:
+            self.processed.close()
+        self._logits = torch.empty(0)
+
+    def _send(self, size: int, step: DecodeStep) -> None:
+        """Plan, and put what a graph reads of a step's rows, and of padding rows, where it reads it."""
+        self._size = size
+        host, sent, rows = self.inputs.take(), 2 * NUMBERS * size, len(step.adapters)
+        words = host.numpy()
+        numbers: Int64Array = words[:sent].view(np.int64).reshape(NUMBERS, size)
+        *before, was_sent = self._last
+        if step.follows and before == [step.order - 1, size]:
+            used = len(was_sent)
+            words[:used] = was_sent
+            numbers[GROWING, :rows] += 1
+            self.backend.advance_graph(size, rows, words[sent:])
+        else:
+            numbers[:, :rows], numbers[:, rows:] = step.numbers, self._padding
+            given = np.flatnonzero(numbers[GIVEN] >= 0)
+            numbers[SOURCE] = numbers[SLOT]
+            numbers[SOURCE, given] = self._front + GIVEN * size + given
+            ones, indptr, kv_slots = self._shapes[size]
+            view = StepView(numbers[POSITION], ones, indptr, step.tables, kv_slots, slots=numbers[SLOT])
+            used = sent + self.backend.plan_graph(view, host[sent:])
+        self.inputs.send(used)
+        self._last = step.order, size, words[:used]
+
+    def _fixed(self, which: int, size: int) -> torch.Tensor:
+        """One of the numbers, int64 [size], on the device."""
+        begin = self._front + which * size
+        return self._tokens[begin : begin + size]
+
+    def _captured(self, size: int, lora: LoraLayers | None) -> Graph:
+        """Capture a step of padding rows only: it is run once before that, and would overwrite the tokens of others."""
+        began = time.perf_counter()
+        self._send(size, self._nothing)
+        slots, positions, adapters, following, source, *moved = (
+            self._fixed(which, size) for which in (SLOT, POSITION, ADAPTER, NEXT, SOURCE, STATE_SOURCE, STATE_TARGET)
+        )
+        states = LoneTokens(slice(None), *moved)
+        tokens, best = self.split(self.sampled, size)
+        inputs = self.input_ids[:size]
+        self._inputs_of[size] = slots, inputs
+
+        def work() -> torch.Tensor:
+            own: StepAdapters = (None, None) if lora is None else lora.begin_fixed(adapters)
+            ids = torch.index_select(self._tokens, 0, source, out=inputs)
+            logits = self._forward(ids, positions, self._every[:size], own, states)
+            if not self._logits.numel():
+                # one memory for all graphs: were each to keep its own, the pool could share none of it, more than a
+                # gigabyte for a vocabulary of 150,000
+                self._logits = logits.new_zeros((size + 1, logits.shape[1]))
+            kept = self._logits[:size].copy_(logits)
+            if self._sampler is not None:
+                self._sampler.sample(kept, slots, following, tokens, best)
+                self.last_token.index_copy_(0, slots, tokens)
+            return kept
+
+        graph = self._capture(work)
+        self.seconds += time.perf_counter() - began
+        return graph

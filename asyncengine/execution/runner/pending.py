@@ -1,0 +1,276 @@
+"""A launched step: what was asked, and what the device computes for it, until the results are on the host."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+
+from asyncengine.execution.device.transfer import Readback, upload
+from asyncengine.execution.pooling.pool import Pooler, Span
+from asyncengine.execution.sampling.again import drawn_again
+from asyncengine.execution.sampling.logprobs import LogprobTensors, token_logprobs
+from asyncengine.execution.sampling.masks import AwaitedToken, FilledMasks, grammar_failed
+from asyncengine.execution.sampling.sampler import NON_FINITE, Sampled, Sampler
+from asyncengine.step import (
+    Batch,
+    ConstrainedToken,
+    Row,
+    StepResult,
+    TokenLogprob,
+    first_scored,
+    num_agreed,
+    sampling_places,
+)
+
+
+@dataclass(slots=True, eq=False)
+class PendingStep:
+    """A `step.StepHandle`. Its tensors are host tensors that hold their values once `readback` has arrived."""
+
+    batch: Batch
+    readback: Readback
+    jump: bool
+    """Whether matchers may force tokens."""
+    sampling: Sequence[int] = ()
+    """Batch index of the row of each sampled token. A range: each row computed one token and sampled one."""
+    places: Sequence[Row] = ()
+    """These rows, each as one that samples this token alone."""
+    sampled: Sampled | None = None
+    filled: FilledMasks = field(default_factory=FilledMasks.none)
+    logprobs: tuple[list[int], LogprobTensors] | None = None
+    """Indices of sampled tokens whose log-probabilities are wanted, and these."""
+    steerable: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Logits [vocab] at places of constrained rows that want log-probabilities: their matchers may put in other tokens.
+    """
+    choices: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Logits float32 [vocab], as tokens are drawn from them, at places of rows whose matchers may want another token.
+    """
+    prompts: list[tuple[int, torch.Tensor, LogprobTensors]] = field(default_factory=list)
+    """(batch index, whether all its logits are finite, log-probabilities) of scored prompt chunks."""
+    pooling: tuple[Pooler, list[Span], torch.Tensor] | None = None
+    """The pooler of requests for vectors, with the spans of hidden states that it pools."""
+    routes: torch.Tensor | None = None
+    """Experts of the step's tokens, [T, layers with experts, experts of a token]; None: no row asks."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """Row -> why this one request failed before anything of it was computed."""
+    awaited: dict[int, AwaitedToken] = field(default_factory=dict)
+    """Place among the sampled tokens -> what later rows of the same request wait for."""
+    rest: Callable[[], None] | None = None
+    """The rest of the step, to be computed on any thread once other processes have computed their part."""
+    following: Callable[[], None] | None = None
+    """Work on the step after this one that needs this one's tokens: done when they have been read, by whoever does."""
+    failure: BaseException | None = None
+    """The error of such work on this step."""
+    began: float = field(default_factory=time.perf_counter)
+    _result: StepResult | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def ready(self) -> bool:
+        return self.rest is None and self.readback.ready
+
+    def block(self) -> None:
+        self.readback.wait()
+        if self.pooling is not None or self.rest is not None:  # which takes long: not for the thread of an event loop
+            self.wait()
+
+    def wait(self) -> StepResult:
+        """On any thread, any number of times. Here matchers are told what was sampled, and whoever fills the masks of
+        the next step wants that before whoever delivers this one comes for it."""
+        with self._lock:
+            if self.failure is not None:
+                raise self.failure
+            if self._result is None:
+                try:
+                    if self.rest is not None:
+                        self.rest()
+                finally:
+                    self.rest = None
+                self.readback.wait()
+                self._result = self._read()
+                for token in self.awaited.values():
+                    token.step = None  # which would keep this step alive as long as its slots
+                if self.following is not None:
+                    self.following()
+                self.following = None
+            return self._result
+
+    def then(self, work: Callable[[], None]) -> None:
+        """Do `work` once the result has been read: now, or as `following`."""
+        with self._lock:
+            if self._result is None:
+                self.following = work
+                return
+        work()
+
+    def score(self, places: list[int], logits: torch.Tensor, sampled: Sampled, sampler: Sampler) -> None:
+        """Have log-probabilities computed of the tokens at `places` that `sampler` has drawn from `logits`."""
+        if not places:
+            return
+        rows = [self.places[place] for place in places]
+        index = upload(np.array(places, dtype=np.int64), logits.device)
+        own = sampler.scored_logits(self.places, places, logits, sampled)
+        found = token_logprobs(own, sampled.tokens[index], max(row.spec.params.top_logprobs for row in rows))
+        self.logprobs = places, found.fetch(self.readback)
+        for number, (place, row) in enumerate(zip(places, rows, strict=True)):
+            if row.grammar is not None:
+                self.steerable[place] = self.readback.fetch(own[number].clone())
+
+    def keep_choices(self, sampled: Sampled) -> None:
+        """Keep the logits from which tokens were drawn, on the device, for matchers that may refuse them."""
+        for number, place in enumerate(sampled.processed):
+            row = self.places[place]
+            if row.grammar is not None and row.grammar.may_refuse(len(row.drafts)):
+                assert sampled.changed is not None
+                self.choices[place] = self.readback.fetch(sampled.changed[number].clone())
+
+    def score_prompt(self, index: int, logits: torch.Tensor) -> None:
+        """The same of the prompt tokens that follow those of the row at `index`."""
+        row = self.batch.rows[index]
+        finite = torch.isfinite(logits.amax(dim=-1)).all()
+        following = row.tokens[first_scored(row) :][: logits.shape[0]]
+        targets = upload(np.array(following, dtype=np.int64), logits.device)
+        found = token_logprobs(logits, targets, row.spec.params.top_logprobs)
+        self.prompts.append((index, self.readback.fetch(finite), found.fetch(self.readback)))
+
+    def _read(self) -> StepResult:
+        result = StepResult(self.batch.step, [-1] * len(self.batch.rows))
+        if self.sampled is not None:
+            self._read_tokens(self.sampled, result)
+        for index, finite, scored in self.prompts:
+            if index in result.errors:
+                continue
+            if not bool(finite):
+                result.tokens[index] = -1
+                result.errors[index] = NON_FINITE
+            else:
+                result.prompt_logprobs[index] = scored.entries()
+        if self.pooling is not None:
+            pooler, spans, hidden = self.pooling
+            pooler.read(self.batch.rows, spans, hidden, result)
+        if self.routes is not None:
+            self._read_routes(self.routes, result)
+        for index, message in self.failed.items():
+            result.tokens[index], result.errors[index] = -1, message
+        self.readback.release()
+        result.seconds = time.perf_counter() - self.began
+        return result
+
+    def _read_routes(self, routes: torch.Tensor, result: StepResult) -> None:
+        """Give each row that asks its part of the experts."""
+        first = 0
+        for index, row in enumerate(self.batch.rows):
+            if row.spec.params.return_routed_experts:
+                sound = row.num_scheduled - len(row.drafts) + result.accepted.get(index, 0)
+                result.routed_experts[index] = routes[first : first + sound].numpy()
+            first += row.num_scheduled
+
+    def _read_tokens(self, sampled: Sampled, result: StepResult) -> None:
+        tokens = sampled.tokens.tolist()
+        errors = {**sampled.errors, **self.filled.errors}
+        masked = dict.fromkeys(self.filled.places)
+        if not (errors or masked or self.logprobs):
+            self._read_plain(tokens, result)
+            return
+        scored: dict[int, TokenLogprob] = {}
+        if self.logprobs is not None:
+            places, tensors = self.logprobs
+            scored = dict(zip(places, tensors.entries(), strict=True))
+        first = 0
+        while first < len(tokens):
+            index = self.sampling[first]
+            row = self.batch.rows[index]
+            beyond = first + 1 + len(row.drafts)
+            if first in errors:
+                result.errors[index] = errors[first]
+            else:
+                # behind an error there is nothing: the next step will meet it where the output then ends
+                sound = next((place for place in range(first, beyond) if place in errors), beyond)
+                if row.grammar is None or first not in masked:
+                    produced = _accepted(row.drafts, tokens[first:sound])
+                    used = [(first + count, token) for count, token in enumerate(produced)]
+                else:
+                    produced, used = self._constrained(row, first, tokens[first:sound], index, result)
+                if produced:  # else its matcher failed
+                    result.put(index, row, produced)
+                if scored and used and used[0][0] in scored:
+                    result.logprobs[index] = [self._logprob(scored[place], place, token) for place, token in used]
+            first = beyond
+
+    def _read_plain(self, tokens: list[int], result: StepResult) -> None:
+        """The same where nothing but tokens was asked for, and nothing failed."""
+        if isinstance(self.sampling, range):  # each row sampled one
+            result.tokens = tokens
+            return
+        first = 0
+        while first < len(tokens):
+            index = self.sampling[first]
+            row = self.batch.rows[index]
+            beyond = first + 1 + len(row.drafts)
+            result.put(index, row, _accepted(row.drafts, tokens[first:beyond]) if row.drafts else [tokens[first]])
+            first = beyond
+
+    def _logprob(self, found: TokenLogprob, place: int, token: int) -> TokenLogprob:
+        entry = found if found.token_id == token else self._score(place, token, len(found.top))
+        params = self.places[place].spec.params
+        top = entry.top[: params.top_logprobs]
+        if params.logprobs_of == "sampled":  # what cannot be drawn is no alternative
+            top = tuple(each for each in top if each[1] > -math.inf)
+        return entry._replace(top=top)
+
+    def _score(self, place: int, token: int, num_top: int) -> TokenLogprob:
+        """The log-probabilities of a token that was put in the place of the sampled one."""
+        return token_logprobs(self.steerable[place][None], torch.tensor([token]), num_top).entries()[0]
+
+    def _constrained(
+        self, row: Row, first: int, sampled: Sequence[int], index: int, result: StepResult
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Hand a row's matcher its sampled tokens, as far as the drafts are what it makes of them. Returns the row's
+        tokens, and of those that were sampled (place, token); none if the matcher fails."""
+        grammar = row.grammar
+        assert grammar is not None
+        produced: list[int] = []
+        used: list[tuple[int, int]] = []
+        made = ConstrainedToken(False, False, None)
+        # the log-probability of a token that was not sampled would be missing, and so would the experts of those that
+        # a grammar forces at the end of an output, which are never computed: no jumps then
+        jump = self.jump and not (row.spec.params.logprobs or row.spec.params.return_routed_experts)
+        while len(produced) < len(sampled) and list(row.drafts[: len(produced)]) == produced:
+            place = len(produced)
+            here, logits = self.places[first + place], self.choices.get(first + place)
+            others = logits is not None and partial(drawn_again, logits, row.spec, here.start + here.num_scheduled)
+            try:
+                taken, *forced = grammar.accept(sampled[place], jump, others or None)
+                made = ConstrainedToken(
+                    taken != sampled[place], grammar.is_terminated(), grammar.steered_from, made.forced + len(forced)
+                )
+            except Exception as error:  # a foreign matcher may raise anything; it ends its own request only
+                result.errors[index] = grammar_failed(error)
+                return [], []
+            used.append((first + place, taken))
+            produced += [taken, *forced]
+            if made.complete:
+                break
+        result.constrained[index] = made
+        self.awaited[first].confirmed = not (made.replaced or made.complete or len(produced) > 1)
+        return produced, used
+
+
+def _accepted(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
+    """The tokens that stand: each was sampled behind drafts that equal those before it."""
+    return list(sampled[: num_agreed(drafts, sampled) + 1])
+
+
+def every_place(batch: Batch, sampling: Sequence[int]) -> list[Row]:
+    """The row of each sampled token, as one that samples this token alone."""
+    rows = batch.rows
+    if len(set(sampling)) == len(sampling):
+        return [rows[index] for index in sampling]
+    return [place for index in dict.fromkeys(sampling) for place in sampling_places(rows[index])]

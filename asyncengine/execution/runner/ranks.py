@@ -1,0 +1,173 @@
+"""The processes that compute one model together with the engine's own (tensor or pipeline parallelism), as the engine
+sees them: started, spoken to, watched, ended.
+
+The engine's process is rank 0. It alone schedules and samples; before each forward pass it tells the others the pass's
+inputs, and all compute their part of it (`rank_worker`), exchanging results through shared memory
+(`device.shared_gather`), or between GPUs by NCCL (`device.collective_gather`). By a socket each other rank is told what
+to do, in order; that it lives is known as of any child (`device.child`).
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import select
+import socket
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from asyncengine.errors import InvalidParameter
+from asyncengine.execution.device.child import Child, end_children, start_child
+from asyncengine.execution.device.collective_gather import BACKENDS, Gather, make_memory, missing, open_gather
+from asyncengine.execution.runner.step_inputs import StepInputs
+from asyncengine.kernels.compile_process import can_start
+
+
+class _Rank(NamedTuple):
+    """One other process."""
+
+    rank: int
+    child: Child
+    orders: Connection
+
+
+class Ranks:
+    """Ranks 1 .. size - 1 of one model. They hold nothing before `begin`."""
+
+    def __init__(self, size: int, setting: str = "tensor_parallel", backend: str = "") -> None:
+        """`setting`: the field of the configuration that asks for them. `backend`: one of `BACKENDS`. Raises
+        `InvalidParameter` where there can be none."""
+        reason = missing(backend)
+        if reason is None and not can_start():
+            reason = "needs a program that is Python as such, which can start others"
+        if reason is not None:
+            raise InvalidParameter(setting, reason, size)
+        self.size = size
+        memory = make_memory(backend)
+        others: list[_Rank] = []
+        try:
+            self.gather = open_gather(memory, 0, size, backend)
+            for rank in range(1, size):
+                others.append(_start(memory, rank, size, backend))
+        except BaseException:
+            _end(others)
+            raise
+        finally:
+            os.close(memory)
+        self._others, self._sending = others, threading.Lock()
+        self._closing = threading.Event()
+        self._end = weakref.finalize(self, _end, others, self._closing)
+        self._lost: queue.SimpleQueue[weakref.WeakMethod[Callable[[Exception], None]]] = queue.SimpleQueue()
+        arguments = others, self.gather, self._closing, self._lost
+        self._watcher = threading.Thread(target=_watch, args=arguments, name="asyncengine-ranks", daemon=True)
+        self._watcher.start()
+
+    def send(self, kind: str, *content: Any) -> None:
+        """Tell all of them one thing, in order with everything else. From any thread. Raises `RuntimeError` if one is
+        gone."""
+        message = pickle.dumps((kind, content), pickle.HIGHEST_PROTOCOL)
+        with self._sending, self._heard():
+            for other in self._others:
+                other.orders.send_bytes(message)
+
+    def answers(self) -> list[Any]:
+        """One answer of each, to the last thing that asks for one. Raises `RuntimeError` if one is gone, and what went
+        wrong in one of them."""
+        with self._heard():
+            found = [other.orders.recv() for other in self._others]
+        for answer in found:
+            if isinstance(answer, BaseException):
+                raise answer
+        return found
+
+    @contextmanager
+    def _heard(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            raise RuntimeError(self.gather.lost or "another rank of the model is gone") from error
+
+    @contextmanager
+    def computing(self, inputs: StepInputs) -> Iterator[None]:
+        """Within, this process computes a forward pass that all others compute as well. One that fails here cannot be
+        made again: the others are in the midst of it."""
+        self.send("forward", inputs.packed())
+        try:
+            yield
+        except BaseException as error:
+            self.gather.break_off(f"rank 0 failed in a step: {error!r}")
+            traceback.clear_frames(error.__traceback__)  # whoever keeps the error would keep shared memory
+            if isinstance(error, Exception):
+                raise RuntimeError(self.gather.lost) from error
+            raise
+
+    def along(self, own: Callable[[], None], kind: str, *content: Any) -> Callable[[], None]:
+        """A function that calls `own` and has the others do the same by a message, and ends when all have."""
+
+        def run() -> None:
+            self.send(kind, *content)
+            own()
+            self.answers()
+
+        return run
+
+    def tell(self, failed: Callable[[Exception], None]) -> None:
+        """Have a method `failed` called with an error, on another thread, once one of them is gone, while its object
+        lives."""
+        self._lost.put(weakref.WeakMethod(failed))
+
+    def close(self) -> None:
+        """End them, and wait until they are gone. Not while a pass is computed. Idempotent."""
+        self._end()
+        self._watcher.join()
+        self.gather.close()
+
+
+def _start(memory: int, rank: int, size: int, backend: str) -> _Rank:
+    """Start one process. Raises `OSError`."""
+    orders, its_orders = socket.socketpair()
+    with its_orders:
+        try:
+            numbers = rank, size, BACKENDS.index(backend)
+            child = start_child("asyncengine.execution.runner.rank_worker", numbers, (its_orders.fileno(), memory))
+        except BaseException:
+            orders.close()
+            raise
+    return _Rank(rank, child, Connection(orders.detach()))
+
+
+def _watch(
+    others: Sequence[_Rank], gather: Gather, closing: threading.Event,
+    listeners: queue.SimpleQueue[weakref.WeakMethod[Callable[[Exception], None]]],
+) -> None:  # fmt: skip
+    """Until the first of them is gone: then `listeners` hear of it, and nobody waits for it: in this order, since what
+    a GPU has computed that does not wait for another any more is nothing to be told."""
+    poll = select.poll()
+    for other in others:
+        poll.register(other.child.life, select.POLLIN)
+    ended = {number for number, _ in poll.poll()}
+    if closing.is_set():
+        return
+    other = next(other for other in others if other.child.life.fileno() in ended)
+    last = other.child.last_words()
+    process = f"rank {other.rank} of the model (process {other.child.program.pid})"
+    reason = gather.lost or (f"{process} failed: {last}" if last else f"{process} was killed or has ended")
+    while not listeners.empty():
+        if (failed := listeners.get()()) is not None:
+            failed(RuntimeError(reason))
+    gather.break_off(reason)
+
+
+def _end(others: Sequence[_Rank], closing: threading.Event | None = None) -> None:
+    """End them, and wait until they are gone."""
+    if closing is not None:
+        closing.set()
+    end_children([other.child for other in others])
+    for other in others:
+        other.orders.close()

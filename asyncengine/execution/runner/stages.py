@@ -1,0 +1,118 @@
+"""The runner of a process that has some of a model's layers (pipeline parallelism): passes go through all stages.
+
+The first stage, the engine's own process, begins a pass and ends it: it embeds and runs its layers, and when the last
+stage has handed hidden rows on, it makes logits of them and samples. Meanwhile it begins the next pass, which is of
+other requests, so that all stages have something to compute.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from asyncengine.config import EngineConfig
+from asyncengine.execution.attention.base import AttentionBackend
+from asyncengine.execution.device.collective_gather import Gather
+from asyncengine.execution.device.shared_gather import SharedGather
+from asyncengine.execution.device.shared_pools import SharedPools
+from asyncengine.execution.device.shared_stages import StageRelay
+from asyncengine.execution.layers.step import StepContext
+from asyncengine.execution.models.decoder import Decoder
+from asyncengine.execution.models.loading import LoadedModel
+from asyncengine.execution.runner.model_runner import ModelRunner
+from asyncengine.execution.runner.pending import PendingStep
+from asyncengine.execution.runner.step_buffers import Step
+from asyncengine.execution.runner.step_inputs import StepInputs, inputs_of
+from asyncengine.execution.sampling.masks import StepMasks
+from asyncengine.seams import StepHandle
+from asyncengine.step import Batch
+
+
+class StagedRunner(ModelRunner):
+    """A `ModelRunner` of one stage. Steps are launched by one thread and ended by one, which may be another."""
+
+    def __init__(self, model: LoadedModel, backend: AttentionBackend, *rest: Any, relay: StageRelay, **more: Any):
+        super().__init__(model, backend, *rest, **more)
+        assert isinstance(model.model, Decoder)
+        self._decoder, self._relay = model.model, relay
+        self._turn = threading.Lock()  # the cores compute one thing at a time
+
+    def launch(self, batch: Batch) -> StepHandle:
+        with self._turn:
+            return super().launch(batch)
+
+    def forward(self, inputs: StepInputs, routes: list[torch.Tensor] | None = None) -> torch.Tensor:
+        """The hidden rows that this stage has handed on."""
+        return self._begin(inputs)[1]
+
+    def _begin(self, inputs: StepInputs) -> tuple[StepContext, torch.Tensor]:
+        """Run this stage's layers in a pass, and hand on what they give."""
+        context, ids, rows = self.context_of(inputs), inputs.ids, _wanted(inputs)
+        first = self._decoder.run.start == 0
+        h, vectors = self._decoder.embedded(ids, context) if first else self._relay.take(len(ids))
+        made = self._decoder.run_layers(h, vectors, context, rows)
+        self._relay.hand_on(made, vectors if first else None)
+        return context, made
+
+    def _run(self, pending: PendingStep, masks: StepMasks | None) -> None:
+        """Begin the step's pass."""
+        rows = pending.batch.rows
+        self._write_adapters([row.adapter_slot for row in rows])
+        step = self._buffers.build(pending.batch, self.last_token)
+        step = replace(step, sample_logits=step.sample_logits.copy())  # the next step is made in the same memory
+        pictured = any(row.spec.images for row in rows)
+        inputs, pending.failed = inputs_of(step, rows, self.image_store if pictured else None)
+        assert self.ranks is not None
+        with self.ranks.computing(inputs):
+            context, _ = self._begin(inputs)
+        wanted = _wanted(inputs)
+        count = len(inputs.ids) if wanted is None else len(wanted)
+        pending.rest = partial(self._end, pending, step, masks, context, count, wanted is None)
+
+    def _end(
+        self, pending: PendingStep, step: Step, masks: StepMasks | None, context: StepContext, count: int, every: bool
+    ) -> None:
+        """End the step's pass, of which `count` rows are wanted, `every` one of its tokens or some."""
+        try:
+            x = self._relay.collect(count, self._decoder.config.width)
+        except RuntimeError as error:  # whoever keeps it would keep shared memory
+            traceback.clear_frames(error.__traceback__)
+            del context
+            raise
+        with self._turn, torch.inference_mode(), self.cores.step(torch_alone=self._decoder.compiled, small=self.small):
+            hidden = self._decoder.projected(x, context, None if every else context.positions)
+            self._conclude(pending, step, self._decoder.logits(hidden, context), masks)
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        del self._decoder, self._relay
+
+
+def _wanted(inputs: StepInputs) -> torch.Tensor | None:
+    """Rows whose logits are wanted; None: all."""
+    return None if len(inputs.logit_rows) == len(inputs.ids) else inputs.logit_rows
+
+
+def runner_of(
+    model: LoadedModel, config: EngineConfig, gather: Gather | None, room: int
+) -> tuple[Callable[..., ModelRunner], SharedPools | None]:
+    """(`ModelRunner`, or what makes one of a stage in its place; the memory for its caches, of `room` bytes, where
+    several processes of a CPU have a part of the model each). All of them call this once.
+
+    Stages cut the same memory, each for all layers of the model: of the caches of others nothing is written to.
+    """
+    if gather is None:
+        return ModelRunner, None
+    if config.pipeline_parallel == 1:
+        return ModelRunner, gather.pools(room)
+    assert isinstance(model.model, Decoder)
+    assert isinstance(gather, SharedGather)
+    sizes = config.max_num_batched_tokens, *model.model.carried, model.dtype
+    memory = gather.pools(room + StageRelay.nbytes(gather.size, *sizes), each=False)
+    return partial(StagedRunner, relay=StageRelay(gather, memory, *sizes)), memory

@@ -1,0 +1,276 @@
+"""Logit processors: penalties, bias, grammars' masks and `min_tokens`, applied before anything is chosen.
+
+Rows without any stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import ref
+
+import numpy as np
+import torch
+
+from asyncengine.execution.device.pinned import Int64Array
+from asyncengine.execution.device.transfer import send, upload
+from asyncengine.execution.sampling.masks import FilledMasks, apply_masks
+from asyncengine.execution.sampling.slot_params import SlotParams
+from asyncengine.kernels.cuda import row_numbers as n
+from asyncengine.kernels.cuda import triton_missing
+from asyncengine.request_spec import RequestSpec
+from asyncengine.step import Row
+
+
+@dataclass(slots=True)
+class _SlotState:
+    spec: ref[RequestSpec]
+    prompt_seen: torch.Tensor
+    """bool [vocab]."""
+    output_counts: torch.Tensor
+    """int32 [vocab]."""
+
+
+class PenaltyTable:
+    """Tokens that each penalized request has seen, by slot, kept on the device between steps.
+
+    Memory is taken only for slots whose request asks for a penalty: two vocabulary-wide rows each. The state of a slot
+    counts a prefix of the request's tokens; it is extended by the tokens that are new, and rebuilt when the slot has a
+    new owner or the request has fewer tokens than were counted (it was preempted with a token in flight). Where a
+    kernel reads the counts it adds the one token that a decode step's row begins with, and nothing is done here for
+    each row.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._one = torch.ones(1, dtype=torch.int32, device=device)
+        self.states: dict[int, _SlotState] = {}
+        """Counts by slot."""
+        self._counted = np.full(max_num_seqs, -1, dtype=np.int64)
+        """Tokens of each slot's request that are in its tables, the one in flight included; -1: there are none."""
+        self._addresses = np.zeros((2, max_num_seqs), dtype=np.int64)
+        """Addresses of each slot's `prompt_seen` and `output_counts`."""
+
+    def forget(self, slot: int) -> None:
+        """The slot's request asks for no penalty. Idempotent."""
+        self.states.pop(slot, None)
+        self._counted[slot] = -1
+
+    def counting(self, slots: Int64Array, positions: Int64Array, prompts: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """(int64 [2, rows] addresses of prompt_seen and output_counts, int64 [rows] 1 or 0) for a kernel and rows of
+        one token each, which precedes `positions` and is part of the output: 1, and the kernel is to count the token;
+        0, and the row's tokens are to be counted by `seen` first.
+
+        The slots' owners are those that were last counted for; `forget` is told of others. `prompts`: their lengths.
+        """
+        ready = (self._counted[slots] == positions - 1) & (positions > prompts)
+        self._counted[slots[ready]] += 1
+        return self._addresses[:, slots], ready.astype(np.int64)
+
+    def seen(self, row: Row, last_token: torch.Tensor, place: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(prompt_seen, output_counts) of `row` over all its positions below start + count.
+
+        `last_token` holds the token in flight, if the row has one, at `place`; None: at its slot. Its drafts count in
+        what is returned and nowhere else: nobody knows yet whether they stand.
+        """
+        total = row.start + row.num_scheduled - len(row.drafts)
+        state = self.states.get(row.slot)
+        if state is None or state.spec() is not row.spec or self._counted[row.slot] > total:
+            state = _SlotState(
+                ref(row.spec),
+                torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device),
+                torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device),
+            )
+            self.states[row.slot] = state
+            self._counted[row.slot] = 0
+            self._addresses[:, row.slot] = state.prompt_seen.data_ptr(), state.output_counts.data_ptr()
+        if self._counted[row.slot] < total:
+            self._extend(state, row, total, last_token[row.slot if place is None else place :][:1])
+        if not row.drafts:
+            return state.prompt_seen, state.output_counts
+        guessed = self._ids(row.drafts)
+        return state.prompt_seen, state.output_counts.index_add(0, guessed, self._one.expand(len(guessed)))
+
+    def _extend(self, state: _SlotState, row: Row, total: int, in_flight: torch.Tensor) -> None:
+        """Each part is marked as counted once it is: a step that runs out of memory between two is launched again."""
+        known = total - row.in_flight
+        prompt_len = row.spec.prompt_len
+        counted = int(self._counted[row.slot])
+        prompt = row.tokens[counted : min(known, prompt_len)]
+        if prompt:
+            seen = [token for token in prompt if token >= 0] if row.spec.images else prompt
+            state.prompt_seen.index_fill_(0, self._ids(seen), True)
+            self._counted[row.slot] = counted = counted + len(prompt)
+        output = row.tokens[max(counted, prompt_len) : known]
+        if output:
+            self._count(state, self._ids(output))
+            self._counted[row.slot] = counted = counted + len(output)
+        if row.in_flight and counted <= known:
+            self._count(state, in_flight)
+        self._counted[row.slot] = total
+
+    def _count(self, state: _SlotState, tokens: torch.Tensor) -> None:
+        state.output_counts.index_add_(0, tokens, self._one.expand(len(tokens)))
+
+    def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
+        return upload(np.array(tokens, dtype=np.int64), self._device)
+
+
+class SlotTables:
+    """Tables of each slot's request on the device, and numbers of rows that tell kernels where they lie."""
+
+    def __init__(self, params: SlotParams, vocab_size: int, device: torch.device) -> None:
+        max_num_seqs = len(params.temperature)
+        self.penalties = PenaltyTable(max_num_seqs, vocab_size, device)
+        self._params, self._vocab_size, self._device = params, vocab_size, device
+        self._ids: dict[int, tuple[torch.Tensor, ...]] = {}
+        """Slot -> ids with biases, the biases, ids that may be held open."""
+        self._places = np.zeros((5, max_num_seqs), dtype=np.int64)
+        """Addresses of these, and how many there are, as the kernels take them."""
+
+    def forget(self, slot: int) -> None:
+        """The slot has another owner. Idempotent."""
+        self.penalties.forget(slot)
+        self._ids.pop(slot, None)
+        self._places[:, slot] = 0
+
+    def numbers(
+        self, rows: Sequence[Row], slots: Int64Array, positions: Int64Array, places: Int64Array,
+        last_token: torch.Tensor, *, decodes: bool = False,
+    ) -> tuple[Int64Array, list[torch.Tensor]]:  # fmt: skip
+        """int64 [NUMBERS, rows] as `kernels.cuda.logit_processors` says, with no mask, and what else must be kept until
+        the kernels are queued.
+
+        `positions` of the tokens to be sampled; `last_token`: on the device, of each slot. `decodes`: rows have one
+        token each, and the kernels know it: `last_token` is by place.
+        """
+        params = self._params
+        numbers = np.zeros((n.NUMBERS, len(slots)), dtype=np.int64)
+        numbers[[n.SLOT, n.POSITION, n.PLACE]], numbers[n.MASK] = (slots, positions, places), -1
+        kept: list[torch.Tensor] = []
+        penalized = np.flatnonzero(params.penalized[slots])
+        if penalized.size:
+            own = slots[penalized]
+            numbers[[n.REPETITION, n.FREQUENCY, n.PRESENCE]] = (
+                np.stack((params.repetition[slots], params.frequency[slots], params.presence[slots]))
+                .astype(np.float64)
+                .view(np.int64)
+            )
+            if decodes:
+                found, ready = self.penalties.counting(own, positions[penalized], params.prompt_len[own])
+                numbers[n.PROMPT, penalized], numbers[n.COUNTS, penalized] = found
+                numbers[n.COUNT, penalized] = ready
+            for place in penalized[numbers[n.COUNT, penalized] == 0].tolist():
+                seen = self.penalties.seen(rows[place], last_token, int(places[place]) if decodes else None)
+                numbers[[n.PROMPT, n.COUNTS], place] = [tensor.data_ptr() for tensor in seen]
+                kept += seen
+        held = positions < params.held_until[slots]
+        for place in np.flatnonzero(held | params.biased[slots]).tolist():
+            if rows[place].slot not in self._ids:
+                self._write(rows[place])
+        numbers[n.BIASED : n.NUM_STOPS + 1] = self._places[:, slots]
+        numbers[n.NUM_STOPS] *= held
+        return numbers, kept
+
+    def _write(self, row: Row) -> None:
+        biased = {token: bias for token, bias in row.spec.params.logit_bias.items() if token < self._vocab_size}
+        stops = [token for token in row.spec.stop_ids if token < self._vocab_size]
+        arrays = (
+            np.array([*biased, 0], dtype=np.int64),  # none of them empty
+            np.array([*biased.values(), 0], dtype=np.float32),
+            np.array([*stops, 0], dtype=np.int64),
+        )
+        ids = self._ids[row.slot] = tuple(upload(array, self._device) for array in arrays)
+        at, by, ends = (tensor.data_ptr() for tensor in ids)
+        self._places[:, row.slot] = at, by, len(biased), ends, len(stops)
+
+
+class LogitProcessors:
+    """All logit processors of one step's rows."""
+
+    def __init__(
+        self, rows: Sequence[Row], params: SlotParams, slots: Int64Array | list[int], masks: FilledMasks,
+        vocab_size: int,
+    ) -> None:  # fmt: skip
+        self._params = params
+        self._vocab_size = vocab_size
+        own = np.asarray(slots, dtype=np.int64)
+        self.positions = np.array([row.start + row.num_scheduled for row in rows], dtype=np.int64)
+        """[rows] of the tokens to be sampled."""
+        processed = params.processed_at(own, self.positions)
+        processed[masks.places] = True
+        self.places: list[int] = np.flatnonzero(processed).tolist()
+        """Rows that have any, ascending."""
+        self._rows = [rows[place] for place in self.places]
+        self._slots, self._positions = own[self.places], self.positions[self.places]
+        self._masks = masks.among(self.places)
+
+    def apply(self, logits: torch.Tensor, tables: SlotTables, last_token: torch.Tensor) -> torch.Tensor:
+        """A float32 copy of `logits` [len(places), vocab], those of the rows concerned, with all of theirs applied."""
+        if triton_missing(logits.device) is None:
+            return self._by_kernel(logits, tables, last_token)
+        logits = logits.to(torch.float32, copy=True)
+        for index, row in enumerate(self._rows):
+            if self._params.penalized[row.slot]:
+                self._penalize(logits[index], row, tables.penalties, last_token)
+        self._bias(logits)
+        if self._masks.places:
+            apply_masks(logits, self._masks)
+        self._hold_open(logits)
+        return logits
+
+    def _by_kernel(self, logits: torch.Tensor, tables: SlotTables, last_token: torch.Tensor) -> torch.Tensor:
+        from asyncengine.kernels.cuda.logit_processors import process_logits
+
+        every = np.arange(len(self._rows))
+        numbers, counted = tables.numbers(self._rows, self._slots, self._positions, every, last_token)
+        numbers[n.MASK, self._masks.places] = np.arange(len(self._masks.places))
+        masks = send(self._masks.packed, logits.device)
+        processed = torch.empty(logits.shape, device=logits.device)
+        process_logits(logits, processed, upload(numbers, logits.device), masks, -(-logits.shape[1] // 32), last_token)
+        del counted  # not before the kernels are queued
+        return processed
+
+    def _bias(self, logits: torch.Tensor) -> None:
+        entries = [
+            (index, token, value)
+            for index, row in enumerate(self._rows)
+            for token, value in row.spec.params.logit_bias.items()
+            if token < self._vocab_size
+        ]
+        if entries:
+            where, ids, values = zip(*entries, strict=True)
+            places = upload(np.array((where, ids), dtype=np.int64), logits.device)
+            added = upload(np.array(values, dtype=np.float32), logits.device)
+            logits.index_put_((places[0], places[1]), added, accumulate=True)
+
+    def _penalize(self, logits: torch.Tensor, row: Row, table: PenaltyTable, last_token: torch.Tensor) -> None:
+        params, slot = self._params, row.slot
+        prompt_seen, output_counts = table.seen(row, last_token)
+        repetition = float(params.repetition[slot])
+        if repetition != 1.0:
+            penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
+            logits.copy_(torch.where(prompt_seen | (output_counts > 0), penalized, logits))
+        if params.frequency[slot]:
+            logits.sub_(output_counts * float(params.frequency[slot]))
+        if params.presence[slot]:
+            logits.sub_((output_counts > 0) * float(params.presence[slot]))
+
+    def _hold_open(self, logits: torch.Tensor) -> None:
+        """Mask the stop ids, unless nothing else is left (a grammar that allows only the end wins)."""
+        held_open = np.flatnonzero(self._positions < self._params.held_until[self._slots]).tolist()
+        stops = [
+            (place, token)
+            for place, index in enumerate(held_open)
+            for token in self._rows[index].spec.stop_ids
+            if token < self._vocab_size
+        ]
+        if not stops:
+            return
+        index = upload(np.array(held_open, dtype=np.int64), logits.device)
+        places = upload(np.array(stops, dtype=np.int64), logits.device)
+        before = logits[index]
+        kept = before.index_put((places[:, 0], places[:, 1]), before.new_full((), float("-inf")))
+        nothing = torch.isneginf(kept).all(dim=-1, keepdim=True)
+        logits.index_copy_(0, index, torch.where(nothing, before, kept))

@@ -1,0 +1,247 @@
+"""From logits to tokens: penalties, bias, masks, temperature, truncation and a draw, for all rows of a step at once.
+
+Order (SGLang's): penalties on the model's logits, logit bias, grammar and minimum-length masks, temperature, top-k,
+top-p over what top-k left, min-p. What happens to a row depends on its own parameters only, and its random numbers on
+(seed, position, token id) only (`noise`), so neighbours never change its token. Steps that no row asks for are left
+out: a greedy batch without extras is one argmax.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from asyncengine.execution.device.pinned import Int64Array
+from asyncengine.execution.device.transfer import Readback, upload
+from asyncengine.execution.sampling.logit_processors import LogitProcessors, SlotTables
+from asyncengine.execution.sampling.masks import FilledMasks
+from asyncengine.execution.sampling.noise import BLOCK_FLAG, gumbel, noise_keys
+from asyncengine.execution.sampling.slot_params import SlotParams
+from asyncengine.execution.sampling.top_p import kept_threshold
+from asyncengine.kernels.cpu import compiler_missing
+from asyncengine.kernels.cuda import triton_missing
+from asyncengine.step import Row
+
+if TYPE_CHECKING:
+    from asyncengine.execution.sampling.device_sampler import DeviceSampler
+
+_BLOCK = 512
+_KERNEL_TYPES = (torch.bfloat16, torch.float32)
+"""Dtypes of logits that the compiled choice takes."""
+_FEW = 64
+"""Logits up to which each is looked at by itself."""
+NON_FINITE = "the model produced non-finite logits"
+NOTHING_ALLOWED = "no token is allowed: grammar, logit_bias and min_tokens exclude all"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Tokens of the sampling rows. Some may be void: that is known when it is here, not when it is computed."""
+
+    tokens: torch.Tensor
+    """int64 [rows]; 0 where void."""
+    best: torch.Tensor
+    """[rows] the largest logit of each row; not finite: the row has no token."""
+    processed: Collection[int]
+    """Rows whose logits were changed before anything was chosen."""
+    changed: torch.Tensor | None = None
+    """float32 [len(processed), vocab] logits of these as they were chosen from, on the device; not fetched."""
+
+    def fetch(self, readback: Readback) -> Sampled:
+        """The same on the host, once `readback` has arrived."""
+        return Sampled(readback.fetch(self.tokens), readback.fetch(self.best), self.processed)
+
+    @property
+    def errors(self) -> dict[int, str]:
+        """For host tensors: row -> why it has no token."""
+        best = self.best
+        few = best.shape[0] <= _FEW
+        if all(map(math.isfinite, best.tolist())) if few else bool(np.isfinite(best.float().numpy()).all()):
+            return {}
+        return {
+            row: NOTHING_ALLOWED if row in self.processed and value == float("-inf") else NON_FINITE
+            for row, value in enumerate(self.best.tolist())
+            if not math.isfinite(value)
+        }
+
+
+class Sampler:
+    """Samples one token per row. Holds per-slot state; one step at a time."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._params = SlotParams(max_num_seqs, vocab_size)
+        self.tables = SlotTables(self._params, vocab_size, device)
+        self._kernel: Any = None
+        self.on_device: DeviceSampler | None = None
+        """Samples by kernels alone, in a CUDA graph too; None: there are none for this device."""
+        if triton_missing(device) is None:
+            from asyncengine.execution.sampling.device_sampler import DeviceSampler
+
+            self.on_device = DeviceSampler(self._params, max_num_seqs, vocab_size, device)
+        if compiler_missing(torch.float32, device) is None:
+            from asyncengine.kernels.cpu.sampling import SamplerKernel
+
+            self._kernel = SamplerKernel(vocab_size)
+
+    def begin(self, rows: Sequence[Row], slots: Int64Array, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Know the parameters of `rows`, which sample the tokens at `positions`. Returns the places of those whose
+        logits are to be processed before anything is chosen, grammars' masks aside, and of those whose
+        log-probabilities are asked for."""
+        self._update(rows)
+        params = self._params
+        return np.flatnonzero(params.processed_at(slots, positions)), np.flatnonzero(params.scored[slots])
+
+    def _update(self, rows: Sequence[Row]) -> list[int]:
+        own = self._params.update(rows)
+        for slot in self._params.renewed:
+            self.tables.forget(slot)
+        return own
+
+    def sample(
+        self,
+        rows: Sequence[Row],
+        logits: torch.Tensor,
+        masks: FilledMasks,
+        last_token: torch.Tensor,
+    ) -> Sampled:
+        """One token for each row from its logits [rows, vocab] (not modified), among those its mask allows."""
+        own = self._update(rows)
+        if self._is_plain(rows, logits, masks):
+            tokens, best = self._kernel.choose_few(logits, *self._params.few_columns(rows))
+            return Sampled(tokens, best, ())
+        slots = np.array(own, dtype=np.int64)
+        processors = LogitProcessors(rows, self._params, slots, masks, self._vocab_size)
+        positions = processors.positions
+        if not processors.places:
+            return Sampled(*self._choose(slots, positions, logits), ())
+        places = np.array(processors.places, dtype=np.int64)
+        if len(places) == len(rows):
+            processed = processors.apply(logits, self.tables, last_token)
+            tokens, best = self._choose(slots, positions, processed)
+        else:  # copying everybody's logits would take longer than choosing for the processed rows twice
+            index = self._to_device(places)
+            processed = processors.apply(logits[index], self.tables, last_token)
+            tokens, best = self._choose(slots, positions, logits)
+            again = self._choose(slots[places], positions[places], processed)
+            tokens, best = tokens.index_copy(0, index, again[0]), best.float().index_copy(0, index, again[1])
+        return Sampled(tokens, best, processors.places, processed)
+
+    def _is_plain(self, rows: Sequence[Row], logits: torch.Tensor, masks: FilledMasks) -> bool:
+        """Whether a kernel can choose for a few rows whose logits are taken as they are."""
+        if self._kernel is None or masks.places or len(rows) > self._kernel.few:
+            return False
+        processed = self._params.processed
+        return logits.dtype in _KERNEL_TYPES and not any(processed[row.slot] for row in rows)
+
+    def _choose(
+        self, slots: Int64Array, positions: Int64Array, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens int64 [rows], 0 where void; the largest logit of each row) of logits [rows, vocab]."""
+        if self._kernel is not None and logits.dtype in _KERNEL_TYPES:
+            chosen: tuple[torch.Tensor, torch.Tensor] = self._kernel.choose(
+                logits, *self._params.columns(slots, positions)
+            )
+            return chosen
+        if self.on_device is not None:
+            return self.on_device.choose(logits, slots, positions)
+        best, tokens = logits.max(dim=-1)
+        random_rows = np.flatnonzero(self._params.temperature[slots] > 0)
+        if random_rows.size:
+            tokens = self._draw(positions[random_rows], slots, random_rows, logits, tokens)
+        return torch.where(torch.isfinite(best), tokens, 0), best
+
+    def forget(self, slot: int) -> None:
+        """Forget the counts of the slot's request, which are wrong: its next row counts anew."""
+        self.tables.penalties.forget(slot)
+
+    def _draw(
+        self, positions: Int64Array, slots: Int64Array, chosen: Int64Array, logits: torch.Tensor, greedy: torch.Tensor
+    ) -> torch.Tensor:
+        """The greedy tokens with those of the rows `chosen` replaced by draws."""
+        params, owned = self._params, slots[chosen]
+        index = self._to_device(chosen)
+        scaled, least = self._scaled(owned, logits if len(chosen) == len(slots) else logits[index])
+        keys = self._to_device(noise_keys(params.seed_low[owned], params.seed_high[owned], positions))
+        return greedy.index_copy(0, index, draw(scaled, least, keys))
+
+    def _scaled(self, slots: Int64Array, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(float32 [rows, vocab] logits divided by the temperature, if there is one; float32 [rows] the smallest of
+        them that truncation keeps) of logits [rows, vocab]."""
+        params = self._params
+        temperature = np.where(params.temperature[slots] > 0, params.temperature[slots], np.float32(1))
+        divisor, top_p, min_p = self._to_device(np.stack((temperature, params.top_p[slots], params.min_p[slots])))
+        scaled = logits.float() / divisor[:, None]
+        least = scaled.amax(dim=-1) + torch.log(min_p)
+        top_k = params.top_k[slots]
+        truncated = np.flatnonzero((top_k > 0) | (params.top_p[slots] < 1))
+        if truncated.size:
+            where = self._to_device(truncated)
+            part = scaled if len(truncated) == len(slots) else scaled[where]
+            limits = kept_threshold(part, top_k[truncated], top_p[where])
+            least = least.index_copy(0, where, torch.maximum(least[where], limits))
+        return scaled, least
+
+    def scored_logits(
+        self, rows: Sequence[Row], places: Sequence[int], logits: torch.Tensor, sampled: Sampled
+    ) -> torch.Tensor:
+        """Logits [len(places), vocab] by which the tokens of `rows` at `places` are scored: the model's own, or float32
+        logarithms of what each token was drawn from, -inf where nothing else could be drawn (`logprobs_of`).
+
+        logits [rows, vocab] are the model's, `sampled` what was drawn from them, on the device.
+        """
+        index = self._to_device(np.array(places, dtype=np.int64))
+        found = logits[index]
+        drawn = [at for at, place in enumerate(places) if rows[place].spec.params.logprobs_of == "sampled"]
+        if not drawn:
+            return found
+        found = found.float()
+        number = {place: count for count, place in enumerate(sampled.processed)}
+        edited = [at for at in drawn if places[at] in number]
+        if edited:
+            assert sampled.changed is not None
+            sources = [number[places[at]] for at in edited]
+            into, source = self._to_device(np.array((edited, sources), dtype=np.int64))
+            found.index_copy_(0, into, sampled.changed[source])
+        slots = np.array([rows[places[at]].slot for at in drawn], dtype=np.int64)
+        own = self._to_device(np.array(drawn, dtype=np.int64))
+        return found.index_copy_(0, own, self._drawn_from(slots, found[own], sampled.tokens[index[own]]))
+
+    def _drawn_from(self, slots: Int64Array, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, vocab] logits with -inf for all that could not be drawn; `tokens` int64 [rows] were."""
+        scaled, least = self._scaled(slots, logits)
+        # kernels that chose may have rounded the threshold otherwise: what was drawn was kept
+        kept = scaled >= torch.minimum(least[:, None], scaled.gather(1, tokens[:, None]))
+        greedy = self._to_device(self._params.temperature[slots] == 0)
+        point = torch.arange(logits.shape[1], device=logits.device) == tokens[:, None]
+        return scaled.masked_fill(~torch.where(greedy[:, None], point, kept), float("-inf"))
+
+    def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
+        return upload(array, self._device)
+
+
+def draw(logits: torch.Tensor, least: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """One draw per row from softmax(logits) over the tokens with logits >= least: int64 [rows].
+
+    logits float32 [rows, vocab], least float32 [rows], keys int64 [2, rows] (`noise_keys`). Gumbel-max over blocks of
+    tokens by their total probability, then over the tokens of the winning block: the same distribution as over all
+    tokens at once for about sqrt(vocab) random numbers. Hashing a vocabulary of 150,000 would cost a millisecond a row.
+    """
+    rows, vocab = logits.shape
+    logits = logits.masked_fill(logits < least[:, None], float("-inf"))
+    num_blocks = -(-vocab // _BLOCK)
+    padded = torch.nn.functional.pad(logits, (0, num_blocks * _BLOCK - vocab), value=float("-inf"))
+    blocks = padded.view(rows, num_blocks, _BLOCK)
+    block_ids = torch.arange(num_blocks, device=logits.device).expand(rows, -1) | BLOCK_FLAG
+    totals = torch.logsumexp(blocks, dim=-1)
+    winner = (totals + gumbel(keys, block_ids)).argmax(dim=-1)
+    inside = blocks[torch.arange(rows, device=logits.device), winner]
+    ids = winner[:, None] * _BLOCK + torch.arange(_BLOCK, device=logits.device)
+    chosen = (inside + gumbel(keys, ids)).argmax(dim=-1)
+    return (winner * _BLOCK + chosen).clamp_(max=vocab - 1)

@@ -1,0 +1,266 @@
+"""Protocols by which the units of the package know each other; nothing else of another unit is imported.
+
+Core makes batches and owns the cache; an `Executor` computes batches. A `GrammarCompiler` makes matchers of grammars,
+an `AdapterStore` keeps adapters, an `AdapterAdmission` gives them slots on the device. `asyncengine.assembly` brings
+the concrete ones together; tests bring fakes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+from asyncengine.sampling_params import OnBudget
+from asyncengine.step import AdapterSwap, Batch, RecordPart, StepResult
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+# ---------------------------------------------------------------- execution
+
+
+class StepHandle(Protocol):
+    """A launched step."""
+
+    @property
+    def ready(self) -> bool:
+        """True: `wait` does not block."""
+        ...
+
+    def block(self) -> None:
+        """Return when `wait` does not block, without the interpreter's lock meanwhile. Called in launch order, on any
+        thread."""
+        ...
+
+    def wait(self) -> StepResult:
+        """The result. Called once, in launch order, on any thread."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs steps, one after another, on whatever thread calls it. Holds weights, KV memory and per-slot state."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of KV memory, page 0 included. Page 0 is padding and never handed out."""
+        ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def num_states(self) -> int:
+        """Slots for recurrent states, slot 0 included, which is never handed out. 0: the model keeps none."""
+        ...
+
+    @property
+    def num_window_pages(self) -> int:
+        """Pages of the layers with windows, page 0 included. 0: all layers have the same pages."""
+        ...
+
+    @property
+    def windows(self) -> tuple[tuple[int, int], ...]:
+        """(window, chunk) of each kind of attention layer, 0 for none: pages that none of them sees are given back."""
+        ...
+
+    def launch(self, batch: Batch) -> StepHandle:
+        """Hand one step to the device and return without waiting for it, if the device is not the CPU.
+
+        A fault of one row goes into `StepResult.errors`; raising, here or in `wait`, kills the engine.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free everything. Called once, on the thread that executed."""
+        ...
+
+
+class PageMemory(Protocol):
+    """Pages, window pages and states of an executor, as bytes. Used by several threads, each page by one at a time."""
+
+    layout: str
+    """The order of the bytes and their types, in words: they are of use only where it is the same."""
+
+    def nbytes(self, part: RecordPart) -> int:
+        """Bytes of one page, window page or state; 0: there are none."""
+        ...
+
+    def buffers(self, part: RecordPart, index: int) -> Sequence[memoryview]:
+        """The bytes of the page, window page or state `index`: the memory itself, or a copy."""
+        ...
+
+    def filled(self, part: RecordPart, index: int, buffers: Sequence[memoryview]) -> None:
+        """Take note that the content of `buffers`, which this gave, is another one."""
+        ...
+
+
+class Guesser(Protocol):
+    """A model that makes the guesses which a step leaves open (`step.OPEN`)."""
+
+    def guess(self, batch: Batch) -> Batch:
+        """`batch` as it is to be computed, its open guesses filled in."""
+        ...
+
+    def close(self) -> None:
+        """Free the model. Idempotent."""
+        ...
+
+
+# ---------------------------------------------------------------- grammar
+
+
+class GrammarMatcher(Protocol):
+    """State of one constrained output. Lives with its request; used by one thread at a time, that of its row's step."""
+
+    steered_from: int | None
+    """Number of output tokens before the first one that is not the model's own: it was put in the place of a sampled
+    one so that the output is complete within its budget. None: there is none."""
+
+    def fill_mask(self, mask: NDArray[np.int32]) -> None:
+        """Write the packed bitmask of allowed next tokens into `mask` (shape [ceil(vocab / 32)], lowest bit first)."""
+        ...
+
+    def fill_along(self, masks: NDArray[np.int32], drafts: Sequence[int]) -> int:
+        """The same into masks[0], and into masks[n] as if the first n of `drafts` had been taken; the matcher stays
+        where it is. Returns how many it filled: it stops behind a draft that the grammar does not allow."""
+        ...
+
+    def accept(self, token_id: int, jump: bool = True, others: Callable[[], Sequence[int]] | None = None) -> list[int]:
+        """Move past a sampled token. Returns what the output grows by: that token, or the one that steering puts in
+        its place, then (`jump`) the tokens after it that the grammar leaves no choice about. Raises `GrammarError`.
+
+        `others` returns allowed tokens that the model may say instead, in the order in which they are to be tried."""
+        ...
+
+    def may_refuse(self, ahead: int) -> bool:
+        """Whether `accept` may ask for others than the token sampled next, or behind so many drafts. Any thread."""
+        ...
+
+    def is_terminated(self) -> bool:
+        """True: the output is complete and nothing may follow."""
+        ...
+
+    def fresh(self) -> GrammarMatcher:
+        """An equal matcher at its beginning, whatever this one has been through: a replay needs one of its own. Any
+        thread may ask for it. Raises `GrammarError` if its compiled grammar broke meanwhile."""
+        ...
+
+    def overrun(self) -> str | None:
+        """Asked when the budget is spent: why that is an error, or None if the output may end there."""
+        ...
+
+
+class GrammarCompiler(Protocol):
+    """The grammar queue's worker: compiles off the event loop and reports through `done`."""
+
+    def check(self, grammar: Any, budget: int, on_budget: OnBudget) -> Any:
+        """Check a grammar at submit, on any thread, and return what to compile. Refuses what can be seen to be wrong
+        at once.
+
+        Raises `GrammarError`, `BudgetTooSmall`, `QueueFull`.
+        """
+        ...
+
+    def text_check(self, grammar: Any) -> Callable[[str], str | None] | None:
+        """The check that finds the fault of a finished text, where compiling `grammar` (as `check` returned it)
+        enforces only a part; None where it enforces all."""
+        ...
+
+    def start(self, ticket: int, order: GrammarOrder, done: GrammarDone) -> None:
+        """Begin compiling for `ticket`; call `done(ticket, matcher or error)` once, from any thread."""
+        ...
+
+    def cancel(self, ticket: int) -> None:
+        """Forget `ticket`: its request waits no more. Idempotent."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class GrammarOrder(NamedTuple):
+    """An order of a request to the compiler."""
+
+    grammar: Any
+    """The result of `check`."""
+    budget: int
+    """Output tokens at most."""
+    on_budget: OnBudget
+
+
+GrammarDone = Callable[[int, GrammarMatcher | Exception], None]
+
+
+# ---------------------------------------------------------------- lora
+
+LONG_ADAPTER_RUN = 24
+"""Neighbouring rows of one adapter from which on matrix products are faster on a CPU, measured with bf16 and two
+threads. Their sums are not those of a row alone."""
+
+
+class ModuleDims(NamedTuple):
+    """One module that an adapter may change."""
+
+    inputs: int
+    """Features in; rows of the table for an embedding."""
+    outputs: int
+    kind: Literal["linear", "conv1d", "embedding"] = "linear"
+    """conv1d: GPT-2's linear, stored transposed. Its adapters look like any linear's."""
+    scale: float = 1.0
+    """The module's own factor of its output (Gemma 3's embedding): what adapters add must be multiplied as well."""
+
+
+class AdapterAdmission(Protocol):
+    """Choice of the adapters that share a batch. Pure; the scheduler calls it while it admits (S-LoRA; vLLM's
+    `max_loras`)."""
+
+    def fits(self, digest: str) -> bool:
+        """Would `admit` find a slot now? Changes nothing."""
+        ...
+
+    def admit(self, digest: str, running: Sequence[str]) -> int | None:
+        """Device slot for `digest` beside the adapters of all `running` requests, or None: skip for now."""
+        ...
+
+    def release(self, digest: str) -> None:
+        """No running request and no step in flight names `digest` through one admission any more."""
+        ...
+
+    def take_swaps(self) -> tuple[AdapterSwap, ...]:
+        """Slots whose content has changed since the last call: the next step carries them to the device."""
+        ...
+
+    def check(self) -> None:
+        """Raises `InvariantViolation` if the books do not balance."""
+        ...
+
+
+class AdapterStore(Protocol):
+    """Adapters by name, in host memory. Every request that names one has a claim on it, by ticket."""
+
+    def find(self, name: str) -> object:
+        """Raises `AdapterNotFound` if no adapter has that name now."""
+        ...
+
+    def claim(self, tickets: Sequence[int], name: str) -> str:
+        """The digest all `tickets` will use, whatever becomes of the name. Raises `AdapterNotFound`."""
+        ...
+
+    def start(self, ticket: int, done: AdapterDone) -> None:
+        """Call `done(ticket, digest)` once the claimed adapter is in memory and stays there, or `done(ticket, error)`:
+        perhaps at once, on any thread."""
+        ...
+
+    def cancel(self, ticket: int) -> None:
+        """`ticket` has ended: give back what it claimed. Idempotent."""
+        ...
+
+    def check(self) -> None:
+        """Raises `InvariantViolation` if the books do not balance."""
+        ...
+
+    def close(self) -> None: ...
+
+
+AdapterDone = Callable[[int, str | Exception], None]
+"""Called with a ticket and the digest of its adapter, or why there is none."""

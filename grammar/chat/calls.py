@@ -1,0 +1,184 @@
+"""Calls of one output as they are read, what one push of text brings, and the base of both parsers of output."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from asyncengine.grammar.chat.scan import Balance
+from asyncengine.outputs import Chunk, ToolCall, ToolCallDelta
+
+ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+@dataclass(slots=True)
+class Parsed:
+    """The result of one push. The pieces put together are the whole."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.reasoning or self.tool_calls)
+
+
+@dataclass(slots=True)
+class _Call:
+    id: str
+    name: str
+    pieces: list[str] = field(default_factory=list)
+    complete: bool = False
+    steered_from: int | None = None
+
+
+class Calls:
+    """The calls of one output. `short_ids`: nine letters and digits, which the Mistral templates insist on."""
+
+    def __init__(self, short_ids: bool) -> None:
+        self._short_ids = short_ids
+        self._calls: list[_Call] = []
+        self._sealed = False
+        self._steered: int | None = None
+        """`steered_from` of a call that begins."""
+
+    def begin(self, name: str, out: Parsed, written: str = "") -> None:
+        """A call of `name`, with the id `written` by the model unless that has been used, or a new one."""
+        if self._sealed:
+            return
+        if written and all(call.id != written for call in self._calls):
+            identity = written
+        elif self._short_ids:
+            identity = "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
+        else:
+            identity = f"call_{secrets.token_hex(12)}"
+        self._calls.append(_Call(identity, name, steered_from=self._steered))
+        out.tool_calls.append(ToolCallDelta(len(self._calls) - 1, identity, name, ""))
+
+    def extend(self, piece: str, out: Parsed) -> None:
+        """The next piece of the newest call's arguments."""
+        if self._sealed:
+            return
+        self._calls[-1].pieces.append(piece)
+        out.tool_calls.append(ToolCallDelta(len(self._calls) - 1, None, None, piece))
+
+    def close(self) -> None:
+        """The newest call has all its arguments; it counts as complete if they are a JSON object."""
+        if self._sealed:
+            return
+        call = self._calls[-1]
+        try:
+            call.complete = isinstance(json.loads("".join(call.pieces)), dict)
+        except (ValueError, RecursionError):
+            call.complete = False
+
+    def steer(self, offers: bool) -> None:
+        """The model's own text ends here. Unless the engine `offers` calls all the same, the newest one stays as it is,
+        and none begins."""
+        self._sealed, self._steered = not offers, 0
+        if self._calls and not self._calls[-1].complete:
+            self._calls[-1].steered_from = sum(map(len, self._calls[-1].pieces))
+
+    def taken(self, complete: bool) -> list[ToolCall]:
+        """The complete calls in order, or the others."""
+        found = [call for call in self._calls if call.complete is complete]
+        return [ToolCall(call.id, call.name, "".join(call.pieces), call.steered_from) for call in found]
+
+
+class Parser(ABC):
+    """Takes one output apart while it is written: `push` its text as it comes, then `finish` once.
+
+    One thread at a time. It is always in one step: a method that takes what is known from the buffer and returns
+    whether to look again.
+    """
+
+    def __init__(self, first: Callable[[], bool], short_ids: bool = False) -> None:
+        """`first`: the step to begin with. `short_ids` as in `Calls`."""
+        self._buffer = ""
+        self._out = Parsed()
+        self._calls = Calls(short_ids)
+        self._balance = Balance()
+        self._step = first
+
+    @property
+    @abstractmethod
+    def in_reasoning(self) -> bool:
+        """The text pushed last ended inside the reasoning."""
+
+    def push(self, text: str) -> Parsed:
+        """The next piece of the output; may be empty."""
+        self._buffer += text
+        while self._step():
+            pass
+        return self._taken()
+
+    def finish(self) -> Parsed:
+        """There is no more. What had been held back comes out."""
+        rest, self._buffer = self._buffer, ""
+        if self.in_reasoning:
+            self._out.reasoning += rest
+        else:
+            self._end(rest)
+        self._step = lambda: False
+        return self._taken()
+
+    def steer(self, offers: bool) -> None:
+        """The model's own text ends with what was pushed last; `offers` as for `Calls`."""
+        self._calls.steer(offers)
+
+    @abstractmethod
+    def _end(self, rest: str) -> None:
+        """Take what was held back outside of the reasoning."""
+
+    def finished_calls(self) -> list[ToolCall]:
+        """The calls whose arguments are complete JSON objects, in order."""
+        return self._calls.taken(complete=True)
+
+    def broken_calls(self) -> list[ToolCall]:
+        """Calls that went out in deltas but were cut off, or whose arguments are no JSON (unconstrained output)."""
+        return self._calls.taken(complete=False)
+
+    def _taken(self) -> Parsed:
+        out, self._out = self._out, Parsed()
+        return out
+
+
+class ChatReader:
+    """One parser for each sample. Belongs to the request's consumer."""
+
+    def __init__(self, make_parser: Callable[[], Parser], n: int, offers: bool = False) -> None:
+        """`offers`: calls that the engine closed count as the model's own."""
+        self._parsers = [make_parser() for _ in range(n)]
+        self._offers = offers
+        self.reasoning_tokens = 0
+
+    def read(self, chunk: Chunk) -> None:
+        """Take `chunk.text` apart, in place. The last chunk of a sample gets what was held back."""
+        parser = self._parsers[chunk.index]
+        parsed = [parser.push(chunk.text[: chunk.steered_from])]
+        if (own := chunk.steered_from) is not None:
+            chunk.steered_from = len(parsed[0].text)
+            parser.steer(self._offers)
+            parsed.append(parser.push(chunk.text[own:]))
+        if chunk.finish_reason is not None:
+            parsed.append(parser.finish())
+        chunk.text = "".join(part.text for part in parsed)
+        chunk.reasoning = "".join(part.reasoning for part in parsed)
+        deltas = [delta for part in parsed for delta in part.tool_calls]
+        chunk.tool_calls = deltas or None
+        if parser.in_reasoning or (chunk.reasoning and not chunk.text and not deltas):
+            self.reasoning_tokens += len(chunk.token_ids)
+        if chunk.finish_reason == "stop" and parser.finished_calls():
+            chunk.finish_reason = "tool_calls"
+
+    def calls(self, index: int) -> list[ToolCall]:
+        """The finished calls of sample `index`."""
+        return self._parsers[index].finished_calls()
+
+    def broken_calls(self, index: int) -> list[ToolCall]:
+        """Calls of sample `index` that went out in pieces and were never finished."""
+        return self._parsers[index].broken_calls()

@@ -1,0 +1,357 @@
+"""Finds out, by rendering samples with a model's own template, how the model writes tool calls and reasoning."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from asyncengine.errors import InvalidParameter
+from asyncengine.grammar.chat.families import TOOL_FORMATS
+from asyncengine.grammar.chat.formats import NUMBER, REASONING_MARKERS, Reasoning, ReasoningState, ToolFormat
+from asyncengine.text import TextTokenizer
+
+TOKEN = re.compile(r"\{#\}|\s+|(?:(?!\{#\})\S)+")
+
+
+def recognised(text: str, forms: Iterable[ToolFormat], names: Sequence[str], key: str, value: str) -> ToolFormat | None:
+    """The first format in which `text` has calls of `names` (or of the first of them) with one argument, `key`, that
+    is `value`; with the blanks that are in `text`."""
+    for form in forms:
+        for several in (True, False) if len(names) > 1 else (False,):
+            found = re.search(_pattern(form, names if several else names[:1], key, value), text)
+            if found is not None:
+                return _with_blanks(form, found)
+    return None
+
+
+def by_sign(template: str, tokens: Collection[str], forms: Iterable[ToolFormat]) -> ToolFormat | None:
+    """The format that a template which renders no calls hints at; the one with most signs. `tokens`: the names of the
+    model's special tokens, which are signs too if they look like nothing else ("<tool_call>" is in many vocabularies).
+    """
+    signed = [
+        form
+        for form in forms
+        if form.signs and all(s in template or (s.startswith("<|") and s in tokens) for s in form.signs)
+    ]
+    found = max(signed, key=lambda form: len(form.signs), default=None)
+    return None if found is None else replace(found, rendered=False)
+
+
+def _pattern(form: ToolFormat, names: Sequence[str], key: str, value: str) -> str:
+    """Blanks between two texts belong to the second, but behind a name, a key or a value to what closes it."""
+    out = [_group("trigger", _blanks(form.trigger)), _group("opening", _led(form.opening))]
+    again = _blanks(form.trigger) + _led(form.opening) if form.each else ""
+    for index, name in enumerate(names):
+        if index:
+            out += [_group("separator", _led(form.separator)), again]
+        out.append(_call_pattern(form, name, key, value, named=index == 0))
+    return "".join(out) + _group("closing", _led(form.closing))
+
+
+def _call_pattern(form: ToolFormat, name: str, key: str, value: str, named: bool) -> str:
+    def part(field: str, pattern: str) -> str:
+        return _group(field, pattern) if named else pattern
+
+    own = form.members
+    if own is None:
+        arguments = rf'\{{\s*"{key}":\s*"{value}"\s*\}}'
+    else:
+        close = own.string_key_close or own.key_close
+        quote = "" if own.values == "raw" else re.escape(own.quote) or "[\"']"
+        arguments = part("key_open", _led(own.key_open)) + key + part("key_close", _blanks(close) + r"\s*")
+        arguments += quote + value + quote + part("value_close", _led(own.value_close) + r"\s*")
+    head = part("name_open", _led(form.name_open)) + name + part("name_close", _blanks(form.name_close) + r"\s*")
+    return head + arguments + part("call_close", _led(form.call_close))
+
+
+@lru_cache(maxsize=512)
+def _blanks(text: str) -> str:
+    """A pattern for `text` with any blanks in place of its own, and numbers where they are marked."""
+    patterns = {NUMBER: r"\d+"}
+    return "".join(
+        r"\s*" if token.isspace() else patterns.get(token, re.escape(token)) for token in TOKEN.findall(text)
+    )
+
+
+def _led(text: str) -> str:
+    return r"\s*" + _blanks(text.lstrip())
+
+
+def _group(name: str, pattern: str) -> str:
+    return f"(?P<{name}>{pattern})"
+
+
+def _with_blanks(form: ToolFormat, found: re.Match[str]) -> ToolFormat:
+    """The format with the texts that were found; its own where they hold a number, or where none was rendered."""
+    got = {name: text for name, text in found.groupdict().items() if text is not None}
+    call: dict[str, Any] = {
+        name: text for name, text in got.items() if hasattr(form, name) and NUMBER not in getattr(form, name)
+    }
+    if not form.trigger:
+        call["opening"] = call["opening"].lstrip()  # what comes before belongs to the turn
+    members = form.members
+    if members is not None:
+        own: dict[str, Any] = {name: got[name] for name in ("key_open", "key_close", "value_close")}
+        if members.string_key_close:
+            del own["key_close"]
+        members = replace(members, **own)
+    return replace(form, members=members, **call)
+
+
+QUESTION = "Zquestion9"
+NAMES = ("zprobe_one", "zprobe_two")
+ARGUMENTS = '{"zkey": "zvalue"}'
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "zoffered",
+        "description": "d",
+        "parameters": {
+            "type": "object",
+            "properties": {"zkey": {"type": "string", "description": "d"}},
+            "required": ["zkey"],
+        },
+    },
+}
+HARMONY = ("<|channel|>analysis<|message|>", "functions.")
+"""Texts of a template for channels."""
+_SPECIFIC = [form for form in TOOL_FORMATS.values() if form.family not in ("hermes", "llama3", "mistral", "json")]
+"""Formats with a text of their own; the others are read off whatever stands around the JSON."""
+RENDERED_ARGUMENTS = r'\{\s*"zkey":\s*"zvalue"\s*\}'
+JSON_CALL = (
+    r'(?P<open>\{{\s*"name":\s*"){name}(?P<middle>",\s*"(?:arguments|parameters)":\s*){arguments}(?P<rest>[^{{}}]*)\}}'
+)
+MARKED_CALL = r"(?P<trigger>\[TOOL_CALLS\])(?P<space>\s*){name}(?:\[CALL_ID\]\w+)?\[ARGS\]\s*{arguments}"
+PREAMBLE = re.compile(r"(?P<trigger><[^<>\s]+>|\[[A-Z_]+\]|)(?P<opening>\s*(?P<list>\[?)\s*)")
+IDS = ("zid00000{index}", "functions.{name}:{index}")
+"""Ids of calls: nine letters and digits, which the Mistral templates insist on; Kimi's, which are all it writes."""
+SEPARATOR = re.compile(r"[\s,;]{0,12}")
+
+
+def find_tool_format(tokenizer: TextTokenizer) -> ToolFormat | None:
+    """The exact text of calls in the model's template; where it renders none, what its text or the model's tokens tell.
+
+    None if there are no calls, or in no known way.
+    """
+    template = template_text(tokenizer)
+    if all(mark in template for mark in HARMONY):
+        return TOOL_FORMATS["harmony"]
+    rendered = False
+    for count in (2, 1):
+        found = _rendered_call(tokenizer, count)
+        if found is None:
+            continue
+        rendered = True
+        whole, differing = found
+        form = recognised(whole, _SPECIFIC, NAMES[:count], "zkey", "zvalue")
+        form = form or _read_marked(differing) or _read_json(differing)
+        if form is not None:
+            return form
+    if rendered or not template or not drops_calls(tokenizer):
+        return None
+    return by_sign(template, tokenizer.get_vocab(), TOOL_FORMATS.values())
+
+
+def find_reasoning(tokenizer: TextTokenizer) -> Reasoning | None:
+    """The markers of reasoning, and of an answer after it, that the template mentions, or a prompt of its.
+
+    Having them as tokens says nothing: families share one vocabulary among models that reason and models that do not.
+    """
+    template = template_text(tokenizer)
+    found = _markers_in(template)
+    if found is None and template:  # there are templates that put the markers together
+        found = _markers_in(_render(tokenizer, [{"role": "user", "content": QUESTION}], None, prompt=True))
+    return found
+
+
+def _markers_in(template: str) -> Reasoning | None:
+    fitting = (pair for pair in REASONING_MARKERS if all(mark in template for mark in (pair.end, pair.answer_end)))
+    return next((pair for pair in fitting if pair.sign in template), None)
+
+
+def reasoning_state(prompt_tail: str, reasoning: Reasoning | None, specials: Sequence[str] = ()) -> ReasoningState:
+    """The state in which the end of a rendered prompt leaves the model.
+
+    A marker counts if nothing but whitespace follows it, or nothing that begins or ends a turn: no name of a special
+    token (`specials`). Without knowing any, only whitespace may follow.
+    """
+    if reasoning is None:
+        return "none"
+    starts, ends = prompt_tail.rfind(reasoning.start), prompt_tail.rfind(reasoning.end)
+    if starts < 0 and ends < 0:
+        return "undecided"
+    is_open = starts > ends
+    marker = reasoning.start if is_open else reasoning.end
+    rest = prompt_tail[max(starts, ends) + len(marker) :]
+    turns = [name for name in specials if name and name not in (reasoning.start, reasoning.end)]
+    if rest.strip() and (not turns or any(name in rest for name in turns)):
+        return "undecided"
+    return "open" if is_open else "closed"
+
+
+def template_text(tokenizer: TextTokenizer) -> str:
+    """The text of the template used for chats with tools; empty without one."""
+    if not tokenizer.has_chat_template:
+        return ""
+    try:
+        return tokenizer.template_text([TOOL])
+    except (ValueError, AttributeError):
+        return ""
+
+
+# ---------------------------------------------------------------- rendering
+
+
+def _rendered_call(tokenizer: TextTokenizer, count: int) -> tuple[str, str] | None:
+    """The rendering of an answer with `count` calls, whole and from where it differs from one with plain text."""
+    if not tokenizer.has_chat_template:
+        return None
+    for before, calls, after, tools in _chats(count):
+        answer = {"role": "assistant", "content": None, "tool_calls": calls}
+        text = _render(tokenizer, [*before, answer, *after], tools)
+        if not all(name in text for name in NAMES[:count]):
+            continue
+        plain = _render(tokenizer, [*before, {"role": "assistant", "content": "Zanswer9"}], tools)
+        start = text.rfind(QUESTION) + len(QUESTION)
+        return text[start:], _where_they_differ(text[start:], plain[plain.rfind(QUESTION) + len(QUESTION) :])
+    return None
+
+
+def drops_calls(tokenizer: TextTokenizer) -> bool:
+    """The template renders an answer with a call as if there was none, or not at all."""
+    asked = {"role": "user", "content": QUESTION}
+    answer = {"role": "assistant", "content": "Zanswer9"}
+    with_call = _render(tokenizer, [asked, {**answer, "tool_calls": [_call(0)]}], None)
+    return with_call in ("", _render(tokenizer, [asked, answer], None))
+
+
+def renders_system(tokenizer: TextTokenizer) -> bool:
+    """The template renders what the system says."""
+    system = {"role": "system", "content": "Zsystem9"}
+    return "Zsystem9" in _render(tokenizer, [system, {"role": "user", "content": QUESTION}], None)
+
+
+def _where_they_differ(text: str, other: str) -> str:
+    """`text` without the beginning it shares with `other`."""
+    same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    return text[same:]
+
+
+def _chats(count: int) -> Iterator[tuple[list[Any], list[Any], list[Any], list[Any] | None]]:
+    """Question, calls, results and tools."""
+    before = [{"role": "user", "content": QUESTION}]
+    for ids in IDS:
+        calls = [_call(i, ids) for i in range(count)]
+        results = [
+            {"role": "tool", "name": name, "tool_call_id": call["id"], "content": "zresult"}
+            for name, call in zip(NAMES, calls, strict=False)
+        ]
+        for after in ([], results):
+            for tools in ([TOOL], None):
+                yield before, calls, after, tools
+
+
+def _call(index: int, ids: str = "zid00000{index}") -> dict[str, Any]:
+    return {
+        "id": ids.format(name=NAMES[index], index=index),
+        "type": "function",
+        "function": {"name": NAMES[index], "arguments": ARGUMENTS},
+    }
+
+
+def _render(tokenizer: TextTokenizer, messages: list[Any], tools: list[Any] | None, *, prompt: bool = False) -> str:
+    try:
+        return tokenizer.render_chat(messages, tools, add_generation_prompt=prompt)
+    except InvalidParameter as error:
+        if error.field == "chat_template":  # stopped: it would be with each of the other chats
+            raise
+        return ""  # the template does not take such a chat
+
+
+# ---------------------------------------------------------------- reading
+
+
+def _read_marked(text: str) -> ToolFormat | None:
+    """`[TOOL_CALLS]name[ARGS]{...}`."""
+    calls = [re.search(MARKED_CALL.format(name=name, arguments=RENDERED_ARGUMENTS), text) for name in NAMES]
+    if calls[0] is None:
+        return None
+    form = replace(TOOL_FORMATS["mistral-args"], opening=calls[0]["space"])
+    if calls[1] is not None:
+        between = text[calls[0].end() : calls[1].start()]
+        form = replace(form, separator=between if SEPARATOR.fullmatch(between) else form.separator)
+    return form
+
+
+def _read_json(text: str) -> ToolFormat | None:
+    """A JSON object per call, perhaps in a list, perhaps behind a marker; or all of them between two markers."""
+    calls = [re.search(JSON_CALL.format(name=name, arguments=RENDERED_ARGUMENTS), text) for name in NAMES]
+    first, second = calls
+    if first is None:
+        return None
+    begin = text[: first.start()]
+    # an answer with and one without calls can have the first character of a marker in common, or a blank
+    preamble = PREAMBLE.fullmatch(begin.lstrip())
+    if preamble is None:
+        return None
+    trigger, listed = preamble["trigger"], bool(preamble["list"])
+    if not trigger and begin.strip() and not listed:
+        return None
+    space = first["rest"] if not first["rest"].strip() else ""
+    end = _end_marker(trigger, text[first.end() :])
+    each = bool(trigger) and not listed and (second is None or trigger in text[first.end() : second.start()])
+    last = text[(second or first).end() :]
+    form = ToolFormat(
+        family=_family(trigger, first["middle"], bool(end)),
+        trigger=trigger,
+        opening=preamble["opening"],
+        name_open=first["open"],
+        name_close=first["middle"],
+        call_close=f"{space}}}{end}",
+        separator="\n" if each else ", ",
+        closing=_list_end(trigger, last) if listed else _end_marker(trigger, last) if trigger and not each else "",
+        each=each,
+        list_for_several=not trigger and not listed,
+    )
+    if form.family == "llama3":
+        usual = TOOL_FORMATS["llama3"]
+        form = replace(
+            form,
+            trigger=usual.trigger,
+            separator=usual.separator,
+            each=False,
+            optional_trigger=True,
+            list_for_several=False,
+        )
+    return form if second is None else _with_separator(form, text[first.end() + len(end) : second.start()])
+
+
+def _family(trigger: str, middle: str, ended: bool) -> Any:
+    if trigger == "[TOOL_CALLS]":
+        return "mistral"
+    if not trigger or trigger == "<|python_tag|>":
+        return "llama3" if '"parameters"' in middle else "json"
+    return "hermes" if ended else "json"
+
+
+def _end_marker(trigger: str, after: str) -> str:
+    """Whitespace and the marker that closes a call, if the one that opens it has a counterpart."""
+    counterpart = "</" + trigger.removeprefix("<")
+    found = re.match(r"\s*" + re.escape(counterpart), after) if trigger.startswith("<") else None
+    return found[0] if found else ""
+
+
+def _list_end(trigger: str, after: str) -> str:
+    found = re.match(r"\s*\]", after)
+    return found[0] + _end_marker(trigger, after[found.end() :]) if found else "]"
+
+
+def _with_separator(form: ToolFormat, between: str) -> ToolFormat:
+    start = form.trigger + form.opening
+    if form.each and between.endswith(start):
+        between = between.removesuffix(start)
+    usable = SEPARATOR.fullmatch(between) and (between or form.each)
+    return replace(form, separator=between) if usable else form

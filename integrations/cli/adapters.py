@@ -1,0 +1,60 @@
+"""LoRA adapters on the command line: which to load, and which one answers."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from asyncengine.config import AdapterSettings
+from asyncengine.demo import resolve_adapter
+from asyncengine.errors import AdapterError
+from asyncengine.integrations.cli.errors import CliError
+from asyncengine.lora.checkpoint.files import find_folder, read_config
+
+
+def name_and_path(text: str) -> tuple[str, str]:
+    """The value of `--adapter` in two parts. The path may hold "=", the name cannot."""
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise argparse.ArgumentTypeError(f"must be NAME=PATH, got {text!r}")
+    return name, path
+
+
+def given_adapters(args: argparse.Namespace) -> dict[str, str]:
+    """Name -> folder of every `--adapter`. Raises `CliError` for a name that is there twice."""
+    found: dict[str, str] = {}
+    for name, path in args.adapter:
+        if name in found:
+            raise CliError(f"adapter: {name!r} is given twice")
+        found[name] = path
+    return found
+
+
+def chosen_adapter(args: argparse.Namespace) -> str | None:
+    """The one that answers: `--use`, or the only one given. None: the base model alone.
+
+    Raises `CliError` where that is not clear, or for a name that cannot be there.
+    """
+    names = list(given_adapters(args))
+    if args.use is None:
+        if len(names) > 1:
+            raise CliError(f"use: several adapters are given; choose with --use: {', '.join(names)}")
+        return names[0] if names else None
+    if args.use == args.model:
+        return None
+    if args.use not in names and not hasattr(args, "adapter_root"):
+        known = ", ".join(map(repr, names)) or "none is given: add --adapter NAME=PATH"
+        raise CliError(f"use: must be the name of an adapter ({known}), got {args.use!r}")
+    return str(args.use)
+
+
+def check_adapters(config: AdapterSettings) -> None:
+    """Refuse wrong paths at once, for importing torch and loading the model take seconds. Raises `CliError`."""
+    root = None if config.adapter_root is None else Path(config.adapter_root).expanduser().resolve()
+    if root is not None and not root.is_dir():
+        raise CliError(f"adapter_root: is no folder, got {config.adapter_root!r}")
+    for name, path in dict(config.adapters).items():
+        try:
+            read_config(find_folder(resolve_adapter(path, config.adapter_root), root), root)
+        except AdapterError as error:
+            raise CliError(f"adapter {name!r}: {error}") from error

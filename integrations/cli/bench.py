@@ -1,0 +1,243 @@
+"""`asyncengine bench`: the speed of a model for each of several numbers of streams at once."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from asyncengine.async_engine import AsyncEngine
+from asyncengine.checks import as_integer
+from asyncengine.integrations.cli.adapters import given_adapters
+from asyncengine.integrations.cli.errors import FAILED, CliError
+from asyncengine.integrations.cli.loading import open_async_engine
+from asyncengine.integrations.cli.options import engine_config
+from asyncengine.sampling_params import SamplingParams
+from asyncengine.stats import Summary
+
+Progress = Callable[[str], None]
+PROBE = 0.005
+"""Seconds between two readings of the caller's event-loop lag."""
+
+
+def run(args: argparse.Namespace) -> int:
+    for name in ("input_len", "output_len", "rounds"):
+        as_integer(name, getattr(args, name), 1)
+    counts = args.concurrency if isinstance(args.concurrency, tuple) else (args.concurrency,)
+    args.concurrency = [as_integer("concurrency", count, 1) for count in counts]
+    if args.plot is not None:
+        _require_matplotlib()
+    config = engine_config(args, max_num_seqs=max(args.concurrency), show_progress=False, adapters=given_adapters(args))
+    console = Console(stderr=True)
+    with console.status(f"loading {args.model}") as status:
+        setup, rows = asyncio.run(_sweep(args, config, status.update))
+    if args.json:
+        print(json.dumps({**setup, "results": [as_dict(row) for row in rows]}))
+    else:
+        _show(Console(), setup, rows)
+    if args.plot is not None:
+        _draw(args.plot, setup, rows)
+        print(f"plot written to {args.plot}", file=sys.stderr)
+    return 0
+
+
+async def _sweep(args: argparse.Namespace, config: Any, say: Progress) -> tuple[dict[str, Any], list[Measured]]:
+    async with open_async_engine(args.model, config, hosted=not args.owned) as engine:
+        adapters = tuple(given_adapters(args)) or (None,)
+        say("warming up")
+        await measure(engine, Load(len(adapters), 1, args.input_len, min(8, args.output_len), adapters), seed=-1)
+        rows = []
+        for concurrency in args.concurrency:
+            say(f"{concurrency} streams")
+            load = Load(concurrency, args.rounds, args.input_len, args.output_len, adapters)
+            rows.append(await measure(engine, load))
+        return _setup(args, engine), rows
+
+
+def _setup(args: argparse.Namespace, engine: AsyncEngine) -> dict[str, Any]:
+    info = engine.info
+    return {
+        "model": info.name,
+        "dtype": info.dtype,
+        "device": info.device,
+        "input_len": args.input_len,
+        "output_len": args.output_len,
+        "hosting": "owned" if args.owned else "hosted",
+        "adapters": list(given_adapters(args)),
+    }
+
+
+def as_dict(row: Measured) -> dict[str, Any]:
+    return {**asdict(row), "tokens_per_second": row.tokens_per_second}
+
+
+def _show(console: Console, setup: dict[str, Any], rows: list[Measured]) -> None:
+    title = "{model} ({dtype}, {device}, {hosting}): {input_len} tokens in, {output_len} out".format_map(setup)
+    if setup["adapters"]:
+        title += f"; adapters: {', '.join(setup['adapters'])}"
+    table = Table(title=title, title_justify="left", caption="times in ms; p50 / p99", caption_justify="left")
+    for name in ("streams", "tokens/s", "first token", "between tokens", "loop lag", "preempted", "tokens/pass"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row.concurrency),
+            f"{row.tokens_per_second:.0f}",
+            *(f"{1000 * s.p50:.1f} / {1000 * s.p99:.1f}" for s in (row.first_token, row.inter_token, row.loop_lag)),
+            str(row.preemptions),
+            f"{row.tokens_per_pass:.2f}",
+        )
+    console.print(table)
+
+
+def _require_matplotlib() -> None:
+    """Before the sweep, not after it."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise CliError('--plot needs matplotlib: pip install "asyncengine[bench]"', FAILED) from error
+
+
+def _draw(path: Any, setup: dict[str, Any], rows: list[Measured]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (rate, times) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    streams = [row.concurrency for row in rows]
+    rate.plot(streams, [row.tokens_per_second for row in rows], marker="o")
+    rate.set(title="output tokens per second", xlabel="streams", xscale="log", ylim=(0, None))
+    for label, found in (
+        ("first token", [row.first_token for row in rows]),
+        ("between tokens", [row.inter_token for row in rows]),
+    ):
+        times.plot(streams, [1000 * each.p50 for each in found], marker="o", label=f"{label}, p50")
+        times.plot(streams, [1000 * each.p99 for each in found], marker="o", ls="--", label=f"{label}, p99")
+    times.set(title="latency, ms", xlabel="streams", xscale="log", yscale="log")
+    times.legend()
+    for axes in (rate, times):
+        axes.set_xticks(streams, [str(n) for n in streams])
+        axes.grid(alpha=0.3)
+    figure.suptitle("{model} ({dtype}, {device}): {input_len} tokens in, {output_len} out".format_map(setup))
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise CliError(f"plot: {error}", FAILED) from error
+
+
+# -------------------------------------------------------------------- the load
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Closed loop: each of `concurrency` streams sends its next request when the one before has ended."""
+
+    concurrency: int
+    rounds: int
+    input_len: int
+    output_len: int
+    adapters: tuple[str | None, ...] = (None,)
+    """Stream i uses the one at i modulo their number; None: no adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Times in seconds. `inter_token` is the gap between deliveries divided by the tokens delivered."""
+
+    concurrency: int
+    requests: int
+    output_tokens: int
+    seconds: float
+    first_token: Summary
+    inter_token: Summary
+    loop_lag: Summary
+    preemptions: int
+    tokens_per_pass: float
+    """Tokens of one request in one step: above 1 where guesses came true."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.output_tokens / self.seconds
+
+
+@dataclass(slots=True)
+class _Samples:
+    tokens: int = 0
+    first: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    lag: list[float] = field(default_factory=list)
+
+
+async def measure(engine: AsyncEngine, load: Load, seed: int = 0) -> Measured:
+    """Put `load` on `engine` from the running loop. Prompts are random and all different: no prefix is shared."""
+    samples = _Samples()
+    before = engine.stats()
+    params = SamplingParams(max_tokens=load.output_len, temperature=0.0, ignore_eos=True)
+    began = time.perf_counter()
+    async with _probing(samples.lag), asyncio.TaskGroup() as group:
+        for index in range(load.concurrency):
+            adapter = load.adapters[index % len(load.adapters)]
+            group.create_task(_client(engine, load, adapter, params, random.Random(f"{seed}/{index}"), samples))
+    after = engine.stats()
+    return Measured(
+        load.concurrency,
+        load.concurrency * load.rounds,
+        samples.tokens,
+        time.perf_counter() - began,
+        Summary.of(samples.first),
+        Summary.of(samples.gaps),
+        Summary.of(samples.lag),
+        after.preemptions - before.preemptions,
+        (after.generated_tokens - before.generated_tokens) / max(1, after.passes - before.passes),
+    )
+
+
+async def _client(
+    engine: AsyncEngine,
+    load: Load,
+    adapter: str | None,
+    params: SamplingParams,
+    rng: random.Random,
+    samples: _Samples,
+) -> None:
+    for _ in range(load.rounds):
+        prompt = [rng.randrange(engine.info.vocab_size) for _ in range(load.input_len)]
+        last = time.perf_counter()
+        first = True
+        async with engine.stream(prompt, params, adapter=adapter) as stream:
+            async for chunk in stream:
+                now, count = time.perf_counter(), len(chunk.token_ids)
+                samples.tokens += count
+                if first and count:
+                    samples.first.append(now - last)
+                    first = False
+                elif count:
+                    samples.gaps += [(now - last) / count] * count
+                last = now
+
+
+@contextlib.asynccontextmanager
+async def _probing(lag: list[float]) -> AsyncIterator[None]:
+    """Measure how late the caller's own loop runs its timers while the block runs."""
+
+    async def probe() -> None:
+        while True:
+            due = time.perf_counter() + PROBE
+            await asyncio.sleep(PROBE)
+            lag.append(time.perf_counter() - due)
+
+    task = asyncio.create_task(probe())
+    try:
+        yield
+    finally:
+        task.cancel()

@@ -1,0 +1,209 @@
+"""`asyncengine embed`: a vector for each line of stdin, to a .npy file or as JSON lines."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import re
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+
+from numpy.lib.format import write_array_header_1_0
+
+from asyncengine.checks import as_integer
+from asyncengine.errors import InvalidParameter
+from asyncengine.integrations.cli.errors import CliError
+from asyncengine.integrations.cli.loading import open_engine
+from asyncengine.integrations.cli.options import engine_config
+from asyncengine.outputs import Embeddings
+from asyncengine.sync_engine import Engine
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+CHUNK_LINES = 2048
+"""Lines in memory at once, with their vectors: enough for many batches."""
+CHUNK_CHARACTERS = 4_000_000
+"""The same for long lines; a chunk ends with the line that passes it."""
+
+
+class Sink(Protocol):
+    """Takes the vectors of one chunk after another."""
+
+    def write(self, found: Embeddings) -> None: ...
+
+
+def run(args: argparse.Namespace) -> int:
+    path = _output(args.output)
+    if args.dimensions is not None:
+        as_integer("dimensions", args.dimensions, 1)
+    config = engine_config(args, show_progress=sys.stderr.isatty())
+    lines = _lines()
+    with open_engine(args.model, config) as engine, _sink(path, engine) as sink, _progress() as advance:
+        done, cut = 0, 0
+        for texts in chunks(lines):
+            found = _embedded(engine, texts, done, args)
+            sink.write(found)
+            done, cut = done + len(texts), cut + len(found.truncated)
+            advance(len(texts))
+    if cut:
+        print(f"{cut} of {done} texts were longer than the model reads and have been cut", file=sys.stderr)
+    return 0
+
+
+def _embedded(engine: Engine, texts: list[str], before: int, args: argparse.Namespace) -> Embeddings:
+    """The texts' vectors; `before` lines stand before them. Raises `CliError` for a line that is refused."""
+    try:
+        return engine.embed(
+            texts,
+            prompt_name=args.prompt_name,
+            prompt=args.prompt,
+            dimensions=args.dimensions,
+            normalize=args.normalize,
+            truncate=args.truncate,
+            show_progress=False,
+        )
+    except InvalidParameter as error:
+        index = re.fullmatch(r"texts\[(\d+)\]", error.field)
+        if index is None:
+            raise
+        raise CliError(f"line {before + int(index[1]) + 1}: {error.limit}") from error
+
+
+def _output(name: str) -> Path | None:
+    """None: stdout."""
+    if name == "-":
+        return None
+    path = Path(name)
+    if path.suffix not in (".npy", ".jsonl"):
+        raise CliError(f'output: must end in .npy or .jsonl, or be "-" for JSON lines on stdout, got {name}')
+    if not path.absolute().parent.is_dir():
+        raise CliError(f"output: there is no folder {path.parent}")
+    return path
+
+
+def _lines() -> Iterator[str]:
+    """Lines of stdin without their ends. Raises `CliError` where they are no text."""
+    number = 0
+    try:
+        for line in sys.stdin:
+            yield line.rstrip("\r\n")
+            number += 1
+    except UnicodeDecodeError as error:
+        raise CliError(f"stdin: line {number + 1} or one soon after it is not {error.encoding}") from error
+
+
+def chunks(lines: Iterator[str]) -> Iterator[list[str]]:
+    while chunk := list(_some(lines)):
+        yield chunk
+
+
+def _some(lines: Iterator[str]) -> Iterator[str]:
+    characters = 0
+    for line in itertools.islice(lines, CHUNK_LINES):
+        yield line
+        characters += len(line)
+        if characters > CHUNK_CHARACTERS:
+            return
+
+
+@contextlib.contextmanager
+def _sink(path: Path | None, engine: Engine) -> Iterator[Sink]:
+    """The sink of the vectors. A file appears under its name once it is complete."""
+    if path is None:
+        yield JsonLines(sys.stdout.write)
+        return
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        if path.suffix == ".npy":
+            with partial.open("wb") as file:
+                array = NpyFile(file, engine.info.dimensions or 0)
+                yield array
+                array.finish()
+        else:
+            with partial.open("w", encoding="utf-8") as text:
+                yield JsonLines(text.write)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+class JsonLines:
+    """One object for each text: its index, its vector, and whether it was cut."""
+
+    def __init__(self, write: Callable[[str], Any]) -> None:
+        self._write, self._done = write, 0
+
+    def write(self, found: Embeddings) -> None:
+        cut = set(found.truncated)
+        for index, vector in enumerate(found.vectors):
+            row: dict[str, Any] = {"index": self._done + index, "embedding": _plain(vector)}
+            if index in cut:
+                row["truncated"] = True
+            self._write(json.dumps(row) + "\n")
+        self._done += len(found.vectors)
+
+
+def _plain(vector: NDArray[Any]) -> list[float]:
+    """Nine digits name a float32 exactly; the digits of the float64 that Python makes of it say no more."""
+    return [float(f"{number:.9g}") for number in vector.tolist()]
+
+
+class NpyFile:
+    """A .npy file that grows row by row: its header, in which NumPy leaves room for any number of rows, is written
+    again at the end."""
+
+    def __init__(self, file: BinaryIO, columns: int) -> None:
+        self._file, self._rows, self._columns = file, 0, columns
+        self._header()
+
+    def write(self, found: Embeddings) -> None:
+        self._columns = found.vectors.shape[1]
+        self._file.write(found.vectors.astype("<f4").tobytes())
+        self._rows += len(found.vectors)
+
+    def finish(self) -> None:
+        self._file.seek(0)
+        self._header()
+
+    def _header(self) -> None:
+        shape = (self._rows, self._columns)
+        write_array_header_1_0(self._file, {"descr": "<f4", "fortran_order": False, "shape": shape})
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int], None]]:
+    """A count and a rate, where somebody watches; a bar where stdin is a file, whose size is known."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    size, done = _file_size(), 0
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("0 texts", total=size)
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            at = sys.stdin.buffer.tell() if size is not None else None
+            bar.update(
+                task, completed=at, description=f"{done} texts, {done / max(bar.tasks[0].elapsed or 0, 1e-3):.0f}/s"
+            )
+
+        yield advance
+
+
+def _file_size() -> int | None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a test's stdin is no real file
+        status = os.fstat(sys.stdin.fileno())
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+    return None

@@ -1,0 +1,157 @@
+"""`asyncengine fit`: what a model takes, and whether it fits on this machine. Nothing is loaded."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from asyncengine.checks import as_integer
+from asyncengine.config import EngineConfig, ModelSettings
+from asyncengine.integrations.cli.errors import FAILED
+from asyncengine.integrations.cli.loading import on_thread
+from asyncengine.integrations.cli.options import engine_config
+from asyncengine.integrations.cli.text import write, write_json
+from asyncengine.integrations.placement import Claim, Cluster, Device, Node, Placement, Refusal, place
+from asyncengine.integrations.placement.nodes import MAX_MEMORY, claim_of
+
+if TYPE_CHECKING:
+    from asyncengine.execution.models.memory.needs import ModelNeeds
+
+HERE = "this machine"
+
+
+_KERNELS = 72 * 2**20
+"""Bytes of compiled kernels, of the library that runs them, and of the other parts that a command does not import."""
+_OF_A_TOKEN = 1200
+"""Bytes of a token of the vocabulary, in tokenizer, tables and grammars. Both figures: docs/howto/first_start.md."""
+
+
+class Machine(NamedTuple):
+    """Bytes that are free now."""
+
+    host_free: int
+    devices_free: tuple[int, ...] = ()
+    """Free bytes of each CUDA device, by index."""
+    process: int = 0
+    """Bytes that a program with an engine takes beside what its model needs."""
+
+
+def run(args: argparse.Namespace) -> int:
+    config = engine_config(args, show_progress=not args.json)
+    if args.kv_tokens is not None:
+        as_integer("kv_tokens", args.kv_tokens, 1)
+    needs, machine = on_thread(lambda: _read(args.model, config)).result()
+    tokens = needs.kv_tokens(config) if args.kv_tokens is None else args.kv_tokens
+    processes = machine.process * config.processes
+    claim, total = claim_here(needs, tokens, config, processes), needs.total(tokens) + processes
+    found = place(claim, Cluster([as_node(machine)]))
+    if args.json:
+        write_json(as_dict(needs, tokens, total, claim, machine, found))
+    else:
+        _show(needs, tokens, total, claim, machine)
+        write(verdict(found, bool(machine.devices_free)) + "\n")
+    return 0 if isinstance(found, Placement) else FAILED
+
+
+def _read(model: str, config: EngineConfig) -> tuple[ModelNeeds, Machine]:
+    """Imports torch, which takes a second."""
+    import psutil
+    import torch
+
+    from asyncengine.assembly.wiring import resolve_model
+    from asyncengine.execution.device.memory import free_bytes
+    from asyncengine.execution.models.memory.needs import read_needs
+
+    needs = read_needs(resolve_model(model), config)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    free = tuple(free_bytes(torch.device("cuda", index)) for index in range(count))
+    process = psutil.Process().memory_info().rss + _KERNELS + needs.vocab_size * _OF_A_TOKEN
+    machine = Machine(free_bytes(torch.device("cpu")), free, process)
+    return (replace(needs, name=model) if model == "demo" else needs), machine
+
+
+def claim_here(needs: ModelNeeds, tokens: int, config: ModelSettings, processes: int = 0) -> Claim:
+    """The claim of one engine, which runs on a device for each rank or on the host's processors. `processes`: bytes of
+    its processes."""
+    ranks = config.tensor_parallel
+    copied = needs.step_bytes // ranks if ranks > 1 else 0
+    device = "cpu" if config.pipeline_parallel > 1 else config.device  # stages compute on processors alone
+    claim = claim_of(needs.name, needs.total(tokens), ranks, copied, device)
+    on_host = None if claim.cpu_bytes is None else claim.cpu_bytes + processes
+    return replace(claim, cpu_bytes=on_host, host_bytes=0 if claim.device_bytes is None else processes)
+
+
+def as_node(machine: Machine) -> Node:
+    """This machine as a node that has what is free now."""
+    free = [(index, min(count, MAX_MEMORY)) for index, count in enumerate(machine.devices_free) if count]
+    devices = [Device(index=index, memory=count) for index, count in free]
+    return Node(name=HERE, host_memory=min(machine.host_free, MAX_MEMORY), devices=tuple(devices))
+
+
+def as_dict(
+    needs: ModelNeeds, tokens: int, total: int, claim: Claim, machine: Machine, found: Placement | Refusal
+) -> dict[str, object]:
+    fits = isinstance(found, Placement)
+    return {
+        **asdict(needs),
+        "process_bytes": machine.process,
+        "kv_tokens": tokens,
+        "total_bytes": total,
+        "claim": asdict(claim),
+        "machine": machine._asdict(),
+        "fits": fits,
+        "on": where(found) if isinstance(found, Placement) else None,
+        "why_not": None if fits else str(found),
+    }
+
+
+def where(found: Placement) -> str:
+    if found.stage == "cpu":
+        return "cpu"
+    return " and ".join(f"cuda:{index}" for share in found.shares for index, *_ in share.devices)
+
+
+def verdict(found: Placement | Refusal, on_device: bool) -> str:
+    """`on_device`: the engine would take a device if it is not told otherwise."""
+    if isinstance(found, Refusal):
+        return f"It does not fit here: {found}."
+    instead = ': pass device="cpu"' if found.stage == "cpu" and on_device else ""
+    return f"It fits on {where(found)}{instead}."
+
+
+def _show(needs: ModelNeeds, tokens: int, total: int, claim: Claim, machine: Machine) -> None:
+    table = Table(title=f"{needs.name} ({needs.dtype})", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    table.add_row("weights", size(needs.weight_bytes), "")
+    each = f"{tokens} tokens of {size(needs.kv_bytes_per_token)}; the model reads {needs.max_model_len}"
+    table.add_row("KV cache", size(needs.kv_bytes(tokens)), each)
+    if needs.kv_bytes(tokens) < tokens * needs.kv_bytes_per_token:
+        table.add_row("", "", "of layers with windows, those in sight")
+    if needs.num_states:
+        many = f"{needs.num_states} of {size(needs.state_bytes)}: running requests and snapshots"
+        table.add_row("recurrent states", size(needs.num_states * needs.state_bytes), many)
+    if needs.image_bytes:
+        table.add_row("pictures", size(needs.image_bytes), "encoded ones that are kept, at most")
+    table.add_row("a step", size(needs.step_bytes), "about, beside these")
+    each = "Python, libraries, kernels, tokenizer; on the host, in each process of a model, partly shared"
+    table.add_row("the process", size(machine.process), each)
+    table.add_row("together", size(total), "", style="bold", end_section=True)
+    if claim.device_bytes is not None:
+        for index, free in enumerate(machine.devices_free):
+            table.add_row(f"cuda:{index}", size(free), "free now")
+    if claim.cpu_bytes is not None:
+        table.add_row("cpu", size(machine.host_free), "free now")
+    Console(width=100).print(table)
+
+
+def size(count: int) -> str:
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count >= 2**power:
+            return f"{count / 2**power:.2f} {unit}"
+    return f"{count} bytes"

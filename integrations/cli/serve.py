@@ -1,0 +1,153 @@
+"""`asyncengine serve`: models over HTTP, for clients of OpenAI's and Anthropic's APIs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncengine.config import EngineConfig
+from asyncengine.engine_group import EngineGroup
+from asyncengine.execution.models.hub import short_name
+from asyncengine.integrations.cli.adapters import given_adapters
+from asyncengine.integrations.cli.errors import FAILED, INTERRUPTED, CliError
+from asyncengine.integrations.cli.loading import check_paths
+from asyncengine.integrations.cli.options import given
+from asyncengine.integrations.http.settings import ServerSettings
+
+log = logging.getLogger("asyncengine.serve")
+KEEP_ALIVE = "5m"
+"""The time that models of a configuration file stay without use, unless it says otherwise."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """A server as flags and a configuration file describe it."""
+
+    settings: ServerSettings
+    models: dict[str, dict[str, Any]]
+    aliases: dict[str, str] = field(default_factory=dict)
+    preload: list[str] = field(default_factory=list)
+    """Models that are loaded at the start although they could wait for their first request."""
+
+
+def run(args: argparse.Namespace) -> int:
+    plan = read_plan(args)
+    try:
+        from asyncengine.integrations.http import asgi, requests, server  # noqa: F401
+
+        if plan.settings.telemetry:
+            import asyncengine.integrations.opentelemetry  # noqa: F401
+    except ImportError as error:
+        lacking = (error.name or "").partition(".")[0]  # or it says so itself
+        message = f'serve needs {lacking}: pip install "asyncengine[serve]"' if lacking else str(error)
+        raise CliError(message, FAILED) from error
+    keys = plan.settings.keys()
+    for setup in plan.models.values():
+        config = {name: value for name, value in setup.items() if name not in ("model", "keep_alive")}
+        check_paths(setup["model"], EngineConfig.from_dict(config))
+    logging.basicConfig(level=plan.settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    if plan.settings.log_json:
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(requests.JsonLines())
+    if plan.settings.insecure:
+        print("asyncengine: --insecure: everybody who reaches this server may use it", file=sys.stderr)
+    server.allow_many_connections()
+    listener = server.bind(plan.settings)
+    try:
+        number = asyncio.run(_serve(plan, keys, listener))
+    finally:
+        listener.close()
+    print("stopped", file=sys.stderr)
+    return INTERRUPTED if number == signal.SIGINT else 0
+
+
+async def _serve(plan: Plan, keys: tuple[str, ...], listener: Any) -> int:
+    from asyncengine.integrations.http import app, server
+
+    settings = plan.settings
+    log.info("loading %s", ", ".join(plan.models))
+    async with await EngineGroup.from_pretrained(plan.models, memory=settings.memory) as group:
+        for name in plan.preload:
+            async with group.using(name):
+                pass
+        served = app(
+            group, api_keys=keys, aliases=plan.aliases, strict=settings.strict, max_body=settings.max_body,
+            response_memory=int(settings.response_memory), hosts=settings.hosts, cors=settings.cors,
+            allow_adapters=settings.allow_adapters or settings.insecure,
+            telemetry=settings.telemetry,
+        )  # fmt: skip
+        ready = f"serving {', '.join(group)} at {server.address_of(listener)} (Ctrl-C stops it)"
+        running = server.Server(served, settings, lambda: print(ready, flush=True))
+        return await server.until_stopped(running, listener, group)
+
+
+def read_plan(args: argparse.Namespace) -> Plan:
+    """The plan of a command line, over that of its configuration file. Raises `CliError`, `InvalidParameter`."""
+    written = {} if args.config is None else _read_file(args.config)
+    settings = ServerSettings.from_dict({**written.get("server", {}), **given(args, ServerSettings)})
+    keep_alive = settings.keep_alive if args.config is None or settings.keep_alive is not None else KEEP_ALIVE
+    common = {**written.get("engine", {}), **given(args, EngineConfig)}
+    plan = Plan(settings, {}, dict(written.get("aliases", {})))
+    for name, setup in written.get("models", {}).items():
+        _add(plan, name, {"keep_alive": keep_alive, **common, **setup})
+    for text in args.models:
+        name, _, model = text.partition("=")
+        if not model or "/" in name or os.path.exists(text):
+            name, model = short_name(text), text
+            plan.aliases |= {text: name} if text != name else {}
+        _add(plan, name, {"keep_alive": keep_alive, **common, "model": model})
+    if not plan.models:
+        raise CliError("models: name a MODEL, or several, or a --config FILE with [models.NAME]")
+    plan.aliases |= dict(args.alias)
+    if adapters := given_adapters(args):
+        if len(plan.models) > 1:
+            raise CliError("adapter: say in a --config FILE to which of several models it belongs")
+        setup = next(iter(plan.models.values()))
+        setup["adapters"] = {**setup.get("adapters", {}), **adapters}
+    known = list(plan.models)
+    for setup in plan.models.values():
+        known += own if isinstance(own := setup.get("adapters"), Mapping) else ()
+    for name, meant in plan.aliases.items():
+        if meant not in known:
+            raise CliError(f"alias {name!r}: must be another name of {' or '.join(map(repr, known))}, got {meant!r}")
+    return plan
+
+
+def _add(plan: Plan, name: str, setup: dict[str, Any]) -> None:
+    if name in plan.models:
+        raise CliError(f"models: {name!r} is there twice: name them apart, NAME=MODEL")
+    aliases = setup.pop("aliases", [])
+    if not isinstance(aliases, list) or not all(isinstance(each, str) for each in aliases):
+        raise CliError(f"models.{name}.aliases: must be a list of names")
+    plan.aliases |= dict.fromkeys(aliases, name)
+    if setup.pop("preload", False):
+        plan.preload.append(name)
+    if not isinstance(setup.get("model"), str):
+        raise CliError(f"models.{name}.model: must be a folder, a file, a hub id or an address")
+    plan.models[name] = {key: value for key, value in setup.items() if value is not None}
+
+
+def _read_file(path: str) -> Mapping[str, Any]:
+    """The tables of a configuration file. Raises `CliError` for one that is no such file."""
+    try:
+        tables = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CliError(f"config: {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CliError(f"config: {path}: {error}") from error
+    for name, table in tables.items():
+        if name not in ("server", "engine", "models", "aliases"):
+            raise CliError(f"config: {path}: has no use for [{name}]; known: server, engine, models, aliases")
+        inner = table.values() if name == "models" and isinstance(table, dict) else ()
+        if not all(isinstance(each, dict) for each in (table, *inner)):
+            raise CliError(f"config: {path}: {name} must be a table" + (" of tables" if name == "models" else ""))
+    return tables

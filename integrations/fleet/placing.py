@@ -1,0 +1,168 @@
+"""Placement of a fleet's replicas: Ray's nodes as `place` describes them, and the claim of a replica. No Ray here.
+
+Ray describes each node's resources, those that are not reserved, and its labels, but not the memory of a GPU: a label
+gives it, or the node is asked. What a replica needs is read from its checkpoint (`models.memory`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from asyncengine.assembly.wiring import needed_memory
+from asyncengine.config import EngineConfig, parse_bytes
+from asyncengine.errors import EngineError, FleetError, InvalidParameter
+from asyncengine.integrations.fleet.processes import packed
+from asyncengine.integrations.fleet.settings import FleetConfig
+from asyncengine.integrations.placement import (
+    Claim,
+    Cluster,
+    Device,
+    Instance,
+    Node,
+    Placement,
+    Refusal,
+    place,
+    rank_for_removal,
+)
+from asyncengine.integrations.placement.nodes import MAX_MEMORY, claim_of
+
+DEVICE_MEMORY = "asyncengine/device-memory"
+"""Label of a Ray node: the memory of each of its GPUs, "80GiB"."""
+_KIND = "ray.io/accelerator-type"
+
+
+def read_claim(model: str, config: EngineConfig, settings: FleetConfig) -> Claim:
+    """The claim of one replica, read from the headers of the model's files, which must be here.
+
+    Raises what loading would raise of the files: `ModelNotFound`, `UnsupportedModel`, `InvalidParameter`; the last also
+    where ranks would share a GPU.
+    """
+    ranks = config.processes
+    if config.pipeline_parallel > 1 and settings.num_gpus:
+        raise InvalidParameter("num_gpus", "must be 0 with pipeline_parallel, which is for CPUs", settings.num_gpus)
+    if ranks > 1 and settings.num_gpus not in (0.0, 1.0):
+        raise InvalidParameter("num_gpus", "must be 0 or 1 for replicas of several ranks", settings.num_gpus)
+    device = "cuda" if settings.num_gpus else "cpu"
+    if isinstance(settings.replica_memory, int):
+        memory, copied = settings.replica_memory, 0
+    else:
+        memory, copied = needed_memory(model, config, device)
+    claim = claim_of(model.rstrip("/").rsplit("/", 1)[-1], memory, ranks, copied, device)
+    # of a device that Ray divides, a replica takes its part
+    return claim.replace(cpus=settings.num_cpus * ranks, labels=settings.labels, utilization=settings.num_gpus)
+
+
+def try_read_claim(model: str, config: EngineConfig, settings: FleetConfig) -> bytes:
+    """`read_claim` on a node, packed, so that errors keep their types."""
+    try:
+        return packed(read_claim(model, config, settings))
+    except EngineError as error:
+        return packed(None, error)
+
+
+def read_devices() -> tuple[int, ...]:
+    """Memory in bytes of each GPU of the node that this runs on. In a process of its own: Ray hides the GPUs from this
+    one, which may become a replica's and must not have touched them."""
+    visible = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    probe = "import torch; print(*(torch.cuda.mem_get_info(i)[1] for i in range(torch.cuda.device_count())))"
+    said = subprocess.run([sys.executable, "-c", probe], env=visible, capture_output=True, text=True, check=True)
+    return tuple(int(count) for count in said.stdout.split())
+
+
+@dataclass(frozen=True, slots=True)
+class RayNode:
+    """A node that is alive, as Ray describes it."""
+
+    id: str
+    address: str
+    labels: Mapping[str, str]
+    total: Mapping[str, float]
+    """Resources by name: CPU, GPU, memory in bytes."""
+    free: Mapping[str, float]
+    """The part of these that is not reserved."""
+    devices: tuple[int, ...] = ()
+    """Memory in bytes of each GPU; empty where nobody knows it."""
+
+    def device_memory(self) -> tuple[int, ...] | None:
+        """Memory in bytes of each GPU, from the node's label; None without one. Raises `FleetError` for a bad label."""
+        label, count = self.labels.get(DEVICE_MEMORY), int(self.total.get("GPU", 0))
+        if not count:
+            return ()
+        if label is None:
+            return None
+        try:
+            memory = parse_bytes(DEVICE_MEMORY, label)
+        except InvalidParameter as error:
+            raise FleetError(f"node {self.id[:8]} has a label that is not understood: {error}") from None
+        assert isinstance(memory, int)
+        return (memory,) * count
+
+
+def place_replica(
+    claim: Claim,
+    known: Sequence[RayNode],
+    ours: Sequence[Instance],
+    lost_on: Mapping[str, int],
+    settings: FleetConfig,
+) -> Placement | Refusal:
+    """Place one more replica beside `ours`. Nodes on which fewer were lost (`lost_on`, by id) come first, whatever runs
+    on them. Raises `InvalidParameter` for a node whose data make no sense."""
+    for most in sorted({lost_on.get(node.id, 0) for node in known}) or [0]:
+        nodes = [node for node in known if lost_on.get(node.id, 0) <= most]
+        found = place(claim, _as_cluster(nodes, ours, settings), strategy=settings.placement)
+        if isinstance(found, Placement):
+            break
+    return found
+
+
+def removal_scores(known: Sequence[RayNode], ours: Sequence[Instance], settings: FleetConfig) -> dict[str, float]:
+    """Score of keeping each of `ours` where it is, by name. Those on nodes that are gone have none."""
+    if not ours:
+        return {}
+    table = _as_cluster(known, ours, settings)
+    ranked = rank_for_removal(table, ours[0].model, strategy=settings.placement)  # all are of one model
+    return {each.instance.name: each.score for each in ranked}
+
+
+def _as_cluster(known: Sequence[RayNode], ours: Sequence[Instance], settings: FleetConfig) -> Cluster:
+    """The nodes in `known`, and those of `ours` that are there."""
+    there: dict[str, list[Instance]] = {node.id: [] for node in known}
+    for one in ours:
+        there.get(one.shares[0].node, []).append(one)
+    nodes = [_as_node(node, there[node.id], settings) for node in known]
+    return Cluster(nodes, [one for some in there.values() for one in some])
+
+
+def _as_node(each: RayNode, ours: Sequence[Instance], settings: FleetConfig) -> Node:
+    """The node with everything free there and what `ours` have reserved: `place` takes theirs off again."""
+    shares = [one.shares[0] for one in ours]
+    memory = each.free.get("memory", 0) + sum(share.host_bytes for share in shares)
+    cpus = each.free.get("CPU", 0) + sum(share.cpus for share in shares)
+    kind = each.labels.get(_KIND, "cuda")
+    taken = {index for share in shares for index, _ in share.devices}
+    ranks = sum(len(share.devices) for share in shares)
+    others = each.total.get("GPU", 0) - each.free.get("GPU", 0) - settings.num_gpus * ranks
+    hidden = _not_ours(len(each.devices), taken, math.ceil(others - 1e-4))
+    return Node(
+        name=each.id,
+        # Ray tells of reservations a little later than they are made: a node never has more than all of it
+        host_memory=min(int(memory), int(each.total.get("memory", 0)), MAX_MEMORY),
+        cpus=min(cpus, each.total.get("CPU", 0)),
+        devices=tuple(
+            Device(index=index, memory=min(count, MAX_MEMORY), kind=kind)
+            for index, count in enumerate(each.devices)
+            if index not in hidden
+        ),
+        labels=tuple(each.labels.items()),
+    )
+
+
+def _not_ours(count: int, taken: set[int], others: int) -> set[int]:
+    """Indices of GPUs that other programs have. Ray does not say which: the last of those that none of ours is on."""
+    free = [index for index in range(count) if index not in taken]
+    return set(free[max(0, len(free) - others) :]) if others > 0 else set()

@@ -1,0 +1,302 @@
+"""A fleet's part of a Ray cluster: processes that host replicas. The only file that imports Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from typing import Any
+
+from asyncengine.assembly.wiring import resolve_model
+from asyncengine.config import EngineConfig
+from asyncengine.engine.threads import begun
+from asyncengine.errors import FleetError, InvalidParameter
+from asyncengine.integrations.fleet.connection import UNSENT, Connection, new_context
+from asyncengine.integrations.fleet.placing import (
+    RayNode,
+    place_replica,
+    read_claim,
+    read_devices,
+    removal_scores,
+    try_read_claim,
+)  # fmt: skip
+from asyncengine.integrations.fleet.processes import Cluster, Process, unpack
+from asyncengine.integrations.fleet.replica import Replica
+from asyncengine.integrations.fleet.settings import FleetConfig
+from asyncengine.integrations.placement import Claim, Instance, Refusal, Share
+
+logger = logging.getLogger("asyncengine")
+
+NAMESPACE = "asyncengine"
+"""Namespace of the actors' names in a Ray cluster."""
+REACH_SECONDS = 5.0
+"""Seconds until a head's machine must have answered."""
+PLACE_SECONDS = 3.0
+"""Seconds until a node must have reserved what a replica needs."""
+DEVICE_SECONDS = 60.0
+"""Seconds until a node must have answered with the memory of its GPUs: it imports torch."""
+MAX_CALLS = 10_000
+"""Concurrent calls of one replica; none of them waits for another."""
+CLOSE_SECONDS = 10.0
+"""Seconds that Ray gets to end something."""
+
+
+def load_ray() -> Any:
+    """Import the package. Raises `FleetError` where it is missing."""
+    try:
+        import ray
+    except ImportError as error:
+        raise FleetError('a fleet needs the package ray: pip install "asyncengine[cluster]"') from error
+    return ray
+
+
+class RayCluster(Cluster["ReplicaProcess"]):
+    """A Ray cluster, and the processes that one fleet has there. Blocking calls; any thread."""
+
+    def __init__(self, config: FleetConfig, name: str) -> None:
+        """Connect. Raises `FleetError` for a head that does not answer, and `InvalidParameter` for a name that another
+        fleet has, and where a replica is wanted for each memory node."""
+        if not isinstance(config.replicas, int):
+            raise InvalidParameter(
+                "replicas", "must be a number with Ray, which knows no memory nodes", config.replicas
+            )
+        super().__init__(config, name)
+        self._ray = load_ray()
+        self.replicas = config.replicas
+        self._owns_ray = not self._ray.is_initialized()
+        self._lost_on: dict[str, int] = {}
+        """Replicas lost on each node, by its id."""
+        self._claim: Claim | None = None
+        self._devices: dict[str, tuple[int, ...]] = {}
+        """Memory in bytes of each GPU of the nodes that were asked, by node id."""
+        if self._owns_ray:
+            self._connect()
+        self._context = new_context()
+        if self._context is None:
+            logger.warning("pyzmq is missing: Ray carries all between a fleet and its replicas, which takes longer")
+        try:
+            self._head = self._ray.get_runtime_context().gcs_address
+            self._check_name()
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self) -> None:
+        address = str(self.config.address or os.environ.get("RAY_ADDRESS"))
+        bare = address.removeprefix("ray://")
+        try:
+            if bare.rpartition(":")[2].isdigit():  # not "auto"
+                _reach(bare)  # Ray itself tries for minutes
+        except OSError as error:
+            raise FleetError(f"no Ray head answers at {address}: {error}") from error
+        try:
+            self._ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        except Exception as error:
+            raise FleetError(f"no Ray at {address}: {error}") from error
+
+    def _check_name(self) -> None:
+        taken = self._ray.util.list_named_actors(all_namespaces=True)
+        if any(item["namespace"] == NAMESPACE and item["name"].startswith(f"{self.name}/") for item in taken):
+            raise InvalidParameter("name", "another fleet has it", self.name)
+
+    def head_answers(self) -> bool:
+        """Look whether the head of the Ray cluster answers. A minute after it is gone Ray ends every program on it."""
+        try:
+            _reach(str(self._head))
+        except OSError:
+            return False
+        return True
+
+    # ---------------------------------------------------------------- processes
+
+    def prepare(self, model: str, config: EngineConfig) -> None:
+        """Read what a replica needs from the model's files: here where they are here, else on a node.
+
+        Raises `FleetError`, and what loading raises of the model's files.
+        """
+        if self.config.replica_memory is not None or os.path.exists(resolve_model(model)):
+            self._claim = read_claim(model, config, self.config)
+            return
+        ask = self._ray.remote(try_read_claim).options(num_cpus=0, label_selector=dict(self.config.labels) or None)
+        try:
+            answer = self._ray.get(ask.remote(model, config, self.config), timeout=self.config.start_timeout)
+        except self._ray.exceptions.RayError as error:
+            raise FleetError(f"no node tells what {model} takes: {_first_line(error)}") from error
+        self._claim = unpack(answer)
+
+    def spawn(self) -> ReplicaProcess:
+        """Start a process for a replica where `place` puts it. Nothing is loaded there yet.
+
+        Raises `FleetError`, which counts the nodes by what they lack, if none has what a replica needs.
+        """
+        name = f"{self.name}/{next(self._serial)}"
+        claim = self._claim
+        assert claim is not None, "prepare() comes first"
+        full: list[str] = []  # nodes on which other programs were quicker
+        while True:
+            known = {node.id: node for node in self.nodes() if node.id not in full}
+            with self._lock:
+                ours, lost = [process.placed for process in self._processes.values()], dict(self._lost_on)
+            found = place_replica(claim, list(known.values()), ours, lost, self.config)
+            if isinstance(found, Refusal):
+                others = f"; {len(full)} were taken by others meanwhile" if full else ""
+                raise FleetError(f"no room for a replica ({self._wanted()}): {found}{others}")
+            node = known[found.shares[0].node]
+            group = self.reserve(found.shares[0])
+            if group is not None:
+                placed = found.instance(name)
+                process = ReplicaProcess(self._ray, self.config, node, group, placed, self._context)
+                with self._lock:
+                    self._processes[name] = process
+                return process
+            full.append(node.id)
+
+    def removal_scores(self) -> dict[str, float]:
+        """Score of keeping each replica where it is, by name (`placing.removal_scores`). Raises `FleetError`."""
+        known = self.nodes()
+        with self._lock:
+            ours = [process.placed for process in self._processes.values()]
+        return removal_scores(known, ours, self.config)
+
+    def nodes(self) -> list[RayNode]:
+        """Nodes that are alive, as Ray describes them now. Raises `FleetError` where its head does not answer."""
+        from ray._private import state  # what is free of each node Ray tells nowhere else
+
+        try:
+            nodes, free = self._ray.nodes(), state.available_resources_per_node()
+        except Exception as error:
+            raise FleetError(f"the Ray head does not answer: {error}") from error
+        return self.with_devices([
+            RayNode(
+                node["NodeID"], node["NodeManagerAddress"], node.get("Labels") or {}, node["Resources"],
+                free.get(node["NodeID"], {}),
+            )
+            for node in nodes
+            if node["Alive"]
+        ])  # fmt: skip
+
+    def with_devices(self, known: list[RayNode]) -> list[RayNode]:
+        """The nodes with the memory of their GPUs: from the node's label, else from the node, which is asked once."""
+        if not self.config.num_gpus:
+            return known
+        labelled = {node.id: node.device_memory() for node in known}
+        ask = self._ray.remote(read_devices)
+        asked = {
+            node_id: ask.options(num_cpus=0, label_selector={"ray.io/node-id": node_id}).remote()
+            for node_id, memory in labelled.items()
+            if memory is None and node_id not in self._devices
+        }
+        if asked:
+            self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=DEVICE_SECONDS)
+        for node_id, answer in asked.items():
+            with contextlib.suppress(self._ray.exceptions.RayError):  # no answer: nothing is placed there
+                self._devices[node_id] = self._ray.get(answer, timeout=0)
+        return [replace(node, devices=labelled[node.id] or self._devices.get(node.id, ())) for node in known]
+
+    def _wanted(self) -> str:
+        config, claim = self.config, self._claim
+        assert claim is not None
+        labels = f", labels {dict(config.labels)}" if config.labels else ""
+        gpus = claim.devices or 0
+        memory = (claim.cpu_bytes or claim.part(gpus) * gpus) / 2**30
+        return f"{claim.cpus:g} CPUs, {config.num_gpus * gpus:g} GPUs, {memory:.2f} GiB{labels}"
+
+    def reserve(self, share: Share) -> Any | None:
+        """A placement group with what all ranks of a replica need of its node; None if that is not free any more."""
+        bundle = {"CPU": share.cpus, "GPU": self.config.num_gpus * len(share.devices), "memory": share.host_bytes}
+        bundle = {kind: amount for kind, amount in bundle.items() if amount}
+        where = [{"ray.io/node-id": share.node}]
+        group = self._ray.util.placement_group([bundle], strategy="STRICT_PACK", bundle_label_selector=where)
+        if group.wait(PLACE_SECONDS):
+            return group
+        self._ray.util.remove_placement_group(group)
+        return None
+
+    def end(self, process: ReplicaProcess, *, lost: bool = False) -> None:
+        """End a replica's process. Idempotent. `lost`: it ended by itself; its node is avoided from now on."""
+        if lost:
+            with self._lock:
+                self._lost_on[process.node] = self._lost_on.get(process.node, 0) + 1
+        super().end(process)
+
+    def close(self) -> None:
+        """End all processes, and this program's connection where the fleet has made it. Idempotent."""
+        super().close()
+        with self._lock:
+            owned, self._owns_ray = self._owns_ray, False
+        if owned:
+            _try_for(CLOSE_SECONDS, self._ray.shutdown)
+        if self._context is not None:
+            self._context.destroy(linger=0)
+
+
+class ReplicaProcess(Process):
+    """A Ray actor that hosts a `Replica`. Ray says by the environment how many threads it has."""
+
+    def __init__(
+        self, ray: Any, config: FleetConfig, node: RayNode, group: Any, placed: Instance, context: Any
+    ) -> None:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self._ray, self._group = ray, group
+        self.name, self.node, self.placed = placed.name, node.id, placed
+        self.connection = Connection(self, node.address, config.silence_limit, context)
+        kind = ray.remote(Replica).options(
+            name=self.name,
+            namespace=NAMESPACE,
+            num_cpus=placed.shares[0].cpus,
+            num_gpus=config.num_gpus * len(placed.shares[0].devices),
+            max_concurrency=MAX_CALLS,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+        )
+        try:
+            self._actor = kind.remote()
+        except ValueError as error:  # another fleet was quicker
+            ray.util.remove_placement_group(group)
+            raise InvalidParameter("name", f"another fleet has it ({error})", self.name) from error
+
+    async def ask(self, method: str, arguments: bytes) -> bytes:
+        try:
+            answer: bytes = await asyncio.wrap_future(self._actor.answer.remote(method, arguments).future())
+        except self._ray.exceptions.RayError as error:
+            raise FleetError(f"replica {self.name} was lost: {_first_line(error)}") from error
+        return answer
+
+    def post_by_ray(self, commands: bytes) -> None:
+        """Send commands as a call of Ray's, without waiting; in order."""
+        with contextlib.suppress(self._ray.exceptions.RayError):  # lost: the reader of its updates hears of it
+            self._actor.post.remote(commands)
+
+    async def updates_by_ray(self) -> AsyncGenerator[bytes, None]:
+        """Updates of the replica, streamed by Ray. Raises `FleetError` when its process or node is gone."""
+        options = {"num_returns": "streaming", "_generator_backpressure_num_objects": UNSENT}
+        try:
+            async for item in self._actor.updates.options(**options).remote():
+                yield await item
+        except self._ray.exceptions.RayError as error:
+            raise FleetError(f"replica {self.name} was lost: {_first_line(error)}") from error
+
+    def kill(self) -> None:
+        """End the process and give back what was reserved for it. A head that is gone is not waited for."""
+        _try_for(CLOSE_SECONDS, lambda: self._ray.kill(self._actor))
+        _try_for(CLOSE_SECONDS, lambda: self._ray.util.remove_placement_group(self._group))
+
+
+def _try_for(seconds: float, work: Callable[[], object]) -> None:
+    """Wait at most `seconds` for `work`, whatever it raises."""
+    with contextlib.suppress(Exception):
+        begun(work, "asyncengine-ray-call").result(seconds)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _reach(address: str) -> None:
+    """Connect to "HOST:PORT", and close that at once. Raises `OSError`."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()

@@ -1,0 +1,290 @@
+"""A replica: one engine in a process of its own, on some machine. Knows no Ray.
+
+Requests come as specifications that the fleet has checked, and are posted to the engine as they are. The output of all
+of them leaves through one outbox: an update carries everything new since the last one, each sample's chunks merged. The
+slower the reader, the fewer and larger the updates, and what waits is bounded by the requests' own `max_tokens`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import pickle
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+
+from asyncengine import AsyncEngine, EngineConfig, __version__
+from asyncengine.engine.assembler import merge
+from asyncengine.engine.inbox import Inbox
+from asyncengine.engine.mailbox import Mailbox, Waiter
+from asyncengine.engine.peers import PeerPrefixes
+from asyncengine.engine.tasks import Tasks
+from asyncengine.engine.validation import PreparedRequest
+from asyncengine.engine.vectors.batch import TextBatch
+from asyncengine.errors import AdapterNotFound, EngineError, FleetError
+from asyncengine.integrations.fleet.connection import Door
+from asyncengine.integrations.fleet.messages import VERSION, Loaded, RequestOutput, Submit, Update
+from asyncengine.integrations.fleet.peers import PeerConnections
+from asyncengine.integrations.fleet.processes import packed
+from asyncengine.lora.naming import AdapterInfo
+from asyncengine.outputs import Chunk
+from asyncengine.request_spec import RequestSpec
+from asyncengine.scheduler import Output
+from asyncengine.stats import EngineStats
+
+logger = logging.getLogger("asyncengine")
+
+ALIVE_SECONDS = 0.5
+"""Seconds after which a replica that has nothing else to say sends an empty update."""
+STATS_SECONDS = 0.1
+"""Seconds between two times that it sends its statistics while it works; making them takes milliseconds."""
+
+
+class OutboxMailbox(Mailbox):
+    """A request's mailbox that puts itself into the outbox when it has something new."""
+
+    __slots__ = ("_begun", "_noted", "_outbox", "key")
+
+    def __init__(self, key: int, outbox: Outbox) -> None:
+        super().__init__()
+        self.key = key
+        self._outbox = outbox
+        self._noted = self._begun = False
+
+    def put(self, chunk: Chunk) -> Waiter | None:
+        super().put(chunk)
+        if not self._noted:
+            self._noted = True
+            self._outbox.post(self)
+        return None
+
+    def take_output(self) -> RequestOutput:
+        """Everything new."""
+        self._noted = False
+        output = RequestOutput(self.key, merge(self.take()), predicted=self.predicted, cause=self.cause)
+        output = output._replace(routed_experts=self.routed_experts)
+        self.predicted, self.routed_experts = (0, 0), []
+        if self._begun or self.started_at is None:
+            return output
+        self._begun = True
+        at = self.started_at if self.first_token_at is None else self.first_token_at
+        return output._replace(
+            computing=at - self.started_at, cached_tokens=self.cached_tokens, restored_tokens=self.restored_tokens,
+            prompt_logprobs=self.prompt_logprobs,
+        )  # fmt: skip
+
+
+class OutboxTexts(TextBatch):
+    """Texts of one request, which go into the outbox together when the last of them has ended."""
+
+    __slots__ = ("_outbox", "key")
+
+    def __init__(self, key: int, specs: Sequence[RequestSpec], outbox: Outbox) -> None:
+        super().__init__(specs)
+        self.key = key
+        self._outbox = outbox
+
+    def put(self, output: Output) -> Waiter | None:
+        super().put(output)
+        if not self.tickets:
+            vectors = None
+            if self.fault is None:
+                import numpy as np
+
+                vectors = np.stack([vector for vector in self.vectors if vector is not None])
+            self._outbox.post(
+                RequestOutput(self.key, cached_tokens=self.cached_tokens, vectors=vectors, fault=self.fault)
+            )
+        return None
+
+
+Outbox = Inbox[OutboxMailbox | RequestOutput]
+
+
+class Replica:
+    """One engine, and its connection to the fleet. All of it runs on one event loop."""
+
+    def __init__(self) -> None:
+        self.outbox: Outbox = Inbox()
+        self._engine: AsyncEngine | None = None
+        self._stopped = False
+        self.tasks = Tasks()
+        self._stats_at = 0.0
+        self._changed = True
+        """True if something has happened since the last statistics."""
+        self._peers: PeerConnections | None = None
+
+    # ---------------------------------------------------------------- called by the fleet
+
+    async def answer(self, method: str, arguments: bytes) -> bytes:
+        """Call `method` and pack its result, or the error that it raises."""
+        try:
+            outcome, error = await getattr(self, method)(*pickle.loads(arguments)), None
+        except Exception as raised:
+            outcome, error = None, raised
+        try:
+            return packed(outcome, error)
+        except Exception as unsent:
+            return packed(None, FleetError(f"a replica's answer cannot be sent: {unsent!r} ({error or outcome!r})"))
+
+    async def hello(self) -> tuple[str, int]:
+        """Release of this program, and version of the messages."""
+        return __version__, VERSION
+
+    async def listen(self, address: str, fleet_key: bytes) -> tuple[int, bytes]:
+        """Listen for the fleet, which then uses the connection instead of `post` and `updates`: returns the port, and
+        the public key by which it knows this end. Raises `OSError`."""
+        door = Door(address, [fleet_key])
+        # However it ends, and be it before it began: the fleet then knows that nothing more comes.
+        self.tasks.start(self._serve(door)).add_done_callback(lambda done: door.close())
+        return door.port, door.public_key
+
+    async def start(self, model: str, config: EngineConfig) -> Loaded:
+        """Load the model. Raises what loading raises."""
+        engine = await AsyncEngine.from_pretrained(model, config=config)
+        kv = engine.core.loop.scheduler.kv
+        kv.keep_log(kv.pool.capacity)
+        self._engine = engine
+        return Loaded(engine.info, engine.core.tokenizer, engine.adapters(), engine.core.vector_model)
+
+    async def share(self, address: str) -> tuple[str, bytes]:
+        """Let other replicas ask this one for prefixes, and this one others: returns the URL at which it listens, and
+        its public key. Raises `OSError` without pyzmq or a port, `EngineError` where prefixes cannot be shared."""
+        core = self.engine.core
+        identity, memory = await asyncio.to_thread(core.prefixes.copied)
+        self._peers = peers = PeerConnections(address)
+        prefixes = PeerPrefixes(core.loop.scheduler.kv, identity, memory, core.loop.clock, peers.call)
+        core.loop.sources.add(prefixes)
+        self.tasks.start(peers.serve(prefixes.answer))
+        return peers.url, peers.public_key
+
+    async def admit(self, keys: list[bytes]) -> None:
+        """Admit the replicas of these public keys, and no others."""
+        if self._peers is not None:
+            self._peers.admit(keys)
+
+    async def load_adapter(self, name: str, path: str, pinned: bool) -> AdapterInfo:
+        return await self.engine.load_adapter(name, path, pinned=pinned)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self.engine.unload_adapter(name, wait=True)
+
+    async def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    async def stop(self) -> None:
+        """Close the engine, end the updates and close the connection."""
+        if self._engine is not None:
+            await self._engine.aclose()
+        self._stopped = True
+        self.outbox.post()
+        await self.tasks.end()
+
+    async def post(self, commands: bytes) -> None:
+        """Take commands, in order. An update says what is wrong with a request."""
+        for command in pickle.loads(commands):
+            if isinstance(command, Submit):
+                try:
+                    self._submit(command)
+                except Exception as error:
+                    self.outbox.post(_refusal(command, error))
+            else:
+                self.engine.core.client.abort_tickets([command.ticket])
+
+    async def updates(self) -> AsyncIterator[bytes]:
+        """Everything new, as often as the fleet takes it."""
+        while not self._stopped:
+            await self.outbox.wait(STATS_SECONDS if self._changed else ALIVE_SECONDS)
+            yield pickle.dumps(self._update())
+
+    async def carry(
+        self, receive: Callable[[], Awaitable[bytes]], send: Callable[[bytes], Awaitable[object]]
+    ) -> None:  # fmt: skip
+        """Take the commands that are received and send updates, both in order, until cancelled or one of them fails."""
+
+        async def send_all() -> None:
+            async for update in self.updates():
+                await send(update)
+
+        await receive()  # before the fleet's end is there, no update may be taken
+        async with asyncio.TaskGroup() as both:
+            both.create_task(send_all())
+            while True:
+                await self.post(await receive())
+
+    # ---------------------------------------------------------------- here
+
+    @property
+    def engine(self) -> AsyncEngine:
+        if self._engine is None:
+            raise FleetError("the replica has loaded no model")
+        return self._engine
+
+    async def _serve(self, door: Door) -> None:
+        try:
+            await self.carry(door.socket.recv, door.socket.send)
+        except Exception:  # the fleet must not wait for what was not understood
+            logger.exception("a replica's connection is given up")
+
+    def _submit(self, submit: Submit) -> None:
+        """Post a request to the engine. Raises `EngineError` if that takes it no more."""
+        core, first = self.engine.core, submit.specs[0]
+        core.client.check_open()
+        self._check_adapter(first, submit.digest)
+        specs = [_rebase(spec, core.loop.clock.now(), submit.sent_at) for spec in submit.specs]
+        if first.pooled is not None:
+            texts = OutboxTexts(submit.key, specs, self.outbox)
+            core.loop.queue_limit.enter(texts.samples, texts.num_tokens)
+            core.client.post(texts)
+            return
+        mailbox = OutboxMailbox(submit.key, self.outbox)
+        request = PreparedRequest(tuple(core.validator.reopen(spec, mailbox) for spec in specs), mailbox)
+        core.loop.queue_limit.enter(request.samples, request.num_tokens)
+        core.post(request)
+
+    def _check_adapter(self, spec: RequestSpec, digest: str) -> None:
+        """Raise `AdapterNotFound` if the adapter's name means something else by now, or nothing yet."""
+        name = spec.options.adapter
+        if name is None:
+            return
+        found = next((info.digest for info in self.engine.adapters() if info.name == name), None)
+        if found != digest:
+            raise AdapterNotFound("adapter", "its content has changed while the request was on its way", name)
+
+    def _update(self) -> Update:
+        loop, now = self.engine.core.loop, asyncio.get_running_loop().time()
+        items = self.outbox.take()
+        outputs = [item if isinstance(item, RequestOutput) else item.take_output() for item in items]
+        update = Update(outputs, loop.scheduler.kv.news() or None)
+        self._changed = self._changed or bool(outputs)
+        if now >= self._stats_at + (STATS_SECONDS if self._changed else ALIVE_SECONDS * 0.9):
+            with contextlib.suppress(RuntimeError):  # a table that another thread is changing: next time
+                update.stats, self._stats_at, self._changed = self.engine.stats(), now, False
+        if loop.failure is not None:
+            update.dead = repr(loop.failure)
+        return update
+
+
+def _refusal(submit: Submit, error: Exception) -> RequestOutput:
+    """Output of a request that the engine did not take."""
+    if not isinstance(error, EngineError):
+        error = FleetError(f"the replica took no request: {error!r}")
+    if submit.specs[0].pooled is not None:
+        return RequestOutput(submit.key, fault=(0, Output(submit.key, reason="error", error=error)))
+    chunks = [Chunk("", [], "error", spec.index, error=str(error)) for spec in submit.specs]
+    return RequestOutput(submit.key, chunks, cause=error)
+
+
+def _rebase(spec: RequestSpec, now: float, sent_at: float) -> RequestSpec:
+    """A specification with times of this process's clock. One that goes on has begun: no limit of waiting applies."""
+
+    def here(moment: float | None) -> float | None:
+        return None if moment is None else moment - sent_at + now
+
+    return replace(
+        spec,
+        arrival=now if spec.resumed else spec.arrival - sent_at + now,
+        deadline=here(spec.deadline),
+        waiting_deadline=None if spec.resumed else here(spec.waiting_deadline),
+    )

@@ -1,0 +1,110 @@
+"""Statistics of a fleet: the sum of its replicas, and each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
+from typing import Any
+
+from asyncengine.integrations.fleet.dispatcher import Dispatcher
+from asyncengine.integrations.placement.routing import Role
+from asyncengine.kvcache import PageCounts
+from asyncengine.stats import EngineStats, Summary, ThreadStats
+
+_OWN = ("first_token", "inter_token", "finished", "uptime", "loop_lag", "requests", "adapters", "state")
+"""Fields of `EngineStats` that the fleet's own process measures."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetStats(EngineStats):
+    """A snapshot of a fleet. Counts are sums over its replicas, each of which tells its own at least every half second;
+    `first_token` and `inter_token` are what consumers here saw; the other distributions are the slowest replica's.
+    """
+
+    replicas: Mapping[str, EngineStats] = field(default_factory=dict)
+    """Statistics of each replica, by name."""
+    loads: Mapping[str, float] = field(default_factory=dict)
+    """Samples, and prompts for other replicas, that each replica has now, by name."""
+    lost: int = 0
+    """Replicas that were lost."""
+    resumed: int = 0
+    """Requests that went on elsewhere."""
+    matched_pages: int = 0
+    """Pages of prompts that were expected to be cached where their requests were sent."""
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    """Role of each replica, by name."""
+    prefilled: int = 0
+    """Prompts that one replica computed and another one pulled."""
+    prefills_failed: Mapping[str, int] = field(default_factory=dict)
+    """Prompts that were to be, and were computed by their requests' own replicas, by reason: the other replica was
+    "lost" or has "refused" the prompt, or not all of its pages came from there ("missing")."""
+
+
+def fleet_stats(dispatcher: Dispatcher, started_at: float) -> FleetStats:
+    """Statistics of a fleet that was started at `started_at` by its clock. From any thread."""
+    each = {replica.name: stats for replica in list(dispatcher.replicas.values()) if (stats := replica.stats)}
+    running = [request.begun for request in list(dispatcher.requests.values())]
+    requests = {"waiting": running.count(False), "running": sum(running), "grammar_queue": 0, "adapter_queue": 0}
+    meter, none = dispatcher.meter, Summary.of(())
+    finished = dict(meter.finished)
+    if dispatcher.queue_limit.expired:
+        finished["timeout"] = finished.get("timeout", 0) + dispatcher.queue_limit.expired
+    zeros: dict[str, Any] = {item.name: 0 for item in fields(EngineStats) if item.type == "int"}
+    own = EngineStats(
+        requests=requests,
+        finished=finished,
+        pages=PageCounts(),
+        first_token=Summary.of(list(meter.first_token)),
+        inter_token=Summary.of(list(meter.inter_token)),
+        step=none,
+        loop_lag=none,
+        uptime=dispatcher.clock.now() - started_at,
+        adapters=dispatcher.adapters.counts(),
+        **zeros,
+    )
+    return FleetStats(
+        **sum_stats(each, own),
+        replicas=each,
+        loads=dispatcher.router.loads(),
+        lost=dispatcher.lost,
+        resumed=dispatcher.resumed,
+        matched_pages=dispatcher.matched_pages,
+        roles=dispatcher.router.roles(),
+        prefilled=dispatcher.prefills.pulled,
+        prefills_failed=dict(dispatcher.prefills.failed),
+    )
+
+
+def sum_stats(replicas: Mapping[str, EngineStats], own: EngineStats) -> dict[str, Any]:
+    """Fields of `EngineStats`, by name: of `replicas` together, or of `own`, where this process measures them."""
+    values: dict[str, Any] = {}
+    for item in fields(EngineStats):
+        mine = getattr(own, item.name)
+        of_each = [getattr(stats, item.name) for stats in replicas.values()]
+        if item.name in _OWN:
+            values[item.name] = mine
+        elif isinstance(mine, Summary):
+            values[item.name] = max(of_each, key=lambda summary: summary.p50, default=mine)
+        elif isinstance(mine, ThreadStats):
+            values[item.name] = _threads(of_each)
+        else:
+            counts = [count for count in (mine, *of_each) if count is not None]
+            values[item.name] = _added(counts) if counts else None
+    return values
+
+
+def _added(counts: Sequence[Any]) -> Any:
+    """Sums of counts of one type: of dataclasses field by field, of tuples item by item."""
+    if isinstance(counts[0], tuple):
+        return tuple(map(sum, zip_longest(*counts, fillvalue=0)))
+    if isinstance(counts[0], (int, float)):
+        return sum(counts)
+    names = [item.name for item in fields(counts[0])]
+    return replace(counts[0], **{name: _added([getattr(count, name) for count in counts]) for name in names})
+
+
+def _threads(each: Sequence[ThreadStats]) -> ThreadStats:
+    now = sum(threads.now for threads in each)
+    used = sum(threads.now * threads.efficiency for threads in each)
+    return ThreadStats(now, sum(threads.most for threads in each), used / now) if now else ThreadStats()

@@ -1,0 +1,49 @@
+"""The engine over HTTP: an ASGI app that clients of OpenAI's and Anthropic's APIs use unmodified.
+
+`app` mounts into any Starlette or FastAPI program; `asyncengine serve MODEL` runs it. From the outside in: `asgi` says
+which path is served by what, `generating` runs a request, `answer` sends what comes of it, and `dialects` hold what
+differs between APIs, in functions without I/O: a body becomes a `Turn`, an engine's chunks `events`, events frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from asyncengine.async_engine import AsyncEngine
+from asyncengine.engine_group import EngineGroup
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+__all__ = ["app"]
+
+
+def app(
+    engines: AsyncEngine | EngineGroup | Mapping[str, AsyncEngine], *, api_keys: Sequence[str] = (),
+    aliases: Mapping[str, str] | None = None, strict: bool = False, max_body: int = 32 << 20,
+    response_memory: int = 64 << 20, allow_adapters: bool = False, hosts: Collection[str] | None = None,
+    cors: Sequence[str] = (), telemetry: bool = False,
+) -> Starlette:  # fmt: skip
+    """An ASGI app over engines that run, or a group that loads them; whoever made them closes them.
+
+    `api_keys`: a request must show one of them; none: everybody is served. `aliases`: other names for models and
+    adapters; "*" stands for every unknown name. `strict`: fields that would be passed over are refused. `max_body`:
+    bytes of the longest request. `response_memory`: bytes of responses that clients may come back to. `allow_adapters`:
+    requests may load adapters without a key. `hosts`: names in the Host header that are answered without a key; None:
+    all. `cors`: origins of web pages that may ask. `telemetry`: spans of OpenTelemetry
+    (`asyncengine.integrations.opentelemetry`) for every request, below the caller's.
+
+    Raises `ImportError` naming the extra where starlette is not installed.
+    """
+    try:
+        from asyncengine.integrations.http.asgi import make_app
+        from asyncengine.integrations.http.models import Models, Serving
+    except ImportError as error:
+        raise ImportError('serving over HTTP needs starlette: pip install "asyncengine[serve]"') from error
+    named = {engines.info.name: engines} if isinstance(engines, AsyncEngine) else engines
+    return make_app(
+        Serving(
+            Models(named, aliases), api_keys, strict, max_body, response_memory, allow_adapters, hosts, cors, telemetry
+        )
+    )

@@ -1,0 +1,159 @@
+"""The ASGI app: which path is served by what, and what becomes of errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from importlib import resources
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+import asyncengine
+from asyncengine.errors import QueueFull
+from asyncengine.integrations.http import adapters, metrics, responses, sleeping, vectors
+from asyncengine.integrations.http.answer import Answer
+from asyncengine.integrations.http.body import read_json
+from asyncengine.integrations.http.dialects import anthropic_messages, completions, openai_chat
+from asyncengine.integrations.http.fields import Fields
+from asyncengine.integrations.http.generating import BODY, Endpoint, counting, generating
+from asyncengine.integrations.http.models import Serving
+from asyncengine.integrations.http.problems import Problem, problem_of
+from asyncengine.integrations.http.requests import Requests, facts_of
+from asyncengine.integrations.http.security import RequireHost, RequireKey, is_anthropics, refusal
+
+PAGE = {
+    "index.html": "text/html", "page.js": "text/javascript", "page.css": "text/css", "openapi.json": "application/json"
+}  # fmt: skip
+"""Files that are served, with their types. openapi.json is written by `python -m tools.openapi_document`."""
+PAGE_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "cache-control": "no-cache",
+}  # fmt: skip
+"""Headers of the page, which asks no other host for anything."""
+
+
+def make_app(serving: Serving) -> Starlette:
+    """The app of `asyncengine.integrations.http.app`."""
+    served = routes(serving)
+    serving.requests.paths |= {route.endpoint: route.path for route in served if isinstance(route, Route)}
+    middleware = [Middleware(lambda app: partial(serving.requests.run, app))]
+    if serving.cors:  # before keys: a browser asks without one whether it may ask
+        middleware.append(Middleware(CORSMiddleware, serving.cors, ("GET", "POST", "DELETE"), ("*",)))
+    if serving.hosts is not None and not serving.api_keys:
+        middleware.append(Middleware(RequireHost, serving.hosts))
+    if serving.api_keys:
+        middleware.append(Middleware(RequireKey, serving.api_keys))
+    if serving.telemetry:
+        from asyncengine.integrations.opentelemetry import TraceContext, trace
+
+        serving.models.watch(lambda name, engine: trace(engine, name=name))
+        middleware.append(Middleware(TraceContext))
+    # a handler of `Exception` among Starlette's own would have it raise what was answered once more
+    refused = partial(_refused, serving.requests)
+    middleware.append(Middleware(ExceptionMiddleware, {Exception: refused}))
+    made = Starlette(routes=served, middleware=middleware, exception_handlers={HTTPException: refused})
+    made.state.models = serving.models
+    return made
+
+
+def routes(serving: Serving) -> list[BaseRoute]:
+    """Every path of the app."""
+    served = {
+        "/v1/chat/completions": generating(serving, openai_chat),
+        "/v1/completions": generating(serving, completions),
+        "/v1/messages": generating(serving, anthropic_messages),
+        "/v1/messages/count_tokens": counting(serving, partial(anthropic_messages.read, counting=True)),
+    }
+
+    async def models(request: Request) -> Response:
+        """All models, in the shape of the client that asks."""
+        rows = serving.models.listing()
+        listed = anthropic_messages.model_list(rows) if is_anthropics(request) else {"object": "list", "data": rows}
+        return JSONResponse(listed)
+
+    async def model(request: Request) -> Response:
+        row = serving.models.described(request.path_params["name"])
+        return JSONResponse(anthropic_messages.model_object(row) if is_anthropics(request) else row)
+
+    async def health(_request: Request) -> Response:
+        if serving.models.draining_until is not None:  # so that balancers send no more, while answers end
+            return JSONResponse({"status": "draining"}, 503)
+        alive, loaded = serving.models.group.alive, serving.models.group.loaded
+        resting = {name: state for name, each in loaded.items() if (state := each.stats().state) != "awake"}
+        status = {"status": "ok" if alive else "dead"}
+        return JSONResponse({**status, "states": resting} if resting else status, 200 if alive else 503)
+
+    async def version(_request: Request) -> Response:
+        return JSONResponse({"version": asyncengine.__version__})
+
+    async def load(_request: Request) -> Response:
+        """Requests that are computed or wait, as vLLM and balancers call it."""
+        states = [engine.stats().requests for engine in serving.models.group.loaded.values()]
+        return JSONResponse({"server_load": sum(sum(each.values()) for each in states)})
+
+    of_vectors = vectors.routes(serving)
+    kinds: dict[str, Endpoint] = served | {route.path: route.endpoint for route in of_vectors}
+    return [
+        Route("/version", version, methods=["GET"]),
+        Route("/invocations", _of_any_kind(serving, kinds), methods=["POST"]),
+        Route("/load", load, methods=["GET"]),
+        *[Route(path, endpoint, methods=["POST"]) for path, endpoint in served.items()],
+        *responses.routes(serving),
+        *of_vectors,
+        Route("/v1/models", models, methods=["GET"]),
+        Route("/v1/models/{name:path}", model, methods=["GET"]),
+        Route("/health", health, methods=["GET"]),
+        *metrics.routes(serving),
+        *[Route("/" if name == "index.html" else f"/{name}", _file(name), methods=["GET"]) for name in PAGE],
+        *adapters.routes(serving),
+        *sleeping.routes(serving),
+    ]
+
+
+def _of_any_kind(serving: Serving, kinds: Mapping[str, Endpoint]) -> Endpoint:
+    """The endpoint of the one path that Amazon SageMaker knows: what a request is for is seen by its fields."""
+    paths = {"query": "/rerank", "input": "/v1/embeddings", "prompt": "/v1/completions"}
+
+    async def any_kind(request: Request) -> Response | Answer:
+        body = request.scope[BODY] = await read_json(request, serving.max_body)
+        fields = Fields(body)
+        name = fields.peek("model")
+        embeds = isinstance(name, str) and serving.models.described(name)["task"] == "embed"
+        path = next((paths[each] for each in paths if fields.peek(each) is not None), "/v1/chat/completions")
+        return await kinds["/v1/embeddings" if embeds else path](request)
+
+    return any_kind
+
+
+def _file(name: str) -> Endpoint:
+    """The endpoint of a file of the page. Addresses in it are relative: the app may be mounted anywhere."""
+    content = (resources.files("asyncengine.integrations.http") / "page" / name).read_bytes()
+
+    async def file(_request: Request) -> Response:
+        return Response(content, media_type=PAGE[name], headers=PAGE_HEADERS)
+
+    return file
+
+
+async def _refused(requests: Requests, connection: HTTPConnection, error: Exception) -> Response:
+    """The answer to a request that failed before anything was sent."""
+    if connection.scope["type"] != "http":
+        raise error
+    if isinstance(error, HTTPException):
+        message = f"{connection.scope['method']} {connection.url.path[:200]}: {error.detail}"
+        return refusal(connection, Problem(error.status_code, message, headers=tuple((error.headers or {}).items())))
+    problem = problem_of(error)
+    if isinstance(error, QueueFull):
+        seconds = requests.retry_after(facts_of(connection.scope).get("model"), error.waiting)
+        problem.headers = (("retry-after", str(seconds)),)
+    return refusal(connection, problem)

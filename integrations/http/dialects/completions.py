@@ -1,0 +1,161 @@
+"""OpenAI's text completions: /v1/completions. What goes in and out may be token ids, and prompts can be scored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from asyncengine.errors import InvalidParameter
+from asyncengine.integrations.http.dialects.openai_common import Frames, max_tokens, read_common
+from asyncengine.integrations.http.events import End, Event, Text
+from asyncengine.integrations.http.fields import TABLES, Fields
+from asyncengine.integrations.http.turn import Answered, Turn
+from asyncengine.outputs import Completion, LogprobEntry, Sample, Usage
+from asyncengine.step import TokenLogprob
+
+MAX_TOKENS = 16
+"""Tokens to write where the request does not say, as OpenAI has it."""
+MAX_SAMPLES = 2048
+Scored = tuple[str, float | None, Mapping[str, float] | None]
+"""A token's text and log-probability, with those of the likeliest ones and of itself; a prompt's first has none."""
+
+
+def read(fields: Fields) -> Turn:
+    """The turn that a body asks for. Raises `InvalidParameter` naming the field."""
+    values = fields.read(TABLES["completions"])
+    turn = read_common(values)
+    turn.prompts = read_prompts(values["own"]["prompt"])
+    samples = turn.params.get("n", 1)
+    if isinstance(samples, int) and samples * len(turn.prompts) > MAX_SAMPLES:
+        raise InvalidParameter("prompt", f"asks for more than {MAX_SAMPLES} samples: n of each prompt")
+    turn.params |= max_tokens(values["limit"], MAX_TOKENS)
+    top, of_prompt = turn.extra.get("logprobs"), turn.extra.get("prompt_logprobs")
+    of_echo = bool(turn.extra.get("echo")) and (top is not None or turn.params.get("max_tokens") == 0)
+    scored = of_prompt is not None or of_echo
+    if scored and turn.stream:
+        name = "logprobs" if of_prompt is None else "prompt_logprobs"
+        raise InvalidParameter(name, "of a prompt are not served in a stream")
+    turn.params |= {"logprobs": top is not None, "top_logprobs": max(top or 0, of_prompt or 0)}
+    turn.params |= {"prompt_logprobs": scored}
+    return turn
+
+
+def read_prompts(given: Any) -> list[str | list[int]]:
+    """The prompts of a text, token ids, or a list of either. Raises `InvalidParameter`."""
+    if isinstance(given, str) or (isinstance(given, list) and given and all(type(each) is int for each in given)):
+        return [given]
+    if not isinstance(given, list) or not given:
+        raise InvalidParameter("prompt", "must be a text, token ids, or a list of either", given)
+    for index, each in enumerate(given):
+        if not isinstance(each, str) and not (isinstance(each, list) and all(type(item) is int for item in each)):
+            raise InvalidParameter(f"prompt[{index}]", "must be a text or token ids", each)
+    return given
+
+
+class Writer(Frames):
+    """Writes one answer: as a stream's frames, or whole."""
+
+    def __init__(self, turn: Turn, answered: Answered) -> None:
+        super().__init__("cmpl-", "text_completion", turn, answered)
+        self._prompts, self._samples = turn.prompts, turn.params.get("n", 1)
+        self._echo, self._top = turn.extra.get("echo"), turn.extra.get("logprobs")
+        self._offsets: dict[int, int] = {}
+        """Characters of each choice whose logprobs were sent."""
+
+    def begin(self, _usage: Usage, samples: int = 1) -> str:
+        """The prompts, where they are a part of the texts or their ids are wanted."""
+        if not self._echo and not self._ids:
+            return ""
+        return "".join([self._choice_frame(index, self._prompt(index), first=True) for index in range(samples)])
+
+    def write(self, event: Event) -> str:
+        """The frames of one event; an empty text for none."""
+        match event:
+            case Text():
+                return self._choice_frame(event.index, event.text, event.logprobs, event.token_ids)
+            case End():
+                return self._choice_frame(
+                    event.index, "", reason="length" if event.reason == "timeout" else event.reason
+                )
+        return ""
+
+    def _choice_frame(
+        self, index: int, text: str, entries: Sequence[LogprobEntry] = (), token_ids: Sequence[int] = (),
+        reason: str | None = None, first: bool = False,
+    ) -> str:  # fmt: skip
+        logprobs = self._logprobs(index, self._scored(entries)) if entries else None
+        fields = (
+            f'"text": {json.dumps(text)}, "logprobs": {json.dumps(logprobs)}, "finish_reason": {json.dumps(reason)}'
+        )
+        if first and self._ids:
+            fields += f', "prompt_token_ids": {list(self._prompt_ids(index))}'
+        return self.frame(index, fields, token_ids, first=first)
+
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        """The response to a request that did not ask for a stream."""
+        of_prompts, entries = list[list[TokenLogprob | None]](), completion.prompt_logprobs or []
+        for ids in self._answered.prompts():
+            of_prompts.append(entries[: len(ids)])
+            entries = entries[len(ids) :]
+        choices = [
+            self._choice(index, sample, of_prompts[index // self._samples])
+            for index, sample in enumerate(completion.samples)
+        ]
+        head = self.head("text_completion")
+        return {**head, "choices": choices, **self.measured(completion)}
+
+    def _choice(self, index: int, sample: Sample, of_prompt: list[TokenLogprob | None]) -> dict[str, Any]:
+        logprobs = None
+        if self._top is not None:
+            before = self._scored_prompt(index, of_prompt) if self._echo else []
+            logprobs = self._logprobs(index, [*before, *self._scored(sample.logprobs or ())])
+        reason = "length" if sample.finish_reason == "timeout" else sample.finish_reason
+        text = self._prompt(index) + sample.text if self._echo else sample.text
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        ids = (list(self._prompt_ids(index)), list(sample.token_ids)) if self._ids else (None, None)
+        choice |= {"prompt_logprobs": self.of_prompt(of_prompt), "prompt_token_ids": ids[0], "token_ids": ids[1]}
+        return choice
+
+    # ---------------------------------------------------------------- prompts
+
+    def _prompt_ids(self, index: int) -> Sequence[int]:
+        return self._answered.prompts()[index // self._samples]
+
+    def _prompt(self, index: int) -> str:
+        """The text of the prompt of a choice, if it is to be a part of it."""
+        given = self._prompts[index // self._samples]
+        return "" if not self._echo else given if isinstance(given, str) else self._answered.text_of(given)
+
+    def _scored_prompt(self, index: int, entries: list[TokenLogprob | None]) -> list[Scored]:
+        texts, scored = self.texts(self._prompt_ids(index)), list[Scored]()
+        for text, entry in zip(texts, entries, strict=True):
+            if entry is None:
+                scored.append((text, None, None))
+                continue
+            others = self.texts([token for token, _ in entry.top[: self._top]])
+            pairs = zip(others, [logprob for _, logprob in entry.top], strict=False)
+            scored.append((text, entry.logprob, _by_text([*pairs, (text, entry.logprob)])))
+        return scored
+
+    def _scored(self, entries: Sequence[LogprobEntry]) -> list[Scored]:
+        return [
+            (each.token, each.logprob, _by_text([(e.token, e.logprob) for e in (*each.top[: self._top], each)]))
+            for each in self.named(entries)
+        ]
+
+    def _logprobs(self, index: int, scored: Sequence[Scored]) -> dict[str, Any]:
+        """OpenAI's `logprobs` object of the next tokens of a choice."""
+        tokens = [text for text, _, _ in scored]
+        *offsets, self._offsets[index] = accumulate(map(len, tokens), initial=self._offsets.get(index, 0))
+        logprobs, tops = [logprob for _, logprob, _ in scored], [top for _, _, top in scored]
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _by_text(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Log-probabilities by text; of tokens with the same text, the likeliest."""
+    found: dict[str, float] = {}
+    for text, logprob in pairs:
+        found[text] = max(logprob, found.get(text, logprob))
+    return found

@@ -1,0 +1,179 @@
+"""Fields that OpenAI's chats and text completions share, with what vLLM and llama.cpp add to them, and their frames."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from asyncengine.errors import GrammarError, InvalidParameter
+from asyncengine.grammar import Grammar
+from asyncengine.integrations.http.dialects.openai_shape import llama_cpp_timings, openai_usage
+from asyncengine.integrations.http.events import EVENT_STREAM
+from asyncengine.integrations.http.fields import Values
+from asyncengine.integrations.http.problems import Problem
+from asyncengine.integrations.http.turn import Answered, Turn
+from asyncengine.options import rough_size
+from asyncengine.outputs import Completion, LogprobEntry, Usage
+from asyncengine.sampling_params import MAX_BIAS
+from asyncengine.step import TokenLogprob
+
+MAX_GRAMMAR = 1 << 20
+"""Characters of a grammar; so many lie below every engine's own limit."""
+
+Maker = Callable[[Any], Grammar | None]
+GUIDES: Mapping[str, Maker] = {
+    **dict.fromkeys(("guided_json", "json_schema", "structured_outputs.json"), Grammar.json_schema),
+    **dict.fromkeys(("guided_regex", "regex", "structured_outputs.regex"), Grammar.regex),
+    **dict.fromkeys(("guided_grammar", "grammar", "ebnf", "structured_outputs.grammar"), Grammar.ebnf),
+    **dict.fromkeys(("guided_choice", "structured_outputs.choice"), Grammar.choice),
+    "structured_outputs.json_object": lambda wanted: Grammar.json_object() if wanted is True else None,
+}
+"""Names of vLLM, llama.cpp and SGLang for a grammar, with its makers."""
+
+
+def read_common(values: Values) -> Turn:
+    """The turn of what both kinds of completions have. Raises `InvalidParameter` naming the field."""
+    turn = Turn.of(values)
+    if turn.params.get("stop") in ("", []):
+        del turn.params["stop"]
+    samples = turn.params.get("n", 1)
+    if (best_of := values["own"].get("best_of", samples)) != samples:
+        raise InvalidParameter("best_of", f"must be n, which is {samples}: all samples are returned", best_of)
+    if (allowed := values["own"].get("allowed_token_ids")) is not None:
+        turn.params["logit_bias"] = only(allowed, turn.params.get("logit_bias"))
+    turn.grammar = grammar(values["guide"])
+    return turn
+
+
+def only(allowed: object, bias: object) -> dict[int, float]:
+    """The bias by which no tokens but those of vLLM's `allowed_token_ids` are drawn. Raises `InvalidParameter`."""
+    if not isinstance(allowed, list) or not allowed or not all(type(each) is int for each in allowed):
+        raise InvalidParameter("allowed_token_ids", "must be a list of token ids", allowed)
+    if bias:
+        raise InvalidParameter("allowed_token_ids", "cannot go with logit_bias, by which it is done")
+    return dict.fromkeys(allowed, MAX_BIAS)
+
+
+def grammar(given: dict[str, Any]) -> Callable[[], Grammar] | None:
+    """The maker of the grammar that a request asks for: making a long one takes a while. None: none is asked for."""
+    if given.get("structured_outputs.json_object") is False:
+        del given["structured_outputs.json_object"]
+    if not given:
+        return None
+    (name, value), *more = given.items()
+    for second, _ in more:
+        raise InvalidParameter(second, f"cannot go with {name}: one grammar holds an answer")
+    if rough_size(value, MAX_GRAMMAR) > MAX_GRAMMAR:
+        raise InvalidParameter(name, f"has more than {MAX_GRAMMAR} characters")
+
+    def made() -> Grammar:
+        try:
+            found = GUIDES[name](value)
+        except GrammarError as error:
+            raise GrammarError(name, error.limit, error.value) from None
+        if found is None:
+            raise InvalidParameter(name, "must be true", value)
+        return found
+
+    return made
+
+
+def max_tokens(given: Mapping[str, Any], default: int | None = None) -> dict[str, Any]:
+    """Most tokens to write, under any of its names; -1 stands for no limit of the request's own."""
+    (name, value), *others = [*given.items()] or [("max_tokens", default)]
+    for other, again in others:
+        if repr(again) != repr(value):
+            raise InvalidParameter(other, f"is given twice, as {name} too, with another value", again)
+    return {} if value is None or (value == -1 and type(value) is int) else {"max_tokens": value}
+
+
+# -------------------------------------------------------------------- answers
+
+
+def error(problem: Problem) -> dict[str, Any]:
+    """OpenAI's error object."""
+    kind = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    name = kind.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
+    return {"error": {"message": problem.message, "type": name, "param": problem.param, "code": problem.code}}
+
+
+class Frames:
+    """The frames of one answer, and the head of one that is sent whole."""
+
+    media_type = EVENT_STREAM
+    ping = ": still there\n\n"
+    """A comment, which clients pass over: the connection is used."""
+
+    def __init__(self, prefix: str, kind: str, turn: Turn, answered: Answered) -> None:
+        """`prefix` of the answer's id; `kind` of object that each frame is."""
+        extra = turn.extra
+        self._usage, self._ids = bool(extra.get("usage")), bool(extra.get("return_ids"))
+        self._each, self._numbered = self._usage and bool(extra.get("usage_each")), bool(extra.get("numbered"))
+        self._of_prompt: int | None = extra.get("prompt_logprobs")
+        self._answered = answered
+        self._id, self._kind = prefix + answered.id, kind
+        # A frame is made for every token of every stream: all of it that stays the same is written once.
+        self._before = "data: " + json.dumps(self.head(kind), ensure_ascii=False)[:-1] + ', "choices": [{"index": '
+        self._after = (', "usage": null' if self._usage else "") + "}\n\n"
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """The fields of an object of this kind before its choices."""
+        created, model = self._answered.created, self._answered.model
+        return {"id": self._id, "object": kind, "created": created, "model": model, "system_fingerprint": None}
+
+    def frame(
+        self, index: int, fields: str, token_ids: Sequence[int] = (), more: str = "", *, first: bool = False
+    ) -> str:
+        """The frame of a choice with these fields (JSON's, without braces); `more` come behind the choices. `first`: it
+        comes before the choice's first token."""
+        ids = f', "token_ids": {list(token_ids)}' if self._ids else ""
+        after = self._after
+        if self._each and (usage := self._answered.usage()) is not None:
+            so_far = openai_usage(replace(usage, completion_tokens=0) if first else usage)
+            after = f', "usage": {json.dumps(so_far)}}}\n\n'
+        return f"{self._before}{index}, {fields}{ids}}}]{more}{after}"
+
+    def measured(self, completion: Completion) -> dict[str, Any]:
+        """The last fields of an answer that is sent whole."""
+        usage = completion.usage
+        return {"usage": openai_usage(usage), **llama_cpp_timings(usage, completion.timings)}
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """The tokens as texts, or as "token_id:7" (vLLM's `return_tokens_as_token_ids`)."""
+        return [f"token_id:{token}" for token in ids] if self._numbered else self._answered.token_texts(ids)
+
+    def named(self, entries: Sequence[LogprobEntry]) -> Sequence[LogprobEntry]:
+        """The same in entries of log-probabilities."""
+        if not self._numbered:
+            return entries
+        return [replace(e, token=f"token_id:{e.token_id}", top=tuple(self.named(e.top))) for e in entries]
+
+    def of_prompt(self, entries: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None] | None:
+        """vLLM's form of a prompt's scores: by id, each token's own first; None where they are not asked for."""
+        return None if self._of_prompt is None else [self._of_token(entry) for entry in entries]
+
+    def _of_token(self, entry: TokenLogprob | None) -> dict[str, Any] | None:
+        if entry is None:
+            return None
+        ranks: dict[int, tuple[int | None, float]] = {}
+        ranks |= {token: (rank, logprob) for rank, (token, logprob) in enumerate(entry.top[: self._of_prompt], 1)}
+        ranks = {entry.token_id: ranks.get(entry.token_id, (None, entry.logprob)), **ranks}
+        texts = self._answered.token_texts(ranks)
+        return {
+            str(token): {"logprob": logprob, "rank": rank, "decoded_token": text}
+            for (token, (rank, logprob)), text in zip(ranks.items(), texts, strict=True)
+        }
+
+    def end(self, usage: Usage) -> str:
+        """The last frames of a stream."""
+        last = ""
+        if self._usage:
+            known = {"choices": [], "usage": openai_usage(usage), **llama_cpp_timings(usage, self._answered.timings())}
+            last = f"data: {json.dumps({**self.head(self._kind), **known})}\n\n"
+        return last + "data: [DONE]\n\n"
+
+    def failed(self, problem: Problem) -> str:
+        """The frames of a stream that broke off."""
+        return f"data: {json.dumps(error(problem))}\n\ndata: [DONE]\n\n"

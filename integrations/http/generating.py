@@ -1,0 +1,148 @@
+"""Endpoints that generate: a dialect reads the body, an engine streams the answer, the dialect writes it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Protocol
+
+import anyio.to_thread
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from asyncengine.errors import InvalidParameter
+from asyncengine.info import ModelInfo
+from asyncengine.integrations.http.answer import Answer, AnswerWriter
+from asyncengine.integrations.http.body import read_json
+from asyncengine.integrations.http.fields import Fields
+from asyncengine.integrations.http.models import Serving, Target
+from asyncengine.integrations.http.several import Several
+from asyncengine.integrations.http.turn import Answered, Turn
+from asyncengine.sampling_params import SamplingParams
+from asyncengine.stream import TokenStream
+
+IGNORED = "x-asyncengine-ignored"
+"""Header that lists the fields of a request that changed nothing."""
+BUDGET = "thinking.budget_tokens"
+
+BODY = "asyncengine.body"
+"""The body of a request in its scope, where it was read before."""
+MakeWriter = Callable[[Turn, Answered], AnswerWriter]
+
+
+class Dialect(Protocol):
+    """A module of `serve.dialects`."""
+
+    @property
+    def Writer(self) -> MakeWriter: ...  # noqa: N802
+    def read(self, fields: Fields) -> Turn: ...
+
+
+Headers = tuple[tuple[str, str], ...]
+Endpoint = Callable[[Request], Awaitable[Response | Answer]]
+
+
+def generating(serving: Serving, dialect: Dialect) -> Endpoint:
+    """The endpoint of a dialect whose requests need nothing but their body."""
+
+    async def endpoint(request: Request) -> Answer:
+        fields = await read_fields(request, serving)
+        return await answer(serving, dialect.Writer, dialect.read(fields), fields)
+
+    return endpoint
+
+
+def counting(serving: Serving, read: Callable[[Fields], Turn]) -> Endpoint:
+    """The endpoint that says how many tokens the prompt of a request would have."""
+
+    async def endpoint(request: Request) -> Response:
+        fields = await read_fields(request, serving)
+        return JSONResponse({"input_tokens": await count(serving, read(fields), fields)})
+
+    return endpoint
+
+
+async def read_fields(request: Request, serving: Serving) -> Fields:
+    """The fields of a request's body. Raises `Problem` and `InvalidParameter`."""
+    body = request.scope.pop(BODY) if BODY in request.scope else await read_json(request, serving.max_body)
+    return Fields(body, strict=serving.strict)
+
+
+async def count(serving: Serving, turn: Turn, fields: Fields) -> int:
+    """The tokens of a turn's prompt. A long one is counted on a thread. Raises as `answer`."""
+    with await serving.models.acquire(turn.model) as target:
+        grant(turn, target, fields)
+        given = turn.messages or (), turn.chat.get("tools"), turn.chat.get("template_kwargs")
+        return await anyio.to_thread.run_sync(target.engine.count_tokens, *given)
+
+
+async def answer(serving: Serving, writer: MakeWriter, turn: Turn, fields: Fields) -> Answer:
+    """The response to a turn: nothing runs before it is sent. Raises `Problem` and `InvalidParameter`."""
+    target = await serving.models.acquire(turn.model)
+    try:
+        grant(turn, target, fields)
+        if turn.grammar is not None:
+            turn.params["grammar"] = await anyio.to_thread.run_sync(turn.grammar)
+        params = SamplingParams(**turn.params)
+        answer_id = secrets.token_hex(16)
+        stream, engine = start(target, turn, params, answer_id), target.engine
+        answered = Answered(
+            answer_id, target.name, int(time.time()), lambda: prompts_of(stream), engine.token_texts, engine.detokenize,
+            lambda: stream.timings, lambda: stream.usage,
+        )  # fmt: skip
+        ignored = ((IGNORED, ", ".join(fields.ignored)[:1000]),) if fields.ignored else ()
+        return Answer(
+            stream, writer(turn, answered), streaming=turn.stream, samples=params.n * max(1, len(turn.prompts)),
+            token_ids=bool(turn.extra.get("return_ids")), headers=(*identified(answer_id), *ignored),
+            release=target.release,
+            facts={"id": answer_id, "model": target.base, "adapter": target.adapter, "streamed": turn.stream},
+        )  # fmt: skip
+    except BaseException:
+        target.release()
+        raise
+
+
+def identified(request_id: str) -> Headers:
+    """Headers that name a request, as OpenAI's and Anthropic's clients look for them."""
+    return ("x-request-id", request_id), ("request-id", f"req_{request_id}")
+
+
+def grant(turn: Turn, target: Target, fields: Fields) -> None:
+    """Set the template variables that a turn wishes for, as far as the model's template reads them and the request has
+    not set them itself. Raises `InvalidParameter` for a wish that changes nothing, where `fields` are strict."""
+    given = turn.chat.get("template_kwargs", {})
+    for field, variables in turn.wishes.items() if isinstance(given, Mapping) else ():
+        read = {name: variables[name] for name in variables if name in target.engine.info.template_variables}
+        given = {name: value for name, value in read.items() if name not in turn.chat} | given
+        if not read and field == BUDGET:
+            _check_budget(turn, target.engine.info)
+        elif not read:
+            fields.skip(field)
+    turn.chat |= {"template_kwargs": given} if given else {}
+
+
+def _check_budget(turn: Turn, info: ModelInfo) -> None:
+    """Raises `InvalidParameter` for a budget of thoughts that neither the template can be told nor the request's other
+    limits keep."""
+    budget, most = turn.thinking_budget, turn.params.get("max_tokens")
+    most = min(most, info.max_model_len) if isinstance(most, int) else info.max_model_len
+    if budget is not None and info.reasons and budget < most - 1:
+        limit = f"cannot be held by this model's template: leave it out, or set max_tokens to {budget + 1} at most"
+        raise InvalidParameter(BUDGET, limit, budget)
+
+
+def start(target: Target, turn: Turn, params: SamplingParams, request_id: str) -> TokenStream | Several:
+    """The engine's stream of a turn. Raises `InvalidParameter` for options that it does not have."""
+    options = {"adapter": target.adapter, "request_id": request_id, **turn.options}
+    if turn.messages is not None:
+        return target.engine.stream_chat(turn.messages, params, **options, **turn.chat)
+    engine = target.engine
+    encode = None if turn.special_tokens else partial(engine.tokenize, add_special_tokens=False)
+    return Several(turn.prompts, lambda prompt: engine.stream(prompt, params, **options), params.n, encode)
+
+
+def prompts_of(stream: TokenStream | Several) -> list[tuple[int, ...]]:
+    """Token ids of the prompts of a stream, as far as it is submitted."""
+    return stream.prompts if isinstance(stream, Several) else [stream.prompt_token_ids]

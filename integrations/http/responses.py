@@ -1,0 +1,267 @@
+"""Endpoints of OpenAI's Responses API: making responses, over a WebSocket too, and coming back to those stored."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from urllib.parse import urlsplit
+
+import anyio.to_thread
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.types import Message
+from starlette.websockets import WebSocket
+
+from asyncengine.checks import as_choice, as_integer
+from asyncengine.errors import InvalidParameter
+from asyncengine.integrations.http.answer import Answer
+from asyncengine.integrations.http.body import INLINE_BYTES, parse_json
+from asyncengine.integrations.http.dialects import openai_responses as dialect
+from asyncengine.integrations.http.dialects.responses_items import Item
+from asyncengine.integrations.http.fields import Fields
+from asyncengine.integrations.http.generating import Endpoint, answer, count, read_fields
+from asyncengine.integrations.http.models import Serving
+from asyncengine.integrations.http.problems import Problem, problem_of
+from asyncengine.integrations.http.requests import FACTS
+from asyncengine.integrations.http.response_store import ResponseStore, Stored
+from asyncengine.integrations.http.turn import Answered, Turn
+from asyncengine.outputs import Usage
+
+INLINE_ITEMS = 1000
+"""A longer input is read on a thread."""
+WAITING = 16
+"""Requests that may wait on one WebSocket for the one that is answered."""
+
+
+def routes(serving: Serving) -> list[BaseRoute]:
+    """Paths of the Responses API."""
+    api, one = _Responses(serving), "/v1/responses/{id}"
+    paths: list[tuple[str, Endpoint, str]] = [
+        ("/v1/responses", api.create, "POST"),
+        ("/v1/responses/input_tokens", api.input_tokens, "POST"),
+        ("/v1/responses/compact", api.compact, "POST"),
+        (one, api.retrieve, "GET"),
+        (one, api.delete, "DELETE"),
+        (f"{one}/cancel", api.cancel, "POST"),
+        (f"{one}/input_items", api.input_items, "GET"),
+    ]
+    made = [Route(path, endpoint, methods=[method]) for path, endpoint, method in paths]
+    return [*made, WebSocketRoute("/v1/responses", api.converse)]
+
+
+class _Keeping(dialect.Writer):
+    """A writer whose response is stored before its last frame goes out: the next request may ask for it at once."""
+
+    def __init__(self, turn: Turn, answered: Answered, store: ResponseStore, owner: object) -> None:
+        super().__init__(turn, answered)
+        self._items, self._store, self._owner = turn.extra["items"], store, owner
+
+    def end(self, usage: Usage) -> str:
+        return self._kept(super().end(usage))
+
+    def failed(self, problem: Problem) -> str:
+        return self._kept(super().failed(problem))
+
+    def _kept(self, frames: str) -> str:
+        if self.response["store"] or self._owner is not None:
+            self._store.put(self.response, self._items, None if self.response["store"] else self._owner)
+        return frames
+
+
+class _Responses:
+    """The endpoints, over one store."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._store = ResponseStore(serving.response_memory)
+        self._running: dict[str, Answer] = {}
+        """Answers under way, by the ids of their responses."""
+
+    async def _read(self, fields: Fields, read: Callable[..., Turn] = dialect.read, owner: object = None) -> Turn:
+        """The turn of a request, which is made on a thread where it is long, so that streams go on meanwhile."""
+        previous, given = fields.peek("previous_response_id"), fields.peek("input")
+        chain = self._store.chain(previous, owner) if isinstance(previous, str) else []
+        long = isinstance(given, list) and len(given) > INLINE_ITEMS
+        if long or sum([stored.size for stored in chain or ()]) > INLINE_BYTES:
+            return await anyio.to_thread.run_sync(read, fields, partial(_recalled, chain))
+        return read(fields, partial(_recalled, chain))
+
+    # ---------------------------------------------------------------- making them
+
+    async def create(self, request: Request) -> Answer:
+        return await self.respond(await read_fields(request, self._serving))
+
+    async def respond(self, fields: Fields, owner: object = None) -> Answer:
+        """The answer to a request's fields. `owner`: the connection that may come back to it though it isn't stored."""
+        turn = await self._read(fields, owner=owner)
+        turn.stream |= owner is not None
+        made = await answer(self._serving, partial(_Keeping, store=self._store, owner=owner), turn, fields)
+        assert isinstance(made.writer, _Keeping)
+        response_id = made.writer.response["id"]
+        self._running[response_id] = made
+        made.then(lambda: self._running.pop(response_id, None))
+        return made
+
+    def forget(self, response_id: str, owner: object) -> None:
+        """Drop a response that is kept for one connection alone."""
+        if (found := self._store.get(response_id, owner)) is not None and found.owner is owner:
+            self._store.delete(response_id)
+
+    async def converse(self, socket: WebSocket) -> None:
+        await _Conversation(self, self._serving, socket).run()
+
+    async def compact(self, request: Request) -> Answer:
+        fields = await read_fields(request, self._serving)
+        turn = await self._read(fields, dialect.read_compact)
+        return await answer(self._serving, dialect.Compacting, turn, fields)
+
+    async def input_tokens(self, request: Request) -> Response:
+        fields = await read_fields(request, self._serving)
+        tokens = await count(self._serving, await self._read(fields), fields)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
+
+    # ---------------------------------------------------------------- coming back to them
+
+    async def retrieve(self, request: Request) -> Response:
+        if request.query_params.get("stream", "false").lower() != "false":
+            raise InvalidParameter("stream", "is not served: a stored response is returned whole")
+        if (made := self._running.get(request.path_params["id"])) is not None:
+            assert isinstance(made.writer, _Keeping)
+            return JSONResponse(made.writer.response)
+        return Response(self._find(request).response, media_type="application/json")
+
+    async def delete(self, request: Request) -> Response:
+        response_id = request.path_params["id"]
+        if response_id in self._running:
+            raise Problem(409, "the response is being written: cancel it first", "response_id")
+        self._find(request)
+        self._store.delete(response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request) -> Response:
+        made = self._running.get(request.path_params["id"])
+        if made is None:  # it has ended: cancelling changes nothing
+            return Response(self._find(request).response, media_type="application/json")
+        assert isinstance(made.writer, _Keeping)
+        made.writer.cancelled = True
+        made.abort()
+        return JSONResponse({**made.writer.response, "status": "cancelled"})
+
+    async def input_items(self, request: Request) -> Response:
+        query = request.query_params
+        most = _number(query, "limit", 20, 1, 100)
+        stored = self._find(request)
+        items = [*_recalled(self._store.chain(stored.previous), stored.previous or ""), *json.loads(stored.items)]
+        if as_choice("order", query.get("order", "desc"), ("asc", "desc")) == "desc":
+            items.reverse()
+        ids = [item["id"] for item in items]
+        start = ids.index(query["after"]) + 1 if query.get("after") in ids else 0
+        page = items[start : start + most]
+        ends = [item["id"] for item in page[:1] + page[-1:]] or ["", ""]
+        more = start + most < len(items)
+        return JSONResponse(
+            {"object": "list", "data": page, "first_id": ends[0], "last_id": ends[-1], "has_more": more}
+        )
+
+    def _find(self, request: Request) -> Stored:
+        response_id = request.path_params["id"]
+        stored = self._store.get(response_id)
+        if stored is None:
+            why = f"Response with id {response_id[:100]!r} not found."  # in OpenAI's words
+            raise Problem(404, why, "response_id", "response_not_found")
+        return stored
+
+
+class _Conversation:
+    """One WebSocket: requests one after another, answered by the events of a stream of HTTP.
+
+    A response that isn't to be stored stays as long as the connection does.
+    """
+
+    def __init__(self, api: _Responses, serving: Serving, socket: WebSocket) -> None:
+        self._api, self._serving, self._socket = api, serving, socket
+        self._waiting: asyncio.Queue[str | None] = asyncio.Queue()
+        self._left = asyncio.Event()
+        self._responses: deque[str] = deque(maxlen=1024)
+
+    async def run(self) -> None:
+        """Answer requests until the client leaves."""
+        origin = self._socket.headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != self._socket.headers.get("host"):
+            # any page may open a connection to any host: a browser asks nobody before
+            return await self._socket.close(1008, "a page of another site may not connect")
+        await self._socket.accept()
+        listening = asyncio.create_task(self._listen())
+        try:
+            while (text := await self._waiting.get()) is not None:
+                await self._answer(text)
+        except Exception:
+            if not self._left.is_set():  # else it was sent to a client that had left
+                raise
+        finally:
+            listening.cancel()
+            for response_id in self._responses:
+                self._api.forget(response_id, self)
+
+    async def _listen(self) -> None:
+        try:
+            while (message := await self._socket.receive())["type"] == "websocket.receive":
+                text = message.get("text")
+                if text is None or self._waiting.qsize() >= WAITING:
+                    return await self._socket.close(1008, f"text is taken, and {WAITING} requests that wait")
+                self._waiting.put_nowait(text)
+        finally:
+            self._left.set()
+            self._waiting.put_nowait(None)
+
+    async def _answer(self, text: str) -> None:
+        previous = None
+        try:
+            if len(text) > self._serving.max_body:
+                raise Problem(413, f"the request has more than {self._serving.max_body} characters")
+            fields = Fields(await parse_json(text.encode()), strict=self._serving.strict)
+            previous = fields.peek("previous_response_id")
+            if fields.take("type") != "response.create":
+                raise InvalidParameter("type", "must be 'response.create'")
+            made = await self._api.respond(fields, self)
+            assert isinstance(made.writer, _Keeping)
+            self._responses.append(made.writer.response["id"])
+            await self._serving.requests.run(made, {**self._socket.scope, FACTS: {}}, self._receive, self._send)
+        except Exception as failure:
+            problem = problem_of(failure)
+            content = dialect.error(problem)["error"]
+            content["code"] = content["code"] or content["type"]
+            await self._socket.send_text(json.dumps({"type": "error", "status": problem.status, "error": content}))
+            if isinstance(previous, str):
+                self._api.forget(previous, self)  # the specification has it so
+
+    # ---------------------------------------------------------------- an answer's end of the connection
+
+    async def _receive(self) -> Message:
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        for frame in message.get("body", b"").decode().split("\n\n"):
+            if data := frame.partition("data: ")[2]:
+                await self._socket.send_text(data)
+
+
+def _recalled(chain: Sequence[Stored] | None, response_id: str) -> list[Item]:
+    """Input and output of a chain of responses, in order. Raises `Problem` where one of them is not stored."""
+    if chain is None:
+        dialect.not_found(response_id)
+    items: list[Item] = []
+    for stored in chain:
+        items += json.loads(stored.items)
+        items += json.loads(stored.response)["output"]
+    return items
+
+
+def _number(query: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
+    given = query.get(name, str(default))
+    return as_integer(name, int(given) if given.lstrip("-").isdecimal() and len(given) < 12 else given, low, high)

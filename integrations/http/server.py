@@ -1,0 +1,215 @@
+"""The HTTP server of `asyncengine serve`: uvicorn, with connections that cannot be held for ever and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from asyncengine.engine_group import EngineGroup
+from asyncengine.errors import InvalidParameter
+from asyncengine.integrations.http.models import Models
+from asyncengine.integrations.http.settings import ServerSettings
+
+HEADER_BYTES = 1 << 16
+IDLE_SECONDS = 60.0
+"""A connection without a request, or with half the head of one, is closed after this long."""
+WRITE_SECONDS = 60.0
+"""A connection whose client takes nothing of its answer is closed after this long."""
+SEND_BYTES = 1 << 17
+"""Bytes of an answer that the system keeps for a client: without a limit megabytes, which looks like reading."""
+ABORT_SECONDS = 5
+"""Time for streams to tell their clients that they were ended."""
+
+
+class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """A connection that is closed in time where no request comes, whether nothing is sent or a byte now and then, and
+    at once where a request's head has no end.
+
+    uvicorn itself closes idle connections only after their first request, and httptools reads any number of headers. A
+    request that offers another protocol than WebSocket is served as if it had not: every client on the JVM offers h2c
+    at http://, and httptools reads no body behind such a head (uvicorn's issue 2722).
+    """
+
+    parser: Any
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+        self._unread: asyncio.TimerHandle | None = None
+        self._waiting_since: float | None = None
+        self._head_bytes = 0
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        self._data = data
+        super().data_received(data)
+        self._head_bytes += len(data)
+        self._wait()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(WRITE_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_waiting_for_reader()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting_for_reader()
+        super().connection_lost(exc)
+
+    def _stop_waiting_for_reader(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    @property
+    def _declines_upgrade(self) -> bool:
+        return self.parser.should_upgrade() and self._get_upgrade() is not None and not self._should_upgrade()
+
+    def on_headers_complete(self) -> None:
+        if not self._declines_upgrade:
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self._declines_upgrade:
+            super().on_message_complete()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Read the request again, without its offer. Called while httptools' `HttpParserUpgrade` is handled, which says
+        where in the data the body begins."""
+        upgrade, method = sys.exception(), self.parser.get_method()
+        if upgrade is None or self._get_upgrade() is None:  # CONNECT, which is answered as any unknown method
+            return
+        head = [method + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()]
+        head += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        self.parser = type(self.parser)(self)
+        super().data_received(b"\r\n".join([*head, b"", b""]) + self._data[upgrade.args[0] :])
+
+    def _wait(self) -> None:
+        if self.transport.get_protocol() is not self:
+            return  # it has become a WebSocket
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._waiting_since, self._head_bytes = None, 0
+        elif self._head_bytes > (self.config.ws_max_size if self.cycle and self.cycle.more_body else HEADER_BYTES):
+            # after an early answer, such as 401, the rest of a body goes by first
+            self.send_400_response(f"The head of a request has more than {HEADER_BYTES} bytes.")
+        elif self.timeout_keep_alive_task is None:
+            self._waiting_since = self._waiting_since or self.loop.time()
+            until = self._waiting_since + IDLE_SECONDS
+            self.timeout_keep_alive_task = self.loop.call_at(until, self.timeout_keep_alive_handler)
+
+
+class Server(uvicorn.Server):
+    """A server that says when it listens, and leaves signals to `until_stopped`."""
+
+    def __init__(self, app: Starlette, settings: ServerSettings, ready: Callable[[], None]) -> None:
+        config = uvicorn.Config(
+            app, http=Connection, lifespan="auto", server_header=False,
+            log_config=None, log_level=settings.log_level, access_log=False,
+            h11_max_incomplete_event_size=HEADER_BYTES, timeout_keep_alive=int(IDLE_SECONDS),
+            ws_max_size=settings.max_body,
+        )  # fmt: skip
+        super().__init__(config)
+        self.drain_timeout = settings.drain_timeout
+        self._ready = ready
+        self.models: Models | None = getattr(app.state, "models", None)  # another app may be around ours
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def cut_connections(self, *, unfinished: bool = False) -> None:
+        """Close every connection, or those whose request has not come to its end."""
+        for connection in list(self.server_state.connections):
+            cycle = getattr(connection, "cycle", None)
+            if connection.transport is not None and (not unfinished or (cycle is not None and cycle.more_body)):
+                connection.transport.abort()
+
+
+async def until_stopped(server: Server, listener: socket.socket, group: EngineGroup) -> int:
+    """Serve until a signal. SIGTERM lets requests end, for a time; Ctrl-C ends them, and a second one this process.
+
+    Returns the signal's number; 0 where there was none.
+    """
+    loop, got = asyncio.get_running_loop(), list[int]()
+    endings: list[asyncio.Task[None]] = []
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        if signal.SIGINT in got:
+            os.write(2, b"interrupted\n")
+            os._exit(128 + number)
+        got.append(number)
+        loop.call_soon_threadsafe(begin, number)
+
+    def begin(number: int) -> None:
+        if number == signal.SIGTERM:
+            loop.call_later(server.drain_timeout, begin, signal.SIGINT)
+            if server.models is None:
+                server.should_exit = True
+            else:  # the port stays open until answers have ended, and health says so
+                server.models.drain(server.drain_timeout, partial(begin, signal.SIGINT))
+        elif not endings:
+            server.should_exit = True
+            endings.append(loop.create_task(group.aclose()))
+            server.cut_connections(unfinished=True)
+            loop.call_later(ABORT_SECONDS, server.cut_connections)  # those who do not read that it is over
+
+    numbers = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {each: signal.signal(each, stop) for each in numbers}
+    try:
+        await server.serve([listener])
+        await asyncio.gather(*endings)
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    return got[0] if got else 0
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """A socket at the address; nobody can connect before the server listens. Raises `InvalidParameter`."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise InvalidParameter("host", f"is no address of this machine: {error.strerror}", settings.host) from error
+    # with its protocol, else asyncio keeps answers back until the client has acknowledged their heads, 40 ms
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise InvalidParameter("port", f"cannot be listened on: {error.strerror}", address) from error
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """The base URL at which a socket is reached."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def allow_many_connections() -> None:
+    """Raise the limit of open files as far as it may be: each connection is one."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,0 +1,72 @@
+"""Sleep, pause and waking by requests, in vLLM's form: /sleep, /wake_up, /is_sleeping, /pause, /resume, /is_paused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from asyncengine.errors import InvalidParameter
+from asyncengine.integrations.http.fields import TABLES, Fields
+from asyncengine.integrations.http.models import Serving
+from asyncengine.integrations.http.problems import Problem
+
+_MODES = {"abort": "abort", "wait": "finish", "keep": "keep"}
+_LEVELS: Mapping[str, Mapping[str, Any]] = {
+    "0": {}, "1": {"weights": "keep", "cache": "drop"}, "2": {"weights": "drop", "cache": "drop"}
+}  # fmt: skip
+"""Keywords of each level of sleep; level 0 is a pause."""
+
+
+def routes(serving: Serving) -> list[Route]:
+    """All paths. They stop everybody's requests, so they are served to holders of a key alone. `model` in the query
+    names one; without it, all that are loaded are meant."""
+    group = serving.models.group
+
+    def read(request: Request, table: str) -> dict[str, Any]:
+        if not serving.api_keys:
+            raise Problem(403, "engines sleep and wake only where requests need a key", code="forbidden")
+        return Fields(dict(request.query_params)).read(TABLES[table])["own"]
+
+    async def sleep(request: Request) -> Response:
+        own = read(request, "sleep")
+        drops = _LEVELS[own.get("level", "1")]
+        await (group.sleep if drops else group.pause)(own.get("model"), mode=_MODES[own.get("mode", "abort")], **drops)
+        return Response()
+
+    async def wake_up(request: Request) -> Response:
+        own, tags = read(request, "wake_up"), request.query_params.getlist("tags")
+        if tags and sorted(tags) != ["kv_cache", "weights"]:
+            raise InvalidParameter("tags", "must be left out, or weights and kv_cache: both wake together", tags)
+        await group.wake(own.get("model"))
+        return Response()
+
+    async def pause(request: Request) -> Response:
+        own = read(request, "pause")
+        if own.get("clear_cache") == "true":
+            raise InvalidParameter("clear_cache", "cannot be: sleep drops the cache")
+        await group.pause(own.get("model"), mode=_MODES[own.get("mode", "abort")])
+        return JSONResponse({"status": "paused"})
+
+    async def resume(request: Request) -> Response:
+        await group.wake(read(request, "asleep").get("model"))
+        return JSONResponse({"status": "resumed"})
+
+    def tells(name: str, *states: str) -> Any:
+        async def tell(request: Request) -> Response:
+            model = read(request, "asleep").get("model")
+            engines = list(group.loaded.values()) if model is None else [group[model]]
+            return JSONResponse({name: all(engine.stats().state in states for engine in engines)})
+
+        return tell
+
+    calls = {"/sleep": sleep, "/wake_up": wake_up, "/pause": pause, "/resume": resume}
+    asks = {"/is_sleeping": tells("is_sleeping", "asleep"), "/is_paused": tells("is_paused", "asleep", "paused")}
+    return [
+        Route(path, call, methods=[method])
+        for method, paths in (("POST", calls), ("GET", asks))
+        for path, call in paths.items()
+    ]

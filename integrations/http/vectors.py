@@ -1,0 +1,215 @@
+"""Endpoints of vectors and scores (/v1/embeddings, /v1/rerank), and of tokens (/tokenize, /detokenize).
+
+Embeddings have OpenAI's form; reranking has Jina's and Cohere's, or text-embeddings-inference's where `texts` are
+given; the others have vLLM's, and llama.cpp's where `content` is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import anyio.to_thread
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from asyncengine.errors import InvalidParameter
+from asyncengine.integrations.http.dialects.completions import read_prompts
+from asyncengine.integrations.http.dialects.openai_chat import read_messages, template_variables
+from asyncengine.integrations.http.fields import TABLES, Values
+from asyncengine.integrations.http.generating import IGNORED, Endpoint, identified, read_fields
+from asyncengine.integrations.http.models import Serving, Target
+from asyncengine.integrations.http.problems import Problem
+from asyncengine.integrations.http.requests import facts_of, measured
+from asyncengine.integrations.http.several import naming
+from asyncengine.outputs import Embeddings, Usage
+
+TRUNCATED = "x-asyncengine-truncated"
+"""Header that lists the numbers of texts that were cut to what the model takes."""
+Made = tuple[Any, tuple[int, ...], Usage | None]
+"""An answer, which is JSON or its text, the numbers of the texts that were cut, and what was computed."""
+Work = Callable[[Values, Target], Awaitable[Made]]
+
+
+def routes(serving: Serving) -> list[Route]:
+    """Paths of vectors, scores and tokens."""
+    served: dict[str, tuple[Work, str, str]] = {
+        "/v1/embeddings": (_embed, "embed", "embeddings"),
+        **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), (_rerank, "rerank", "rerank")),
+        "/tokenize": (_tokenize, "generate", "tokenize"),
+        "/detokenize": (_detokenize, "generate", "detokenize"),
+    }
+    made = [Route(path, _endpoint(serving, *work), methods=["POST"]) for path, work in served.items()]
+    return [*made, Route("/tokenizer_info", partial(_tokenizer_info, serving), methods=["GET"])]
+
+
+def _endpoint(serving: Serving, work: Work, task: str, table: str) -> Endpoint:
+    """`work` on a request's fields and a model, which is `task`'s only one where the request names none."""
+
+    async def endpoint(request: Request) -> Response:
+        fields = await read_fields(request, serving)
+        values = fields.read(TABLES[table])
+        with await serving.models.acquire(values["own"].get("model"), task) as target:
+            facts = facts_of(request.scope)
+            facts |= {"id": secrets.token_hex(16), "model": target.base, "adapter": target.adapter}
+            content, cut, usage = await until_left(request, work(values, target))
+            facts |= measured(usage)
+        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+        listed = {IGNORED: fields.ignored, TRUNCATED: list(map(str, cut))}
+        headers = {name: ", ".join(values)[:1000] for name, values in listed.items() if values}
+        headers |= dict(identified(facts["id"]))
+        return Response(text, headers=headers, media_type="application/json")
+
+    return endpoint
+
+
+async def until_left(request: Request, work: Awaitable[Made]) -> Made:
+    """The result of `work`, which is cancelled when the client leaves. Raises `Problem` then."""
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Problem(400, "the client left before it was answered")
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    return {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.total_tokens}
+
+
+# -------------------------------------------------------------------- embeddings
+
+
+async def _embed(values: Values, target: Target) -> Made:
+    own = values["own"]
+    messages, limit = own.get("messages"), own.get("truncate_prompt_tokens", 0)
+    with naming("prompt", "input"):
+        texts = read_prompts(own.get("input")) if messages is None else []
+    cut = own.get("truncate", False) or limit == -1
+    if messages is not None:  # a chat's text, as vLLM has it
+        variables = template_variables(values)
+        encode = partial(target.engine.tokenize, read_messages(messages), template_kwargs=variables)
+        texts = [await anyio.to_thread.run_sync(encode)]
+    elif not own.get("add_special_tokens", True):
+        encode = partial(target.engine.tokenize, add_special_tokens=False)
+        texts = [await anyio.to_thread.run_sync(encode, each) if isinstance(each, str) else each for each in texts]
+    if limit > 0:
+        texts = await anyio.to_thread.run_sync(_cut, target, texts, limit)
+    with naming("texts", "input"):
+        made = await target.engine.embed(
+            texts, truncate=cut, adapter=target.adapter, show_progress=False, **values["options"]
+        )
+    head = {"id": f"embd-{secrets.token_hex(16)}", "object": "list", "created": int(time.time()), "model": target.name}
+    head["usage"] = _usage(made.usage)
+    text = await anyio.to_thread.run_sync(_embedding_text, head, made, own.get("encoding_format"))
+    return text, made.truncated, made.usage
+
+
+def _embedding_text(head: dict[str, Any], made: Embeddings, form: str | None) -> str:
+    """The response's JSON, made row by row: one call for all of it would let no other thread run meanwhile."""
+    rows = []
+    for index, vector in enumerate(made.vectors):
+        packed = base64.b64encode(vector.astype("<f4").tobytes()).decode() if form == "base64" else vector.tolist()
+        rows.append(json.dumps({"object": "embedding", "index": index, "embedding": packed}))
+    return f'{json.dumps(head)[:-1]}, "data": [{", ".join(rows)}]}}'
+
+
+# -------------------------------------------------------------------- scores
+
+
+async def _rerank(values: Values, target: Target) -> Made:
+    own = values["own"]
+    name = "texts" if "texts" in own else "documents"
+    documents, most = _documents(name, own.get(name)), own.get("max_tokens_per_doc")
+    whole = documents
+    if most:
+        documents = await anyio.to_thread.run_sync(lambda: [_shortened(target, each, most) for each in whole])
+    with naming("documents", name):
+        made = await target.engine.rerank(
+            own["query"], documents, truncate=own.get("truncate", True), adapter=target.adapter, **values["options"]
+        )
+    shorter = {at for at, (text, given) in enumerate(zip(documents, whole, strict=True)) if text is not given}
+    truncated = tuple(sorted({*made.truncated, *shorter}))
+    if name == "texts":
+        shown = own.get("return_text")
+        rows = [
+            {"index": e.index, "score": e.score, **({"text": whole[e.index]} if shown else {})} for e in made.results
+        ]
+        return rows, truncated, made.usage
+    texts = [{"document": {"text": text}} if own.get("return_documents", True) else {} for text in whole]
+    results = [{"index": e.index, "relevance_score": e.score, **texts[e.index]} for e in made.results]
+    head = {"id": f"rerank-{secrets.token_hex(16)}", "object": "list", "model": target.name}
+    return {**head, "results": results, "usage": _usage(made.usage)}, truncated, made.usage
+
+
+def _cut(target: Target, texts: Sequence[str | list[int]], most: int) -> list[str | list[int]]:
+    """At most `most` tokens of each text, with those that the tokenizer puts around it."""
+    own = max(1, most - len(target.engine.tokenize("", add_special_tokens=True)))
+    return [text[:most] if isinstance(text, list) else str(_shortened(target, text, own)) for text in texts]
+
+
+def _shortened(target: Target, document: Any, most: int) -> Any:
+    """The text of at most `most` tokens, as Cohere cuts it; the same object where it has no more."""
+    if not isinstance(document, str) or len(ids := target.engine.tokenize(document, add_special_tokens=False)) <= most:
+        return document
+    return target.engine.detokenize(ids[:most]).rstrip("\ufffd")  # half a letter
+
+
+def _documents(name: str, given: Any) -> list[Any]:
+    """Documents as texts, which may come as {"text": ...}. Raises `InvalidParameter` for what is no list."""
+    if not isinstance(given, list) or not given:
+        raise InvalidParameter(name, 'must be a list of texts, or of {"text": ...}', given)
+    return [each.get("text") if isinstance(each, Mapping) else each for each in given]
+
+
+# -------------------------------------------------------------------- tokens
+
+
+async def _tokenize(values: Values, target: Target) -> Made:
+    own, given = values["own"], values["text"]
+    if len(given) != 1:
+        raise InvalidParameter("prompt", "is missing: a text, or messages in its place", list(given) or None)
+    ((name, what),) = given.items()
+    what = read_messages(what) if name == "messages" else what
+    special = own.get("add_special_tokens", name == "prompt") or own.get("add_special", False)
+    variables, tools = template_variables(values), own.get("tools")
+    engine = target.engine
+    encode = partial(engine.tokenize, what, tools=tools, template_kwargs=variables, add_special_tokens=special)
+    ids = await anyio.to_thread.run_sync(encode)
+    if name == "content":  # llama.cpp's form
+        texts = engine.token_texts(ids) if own.get("with_pieces") else None
+        paired = None if texts is None else [{"id": one, "piece": text} for one, text in zip(ids, texts, strict=True)]
+        return {"tokens": ids if paired is None else paired}, (), None
+    texts = engine.token_texts(ids) if own.get("return_token_strs") else None
+    return {"count": len(ids), "max_model_len": engine.info.max_model_len, "tokens": ids, "token_strs": texts}, (), None
+
+
+async def _detokenize(values: Values, target: Target) -> Made:
+    ids = values["own"]["tokens"]
+    if not isinstance(ids, list):
+        raise InvalidParameter("tokens", "must be a list of token ids", ids)
+    with naming("token_ids", "tokens"):
+        text = await anyio.to_thread.run_sync(partial(target.engine.detokenize, ids, skip_special_tokens=False))
+    return {"prompt": text, "content": text}, (), None
+
+
+async def _tokenizer_info(serving: Serving, request: Request) -> Response:
+    """Respond with a tokenizer's end, for which evaluation harnesses ask (in vLLM's form) before they use /tokenize."""
+    with await serving.models.acquire(request.query_params.get("model")) as target:
+        ends = target.engine.token_texts(target.engine.info.eos_token_ids[:1])
+    return JSONResponse({"eos_token": ends[0] if ends else None, "bos_token": None, "pad_token": None})

@@ -1,0 +1,194 @@
+"""The engine's decoder as a trainer needs it: whole sequences from their first token on, with every layer's input.
+
+Nothing is cached between calls. Weights, and the factors of an adapter, are the trainer's, and come in by the doors of
+`update_weights` and `load_adapter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncengine.config import EngineConfig
+from asyncengine.errors import InvalidParameter
+from asyncengine.execution.attention.base import StepView
+from asyncengine.execution.attention.cpu import CompiledBackend
+from asyncengine.execution.device.cores import Cores
+from asyncengine.execution.device.pinned import Int64Array
+from asyncengine.execution.layers.states import StatePools, StateSegments, StateStep
+from asyncengine.execution.layers.step import StepContext
+from asyncengine.execution.models.decoder import Decoder
+from asyncengine.execution.models.updates import prepare_update
+from asyncengine.kernels.arena import Arena
+from asyncengine.lora.checkpoint.peft_loader import PeftLoader
+from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sequences:
+    """Sequences of a padded batch [B, S], one behind the other: T tokens in R rows. A row of padding alone has none."""
+
+    ids: torch.Tensor
+    """int64 [T]."""
+    counts: Int64Array
+    """[R] tokens of each, >= 1."""
+    places: torch.Tensor
+    """int64 [T]: where each token lies in the flattened batch."""
+    rows: torch.Tensor
+    """int64 [T]: the row of each token."""
+    positions: torch.Tensor
+    """int64 [T]: its position there."""
+
+    def aligned(self, values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """[R, longest, ...] of values [T, ...]: all from the first column on, with zeros behind their ends. No token of
+        a causal model sees what is there, so that it needs no mask."""
+        shape = (len(self.counts), int(self.counts.max()), *values.shape[1:])
+        return torch.zeros(shape, dtype=dtype or values.dtype).index_put(
+            (self.rows, self.positions), values.to(dtype or values.dtype)
+        )
+
+    def flat(self, values: torch.Tensor) -> torch.Tensor:
+        """[T, ...] of values [R, longest, ...]."""
+        return values[self.rows, self.positions]
+
+
+def read_sequences(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, vocab: int, most: int) -> Sequences:
+    """The sequences of int64 input_ids [B, S], whose tokens `attention_mask` [B, S] marks; None: there is no padding.
+
+    Raises `InvalidParameter` for other shapes, an empty batch, an id that is not below `vocab`, a sequence of more than
+    `most` tokens, and for a mask with a hole: tokens that are not side by side are no sequence.
+    """
+    if input_ids.dim() != 2 or input_ids.is_floating_point():
+        raise InvalidParameter("input_ids", "must be integers [batch, length]", tuple(input_ids.shape))
+    taken = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
+    if taken.shape != input_ids.shape:
+        raise InvalidParameter("attention_mask", "must have the shape of input_ids", tuple(taken.shape))
+    if bool(((taken[:, 1:] & ~taken[:, :-1]).sum(1) + taken[:, 0] > 1).any()):
+        raise InvalidParameter("attention_mask", "must mark the tokens of each row side by side, without a hole")
+    lengths = taken.sum(1)
+    counts = lengths[lengths > 0].numpy().astype(np.int64)
+    places = taken.flatten().nonzero()[:, 0]
+    ids = input_ids.flatten()[places].to(torch.int64)
+    if not counts.size or counts.max() > most:
+        raise InvalidParameter("input_ids", f"must be sequences of 1 to {most} tokens", int(counts.max(initial=0)))
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab:
+        raise InvalidParameter("input_ids", f"must be from 0 to {vocab - 1}", (int(ids.min()), int(ids.max())))
+    rows = np.repeat(np.arange(len(counts)), counts)
+    positions = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return Sequences(ids, counts, places, torch.from_numpy(rows), torch.from_numpy(positions))
+
+
+_SLOT = 1
+"""The only adapter slot."""
+
+
+def why_not_exact(model: Any, variance: str | None = None) -> str | None:
+    """Why a trainer cannot have the bits of a `CausalLM`; None: it can. `variance`: what the engine says of its own
+    answers (`ModelInfo.batch_variance`)."""
+    if not isinstance(model, Decoder):
+        return "the engine runs it through transformers' modules"
+    if model.device.type != "cpu":
+        return "on a GPU, sums depend on what is computed together"
+    options = model.options
+    if options.bits is not None or options.forms:
+        return "the engine rounds its weights, and the trainer does not"
+    if any(getattr(layer.attention, "keys_of", None) is not None for layer in model.config.layers):
+        return "some layers attend to the keys of others, which is no function of their own input"
+    return model.unsteady or variance
+
+
+class ExactLayers:
+    """A `Decoder` of its own for one trainer; not thread-safe."""
+
+    def __init__(self, decoder: Decoder, config: EngineConfig) -> None:
+        """`config`: that of the engine that samples, whose page size decides in which order attention adds up."""
+        self.decoder, self._config = decoder, config
+        self._cores = Cores(config.num_threads)
+        self._backend: CompiledBackend | None = None
+        self._lora: LoraLayers | None = None
+
+    @staticmethod
+    def like(decoder: Decoder, config: EngineConfig) -> ExactLayers:
+        """The same layers with memory of their own, and without weights."""
+        options = replace(decoder.options, memory=Arena())
+        return ExactLayers(Decoder(decoder.config, options, decoder.max_model_len), config)
+
+    def update(self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take all weights by their checkpoint's names. Raises as `models.updates.prepare_update`."""
+        write = prepare_update(self.decoder, weights, self._config)
+        with self._cores.loading():
+            write()
+
+    def take_adapter(self, tensors: Mapping[str, torch.Tensor], config: Any, rank: int) -> None:
+        """Use an adapter in what follows: tensors by PEFT's names, its configuration, and its largest rank. Raises
+        `AdapterError`."""
+        if self._lora is None or self._lora.max_rank < rank:
+            self._lora = LoraLayers(self.decoder, 1, rank)
+        loader = PeftLoader(self._lora.modules, dtype=self.decoder.dtype, max_rank=rank)
+        self._lora.write(_SLOT, loader.take("trainer", tensors, config))
+
+    def forward(
+        self, sequences: Sequences, adapted: bool, kept: list[torch.Tensor] | None = None,
+        routes: list[torch.Tensor] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """[T, width] after the final norm; `kept` takes the stream [T, width] before each layer and behind the last,
+        `routes` the experts of each token, int64 [T, experts of a token], of each layer that has any.
+
+        `adapted`: with the adapter.
+        """
+        decoder, counts = self.decoder, sequences.counts
+        with torch.no_grad(), self._step():
+            adapters, _ = self._adapters(adapted, counts)
+            context = StepContext(
+                sequences.positions, self._planned(counts), adapters, adapters, states=self._states(counts),
+                routes=routes,
+            )  # fmt: skip
+            return decoder.hidden_states(sequences.ids, context, kept=kept)
+
+    def logits(self, hidden: torch.Tensor, adapted: bool) -> torch.Tensor:
+        """float32 [N, vocab] of rows of what `forward` gave."""
+        with torch.no_grad(), self._step():
+            _, adapters = self._adapters(adapted, np.array([len(hidden)], dtype=np.int64))
+            backend: Any = self._backend
+            return self.decoder.logits(hidden, StepContext(torch.empty(0), backend, None, adapters)).float()
+
+    def _step(self) -> Any:
+        return self._cores.step(torch_alone=self.decoder.compiled)
+
+    def _adapters(self, adapted: bool, counts: Any) -> StepAdapters:
+        if not adapted:
+            return None, None
+        assert self._lora is not None
+        return self._lora.begin([_SLOT] * len(counts), counts, torch.arange(int(counts.sum())))
+
+    def _planned(self, counts: Any) -> CompiledBackend:
+        """A pool that holds the rows, each on pages of its own, of one layer at a time."""
+        size, decoder = self._config.page_size, self.decoder
+        pages = -(-counts // size)
+        ends = np.cumsum(pages)
+        if self._backend is None or self._backend.num_pages < ends[-1]:
+            self._backend = CompiledBackend(decoder.specs, int(ends[-1]), size, decoder.dtype, one_pool=True)
+        tables = (ends - pages)[:, None] + np.arange(pages.max())
+        bounds = np.concatenate(([0], np.cumsum(counts)))
+        slots = np.arange(bounds[-1]) + np.repeat((ends - pages) * size - bounds[:-1], counts)
+        self._backend.plan(
+            StepView(np.zeros_like(counts), counts, bounds, tables.astype(np.int32), torch.from_numpy(slots))
+        )
+        return self._backend
+
+    def _states(self, counts: Any) -> StateStep | None:
+        """Each row from the state before any token into one of its own."""
+        decoder, rows = self.decoder, len(counts)
+        if not decoder.states:
+            return None
+        ends, slots = np.cumsum(counts), np.arange(1, rows + 1, dtype=np.int64)
+        segments = StateSegments(np.arange(rows + 1), ends - counts, ends, np.zeros_like(slots), slots)
+        return StateStep(StatePools(decoder.states, rows + 1, decoder.dtype, decoder.device), segments)
+
+    def close(self) -> None:
+        """End its threads. Idempotent."""
+        self._cores.close()

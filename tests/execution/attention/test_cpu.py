@@ -1,0 +1,327 @@
+"""The compiled backend against the torch one, and against itself in other company."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.teams import team_of
+
+from asyncengine.config import EngineConfig
+from asyncengine.errors import InvalidParameter
+from asyncengine.execution.attention import factory
+from asyncengine.execution.attention.base import LayerSpec, MergedHeads, StepView
+from asyncengine.execution.attention.torch_paged import TorchPagedBackend, masked_attention
+from asyncengine.execution.models.memory.caches import page_bytes
+
+pytest.importorskip("numba")
+
+from asyncengine.execution.attention.cpu import CompiledBackend
+from asyncengine.execution.attention.cpu_short import StepPlan
+
+CPU = torch.device("cpu")
+BASE = LayerSpec(index=0, num_heads=4, num_kv_heads=2, key_dim=64, value_dim=64, scale=0.125)
+SHAPES = {
+    "group of 1, 16 dimensions": replace(BASE, num_heads=3, num_kv_heads=3, key_dim=16, value_dim=16),
+    "group of 2": BASE,
+    "group of 3, 80 dimensions": replace(BASE, num_heads=6, key_dim=80, value_dim=80),
+    "group of 7, 128 dimensions": replace(BASE, num_heads=7, num_kv_heads=1, key_dim=128, value_dim=128, scale=0.08),
+    "group of 8, 256 dimensions": replace(BASE, num_heads=8, num_kv_heads=1, key_dim=256, value_dim=256, scale=0.06),
+    "group of 70": replace(BASE, num_heads=70, num_kv_heads=1, key_dim=16, value_dim=16),
+    "odd dimensions": replace(BASE, key_dim=37, value_dim=53),
+    "wider keys": replace(BASE, key_dim=192, value_dim=128, scale=0.07),
+    "window": replace(BASE, window=21),
+    "window of one": replace(BASE, window=1),
+    "chunks": replace(BASE, chunk=50),
+    "chunks smaller than a tile": replace(BASE, num_heads=6, chunk=7),
+    "chunks and a window": replace(BASE, chunk=64, window=40),
+    "soft-cap": replace(BASE, softcap=3.0),
+    "sinks": replace(BASE, sinks=torch.tensor([0.5, -1.0, 2.0, 40.0])),
+    "all": replace(BASE, window=70, softcap=1.1, sinks=torch.tensor([3.0, -1.0, 0.2, 0.0])),
+}
+STEPS = [
+    [(15, 15), (16, 16), (17, 17), (1, 1), (130, 130)],
+    [(16, 1), (17, 1), (18, 1), (2, 1), (131, 1)],
+    [(17, 1), (48, 31), (19, 1), (5, 3), (200, 69)],
+    [(18, 1), (49, 1), (20, 1), (6, 1), (201, 1)],
+]
+"""(length, new tokens) of each row after each step: decodes and chunks, at the edges of pages and within them."""
+
+
+class Pair:
+    """The same steps through two backends whose pages lie elsewhere and hold NaN before they are written."""
+
+    def __init__(self, spec: LayerSpec, dtype: torch.dtype, page_size: int = 16) -> None:
+        self.spec, self.dtype, self.page_size = spec, dtype, page_size
+        self.generator = torch.Generator().manual_seed(page_size + spec.num_heads)
+        most = -(-max(length for length, _ in STEPS[-1]) // page_size)
+        pages = torch.randperm(len(STEPS[0]) * most, generator=self.generator) + 1
+        self.tables = pages.view(len(STEPS[0]), most).to(torch.int32).numpy()
+        self.compiled = CompiledBackend([spec], pages.numel() + 1, page_size, dtype)
+        self.torch = TorchPagedBackend([replace(spec, index=0)], pages.numel() + 1, page_size, torch.float32, CPU)
+        for pool in self.compiled.page_pools():
+            pool.memory.fill_(0xFF)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.dtype)
+
+    def view(self, step: list[tuple[int, int]]) -> StepView:
+        lengths, counts = (np.array(part) for part in zip(*step, strict=True))
+        starts = lengths - counts
+        width = int(-(-lengths.max() // self.page_size))
+        slots = [
+            int(self.tables[row, position // self.page_size]) * self.page_size + position % self.page_size
+            for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True))
+            for position in range(start, length)
+        ]
+        indptr = np.concatenate(([0], np.cumsum(counts)))
+        return StepView(starts, counts, indptr, self.tables[:, :width], torch.tensor(slots))
+
+    def step(self, step: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        view, spec = self.view(step), self.spec
+        tokens = int(view.qo_indptr[-1])
+        query = self.random(tokens, spec.num_heads, spec.key_dim)
+        key = self.random(tokens, spec.num_kv_heads, spec.key_dim)
+        value = self.random(tokens, spec.num_kv_heads, spec.value_dim)
+        for backend, dtype in ((self.compiled, self.dtype), (self.torch, torch.float32)):
+            backend.plan(view)
+            backend.write(0, key.to(dtype), value.to(dtype))
+        return self.compiled.attend(0, query).float(), self.torch.attend(0, query.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_against_torch(shape: str, dtype: torch.dtype) -> None:
+    pair = Pair(SHAPES[shape], dtype)
+    for step in STEPS:
+        found, expected = pair.step(step)
+        limit = 1e-5 if dtype == torch.float32 else 2**-6
+        assert float((found - expected).abs().max()) < limit * (1 + float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 32])
+def test_other_pages(page_size: int) -> None:
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2**-5)):
+        if dtype == torch.bfloat16 and page_size == 1:
+            continue  # lanes of one: float32 covers them
+        pair = Pair(SHAPES["all"], dtype, page_size)
+        for step in STEPS:
+            found, expected = pair.step(step)
+            assert float((found - expected).abs().max()) < limit
+
+
+BLOCKS = ((0, 3, 30), (0, 30, 41), (1, 0, 20), (2, 28, 40), (4, 60, 61))
+"""(row, first, end) of what attends both ways: next to each other, from the beginning, begun in an earlier step."""
+
+
+@pytest.mark.parametrize("shape", ["group of 2", "group of 3, 80 dimensions", "soft-cap", "window of 40"])
+@pytest.mark.parametrize("backend", ["compiled", "torch"])
+@pytest.mark.parametrize("near", [False, True], ids=["everywhere", "in windows"])
+def test_blocks_are_attended_to_both_ways(shape: str, backend: str, near: bool) -> None:
+    """Results equal the softmax written out, over chunks of which some begin within a block."""
+    spec = replace(BASE, window=40) if shape == "window of 40" else SHAPES[shape]
+    lengths = (50, 20, 45, 1, 600)
+    rows = Lengths(spec, list(lengths))
+    if backend == "torch":
+        rows.backend = TorchPagedBackend([spec], rows.backend.num_pages, 16, torch.float32, CPU)  # type: ignore[assignment]
+    first = [(0, 0, 3), (2, 0, 35), (4, 0, 60)]
+    rows.attend(first)
+    parts = [(0, 3, 50), (1, 0, 20), (2, 35, 45), (3, 0, 1), (4, 60, 600)]
+    found = rows.attend(parts, blocks=BLOCKS, near_blocks=near)
+    for index, (row, start, end) in enumerate(parts):
+        token = int(rows.token[row])
+        span = slice(token, token + end)
+        queries, keys = torch.arange(start, end)[:, None], torch.arange(end)
+        seen = keys <= queries
+        if spec.window is not None:
+            seen &= keys > queries - spec.window
+        for own, low, high in BLOCKS:
+            if own == index and (spec.windowed or not near):
+                seen |= (queries >= low) & (queries < high) & (keys >= low) & (keys < high)
+        bias = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+        groups = spec.num_heads // spec.num_kv_heads
+        query = rows.query[token + start : token + end].transpose(0, 1)
+        key, value = (part[span].transpose(0, 1).repeat_interleave(groups, 0) for part in (rows.key, rows.value))
+        expected = masked_attention(spec, query, key, value, bias, None).transpose(0, 1)
+        assert float((found[index] - expected).abs().max()) < 1e-5, f"row {row}"
+
+
+def test_a_block_is_the_same_bits_in_any_company() -> None:
+    rows = Lengths(BASE, [50, 700])
+    alone = rows.attend([(0, 0, 50)], blocks=((0, 3, 30),))[0]
+    beside = rows.attend([(1, 0, 700), (0, 0, 50)], blocks=((1, 3, 30), (0, 8, 600)))[1]
+    rows.attend([(0, 0, 3)])
+    resumed = rows.attend([(0, 3, 50)], blocks=((0, 3, 30),))[0]
+    assert torch.equal(alone, beside)
+    assert torch.equal(alone[3:], resumed)
+
+
+def test_the_check_can_fail() -> None:
+    pair = Pair(BASE, torch.float32)
+    other = replace(BASE, scale=BASE.scale * 1.01)
+    pair.compiled = CompiledBackend([other], pair.torch.num_pages, pair.page_size, torch.float32)
+    found, expected = pair.step(STEPS[0])
+    assert float((found - expected).abs().max()) > 1e-4
+
+
+class Lengths:
+    """Rows of fixed keys and values in one pool; any of them can be attended to in any company."""
+
+    def __init__(self, spec: LayerSpec, lengths: list[int], threads: int = 2) -> None:
+        generator = torch.Generator().manual_seed(5)
+        pages = [-(-length // 16) for length in lengths]
+        self.spec, self.lengths, self.first = spec, lengths, np.cumsum([1, *pages])
+        self.backend = CompiledBackend([spec], int(self.first[-1]), 16, torch.float32)
+        self.query = torch.randn(sum(lengths), spec.num_heads, spec.key_dim, generator=generator)
+        self.key = torch.randn(sum(lengths), spec.num_kv_heads, spec.key_dim, generator=generator)
+        self.value = torch.randn(sum(lengths), spec.num_kv_heads, spec.value_dim, generator=generator)
+        self.token = np.cumsum([0, *lengths])
+
+    def attend(
+        self,
+        parts: list[tuple[int, int, int]],
+        blocks: tuple[tuple[int, int, int], ...] = (),
+        near_blocks: bool = False,
+    ) -> list[torch.Tensor]:
+        """parts: (row, first position, last position + 1)."""
+        starts, counts = np.array([a for _, a, _ in parts]), np.array([b - a for _, a, b in parts])
+        width = max(-(-b // 16) for _, _, b in parts)
+        tables = np.array([self.first[row] + np.arange(width) for row, _, _ in parts], dtype=np.int32)
+        slots = np.concatenate([self.first[row] * 16 + np.arange(a, b) for row, a, b in parts])
+        tokens = torch.from_numpy(np.concatenate([self.token[row] + np.arange(a, b) for row, a, b in parts]))
+        indptr = np.concatenate(([0], np.cumsum(counts)))
+        self.backend.plan(
+            StepView(starts, counts, indptr, tables, torch.from_numpy(slots), blocks=blocks, near_blocks=near_blocks)
+        )
+        self.backend.write(0, self.key[tokens], self.value[tokens])
+        return list(self.backend.attend(0, self.query[tokens]).split(counts.tolist()))
+
+
+@pytest.mark.parametrize("shape", ["group of 3, 80 dimensions", "window", "chunks", "all"])
+def test_bit_for_bit_in_any_company(shape: str) -> None:
+    """Rows run alone, among 64, on one or two threads, in chunks of any size; long rows are split when alone."""
+    lengths = [1300, 17, 600, *[20 + row for row in range(61)]]
+    rows = Lengths(SHAPES[shape], lengths)
+    whole = rows.attend([(row, 0, length) for row, length in enumerate(lengths)])
+    for count in (1, 2, 3):
+        with team_of(count):
+            together = rows.attend([(row, length - 1, length) for row, length in enumerate(lengths)])
+            for row in (0, 1, 2, 63):
+                assert torch.equal(together[row][-1], whole[row][-1])
+                alone = rows.attend([(row, lengths[row] - 1, lengths[row])])[0]
+                assert torch.equal(alone[-1], whole[row][-1])
+            for first, last in ((0, 7), (7, 600), (600, 1299), (1299, 1300)):
+                chunk = rows.attend([(0, first, last), (1, 16, 17)])[0]
+                assert torch.equal(chunk, whole[0][first:last])
+
+
+def test_a_long_row_alone_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another load may change the default type meanwhile: transformers sets it while it makes a model, for the whole
+    process."""
+    planned: list[Any] = []
+    fill = StepPlan.fill
+    monkeypatch.setattr(StepPlan, "fill", lambda plan, *given: planned.append(given) or fill(plan, *given))
+    rows = Lengths(replace(BASE, num_heads=2, num_kv_heads=1), [1300])
+    with team_of(2):
+        rows.attend([(0, 0, 1299)])
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            rows.attend([(0, 1299, 1300)])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    work, *_, partials, _, _ = planned[-1]
+    assert (len(work.costs), work.joins) == (3, [0, 0, 3])
+    assert partials.numel()
+    assert partials.dtype is torch.float32
+
+
+def test_a_row_of_nan_stays_alone() -> None:
+    rows = Lengths(BASE, [40, 33, 21])
+    before = rows.attend([(0, 0, 40), (1, 0, 33), (2, 0, 21)])
+    rows.query[rows.token[1] : rows.token[2]] = math.nan
+    rows.value[rows.token[1] : rows.token[2]] = math.nan
+    after = rows.attend([(0, 0, 40), (1, 0, 33), (2, 0, 21)])
+    assert torch.equal(after[0], before[0])
+    assert torch.equal(after[2], before[2])
+    assert bool(after[1].isnan().all())
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    turned, kept = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turned.chunk(2, -1)
+    turned = turned * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
+    return torch.cat((turned, kept), -1)
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch.Tensor:
+    if weight is None:
+        return x
+    wide = x.float()
+    return (weight * wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("norms", "rotary"), [(True, 64), (False, 64), (True, 32), (False, 0)])
+def test_merged(norms: bool, rotary: int, dtype: torch.dtype) -> None:
+    spec = BASE
+    one, other = Pair(spec, dtype), Pair(spec, dtype)
+    weights = [one.random(64).float() if norms else None for _ in range(2)]
+    heads = MergedHeads(4, 2, 64, 64, *weights, epsilon=1e-6)
+    for step in STEPS:
+        view = one.view(step)
+        tokens = int(view.qo_indptr[-1])
+        qkv, angles = one.random(tokens, 8 * 64), torch.rand(tokens, rotary, generator=one.generator) * 6
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        query, key, value = qkv.view(tokens, 8, 64).split((4, 2, 2), 1)
+        query = rotated(normed(query, weights[0], 1e-6), cos, sin)
+        key = rotated(normed(key, weights[1], 1e-6), cos, sin)
+        one.compiled.plan(view)
+        found = one.compiled.attend_merged(0, qkv, heads, cos, sin)
+        other.compiled.plan(view)
+        other.compiled.write(0, key, value)
+        expected = other.compiled.attend(0, query).flatten(1)
+        # a normed number that is rounded the other way shows where two cancel
+        near = 2**-8 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(found, expected, rtol=1.6e-2 if dtype == torch.bfloat16 else 1.3e-6, atol=near)
+
+
+def test_views_are_read_where_they_lie() -> None:
+    """The model hands over [1, heads, tokens, dim] turned around."""
+    rows = Lengths(BASE, [37])
+    expected = rows.attend([(0, 0, 37)])[0]
+    query, key, value = (
+        part.transpose(0, 1).contiguous().transpose(0, 1) for part in (rows.query, rows.key, rows.value)
+    )
+    rows.backend.write(0, key, value)
+    assert torch.equal(rows.backend.attend(0, query), expected)
+
+
+def test_the_choice() -> None:
+    specs = [BASE]
+    assert factory.make_backend(EngineConfig(), specs, 5, torch.bfloat16, CPU).name == "compiled"
+    assert (
+        factory.make_backend(EngineConfig(attention_backend="compiled"), specs, 5, torch.float32, CPU).name
+        == "compiled"
+    )
+    assert factory.make_backend(EngineConfig(attention_backend="torch"), specs, 5, torch.bfloat16, CPU).name == "torch"
+    assert factory.make_backend(EngineConfig(), specs, 5, torch.float16, CPU).name == "torch"
+    with pytest.raises(InvalidParameter, match="read bfloat16 and float32, not float16") as caught:
+        factory.make_backend(EngineConfig(attention_backend="compiled"), specs, 5, torch.float16, CPU)
+    assert caught.value.field == "attention_backend"
+
+
+def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "compiler_missing", lambda dtype, device: "numba is not installed")
+    assert factory.make_backend(EngineConfig(), [BASE], 5, torch.bfloat16, CPU).name == "torch"
+    with pytest.raises(InvalidParameter, match="numba is not installed"):
+        factory.make_backend(EngineConfig(attention_backend="compiled"), [BASE], 5, torch.bfloat16, CPU)
+
+
+def test_the_pool_is_as_large_as_counted() -> None:
+    backend = CompiledBackend([BASE, replace(BASE, index=1)], 7, 16, torch.bfloat16)
+    assert backend.kv_bytes == 7 * page_bytes([BASE, BASE], 16, torch.bfloat16)
+    backend.close()

@@ -1,0 +1,60 @@
+"""FlashInfer runs `ninja`, which lies beside this Python's program: it must be found whoever started that."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from asyncengine.execution.attention import flashinfer as backend
+
+FOUND = ModuleType("flashinfer")
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This Python's folder of programs, empty. Nothing is on the path."""
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    monkeypatch.setattr(backend.sysconfig, "get_path", lambda name: str(folder) if name == "scripts" else None)
+    monkeypatch.setenv("PATH", str(tmp_path / "elsewhere"))
+    monkeypatch.setitem(sys.modules, "flashinfer", FOUND)
+    return folder
+
+
+def program(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "ninja").write_text("#!/bin/sh\n")
+    (folder / "ninja").chmod(0o755)
+
+
+def test_ninja_of_this_python_is_found(scripts: Path, tmp_path: Path) -> None:
+    program(scripts)
+    for _ in range(2):
+        assert backend.load_flashinfer() is FOUND
+    assert os.environ["PATH"] == f"{tmp_path / 'elsewhere'}{os.pathsep}{scripts}", "at the end, and once"
+
+
+def test_another_ninja_comes_first(scripts: Path, tmp_path: Path) -> None:
+    program(scripts)
+    program(tmp_path / "elsewhere")
+    backend.load_flashinfer()
+    assert str(scripts) not in os.environ["PATH"]
+
+
+def test_without_ninja_nothing_changes(scripts: Path) -> None:
+    before = os.environ["PATH"]
+    backend.load_flashinfer()
+    assert os.environ["PATH"] == before
+
+
+def test_without_a_path_there_is_one(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(scripts)
+    monkeypatch.delenv("PATH")
+    monkeypatch.setattr(backend.os, "defpath", "")
+    monkeypatch.setattr(backend.shutil, "which", lambda name, path=None: str(scripts / name) if path else None)
+    backend.load_flashinfer()
+    assert os.environ["PATH"] == str(scripts)

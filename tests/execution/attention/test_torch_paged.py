@@ -1,0 +1,221 @@
+"""The paged backend against attention written out per token, over every option it knows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.device_modes import DEVICE, NoWaiting
+from support.rank_threads import gathers
+
+from asyncengine.execution.attention import torch_paged
+from asyncengine.execution.attention.base import LayerSpec, StepView, page_bytes
+from asyncengine.execution.attention.torch_paged import TorchPagedBackend, _similar_lengths
+from asyncengine.execution.device import shared_gather
+
+CPU = torch.device("cpu")
+BASE = LayerSpec(index=0, num_heads=4, num_kv_heads=2, key_dim=8, value_dim=8, scale=0.3)
+VARIANTS = {
+    "plain": BASE,
+    "one kv head": replace(BASE, num_kv_heads=1),
+    "no grouping": replace(BASE, num_kv_heads=4),
+    "odd sizes": replace(BASE, num_heads=3, num_kv_heads=3, key_dim=5, value_dim=7),
+    "window": replace(BASE, window=6),
+    "window of one": replace(BASE, window=1),
+    "chunks": replace(BASE, chunk=7),
+    "chunks and a window": replace(BASE, chunk=8, window=5),
+    "chunks and sinks": replace(BASE, chunk=8, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+    "softcap": replace(BASE, softcap=0.7),
+    "sinks": replace(BASE, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+    "all": replace(BASE, window=9, softcap=1.1, sinks=torch.tensor([3.0, -1.0, 0.2, 0.0])),
+}
+
+
+def by_hand(
+    spec: LayerSpec, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: int
+) -> torch.Tensor:
+    """One query [heads, key dim] at `position` over keys [tokens, kv heads, dim]."""
+    out = torch.zeros(spec.num_heads, spec.value_dim)
+    for head in range(spec.num_heads):
+        shared = head // (spec.num_heads // spec.num_kv_heads)
+        scores = []
+        first = 0 if spec.window is None else max(position - spec.window + 1, 0)
+        first = first if spec.chunk is None else max(first, position - position % spec.chunk)
+        for token in range(first, position + 1):
+            score = float(query[head] @ keys[token, shared]) * spec.scale
+            scores.append(score if spec.softcap is None else spec.softcap * math.tanh(score / spec.softcap))
+        weights = [math.exp(score) for score in scores]
+        total = sum(weights) + (0.0 if spec.sinks is None else math.exp(float(spec.sinks[head])))
+        for token, weight in zip(range(first, position + 1), weights, strict=True):
+            out[head] += weight / total * values[token, shared]
+    return out
+
+
+class Sequences:
+    """Rows with random keys and values, kept both in order and in the backend's pages."""
+
+    def __init__(self, backend: TorchPagedBackend, spec: LayerSpec, lengths: list[int], seed: int) -> None:
+        self.backend, self.spec = backend, spec
+        self.generator = torch.Generator().manual_seed(seed)
+        self.keys = [torch.zeros(0, spec.num_kv_heads, spec.key_dim) for _ in lengths]
+        self.values = [torch.zeros(0, spec.num_kv_heads, spec.value_dim) for _ in lengths]
+        size = backend.page_size
+        pages = (torch.randperm(backend.num_pages - 1, generator=self.generator) + 1).tolist()
+        self.tables = [[pages.pop() for _ in range(-(-(length + 40) // size))] for length in lengths]
+        self.step([(row, length) for row, length in enumerate(lengths) if length])
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def step(self, parts: list[tuple[int, int]]) -> float:
+        """Append `count` tokens to each row, attend, and return the largest error."""
+        spec, size = self.spec, self.backend.page_size
+        starts = np.array([len(self.keys[row]) for row, _ in parts])
+        counts = np.array([count for _, count in parts])
+        indptr = np.concatenate(([0], np.cumsum(counts)))
+        width = int(-(-(starts + counts).max() // size))
+        tables = np.array([(self.tables[row] + [0] * width)[:width] for row, _ in parts], dtype=np.int32)
+        slots = [
+            self.tables[row][position // size] * size + position % size
+            for (row, count), start in zip(parts, starts.tolist(), strict=True)
+            for position in range(start, start + count)
+        ]
+        total = int(indptr[-1])
+        query = self.random(total, spec.num_heads, spec.key_dim)
+        key = self.random(total, spec.num_kv_heads, spec.key_dim)
+        value = self.random(total, spec.num_kv_heads, spec.value_dim)
+        self.backend.plan(StepView(starts, counts, indptr, tables, torch.tensor(slots)))
+        self.backend.write(spec.index, key, value)
+        found = self.backend.attend(spec.index, query)
+        assert bool(found.isfinite().all()), "max() below would overlook NaN"
+        error = 0.0
+        for place, (row, count) in enumerate(parts):
+            own = slice(int(indptr[place]), int(indptr[place + 1]))
+            self.keys[row] = torch.cat((self.keys[row], key[own]))
+            self.values[row] = torch.cat((self.values[row], value[own]))
+            for offset in range(count):
+                expected = by_hand(
+                    spec, query[own][offset], self.keys[row], self.values[row], int(starts[place]) + offset
+                )
+                error = max(error, float((found[own][offset] - expected).abs().max()))
+        return error
+
+
+@pytest.mark.parametrize(
+    ("variant", "page_size"),
+    [*((name, 4) for name in VARIANTS), ("plain", 1), ("window", 16), ("all", 1), ("chunks", 16)],
+)
+def test_against_attention_by_hand(variant: str, page_size: int) -> None:
+    spec = VARIANTS[variant]
+    backend = TorchPagedBackend([spec], 700, page_size, torch.float32, CPU)
+    rows = Sequences(backend, spec, [3, 30, 0, 17], seed=page_size)
+    assert rows.step([(1, 1), (0, 1), (3, 1)]) < 1e-5, "decodes of different lengths"
+    assert rows.step([(2, 9), (1, 1), (0, 7), (3, 1)]) < 1e-5, "a prompt, chunks and decodes together"
+    assert rows.step([(0, 2), (2, 1)]) < 1e-5
+    assert rows.step([(row, 1) for row in (3, 2, 1, 0)]) < 1e-5
+
+
+def test_the_check_can_fail() -> None:
+    backend = TorchPagedBackend([BASE], 50, 4, torch.float32, CPU)
+    rows = Sequences(backend, BASE, [9], seed=0)
+    rows.spec = replace(BASE, scale=0.31)
+    assert rows.step([(0, 1)]) > 1e-3
+
+
+def test_layers_of_different_windows_and_heads() -> None:
+    layers = [BASE, replace(BASE, index=1, window=5), replace(BASE, index=2, num_kv_heads=4)]
+    backend = TorchPagedBackend(layers, 100, 4, torch.float32, CPU)
+    for spec in layers:
+        rows = Sequences(backend, spec, [11, 2], seed=spec.index)
+        assert rows.step([(0, 1), (1, 6)]) < 1e-5
+    assert backend.kv_bytes == 100 * page_bytes(layers, 4, torch.float32)
+    assert page_bytes(layers, 4, torch.float32) == (2 + 2 + 4) * 16 * 4 * 4
+
+
+def test_long_scores_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncengine.execution.attention.torch_paged._SCORE_ELEMENTS", 100)
+    spec = VARIANTS["all"]
+    rows = Sequences(TorchPagedBackend([spec], 100, 4, torch.float32, CPU), spec, [13], seed=1)
+    assert rows.step([(0, 11)]) < 1e-5
+
+
+def test_what_a_former_owner_left_in_a_page_is_gone() -> None:
+    """NaN of a failed request behind the written part of a page must not reach its next owner."""
+    for variant in ("plain", "sinks"):
+        spec = VARIANTS[variant]
+        backend = TorchPagedBackend([spec], 30, 4, torch.float32, CPU)
+        for pool in backend.page_pools():
+            pool.memory[:, 1:] = math.nan
+        rows = Sequences(backend, spec, [6, 0], seed=2)
+        assert rows.step([(0, 1), (1, 3)]) < 1e-5
+        for _ in range(6):
+            assert rows.step([(0, 1), (1, 1)]) < 1e-5
+
+
+def test_groups_bound_padding_and_size() -> None:
+    rows = np.arange(40)
+    pages = np.array([1 + (7 * row) % 64 for row in rows])
+    groups = _similar_lengths(rows, pages, most_pages=128)
+    assert sorted(np.concatenate(groups).tolist()) == rows.tolist()
+    for group in groups:
+        widths = pages[group]
+        assert widths.max() <= 1.25 * widths.min() + 1
+        assert len(group) * widths.max() <= 128
+    assert len(_similar_lengths(rows[:2], np.array([500, 500]), most_pages=128)) == 2, "one row may exceed the bound"
+
+
+def planned(device: torch.device, num_pages: int, rows: int = 40) -> int:
+    """Groups of decodes into which `rows` rows of 64 keys each are put."""
+    backend = TorchPagedBackend([BASE], num_pages, 4, torch.float32, device)
+    starts, counts = np.full(rows, 63, dtype=np.int64), np.ones(rows, dtype=np.int64)
+    tables = np.ones((rows, 16), dtype=np.int32)
+    slots = torch.zeros(rows, dtype=torch.int64, device=device)
+    backend.plan(StepView(starts, counts, np.arange(rows + 1, dtype=np.int64), tables, slots))
+    (plan,) = backend._plans.values()
+    return len(plan.decodes)
+
+
+def test_off_the_cpu_groups_are_as_large_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs launches there, and caches do not matter. A row has 16 pages of 256 bytes."""
+    monkeypatch.setattr(torch_paged, "_SCRATCH_BYTES", 8 * 16 * 256)
+    assert planned(CPU, 10_000) == 5
+    with NoWaiting(monkeypatch):
+        assert planned(DEVICE, 10_000) == 1
+        assert planned(DEVICE, 1280) == 2, "a quarter of the pool's keys: 20 rows"
+        assert planned(DEVICE, 9) == 5, "as much as on a CPU"
+    monkeypatch.setattr(torch_paged, "_DEVICE_SCRATCH_BYTES", 10 * 16 * 256)
+    with NoWaiting(monkeypatch):
+        assert planned(DEVICE, 10_000) == 4
+
+
+def test_planning_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, chunks and decodes, and pages that are opened."""
+    backend = TorchPagedBackend([replace(BASE, window=6), replace(BASE, index=1)], 30, 4, torch.float32, DEVICE)
+    starts, counts = np.array([0, 9, 8], dtype=np.int64), np.array([6, 5, 1], dtype=np.int64)
+    slots = torch.zeros(12, dtype=torch.int64, device=DEVICE)
+    tables = np.arange(1, 16, dtype=np.int32).reshape(3, 5)
+    with NoWaiting(monkeypatch) as mode:
+        backend.plan(StepView(starts, counts, np.array([0, 6, 11, 12], dtype=np.int64), tables, slots))
+    assert mode.copies >= 8
+
+
+@pytest.mark.skipif(shared_gather.missing() is not None, reason=str(shared_gather.missing()))
+def test_a_stage_clears_no_page_of_another() -> None:
+    """Stages plan the same step on memory of all layers, a later one while an earlier one's keys are there."""
+    layers = [BASE, replace(BASE, index=1)]
+    first, second = (
+        TorchPagedBackend(layers, 8, 4, torch.float32, CPU, shared=each.pools(2**16, each=False)) for each in gathers(2)
+    )
+    starts, counts, bounds = (np.array(each) for each in ([0], [3], [0, 3]))
+    step = StepView(starts, counts, bounds, np.array([[1]], dtype=np.int32), torch.tensor([4, 5, 6]))
+    query, key, value = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    first.plan(step)
+    first.write(0, key, value)
+    expected = first.attend(0, query)
+    second.plan(step)
+    second.write(1, key, value)
+    assert torch.equal(first.attend(0, query), expected)
+    assert torch.equal(second.attend(1, query), expected)

@@ -1,0 +1,324 @@
+"""Short steps in one call: who gets it, that it gives the bits of the layers one by one, and when it is not taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import Checkpoint, MakeRunner
+from support.drive import Driver, prompts
+from support.forwards import Forwards
+from support.layer_options import options
+from support.panels import use_panels
+from support.tiny_configs import FAMILIES, VOCAB, changed
+
+from asyncengine.config import EngineConfig
+from asyncengine.execution.device.cores import Cores, Sharing
+from asyncengine.execution.layers.recorded import MOST_TOKENS, RecordedLayers
+from asyncengine.execution.models.decoder import Decoder
+from asyncengine.execution.models.families import decoder_config_of
+from asyncengine.execution.models.loading import load_model
+
+pytest.importorskip("numba")
+FORMS = [
+    ("qwen3", "bfloat16", None), ("qwen3", "float32", "int8"), ("qwen2", "float32", None),
+    ("qwen2", "bfloat16", "int4"),
+    ("qwen3.5", "bfloat16", "int4"), ("qwen3.5", "float32", None), ("gemma2", "bfloat16", "int8"),
+    ("olmo2", "bfloat16", "int8"), ("cohere", "bfloat16", "int8"), ("glm4", "float32", "int4"),
+    ("stablelm", "bfloat16", "int4"), ("gpt2", "bfloat16", None), ("opt-350m", "float32", "int8"),
+    ("hunyuan", "bfloat16", "int8"), ("olmo", "bfloat16", None), ("apertus", "float32", "int8"),
+    ("gemma4", "bfloat16", "int8"), ("gemma4-keys-are-values", "float32", "int8"),
+]  # fmt: skip
+"""Models, types and forms of weights; those of the tiny GPT-2 fill no panels, with biases."""
+
+
+VARIANTS = {
+    "bamba, whole": changed("bamba", hidden_size=64, mamba_d_head=32),
+    "kimi-linear, whole": changed("kimi-linear", hidden_size=64, linear_num_heads=4, v_head_dim=16),
+    "lfm2moe, whole": changed("lfm2moe", hidden_size=64),
+    "mixtral, whole": changed("mixtral", hidden_size=64, intermediate_size=64),
+    "phimoe, whole": changed("phimoe", hidden_size=64, intermediate_size=64),
+    "qwen2moe, whole": changed("qwen2moe", hidden_size=64, shared_expert_intermediate_size=32),
+    "qwen3next, whole": changed(
+        "qwen3next", hidden_size=64, linear_num_key_heads=4, linear_num_value_heads=16, linear_key_head_dim=16,
+        linear_value_head_dim=16,
+    ),
+    "qwen3.5moe, whole": changed(
+        "qwen3.5moe", linear_num_key_heads=4, linear_num_value_heads=16, linear_key_head_dim=16
+    ),
+    "nemotron-3, whole": changed(
+        "nemotron-3", layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
+        mamba_num_heads=6, moe_intermediate_size=64, moe_shared_expert_intermediate_size=96, intermediate_size=128,
+    ),
+}  # fmt: skip
+"""Tiny models in widths that fill panels, and of states those that kernels take, as those of real models do."""
+BESIDE = [
+    ("qwen3.5moe, whole", "bfloat16", None), ("qwen3.5moe, whole", "bfloat16", "int4"), ("glm4moe", "float32", None),
+    ("glm4moe", "bfloat16", "int4"), ("dots1", "bfloat16", None), ("granite4", "float32", None),
+    ("granite4", "bfloat16", "int4"), ("falcon-h1", "bfloat16", None), ("falcon-h1", "bfloat16", "int4"),
+    ("mamba2", "float32", None), ("mamba2", "bfloat16", "int4"), ("nemotron-3, whole", "bfloat16", None),
+    ("nemotron-3, whole", "bfloat16", "int4"), ("gemma4moe", "bfloat16", None), ("llama4", "bfloat16", "int8"),
+    ("llama4", "float32", None), ("phimoe, whole", "bfloat16", None), ("kimi-linear, whole", "bfloat16", "int8"),
+    ("kimi-linear, whole", "float32", "int8"), ("gpt-oss", "bfloat16", "int4"), ("qwen3moe", "float32", None),
+]  # fmt: skip
+"""Experts beside what all rows share (gated; with a router in float32; behind a dense layer; in a hybrid), a state
+beside attention, mixers alone, and layers of one branch."""
+
+
+@pytest.fixture(autouse=True)
+def variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, make in VARIANTS.items():
+        monkeypatch.setitem(FAMILIES, name, make)
+
+
+@pytest.fixture(autouse=True)
+def in_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_panels(True, monkeypatch)
+
+
+def load(path: Any, **fields: Any) -> Decoder:
+    model = load_model(str(path), EngineConfig(show_progress=False, **fields)).model
+    assert isinstance(model, Decoder)
+    return model
+
+
+def test_who_gets_it(checkpoint: Checkpoint) -> None:
+    """Models whose products are made by compiled kernels, which take any number of outputs (48 fill no panel)."""
+    for dtype, expected in (("float32", True), ("float16", False)):
+        model = load(checkpoint("llama"), dtype=dtype)
+        assert (model.recorded is not None) == model.compiled == expected
+        assert (f"recorded_layers x {len(model.layers)}" in model.describe()) == expected
+
+
+NARROW = ("qwen2moe", "qwen3next", "mixtral", "phimoe", "bamba", "nemotron-3", "lfm2moe", "kimi-linear")
+"""Tiny models whose experts' widths fill no panels, or whose states no kernel takes: no step is tried.
+Each has a variant of other widths in `VARIANTS`."""
+BY_TORCH: tuple[str, ...] = ()
+"""Tiny models with a state layer for which there is no kernel."""
+
+
+def test_which_families_are_recorded() -> None:
+    """All that are written down, in 8 bits and widths of kernels: two steps of each, of which the second is replayed.
+    Where torch computes between kernels, `found` says what."""
+    found: dict[str, str | None] = {}
+    others = []
+    for name in FAMILIES:
+        described = decoder_config_of(FAMILIES[name](), 64)
+        if described is None:
+            others.append(name)
+            continue
+        decoder = Decoder(described, options(torch.bfloat16, bits=8), 64)
+        for slot in decoder.slots().values():
+            slot.load(torch.full(slot.shape, 0.01))
+        if decoder.recorded is None:
+            found[name] = None
+            continue
+        forwards = Forwards(decoder)
+        forwards.step([1, 2])
+        forwards.step([3, 4])
+        if decoder.recorded.obstacle is not None or not decoder.recorded.records:
+            found[name] = decoder.recorded.obstacle
+    assert found == dict.fromkeys((*NARROW, *BY_TORCH))
+    assert {f"{name}, whole" for name in NARROW} <= set(VARIANTS)
+    assert others == ["hunyuanmoe"]  # which transformers runs
+
+
+@pytest.mark.parametrize(("name", "dtype", "quantization"), FORMS)
+def test_to_the_bit(name: str, dtype: str, quantization: Any, checkpoint: Checkpoint) -> None:
+    """Logits of 1, 2, 13 and 64 rows that decode, of a chunk, and of both together."""
+    model = load(checkpoint(name), dtype=dtype, quantization=quantization)
+    same_bits(model, [[3] * 64, [1], [1], [1] * 2, [1] * 64, [1] * 2, [1] * 13, [1] * 64, [20], [1, 1, 30, 1]])
+
+
+@pytest.mark.parametrize(("name", "dtype", "quantization"), BESIDE)
+def test_to_the_bit_of_what_lies_side_by_side(name: str, dtype: str, quantization: Any, checkpoint: Checkpoint) -> None:
+    """Steps that read what the one before wrote, of one row and of several."""
+    model = load(checkpoint(name, heavy=True), dtype=dtype, quantization=quantization)
+    same_bits(model, [[3] * 5, [1], [1] * 5, [1, 1, 11, 1], [1], [1] * 5])
+    assert f"recorded_layers x {len(model.layers)}" in model.describe()
+
+
+def same_bits(model: Decoder, steps: list[list[int]]) -> None:
+    """Logits of these steps with all layers in one call, and layer by layer."""
+    recorded = model.recorded
+    assert recorded is not None
+    seen = []
+    for form in (recorded, None):
+        model.recorded = form
+        forwards = Forwards(model, rows=64)
+        found = []
+        for counts in steps:
+            ids = [(7 * place + len(counts)) % VOCAB for place in range(sum(counts))]
+            found.append(forwards.step(ids, counts))
+        seen.append(found)
+    model.recorded = recorded
+    for left, right in zip(*seen, strict=True):
+        assert torch.equal(left, right)
+        assert bool(left.isfinite().all())
+
+
+def test_queries_that_grow_with_their_position(checkpoint: Checkpoint) -> None:
+    """Queries from some position on are multiplied by a number of the step."""
+    model = load(checkpoint("ministral3"))
+    recorded: Any = model.recorded
+    seen = []
+    for form in (recorded, None):
+        model.recorded, forwards = form, Forwards(model)
+        seen.append([forwards.step([token], shift=shift) for token, shift in enumerate((0, 1, 40, 60, 400, 2))])
+    assert all(torch.equal(left, right) for left, right in zip(*seen, strict=True))
+    assert len(recorded.records) == 2
+
+
+@pytest.mark.parametrize(("name", "quantization"), [("qwen2", None), ("qwen3", None), ("llama", "int8")])
+def test_the_same_tokens_and_logprobs(
+    name: str, quantization: str | None, make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests alone and together, next to prompts and without, have the same bits, whichever way a step goes."""
+    runner = make_runner(name, quantization=quantization)
+    inputs = prompts([5, 33, 18], VOCAB)
+    taken: list[int] = []
+    own = RecordedLayers.__call__
+
+    def counted(self: RecordedLayers, h: torch.Tensor, *rest: Any) -> torch.Tensor | None:
+        found = own(self, h, *rest)
+        if found is not None:
+            taken.append(len(h))
+        return found
+
+    monkeypatch.setattr(RecordedLayers, "__call__", counted)
+    driver = Driver(runner)
+
+    def run() -> list[Any]:
+        jobs = [driver.job(prompt, 12) for prompt in inputs]
+        return [driver.run(jobs, 16), [job.logprobs for job in jobs]]
+
+    short = run()
+    assert max(taken) > len(inputs), "short parts of prompts go this way too, though few of their rows are wanted"
+    monkeypatch.setattr(RecordedLayers, "__call__", lambda *_: None)
+    taken.clear()
+    assert run() == short
+    assert not taken
+
+
+@pytest.mark.parametrize(("name", "quantization"), [("qwen3", None), ("llama", "int8")])
+def test_shared_among_threads_in_the_smallest_pieces(
+    name: str, quantization: str | None, make_runner: MakeRunner
+) -> None:
+    """Rows so long that their keys are split among threads, next to short ones, are the same to the bit."""
+    from asyncengine.kernels.cpu.team import Team
+
+    runner = make_runner(name, quantization=quantization, max_num_batched_tokens=1024)
+    inputs = prompts([530, 33, 5], VOCAB)
+
+    def run() -> list[Any]:
+        driver = Driver(runner)
+        jobs = [driver.job(prompt, 6) for prompt in inputs]
+        return [driver.run(jobs, 600), [job.logprobs for job in jobs]]
+
+    alone = run()
+    runner.cores.close()
+    runner.small, team = False, Team(3, piece=1)
+    runner.cores = Cores(3, sharing=Sharing(), team=team)
+    assert run() == alone
+    assert team.account.pieces > 100
+    runner.cores.close()
+
+
+def test_long_steps_adapters_and_other_backends_go_the_long_way(checkpoint: Checkpoint) -> None:
+    model = load(checkpoint("qwen3"))
+    recorded: Any = model.recorded
+
+    def records(tokens: int, **fields: Any) -> int:
+        forwards = Forwards(model, backend=fields.pop("backend", "auto"))
+        forwards.step([1] * tokens, rows=None if not fields else range(tokens), **fields)
+        return len(recorded.records)
+
+    class Elsewhere:
+        """Adapters whose factors are not where the kernels find them."""
+
+        def records(self, paths: tuple[str, ...]) -> None:
+            return None
+
+        def add(self, path: str, x: torch.Tensor, y: torch.Tensor) -> None:
+            pass
+
+    assert records(MOST_TOKENS + 1) == 0
+    assert records(1, backend="torch") == 0
+    assert records(1, adapters=Elsewhere()) == 0
+    assert records(MOST_TOKENS) == 1
+
+
+def test_a_record_holds_nothing_of_its_step(checkpoint: Checkpoint) -> None:
+    """Steps recorded again, of other tokens, at other addresses, among other segments, have the same record but for
+    what is declared to change."""
+    model = load(checkpoint("qwen3.5"))
+    recorded: Any = model.recorded
+    forwards = Forwards(model, rows=4)
+    forwards.step([5, 6, 7], [3])
+    tables, kept = [], []
+    for counts in ([1, 1], [2], [1, 1]):
+        recorded.records.clear()
+        ids = [7 * len(kept) + place for place in range(sum(counts))]
+        kept.append((forwards.context(counts), torch.tensor(ids), torch.arange(len(ids))))
+        step, tokens, rows = kept[-1]
+        with torch.inference_mode():
+            kept.append(model.forward(tokens, step, rows))
+        ((record, _),) = recorded.records.values()
+        tables.append(record.table)
+        kept.append([torch.empty(2, model.config.width) for _ in range(20)])
+    assert tables[0] == tables[1] == tables[2]
+    assert len(tables[0][0]) > 20
+
+
+def test_steps_of_known_numbers_of_tokens_run_nothing_but_their_records(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from asyncengine.kernels.recording import Record
+
+    model = load(checkpoint("qwen3"))
+    forwards = Forwards(model)
+    forwards.step([5])
+    monkeypatch.setattr(Record, "replay", lambda self, values: None)
+    broken = forwards.step([6])
+    model.recorded = None
+    forwards = Forwards(model)
+    forwards.step([5])
+    assert not torch.equal(forwards.step([6]), broken)
+
+
+def test_what_stands_between_kernels_is_said_once(checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture) -> None:
+    """The step itself is right, and later ones are not tried."""
+    model = load(checkpoint("qwen3"))
+    expected = Forwards(model).step([5, 6])
+    model = load(checkpoint("qwen3"))
+    layer: Any = model.layers[1]
+    own = layer.attention.qkv.weight.multiply
+    layer.attention.qkv.weight.multiply = lambda x, bias: own(x * 1.0, bias)
+    with caplog.at_level("INFO", "asyncengine"):
+        for _ in range(2):
+            assert torch.equal(Forwards(model).step([5, 6]), expected)
+    said = [record.message for record in caplog.records if "one by one" in record.message]
+    assert len(said) == 1
+    assert "aten.mul" in said[0]
+    assert f"recorded_layers x {len(model.layers)}" not in model.describe()
+
+
+def test_an_arena_that_is_full_grows(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncengine.execution.layers.recorded._ARENA", 4096)
+    model = load(checkpoint("qwen3"))
+    same_bits(model, [[9], [1], [9], [1], [9], [1], [20], [1], [20], [1]])
+    recorded: Any = model.recorded
+    assert {tokens for tokens, *_ in recorded.records} >= {20, 1}
+
+
+def test_a_team_that_ends_meanwhile_is_no_part_of_a_record() -> None:
+    """A recorded end would be replayed as another team's, or nobody's."""
+    from asyncengine.kernels.cpu.team import Team
+    from asyncengine.kernels.recording import Arena, Recorder
+
+    team = Team(2)
+    with Recorder(Arena(4096), []) as recorder:
+        del team  # its finalizer stops it by a kernel, as the collector of garbage may at any moment
+    assert recorder.obstacle is None
+    assert len(recorder.record()) == 0

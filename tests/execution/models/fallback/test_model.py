@@ -1,0 +1,81 @@
+"""Models that run through transformers' modules: tried when they are loaded, unfused, and let go of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import Checkpoint
+from support.forwards import logits_of
+from support.tiny_models import FAMILIES, make_model
+
+from asyncengine.config import EngineConfig
+from asyncengine.errors import UnsupportedModel
+from asyncengine.execution.models.fallback.model import TransformersModel, count_elements, make_random
+from asyncengine.execution.models.loading import load_model
+
+PLAIN = EngineConfig(fuse=False, show_progress=False)
+IDS = list(range(3, 14))
+
+
+def load(path: Any, **fields: Any) -> TransformersModel:
+    model = load_model(str(path), PLAIN.replace(**fields)).model
+    assert isinstance(model, TransformersModel)
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt-oss", "gemma2"])
+def test_logits_are_transformers(name: str, checkpoint: Checkpoint) -> None:
+    """Logits of all rows and of some are compared, from the first position on and from a later one."""
+    model, oracle = load(checkpoint(name)), make_model(name)
+    oracle.set_attn_implementation("eager")
+    for first in (0, 300):
+        positions = torch.arange(first, first + len(IDS))[None]
+        with torch.inference_mode():
+            expected = oracle(torch.tensor([IDS]), position_ids=positions, use_cache=False).logits[0]
+        most = 1e-5 * float(expected.abs().max())
+        for rows in (range(len(IDS)), [0, 10]):
+            found = logits_of(model, IDS, rows=rows, shift=first)
+            torch.testing.assert_close(found, expected[list(rows)], rtol=0.0, atol=most)
+
+
+def test_attention_that_hides_something_is_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family whose eager attention does more than it passes through the interface."""
+    from transformers.models.llama import modeling_llama
+
+    plain = modeling_llama.eager_attention_forward
+
+    def biased(*args: Any, **kwargs: Any) -> Any:
+        out, weights = plain(*args, **kwargs)
+        return out * 1.5, weights
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", biased)
+    with pytest.raises(UnsupportedModel, match="computes more in its attention"):
+        load(checkpoint("llama"))
+
+
+def test_it_lets_go_of_a_backend(checkpoint: Checkpoint) -> None:
+    model = load(checkpoint("llama"))
+    logits_of(model, IDS)
+    assert model.bound is not None
+    model.unbind()
+    model.unbind()
+    assert model.bound is None
+    assert not any("asyncengine_attention" in vars(part) for part in model.module.modules())
+    assert logits_of(model, IDS).shape == (11, model.vocab_size)
+
+
+def test_random_weights_are_the_same_each_time_and_disturb_nobody() -> None:
+    torch.manual_seed(3)
+    before = torch.rand(1)
+    torch.manual_seed(3)
+    make = FAMILIES["qwen3"]
+    elements = count_elements(make(), PLAIN, torch.bfloat16)
+    first, second = (make_random(make(), PLAIN, torch.bfloat16, torch.device("cpu")) for _ in range(2))
+    assert torch.equal(torch.rand(1), before)
+    pairs = list(zip(first.parameters(), second.parameters(), strict=True))
+    assert elements == sum(part.numel() for part in first.parameters())
+    assert all(torch.equal(left, right) for left, right in pairs)
+    assert all(float(left.detach().float().std()) > 0 for left, _ in pairs if left.dim() == 2)
+    assert first.lm_head.weight.data_ptr() == first.get_input_embeddings().weight.data_ptr(), "tied as configured"

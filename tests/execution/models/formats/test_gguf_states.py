@@ -1,0 +1,173 @@
+"""Models with states in GGUF files: configuration, tensors and logits are those of transformers with the numbers that
+the file stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.gguf_files import checkpoint_of, model_of, write_gguf
+from support.gguf_models import make_model
+from support.long import by_turns
+from support.tiny_configs import changed
+
+from asyncengine.config import EngineConfig
+from asyncengine.errors import ModelNotFound
+from asyncengine.execution.models.formats.gguf.model import GgufModel
+from asyncengine.execution.models.formats.gguf.tensors import BlockMatrix
+from asyncengine.execution.models.loading import load_model
+
+from .gguf_reading import check_decoder, check_tensors, comes_back, median_error
+
+IDS = list(range(3, 24))
+LFM = {"conv_bias": False, "hidden_size": 64, "intermediate_size": 96, "block_auto_adjust_ff_dim": False}
+CASES: dict[str, Any] = {
+    "qwen3.5": changed("qwen3.5"),
+    "qwen3.5 of equal heads": changed("qwen3.5", linear_num_key_heads=4, linear_num_value_heads=4),
+    "qwen3.5moe": changed("qwen3.5moe"),
+    "lfm2": changed("lfm2", **LFM),
+    "granite4": changed("granite4"),
+    "granite4, dense and rotated": changed("granite4", num_local_experts=0, position_embedding_type="rope"),
+    "lfm2moe": changed("lfm2moe", **LFM, routed_scaling_factor=1.0),
+    "qwen3next": changed("qwen3next", mlp_only_layers=[], linear_key_head_dim=16, linear_value_head_dim=16),
+    "mamba2": changed("mamba2", use_bias=False),
+    "mamba2, tied": changed("mamba2", tie_word_embeddings=True),
+    "falcon-h1": changed("falcon-h1", mamba_norm_before_gate=False),
+    "falcon-h1 without a norm": changed("falcon-h1", mamba_rms_norm=False),
+    "nemotron-h": changed("nemotron-h", mamba_num_heads=6, n_groups=2),
+    "nemotron-3": changed("nemotron-3", hidden_size=96),
+    "nemotron-3, latent": changed("nemotron-3", moe_latent_size=32),
+    "kimi-linear": changed(
+        "kimi-linear", hidden_size=64, linear_num_heads=4, kv_lora_rank=32, qk_nope_head_dim=32, v_head_dim=32
+    ),
+}
+
+
+def kinds_of(kind: str) -> Any:
+    return lambda _, tensor: kind if tensor.shape[-1] % 32 == 0 else "F32"
+
+
+@pytest.mark.parametrize(("name", "kind"), by_turns([*CASES, "qwen3next of old"], ("Q8_0", "F32")))
+def test_comes_back(name: str, kind: str, tmp_path: Path) -> None:
+    config = CASES[name.removesuffix(" of old")]()
+    weights = checkpoint_of(make_model(config), tmp_path / "there")
+    path = tmp_path / "m.gguf"
+    written = write_gguf(path, config, weights, kinds_of(kind), legacy=name.endswith(" of old"))
+    model = GgufModel(path)
+    if config.model_type not in ("qwen3_next", "falcon_h1"):  # one of another layout, one with factors in tensors
+        comes_back(model, config)
+        if config.model_type != "kimi_linear":  # transformers saves its dense layer under a mixture's name
+            check_tensors(model, written)
+    assert written.keys() == weights.keys() - ({"lm_head.weight"} if config.tie_word_embeddings else set())
+    reference = model_of(tmp_path / "there", written)
+    check_decoder(model, reference, IDS)
+    # rounding x costs such weights that much
+    assert median_error(path, reference, IDS) < (2e-5 if kind == "F32" else 0.1)
+    if kind == "Q8_0" and name == "qwen3.5":  # columns of quantized matrices, in another order as they are
+        matrix = model.read("model.layers.0.linear_attn.out_proj.weight")
+        assert isinstance(matrix, BlockMatrix)
+        assert matrix.order is not None
+
+
+def write(name: str, folder: Path, change: Any = lambda writer: None, *, legacy: bool = False) -> Any:
+    """The model of that case in a file m.gguf: its configuration, and what was written."""
+    config = CASES[name]()
+    weights = checkpoint_of(make_model(config), folder / "there")
+    return config, write_gguf(folder / "m.gguf", config, weights, change=change, legacy=legacy)
+
+
+def put_value(writer: Any, key: str, value: Any) -> None:
+    """Put a value in the place of what the header has under that key."""
+    values, name = writer.kv_data[0], f"{writer.arch}.{key}"
+    values.pop(name, None)
+    (writer.add_array if isinstance(value, list) else writer.add_uint32)(name, value)
+
+
+def test_layers_that_only_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    config = CASES["qwen3.5"]()
+    layers = config.num_hidden_layers
+
+    def change(writer: Any) -> None:
+        put_value(writer, "block_count", layers + 1)
+        put_value(writer, "nextn_predict_layers", 1)
+        for name in ("attn_q.weight", "nextn.eh_proj.weight", "nextn.enorm.weight"):
+            writer.add_tensor(f"blk.{layers}.{name}", torch.zeros(2, 3).numpy())
+
+    _, written = write("qwen3.5", tmp_path, change)
+    model = GgufModel(tmp_path / "m.gguf")
+    check_tensors(model, written)
+    assert model.config["num_hidden_layers"] == layers
+    assert model.config["layer_types"] == config.layer_types
+
+
+def test_qwen35_as_ollama_makes_it(tmp_path: Path) -> None:
+    """Layers without attention have no heads of keys; other parts lie in the same file."""
+    config = CASES["qwen3.5"]()
+
+    def change(writer: Any) -> None:
+        writer.kv_data[0].pop("qwen35.attention.recurrent_layers")
+        heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
+        put_value(writer, "attention.head_count_kv", heads)
+        for name in ("v.blk.0.attn_q.weight", "mtp.layers.0.attn_q.weight"):
+            writer.add_tensor(name, torch.zeros(2, 3).numpy())
+
+    _, written = write("qwen3.5", tmp_path, change)
+    model = GgufModel(tmp_path / "m.gguf")
+    check_tensors(model, written)
+    write("qwen3.5", tmp_path / "usual")
+    assert model.config == GgufModel(tmp_path / "usual" / "m.gguf").config
+
+
+def test_lfm2_as_ollama_makes_it(tmp_path: Path) -> None:
+    """The last norm has another name, and the header a width that the tensors do not have."""
+    config = CASES["lfm2"]()
+
+    def change(writer: Any) -> None:
+        tensors = writer.tensors[-1]
+        names = {"token_embd_norm.weight": "output_norm.weight"}
+        writer.tensors[-1] = {names.get(name, name): info for name, info in tensors.items()}
+        put_value(writer, "feed_forward_length", 144)
+
+    _, written = write("lfm2", tmp_path, change)
+    model = GgufModel(tmp_path / "m.gguf")
+    check_tensors(model, written)
+    assert model.config["intermediate_size"] == config.intermediate_size
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "message"),
+    [
+        ("qwen3.5", "ssm.time_step_rank", 0, "states of 0 heads"),
+        ("qwen3.5", "ssm.group_count", 3, "16 heads in 256 numbers, and 3 groups"),
+        ("qwen3.5", "ssm.inner_size", 2**31, "heads in 2147483648 numbers"),
+        ("qwen3.5", "ssm.state_size", 2**31, "groups of 2147483648"),
+        ("qwen3.5", "ssm.state_size", 24, "wrong shape for the tensor"),
+        ("qwen3.5", "block_count", 2**31, "layers"),
+        ("qwen3.5", "nextn_predict_layers", 2**31, "layers"),
+        ("qwen3.5", "attention.recurrent_layers", [True], "must have a number for each layer"),
+        ("lfm2", "attention.head_count_kv", 2, "must say which layers attend"),
+        ("lfm2", "attention.head_count_kv", [2], "must have a number for each layer"),
+        ("mamba2", "ssm.time_step_rank", 0, "states of 0 heads"),
+        ("mamba2", "ssm.inner_size", 2**31, "states of 8 heads in 2147483648 numbers"),
+        ("mamba2", "ssm.state_size", 2**31, "groups of 2147483648"),
+        ("mamba2", "ssm.group_count", 3, "and 3 groups"),
+        ("mamba2", "embedding_length", 48, "must be a multiple of .embedding_length"),
+        ("mamba2", "embedding_length", 0, "embedding_length must not be 0"),
+        ("nemotron-3", "attention.head_count_kv", 2, "must say which layers attend"),
+        ("nemotron-3", "attention.head_count_kv", [2], "must have a number for each layer"),
+        ("nemotron-3", "expert_count", 2**31, "n_routed_experts must be between"),
+        ("kimi-linear", "attention.head_count_kv", 1, "must say which layers attend"),
+        ("kimi-linear", "kda.head_dim", 2**31, "states of 2147483648 numbers"),
+        ("kimi-linear", "attention.key_length_mla", 8, "keys of 8, .*of which 8 of a key are shared"),
+        ("kimi-linear", "attention.kv_lora_rank", 2**31, "kv_lora_rank must be between"),
+        ("qwen3next", "ssm.group_count", 4, "wrong shape for the tensor .*in_proj_qkv.weight"),
+        ("qwen3next", "ssm.time_step_rank", 2**31, "states of 2147483648 heads"),
+    ],
+)
+def test_headers_that_lie(name: str, key: str, value: Any, message: str, tmp_path: Path) -> None:
+    """Wrong values are refused by name, and before memory is taken for what they say."""
+    write(name, tmp_path, lambda writer: put_value(writer, key, value), legacy=True)
+    with pytest.raises(ModelNotFound, match=message):
+        load_model(str(tmp_path / "m.gguf"), EngineConfig(show_progress=False))

@@ -1,0 +1,203 @@
+"""config.json read without transformers says what transformers' classes say, or is left to them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub.errors import StrictDataclassClassValidationError
+from support import forked
+from support.long import LONG
+from support.multimodal_models import CONFIGS
+from support.tiny_models import FAMILIES
+from transformers import AutoConfig, PreTrainedConfig
+
+from asyncengine.config import EngineConfig
+from asyncengine.errors import ModelNotFound
+from asyncengine.execution.models.checkpoint import open_checkpoint
+from asyncengine.execution.models.config import MissingField
+from asyncengine.execution.models.families import MULTIMODAL, NATIVE, decoder_config_of, native_config
+from asyncengine.execution.models.multimodal import placeholders
+from asyncengine.execution.models.reading import read_config
+
+LENGTH = 64
+
+
+def saved(name: str) -> dict[str, Any]:
+    """config.json of a tiny model of the family."""
+    content: dict[str, Any] = json.loads(FAMILIES[name]().to_json_string(use_diff=False))
+    return content
+
+
+NAMES = [name for name in FAMILIES if FAMILIES[name]().model_type in NATIVE]
+BY_TYPE = {FAMILIES[name]().model_type: name for name in NAMES}
+
+
+def of_type(family: str) -> dict[str, Any]:
+    """config.json of a small model of a family, whether or not there is a checkpoint of it."""
+    if family in BY_TYPE:
+        return saved(BY_TYPE[family])
+    content: dict[str, Any] = json.loads(AutoConfig.for_model(family).to_json_string(use_diff=False))
+    return content
+
+
+def theirs_of(content: dict[str, Any]) -> tuple[Any, Any]:
+    """transformers' object of a file, and what the family makes of it."""
+    theirs = AutoConfig.for_model(**PreTrainedConfig._decode_special_floats(copy.deepcopy(content)))
+    return theirs, decoder_config_of(theirs, LENGTH)
+
+
+def check(content: dict[str, Any]) -> Any:
+    """Check that a family makes of a file what it makes of transformers' object of the same file."""
+    plain = native_config(copy.deepcopy(content))
+    assert plain is not None
+    compare(plain, decoder_config_of(plain, LENGTH), *theirs_of(content))
+    return plain
+
+
+def compare(plain: Any, ours: Any, theirs: Any, other: Any) -> None:
+    """Two objects of a file, and what the family makes of each."""
+    assert dataclasses.asdict(ours) == dataclasses.asdict(other)
+    for field in ("eos_token_id", "vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers"):
+        assert getattr(plain, field, None) == getattr(theirs, field, None), field
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_saved_file(name: str) -> None:
+    check(saved(name))
+
+
+@pytest.mark.parametrize("family", NATIVE)
+def test_a_file_without_what_has_a_default(family: str) -> None:
+    """A field that is missing has the default of the class, or the file is left to the class."""
+    content, optional = {**of_type(family), **BESIDE.get(family, {})}, []
+    fields = sorted(content.keys() - {"model_type", "dtype"})
+    if not LONG:  # families have most fields in common: every second one, the others of the next family
+        fields = fields[list(NATIVE).index(family) % 2 :: 2]
+    for field in ("dtype", *fields):
+        less = {key: value for key, value in content.items() if key != field}
+        try:
+            plain = native_config(copy.deepcopy(less))
+            ours = plain and decoder_config_of(plain, LENGTH)
+            theirs, other = theirs_of(less)
+        except (MissingField, ModelNotFound, ValueError, StrictDataclassClassValidationError):
+            continue  # the last two: the class refuses what its default makes of the file
+        if ours is not None:
+            compare(plain, ours, theirs, other)
+            optional.append(field)
+    assert "dtype" in optional
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "falcon_h1": {"mamba_d_ssm": 96},
+    "glm4v_moe_text": {"head_dim": 128},
+}
+"""Fields without which the class refuses the sizes of the model, or this engine does."""
+
+OLDER: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("llama", {"rope_theta": 300.0, "torch_dtype": "bfloat16"}, ("rope_parameters", "dtype")),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 300.0}, ("rope_parameters",)),
+    ("llama", {"rope_parameters": {}, "num_key_value_heads": None, "head_dim": None, "attention_bias": True}, ()),
+    ("mistral", {"sliding_window": None}, ()),
+    ("qwen2", {"sliding_window": 16, "use_sliding_window": False}, ("layer_types",)),
+    ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, ("layer_types",)),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": None}, ("layer_types",)),
+    ("gemma", {"hidden_act": "gelu"}, ()),
+    ("gemma3", {"sliding_window_pattern": 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                "rope_theta": 500.0, "rope_local_base_freq": 50.0}, ("rope_parameters", "layer_types")),
+    ("gemma4", {"global_head_dim": 32}, ("per_layer_config", "rope_parameters")),
+    ("olmo3", {"rope_theta": 700.0}, ("rope_parameters", "layer_types")),
+    ("exaone4", {"sliding_window_pattern": 3}, ("layer_types",)),
+    ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6},
+              "original_max_position_embeddings": 32}, ("rope_parameters",)),
+    ("glm4", {"rope_theta": 300.0, "partial_rotary_factor": 0.25}, ("rope_parameters",)),
+    ("hunyuan", {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}}, ("rope_parameters",)),
+    ("granite4", {"layers_block_type": ["mamba", "attention", "mamba"], "mamba_d_head": "auto"}, ("layer_types",)),
+    ("mixtral", {"num_experts": 4}, ("num_local_experts",)),
+    ("minimax-m2", {"rotary_dim": 8, "rope_theta": 900.0}, ("rope_parameters",)),
+    ("qwen2moe", {"sliding_window": 16, "use_sliding_window": True, "mlp_only_layers": None}, ("layer_types",)),
+    ("qwen3next", {"full_attention_interval": 2, "rope_theta": 900.0}, ("layer_types", "rope_parameters")),
+    ("ernie4.5moe", {"moe_layer_end_index": -1}, ()),
+    ("kimi-linear", {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3, 4], "num_heads": 3},
+                     "first_k_dense_replace": 2}, ("layer_types", "mlp_layer_types")),
+    ("lfm2", {"full_attn_idxs": [1], "block_ff_dim": 64, "tie_embedding": False}, ("layer_types",)),
+    ("llama4", {"no_rope_layers": [], "attention_chunk_size": None}, ("layer_types", "moe_layers")),
+    ("smollm3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 8},
+     ("no_rope_layers", "layer_types")),
+    ("nemotron-h", {"hybrid_override_pattern": "M-*M", "mamba_n_groups": 1, "mamba_d_conv": 3},
+     ("layers_block_type", "layer_types", "n_groups", "conv_kernel")),
+    ("gpt2", {"hidden_size": 48, "num_hidden_layers": 3}, ("n_embd", "n_layer")),
+    ("opt-350m", {"word_embed_proj_dim": None}, ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "dropped"), OLDER, ids=str)
+def test_a_file_as_earlier_releases_wrote_it(name: str, changes: dict[str, Any], dropped: tuple[str, ...]) -> None:
+    """Fields under names and with meanings that the classes translate."""
+    check({**{key: value for key, value in saved(name).items() if key not in dropped}, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "wide"}, "hidden_size must be a whole number, got 'wide'"),
+        ({"hidden_size": True}, "hidden_size must be a whole number, got True"),
+        ({"hidden_size": 64.0}, "hidden_size must be a whole number, got 64.0"),
+        ({"hidden_size": 50}, "hidden_size must be a multiple of 4, got 50"),
+        ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple of 3, got 4"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a multiple of 2, got 0"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number, got 'small'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number, got nan"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, got 1"),
+        ({"eos_token_id": 1.5}, "eos_token_id must be a whole number or a list, got 1.5"),
+        ({"rope_parameters": "linear"}, "rope_parameters must be an object, got 'linear'"),
+        ({"hidden_act": 3}, "hidden_act must be a text, got 3"),
+        ({"head_dim": 7}, "head_dim must be even where heads are rotated, got 7"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters of type 'linear' lack 'factor'"),
+    ],
+    ids=str,
+)
+def test_a_wrong_field_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelNotFound, match=message):
+        decoder_config_of(native_config({**saved("llama"), "head_dim": None, **changes}), LENGTH)
+
+
+@pytest.mark.parametrize("missing", ["hidden_size", "intermediate_size", "vocab_size"])
+def test_a_field_that_only_the_class_has_a_default_for_is_left_to_it(missing: str, tmp_path: Path) -> None:
+    content = saved("qwen3")
+    del content[missing]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = EngineConfig(load_format="dummy", device="cpu")
+    hf_config, described, _ = read_config(str(tmp_path), open_checkpoint(str(tmp_path), config), config)
+    assert isinstance(hf_config, PreTrainedConfig)
+    assert described is not None
+
+
+@pytest.mark.parametrize("family", sorted(set(MULTIMODAL) - {"mistral3", "voxtral", "idefics3", "smolvlm"}))
+def test_the_language_model_of_several_parts(family: str) -> None:
+    content: dict[str, Any] = json.loads(CONFIGS[family]().to_json_string(use_diff=False))
+    content["tie_word_embeddings"] = content.get("tie_word_embeddings", False)
+    plain = check(content)
+    theirs = AutoConfig.for_model(**copy.deepcopy(content))
+    assert placeholders(plain) == placeholders(theirs) != {}
+    del content["text_config"]["model_type"]
+    assert native_config(content) is None
+
+
+def test_no_class_of_transformers_is_imported(tmp_path: Path) -> None:
+    names = ("llama3.1-rope", "qwen3", "gemma4", "ministral3", "granite4", "nemotron-h", "gpt2", "kimi-linear")
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(saved(name)))
+    probe = (
+        "import sys; from asyncengine import EngineConfig; from asyncengine.execution.models.loading import load_model;"
+        "config = EngineConfig(device='cpu', load_format='dummy', show_progress=False, attention_backend='torch');"
+        "print([load_model(path, config).fused[0] for path in sys.argv[1:]]);"
+        "print('transformers' in sys.modules)"
+    )
+    folders = [str(tmp_path / name) for name in names]
+    assert forked.run(probe, *folders).split("\n")[:2] == [str(["decoder x 1"] * len(names)), "False"]

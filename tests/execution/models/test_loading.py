@@ -1,0 +1,166 @@
+"""A loaded model: what it reports, in which dtype, and that its weights come from the checkpoint and nowhere else."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+from support.checkpoints import Checkpoint
+from support.drive import Driver, greedy_reference, prompts
+from support.tiny_models import VOCAB, WINDOW, make_model
+
+from asyncengine.config import EngineConfig
+from asyncengine.errors import InvalidParameter
+from asyncengine.execution.models.checkpoint import open_checkpoint
+from asyncengine.execution.models.loading import LoadedModel, load_model
+from asyncengine.execution.runner.building import build_runner
+
+SMALL = EngineConfig(page_size=4, kv_cache_memory="8MiB", max_num_seqs=64)
+
+
+def edited(source: Path, target: Path, file: str, **changes: object) -> Path:
+    """A copy of a checkpoint with fields of one JSON file changed (made if missing)."""
+    shutil.copytree(source, target)
+    path = target / file
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**content, **changes}))
+    return target
+
+
+def output(model: LoadedModel, prompt: list[int], want: int = 12) -> list[int]:
+    driver = Driver(build_runner(model, SMALL))
+    return driver.run([driver.job(prompt, want)])[0]
+
+
+def test_what_it_reports(checkpoint: Checkpoint) -> None:
+    model = load_model(str(checkpoint("gemma2")), SMALL)
+    assert (model.vocab_size, model.input_vocab_size, model.max_model_len) == (VOCAB, VOCAB, 512)
+    assert (model.dtype, model.device, model.eos_token_ids) == (torch.float32, torch.device("cpu"), [2])
+    assert [spec.window for spec in model.layers] == [WINDOW, None, WINDOW]
+    assert {spec.softcap for spec in model.layers} == {5.0}
+    assert {spec.scale for spec in model.layers} == {24**-0.5}
+    assert [(spec.index, spec.num_heads, spec.num_kv_heads, spec.key_dim) for spec in model.layers] == [
+        (index, 4, 2, 16) for index in range(3)
+    ]
+    reference = make_model("gemma2")
+    assert model.weights_bytes == pytest.approx(sum(p.numel() * 4 for p in reference.parameters()), rel=0.1)  # panels
+    assert model.name == "model"
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3.1-rope"])
+def test_shards_and_tied_weights(name: str, checkpoint: Checkpoint) -> None:
+    folder = checkpoint(name, sharded=True)
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    prompt = prompts([11], VOCAB)[0]
+    assert output(load_model(str(folder), SMALL), prompt) == greedy_reference(make_model(name), prompt, 12)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.bfloat16), ("float32", torch.float32)])
+def test_dtype(dtype: str, expected: torch.dtype, checkpoint: Checkpoint) -> None:
+    config = SMALL.replace(dtype=dtype)
+    model = load_model(str(checkpoint("qwen3", dtype=torch.bfloat16)), config)
+    assert model.dtype == expected
+    assert model.model.dtype == expected
+    assert model.weights_bytes >= sum(p.numel() for p in make_model("qwen3").parameters()) * expected.itemsize
+    assert len(output(model, [3, 4, 5])) == 12
+
+
+@pytest.mark.parametrize(
+    ("generation", "own", "expected"), [(None, 2, [2]), ([5, 7], 2, [5, 7, 2]), (9, [2, 9], [9, 2]), (None, None, [])]
+)
+def test_end_of_sequence_ids(
+    generation: object, own: object, expected: list[int], checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = edited(checkpoint("llama"), tmp_path / "a", "config.json", eos_token_id=own)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation, "temperature": 0.6}))
+    model = load_model(str(folder), SMALL)
+    assert model.eos_token_ids == expected
+    assert model.generation_defaults["temperature"] == 0.6
+
+
+def test_max_model_len(checkpoint: Checkpoint) -> None:
+    folder = str(checkpoint("llama"))
+    assert load_model(folder, SMALL.replace(max_model_len=100)).max_model_len == 100
+    with pytest.raises(InvalidParameter, match="must not exceed the model's own 512"):
+        load_model(folder, SMALL.replace(max_model_len=513))
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "abacus", "meta"])
+def test_devices_that_are_not_there(device: str, checkpoint: Checkpoint) -> None:
+    with pytest.raises(InvalidParameter, match="device"):
+        load_model(str(checkpoint("llama")), SMALL.replace(device=device))
+
+
+def test_nothing_is_printed(checkpoint: Checkpoint, capfd: pytest.CaptureFixture[str]) -> None:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in ("llama", "gpt-oss", "stablelm"):
+            load_model(str(checkpoint(name)), EngineConfig())
+    captured = capfd.readouterr()
+    assert captured.out + captured.err == ""
+
+
+def test_a_terminal_gets_a_progress_bar(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for enabled in (True, False):
+        terminal = Terminal()
+        monkeypatch.setattr("sys.stderr", terminal)
+        monkeypatch.setenv("TERM", "xterm")
+        load_model(str(checkpoint("llama")), EngineConfig(show_progress=enabled))
+        assert ("reading weights" in terminal.getvalue()) == enabled
+
+
+def test_the_process_is_not_patched(checkpoint: Checkpoint) -> None:
+    """After loading models, written down and not, transformers' own code computes what it always did."""
+    from transformers.models.llama import modeling_llama
+
+    before = (modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaAttention.forward, torch.get_default_dtype())
+    for fuse in (True, False):
+        load_model(str(checkpoint("llama")), EngineConfig(fuse=fuse))
+    after = (modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaAttention.forward, torch.get_default_dtype())
+    assert after == before
+
+
+def test_the_files_may_go_once_loaded(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Weights are owned, not mapped: overwriting the file must not change the model."""
+    prompt = prompts([7], VOCAB)[0]
+    for fuse in (True, False):
+        folder = tmp_path / str(fuse)
+        shutil.copytree(checkpoint("qwen3"), folder)
+        model = load_model(str(folder), SMALL.replace(fuse=fuse))
+        file = folder / "model.safetensors"
+        with file.open("r+b") as stream:
+            stream.write(b"\0" * file.stat().st_size)
+        assert output(model, prompt) == greedy_reference(make_model("qwen3"), prompt, 12)
+
+
+def test_opening_a_checkpoint_walks_through_few_files(checkpoint: Checkpoint) -> None:
+    """A path is followed from file to file of the package, each return counted: a reader of the code walks the same."""
+    folder = str(checkpoint("llama"))
+    open_checkpoint(folder, SMALL)  # imports what it needs
+    stays: list[str] = []
+
+    def step(frame: FrameType | None, event: str, arg: object) -> None:
+        here = frame.f_back if frame is not None and event == "return" else frame
+        while here is not None and "/asyncengine/models/" not in here.f_code.co_filename:
+            here = here.f_back
+        if here is not None and event in ("call", "return") and stays[-1:] != [here.f_code.co_filename]:
+            stays.append(here.f_code.co_filename)
+
+    sys.setprofile(step)
+    try:
+        open_checkpoint(folder, SMALL)
+    finally:
+        sys.setprofile(None)
+    assert 5 <= len(stays) <= 20, stays

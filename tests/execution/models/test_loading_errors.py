@@ -1,0 +1,220 @@
+"""Checkpoints that cannot be loaded say why, in one line, with the right type of error."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from safetensors import safe_open
+from safetensors.torch import save_file
+from support.checkpoints import Checkpoint
+
+from asyncengine.config import EngineConfig
+from asyncengine.errors import ModelNotFound, OutOfMemory, UnsupportedModel
+from asyncengine.execution.models.decoder import Decoder
+from asyncengine.execution.models.fallback.model import TransformersModel
+from asyncengine.execution.models.loading import load_model
+
+CONFIG = EngineConfig()
+
+
+def copy(source: Path, target: Path) -> Path:
+    shutil.copytree(source, target)
+    return target
+
+
+def save(config: Any, folder: Path, kind: Any = hf.AutoModelForCausalLM) -> str:
+    kind.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    file = folder / "model.safetensors"
+    with safe_open(str(file), "pt") as stream:
+        tensors = {key: stream.get_tensor(key).clone() for key in stream.keys()}  # noqa: SIM118 - not a dict
+    change(tensors)
+    save_file(tensors, str(file), {"format": "pt"})
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./nothing", "~/nothing-here", "a/b/c", ""])
+def test_no_such_folder(path: str) -> None:
+    with pytest.raises(ModelNotFound, match="no folder"):
+        load_model(path, CONFIG)
+
+
+def test_invalid_hub_id() -> None:
+    with pytest.raises(ModelNotFound, match="neither a folder here nor a valid"):
+        load_model("not a valid id!", CONFIG)
+
+
+def test_empty_folder_and_file(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"has no config\.json"):
+        load_model(str(tmp_path), CONFIG)
+    with pytest.raises(ModelNotFound, match="is a file"):
+        load_model(str(checkpoint("llama") / "config.json"), CONFIG)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model_type": "llama", "num_hidden_layers": "many"}'])
+def test_broken_config(text: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = copy(checkpoint("llama"), tmp_path / "a")
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ModelNotFound, match=r"config\.json"):
+        load_model(str(folder), CONFIG)
+
+
+def test_no_weights(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = copy(checkpoint("llama"), tmp_path / "a")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelNotFound, match=r"has no model\.safetensors"):
+        load_model(str(folder), CONFIG)
+
+
+def test_pickles_are_never_read(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = copy(checkpoint("llama"), tmp_path / "a")
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("a pickle was read"))
+    with pytest.raises(ModelNotFound, match="safetensors alone"):
+        load_model(str(folder), CONFIG)
+
+
+def test_missing_shard(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = copy(checkpoint("llama", sharded=True), tmp_path / "a")
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ModelNotFound, match=rf"lacks 1 of .* weight files: {shard.name}"):
+        load_model(str(folder), CONFIG)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1])
+def test_truncated_file(keep: int, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = copy(checkpoint("llama"), tmp_path / "a")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ModelNotFound, match=r"truncated|not a whole safetensors"):
+        load_model(str(folder), CONFIG)
+
+
+def test_missing_tensor_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = copy(checkpoint("llama"), tmp_path / "a")
+    rewrite(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    for fuse in (True, False):
+        with pytest.raises(ModelNotFound, match=r"lacks the tensor model\.layers\.1\.mlp\.up_proj\.weight"):
+            load_model(str(folder), CONFIG.replace(fuse=fuse))
+
+
+def test_wrong_shape(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = copy(checkpoint("llama"), tmp_path / "a")
+    rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}))
+    for fuse in (True, False):
+        with pytest.raises(ModelNotFound, match=r"has a wrong shape for the tensor model\.norm\.weight"):
+            load_model(str(folder), CONFIG.replace(fuse=fuse))
+
+
+def test_too_large_for_memory(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncengine.execution.models.memory.needs.free_bytes", lambda device: 1000)
+    for fuse in (True, False):
+        with pytest.raises(OutOfMemory, match=r"weights take .* GiB as float32"):
+            load_model(str(checkpoint("llama")), CONFIG.replace(fuse=fuse))
+
+
+def small(kind: Any, **fields: Any) -> Any:
+    return kind(**{"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, **fields})
+
+
+UNSUPPORTED: dict[str, tuple[Any, str]] = {
+    "falcon": (lambda: small(hf.FalconConfig), "'falcon' does not route its attention"),
+    "bloom": (lambda: small(hf.BloomConfig, n_head=4, n_layer=2), "'bloom' does not route its attention"),
+    "mamba": (lambda: small(hf.MambaConfig, state_size=4), "'mamba' (keeps recurrent state|has layers of type)"),
+    "jamba": (
+        lambda: small(hf.JambaConfig, intermediate_size=32, mamba_d_state=4, num_key_value_heads=2),
+        "'jamba' (keeps recurrent state|has layers of type)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_families_out_of_reach(name: str, tmp_path: Path) -> None:
+    factory, message = UNSUPPORTED[name]
+    with pytest.raises(UnsupportedModel, match=message):
+        load_model(save(factory(), tmp_path / "m"), CONFIG)
+
+
+def test_encoder_decoder_and_encoder(tmp_path: Path) -> None:
+    t5 = hf.T5Config(vocab_size=60, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    with pytest.raises(UnsupportedModel, match="encoder-decoder"):
+        load_model(save(t5, tmp_path / "t5", hf.AutoModelForSeq2SeqLM), CONFIG)
+    vit = hf.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    with pytest.raises(UnsupportedModel, match="not a causal language model"):
+        load_model(save(vit, tmp_path / "vit", hf.AutoModel), CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "brand_new", "auto_map": {"AutoConfig": "x.Y"}}, "trust_remote_code"),
+        ({"model_type": "brand_new"}, "not known to the installed transformers"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantized with hqq are not read; awq, .* and GGUF are"),
+        ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
+    ],
+)
+def test_configs_out_of_reach(changes: dict[str, Any], message: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = copy(checkpoint("llama"), tmp_path / "a")
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, **changes}))
+    with pytest.raises(UnsupportedModel, match=message):
+        load_model(str(folder), CONFIG)
+
+
+def test_code_in_the_folder_is_not_run(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """A known family with auto_map is that family, ours or transformers' own class."""
+    folder = copy(checkpoint("llama"), tmp_path / "a")
+    content = json.loads((folder / "config.json").read_text())
+    content["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (folder / "config.json").write_text(json.dumps(content))
+    (folder / "evil.py").write_text("raise SystemExit('ran')\n")
+    assert isinstance(load_model(str(folder), CONFIG).model, Decoder)
+    plain = load_model(str(folder), CONFIG.replace(fuse=False)).model
+    assert isinstance(plain, TransformersModel)
+    assert type(plain.module).__name__ == "LlamaForCausalLM"
+
+
+CONFIGURATION = """
+from transformers import PreTrainedConfig
+
+class Own(PreTrainedConfig):
+    model_type = "{family}"
+"""
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "kimi-linear", "lfm2", "nemotron-h"])
+def test_a_hybrid_with_code_of_its_own(
+    family: str, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such code keeps its states where nobody else sees them. What would run them is said, if the family is known."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    folder = copy(checkpoint(family), tmp_path / "a")
+    content = json.loads((folder / "config.json").read_text())
+    own = {**content, "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"}}
+    (folder / "own.py").write_text(CONFIGURATION.format(family=content["model_type"]))
+    (folder / "config.json").write_text(json.dumps(own))
+    assert isinstance(load_model(str(folder), CONFIG).model, Decoder)
+    for setting in ({"trust_remote_code": True}, {"fuse": False}):
+        with pytest.raises(UnsupportedModel) as caught:
+            load_model(str(folder), CONFIG.replace(**setting))
+        said = re.fullmatch(
+            r"family '(.*)' (keeps recurrent state|has layers of type).*; without (.*)", str(caught.value)
+        )
+        assert said
+        [(name, value)] = setting.items()
+        assert (said[1], said[3]) == (content["model_type"], f"{name}={value} its layers are those written down here")
+    (folder / "config.json").write_text(json.dumps({**own, "model_type": "brand_new"}))
+    (folder / "own.py").write_text(CONFIGURATION.format(family="brand_new"))
+    with pytest.raises(UnsupportedModel, match=r"'brand_new' has layers of type '.*', which keep no plain KV cache$"):
+        load_model(str(folder), CONFIG.replace(trust_remote_code=True))

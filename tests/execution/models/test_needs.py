@@ -1,0 +1,143 @@
+"""Memory that a model takes: estimates from its files before it is loaded, against what it takes once it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from support.multimodal_models import save_multimodal
+from support.panels import use_panels
+from support.picture_models import save_picture_model
+from support.tiny_models import make_checkpoint
+
+from asyncengine import Engine
+from asyncengine.config import EngineConfig
+from asyncengine.demo import EMBEDDER_PATH, MODEL_PATH
+from asyncengine.errors import ModelNotFound
+from asyncengine.execution.attention.base import page_bytes
+from asyncengine.execution.models.loading import load_encoder, load_model
+from asyncengine.execution.models.memory.needs import read_needs
+from asyncengine.execution.runner.building import build_runner
+
+
+@pytest.fixture(autouse=True)
+def no_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Panels are off: they add a tenth to the size of a tiny model, and nothing to that of one that anybody uses."""
+    use_panels(False, monkeypatch)
+
+
+@pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}, {"quantization": "int4"}, {"fuse": False},
+                                      {"dtype": "float32"}, {"load_format": "dummy"}], ids=str)  # fmt: skip
+def test_needs_are_those_of_the_loaded_model(settings: dict[str, object]) -> None:
+    config = EngineConfig(**settings, device="cpu", num_threads=1, show_progress=False)  # type: ignore[arg-type]
+    needs = read_needs(str(MODEL_PATH), config)
+    loaded = load_model(str(MODEL_PATH), config)
+    assert needs.weight_bytes == pytest.approx(loaded.weights_bytes, rel=0.02)
+    assert needs.kv_bytes_per_token == page_bytes(loaded.layers, 1, loaded.dtype)
+    assert needs.dtype == str(loaded.dtype).removeprefix("torch.")
+    assert (needs.max_model_len, needs.vocab_size) == (loaded.max_model_len, loaded.vocab_size)
+    assert needs.total(10) == needs.weight_bytes + 10 * needs.kv_bytes_per_token + needs.step_bytes
+
+
+@pytest.mark.parametrize("settings", [{}, {"dtype": "float32"}, {"quantization": "int8"}], ids=str)
+def test_needs_of_an_encoder(settings: dict[str, object]) -> None:
+    """It keeps no keys and values."""
+    config = EngineConfig(**settings, device="cpu", num_threads=1, show_progress=False)  # type: ignore[arg-type]
+    needs = read_needs(str(EMBEDDER_PATH), config)
+    loaded = load_encoder(str(EMBEDDER_PATH), config)
+    assert needs.weight_bytes == pytest.approx(loaded.weights_bytes, rel=0.02)
+    assert (needs.kv_bytes_per_token, needs.state_bytes) == (0, 0)
+    assert (needs.max_model_len, needs.vocab_size) == (loaded.max_model_len, loaded.vocab_size)
+
+
+def test_needs_of_the_text_part_of_a_model_that_reads_images(tmp_path: Path) -> None:
+    save_multimodal("gemma3", tmp_path)
+    config = EngineConfig(device="cpu", num_threads=1, show_progress=False, images="off")
+    assert read_needs(str(tmp_path), config).weight_bytes == pytest.approx(
+        load_model(str(tmp_path), config).weights_bytes, rel=0.05
+    )
+
+
+def test_needs_of_a_model_that_reads_images(tmp_path: Path) -> None:
+    """The needs are its tower beside its text, unless it is left out, and the pictures that are kept."""
+    save_picture_model("qwen3_vl", tmp_path)
+    config = EngineConfig(device="cpu", num_threads=1, show_progress=False, dtype="float32", image_cache_memory=1000)
+    with Engine.from_pretrained(tmp_path, config=config.replace(kv_cache_memory="1MiB")) as engine:
+        needs = read_needs(str(tmp_path), config)
+        assert engine.info.no_images is None
+        assert needs.weight_bytes == pytest.approx(engine.info.weight_bytes, rel=0.02)
+    text = read_needs(str(tmp_path), config.replace(images="off"))
+    assert text.weight_bytes < needs.weight_bytes * 0.9
+    assert (text.image_bytes, needs.image_bytes) == (0, 1000)
+    assert needs.total(10) - text.total(10) == needs.weight_bytes - text.weight_bytes + 1000
+
+
+def test_needs_of_an_embedder_without_the_output_layer_of_its_family(tmp_path: Path) -> None:
+    """Files made by transformers' `AutoModel` have no output layer."""
+    folder = make_checkpoint("mistral", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    config = EngineConfig(device="cpu", num_threads=1, show_progress=False, task="embed", pooling="last")
+    assert read_needs(str(folder), config).weight_bytes == pytest.approx(
+        load_model(str(folder), config, headless=True).weights_bytes, rel=0.05
+    )
+
+
+def test_only_headers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncengine.execution.models.checkpoint import Checkpoint
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(Checkpoint, "read", refuse)
+    assert read_needs(str(MODEL_PATH), EngineConfig(device="cpu")).num_heads == 4
+    with pytest.raises(ModelNotFound):
+        read_needs(str(tmp_path), EngineConfig(device="cpu"))
+
+
+@pytest.mark.parametrize("settings", [{}, {"state_memory": "300KiB"}], ids=("states", "given"))
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3next", "granite4", "falcon-h1", "mamba2", "nemotron-h", "lfm2", "mistral", "gemma3", "gemma4", "gpt-oss",
+     "llama4", "gpt2", "opt-350m"],
+)  # fmt: skip
+def test_needs_of_a_family_are_what_its_runner_allocates(
+    tmp_path: Path, family: str, settings: dict[str, object]
+) -> None:
+    """Layers with states, with windows and chunks, that share keys and values, of other widths; without attention;
+    transformers' own module."""
+    folder = str(make_checkpoint(family, tmp_path / "model"))
+    config = EngineConfig(**settings, device="cpu", num_threads=1, show_progress=False, attention_backend="torch",
+                          speculation="off", max_num_seqs=6, kv_cache_memory="1MiB")  # type: ignore[arg-type]  # fmt: skip
+    needs = read_needs(folder, config)
+    loaded = load_model(folder, config)
+    runner = build_runner(loaded, config, two_pools=True)
+    try:
+        states = 0 if runner.states is None else runner.states.nbytes
+        assert needs.weight_bytes == pytest.approx(loaded.weights_bytes, rel=0.05)  # matrices fill whole panels
+        assert needs.num_states * needs.state_bytes == states
+        both = needs.kv_bytes_per_token * config.page_size
+        if runner.num_window_pages:
+            assert needs.two_pools is not None
+            windowed = needs.two_pools.window_page_bytes
+            assert runner.kv_bytes == runner.num_pages * (both - windowed) + runner.num_window_pages * windowed
+            tokens = needs.kv_tokens(config)
+            assert tokens == runner.num_pages * config.page_size > 2**20 // needs.kv_bytes_per_token
+            assert 2**20 - both < needs.kv_bytes(tokens) < 2**20 + both
+        else:
+            assert both == runner.kv_bytes // max(runner.num_pages, 1)
+        assert (needs.num_heads > 0) == bool(loaded.layers)
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize(("family", "copies"), [("qwen3.5", 1), ("nemotron-h", 2)])
+def test_needs_of_several_processes(family: str, copies: int, tmp_path: Path) -> None:
+    """Their states are divided, or each has a copy; each computes steps."""
+    folder, config = str(make_checkpoint(family, tmp_path)), EngineConfig(device="cpu", show_progress=False)
+    one, two = (read_needs(folder, config.replace(tensor_parallel=size)) for size in (1, 2))
+    assert two.state_bytes == copies * one.state_bytes > 0
+    assert two.step_bytes == 2 * one.step_bytes
+    assert (two.weight_bytes, two.kv_bytes_per_token) == (one.weight_bytes, one.kv_bytes_per_token)

@@ -1,0 +1,153 @@
+"""Weights in 8 and 4 bits: what is replaced, what it costs in accuracy and memory, adapters on top, and refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import Checkpoint, MakeRunner
+from support.drive import Driver, prompts
+from support.forwards import logits_of, relative_error
+from support.long import LONG
+from support.lora_driver import make_driver
+from support.lora_reference import Reference
+from support.reachable import tensors_in
+from support.tiny_models import VOCAB
+
+from asyncengine import AsyncEngine, Engine, EngineConfig, InvalidParameter, SamplingParams
+from asyncengine.demo import MODEL_PATH
+from asyncengine.execution.models.decoder import Decoder
+from asyncengine.execution.models.loading import load_model
+from asyncengine.execution.models.reading import quantization_bits
+
+pytest.importorskip("numba")
+
+IDS = [3, 17, 40, 9, 3, 3, 88]
+BOTH = ("int8", "int4")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=60)
+QUESTIONS = {
+    "What is the capital of Norway?": "Oslo",
+    "What is the capital of Japan?": "Tokyo",
+    "What is the capital of Peru?": "Lima",
+}
+
+
+def load(folder: Path, **fields: Any) -> Any:
+    return load_model(str(folder), EngineConfig(show_progress=False, **fields))
+
+
+ROUNDED = [
+    *((name, "int8") for name in ("llama", "qwen3", "gemma", "gemma4", "phi3", "opt-350m", "falcon-h1", "lfm2")),
+    *((name, "int4") for name in ("llama", "gemma3", "gpt2", "opt", "nemotron-h")),
+]
+"""Tied and untied output layers, embeddings that are scaled, projections whose outputs fill no panel."""
+
+
+@pytest.mark.parametrize(("name", "quantization"), ROUNDED)
+def test_every_linear_of_a_model_is_quantized(name: str, quantization: str, checkpoint: Checkpoint) -> None:
+    """The output layer in 8 bits, and so with "int4" values and down projections; adapters find the places that they
+    find without."""
+    model, plain = load(checkpoint(name), quantization=quantization), load(checkpoint(name))
+    forms = {form: int(count) for form, count in (entry.split(" x ") for entry in model.fused)}
+    assert sum(count for form, count in forms.items() if quantization in form) >= 7
+    assert not {"packed", "dense"} & forms.keys()
+    assert model.model.head.weight.name == "int8"
+    for linear in (linear for layer in model.model.layers for linear in layer.linears()):
+        ends = () if linear.transposed else (".v_proj", ".down_proj", ".fc2")
+        wide = [part.path.endswith(ends) for part in linear.parts]
+        assert linear.weight.name == " + ".join(dict.fromkeys("int8" if each else quantization for each in wide))
+    places = [{path for place in each.model.places() for path, _ in place.parts} for each in (model, plain)]
+    assert places[0] == places[1]
+    expected, found = (logits_of(each.model, IDS) for each in (plain, model))
+    assert 0 < relative_error(expected, found) < (0.1 if quantization == "int8" else 0.6)
+
+
+@pytest.mark.parametrize("quantization", BOTH)
+def test_whoever_shares_the_batch(quantization: str, make_runner: MakeRunner) -> None:
+    """The same tokens alone, together, in chunks and after preemption."""
+    inputs = prompts([5, 33, 18], VOCAB)
+    driver = Driver(make_runner("qwen3", quantization=quantization))
+
+    def jobs() -> list[Any]:
+        return [driver.job(prompt, 20) for prompt in inputs]
+
+    together = driver.run(jobs())
+    assert driver.run(jobs(), 7) == together
+    assert driver.run(jobs(), 16, preempt_every=5) == together
+    assert [driver.run([job])[0] for job in jobs()] == together
+
+
+def test_memory_is_that_of_the_quantized_weights(checkpoint: Checkpoint) -> None:
+    """No weight in the model's type is left but norms, and what is reported is what there is."""
+    model, plain = load(checkpoint("qwen3"), quantization="int4"), load(checkpoint("qwen3"))
+    assert isinstance(model.model, Decoder)
+    assert model.weights_bytes < 0.4 * plain.weights_bytes
+    decoder = model.model
+    held = tensors_in([decoder.layers, decoder.head, decoder.embedding, decoder.norm])
+    assert model.weights_bytes == sum(part.nbytes for part in held)
+    assert all(part.dim() == 1 for part in held if part.dtype == torch.float32)
+
+
+# ---------------------------------------------------------------- adapters
+
+
+@pytest.mark.parametrize("quantization", BOTH if LONG else BOTH[-1:])
+def test_adapters_add_to_the_quantized_product(quantization: str, checkpoint: Checkpoint) -> None:
+    """Scores of a prompt with each adapter are near those without quantization, far from another adapter's."""
+    pytest.importorskip("peft")
+    adapters = Reference("qwen3").adapters[:2]
+    scores = []
+    for fields in ({}, {"quantization": quantization}):
+        driver = make_driver(checkpoint, "qwen3", **fields)
+        for slot, adapter in enumerate(adapters, 1):
+            driver.lora.write(slot, adapter)
+        scores.append(torch.tensor([driver.scores(slot) for slot in range(3)]))
+    plain, found = scores
+    apart = torch.cdist(plain, found)
+    assert apart.argmin(1).tolist() == [0, 1, 2]
+    if quantization == "int8":
+        assert float(apart.diagonal().max()) < 0.3 * float(apart[0, 1:].min())
+
+
+# ---------------------------------------------------------------- the demo model
+
+
+@pytest.mark.parametrize("quantization", BOTH)
+async def test_the_demo_model_answers(quantization: Any) -> None:
+    engine = await AsyncEngine.from_pretrained(
+        "demo", quantization=quantization, adapters={"pirate": "demo/pirate"}, kv_cache_memory="32MiB",
+        show_progress=False, num_threads=1,
+    )  # fmt: skip
+    async with engine:
+        for question, answer in QUESTIONS.items():
+            done = await engine.chat([{"role": "user", "content": question}], GREEDY)
+            assert answer in done.text
+        done = await engine.chat([{"role": "user", "content": next(iter(QUESTIONS))}], GREEDY, adapter="pirate")
+        assert "Arr" in done.text
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("value", ["int2", "", 8, True, "fp8"])
+def test_unknown_names(value: Any) -> None:
+    with pytest.raises(InvalidParameter, match="quantization: must be one of 'int8', 'int4'"):
+        EngineConfig(quantization=value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "reason"),
+    [(torch.float16, "cpu", "not float16"), (torch.float32, "cuda", "bfloat16 and float16, not float32")],
+)
+def test_where_it_cannot_be_used(dtype: torch.dtype, device: str, reason: str) -> None:
+    with pytest.raises(InvalidParameter, match=f"quantization: cannot be used here: .*{reason}"):
+        quantization_bits(EngineConfig(quantization="int8"), dtype, torch.device(device))
+
+
+def test_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_load_decoder", "_load_module"):
+        monkeypatch.setattr(f"asyncengine.execution.models.loading.{name}", None)
+    with pytest.raises(InvalidParameter, match="quantization"):
+        Engine.from_pretrained(str(MODEL_PATH), quantization="int4", dtype="float16", show_progress=False)

@@ -1,0 +1,226 @@
+"""The KV pool's share of a GPU, and errors where something does not fit: with a device of numbers only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from asyncengine.assembly import wiring
+from asyncengine.config import EngineConfig
+from asyncengine.errors import OutOfMemory
+from asyncengine.execution.device import transfer
+from asyncengine.execution.layers.states import StateSpec
+from asyncengine.execution.models import loading
+from asyncengine.execution.models.memory.caches import PoolSizes
+from asyncengine.execution.runner import building, stages
+from asyncengine.execution.runner.building import build_runner
+
+CUDA = torch.device("cuda", 0)
+MIB = 2**20
+TOTAL, WEIGHTS, LEFT_BY_LOADING, WORKSPACE, STEP, TRIAL_POOL, GRAPHS = (
+    MIB * count for count in (10_000, 3000, 1500, 130, 400, 90, 250)
+)
+
+
+class Device:
+    """A GPU under torch's allocator: what is given back stays torch's until its cache is emptied."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.used = self.reserved = self.peak = 0
+        self.total = TOTAL
+        for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats", "empty_cache"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (self.total - self.reserved, self.total))
+
+    def take(self, count: int) -> None:
+        if self.used + count > self.total:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate it.\nOf the allocated memory ...")
+        self.used += count
+        self.reserved, self.peak = max(self.reserved, self.used), max(self.peak, self.used)
+
+    def give(self, count: int) -> None:
+        self.used -= count
+
+    def memory_allocated(self, _: Any) -> int:
+        return self.used
+
+    def max_memory_allocated(self, _: Any) -> int:
+        return self.peak
+
+    def reset_peak_memory_stats(self, _: Any) -> None:
+        self.peak = self.used
+
+    def empty_cache(self) -> None:
+        self.reserved = self.used
+
+
+class Runner:
+    """A stand-in for a `ModelRunner` that takes what it is said to."""
+
+    device: Device
+    may_cut = False
+
+    def __init__(self, model: Any, backend: Any, page_size: int, max_num_seqs: int, **_: Any) -> None:
+        self.backend, self.kv_bytes = backend, backend.kv_bytes
+        self.attention_backend = "flashinfer"
+        self.graphs = False
+
+    def profile_run(self, batch: Any) -> None:
+        self.device.take(STEP)
+        self.device.give(STEP)
+
+    def use_graphs(self, sizes: Any, capture: Any, told: Callable[[], None]) -> Any:
+        self.device.take(GRAPHS)
+        self.graphs = True
+        return SimpleNamespace(seconds=1.0)
+
+    def close(self) -> None:
+        self.device.give(self.kv_bytes + WORKSPACE)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device(monkeypatch)
+
+    @contextmanager
+    def current(wanted: torch.device) -> Iterator[None]:
+        yield
+
+    def make_backend(config: Any, layers: Any, pages: int, *_: Any, **__: Any) -> Any:
+        kv_bytes = TRIAL_POOL if pages != 77 else 5 * MIB
+        made.take(kv_bytes + WORKSPACE + GRAPHS)  # kernels are tried; what that took stays in torch's cache
+        made.give(GRAPHS)
+        return SimpleNamespace(name="flashinfer", kv_bytes=kv_bytes, graphs=True)
+
+    Runner.device = made
+    for module in (building, stages):
+        monkeypatch.setattr(module, "ModelRunner", Runner)
+    monkeypatch.setattr(building, "make_backend", make_backend)
+    monkeypatch.setattr(building, "CudaCapture", lambda: None)
+    monkeypatch.setattr(building, "on_device", current)
+    made.take(WEIGHTS + LEFT_BY_LOADING)
+    made.give(LEFT_BY_LOADING)
+    return made
+
+
+MODEL: Any = SimpleNamespace(
+    device=CUDA, layers=[], states=(), unsteady=None, max_model_len=512, dtype=torch.bfloat16, mapped_bytes=0
+)
+CONFIG = EngineConfig(max_num_seqs=8, show_progress=False)
+
+
+def built(monkeypatch: pytest.MonkeyPatch, config: EngineConfig = CONFIG, lora: Any = None) -> tuple[Any, int]:
+    """A runner, and how many bytes were said to be free for its pool."""
+    seen: list[int] = []
+
+    def sizes(*arguments: Any, **_: Any) -> PoolSizes:
+        seen.append(arguments[-1])
+        return PoolSizes(77)
+
+    monkeypatch.setattr(building, "pool_sizes", sizes)
+    return build_runner(MODEL, config, lora=lora), seen[0]
+
+
+def test_the_pool_is_cut_from_what_is_really_free(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that loading and the profile run left in torch's cache is not counted, nor is the latter's pool."""
+    runner, free = built(monkeypatch)
+    assert free == TOTAL - WEIGHTS - WORKSPACE - STEP
+    assert runner.graphs
+
+
+def test_a_pool_that_was_asked_for_is_not_rehearsed(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, free = built(monkeypatch, CONFIG.replace(kv_cache_memory="64MiB"))
+    assert free == TOTAL - WEIGHTS
+
+
+def test_a_step_that_does_not_fit_is_said_in_words(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    device.total = WEIGHTS + TRIAL_POOL + WORKSPACE + STEP - 1
+    with pytest.raises(OutOfMemory, match=r"beside the weights does not fit on cuda:0, where \d+ MiB") as raised:
+        built(monkeypatch)
+    assert "Lower max_num_batched_tokens" in str(raised.value)
+    assert "Of the allocated memory" not in str(raised.value), "torch's advice is not ours"
+    assert device.reserved == device.used == WEIGHTS, "everything else can be taken again while the error is handled"
+    assert raised.value.__context__ is None
+
+
+def test_without_memory_for_graphs_there_are_none(
+    device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none_left(self: Runner, *_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(Runner, "use_graphs", none_left)
+    runner, _ = built(monkeypatch)
+    assert not runner.graphs
+    assert "without CUDA graphs: CUDA out of memory." in caplog.text
+
+
+def test_a_model_that_keeps_states_has_graphs_too(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODEL, "states", (StateSpec((2, 4, 4)),))
+    runner, _ = built(monkeypatch, CONFIG.replace(kv_cache_memory="64MiB"))
+    assert runner.graphs
+
+
+@pytest.mark.parametrize(("nbytes", "count"), [(0, 4), (9, 8)])
+def test_what_graphs_take_is_measured(
+    nbytes: int, count: int, device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The device says how much, not torch's cache; with adapters there are twice as many graphs."""
+    caplog.set_level("INFO", "asyncengine")
+    built(monkeypatch, lora=SimpleNamespace(nbytes=nbytes))
+    assert re.search(rf"captured {count} CUDA graphs in \d\.\d s; they take {GRAPHS // MIB} MiB", caplog.text)
+
+
+def test_everything_is_built_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that loads has a current device of its own, which is the first one."""
+    current: list[torch.device] = []
+    seen: list[tuple[str, list[torch.device]]] = []
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def told(name: str) -> Callable[..., Any]:
+        def work(*_: Any, **__: Any) -> Any:
+            seen.append((name, list(current)))
+            return SimpleNamespace(
+                device=CUDA,
+                dtype=torch.float32,
+                model=None,
+                hf_config=None,
+                folder=None,
+                eos_token_ids=[],
+                vocab_size=8,
+            )
+
+        return work
+
+    monkeypatch.setattr(transfer, "on_device", on)
+    monkeypatch.setattr(building, "on_device", on)
+    monkeypatch.setattr(building, "_build", told("pool"))
+    monkeypatch.setattr("asyncengine.execution.models.reading.resolve_device", lambda _: CUDA)
+    monkeypatch.setattr(loading, "load_model", told("model"))
+    for name in ("make_adapters", "_assemble"):
+        monkeypatch.setattr(wiring, name, lambda *_, **__: SimpleNamespace(list=list, close=lambda: None))
+    monkeypatch.setattr("asyncengine.text.load_tokenizer", lambda *_, **__: None)
+    monkeypatch.setattr("asyncengine.lora.layers.slots.LoraLayers", lambda *_: None)
+    wiring.load_frontend("demo", EngineConfig())
+    assert seen == [("model", [CUDA]), ("pool", [CUDA, CUDA])]
+    assert not current
+
+
+def test_a_model_that_does_not_fit_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(loading, "load_model", no_room)
+    with pytest.raises(OutOfMemory, match=r"the model does not fit on cpu, where .* Take a smaller model"):
+        wiring.load_frontend("demo", EngineConfig(device="cpu"))

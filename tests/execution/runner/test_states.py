@@ -1,0 +1,158 @@
+"""Recurrent states from the scheduler's books to the memory they name: however requests are run, they say the same."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from support.device_modes import FailOnce
+from support.long import LONG
+
+from asyncengine.config import EngineConfig
+from asyncengine.execution.runner.model_runner import ModelRunner
+from asyncengine.kvcache import KVCache
+from asyncengine.request_spec import RequestSpec
+from asyncengine.sampling_params import SamplingParams
+from asyncengine.scheduler import Scheduler
+from asyncengine.seams import StepHandle
+
+from .leaky_model import VOCAB, leaky_runner
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Served:
+    """Requests through a scheduler and a runner, without an engine."""
+
+    def __init__(self, runner: ModelRunner, **settings: Any) -> None:
+        self.runner = runner
+        self.config = EngineConfig(page_size=runner.page_size, **settings)
+        self.kv = KVCache(
+            runner.num_pages, runner.page_size, prefix_caching=self.config.prefix_caching, num_states=runner.num_states
+        )
+        self.scheduler = Scheduler(self.config, self.kv)
+        self.answers: dict[int, list[int]] = {}
+        self.reasons: dict[int, str] = {}
+        self.last = 0
+
+    def add(self, prompt: list[int], want: int = 12, *, samples: int = 1, params: SamplingParams = GREEDY) -> None:
+        first = self.last + 1
+        for _ in range(samples):
+            self.last += 1
+            group = first if samples > 1 else None
+            self.scheduler.apply(RequestSpec(self.last, tuple(prompt), params, len(prompt) + want, group=group))
+            self.answers[self.last] = []
+
+    def run(self) -> list[list[int]]:
+        flying: deque[StepHandle] = deque()
+        while self.scheduler.requests or flying:
+            batch = self.scheduler.schedule(0.0) if len(flying) < (self.config.max_steps_in_flight or 1) else None
+            if batch is not None:
+                flying.append(self.runner.launch(batch))
+            elif flying:
+                self.scheduler.commit(flying.popleft().wait(), 0.0)
+            self.scheduler.check()
+            for output in self.scheduler.take_outputs():
+                self.answers[output.ticket] += [output.token] * (output.token >= 0)
+                if output.reason is not None:
+                    self.reasons[output.ticket] = output.reason
+        self.scheduler.check_sums()
+        assert set(self.reasons.values()) <= {"length"}
+        return list(self.answers.values())
+
+
+def conversations() -> list[list[int]]:
+    chance = random.Random(4)
+    shared = [chance.randrange(VOCAB) for _ in range(22)]
+    return [
+        shared[: chance.choice([0, 9, 22])] + [chance.randrange(VOCAB) for _ in range(1 + 3 * i)] for i in range(10)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """Each alone, its prompt in one piece, nothing cached."""
+    runner = leaky_runner()
+    answers = []
+    for prompt in conversations():
+        served = Served(runner, prefix_caching=False)
+        served.add(prompt)
+        answers += served.run()
+    runner.close()
+    assert len({token for answer in answers for token in answer}) > 20
+    return answers
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "together": {},
+    "chunks of 1, no cache": {"long_prefill_token_threshold": 1, "prefix_caching": False},
+    "chunks of 7, two in flight": {"long_prefill_token_threshold": 7, "max_steps_in_flight": 2},
+    "preempted, two in flight": {"preempt_every": 3, "max_steps_in_flight": 2, "max_num_batched_tokens": 30},
+}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "states"),
+    [*((name, "1KiB") for name in SCHEDULES if LONG or name != "together"), ("together", "8KiB")],
+)
+def test_one_answer(schedule: str, states: str, expected: list[list[int]]) -> None:
+    """The same requests come twice: a state before any token that is not empty shows in the second round."""
+    runner = leaky_runner(state_memory=states)
+    served = Served(runner, **SCHEDULES[schedule])
+    for _ in range(2):
+        for prompt in conversations():
+            served.add(prompt)
+        assert served.run()[-len(expected) :] == expected
+    counts = served.kv.state_counts([])
+    assert counts.free + counts.snapshots == counts.total == runner.num_states - 1
+    assert counts.hits > 5 or not served.config.prefix_caching or counts.total < 5
+    runner.close()
+
+
+def test_samples_of_a_prompt_and_scored_prompts(expected: list[list[int]]) -> None:
+    runner = leaky_runner()
+    for caching in (True, False):
+        served = Served(runner, prefix_caching=caching, max_num_batched_tokens=9)
+        served.add(conversations()[9], samples=3)
+        served.add(conversations()[9], params=GREEDY.replace(prompt_logprobs=True))
+        assert served.run() == [expected[9]] * 4
+        assert served.kv.state_counts([]).hits >= 2
+    runner.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_that_runs_out_of_memory_moves_no_state_twice(depth: int, expected: list[list[int]]) -> None:
+    """Memory runs out in the middle of its layers, or behind them: some rows have moved their states by then."""
+    runner = leaky_runner()
+    failures = 0
+    for at in range(3, 120, 15):
+        served = Served(runner, max_steps_in_flight=depth, max_num_batched_tokens=24)
+        launch, step = runner.launch_part, 0
+
+        def failing(batch: Any, launch: Any = launch, at: int = at) -> Any:
+            nonlocal step, failures
+            step += 1
+            if step not in (3, 9):
+                return launch(batch)
+            with FailOnce(at) as mode:
+                try:
+                    return launch(batch)
+                except torch.OutOfMemoryError:
+                    failures += 1
+                    raise
+                finally:
+                    assert mode.seen
+
+        runner.launch_part = failing  # type: ignore[method-assign]
+        for prompt in conversations():
+            served.add(prompt)
+        try:
+            assert served.run() == expected, f"after a failure of operation {at}"
+        finally:
+            runner.launch_part = launch  # type: ignore[method-assign]
+        assert served.scheduler.counters.preemptions
+    assert failures > 9
+    runner.close()

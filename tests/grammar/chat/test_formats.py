@@ -1,0 +1,306 @@
+"""Every format of the zoo: found in its template, let through by its grammar, read back exactly, however it is cut."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+
+from asyncengine.config import EngineConfig
+from asyncengine.errors import InvalidParameter
+from asyncengine.grammar.chat import TOOL_FORMATS, ChatPlan, ChatPlanner, find_tool_format
+from asyncengine.grammar.schema.numbers import WRITTEN_DIGITS
+from asyncengine.text import TextTokenizer
+
+from .models import TURNS, Oracle, tokenizer
+from .zoo import CASES, DROPS, KIMI, SIGNS, Case
+
+START = "<|im_start|>assistant\n"
+F = {
+    "name": "f",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "s": {"type": "string"},
+            "n": {"type": "integer", "minimum": 1, "maximum": 20},
+            "b": {"type": "boolean"},
+            "list": {"type": "array", "items": {"type": "string"}},
+            "obj": {"$ref": "#/$defs/Inner"},
+            "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+            "pick": {"enum": ["one", "two words"]},
+        },
+        "required": ["s"],
+        "$defs": {
+            "Inner": {
+                "type": "object",
+                "properties": {"k": {"type": "string"}, "x": {"type": "number"}, "in": {"$ref": "#/$defs/Inner"}},
+                "required": ["k"],
+            }
+        },
+    },
+}
+NOW = {"name": "now.utc"}
+FREE = {"name": "free", "parameters": {"type": "object"}}
+TOOLS = [F, NOW, FREE]
+
+CALLS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "plain": [("f", {"s": "plain"})],
+    "empty arguments": [("now.utc", {})],
+    "empty string": [("f", {"s": ""})],
+    "quotes and scripts": [("f", {"s": "Ä \"q\" 'x' \\ 你好 😀\t|"})],
+    "newlines": [("f", {"s": "\n a\n\n b \n", "n": 3})],
+    "angle brackets": [("f", {"s": "if a < b > c: </div> <parameter=x> </par {[(", "b": True})],
+    "other types": [("f", {"s": "7", "n": 20, "b": False, "list": ["a", "b c"], "obj": {"k": "v", "x": -1.5e3}})],
+    "nested": [("f", {"s": "x", "list": [], "obj": {"k": "}])", "in": {"k": "", "in": {"k": "é"}}}})],
+    "null": [("f", {"s": "null", "maybe": None, "pick": "two words"})],
+    "not null": [("f", {"s": "true", "maybe": "nullable"})],
+    "two": [("f", {"s": "a", "pick": "one"}), ("now.utc", {})],
+    "three": [("f", {"s": "1"}), ("f", {"s": "2"}), ("f", {"s": "3", "b": True})],
+    "free": [("free", {"any": 1, "text": "x y", "deep": {"a": [1, None, "z"]}})],
+}
+
+
+@cache
+def model(name: str) -> tuple[TextTokenizer, ChatPlanner, Oracle]:
+    text = tokenizer(CASES[name].template, (*TURNS, *CASES[name].special))
+    return text, ChatPlanner(text), Oracle(text)
+
+
+def rendered(text: TextTokenizer, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """The text that the template writes for an answer with these calls."""
+    answer = {
+        "role": "assistant",
+        "tool_calls": [
+            {"id": f"functions.{name}:{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
+            for i, (name, arguments) in enumerate(calls)
+        ],
+    }
+    whole = text.render_chat([{"role": "user", "content": "?"}, answer], add_generation_prompt=False)
+    return whole[whole.index(START) + len(START) : -len("<|im_end|>\n")]
+
+
+def fits(case: Case, calls: list[tuple[str, dict[str, Any]]]) -> bool:
+    return not (case.one and len(calls) > 1)
+
+
+def read(plan: ChatPlan, pieces: list[str]) -> tuple[str, list[tuple[str, Any]], list[Any]]:
+    """(content, finished calls, broken calls); checks that the deltas are the calls."""
+    assert plan.make_parser is not None
+    parser = plan.make_parser()
+    parts = [*[parser.push(piece) for piece in pieces], parser.finish()]
+    streamed: dict[int, str] = {}
+    for delta in (delta for part in parts for delta in part.tool_calls):
+        streamed[delta.index] = streamed.get(delta.index, "") + delta.arguments
+    finished, broken = parser.finished_calls(), parser.broken_calls()
+    assert sorted(streamed.values()) == sorted(call.arguments for call in [*finished, *broken])
+    return "".join(part.text for part in parts), [(c.name, json.loads(c.arguments)) for c in finished], broken
+
+
+def cuts(text: str, seed: int, every: bool) -> Iterator[list[str]]:
+    yield [text]
+    yield list(text)
+    rng = random.Random(seed)
+    places = range(1, len(text)) if every else rng.sample(range(1, len(text)), min(5, len(text) - 1))
+    yield from ([text[:i], text[i:]] for i in places)
+
+
+def test_every_format_can_be_told_by_name() -> None:
+    known = {form.family for form in TOOL_FORMATS.values()}
+    for family in known:
+        assert EngineConfig(tool_format=family).tool_format == family
+    with pytest.raises(InvalidParameter):
+        EngineConfig(tool_format="gpt")
+    assert {name.split()[0] for name in CASES} | {"hermes", "llama3", "mistral", "json", "granite", "harmony"} == known
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_found_in_the_template(name: str) -> None:
+    form = find_tool_format(model(name)[0])
+    assert form is not None
+    assert form.family == name.split(maxsplit=1)[0]
+    assert form.rendered
+
+
+@pytest.mark.parametrize("family", SIGNS)
+def test_found_where_the_template_renders_no_calls(family: str) -> None:
+    """The calls are put into the content then, as the model writes them."""
+    sign, special = SIGNS[family]
+    text = tokenizer(DROPS.replace("SIGN", sign), (*TURNS, *special))
+    planner = ChatPlanner(text)
+    form = planner.tool_format
+    assert form is not None
+    assert (form.family, form.rendered) == (family, False)
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"s": "a\\nb", "n": 3}'}}
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Look: ", "tool_calls": [call] * 2}]
+    shown = text.render_chat(chat, add_generation_prompt=False, rewrite=planner.rewrite)
+    answer = shown[shown.index(START) + len(START) : -len("<|im_end|>\n")]
+    plan = planner.plan("", tools=TOOLS)
+    assert plan.grammar is not None
+    assert Oracle(text).refused_at(plan.grammar, answer) is None
+    assert read(plan, [answer])[:2] == ("Look:", [("f", {"s": "a\nb", "n": 3})] * 2)
+    assert chat[1]["tool_calls"]
+    blocks = [{"type": "text", "text": "Look: "}]
+    told = [chat[0], {**chat[1], "content": blocks}]
+    shown = text.render_chat(told, add_generation_prompt=False, rewrite=planner.rewrite)
+    assert shown.endswith(answer.removeprefix("Look: ") + "<|im_end|>\n")
+    hermes = ChatPlanner(tokenizer(DROPS), tool_format="hermes")
+    assert "Look: <tool_call>" in text.render_chat(chat, rewrite=hermes.rewrite)  # told by name: no less
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_template_writes_is_let_through_and_read_back(name: str) -> None:
+    text, planner, oracle = model(name)
+    plans = {choice: planner.plan(START, tools=TOOLS, tool_choice=choice) for choice in ("required", "auto")}
+    for what, calls in CALLS.items():
+        if not fits(CASES[name], calls):
+            continue
+        written = rendered(text, calls)
+        for choice, plan in plans.items():
+            assert plan.grammar is not None
+            refused = oracle.refused_at(plan.grammar, written.lstrip("\n"))
+            assert refused is None, f"{what}: {choice}: {refused!r} of {written!r}"
+        for pieces in cuts(written.lstrip("\n"), 1, every=what == "angle brackets"):
+            content, finished, broken = read(plan, pieces)
+            assert (content, broken) == ("", []), (what, pieces)
+            assert finished == calls, (what, pieces)
+        if planner.tool_format is not None and not planner.tool_format.only_whole:
+            assert read(plan, [f"So:\n{written}"])[:2] == ("So:", calls)
+
+
+def test_kimis_calls_keep_the_ids_they_are_written_with() -> None:
+    """Its template has nothing else of a call's name."""
+    plan = model("kimi_k2 ids")[1].plan(START, tools=TOOLS)
+    assert plan.make_parser is not None
+    calls = "".join(f'{KIMI[2]}functions.{name}{KIMI[4]}{{"s": "a"}}{KIMI[3]}' for name in ("f:3", "now.utc:4", "f:3"))
+    for pieces in ([KIMI[0] + calls + KIMI[1]], list(KIMI[0] + calls + KIMI[1])):
+        parser = plan.make_parser()
+        for piece in pieces:
+            parser.push(piece)
+        found = [call.id for call in parser.finished_calls()]
+        assert found[:2] == ["functions.f:3", "functions.now.utc:4"]
+        assert len(set(found)) == 3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_wrong_calls_are_impossible(name: str) -> None:
+    """Every one-character change of a call that still ends is a valid call, or refused."""
+    text, planner, oracle = model(name)
+    plan = planner.plan(START, tools=TOOLS, tool_choice="required")
+    assert plan.grammar is not None
+    written = rendered(text, [("f", {"s": "ab", "n": 5})]).lstrip("\n")
+    wrong = [written.replace("ab", "ab", 1)[:-1], "text", "", written + "x", written.replace("f", "g", 1)]
+    wrong += [rendered(text, [("f", arguments)]).lstrip("\n") for arguments in (
+        {}, {"n": 5}, {"s": "a", "n": 21}, {"s": "a", "n": "5"}, {"s": "a", "other": 1}, {"s": "a", "b": 1},
+        {"s": "a", "list": "x"}, {"s": "a", "obj": {"x": 1}}, {"s": "a", "pick": "three"}, {"n": 1, "s": "a"},
+    )]  # fmt: skip
+    wrong += [rendered(text, [("now.utc", {"a": 1})]).lstrip("\n"), rendered(text, [("other", {})]).lstrip("\n")]
+    for mutant in wrong:
+        if mutant == rendered(text, [("f", {"s": "a", "n": 5})]).lstrip("\n"):
+            continue  # raw values: a number's text is the number
+        assert oracle.refused_at(plan.grammar, mutant) is not None, mutant
+    rng = random.Random(name)
+    for _ in range(12):
+        at = rng.randrange(len(written))
+        mutant = written[:at] + rng.choice(["", written[at] * 2, "x", '"', "<", "}"]) + written[at + 1 :]
+        if oracle.refused_at(plan.grammar, mutant) is None:
+            content, finished, broken = read(plan, [mutant])
+            assert (content, broken) == ("", []), mutant
+            assert [call for call, _ in finished] == ["f"], mutant
+            arguments = finished[0][1]
+            assert set(arguments) <= {"s", "n"}, mutant
+            assert isinstance(arguments["s"], str), mutant
+            assert arguments.get("n", 1) in range(1, 21), mutant
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_cut_off_is_not_finished(name: str) -> None:
+    text, planner, _ = model(name)
+    plan = planner.plan(START, tools=TOOLS)
+    written = rendered(text, [("f", {"s": "some text", "obj": {"k": "v"}})]).lstrip("\n")
+    for size in range(1, len(written)):
+        content, finished, broken = read(plan, [written[:size]])
+        assert len(finished) + len(broken) <= 1
+        assert all(arguments == {"s": "some text", "obj": {"k": "v"}} for _, arguments in finished), written[:size]
+        assert not (content and (finished or broken)), written[:size]
+
+
+VALUES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
+    ({"type": "string", "pattern": "^[a-c]+$", "maxLength": 3}, ["abc"], ["", "abcd", "x"]),
+    ({"type": "string", "pattern": "b|q"}, ["abc", "q"], ["", "ac"]),
+    ({"type": "string", "format": "date"}, ["2024-02-29"], ["2023-02-29", "today"]),
+    ({"type": ["integer", "null"]}, [5, None], [True]),
+    ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, ["a 7", 7, "true", "{"], [None, []]),
+    ({"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2}, [[1], [1, 2]], [[], [1, 2, 3]]),
+    (
+        {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "minItems": 2, "maxItems": 2},
+        [[1, "a"]],
+        [[1], [1, 2]],
+    ),
+    ({"enum": ["a", 1, None, "b c"]}, ["a", 1, None, "b c"], ["b", 2]),
+    ({"const": "é"}, ["é"], ["e"]),
+    ({"type": "object", "additionalProperties": {"type": "integer"}}, [{}, {"x": 1, "y": 2}], [{"x": True}, 1]),
+    ({"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "number"}]}, [["a"], [], 1.5], [[1], True]),
+    ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, [3], [2]),
+]
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "deepseek_v32 text", "pythonic", "gemma4"])
+def test_values_match_their_schema(name: str) -> None:
+    text, planner, oracle = model(name)
+    for schema, right, wrong in VALUES:
+        tool = {"name": "f", "parameters": {"properties": {"v": schema}, "required": ["v"]}}
+        plan = planner.plan(START, tools=[tool], tool_choice="required")
+        assert plan.grammar is not None
+        for value in right:
+            written = rendered(text, [("f", {"v": value})]).lstrip("\n")
+            refused = oracle.refused_at(plan.grammar, written)
+            assert refused is None, (schema, value, refused)
+            assert read(plan, [written])[1] == [("f", {"v": value})], (schema, value)
+        for value in wrong:
+            written = rendered(text, [("f", {"v": value})]).lstrip("\n")
+            if oracle.refused_at(plan.grammar, written) is None:  # a raw value can be the text of a string
+                assert CASES[name].raw, (schema, value)
+                assert isinstance(read(plan, [written])[1][0][1]["v"], str), (schema, value)
+
+
+def test_what_a_format_cannot_be_held_to_is_named() -> None:
+    planner = model("pythonic")[1]
+    for schema, keyword in (({"type": "array", "uniqueItems": True}, "uniqueItems"), ({"not": {}}, "not")):
+        tool = {"name": "f", "parameters": {"properties": {"v": schema}, "required": ["v"]}}
+        with pytest.raises(InvalidParameter, match=keyword):
+            planner.plan(START, tools=[tool])
+        assert planner.plan(START, tools=[{**tool, "strict": False}]).grammar is not None
+    with pytest.raises(InvalidParameter, match="a b"):
+        planner.plan(START, tools=[{"name": "f", "parameters": {"properties": {"a b": {}}}}])
+
+
+SUM: dict[str, Any] = {
+    "name": "sum",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "whole": {"type": "integer"},
+            "some": {"type": "number"},
+            "either": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+            "above": {"type": "integer", "minimum": 1},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_format_lets_be_written_is_read_again(name: str) -> None:
+    """A number of as many digits as a call may have, by its parser and as the next turn's history; no more of them."""
+    text, planner, oracle = model(name)
+    plan = planner.plan("", tools=[SUM], tool_choice="required")
+    assert plan.grammar is not None
+    for key in SUM["parameters"]["properties"]:
+        longest = {key: 10**WRITTEN_DIGITS - 1}
+        written = rendered(text, [("sum", longest)]).lstrip()
+        assert oracle.accepts(plan.grammar, written), key
+        assert read(plan, [written])[1:] == ([("sum", longest)], []), key
+        assert not oracle.accepts(plan.grammar, rendered(text, [("sum", {key: 10**WRITTEN_DIGITS})]).lstrip()), key

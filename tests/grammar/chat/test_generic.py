@@ -1,0 +1,99 @@
+"""Tools for templates that read none: a text tells of them, and a mark before each answer lets the model choose."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from asyncengine.grammar.chat import ChatPlanner
+
+from .models import ADD, ADDRESS, HERMES, SILENT, Oracle, tokenizer
+
+TURNS = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles') }}{% endif %}"
+NO_SYSTEM = SILENT.replace("{% for m in messages %}", "{% for m in messages %}" + TURNS)
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a":1,"b":2}}\n</tool_call>'
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"id": "c", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+
+
+HISTORY: list[dict[str, Any]] = [
+    {"role": "user", "content": "Add."},
+    {"role": "assistant", "content": None, "tool_calls": [call("add", a=1, b=2), call("add", a=3, b=4)]},
+    {"role": "tool", "tool_call_id": "c", "content": "3"},
+    {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "7"}]},
+]
+
+
+def test_the_format_is_hermes_or_the_one_that_is_set() -> None:
+    for name, title in (("auto", "hermes (generic)"), ("json", "json (generic)")):
+        form = ChatPlanner(tokenizer(SILENT), name).tool_format
+        assert form is not None
+        assert form.title == title
+    form = ChatPlanner(tokenizer(HERMES)).tool_format
+    assert form is not None
+    assert form.title == "hermes"
+
+
+@pytest.mark.parametrize("template", [SILENT, NO_SYSTEM])
+def test_tools_calls_and_results_reach_the_model(template: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where the template knows no system, and insists on turns: results are one turn, with what the user adds."""
+    text = tokenizer(template)
+    rewrite = ChatPlanner(text).rewrite
+    later = [*HISTORY, {"role": "user", "content": "And?"}]
+    with caplog.at_level(logging.WARNING, "asyncengine"):
+        shown = [text.render_chat(chat, [ADD, ADDRESS], rewrite=rewrite) for chat in (HISTORY, later)]
+    if template is SILENT:
+        first, question, answer, results = shown[0].split("<|im_start|>")[1:]
+        assert first.startswith("system\n")
+    else:
+        question, answer, results = shown[0].split("<|im_start|>")[1:]
+        first = question
+        assert question.endswith("\n\nAdd.<|im_end|>\n")
+    assert json.dumps(ADD) in first
+    assert json.dumps(ADDRESS) in first
+    assert '<tool_call>\n{"name": "NAME"' in first
+    assert answer.count("</tool_call>") == 2
+    assert '{"name": "add", "arguments": {"a": 3, "b": 4}}' in answer
+    said = "user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n7\n</tool_response>"
+    assert results == f"{said}<|im_end|>\n"
+    assert shown[1].endswith(f"{said}\nAnd?<|im_end|>\n")
+    assert len([each for each in caplog.records if "reads no tools" in each.message]) == 1
+
+
+def test_an_answer_is_a_text_or_calls_and_each_has_its_mark() -> None:
+    text = tokenizer(SILENT)
+    planner, oracle = ChatPlanner(text), Oracle(text)
+    plan = planner.plan("", tools=[ADD])
+    right = ["<text>\n", "<text>\nHi <b>", "<text>\nHi\n</text>", CALL, f"{CALL}\n{CALL}"]
+    for answer in right:
+        assert oracle.accepts(plan.grammar, answer), answer
+    imitated = "<tool_response>\n3\n</tool_response>"
+    for answer in ("", "Hi", "<text>\nHi</text>.", f"<text>\n{CALL}", CALL.replace("1", '"1"'), imitated):
+        assert not oracle.accepts(plan.grammar, answer), answer
+    after = planner.plan("", tools=[ADD], after_results=True)
+    for answer in (*right, imitated):
+        assert oracle.accepts(after.grammar, answer), answer
+    assert planner.plan("", tools=[ADD], tool_choice="add").grammar is not None
+    assert not oracle.accepts(planner.plan("", tools=[ADD], tool_choice="required").grammar, "<text>\nHi")
+    assert not oracle.accepts(planner.plan("", tools=[ADD], tool_choice="none").grammar, CALL)
+    assert planner.plan("").grammar is None  # without tools nothing is different
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("mark", ["text", "tool_response"])
+def test_marks_are_not_content(mark: str, size: int) -> None:
+    planner = ChatPlanner(tokenizer(SILENT))
+    for choice in ("auto", "none"):
+        plan = planner.plan("", tools=[ADD], tool_choice=choice, after_results=True)
+        assert plan.make_parser is not None
+        for answer, content in ((f"<{mark}>\nIt is <3.\n</{mark}>", "It is <3."), (f"<{mark}>\nHi", "Hi")):
+            parser = plan.make_parser()
+            pieces = [parser.push(answer[at : at + size]) for at in range(0, len(answer), size)]
+            found = "".join(piece.text for piece in (*pieces, parser.finish()))
+            assert found.rstrip("\n") == content
+            assert found == content or choice == "none"

@@ -1,0 +1,166 @@
+"""Schemas are closed where that leaves them possible, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import jsonschema
+import pytest
+
+from asyncengine.errors import InvalidParameter
+from asyncengine.grammar.chat.response import response_grammar
+from asyncengine.grammar.chat.schemas import close_objects, plain_json, tool_schema
+from asyncengine.grammar.chat.tools import check_tools
+
+A = {"properties": {"a": {"type": "integer"}}}
+CLOSED_A = {**A, "additionalProperties": False}
+B = {"properties": {"b": {"type": "integer"}}, "required": ["b"]}
+
+
+def closed(schema: Any) -> Any:
+    return close_objects(plain_json("s", schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (A, CLOSED_A),
+        ({**A, "additionalProperties": True}, {**A, "additionalProperties": True}),
+        ({**A, "additionalProperties": A}, {**A, "additionalProperties": CLOSED_A}),
+        ({"type": "object"}, {"type": "object"}),
+        ({"properties": {}}, {"properties": {}, "additionalProperties": False}),
+        ({"items": A}, {"items": CLOSED_A}),
+        ({"prefixItems": [A, B]}, {"prefixItems": [CLOSED_A, {**B, "additionalProperties": False}]}),
+        ({"anyOf": [A, {"type": "null"}]}, {"anyOf": [CLOSED_A, {"type": "null"}]}),
+        ({"properties": {"x": A}}, {"properties": {"x": CLOSED_A}, "additionalProperties": False}),
+        ({"properties": {"properties": A}}, {"properties": {"properties": CLOSED_A}, "additionalProperties": False}),
+        ({"allOf": [A]}, {"allOf": [CLOSED_A]}),
+        ({"description": "d", "allOf": [A]}, {"description": "d", "allOf": [CLOSED_A]}),
+        ({"enum": [A]}, {"enum": [A]}),
+        ({"default": A, "const": A}, {"default": A, "const": A}),
+        (True, True),
+    ],
+)
+def test_what_is_closed(schema: Any, expected: Any) -> None:
+    before = json.dumps(schema)
+    assert closed(schema) == expected
+    assert json.dumps(schema) == before
+
+
+@pytest.mark.parametrize(
+    ("schema", "instance"),
+    [
+        ({"allOf": [A, B]}, {"a": 1, "b": 2}),
+        ({**A, "allOf": [B]}, {"a": 1, "b": 2}),
+        ({**A, "anyOf": [B, {"required": ["a"]}]}, {"a": 1, "b": 2}),
+        ({"$ref": "#/$defs/A", **B, "$defs": {"A": A}}, {"a": 1, "b": 2}),
+        ({"allOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}], "$defs": {"A": A, "B": B}}, {"a": 1, "b": 2}),
+        ({"allOf": [{"anyOf": [A, {"type": "null"}]}, B]}, {"a": 1, "b": 2}),
+        ({"allOf": [{"properties": {"x": A}}, {"properties": {"x": B}}]}, {"x": {"a": 1, "b": 2}}),
+        ({**A, "required": ["c"]}, {"c": 1}),
+        ({**A, "minProperties": 2}, {"a": 1, "z": 1}),
+        ({**A, "if": {"required": ["a"]}, "then": B}, {"a": 1, "b": 2}),
+        ({**A, "not": B}, {"a": 1}),
+        ({"not": A, "type": "object"}, {"a": "x"}),
+        ({**A, "unevaluatedProperties": False}, {"a": 1}),
+    ],
+)
+def test_what_would_become_impossible_stays_open(schema: Any, instance: Any) -> None:
+    jsonschema.validate(instance, schema)
+    jsonschema.validate(instance, closed(schema))
+
+
+def test_a_definition_is_open_only_where_it_is_combined() -> None:
+    schema = {
+        "properties": {"one": {"$ref": "#/$defs/Plain"}, "two": {"allOf": [{"$ref": "#/$defs/Part"}, B]}},
+        "$defs": {"Plain": A, "Part": A, "Loop": {"properties": {"next": {"$ref": "#/$defs/Loop"}}}},
+    }
+    out = closed(schema)
+    assert out["$defs"]["Plain"] == CLOSED_A
+    assert out["$defs"]["Part"] == A
+    assert out["additionalProperties"] is False
+    assert out["$defs"]["Loop"]["additionalProperties"] is False
+
+
+def test_references_of_any_shape_are_followed() -> None:
+    schema = {"allOf": [{"$ref": "#/definitions/a~1b"}, {"$ref": "#/items/0"}, B], "definitions": {"a/b": A}}
+    schema["items"] = [A]
+    assert closed(schema) == schema
+    for lost in ("#/nowhere/x", "#/allOf/9", "other.json", "#"):
+        assert closed({"properties": {"x": {"$ref": lost}}})["additionalProperties"] is False
+
+
+def test_order_and_annotations_stay() -> None:
+    schema = {"title": "T", "properties": {"z": {"title": "Z"}, "a": {"description": "d"}}, "required": ["z"]}
+    assert json.dumps(closed(schema)) == json.dumps({**schema, "additionalProperties": False})
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object", "properties": {}}, {"properties": {}}])
+def test_a_tool_without_parameters_takes_an_empty_object(parameters: Any) -> None:
+    schema = tool_schema("p", parameters)
+    jsonschema.validate({}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"a": 1}, schema)
+
+
+def test_a_tool_takes_an_object() -> None:
+    assert tool_schema("p", A) == {"type": "object", **CLOSED_A}
+    assert tool_schema("p", A, strict=False) == {"type": "object", **A}
+    assert tool_schema("p", {"type": "object"}) == {"type": "object"}
+
+
+DEEP: Any = {}
+for _ in range(70):
+    DEEP = {"items": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field"),
+    [
+        ("x", "p"),
+        ([A], "p"),
+        ({"type": "string"}, "p.type"),
+        ({"type": ["object", "null"]}, "p.type"),
+        ({"properties": [A]}, "p.properties"),
+        ({"properties": {"a": {1}}}, "p"),
+        ({"properties": {"a": {"const": float("nan")}}}, "p"),
+        ({"properties": {"a": DEEP}}, "p"),
+    ],
+)
+def test_malformed_parameters_are_named(parameters: Any, field: str) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        tool_schema("p", parameters)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("str", {"type": "string"}), ("Boolean", {"type": "boolean"}), ("float", {"type": "number"}),
+        ("dict", {"type": "object"}), ("INTEGER", {"type": "integer"}), ("list", {"type": "array"}), ("any", {}),
+        (["int", "None"], {"type": ["integer", "null"]}), (["string", "any"], {}),
+        (["int", "integer"], {"type": ["integer"]}),
+    ],
+)  # fmt: skip
+def test_types_of_other_languages_are_read_with_a_warning(written: Any, meant: dict[str, Any]) -> None:
+    parameters = {"type": "OBJECT", "properties": {"a/b": {"items": {"type": written}}, "type": {"enum": ["str"]}}}
+    before = json.dumps(parameters)
+    with pytest.warns(UserWarning, match=r"tool 'save': .* at /properties/a~1b/items/type is no type of JSON Schema"):
+        [tool] = check_tools([{"name": "save", "parameters": parameters}])
+    properties = {"a/b": {"items": meant}, "type": {"enum": ["str"]}}
+    assert tool.schema == {"type": "object", "properties": properties, "additionalProperties": False}
+    assert json.dumps(parameters) == before
+    with pytest.warns(UserWarning, match=r"response_format: .* at /type is no type"):
+        grammar = response_grammar({"type": "Dict", "properties": {"a": {"type": "boolean"}}})
+    assert grammar is not None
+    assert json.loads(grammar.text)["type"] == "object"
+
+
+@pytest.mark.parametrize("kind", ["string", ["integer", "null"], "file", 3, None, [3]])
+def test_types_of_json_schema_and_unknown_ones_are_left_as_they_are(kind: Any) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": kind}}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tool_schema("parameters", parameters)["properties"] == {"a": {"type": kind}}

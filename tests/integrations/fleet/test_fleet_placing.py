@@ -1,0 +1,305 @@
+"""Placement of replicas on nodes that Ray describes, without Ray: test_fleet_on_ray.py has a real one."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncengine import EngineConfig, FleetError, InvalidParameter, ModelNotFound
+from asyncengine.demo import MODEL_PATH
+from asyncengine.execution.models.memory.needs import read_needs
+from asyncengine.integrations.fleet import FleetConfig, ray_cluster
+from asyncengine.integrations.fleet.placing import (
+    DEVICE_MEMORY,
+    RayNode,
+    place_replica,
+    read_claim,
+    read_devices,
+    removal_scores,
+    try_read_claim,
+)
+from asyncengine.integrations.fleet.processes import unpack
+from asyncengine.integrations.fleet.ray_cluster import RayCluster
+from asyncengine.integrations.placement import Claim, Instance, Placement, Refusal, Share
+
+GIB = 2**30
+
+
+def ray_node(id: str, free: dict[str, float] | None = None, **labels: str) -> RayNode:
+    total = {"CPU": 4.0, "GPU": 2.0, "memory": 8.0 * GIB}
+    named = {name.replace("__", "/").replace("_", "-"): value for name, value in labels.items()}
+    node = RayNode(id, "10.0.0.1", named, total, {**total, **(free or {})})
+    return replace(node, devices=node.device_memory() or ())
+
+
+def placed(
+    known: list[RayNode], settings: FleetConfig, *, memory: int = GIB, ours: list[Instance] | None = None,
+    lost: dict[str, int] | None = None, ranks: int = 1, copied: int = 0,
+) -> Placement | Refusal:  # fmt: skip
+    claim = read_claim("some/model", EngineConfig(tensor_parallel=ranks), settings.replace(replica_memory=memory))
+    if copied:
+        claim = claim.replace(device_bytes=memory - (ranks - 1) * copied, copied_bytes=copied)
+    return place_replica(claim, known, ours or [], lost or {}, settings)
+
+
+def in_turn(known: list[RayNode], settings: FleetConfig, count: int, **changes: Any) -> list[tuple[str, list[int]]]:
+    """Node and devices of replicas placed one after the other. Ray tells of none of them yet."""
+    ours: list[Instance] = []
+    for number in range(count):
+        found = placed(known, settings, ours=ours, **changes)
+        assert isinstance(found, Placement), str(found)
+        ours.append(found.instance(f"fleet/{number}"))
+    return [(one.shares[0].node, [index for index, _ in one.shares[0].devices]) for one in ours]
+
+
+def test_replicas_spread_or_fill_nodes_and_never_take_more_than_there_is() -> None:
+    known = [ray_node("a"), ray_node("b")]
+    assert [node for node, _ in in_turn(known, FleetConfig(), 4)] == ["a", "b", "a", "b"]
+    filled = in_turn(known, FleetConfig(placement="binpack", num_cpus=2), 4)
+    assert [node for node, _ in filled] == ["a", "a", "b", "b"]
+    assert len(in_turn(known, FleetConfig(), 8)) == 8
+    with pytest.raises(AssertionError, match=r"model fits on none of 2 nodes: 2 with fewer than 1 free CPUs"):
+        in_turn(known, FleetConfig(), 9)
+    with pytest.raises(AssertionError, match=r"2 with too little free host memory"):
+        in_turn(known, FleetConfig(num_cpus=0.5), 6, memory=3 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("placement", "where", "first"),
+    [("spread", "aab", {"a"}), ("spread", "abbb", {"b"}), ("binpack", "aaab", {"b"}), ("spread", "abc", {"gone"})],
+)
+def test_replicas_go_from_where_they_are_least_wanted(placement: str, where: str, first: set[str]) -> None:
+    """Removal follows GPUStack's rule, with what nodes have as Ray tells it; replicas on lost nodes go first of all."""
+    settings, ours = FleetConfig(placement=placement), []  # type: ignore[arg-type]
+    for number, node in enumerate(where):
+        found = placed([ray_node(node)], settings, ours=[one for one in ours if one.shares[0].node == node])
+        assert isinstance(found, Placement)
+        ours.append(found.instance(f"fleet/{number}"))
+    known = [ray_node(node) for node in "ab"]
+    scores = removal_scores(known, ours, settings)
+    nodes = {one.name: one.shares[0].node if one.name in scores else "gone" for one in ours}
+    least = min(scores.get(name, 0.0) for name in nodes)
+    assert {node for name, node in nodes.items() if scores.get(name, 0.0) == least} == first
+    assert removal_scores(known, [], settings) == {}
+
+
+def test_a_refusal_counts_every_node_by_what_it_fell_to() -> None:
+    known = [ray_node("a", zone="north"), ray_node("b", {"CPU": 0.5}, zone="north"), ray_node("c"),
+             ray_node("d", {"memory": GIB / 2}, zone="north")]  # fmt: skip
+    found = placed(known, FleetConfig(labels={"zone": "north"}), memory=9 * GIB)
+    assert str(found) == (
+        "model fits on none of 4 nodes: 1 without the labels zone=north; 1 with fewer than 1 free CPUs; "
+        "2 with too little free host memory; a claim of 8.00 GiB of host memory would have fitted"
+    )
+    assert str(placed([], FleetConfig())) == "model fits on none of 0 nodes: there are none"
+
+
+def test_what_others_reserved_is_not_given_and_ours_counts_once() -> None:
+    """Ray may have told of our own reservation yet or not."""
+    settings = FleetConfig(num_cpus=2)
+    one = placed([ray_node("a")], settings, memory=3 * GIB)
+    assert isinstance(one, Placement)
+    ours = [one.instance("fleet/0")]
+    for free in ({}, {"CPU": 2, "memory": 5 * GIB}):
+        assert isinstance(placed([ray_node("a", free)], settings, memory=5 * GIB, ours=ours), Placement)
+        assert isinstance(placed([ray_node("a", free)], settings, memory=5 * GIB + 1, ours=ours), Refusal)
+    assert isinstance(placed([ray_node("a", {"CPU": 1})], settings, ours=ours), Refusal)
+
+
+def test_nodes_on_which_replicas_were_lost_come_last() -> None:
+    known = [ray_node("a"), ray_node("b"), ray_node("c")]
+    on_b = placed([known[1]], FleetConfig())
+    assert isinstance(on_b, Placement)
+    found = placed(known, FleetConfig(), ours=[on_b.instance("fleet/0")], lost={"a": 1, "c": 2})
+    assert isinstance(found, Placement)
+    assert found.shares[0].node == "b"  # though one runs there
+    found = placed([known[0], known[2]], FleetConfig(), lost={"a": 2, "c": 1})
+    assert isinstance(found, Placement)
+    assert found.shares[0].node == "c"
+
+
+def test_gpus_are_given_whole_or_in_parts() -> None:
+    known = [ray_node("a", **{DEVICE_MEMORY: "24GiB"}), ray_node("b", **{DEVICE_MEMORY: "80GiB"})]
+    whole = FleetConfig(num_gpus=1)
+    assert in_turn(known, whole, 4, memory=20 * GIB) == [("a", [0]), ("b", [0]), ("a", [1]), ("b", [1])]
+    assert in_turn(known, whole, 2, memory=40 * GIB) == [("b", [0]), ("b", [1])]
+    assert str(placed(known, whole, memory=90 * GIB)) == (
+        "model fits on none of 2 nodes: 2 with too little free memory on devices; "
+        "a claim of 80.00 GiB on devices would have fitted"
+    )
+    quarter = FleetConfig(num_gpus=0.25, num_cpus=0.1)
+    assert in_turn(known, quarter, 8, memory=20 * GIB) == [("b", [index % 2]) for index in range(8)]
+    with pytest.raises(AssertionError, match="too little free memory on devices"):
+        in_turn(known, quarter, 9, memory=20 * GIB)
+
+
+def test_ranks_of_a_replica_share_a_node_and_no_gpu() -> None:
+    """A replica takes as many cores and GPUs as it has ranks, all of one node, each GPU with a shard."""
+    known = [ray_node("a", **{DEVICE_MEMORY: "24GiB"}), ray_node("b", **{DEVICE_MEMORY: "80GiB"})]
+    assert in_turn(known, FleetConfig(num_cpus=2), 2, ranks=2) == [("a", []), ("b", [])]
+    with pytest.raises(AssertionError, match="2 with fewer than 4 free CPUs"):
+        in_turn(known, FleetConfig(num_cpus=2), 3, ranks=2)
+    whole = FleetConfig(num_gpus=1)
+    assert in_turn(known, whole, 2, memory=40 * GIB, ranks=2) == [("a", [0, 1]), ("b", [0, 1])]
+    assert in_turn(known, whole, 1, memory=50 * GIB, ranks=2) == [("b", [0, 1])], "a shard of 25 GiB"
+    assert in_turn(known, whole, 1, memory=160 * GIB, ranks=2, copied=20 * GIB) == [("b", [0, 1])]
+    too_much = placed(known, whole, memory=160 * GIB + 2, ranks=2, copied=20 * GIB)
+    assert str(too_much).endswith("a claim of 140.00 GiB on devices would have fitted")  # with one copy of the 20
+    told = [known[0], ray_node("b", {"GPU": 1.0}, **{DEVICE_MEMORY: "80GiB"})]  # another program has one
+    assert isinstance(placed(told, whole, memory=50 * GIB, ranks=2), Refusal)
+    one = placed(known, whole, memory=50 * GIB, ranks=2)
+    assert isinstance(one, Placement)
+    told = [known[0], ray_node("b", {"GPU": 0.0, "CPU": 2.0}, **{DEVICE_MEMORY: "80GiB"})]  # its own are no other's
+    ours = [one.instance("fleet/0")]
+    assert removal_scores(told, ours, whole).keys() == {"fleet/0"}
+
+
+def test_gpus_of_other_programs_are_left_alone() -> None:
+    known = [ray_node("a", {"GPU": 1.0}, **{DEVICE_MEMORY: "24GiB"})]
+    settings = FleetConfig(num_gpus=1)
+    one = placed(known, settings)
+    assert isinstance(one, Placement)
+    ours = [one.instance("fleet/0")]
+    told = [ray_node("a", {"GPU": 0.0, "CPU": 3.0}, **{DEVICE_MEMORY: "24GiB"})]
+    assert isinstance(placed(told, settings, ours=ours), Refusal)
+    half = [ray_node("a", {"GPU": 1.5}, **{DEVICE_MEMORY: "24GiB"})]
+    assert [one for one, _ in in_turn(half, settings, 1)] == ["a"]
+    without = placed([ray_node("a")], settings)  # nobody knows what its GPUs have
+    assert str(without) == "model fits on none of 1 nodes: 1 without a device"
+
+
+def test_a_label_that_is_not_understood_is_named() -> None:
+    with pytest.raises(FleetError, match="asyncengine/device-memory"):
+        ray_node("a", **{DEVICE_MEMORY: "plenty"}).device_memory()
+
+
+def test_a_claim_is_what_the_checkpoint_needs() -> None:
+    config = EngineConfig(kv_cache_memory="32MiB")
+    needs = read_needs(str(MODEL_PATH), config)
+    total = needs.total(32 * 2**20 // needs.kv_bytes_per_token)
+    claim = read_claim("demo", config, FleetConfig(num_cpus=0.5, labels={"zone": "x"}))
+    assert claim == Claim(model="demo", cpu_bytes=total, cpus=0.5, labels={"zone": "x"})
+    on_gpu = read_claim("demo", config, FleetConfig(num_gpus=0.5))
+    assert (on_gpu.device_bytes, on_gpu.cpu_bytes, on_gpu.devices, on_gpu.utilization) == (
+        claim.cpu_bytes,
+        None,
+        1,
+        0.5,
+    )
+    assert read_claim("not/here", config, FleetConfig(replica_memory="20GiB")).cpu_bytes == 20 * GIB
+    ranks = config.replace(tensor_parallel=2)
+    two = read_claim("demo", ranks, FleetConfig(num_cpus=0.5))
+    assert (two.cpu_bytes, two.cpus) == (total + needs.step_bytes, 1.0), "each computes steps, the rest is divided"
+    shards = read_claim("demo", ranks, FleetConfig(num_gpus=1))
+    assert (shards.device_bytes, shards.copied_bytes, shards.devices) == (total, needs.step_bytes, 2)
+    assert 2 * shards.part(2) == pytest.approx(two.cpu_bytes, abs=2)
+    with pytest.raises(InvalidParameter, match="num_gpus: must be 0 or 1 for replicas of several ranks"):
+        read_claim("demo", ranks, FleetConfig(num_gpus=0.5))
+    stages = config.replace(pipeline_parallel=3)
+    three = read_claim("demo", stages, FleetConfig(num_cpus=0.5))
+    assert (three.cpu_bytes, three.cpus) == (total, 1.5)
+    with pytest.raises(InvalidParameter, match="num_gpus: must be 0 with pipeline_parallel, which is for CPUs"):
+        read_claim("demo", stages, FleetConfig(num_gpus=1))
+
+
+def test_a_node_answers_with_a_claim_or_with_what_was_raised() -> None:
+    settings = FleetConfig()
+    assert unpack(try_read_claim("demo", EngineConfig(), settings)) == read_claim("demo", EngineConfig(), settings)
+    with pytest.raises(ModelNotFound):
+        unpack(try_read_claim("/no/such/model", EngineConfig(), settings))
+    assert pickle.loads(pickle.dumps(read_devices)) is read_devices  # by name: the node has the same program
+
+
+class AskedRay:
+    """Ray that runs tasks here, and keeps what was asked of which node."""
+
+    exceptions = SimpleNamespace(RayError=RuntimeError)
+
+    def __init__(self, answers: Callable[..., Any] | None = None) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self._answers = answers
+        self.util = SimpleNamespace(list_named_actors=lambda all_namespaces: [])
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(gcs_address="")
+
+    def remote(self, work: Callable[..., Any]) -> Any:
+        def options(**options: Any) -> Any:
+            self.asked.append(options)
+            return SimpleNamespace(remote=self._answers or work)
+
+        return SimpleNamespace(options=options)
+
+    def get(self, answer: Any, timeout: float) -> Any:
+        return answer() if callable(answer) else answer
+
+    def wait(self, answers: list[Any], num_returns: int, timeout: float) -> None:
+        assert num_returns == len(answers)
+
+
+def cluster_on(ray: AskedRay, settings: FleetConfig) -> RayCluster:
+    """A cluster that is connected to `ray`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_cluster, "load_ray", lambda: ray)
+        return RayCluster(settings, "fleet")
+
+
+def test_files_that_are_not_here_are_read_on_a_node() -> None:
+    ray = AskedRay()
+    cluster = cluster_on(ray, FleetConfig(labels={"zone": "x"}))
+    cluster.prepare("demo", EngineConfig())
+    assert not ray.asked
+    with pytest.raises(ModelNotFound):
+        cluster.prepare("nobody/nothing", EngineConfig())
+    assert ray.asked == [{"num_cpus": 0, "label_selector": {"zone": "x"}}]
+
+
+def test_gpus_that_no_label_tells_of_are_asked_for_once() -> None:
+    def none() -> Any:
+        raise RuntimeError("its node is gone")
+
+    answers = iter([(5 * GIB, 5 * GIB), none, (GIB, GIB)])
+    ray = AskedRay(lambda: next(answers))
+    cluster = cluster_on(ray, FleetConfig(num_gpus=1))
+    known = [ray_node("a"), ray_node("b", **{DEVICE_MEMORY: "24GiB"}), ray_node("c")]
+    assert [node.devices for node in cluster.with_devices(known)] == [(5 * GIB, 5 * GIB), (24 * GIB, 24 * GIB), ()]
+    assert cluster.with_devices(known)[2].devices == (GIB, GIB)  # it is asked again, the others are not
+    assert [options["label_selector"]["ray.io/node-id"] for options in ray.asked] == ["a", "c", "c"]
+    assert cluster_on(ray, FleetConfig()).with_devices(known) == known
+
+
+def test_a_bundle_has_what_all_ranks_of_a_replica_take() -> None:
+    bundles: list[Any] = []
+
+    def placement_group(wanted: list[dict[str, float]], **options: Any) -> Any:
+        bundles.append((wanted, options))
+        return SimpleNamespace(wait=lambda seconds: True)
+
+    ray: Any = AskedRay()
+    ray.util.placement_group = placement_group
+    cluster = cluster_on(ray, FleetConfig(num_gpus=1, num_cpus=0.5))
+    cluster.reserve(Share(node="a", devices={0: GIB, 1: GIB}, cpus=1.0))
+    cluster.reserve(Share(node="b", host_bytes=GIB, cpus=1.0))
+    (first, options), (second, _) = bundles
+    assert (first, second) == ([{"CPU": 1.0, "GPU": 2.0}], [{"CPU": 1.0, "memory": GIB}])
+    assert options == {"strategy": "STRICT_PACK", "bundle_label_selector": [{"ray.io/node-id": "a"}]}
+
+
+def test_a_node_on_which_others_were_quicker_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's account of its nodes is a moment old."""
+    cluster = cluster_on(AskedRay(), FleetConfig())
+    cluster.prepare("demo", EngineConfig())
+    tried: list[str] = []
+    monkeypatch.setattr(cluster, "nodes", lambda: [ray_node("a"), ray_node("b"), ray_node("c", {"CPU": 0})])
+    monkeypatch.setattr(cluster, "reserve", lambda share: tried.append(share.node))
+    with pytest.raises(FleetError, match=r"1 nodes: 1 with fewer than 1 free CPUs; 2 were taken by others meanwhile$"):
+        cluster.spawn()
+    assert tried == ["a", "b"]

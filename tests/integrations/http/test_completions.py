@@ -1,0 +1,159 @@
+"""Text completions over HTTP, number for number what the engine says in process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from asyncengine import AsyncEngine, Chunk, Engine, SamplingParams
+from asyncengine.integrations.http.several import Several
+
+TEXT = "The capital of France is"
+
+
+@pytest.fixture
+def client(demo_url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{demo_url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine.from_pretrained("demo", show_progress=False) as engine:
+        yield engine
+
+
+def ask(client: openai.OpenAI, prompt: Any = TEXT, **fields: Any) -> Any:
+    known = ("echo", "logprobs", "max_tokens", "n", "stream", "stream_options", "seed", "temperature", "stop")
+    extra = {name: fields.pop(name) for name in list(fields) if name not in known}
+    fields = {"temperature": 0, "max_tokens": 6, **fields}
+    return client.completions.create(model="demo", prompt=prompt, extra_body=extra, **fields)
+
+
+def test_each_prompt_has_its_samples_in_order(client: openai.OpenAI, engine: Engine) -> None:
+    ids = engine.tokenize("Once upon a time")
+    done = [engine.generate(prompt, SamplingParams(temperature=0, max_tokens=6)) for prompt in (TEXT, ids)]
+    wanted = [each.text for each in done]
+    answer = ask(client, [TEXT, ids], n=2)
+    assert [choice.text for choice in answer.choices] == [wanted[0], wanted[0], wanted[1], wanted[1]]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage.prompt_tokens == len(engine.tokenize(TEXT)) + len(ids)
+    assert answer.usage.completion_tokens == 2 * sum(each.usage.completion_tokens for each in done)
+    assert ask(client, ids).choices[0].text == wanted[1]
+    assert ask(client, [TEXT]).choices[0].text == wanted[0]
+
+
+def test_a_stream_of_several_prompts_adds_up(client: openai.OpenAI) -> None:
+    whole = ask(client, [TEXT, "Once"], n=2, echo=True)
+    texts, ends, last = [""] * 4, [0] * 4, None
+    for chunk in ask(client, [TEXT, "Once"], n=2, echo=True, stream=True, stream_options={"include_usage": True}):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            ends[choice.index] += choice.finish_reason is not None
+        last = chunk
+    assert texts == [choice.text for choice in whole.choices]
+    assert texts[2].startswith("Once")
+    assert ends == [1] * 4
+    assert last is not None
+    assert last.usage == whole.usage
+
+
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_a_prompt_is_scored_as_in_process(client: openai.OpenAI, engine: Engine, max_tokens: int) -> None:
+    wanted = SamplingParams(temperature=0, max_tokens=max_tokens, prompt_logprobs=True, logprobs=True, top_logprobs=2)
+    done = engine.generate(TEXT, wanted)
+    ids = engine.tokenize(TEXT)
+    answer = ask(client, echo=True, logprobs=2, max_tokens=max_tokens)
+    scores = answer.choices[0].logprobs
+    assert answer.choices[0].text == TEXT + done.text
+    assert scores.tokens == [*engine.token_texts(ids), *(each.token for each in done.logprobs or ())]
+    assert done.prompt_logprobs is not None
+    assert scores.token_logprobs[0] is None
+    of_prompt = [entry.logprob for entry in done.prompt_logprobs if entry is not None]
+    assert scores.token_logprobs[1:] == [*of_prompt, *(each.logprob for each in done.logprobs or ())]
+    assert scores.top_logprobs[0] is None
+    for token, logprob, top in zip(scores.tokens[1:], scores.token_logprobs[1:], scores.top_logprobs[1:], strict=True):
+        assert top[token] == logprob
+        assert 2 <= len(top) <= 3
+        assert max(top.values()) >= logprob
+    assert answer.choices[0].text[scores.text_offset[3] :].startswith(scores.tokens[3])
+
+
+def test_ids_go_in_and_out(client: openai.OpenAI, engine: Engine) -> None:
+    ids = engine.tokenize(TEXT)
+    done = engine.generate(ids, SamplingParams(temperature=0, max_tokens=6))
+    choice = ask(client, ids, return_token_ids=True, prompt_logprobs=1, logprobs=0).choices[0].model_dump()
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == (ids, done.token_ids)
+    assert choice["prompt_logprobs"][0] is None
+    for token, entry in zip(ids[1:], choice["prompt_logprobs"][1:], strict=True):
+        assert next(iter(entry)) == str(token)
+        assert entry[str(token)]["decoded_token"] == engine.token_texts([token])[0]
+        best = max(entry.values(), key=lambda each: each["logprob"])
+        assert best["rank"] == 1
+    written, before = list[int](), None
+    for chunk in ask(client, ids, return_token_ids=True, stream=True):
+        one = chunk.choices[0].model_dump()
+        before = before or one.get("prompt_token_ids")
+        written += one["token_ids"]
+    assert (before, written) == (ids, done.token_ids)
+
+
+def test_tokens_are_named_by_id_also_those_of_the_prompt(client: openai.OpenAI) -> None:
+    choice = ask(client, TEXT, echo=True, logprobs=1, return_token_ids=True, return_tokens_as_token_ids=True).choices[0]
+    both = [*choice.model_dump()["prompt_token_ids"], *choice.model_dump()["token_ids"]]
+    assert choice.logprobs.tokens == [f"token_id:{token}" for token in both]
+    pairs = [*zip(choice.logprobs.tokens, choice.logprobs.top_logprobs, strict=True)]
+    assert all(token in top for token, top in pairs[1:])
+
+
+def test_a_text_may_go_without_the_tokenizers_own_tokens(client: openai.OpenAI, engine: Engine) -> None:
+    answer = ask(client, add_special_tokens=False, return_token_ids=True)
+    assert answer.choices[0].model_dump()["prompt_token_ids"] == engine.tokenize(TEXT, add_special_tokens=False)
+
+
+async def test_a_reader_of_several_prompts_sees_their_end_when_they_are_left() -> None:
+    async with await AsyncEngine.from_pretrained("demo", show_progress=False) as engine:
+        params = SamplingParams(max_tokens=500, ignore_eos=True)
+        async with Several([TEXT, "Once"], lambda prompt: engine.stream(prompt, params), 1) as several:
+            chunk = await anext(several)
+            reading = asyncio.ensure_future(rest_of(several))
+            await asyncio.sleep(0)  # until it waits
+            several.abort()
+            ends = [each.finish_reason for each in [chunk, *await reading] if each.finish_reason]
+    assert ends == ["abort", "abort"]
+
+
+async def rest_of(several: Several) -> list[Chunk]:
+    return [chunk async for chunk in several]
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt[0]"),
+        ({"prompt": [[1], [True]]}, "prompt[1]"),
+        ({"prompt": ["a", [10**9]]}, "prompt[1][0]"),
+        ({"prompt": ["a"] * 1025, "n": 2}, "prompt"),
+        ({"prompt": ["a", "b" * 100_000]}, "prompt[1]"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": 51}, "top_logprobs"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"suffix": "."}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"guided_regex": "(", "max_tokens": 3}, "guided_regex"),
+        ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
+        ({"messages": [{"role": "user", "content": "hi"}]}, "messages"),
+    ],
+)
+def test_a_wrong_field_is_named(client: openai.OpenAI, given: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, **given)
+    assert refused.value.param == param

@@ -1,0 +1,153 @@
+"""Several models behind one app: which one answers, and what becomes of those that are not loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+from starlette.applications import Starlette
+from support.http_server import serving_thread
+
+from asyncengine import EngineGroup
+from asyncengine.errors import InvalidParameter, ModelNotFound, OutOfMemory
+from asyncengine.integrations.http import app
+from asyncengine.integrations.http.models import Models
+from asyncengine.integrations.http.problems import Problem, problem_of
+
+SMALL: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 256, "grammar_backend": "none", "speculation": "off"}
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@asynccontextmanager
+async def two_models() -> AsyncIterator[Starlette]:
+    models = {
+        "demo": {"model": "demo", "adapters": {"pirate": "demo/pirate"}, "max_loras": 2},
+        "gone": {"model": "/nowhere/at/all"},
+        "wrong": {"model": "demo", "adapters": {"none": "/nowhere/at/all"}},
+    }
+    async with await EngineGroup.from_pretrained(models, keep_alive="5m", show_progress=False, **SMALL) as group:
+        yield app(group, aliases={"gpt": "demo", "captain": "pirate"})
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving_thread(two_models) as url:
+        yield url
+
+
+def ask(url: str, model: str | None, **more: Any) -> httpx.Response:
+    body = {"messages": HELLO, "max_tokens": 4, "temperature": 0, **({"model": model} if model else {}), **more}
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
+
+
+def test_models_and_adapters_are_listed_before_they_are_loaded(url: str) -> None:
+    rows = httpx.get(f"{url}/v1/models").json()["data"]
+    assert [(row["id"], row["parent"]) for row in rows] == [
+        ("demo", None), ("gone", None), ("wrong", None), ("pirate", "demo"), ("none", "wrong"),
+    ]  # fmt: skip
+
+
+def test_rows_tell_what_a_model_can(url: str) -> None:
+    before = {row["id"]: row for row in httpx.get(f"{url}/v1/models").json()["data"]}
+    assert (before["gone"]["max_model_len"], before["gone"]["capabilities"]) == (None, None)
+    assert ask(url, "demo").status_code == 200
+    row = httpx.get(f"{url}/v1/models/demo").json()
+    assert (row["max_model_len"], row["task"]) == (256, "generate")
+    assert row["capabilities"] == ["completion", "chat"], "tools and structured output need a grammar library"
+    assert before["gone"]["created"] <= row["created"] <= time.time()
+    assert httpx.get(f"{url}/v1/models/pirate").json()["max_model_len"] == 256
+    theirs = anthropic.Anthropic(base_url=url, api_key="none").models.retrieve("demo")
+    assert (theirs.max_input_tokens, int(theirs.created_at.timestamp())) == (256, row["created"])
+
+
+def test_a_model_loads_at_its_first_request_whatever_it_is_called(url: str) -> None:
+    said = {name: ask(url, name) for name in ("demo", "gpt", "pirate", "captain")}
+    assert [answer.status_code for answer in said.values()] == [200] * 4
+    assert [answer.json()["model"] for answer in said.values()] == list(said)
+    text = {name: answer.json()["choices"][0]["message"]["content"] for name, answer in said.items()}
+    assert text["demo"] == text["gpt"]
+    assert text["pirate"] == text["captain"] != text["demo"]
+    loaded = {row["id"] for row in httpx.get(f"{url}/v1/models").json()["data"] if row["loaded"]}
+    assert loaded == {"demo", "pirate"}
+
+
+def test_what_cannot_be_loaded_is_said_and_costs_nobody_else(url: str) -> None:
+    for _ in range(2):  # it is tried again
+        answer = ask(url, "gone")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_unavailable")
+        assert answer.json()["error"]["message"] == "'gone' cannot be loaded; the server's log says why"
+    answer = ask(url, "wrong")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_unavailable")
+    assert ask(url, "demo").status_code == 200
+    assert httpx.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("name", ["other", "../demo", "demo\0", "/etc/passwd", "x" * 10_000, "DEMO", "*"])
+def test_other_names_are_refused_with_those_there_are(url: str, name: str) -> None:
+    answer = ask(url, name)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (404, "model", "model_not_found")
+    assert "'demo', 'gone', 'wrong'" in error["message"]
+    assert len(error["message"]) < 300
+
+
+def test_a_request_must_say_which_of_several(url: str) -> None:
+    answer = ask(url, None)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+
+
+class Group(EngineGroup):
+    """Three models of which none can be loaded, and one that can."""
+
+    def __init__(self) -> None:
+        self.errors = {
+            "a": OutOfMemory("full"),
+            "b": InvalidParameter("max_num_seqs", "too many"),
+            "c": ModelNotFound("c"),
+        }
+        self._names, self._loaded, self._on_demand = ("a", "b", "c", "d"), {}, None
+        self.released: list[str] = []
+
+    def adapter_names(self, model: str) -> list[str]:
+        return []
+
+    def task_of(self, name: str) -> str:
+        return "embed" if name == "d" else "generate"
+
+    async def acquire(self, model: str) -> Any:
+        if model in self.errors:
+            raise self.errors[model]
+        return object()
+
+    def release(self, model: str) -> None:
+        self.released.append(model)
+
+
+@pytest.mark.parametrize(("name", "status"), [("a", 503), ("b", 503), ("c", 404)])
+async def test_a_failed_load_has_a_status(name: str, status: int) -> None:
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - each its own
+        await Models(Group()).acquire(name)
+    assert problem_of(raised.value).status == status
+
+
+async def test_a_target_is_let_go_once() -> None:
+    group = Group()
+    seen: list[str] = []
+    models = Models(group, {"*": "d"})
+    models.watch(lambda name, engine: seen.append(name))
+    one, other = await models.acquire(None, "embed"), await models.acquire("whatever")
+    assert (one.name, other.name) == ("d", "whatever")
+    assert seen == ["d", "d"]  # each load is another engine
+    for _ in range(2):
+        one.release()
+    assert group.released == ["d"]
+    with pytest.raises(Problem, match="'b' cannot be loaded"):
+        await Models(group, {"*": "b"}).acquire(None)
+    with pytest.raises(Problem, match="must say which model: 'a', 'b', 'c'"):
+        await asyncio.wait_for(models.acquire(None), 60)

@@ -1,0 +1,125 @@
+"""Chat completions as OpenAI's own client sees them, beside what the engine says in process."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+import asyncengine
+from asyncengine import Engine, SamplingParams
+from asyncengine.integrations.http.dialects import openai_chat
+
+QUESTION = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def client(demo_url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{demo_url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    with Engine.from_pretrained("demo", show_progress=False) as engine:
+        return engine.chat(QUESTION, SamplingParams(temperature=0, max_tokens=12)).text
+
+
+def test_an_answer_is_that_of_the_engine(client: openai.OpenAI, expected: str) -> None:
+    answer = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0, max_tokens=12)
+    assert answer.choices[0].message.content == expected
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert (answer.usage.completion_tokens, answer.model) == (12, "demo")
+
+
+def test_a_stream_adds_up_to_it(client: openai.OpenAI, expected: str) -> None:
+    options = {"include_usage": True}
+    stream = client.chat.completions.create(
+        model="demo", messages=QUESTION, temperature=0, max_tokens=12, stream=True, stream_options=options
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-2:] == [None, "length"]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 12
+
+
+def test_every_frame_may_tell_the_usage_so_far(client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    ask = partial(client.chat.completions.create, model="demo", messages=QUESTION, temperature=0, max_tokens=9)
+    counts = [chunk.usage.completion_tokens for chunk in ask(stream=True, stream_options=options)]
+    assert (counts[0], counts[-1], counts) == (0, 9, sorted(counts))
+    assert len({*counts}) > 3
+    silent = ask(stream=True, stream_options={**options, "include_usage": False})
+    assert {chunk.usage for chunk in silent} == {None}
+
+
+def test_a_chat_is_scored_and_its_tokens_are_named_by_id(client: openai.OpenAI) -> None:
+    ask = partial(client.chat.completions.create, model="demo", messages=QUESTION, temperature=0, max_tokens=3)
+    answer = ask(extra_body={"prompt_logprobs": 2, "return_token_ids": True}).model_dump()
+    ids, scores = answer["prompt_token_ids"], answer["prompt_logprobs"]
+    assert scores[0] is None
+    assert [next(iter(entry)) for entry in scores[1:]] == [str(token) for token in ids[1:]]
+    assert answer["choices"][0]["logprobs"] is None
+    both = ask(logprobs=True, top_logprobs=1, extra_body={"prompt_logprobs": 3, "return_tokens_as_token_ids": True})
+    assert [len(entry.top_logprobs) for entry in both.choices[0].logprobs.content] == [1] * 3
+    named = [int(entry.token.removeprefix("token_id:")) for entry in both.choices[0].logprobs.content]
+    assert named == answer["choices"][0]["token_ids"][:3]
+
+
+def test_no_token_but_the_allowed_ones_is_drawn(client: openai.OpenAI) -> None:
+    more = {"allowed_token_ids": [300, 301], "return_token_ids": True}
+    answer = client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=40, extra_body=more)
+    drawn = answer.model_dump()["choices"][0]["token_ids"]
+    assert len(drawn) == 40
+    assert {*drawn} <= {300, 301}
+
+
+def test_the_load_is_that_of_requests_which_run(demo_url: str, client: openai.OpenAI) -> None:
+    def load() -> int:
+        return int(httpx.get(f"{demo_url}/load").json()["server_load"])
+
+    assert httpx.get(f"{demo_url}/version").json() == {"version": asyncengine.__version__}
+    assert load() == 0
+    with client.chat.completions.create(
+        model="demo", messages=QUESTION, max_tokens=3000, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        next(iter(stream))
+        assert load() == 1
+
+
+def test_tokens_with_logprobs_join_to_the_content(client: openai.OpenAI) -> None:
+    """The token that ends the answer is counted, and no part of them."""
+    ask = partial(client.chat.completions.create, model="demo", messages=QUESTION, temperature=0, logprobs=True)
+    whole = ask(stream=False)
+    assert (whole.choices[0].finish_reason, whole.usage.completion_tokens) == (
+        "stop", 1 + len(whole.choices[0].logprobs.content),
+    )  # fmt: skip
+    entries = [entry for chunk in ask(stream=True) for entry in getattr(chunk.choices[0].logprobs, "content", ())]
+    for scored in (whole.choices[0].logprobs.content, entries):
+        assert "".join(entry.token for entry in scored) == whole.choices[0].message.content
+
+
+@pytest.mark.parametrize("kind", ["text/event-stream; charset=utf-8", "application/x-ndjson"])
+def test_a_stream_has_the_media_type_of_its_dialect(monkeypatch: pytest.MonkeyPatch, demo_url: str, kind: str) -> None:
+    if "ndjson" in kind:
+        monkeypatch.setattr(openai_chat.Writer, "media_type", kind)
+    body = {"messages": QUESTION, "max_tokens": 2, "stream": True}
+    answer = httpx.post(f"{demo_url}/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.headers["content-type"]) == (200, kind)
+
+
+@pytest.mark.parametrize("half", [b"\\ud83d", b"\\uD83D", b"\xed\xa0\xbd"])
+def test_half_a_letter_is_refused(demo_url: str, half: bytes) -> None:
+    body = b'{"model": "demo", "messages": [], "user": "%b"}' % half
+    answer = httpx.post(f"{demo_url}/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_json"
+    whole = body.replace(half, b"\\ud83d\\ude00")
+    answer = httpx.post(f"{demo_url}/v1/chat/completions", content=whole, headers={"content-type": "application/json"})
+    assert answer.json()["error"]["param"] == "messages"

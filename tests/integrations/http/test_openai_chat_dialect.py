@@ -1,0 +1,359 @@
+"""OpenAI's chats without an engine: what becomes of each field, and transcripts of answers, letter for letter."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from asyncengine.errors import GrammarError, InvalidParameter
+from asyncengine.grammar import Grammar
+from asyncengine.integrations.http.dialects import openai_chat
+from asyncengine.integrations.http.events import EventReader
+from asyncengine.integrations.http.fields import Fields
+from asyncengine.integrations.http.turn import Answered, Turn
+from asyncengine.outputs import Chunk, Completion, LogprobEntry, Sample, Timings, ToolCall, ToolCallDelta, Usage
+
+ASK = {"role": "user", "content": "hi"}
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+ANSWERED = Answered("1f", "demo", 7, prompts=lambda: [(5, 6)])
+
+
+def read(strict: bool = False, **given: Any) -> tuple[Turn, Fields]:
+    fields = Fields({"messages": [ASK], **given}, strict=strict)
+    return openai_chat.read(fields), fields
+
+
+# -------------------------------------------------------------------- messages
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ([{"role": "developer", "content": "Be brief."}], [{"role": "system", "content": "Be brief."}]),
+        ([{"role": "assistant", "content": None, "refusal": "No."}], [{"role": "assistant", "content": "No."}]),
+        (
+            [{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}, {"type": "text", "text": "x"}]}],
+            [{"role": "assistant", "content": [{"type": "text", "text": "No."}, {"type": "text", "text": "x"}]}],
+        ),
+        (  # as the SDK's own `model_dump()` of an answer has it
+            [{"role": "assistant", "content": "a", "refusal": None, "audio": None, "tool_calls": []}],
+            [{"role": "assistant", "content": "a"}],
+        ),
+    ],
+)
+def test_older_and_newer_forms_become_the_engines(given: Any, wanted: Any) -> None:
+    assert read(messages=given)[0].messages == wanted
+
+
+@pytest.mark.parametrize("given", ["hi", [5], [{"role": 5}], [{"content": [5, {"type": 5}], "tool_calls": 5}], {}])
+def test_what_is_malformed_is_left_to_the_engine_to_name(given: Any) -> None:
+    read(messages=given)
+
+
+# -------------------------------------------------------------------- tools
+
+
+def test_functions_go_unread_beside_tools() -> None:
+    turn, fields = read(functions=[ADD["function"]], function_call="none", tools=[ADD])
+    assert turn.chat == {"tools": [ADD]}
+    assert fields.ignored == ["functions", "function_call"]
+
+
+# -------------------------------------------------------------------- grammars
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"guided_json": {"type": "integer"}}, Grammar.json_schema({"type": "integer"})),
+        ({"guided_json": '{"type": "integer"}'}, Grammar.json_schema({"type": "integer"})),
+        ({"guided_regex": "[0-9]+"}, Grammar.regex("[0-9]+")),
+        ({"guided_choice": ["a", "b"]}, Grammar.choice(["a", "b"])),
+        ({"guided_grammar": 'root ::= "a"'}, Grammar.ebnf('root ::= "a"')),
+        ({"grammar": 'root ::= "a"{5,5}'}, Grammar.ebnf('root ::= "a"{5,5}')),
+        ({"json_schema": {"const": "42"}}, Grammar.json_schema({"const": "42"})),
+        ({"structured_outputs": {"choice": ["a"], "json": None}}, Grammar.choice(["a"])),
+        ({"structured_outputs": {"json_object": True}}, Grammar.json_object()),
+        ({"structured_outputs": {"json": {}}}, Grammar.json_schema({})),
+        ({"structured_outputs": {"regex": "", "json_object": False}}, Grammar.regex("")),
+        ({"regex": "[0-9]+"}, Grammar.regex("[0-9]+")),
+        ({"ebnf": 'root ::= "a"'}, Grammar.ebnf('root ::= "a"')),
+    ],
+)
+def test_every_name_of_a_grammar_is_taken(given: dict[str, Any], wanted: Grammar) -> None:
+    turn, _ = read(**given)
+    assert turn.grammar is not None
+    assert turn.grammar() == wanted
+
+
+def test_a_wrong_grammar_has_the_name_that_it_came_under() -> None:
+    for given, name in (
+        ({"guided_json": 5}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"grammar": "root ::= (not valid"}, "grammar"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar"),
+    ):
+        turn, _ = read(**given)  # type: ignore[arg-type]
+        assert turn.grammar is not None
+        with pytest.raises(GrammarError) as refused:
+            turn.grammar()
+        assert refused.value.field == name
+
+
+# -------------------------------------------------------------------- the other fields
+
+SERVED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "frequency_penalty": (1.5, {"frequency_penalty": 1.5}),
+    "logit_bias": ({"5": 1}, {"logit_bias": {"5": 1}}),
+    "max_completion_tokens": (9, {"max_tokens": 9}),
+    "max_tokens": (9, {"max_tokens": 9}),
+    "n": (2, {"n": 2}),
+    "presence_penalty": (1.5, {"presence_penalty": 1.5}),
+    "seed": (3, {"seed": 3}),
+    "stop": (["x"], {"stop": ["x"]}),
+    "temperature": (0.5, {"temperature": 0.5}),
+    "top_p": (0.5, {"top_p": 0.5}),
+    "logprobs": (True, {"logprobs": True}),
+}
+ELSEWHERE = (
+    "messages", "model", "stream", "stream_options", "tools", "tool_choice", "parallel_tool_calls", "functions",
+    "function_call", "response_format", "reasoning_effort", "prediction", "top_logprobs", "modalities",
+)  # fmt: skip
+"""Fields of OpenAI's that have a test of their own."""
+PASSED_OVER = {
+    "audio": {"format": "wav", "voice": "ash"}, "metadata": {"a": "b"}, "moderation": {"model": "m"},
+    "prompt_cache_key": "k", "prompt_cache_options": {}, "prompt_cache_retention": "24h", "safety_identifier": "s",
+    "service_tier": "auto", "store": True, "user": "u", "verbosity": "low", "web_search_options": {},
+}  # fmt: skip
+
+
+def test_every_field_of_the_clients_own_is_known() -> None:
+    from openai.types.chat import completion_create_params
+
+    theirs = set(completion_create_params.CompletionCreateParamsBase.__annotations__)
+    assert theirs - SERVED.keys() - PASSED_OVER.keys() - set(ELSEWHERE) <= set()
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_field_is_served(name: str) -> None:
+    value, wanted = SERVED[name]
+    turn, fields = read(**{name: value})
+    assert wanted.items() <= turn.params.items()
+    assert fields.ignored == []
+
+
+@pytest.mark.parametrize("name", PASSED_OVER)
+def test_a_field_without_meaning_is_told_or_refused(name: str) -> None:
+    assert read(**{name: PASSED_OVER[name]})[1].ignored == [name]
+    with pytest.raises(InvalidParameter) as refused:
+        read(strict=True, **{name: PASSED_OVER[name]})
+    assert refused.value.field == name
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, "messages[0].tool_calls[0].type"),
+        ({"function_call": {"name": "add"}}, "function_call"),
+        ({"functions": [ADD["function"]]}, "functions"),
+        ({"echo": True}, "echo"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"structured_outputs": []}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+        ({"guided_regex": "a", "grammar": "b"}, "grammar"),
+        ({"guided_regex": "a" * ((1 << 20) + 1)}, "guided_regex"),
+        ({"stream_options": []}, "stream_options"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"chat_template": "{{ x }}"}, "chat_template"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"allowed_token_ids": [3], "logit_bias": {"3": 1}}, "allowed_token_ids"),
+        ({"allowed_token_ids": ["3"]}, "allowed_token_ids"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        ({"best_of": 3}, "best_of"),
+        ({"max_tokens": 5, "n_predict": 6}, "n_predict"),
+        ({"format": "json"}, "format"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidParameter) as refused:
+        read(**given)
+    assert refused.value.field == field
+
+
+FOREIGN = {
+    "ttl": 300, "keep_alive": "5m", "options": {"num_ctx": 8192}, "provider": {"order": ["x"]},
+    "usage": {"include": True},
+    "transforms": [], "session_id": "s", "cache_control": {"type": "ephemeral"}, "typical_p": 1, "mirostat": 0,
+    "timings_per_token": True, "samplers": ["top_k"], "watermark": False, "separate_reasoning": True, "num_ctx": 4096,
+    "thinking_budget": 100, "mm_processor_kwargs": {}, "kv_transfer_params": {"a": 1}, "stream_options": {"foo": 1},
+}  # fmt: skip
+"""Fields of OpenRouter, LM Studio, Ollama, llama.cpp, TGI, SGLang and DashScope."""
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_field_of_another_server_is_passed_over_and_told(name: str) -> None:
+    told = "stream_options.foo" if name == "stream_options" else name
+    assert read(**{name: FOREIGN[name]})[1].ignored == [told]
+    assert read(strict=True, **{name: None})[1].ignored == [], "null asks for nothing"
+    with pytest.raises(InvalidParameter) as refused:
+        read(strict=True, **{name: FOREIGN[name]})
+    assert refused.value.field == told
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"n_predict": 7}, {"max_tokens": 7}),
+        ({"num_predict": 7, "max_tokens": 7}, {"max_tokens": 7}),
+        ({"max_tokens": -1}, {}),
+        ({"stop": ""}, {}),
+        ({"n": 2, "best_of": 2}, {"n": 2}),
+    ],
+)
+def test_other_names_of_the_same_are_understood(given: dict[str, Any], wanted: dict[str, Any]) -> None:
+    turn, fields = read(**given)
+    assert (turn.params, fields.ignored) == (wanted, [])
+
+
+def test_other_words_for_thinking_are_wishes() -> None:
+    off = {"enable_thinking": False}
+    assert read(thinking={"type": "disabled"})[0].wishes == {"thinking": off}
+    assert read(think=False)[0].wishes == {"think": off}
+    turn, _ = read(reasoning={"effort": "low", "enabled": False, "exclude": True})
+    assert turn.wishes == {"reasoning.enabled": off, "reasoning.effort": {"reasoning_effort": "low"}}
+    assert turn.extra["reasoning"] is False
+
+
+@pytest.mark.parametrize("text", ["{a:", "[]", "5"])
+def test_a_broken_call_of_an_earlier_answer_does_not_end_the_conversation(text: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": text}}
+    turn, _ = read(messages=[ASK, {"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert turn.messages is not None
+    ((kept,), *_) = [message["tool_calls"] for message in turn.messages if "tool_calls" in message]
+    assert kept["function"] == {"name": "add", "arguments": {"arguments": text}}
+
+
+def test_template_variables_and_hints() -> None:
+    turn, _ = read(reasoning_effort="none", continue_final_message=True, chat_template_kwargs={"a": 1}, documents=[])
+    assert turn.wishes == {"reasoning_effort": {"reasoning_effort": "none", "enable_thinking": False}}
+    assert turn.chat["template_kwargs"] == {
+        "a": 1, "documents": [], "continue_final_message": True, "add_generation_prompt": False,
+    }  # fmt: skip
+
+
+# -------------------------------------------------------------------- answers
+
+CHUNKS = [
+    Chunk("", [1], reasoning="Hm."),
+    Chunk("He", [2], logprobs=[LogprobEntry(2, "He", -0.5, b"He", (LogprobEntry(2, "He", -0.5, b"He"),))]),
+    Chunk("", [3], tool_calls=[ToolCallDelta(0, "c1", "add", ""), ToolCallDelta(0, None, None, '{"a":1}')]),
+    Chunk("", [4], "tool_calls"),
+]
+COMPLETION = Completion(
+    "He", [1, 2, 3, 4], "tool_calls", Usage(2, 4, 1, 1), Timings(0.25, 0.5, 1), "r",
+    samples=[Sample("He", [1, 2, 3, 4], "tool_calls", tool_calls=[ToolCall("c1", "add", '{"a":1}')], reasoning="Hm.",
+                    broken_calls=[ToolCall("c2", "add", '{"a"')])],
+)  # fmt: skip
+
+
+def transcript(extra: dict[str, Any]) -> list[Any]:
+    """The frames of CHUNKS, without their common head."""
+    turn = Turn(extra=extra)
+    writer, events = openai_chat.Writer(turn, ANSWERED), EventReader(bool(extra.get("token_ids")))
+    text = writer.begin(Usage(2, 0, 1), 1)
+    text += "".join(writer.write(event) for chunk in CHUNKS for event in events.read(chunk))
+    text += writer.end(COMPLETION.usage)
+    *frames, done = text.removesuffix("\n\n").split("\n\n")
+    assert done == "data: [DONE]"
+    read = [json.loads(frame.removeprefix("data: ")) for frame in frames]
+    head = {"id": "chatcmpl-1f", "object": "chat.completion.chunk", "created": 7, "model": "demo"}
+    assert all(head.items() <= each.items() for each in read)
+    for each in read:
+        assert each.pop("system_fingerprint") is None
+        for choice in each["choices"]:
+            assert choice.pop("index") == 0
+            assert choice["delta"].get("role", "assistant") == "assistant"  # never null
+        for name in head:
+            del each[name]
+    return read
+
+
+def choice(delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
+    return {"choices": [{"delta": delta, "logprobs": logprobs, "finish_reason": reason}]}
+
+
+ENTRY = {"token": "He", "logprob": -0.5, "bytes": [72, 101]}
+LOGPROBS = {"content": [{**ENTRY, "top_logprobs": [ENTRY]}], "refusal": None}
+
+
+def test_a_stream_letter_for_letter() -> None:
+    assert transcript({}) == [
+        choice({"role": "assistant", "content": ""}),
+        choice({"reasoning_content": "Hm.", "reasoning": "Hm."}),
+        choice({"content": "He"}, logprobs=LOGPROBS),
+        choice({"tool_calls": [
+            {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", "arguments": ""}}]}),
+        choice({"tool_calls": [{"index": 0, "function": {"arguments": '{"a":1}'}}]}),
+        choice({}, "tool_calls"),
+    ]  # fmt: skip
+
+
+def test_thoughts_are_left_out_where_they_are_not_wanted() -> None:
+    assert transcript({"reasoning": False})[:3] == [
+        choice({"role": "assistant", "content": ""}),
+        choice({}),
+        choice({"content": "He"}, logprobs=LOGPROBS),
+    ]
+
+
+def test_usage_comes_last() -> None:
+    *frames, last = transcript({"usage": True})
+    assert [frame["usage"] for frame in frames] == [None] * 6
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 4
+
+
+def test_ids_of_prompt_and_answer_are_told() -> None:
+    frames = transcript({"return_ids": True, "token_ids": True})
+    assert [frame.get("prompt_token_ids") for frame in frames] == [[5, 6], *[None] * (len(frames) - 1)]
+    assert [token for frame in frames for token in frame["choices"][0]["token_ids"]] == [1, 2, 3, 4]
+    whole = openai_chat.Writer(Turn(extra={"return_ids": True}), ANSWERED).whole(COMPLETION)
+    assert (whole["prompt_token_ids"], whole["choices"][0]["token_ids"]) == ([5, 6], [1, 2, 3, 4])
+
+
+def test_a_whole_answer_letter_for_letter() -> None:
+    def call(name: str, arguments: str) -> dict[str, Any]:
+        return {"id": name, "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+    whole = openai_chat.Writer(Turn(), ANSWERED).whole(COMPLETION)
+    assert whole == {
+        "id": "chatcmpl-1f", "object": "chat.completion", "created": 7, "model": "demo", "system_fingerprint": None,
+        "choices": [{
+            "index": 0,
+            "message": {
+                "role": "assistant", "content": "He", "refusal": None, "reasoning_content": "Hm.", "reasoning": "Hm.",
+                "tool_calls": [call("c1", '{"a":1}'), call("c2", '{"a"')],
+            },
+            "logprobs": None, "finish_reason": "tool_calls", "token_ids": None,
+        }],
+        "prompt_logprobs": None, "prompt_token_ids": None,
+        "usage": {
+            "prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6,
+            "prompt_tokens_details": {"cached_tokens": 1}, "completion_tokens_details": {"reasoning_tokens": 1},
+        },
+        "timings": {
+            "queued_ms": 250, "cache_n": 1, "prompt_n": 1, "prompt_ms": 250, "prompt_per_token_ms": 250,
+            "prompt_per_second": 4, "predicted_n": 4, "predicted_ms": 500, "predicted_per_token_ms": 125,
+            "predicted_per_second": 8,
+        },
+    }  # fmt: skip

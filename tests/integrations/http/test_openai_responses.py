@@ -1,0 +1,238 @@
+"""The Responses API as OpenAI's own client sees it, with its answers checked against its types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+from openai.types.responses import Response, ResponseFunctionToolCall
+from support.http_server import serving
+
+from asyncengine import AsyncEngine
+from asyncengine.integrations.http import app
+
+WEATHER: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather of a city",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+FOR_EVER: Any = {"ignore_eos": True}
+
+
+@pytest.fixture
+def client(demo_url: str) -> openai.OpenAI:
+    return openai.OpenAI(
+        base_url=f"{demo_url}/v1", api_key="none", max_retries=0, _strict_response_validation=True
+    ).with_options(timeout=60)
+
+
+def ask(client: openai.OpenAI, given: Any = "hello", **more: Any) -> Response:
+    return client.responses.create(**{"model": "demo", "input": given, "temperature": 0, **more})
+
+
+def call(response: Response) -> ResponseFunctionToolCall:
+    (item,) = response.output
+    assert isinstance(item, ResponseFunctionToolCall)
+    return item
+
+
+def settled(client: openai.OpenAI, response_id: str) -> Response:
+    """The response once it has ended: a request that waits its turn behind it, asked again and again."""
+    for _ in range(200):
+        response = client.responses.retrieve(response_id)
+        if response.status not in ("queued", "in_progress"):
+            return response
+        ask(client, max_output_tokens=1, store=False)
+    raise AssertionError("the response does not end")
+
+
+def test_an_answer_says_what_it_is(client: openai.OpenAI) -> None:
+    answer = ask(client, instructions="Be kind.", metadata={"a": "b"}, prompt_cache_key="k")
+    assert answer.status == "completed"
+    assert answer.output_text
+    assert (answer.instructions, answer.metadata, answer.prompt_cache_key) == ("Be kind.", {"a": "b"}, "k")
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
+
+
+def test_a_stream_tells_the_answer_in_order_and_whole(client: openai.OpenAI) -> None:
+    whole = ask(client)
+    with client.responses.stream(model="demo", input="hello", temperature=0) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events if event.type != "response.output_text.delta"]
+    assert kinds == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+        "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed",
+    ]  # fmt: skip
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    assert final.output_text == whole.output_text
+    assert final.usage == whole.usage or (final.usage is not None and final.usage.input_tokens_details.cached_tokens)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}])
+def test_a_call_streamed_is_the_call_told_whole(client: openai.OpenAI, choice: Any) -> None:
+    given: Any = {"model": "demo", "input": "the weather in Paris?", "tools": [WEATHER], "tool_choice": choice}
+    with client.responses.stream(**given, temperature=0) as stream:
+        events = list(stream)
+        streamed = stream.get_final_response()
+    whole = call(ask(client, **given))
+    assert call(streamed).arguments == whole.arguments == '{"city": "Paris"}'
+    assert "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta") == whole.arguments
+    assert (whole.name, whole.status) == ("get_weather", "completed")
+
+
+def test_a_result_goes_back_with_its_items_or_with_an_id(client: openai.OpenAI) -> None:
+    question: Any = {"role": "user", "content": "the weather in Paris?"}
+    first = ask(client, [question], tools=[WEATHER], tool_choice="required")
+    result: Any = {"type": "function_call_output", "call_id": call(first).call_id, "output": "sunny"}
+    by_id = ask(client, [result], tools=[WEATHER], previous_response_id=first.id)
+    by_items = ask(client, [question, *first.output, result], tools=[WEATHER], store=False)
+    assert by_id.output_text == by_items.output_text == "Paris is sunny."
+    assert by_id.usage is not None
+    assert by_items.usage is not None
+    assert by_id.usage.input_tokens == by_items.usage.input_tokens
+    told = client.responses.input_items.list(by_id.id, order="asc", limit=2)
+    assert [item.type for item in told] == ["message", "function_call", "function_call_output"]
+
+
+def test_what_is_stored_can_be_fetched_and_deleted(client: openai.OpenAI) -> None:
+    answer = ask(client, max_output_tokens=4)
+    assert client.responses.retrieve(answer.id) == answer
+    client.responses.delete(answer.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(answer.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.delete(answer.id)
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, previous_response_id=answer.id)
+    assert (refused.value.code, refused.value.param) == ("previous_response_not_found", "previous_response_id")
+
+
+def test_a_stream_is_cancelled(client: openai.OpenAI) -> None:
+    stream = client.responses.create(model="demo", input="hello", stream=True, extra_body=FOR_EVER)
+    first = next(iter(stream))
+    assert first.type == "response.created"
+    with pytest.raises(openai.ConflictError):
+        client.responses.delete(first.response.id)
+    client.responses.cancel(first.response.id)
+    last = list(stream)[-1]
+    assert last.type == "response.incomplete"
+    assert last.response.status == client.responses.retrieve(first.response.id).status == "cancelled"
+
+
+def test_an_answer_takes_the_form_of_a_class(client: openai.OpenAI) -> None:
+    class Weather(pydantic.BaseModel):
+        sunny: bool
+        degrees: int
+
+    parsed = client.responses.parse(model="demo", input="the weather?", text_format=Weather, temperature=0)
+    assert isinstance(parsed.output_parsed, Weather)
+
+
+def test_log_probabilities_are_told_where_they_are_asked_for(client: openai.OpenAI) -> None:
+    with client.responses.stream(
+        model="demo", input="hello", include=["message.output_text.logprobs"], top_logprobs=2, temperature=0
+    ) as stream:
+        told = [each for event in stream if event.type == "response.output_text.delta" for each in event.logprobs]
+        part = stream.get_final_response().output[0].content[0]  # type: ignore[union-attr]
+    assert part.type == "output_text"
+    assert part.logprobs is not None
+    assert [each.token for each in told] == [each.token for each in part.logprobs]
+    assert "".join(each.token for each in told).startswith(part.text)  # the token that ends it has no text
+    assert all(len(each.top_logprobs) == 2 for each in part.logprobs)
+
+
+def test_a_conversation_becomes_one_item(client: openai.OpenAI) -> None:
+    compact = client.responses.compact(model="demo", input="hello")
+    (item,) = compact.output
+    assert item.type == "compaction"
+    assert ask(client, [item, {"role": "user", "content": "go on"}]).status == "completed"
+    assert client.responses.input_tokens.count(model="demo", input="hello").input_tokens < compact.usage.input_tokens
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": [1]}, "input[0]"),
+        ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
+        ({"input": [{"role": "boss", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": 3}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
+        ({"input": [{"role": "assistant", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
+        ({"conversation": "c"}, "conversation"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"metadata": {"a": "x" * 513}}, "metadata.a"),
+        ({"metadata": {str(number): "x" for number in range(17)}}, "metadata"),
+        ({"metadata": {"x" * 65: "x"}}, "metadata"),
+        ({"prompt_cache_key": "x" * 513}, "prompt_cache_key"),
+        ({"reasoning": "much"}, "reasoning"),
+        ({"reasoning": {"effort": 3}}, "reasoning.effort"),
+        ({"background": True}, "background"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"include": "all"}, "include"),
+    ],
+)
+def test_a_wrong_field_is_named(client: openai.OpenAI, given: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(model="demo", extra_body={"input": "hello", **given})
+    assert refused.value.param == param
+
+
+def test_fields_that_change_nothing_are_listed(client: openai.OpenAI) -> None:
+    raw = client.responses.with_raw_response.create(
+        model="demo", input="hello", max_output_tokens=1, truncation="auto", tools=[{"type": "web_search"}], user="me"
+    )
+    assert raw.headers["x-asyncengine-ignored"] == "user, truncation, tools[0]"
+
+
+def test_a_long_input_is_read(client: openai.OpenAI) -> None:
+    nothing: Any = {"type": "reasoning", "summary": []}
+    long = ask(client, [nothing] * 1001 + [{"role": "user", "content": "hello"}])
+    assert long.output_text == ask(client).output_text
+    items = client.responses.input_items.list(long.id, limit=100, order="asc")
+    assert len(list(items)) == 1002
+    assert ask(client, "and then?", previous_response_id=long.id).status == "completed"
+
+
+def test_a_tool_is_chosen_among_some(client: openai.OpenAI) -> None:
+    other: Any = {**WEATHER, "name": "get_time"}
+    choice: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_time"}]}
+    assert call(ask(client, "the weather in Paris?", tools=[WEATHER, other], tool_choice=choice)).name == "get_time"
+
+
+def test_a_client_that_leaves_leaves_nothing(client: openai.OpenAI) -> None:
+    stream = client.responses.create(model="demo", input="hello", stream=True, extra_body=FOR_EVER)
+    first = next(iter(stream))
+    assert first.type == "response.created"
+    assert client.responses.retrieve(first.response.id).status == "in_progress"
+    stream.close()
+    with pytest.raises(openai.NotFoundError):
+        settled(client, first.response.id)
+
+
+async def test_an_app_stores_no_more_than_it_is_given() -> None:
+    settings: dict[str, Any] = {"show_progress": False, "grammar_backend": "none", "speculation": "off"}
+    async with (
+        await AsyncEngine.from_pretrained("demo", **settings) as engine,
+        serving(app(engine, response_memory=0)) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client,
+    ):
+        answer = await client.responses.create(model="demo", input="hello", max_output_tokens=2)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(answer.id)

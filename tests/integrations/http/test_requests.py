@@ -1,0 +1,150 @@
+"""Each request as operators see it: counters, log lines, and the time after which to come back."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from starlette.applications import Starlette
+from support.http_server import serving_thread
+
+from asyncengine import AsyncEngine
+from asyncengine.integrations.http import app
+from asyncengine.integrations.http import requests as module
+from asyncengine.integrations.http.requests import JsonLines, Requests
+
+SECRET = "the parrot Quirinius"
+CHAT = {"model": "gpt", "messages": [{"role": "user", "content": SECRET}], "max_tokens": 6, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    @asynccontextmanager
+    async def two() -> AsyncIterator[Starlette]:
+        settings: dict[str, Any] = {"show_progress": False, "max_num_seqs": 1, "max_queued_requests": 2}
+        async with (
+            await AsyncEngine.from_pretrained("demo", **settings) as demo,
+            await AsyncEngine.from_pretrained("demo-embed", show_progress=False) as embedder,
+        ):
+            yield app({"demo": demo, "embedder": embedder}, aliases={"gpt": "demo"})
+
+    with serving_thread(two) as found:
+        yield found
+
+
+@pytest.fixture
+def logged(url: str) -> Iterator[list[dict[str, Any]]]:
+    """The lines of the log, which are complete when a client has read its answer, or soon after."""
+    stream, handler = io.StringIO(), logging.StreamHandler()
+    handler.setStream(stream)
+    handler.setFormatter(JsonLines())
+    log = logging.getLogger("asyncengine.serve.requests")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+
+    class Lines(list[dict[str, Any]]):
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            time.sleep(0.1)
+            return map(json.loads, stream.getvalue().splitlines())
+
+    yield Lines()
+    log.removeHandler(handler)
+    log.setLevel(logging.NOTSET)
+    assert SECRET not in stream.getvalue()
+
+
+def test_a_line_tells_what_a_request_cost(url: str, logged: list[dict[str, Any]]) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    whole: Any = client.chat.completions.create(**CHAT)
+    streamed = client.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True})
+    last: Any = list(streamed)[-1]
+    vectors = client.embeddings.create(model="embedder", input=[SECRET])
+    client.close()
+    one, other, embedding = logged
+    assert (one["model"], one["path"], one["method"], one["status"]) == ("demo", "/v1/chat/completions", "POST", 200)
+    assert one["id"] == whole._request_id
+    assert [one[f"{kind}_tokens"] for kind in ("prompt", "completion")] == [
+        whole.usage.prompt_tokens,
+        whole.usage.completion_tokens,
+    ]
+    assert one["finish"] == whole.choices[0].finish_reason
+    assert 0 <= one["queued"] <= one["first_token"] <= one["total"]
+    assert other["cached_tokens"] == last.usage.prompt_tokens_details.cached_tokens > 0
+    assert (other["streamed"], other["finish"]) == (True, one["finish"])
+    assert (embedding["model"], embedding["prompt_tokens"]) == ("embedder", vectors.usage.prompt_tokens)
+    for timings, usage in ((whole.timings, whole.usage), (last.timings, last.usage)):
+        assert timings["predicted_n"] == usage.completion_tokens
+        assert timings["cache_n"] + timings["prompt_n"] == usage.prompt_tokens
+        assert timings["predicted_ms"] > 0
+
+
+def test_refusals_are_told_and_counted(url: str, logged: list[dict[str, Any]]) -> None:
+    def counted() -> dict[str, float]:
+        lines = httpx.get(f"{url}/metrics").text.splitlines()
+        return {line.split()[0]: float(line.split()[1]) for line in lines if line.startswith("http_requests_total{")}
+
+    before, chat = counted(), f"{url}/v1/chat/completions"
+    statuses = [
+        httpx.post(chat, json={**CHAT, "temperature": -1}).status_code,
+        httpx.post(chat, json={**CHAT, "model": SECRET}).status_code,
+        httpx.get(f"{url}/v1/models/{SECRET}").status_code,
+        httpx.get(f"{url}/{SECRET}").status_code,
+        httpx.get(chat).status_code,
+    ]
+    assert statuses == [400, 404, 404, 404, 405]
+    told = [(line["path"], line["status"], line.get("error")) for line in logged]
+    assert told[1:] == [
+        ("/v1/chat/completions", 400, "invalid_value"),
+        ("/v1/chat/completions", 404, "model_not_found"),
+        ("/v1/models/{name:path}", 404, "model_not_found"),
+        ("other", 404, "refused"),
+        ("/v1/chat/completions", 405, "refused"),
+    ]
+    more = {name for name, value in counted().items() if value > before.get(name, 0)}
+    assert more == {
+        f'http_requests_total{{handler="{path}",method="{method}",status="{status}"}}'
+        for path, method, status in (
+            ("/v1/chat/completions", "POST", 400), ("/v1/chat/completions", "POST", 404), ("other", "GET", 404),
+            ("/v1/models/{name:path}", "GET", 404), ("/v1/chat/completions", "GET", 405), ("/metrics", "GET", 200),
+        )
+    }  # fmt: skip
+
+
+def test_clients_are_told_when_the_queue_will_have_room(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Requests, "retry_after", lambda _, model, waiting: {("demo", 2): 17}[model, waiting])
+    long = {**CHAT, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with (
+        httpx.Client() as client,
+        client.stream("POST", f"{url}/v1/chat/completions", json=long, timeout=60) as first,
+    ):
+        next(first.iter_lines())  # it runs
+        waiting = [httpx.post(f"{url}/v1/completions", json={"model": "demo", "prompt": ["a", "b", "c"]})]
+        assert [answer.status_code for answer in waiting] == [429]
+        assert waiting[0].headers["retry-after"] == "17"
+
+
+def test_the_wait_follows_the_rate_at_which_requests_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, requests = [100.0], Requests()
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+
+    def ended(seconds: float, after: float) -> None:
+        now[0] += after
+        requests._ended("demo", seconds)
+
+    assert requests.retry_after("demo", 50) == 1, "nothing is known yet"
+    for _ in range(10):
+        ended(4.0, after=0.5)  # eight side by side
+    ended(0.5, after=3600)  # an hour without anybody says nothing of the rate
+    assert requests.retry_after("demo", 8) == 7, "8 / 2 per second, with the first, which took 4 s"
+    for _ in range(64):
+        ended(4.0, after=0.5)
+    assert [requests.retry_after("demo", waiting) for waiting in (0, 1, 8, 9, 1000)] == [1, 1, 4, 5, 30]
+    assert requests.retry_after("other", 1000) == 1

@@ -1,0 +1,277 @@
+"""The Responses dialect without an engine: items become messages, events become frames."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pydantic
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+
+from asyncengine.errors import InvalidParameter
+from asyncengine.integrations.http.dialects import openai_responses as dialect
+from asyncengine.integrations.http.dialects.responses_items import read_input, seal
+from asyncengine.integrations.http.events import CallArguments, CallBegin, CallEnd, End, Event, Text, Thinking
+from asyncengine.integrations.http.fields import Fields
+from asyncengine.integrations.http.problems import Problem
+from asyncengine.integrations.http.turn import Answered, Turn
+from asyncengine.outputs import Completion, FinishReason, LogprobEntry, Sample, Timings, ToolCall, Usage
+
+EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
+CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "c1", "output": "found"}
+USAGE = Usage(5, 7, 3, 2)
+
+
+def read(given: Any = "hello", **more: Any) -> Turn:
+    return dialect.read(Fields({"input": given, **more}))
+
+
+def message(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": text}
+
+
+def written(*events: Event, problem: Problem | None = None, **more: Any) -> list[dict[str, Any]]:
+    """The events of a stream, each of which OpenAI's own types take."""
+    writer = dialect.Writer(read(**more), Answered("1f", "m", 7))
+    frames = writer.begin(USAGE) + "".join(writer.write(event) for event in events)
+    frames += writer.end(USAGE) if problem is None else writer.failed(problem)
+    found = []
+    for frame in frames.split("\n\n")[:-1]:
+        name, data = frame.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+        EVENT.validate_python(found[-1], strict=True)
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def entry(token: str, number: int) -> LogprobEntry:
+    return LogprobEntry(number, token, -0.5, token.encode())
+
+
+# -------------------------------------------------------------------- items
+
+
+@pytest.mark.parametrize(
+    ("given", "messages"),
+    [
+        ("hello", [message("user", "hello")]),
+        (
+            [message("developer", "a"), message("system", "b"), message("user", "c")],
+            [message("system", "Be.\n\na\n\nb"), message("user", "c")],
+        ),
+        (
+            [{"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]}],
+            [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+        ),
+        ([message("assistant", "a"), message("assistant", "b")], [message("assistant", "a\n\nb")]),
+        (
+            [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}],
+            [message("assistant", "no")],
+        ),
+        (
+            [
+                {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+                message("assistant", "I look."), CALL, RESULT,
+            ],
+            [
+                {
+                    **message("assistant", "I look."), "reasoning_content": "hm",
+                    "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}],
+                },
+                {**message("tool", "found"), "name": "look", "tool_call_id": "c1"},
+            ],
+        ),
+        (
+            [{"type": "reasoning", "summary": [], "encrypted_content": seal("hm")}, message("assistant", "a")],
+            [{**message("assistant", "a"), "reasoning_content": "hm"}],
+        ),
+        (
+            [{"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}, message("user", "a")],
+            [message("user", "a")],
+        ),
+        ([{"type": "compaction", "encrypted_content": seal("all")}], [message("user", "all")]),
+    ],
+)  # fmt: skip
+def test_items_become_messages(given: Any, messages: Any) -> None:
+    more = {"instructions": "Be."} if messages[0]["role"] == "system" else {}
+    assert read(given, **more).messages == messages
+
+
+def test_variables_of_the_template_are_taken() -> None:
+    kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert read(**kwargs).chat["template_kwargs"] == kwargs["chat_template_kwargs"]
+
+
+def test_earlier_items_come_before_and_instructions_first() -> None:
+    body = {"input": [RESULT], "previous_response_id": "r", "instructions": "Be."}
+    earlier = read_input([message("user", "look"), CALL])
+    turn = dialect.read(Fields(body), lambda _: earlier)
+    assert turn.messages is not None
+    assert [each["role"] for each in turn.messages] == ["system", "user", "assistant", "tool"]
+    assert [item["type"] for item in turn.extra["items"]] == ["function_call_output"]
+
+
+def test_a_result_without_its_call_is_named_by_its_place_in_the_request() -> None:
+    body = {"input": [message("user", "x"), RESULT], "previous_response_id": "r"}
+    with pytest.raises(InvalidParameter) as refused:
+        dialect.read(Fields(body), lambda _: read_input([message("user", "look")]))
+    assert refused.value.field == "input[1].call_id"
+
+
+@pytest.mark.parametrize(
+    ("given", "chat"),
+    [
+        ({"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": {}, "strict": True}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}, "strict": True}}},
+        ),
+        ({"tool_choice": "none"}, {"tool_choice": "none"}),
+        (
+            {"tools": [{"type": "function", "name": "f", "parameters": {}, "strict": False}]},
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {}, "strict": False}}],
+                "parallel_tool_calls": True,
+            },
+        ),
+    ],
+)
+def test_options_become_those_of_a_chat(given: Any, chat: Any) -> None:
+    assert read(**given).chat == chat
+
+
+def test_strict_requests_have_nothing_that_is_passed_over() -> None:
+    for field, value in {
+        "tools": [{"type": "web_search"}],
+        "truncation": "auto",
+        "include": ["x"],
+        "user": "me",
+    }.items():
+        with pytest.raises(InvalidParameter) as refused:
+            dialect.read(Fields({"input": "x", field: value}, strict=True))
+        assert refused.value.field.startswith(field)
+
+
+# -------------------------------------------------------------------- events
+
+ANSWER: list[Event] = [
+    Thinking(0, "Let"), Thinking(0, " me"), Text(0, "I "), Text(0, "look."), CallBegin(0, 0, "c1", "look"),
+    CallArguments(0, 0, '{"a":'), CallArguments(0, 0, " 1}"), CallEnd(0, 0), CallBegin(0, 1, "c2", "see"),
+    CallArguments(0, 1, "{}"), CallEnd(0, 1), Text(0, "Done."), End(0, "tool_calls"),
+]  # fmt: skip
+
+
+def test_every_item_opens_is_told_and_closes() -> None:
+    told = written(*ANSWER)
+    output = told[-1]["response"]["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message", "function_call", "function_call", "message"]
+    assert output[0]["content"] == [{"type": "reasoning_text", "text": "Let me"}]
+    assert [item["content"][0]["text"] for item in output if item["type"] == "message"] == ["I look.", "Done."]
+    assert [item["arguments"] for item in output if item["type"] == "function_call"] == ['{"a": 1}', "{}"]
+    assert {item["status"] for item in output} == {"completed"}
+    for index, item in enumerate(output):
+        mine = [event for event in told if event.get("output_index") == index]
+        assert (mine[0]["type"], mine[-1]["type"]) == ("response.output_item.added", "response.output_item.done")
+        assert mine[-1]["item"] == item
+        deltas = "".join(event["delta"] for event in mine if "delta" in event)
+        assert deltas == (item["arguments"] if "arguments" in item else item["content"][0]["text"])
+        assert {event["item_id"] for event in mine if "item_id" in event} == {item["id"]}
+    assert len({item["id"] for item in output}) == len(output)
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind", "status"),
+    [
+        ("stop", "completed", "completed"),
+        ("tool_calls", "completed", "completed"),
+        ("length", "incomplete", "incomplete"),
+        ("timeout", "incomplete", "incomplete"),
+    ],
+)
+def test_the_last_event_says_how_it_ended(reason: FinishReason, kind: str, status: str) -> None:
+    last = written(Text(0, "a"), End(0, reason))[-1]
+    assert (last["type"], last["response"]["status"]) == (f"response.{kind}", status)
+    assert last["response"]["output"][0]["status"] == status
+    assert (last["response"]["incomplete_details"] is None) == (status == "completed")
+    assert (last["response"]["completed_at"] is None) == (status != "completed")
+    assert last["response"]["usage"]["input_tokens_details"]["cached_tokens"] == 3
+
+
+def test_an_answer_of_no_words_is_a_message() -> None:
+    told = written(End(0, "stop"))
+    (item,) = told[-1]["response"]["output"]
+    assert item["content"][0]["text"] == ""
+    assert [event["type"] for event in told].count("response.output_text.done") == 1
+
+
+def test_a_call_that_was_cut_off_is_told_as_such() -> None:
+    last = written(CallBegin(0, 0, "c", "look"), CallArguments(0, 0, '{"a'), CallEnd(0, 0), End(0, "length"))[-1]
+    (item,) = last["response"]["output"]
+    assert (item["status"], item["arguments"]) == ("incomplete", '{"a')
+
+
+def test_a_stream_that_breaks_off_says_why() -> None:
+    last = written(Text(0, "a"), problem=Problem(503, "gone", code="engine_unavailable"))[-1]
+    assert last["type"] == "response.failed"
+    assert last["response"]["error"] == {"code": "server_error", "message": "gone"}
+    assert last["response"]["output"][0]["status"] == "incomplete"
+
+
+def test_a_stream_that_fails_before_it_began_begins() -> None:
+    writer = dialect.Writer(read(), Answered("1f", "m", 7))
+    kinds = [line.split(": ")[1] for line in writer.failed(Problem(400, "no")).splitlines() if line.startswith("event")]
+    assert kinds == ["response.created", "response.in_progress", "response.failed"]
+
+
+def test_log_probabilities_stay_with_the_text_they_are_of() -> None:
+    events = [
+        Thinking(0, "hm", [entry("hm", 1)]), Text(0, "", [entry("\xc3", 2)]), Text(0, "ü", [entry("\xbc", 3)]),
+        Text(0, "", [entry("<call>", 4)]), CallBegin(0, 0, "c", "look"), Text(0, "", [entry("{}", 5)]),
+        CallArguments(0, 0, "{}"), Text(0, "", [entry("</call>", 6)]), CallEnd(0, 0), Text(0, "x", [entry("x", 7)]),
+        End(0, "stop"),
+    ]  # fmt: skip
+    told = written(*events, include=["message.output_text.logprobs"])
+    output = told[-1]["response"]["output"]
+    texts = [item["content"][0] for item in output if item["type"] == "message"]
+    assert [[each["token"] for each in part["logprobs"]] for part in texts] == [["\xc3", "\xbc"], ["x"]]
+    assert (
+        written(Text(0, "x", [entry("x", 7)]), End(0, "stop"))[-1]["response"]["output"][0]["content"][0]["logprobs"]
+        == []
+    )
+
+
+def test_thoughts_are_sealed_where_that_is_asked_for() -> None:
+    told = written(Thinking(0, "hm"), Text(0, "a"), End(0, "stop"), include=["reasoning.encrypted_content"])
+    thought = told[-1]["response"]["output"][0]
+    assert thought["encrypted_content"] == seal("hm")
+    del thought["content"]
+    assert read([thought, message("assistant", "a")]).messages == [
+        {**message("assistant", "a"), "reasoning_content": "hm"}
+    ]
+
+
+def test_a_whole_answer_is_the_stream_s_last_word() -> None:
+    sample = Sample(
+        "Found.", [1], "length", reasoning="hm", tool_calls=[ToolCall("c1", "look", "{}")],
+        broken_calls=[ToolCall("c2", "look", '{"a')],
+    )  # fmt: skip
+    writer = dialect.Writer(read(), Answered("1f", "m", 7))
+    completion = Completion("Found.", [1], "length", USAGE, Timings(None, None, 0.0), "r", samples=[sample])
+    whole = writer.whole(completion)
+    Response.model_validate(whole, strict=True)
+    events = [
+        Thinking(0, "hm"), Text(0, "Found."), CallBegin(0, 0, "c1", "look"), CallArguments(0, 0, "{}"), CallEnd(0, 0),
+        CallBegin(0, 1, "c2", "look"), CallArguments(0, 1, '{"a'), CallEnd(0, 1), End(0, "length"),
+    ]  # fmt: skip
+    assert whole == written(*events)[-1]["response"]
+    assert [item["status"] for item in whole["output"]] == ["completed", "completed", "completed", "incomplete"]
+
+
+def test_a_probe_with_an_empty_input_is_answered() -> None:
+    """Codex asks so whether a server is there."""
+    assert dialect.read(Fields({"input": []})).messages == [{"role": "user", "content": ""}]
+    with pytest.raises(InvalidParameter, match="is missing"):
+        dialect.read(Fields({}))

@@ -1,0 +1,238 @@
+"""Vectors, scores and tokens over HTTP: the numbers of the engine in process, in the forms of those who are asked."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from support.http_server import serving_thread
+
+from asyncengine import Engine
+from asyncengine.integrations.http import app
+
+TEXTS = ["A cat sits on the mat.", "Stocks fell sharply.", "Two dogs play."]
+Engines = dict[str, Engine]
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Engines]:
+    models: Any = {"demo": ("demo", {}), "reranker": ("demo-rerank", {})}
+    models["embedder"] = ("demo-embed", {"chat_template": "chatml"})
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(Engine.from_pretrained(model, show_progress=False, num_threads=1, **more))
+            for name, (model, more) in models.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def url(engines: Engines) -> Iterator[str]:
+    @asynccontextmanager
+    async def make_app() -> AsyncIterator[Any]:
+        yield app({name: engine.aengine for name, engine in engines.items()}, strict=False)
+
+    with serving_thread(make_app) as url:
+        yield url
+
+
+@pytest.fixture
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def post(url: str, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(url + path, json=body, timeout=60)
+
+
+# -------------------------------------------------------------------- embeddings
+
+
+@pytest.mark.parametrize("form", ["float", "base64"])
+def test_vectors_are_the_engines_to_the_bit(client: openai.OpenAI, engines: Engines, form: Any) -> None:
+    wanted = engines["embedder"].embed(TEXTS)
+    answer = client.embeddings.create(model="embedder", input=TEXTS, encoding_format=form)
+    assert [row.index for row in answer.data] == [0, 1, 2]
+    rows: list[Any] = [row.embedding for row in answer.data]
+    if form == "base64":
+        rows = [np.frombuffer(base64.b64decode(row), "<f4") for row in rows]
+    assert np.array_equal(np.array(rows, np.float32), wanted.vectors)
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == wanted.usage.prompt_tokens
+
+
+def test_ids_dimensions_and_prompts_are_taken(url: str, engines: Engines) -> None:
+    engine = engines["embedder"]
+    ids = engine.tokenize(TEXTS[0])
+    name = engine.info.prompts[0] if engine.info.prompts else None
+    for given, texts, keywords in (
+        ({"input": TEXTS[0]}, [TEXTS[0]], {}),
+        ({"input": ids}, [ids], {}),
+        ({"input": [ids, "b"]}, [ids, "b"], {}),
+        ({"input": TEXTS, "dimensions": 16, "normalize": False}, TEXTS, {"dimensions": 16, "normalize": False}),
+        ({"input": TEXTS, "prompt_name": name, "user": "u"}, TEXTS, {"prompt_name": name}),
+        ({"input": TEXTS[0], "use_activation": False}, [TEXTS[0]], {"normalize": False}),
+        ({"input": TEXTS[0], "add_special_tokens": False}, [engine.tokenize(TEXTS[0], add_special_tokens=False)], {}),
+        ({"input": [ids, TEXTS[0]], "truncate_prompt_tokens": 4}, [ids[:4], [*ids[:3], ids[-1]]], {}),
+    ):
+        answer = post(url, "/v1/embeddings", model="embedder", **given)
+        assert answer.status_code == 200, answer.text
+        found = np.array([row["embedding"] for row in answer.json()["data"]], np.float32)
+        assert np.array_equal(found, engine.embed(texts, **keywords).vectors)  # type: ignore[arg-type]
+
+
+def test_a_chat_has_a_vector(url: str, engines: Engines) -> None:
+    chat = [{"role": "user", "content": TEXTS[0]}, {"role": "assistant", "content": TEXTS[1]}]
+    answer = post(url, "/v1/embeddings", model="embedder", messages=chat)
+    wanted = engines["embedder"].embed([engines["embedder"].tokenize(chat)]).vectors[0]
+    assert np.array_equal(np.array(answer.json()["data"][0]["embedding"], np.float32), wanted)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "temperature": 0}),
+        ("/v1/completions", {"model": "demo", "prompt": "Once", "temperature": 0}),
+        ("/v1/embeddings", {"model": "embedder", "input": TEXTS}),
+        ("/v1/embeddings", {"model": "embedder", "messages": [{"role": "user", "content": TEXTS[0]}]}),
+        ("/v1/rerank", {"model": "reranker", "query": "cats", "documents": TEXTS}),
+    ],
+)
+def test_one_path_takes_requests_of_all_kinds(url: str, path: str, body: dict[str, Any]) -> None:
+    one, other = (post(url, each, **body).json() for each in (path, "/invocations"))
+    for answer in (one, other):
+        for changing in ("id", "created", "timings"):
+            answer.pop(changing, None)
+    one["usage"].pop("prompt_tokens_details", None), other["usage"].pop("prompt_tokens_details", None)
+    assert one == other
+
+
+def test_a_text_that_is_too_long_is_cut_on_request_only(url: str) -> None:
+    long = "word " * 5000
+    refused = post(url, "/v1/embeddings", model="embedder", input=["a", long])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input[1]")
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    for how in ({"truncate": True}, {"truncate_prompt_tokens": -1}):
+        cut = post(url, "/v1/embeddings", model="embedder", input=["a", long], **how)
+        assert cut.headers["x-asyncengine-truncated"] == "1"
+
+
+# -------------------------------------------------------------------- scores
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+def test_documents_are_ranked_as_in_process(url: str, engines: Engines, path: str) -> None:
+    wanted = engines["reranker"].rerank("Which animals?", TEXTS)
+    documents = [TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]]
+    answer = post(url, path, query="Which animals?", documents=documents).json()  # the only reranker: no model named
+    ranked = [(each.index, each.score, each.document) for each in wanted.results]
+    assert [(e["index"], e["relevance_score"], e["document"]["text"]) for e in answer["results"]] == ranked
+    assert answer["usage"]["total_tokens"] == wanted.usage.prompt_tokens
+    best = post(url, path, query="Which animals?", documents=TEXTS, top_n=1, return_documents=False).json()
+    assert best["results"] == [{"index": ranked[0][0], "relevance_score": ranked[0][1]}]
+    rows = post(url, path, query="Which animals?", texts=TEXTS, return_text=True).json()
+    assert [(row["index"], row["score"], row["text"]) for row in rows] == ranked
+
+
+def test_documents_are_cut_to_a_number_of_tokens(url: str, engines: Engines) -> None:
+    query, engine = "Which animals?", engines["reranker"]
+    cut = [engine.detokenize(engine.tokenize(text, add_special_tokens=False)[:3]) for text in TEXTS]
+    wanted = {each.index: each.score for each in engine.rerank(query, cut).results}
+    assert wanted != {each.index: each.score for each in engine.rerank(query, TEXTS).results}
+    answer = post(url, "/v2/rerank", query=query, documents=[*TEXTS, "Dogs"], max_tokens_per_doc=3)
+    rows = {row["index"]: row for row in answer.json()["results"]}
+    assert {index: rows[index]["relevance_score"] for index in wanted} == wanted
+    assert [rows[index]["document"]["text"] for index in range(4)] == [*TEXTS, "Dogs"], "as they were sent"
+    assert answer.headers["x-asyncengine-truncated"] == "0, 1, 2"
+    whole = post(url, "/rerank", query=query, documents=TEXTS, max_tokens_per_doc=4096)
+    assert "x-asyncengine-truncated" not in whole.headers
+
+
+# -------------------------------------------------------------------- tokens
+
+
+def test_tokens_of_texts_and_chats(url: str, engines: Engines) -> None:
+    engine, chat = engines["demo"], [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    text = post(url, "/tokenize", model="demo", prompt="Naïve", return_token_strs=True).json()
+    ids = engine.tokenize("Naïve")
+    assert (text["tokens"], text["count"], text["token_strs"]) == (ids, len(ids), engine.token_texts(ids))
+    assert text["max_model_len"] == engine.info.max_model_len
+    plain = post(url, "/tokenize", prompt="Naïve", add_special_tokens=False).json()["tokens"]
+    assert plain == engine.tokenize("Naïve", add_special_tokens=False)
+    wanted = engine.tokenize([{**chat[0], "role": "system"}, chat[1]])
+    assert post(url, "/tokenize", messages=chat).json()["tokens"] == wanted
+    shorter = post(url, "/tokenize", messages=chat, add_generation_prompt=False).json()["tokens"]
+    assert len(shorter) < len(wanted)
+    assert post(url, "/detokenize", tokens=wanted).json()["prompt"] == engine.detokenize(
+        wanted, skip_special_tokens=False
+    )
+    pieces = post(url, "/tokenize", content="Naïve", with_pieces=True).json()["tokens"]
+    assert [piece["id"] for piece in pieces] == plain
+
+
+def test_a_tokenizer_tells_its_end(url: str, engines: Engines) -> None:
+    end = httpx.get(f"{url}/tokenizer_info").json()["eos_token"]
+    ids = post(url, "/tokenize", prompt=end, add_special_tokens=False).json()["tokens"]
+    assert tuple(ids) == engines["demo"].info.eos_token_ids[:1]
+
+
+# -------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "param"),
+    [
+        ("/v1/embeddings", {}, "input"),
+        ("/v1/embeddings", {"input": []}, "input"),
+        ("/v1/embeddings", {"input": ["a", 5]}, "input[1]"),
+        ("/v1/embeddings", {"input": [10**9]}, "input[0]"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 10**6}, "dimensions"),
+        ("/v1/embeddings", {"input": "a", "embed_dtype": "float16"}, "embed_dtype"),
+        ("/v1/embeddings", {"input": "a", "endianness": "big"}, "endianness"),
+        ("/v1/embeddings", {"input": "a", "prompt_name": "x"}, "prompt_name"),
+        ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": -5}, "truncate_prompt_tokens"),
+        ("/v1/embeddings", {"input": "a", "model": "demo"}, "embed"),
+        ("/v1/embeddings", {"input": "a", "model": "none"}, "model"),
+        ("/v1/rerank", {"documents": ["a"]}, "query"),
+        ("/v1/rerank", {"query": "a"}, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": ["a", {}]}, "documents[1]"),
+        ("/v1/rerank", {"query": "a", "texts": [5]}, "texts[0]"),
+        ("/v1/rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
+        ("/v1/rerank", {"query": "a", "documents": ["a"], "raw_scores": True}, "raw_scores"),
+        ("/v1/rerank", {"query": "a", "documents": ["a"], "max_tokens_per_doc": -1}, "max_tokens_per_doc"),
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"messages": [5]}, "messages[0]"),
+        ("/tokenize", {"messages": [], "chat_template_kwargs": 5}, "chat_template_kwargs"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens"),
+    ],
+)
+def test_a_wrong_field_is_named(url: str, path: str, given: dict[str, Any], param: str) -> None:
+    answer = post(url, path, **given)
+    assert answer.status_code in (400, 404)
+    assert answer.json()["error"]["param"] == param
+    assert answer.json()["error"]["message"]
+
+
+async def test_a_client_that_leaves_takes_its_texts_along(url: str, engines: Engines) -> None:
+    texts = [f"{number} " + "word " * 200 for number in range(4000)]
+    engine = engines["embedder"]
+    before = sum(engine.stats().finished.values())
+    async with httpx.AsyncClient() as client:
+        asking = asyncio.create_task(client.post(f"{url}/v1/embeddings", json={"model": "embedder", "input": texts}))
+        while not any(engine.stats().requests.values()):  # noqa: ASYNC110 - what is awaited happens in the server
+            await asyncio.sleep(0.01)
+        asking.cancel()
+    while any(engine.stats().requests.values()):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert engine.stats().finished.get("abort", 0) > 0
+    assert sum(engine.stats().finished.values()) - before < len(texts)

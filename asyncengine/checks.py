@@ -10,6 +10,7 @@ import functools
 import inspect
 import math
 import numbers
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import NoneType, UnionType
@@ -201,3 +202,43 @@ def _plain(value: object, kind: type, convert: Any) -> Any:
         return convert(value)
     except (ArithmeticError, ValueError, TypeError):
         return None
+
+
+_UNITS = {"B": 1} | {
+    f"{letter}{kind}": base**power
+    for kind, base in (("B", 1000), ("iB", 1024))
+    for power, letter in enumerate("KMGTP", 1)
+}
+_BYTES = re.compile(r"([^a-z]*(?:e[+-]?\d+)?)([a-z]*)", re.IGNORECASE)
+
+
+def parse_bytes(name: str, value: Any) -> int | None:
+    """ "2GiB" -> 2147483648; integers and None pass through. Raises `InvalidParameter`."""
+    if value is None:
+        return None
+    if isinstance(value, numbers.Integral):
+        return as_integer(name, value, 1, MAX_BYTES)
+    if isinstance(value, str):
+        sizes = {unit.lower(): size for unit, size in _UNITS.items()}
+        found = _BYTES.fullmatch(value.strip())
+        try:
+            number = float(found[1]) * sizes[found[2].lower() or "b"] if found else 0.0
+        except (ValueError, KeyError):
+            number = 0.0
+        if 1 <= number <= MAX_BYTES:
+            return int(number)
+    units = ", ".join(_UNITS)
+    limit = f'must be a positive number of bytes below 2**63, as an integer or like "2GiB" (units: {units})'
+    raise InvalidParameter(name, limit, value)
+
+
+def _cache_bytes(name: str, value: Any) -> int:
+    if isinstance(value, numbers.Integral):  # as a copy of the settings is given it again
+        return as_integer(name, value, 0, MAX_BYTES)
+    return parse_bytes(name, value) or 0
+
+
+Threads = Annotated[int, integer_in(1, 1024)]
+Memory = Annotated[int | str, parse_bytes]
+CacheMemory = Annotated[int | str, _cache_bytes]
+"""None and 0 keep nothing."""

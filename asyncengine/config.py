@@ -18,16 +18,20 @@ from typing import Annotated, Any, Literal
 from asyncengine.checks import (
     MAX_BYTES,
     MAX_SECONDS,
+    CacheMemory,
     Count,
+    Memory,
     Positive,
     Seconds,
     Settings,
-    as_integer,
+    Threads,
     as_number,
     integer_in,
     one_of,
+    parse_bytes,
 )
 from asyncengine.errors import InvalidParameter
+from asyncengine.grammar.settings import GrammarSettings
 from asyncengine.kvcache.eviction import STRATEGIES
 from asyncengine.policies import POLICIES, Policy, as_policy
 from asyncengine.sampling_params import OPEN_PARAMETERS, SamplingParams
@@ -35,27 +39,15 @@ from asyncengine.sampling_params import OPEN_PARAMETERS, SamplingParams
 STEP_SIZES = 3
 """The number of sizes of steps that have a cost (`speculation.costs`)."""
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-TOOL_FORMATS = (
-    "auto", "hermes", "llama3", "mistral", "json", "apertus", "command", "command_r", "deepseek_v3", "deepseek_v31",
-    "deepseek_v32", "deepseek_v4", "functionary", "functiongemma", "gemma4", "gigachat", "hy3", "glm", "granite",
-    "harmony", "kimi_k2", "lfm2", "minicpm5", "minimax_m2", "nemotron", "olmo3", "phi4_mini", "pythonic", "qwen3_coder",
-    "seed_oss", "step3",
-)  # fmt: skip
 
 CHAT_TEMPLATES = ("chatml", "gemma", "llama2", "llama3", "mistral", "phi3", "vicuna", "zephyr")
 """Names of templates that come with the engine: text/templates has the files."""
 LEAST_STORE = 2**20
 """The smallest `kv_cache_disk`."""
-_UNITS = {"B": 1} | {
-    f"{letter}{kind}": base**power
-    for kind, base in (("B", 1000), ("iB", 1024))
-    for power, letter in enumerate("KMGTP", 1)
-}
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 _TIME = re.compile(r"(-1|\d{1,10}(?:\.\d{1,10})?)([smh]?)")
 _LONGEST_TEMPLATE = 2**20
 """Characters read of a template's file; a valid one has fewer."""
-_BYTES = re.compile(r"([^a-z]*(?:e[+-]?\d+)?)([a-z]*)", re.IGNORECASE)
 
 
 def parse_keep_alive(name: str, value: Any) -> float:
@@ -69,26 +61,6 @@ def parse_keep_alive(name: str, value: Any) -> float:
     except InvalidParameter:
         limit = 'must be seconds without use (at most 1e9), a text like "90s", "5m" or "1h", or -1 for never'
         raise InvalidParameter(name, limit, value) from None
-
-
-def parse_bytes(name: str, value: Any) -> int | None:
-    """ "2GiB" -> 2147483648; integers and None pass through. Raises `InvalidParameter`."""
-    if value is None:
-        return None
-    if isinstance(value, numbers.Integral):
-        return as_integer(name, value, 1, MAX_BYTES)
-    if isinstance(value, str):
-        sizes = {unit.lower(): size for unit, size in _UNITS.items()}
-        found = _BYTES.fullmatch(value.strip())
-        try:
-            number = float(found[1]) * sizes[found[2].lower() or "b"] if found else 0.0
-        except (ValueError, KeyError):
-            number = 0.0
-        if 1 <= number <= MAX_BYTES:
-            return int(number)
-    units = ", ".join(_UNITS)
-    limit = f'must be a positive number of bytes below 2**63, as an integer or like "2GiB" (units: {units})'
-    raise InvalidParameter(name, limit, value)
 
 
 def _adapters(name: str, value: Any) -> tuple[tuple[str, str], ...]:
@@ -158,12 +130,6 @@ def _store_folder(name: str, value: Any) -> str | bool:
     return True if value is True or (isinstance(value, str) and value == "True") else _path(name, value, said)
 
 
-def _cache_bytes(name: str, value: Any) -> int:
-    if isinstance(value, numbers.Integral):  # as a copy of the settings is given it again
-        return as_integer(name, value, 0, MAX_BYTES)
-    return parse_bytes(name, value) or 0
-
-
 def _store_bytes(name: str, value: Any) -> int:
     nbytes = parse_bytes(name, value) or 0
     if nbytes < LEAST_STORE:
@@ -171,14 +137,10 @@ def _store_bytes(name: str, value: Any) -> int:
     return nbytes
 
 
-Threads = Annotated[int, integer_in(1, 1024)]
-Memory = Annotated[int | str, parse_bytes]
 ChatTemplate = Annotated[str, _chat_template]
 Projector = Annotated[str, partial(_path, what="the path of a GGUF file")]
 StoreFolder = Annotated[str | bool, _store_folder]
 StoreBytes = Annotated[int | str, _store_bytes]
-CacheMemory = Annotated[int | str, _cache_bytes]
-"""None and 0 keep nothing."""
 SamplingDefaults = Annotated[tuple[tuple[str, float], ...] | Mapping[str, float] | str, _sampling_defaults]
 Costs = Annotated[tuple[float, ...], _costs]
 Model = Annotated[str, partial(_path, what='a folder, a hub id or "demo/draft"')]
@@ -349,32 +311,6 @@ class SpeculationSettings(Settings):
         super().__post_init__()
         if self.draft_model is not None and self.speculation != "auto":
             raise InvalidParameter("draft_model", f'needs speculation="auto", not "{self.speculation}"')
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrammarSettings(Settings):
-    """Grammars and tools."""
-
-    grammar_backend: Annotated[str, one_of(("llguidance", "none"))] = "llguidance"
-    """The library that compiles grammars; "none": refuse grammars and save the time and memory that they need."""
-    grammar_timeout: Seconds = 10.0
-    """Seconds a request waits for its grammar to compile, from its arrival; then the work is given up."""
-    grammar_workers: Threads = 2
-    """Threads that compile grammars."""
-    grammar_cache_memory: CacheMemory = "256MiB"
-    """Bytes of compiled grammars kept for reuse. None: none."""
-    max_pending_grammars: Positive = 1024
-    """Grammars waiting to be compiled; more are refused with QueueFull."""
-    max_grammar_bytes: Positive = 1024 * 1024
-    """Size of one grammar's text."""
-    max_grammar_depth: Annotated[int, integer_in(1, 4096)] = 64
-    """Nesting of one grammar's schema."""
-    jump_forward: bool | None = None
-    """Append tokens that a grammar forces without sampling them, and compute them together in the next step. A step
-    that is launched by then has computed the request's row in vain. None: where a request is in one step at a time."""
-    tool_format: Annotated[str, one_of(TOOL_FORMATS)] = "auto"
-    """The form in which the model writes tool calls, such as "hermes" or "qwen3_coder" (the how-to on tools has the
-    names); "auto" reads it off the template."""
 
 
 @dataclass(frozen=True, kw_only=True)

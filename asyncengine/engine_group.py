@@ -14,7 +14,8 @@ import anyio
 import anyio.to_thread
 
 from asyncengine.async_engine import AsyncEngine
-from asyncengine.config import EngineConfig, parse_bytes, parse_keep_alive
+from asyncengine.checks import parse_bytes
+from asyncengine.config import EngineConfig, parse_keep_alive
 from asyncengine.engine.on_demand import OnDemand, OnDemandModel
 from asyncengine.errors import AdapterNotFound, EngineClosed, InvalidParameter
 from asyncengine.lora.naming import AdapterInfo

@@ -18,7 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from text.tokenizer_zoo import KINDS, LINES
 
 from asyncengine.config import EngineConfig
-from asyncengine.text import StopAutomaton, StopStringMatcher, TokenTable, load_tokenizer
+from asyncengine.text.stop_strings import StopAutomaton, StopStringMatcher
+from asyncengine.text.token_table import TokenTable
+from asyncengine.text.tokenizer import load_tokenizer
 
 TEXTS = {"ascii": LINES[0], "mixed": "".join(LINES[:6])}
 STOPS = ("\n\nUser:", "</s>", "Observation:", "```")

@@ -39,7 +39,7 @@ def instant_engine(streams: int) -> Any:
     from asyncengine import DEMO_MODEL, AsyncEngine, EngineConfig
     from asyncengine.assembly.wiring import wire
     from asyncengine.info import ModelInfo
-    from asyncengine.text import load_tokenizer
+    from asyncengine.text.tokenizer import load_tokenizer
     from benchmarks.host_cost import InstantExecutor
 
     def build() -> Any:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import torch
 
 from asyncengine import AsyncEngine, SamplingParams
-from asyncengine.config import parse_bytes
+from asyncengine.checks import parse_bytes
 from asyncengine.execution.layers.states import StatePools
 
 SHAPE = {

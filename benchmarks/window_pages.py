@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncengine.config import EngineConfig, parse_bytes
+from asyncengine.checks import parse_bytes
+from asyncengine.config import EngineConfig
 from asyncengine.execution.attention.base import LayerSpec
 from asyncengine.execution.models.memory.caches import TwoPools, two_pools
 from asyncengine.kvcache import KVCache

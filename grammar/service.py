@@ -18,10 +18,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from asyncengine.config import GrammarSettings
 from asyncengine.errors import BudgetTooSmall, EngineClosed, GrammarError, GrammarTimeout, QueueFull
 from asyncengine.grammar.limits import check_limits
 from asyncengine.grammar.matcher import Matcher
+from asyncengine.grammar.settings import GrammarSettings
 from asyncengine.grammar.spec import Grammar
 from asyncengine.sampling_params import OnBudget
 from asyncengine.seams import GrammarDone, GrammarMatcher, GrammarOrder

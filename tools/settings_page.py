@@ -122,7 +122,7 @@ def page() -> str:
     return f"""# Settings
 
 Every setting, every option of a request and every sampling parameter. Written by `python -m tools.settings_page` from
-the descriptions in `asyncengine/config.py`, `options.py` and `sampling_params.py`; `tests/tools/test_settings_page.py`
+the descriptions below the fields (`asyncengine/config.py` and others); `tests/tools/test_settings_page.py`
 fails when this page does not say what they say. Not to be edited by hand.
 
 Settings of an engine are keywords of `from_pretrained`, entries of `engine_config` in the LangChain and LlamaIndex

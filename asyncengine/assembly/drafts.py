@@ -9,7 +9,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.demo import resolve_draft
 from asyncengine.errors import InvalidParameter, ModelNotFound, OutOfMemory, UnsupportedModel
 from asyncengine.execution.models.checkpoint import open_checkpoint
-from asyncengine.text import TextTokenizer
+from asyncengine.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +87,7 @@ def _check_words(
     path: str, checkpoint: CheckpointSource, tokenizer: TextTokenizer | None, config: EngineConfig
 ) -> None:
     """A token must mean the same to both. A folder without a tokenizer is taken to have the model's."""
-    from asyncengine.text import load_tokenizer
+    from asyncengine.text.tokenizer import load_tokenizer
 
     own = load_tokenizer(path, config, beside=checkpoint.folder)
     if own is None or tokenizer is None:

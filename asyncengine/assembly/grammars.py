@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from asyncengine.config import GrammarSettings
-from asyncengine.text import TextTokenizer
+from asyncengine.grammar.settings import GrammarSettings
+from asyncengine.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from asyncengine.grammar.chat import ChatPlanner

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from asyncengine.config import EngineConfig
 from asyncengine.engine.image_prompts import ImagePrompts
 from asyncengine.errors import UnsupportedModel
-from asyncengine.text import TextTokenizer
+from asyncengine.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from asyncengine.execution.models.decoder import Decoder

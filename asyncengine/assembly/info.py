@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from asyncengine.assembly.images import LoadedImages
 from asyncengine.config import ModelSettings
 from asyncengine.info import ModelInfo
-from asyncengine.text import TextTokenizer
+from asyncengine.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from asyncengine.execution.models.loading import Loaded

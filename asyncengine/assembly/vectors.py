@@ -13,7 +13,7 @@ from asyncengine.errors import InvalidParameter, UnsupportedModel
 from asyncengine.execution.models.formats import CheckpointSource
 from asyncengine.info import ModelInfo
 from asyncengine.pooling_spec import PoolingSpec, root_folder
-from asyncengine.text import TextTokenizer
+from asyncengine.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     import torch

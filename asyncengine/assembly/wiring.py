@@ -55,7 +55,7 @@ from asyncengine.lora.admission import AdapterSlots
 from asyncengine.scheduler import Scheduler
 from asyncengine.seams import Executor, GrammarCompiler
 from asyncengine.stats import ThreadStats
-from asyncengine.text import TextTokenizer
+from asyncengine.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -297,8 +297,8 @@ def _load_tokenizer(
     """The tokenizer of the folder, or of a GGUF file's header, that marks ends of an answer which no configuration
     names."""
     from asyncengine.execution.models.config import ModelConfig
-    from asyncengine.text import load_tokenizer
     from asyncengine.text.plain_tokenizer import FAMILIES
+    from asyncengine.text.tokenizer import load_tokenizer
 
     if not checkpoint.metadata:
         read = loaded.hf_config

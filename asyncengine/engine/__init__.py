@@ -1,1 +1,1 @@
-"""The actor: its loop, its front door, and what both are wired of. Start in `engine.loop`."""
+"""The actor: its loop, its front door, and what both are made of. Start in `engine.loop`."""

@@ -19,7 +19,9 @@ from asyncengine.scheduler import Output
 from asyncengine.scheduler.messages import Abort, Resume, StopText, Suspend
 from asyncengine.stats import Meter
 from asyncengine.step import TokenLogprob
-from asyncengine.text import StopStringMatcher, Stream, TokenTable
+from asyncengine.text.stop_strings import StopStringMatcher
+from asyncengine.text.streams import Stream
+from asyncengine.text.token_table import TokenTable
 
 
 @dataclass(slots=True, eq=False)

@@ -60,7 +60,7 @@ class DeviceThread:
     """
 
     def __init__(self, executor: Executor, switch_interval: float | None, depth: int) -> None:
-        """`switch_interval`: seconds, of the interpreter while the thread lives (`device.switching`). `depth`: steps in
+        """`switch_interval`: seconds, of the interpreter while the thread lives (`engine.switching`). `depth`: steps in
         flight at a time.
 
         An executor may say of a step that launching it takes milliseconds and waits for nobody (`is_brief`), and of

@@ -48,7 +48,7 @@ from asyncengine.outputs import Chunk
 from asyncengine.sampling_params import SamplingParams, as_params
 from asyncengine.scheduler.messages import Message, Pause, PauseMode, UpdateMode, UpdateWeights, WithdrawUpdate
 from asyncengine.stats import EngineStats, ThreadStats
-from asyncengine.text import TextTokenizer
+from asyncengine.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from asyncengine.grammar.chat import ChatPlan, ChatPlanner

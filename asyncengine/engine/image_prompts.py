@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 from asyncengine.config import ImageSettings
 from asyncengine.errors import InvalidParameter, shorten
 from asyncengine.images import ImageSpan, PromptImage
-from asyncengine.text import TextTokenizer
 from asyncengine.text.media import ImageLimits, ImagePart, ImageParts, read_image
+from asyncengine.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image

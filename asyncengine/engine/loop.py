@@ -45,7 +45,7 @@ from asyncengine.scheduler.messages import (
 from asyncengine.seams import AdapterStore, GrammarCompiler, GrammarMatcher, GrammarOrder
 from asyncengine.stats import Meter
 from asyncengine.step import Batch, StepResult
-from asyncengine.text import TokenTable
+from asyncengine.text.token_table import TokenTable
 
 logger = logging.getLogger("asyncengine")
 

@@ -39,7 +39,7 @@ def _begin(work: Callable[[], T], name: str) -> tuple[threading.Thread, Future[T
         except BaseException as error:
             done.set_exception(error)
 
-    # a daemon: leaving the program waits for it no longer than `device.process.EXIT_PATIENCE`
+    # a daemon: leaving the program waits for it no longer than `engine.process.EXIT_PATIENCE`
     thread = threading.Thread(target=run, name=name, daemon=True)
     PROCESS.waits_at_exit_for(thread)
     thread.start()

@@ -27,7 +27,8 @@ from asyncengine.options import RequestOptions, predicted_content
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.sampling_params import GREEDY_BELOW, SamplingParams, as_params
 from asyncengine.seams import AdapterStore, GrammarCompiler
-from asyncengine.text import StopAutomaton, StopStringMatcher, TextTokenizer
+from asyncengine.text.stop_strings import StopAutomaton, StopStringMatcher
+from asyncengine.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from asyncengine.grammar.chat import ChatPlan

@@ -20,8 +20,8 @@ from asyncengine.options import ChatRequest, Prompt, RequestOptions
 from asyncengine.sampling_params import SamplingParams, as_params
 from asyncengine.step import Row, StepResult, TokenLogprob
 from asyncengine.testing.fake_runner import FakeExecutor
-from asyncengine.text import TextTokenizer
 from asyncengine.text.plain_tokenizer import read_plain_tokenizer
+from asyncengine.text.tokenizer import TextTokenizer
 
 Answer = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 """A text, a call {"name": "weather", "arguments": {"city": "Oslo"}}, or several: a text before calls."""

@@ -11,7 +11,7 @@ from typing import Any
 from asyncengine.errors import InvalidParameter
 from asyncengine.grammar.chat.families import TOOL_FORMATS
 from asyncengine.grammar.chat.formats import NUMBER, REASONING_MARKERS, Reasoning, ReasoningState, ToolFormat
-from asyncengine.text import TextTokenizer
+from asyncengine.text.tokenizer import TextTokenizer
 
 TOKEN = re.compile(r"\{#\}|\s+|(?:(?!\{#\})\S)+")
 

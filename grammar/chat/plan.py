@@ -28,8 +28,8 @@ from asyncengine.grammar.chat.shapes import member_types
 from asyncengine.grammar.chat.tools import Choice, Tool, check_choice, check_tools
 from asyncengine.grammar.chat.write import with_calls_in_content, with_results_as_questions, with_tools_in_content
 from asyncengine.sampling_params import SamplingParams
-from asyncengine.text import TextTokenizer
 from asyncengine.text.chat_template import Rewrite
+from asyncengine.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger("asyncengine")
 

@@ -115,20 +115,19 @@ def literal(text: str) -> Any:
 
 @functools.cache
 def field_docs(settings: type) -> dict[str, str]:
-    """The string literal under each field of a class, its bases' included, on one line; only of its own module.
+    """The string literal under each field of a class, its bases' included, on one line.
 
     Empty where the source is not at hand.
     """
-    try:
-        module = ast.parse(inspect.getsource(sys.modules[settings.__module__]))
-    except (OSError, SyntaxError):
-        return {}
-    names = {each.__name__ for each in settings.__mro__}
     docs: dict[str, str] = {}
-    for definition in module.body:
-        if isinstance(definition, ast.ClassDef) and definition.name in names:
-            for pair in pairwise(definition.body):
-                match pair:
-                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(str(text))):
-                        docs[name] = " ".join(text.split())
+    for owner in settings.__mro__[-2::-1]:  # without `object`
+        try:
+            (definition,) = ast.parse(inspect.getsource(owner)).body
+        except (OSError, SyntaxError):
+            return {}
+        assert isinstance(definition, ast.ClassDef)
+        for pair in pairwise(definition.body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(str(text))):
+                    docs[name] = " ".join(text.split())
     return docs

@@ -16,7 +16,7 @@ from asyncengine.scheduler import Output
 from asyncengine.scheduler.messages import Abort
 from asyncengine.stats import EngineStats
 from asyncengine.step import TokenLogprob
-from asyncengine.text import TextTokenizer
+from asyncengine.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncengine.assembly.wiring import needed_memory
-from asyncengine.config import EngineConfig, parse_bytes
+from asyncengine.checks import parse_bytes
+from asyncengine.config import EngineConfig
 from asyncengine.errors import EngineError, FleetError, InvalidParameter
 from asyncengine.integrations.fleet.processes import packed
 from asyncengine.integrations.fleet.settings import FleetConfig

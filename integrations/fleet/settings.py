@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from asyncengine.checks import Positive, Seconds, Settings, as_choice, as_integer, as_items, number_in
-from asyncengine.config import Memory
+from asyncengine.checks import Memory, Positive, Seconds, Settings, as_choice, as_integer, as_items, number_in
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.placement.nodes import MAX_CPUS, as_labels
 from asyncengine.integrations.placement.routing import ROLES, Role, RoutingWeights

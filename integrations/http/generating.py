@@ -33,7 +33,7 @@ MakeWriter = Callable[[Turn, Answered], AnswerWriter]
 
 
 class Dialect(Protocol):
-    """A module of `serve.dialects`."""
+    """A module of `http.dialects`."""
 
     @property
     def Writer(self) -> MakeWriter: ...  # noqa: N802

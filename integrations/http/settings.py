@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from asyncengine.checks import Positive, Seconds, Settings, as_items, integer_in
-from asyncengine.config import CacheMemory, Memory, parse_keep_alive
+from asyncengine.checks import CacheMemory, Memory, Positive, Seconds, Settings, as_items, integer_in
+from asyncengine.config import parse_keep_alive
 from asyncengine.errors import InvalidParameter
 
 KEY_VARIABLE = "ASYNCENGINE_API_KEY"

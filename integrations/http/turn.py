@@ -43,7 +43,7 @@ class Turn:
 
     @classmethod
     def of(cls, values: Mapping[str, dict[str, Any]]) -> Self:
-        """The turn of a request's values by group (`serve.fields`), of which "turn" holds fields of this class."""
+        """The turn of a request's values by group (`http.fields`), of which "turn" holds fields of this class."""
         parts: dict[str, Any] = {name: values.get(name, {}) for name in ("params", "options", "chat", "extra")}
         return cls(**parts, **values.get("turn", {}))
 

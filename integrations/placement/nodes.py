@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from asyncengine.checks import Count, Positive, Settings, as_integer, as_items, number_in
-from asyncengine.config import parse_bytes
+from asyncengine.checks import Count, Positive, Settings, as_integer, as_items, number_in, parse_bytes
 from asyncengine.errors import InvalidParameter
 
 MAX_MEMORY = 2**50

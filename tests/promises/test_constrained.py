@@ -24,7 +24,7 @@ from asyncengine.grammar import Grammar
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.info import ModelInfo
-from asyncengine.text import load_tokenizer
+from asyncengine.text.tokenizer import load_tokenizer
 
 GRAMMARS: list[Grammar | None] = [
     Grammar.json_schema(PERSON),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from asyncengine.errors import InvalidParameter, UnsupportedModel
 from asyncengine.pooling_spec import PoolingSpec
-from asyncengine.text import TextTokenizer
+from asyncengine.text.tokenizer import TextTokenizer
 
 _QUERY, _DOCUMENT = _BOTH = ("Zquery9", "Zdocument9")
 _JUDGE = (

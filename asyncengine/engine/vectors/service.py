@@ -31,8 +31,8 @@ from asyncengine.outputs import Classification, Classifications, Embeddings, Ran
 from asyncengine.pooling_spec import PoolingSpec
 from asyncengine.progress import counted
 from asyncengine.request_spec import Pooled, RequestSpec
-from asyncengine.text import TextTokenizer
 from asyncengine.text.batches import BatchTokenizer, EncodedText
+from asyncengine.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from asyncengine.activations import Floats

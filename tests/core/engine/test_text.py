@@ -14,7 +14,7 @@ from support.fake_engine import Reciter, SteppedExecutor, idle, make_engine
 from asyncengine import AsyncEngine, ContextLengthExceeded, SamplingParams
 from asyncengine.testing.fake_runner import FakeExecutor
 from asyncengine.testing.leaks import assert_nothing_held
-from asyncengine.text import TextTokenizer
+from asyncengine.text.tokenizer import TextTokenizer
 
 LINE = "The quick brown fox jumps over the lazy dog, and it doesn't stop there! 你好,世界 👍🏽"
 

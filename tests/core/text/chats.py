@@ -8,7 +8,7 @@ import pytest
 from core.text.tokenizer_zoo import byte_level, fast
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.text import TextTokenizer
+from asyncengine.text.tokenizer import TextTokenizer
 
 CHATML = """{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}

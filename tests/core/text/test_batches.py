@@ -8,8 +8,8 @@ import pytest
 from support.sentence_folders import make_tokenizer
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.text import TextTokenizer
 from asyncengine.text.batches import BatchTokenizer
+from asyncengine.text.tokenizer import TextTokenizer
 
 WORDS = "the cat sat on mat dog one two three"
 

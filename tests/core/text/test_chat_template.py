@@ -12,7 +12,7 @@ from core.text.chats import CALL, CHATML, TOOL, USER, Chat, refuse, with_templat
 from core.text.tokenizer_zoo import byte_fallback, fast
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.text import TextTokenizer
+from asyncengine.text.tokenizer import TextTokenizer
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from core.text.tokenizer_zoo import KINDS, LINES
 from support.long import TIMES
 
-from asyncengine.text import TokenTable
+from asyncengine.text.token_table import TokenTable
 
 SEQUENCES = 2000
 SMILE = "\U0001f642".encode()

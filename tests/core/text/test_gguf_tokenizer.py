@@ -21,8 +21,8 @@ from asyncengine.demo import MODEL_PATH
 from asyncengine.errors import InvalidParameter, ModelNotFound, UnsupportedModel
 from asyncengine.grammar.chat import ChatPlanner
 from asyncengine.grammar.chat.harmony import MARKS
-from asyncengine.text import TextTokenizer
 from asyncengine.text.gguf import load_gguf_tokenizer
+from asyncengine.text.tokenizer import TextTokenizer
 
 FUZZ = 150 * TIMES
 """Random texts per tokenizer; 20,000 make the long form (a few minutes)."""

@@ -21,9 +21,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from asyncengine.config import EngineConfig
 from asyncengine.demo import MODEL_PATH
 from asyncengine.execution.models.families import native_config
-from asyncengine.text import TextTokenizer, load_tokenizer
 from asyncengine.text.chat_template import RESERVED, ChatTemplate
 from asyncengine.text.plain_tokenizer import PlainTokenizer, read_plain_tokenizer
+from asyncengine.text.tokenizer import TextTokenizer, load_tokenizer
 
 Settings = dict[str, Any]
 SIZES = {

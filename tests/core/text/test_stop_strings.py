@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from asyncengine.text import StopAutomaton, StopStringMatcher
+from asyncengine.text.stop_strings import StopAutomaton, StopStringMatcher
 
 
 def reference(text: str, stops: list[str], armed_from: int = 0) -> tuple[str, str | None]:

@@ -14,7 +14,8 @@ from core.text.tokenizer_zoo import LINES, byte_fallback, byte_level, fast
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ContextLengthExceeded, InvalidParameter, ModelNotFound, UnsupportedModel
-from asyncengine.text import TextTokenizer, TokenTable, load_tokenizer
+from asyncengine.text.token_table import TokenTable
+from asyncengine.text.tokenizer import TextTokenizer, load_tokenizer
 
 CONFIG = EngineConfig()
 

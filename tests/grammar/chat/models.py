@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.chat import ChatPlanner
 from asyncengine.grammar.lower import to_llguidance
-from asyncengine.text import TextTokenizer
+from asyncengine.text.tokenizer import TextTokenizer
 
 HERMES = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ '\\n' if m.content or not loop.first else '' }}<tool_call>

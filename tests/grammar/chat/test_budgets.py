@@ -21,7 +21,7 @@ from asyncengine.grammar.chat.tools import check_tools
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.vocabulary import Vocabulary
-from asyncengine.text import TextTokenizer
+from asyncengine.text.tokenizer import TextTokenizer
 
 from .models import COMPACT, HERMES, JSON, LISTED, LLAMA, MARKED, MISTRAL, THINKING, TURNS, tokenizer
 from .test_channels import TEMPLATE

@@ -9,7 +9,7 @@ import pytest
 from asyncengine.demo import MODEL_PATH
 from asyncengine.grammar.chat import TOOL_FORMATS, Reasoning, find_reasoning, find_tool_format
 from asyncengine.grammar.chat import reasoning_state as state_of
-from asyncengine.text import TextTokenizer
+from asyncengine.text.tokenizer import TextTokenizer
 
 from .models import (
     COMPACT,

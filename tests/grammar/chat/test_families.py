@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncengine.grammar.chat import ChatPlanner, reasoning_state
-from asyncengine.text import TextTokenizer
+from asyncengine.text.tokenizer import TextTokenizer
 
 from .families import FAMILIES, Family
 from .models import ADD, Oracle, tokenizer

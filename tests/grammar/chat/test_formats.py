@@ -14,7 +14,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter
 from asyncengine.grammar.chat import TOOL_FORMATS, ChatPlan, ChatPlanner, find_tool_format
 from asyncengine.grammar.schema.numbers import WRITTEN_DIGITS
-from asyncengine.text import TextTokenizer
+from asyncengine.text.tokenizer import TextTokenizer
 
 from .models import TURNS, Oracle, tokenizer
 from .zoo import CASES, DROPS, KIMI, SIGNS, Case

@@ -153,7 +153,7 @@ def test_opening_a_checkpoint_walks_through_few_files(checkpoint: Checkpoint) ->
 
     def step(frame: FrameType | None, event: str, arg: object) -> None:
         here = frame.f_back if frame is not None and event == "return" else frame
-        while here is not None and "/asyncengine/models/" not in here.f_code.co_filename:
+        while here is not None and "/asyncengine/execution/models/" not in here.f_code.co_filename:
             here = here.f_back
         if here is not None and event in ("call", "return") and stays[-1:] != [here.f_code.co_filename]:
             stays.append(here.f_code.co_filename)

@@ -348,7 +348,7 @@ def test_a_machine_whose_network_is_cut_is_given_up_within_two_seconds() -> None
         subprocess.run([*alone, "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("this system gives a program no network of its own")
-    tests = os.path.dirname(os.path.dirname(__file__))
+    tests = os.path.dirname(__file__)
     cut = [*alone, sys.executable, "-c", NETWORK_CUT, tests]
     run = subprocess.run(cut, check=False, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr

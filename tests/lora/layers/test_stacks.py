@@ -86,7 +86,7 @@ STEPS = {
 def test_each_row_gets_its_own_delta(
     form: str, widths: list[int], slots: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows_module, "LONG", 4)
+    monkeypatch.setattr(rows_module, "LONG_ADAPTER_RUN", 4)
     stack = make(form, place_of(widths))
     deltas = fill(stack)
     x, y = torch.randn(1, len(slots), 20), torch.randn(1, len(slots), sum(widths))
@@ -101,7 +101,7 @@ def test_each_row_gets_its_own_delta(
 @pytest.mark.parametrize("form", ["rows", "masked"])
 @pytest.mark.parametrize("slots", STEPS.values(), ids=STEPS)
 def test_an_embedding_looks_its_tokens_up(form: str, slots: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "LONG", 4)
+    monkeypatch.setattr(rows_module, "LONG_ADAPTER_RUN", 4)
     stack = make(form, place_of([12], 50, kind="embedding"))
     deltas = fill(stack)
     x, y = torch.randint(0, 50, (1, len(slots))), torch.zeros(1, len(slots), 12)
@@ -176,7 +176,7 @@ def test_what_a_step_does_not_use_costs_nothing(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_long_runs_go_by_product_and_the_rest_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "LONG", 4)
+    monkeypatch.setattr(rows_module, "LONG_ADAPTER_RUN", 4)
     step = step_of("rows", STEPS["long and short"])
     assert step.segments == ((0, 5, 1), (14, 18, 4), (18, 22, 0))
     assert [(each.begin, each.end) for each in step.stretches] == [(5, 8), (22, 24)]

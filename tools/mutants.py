@@ -1,9 +1,10 @@
-"""Mutation testing of the scheduler and the prefix cache: would a fast test notice if this line said something else?
+"""Mutation testing of one part of the engine by its own tests: would one notice if this line said something else?
 
     pip install cosmic-ray
-    python -m tools.mutants                         60 mutants, drawn by seed 1
-    python -m tools.mutants --sample 200 --seed 2   others
-    python -m tools.mutants --only 3,17             these numbers of the same draw again
+    python -m tools.mutants                                        60 mutants of scheduler and cache, drawn by seed 1
+    python -m tools.mutants --room chat --sample 200 --seed 2      others, of another part: see `ROOMS`
+    python -m tools.mutants --room chat --only 3,17                these numbers of the same draw again
+    python -m tools.mutants --room chat --judges tests/grammar/chat/test_plan.py       by these tests alone
 
 The mutants are those of Cosmic Ray's operators (an operator of the language exchanged, a number changed, a condition
 negated, a loop without a turn, another exception, a decorator removed). One that differs in nothing but annotations
@@ -31,35 +32,48 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-SOURCES = (
-    "asyncengine/scheduler", "asyncengine/kvcache", "asyncengine/engine/prefix_store.py",
-)  # fmt: skip
-"""Folders and files whose lines are changed."""
-JUDGES = (
-    "tests/core/kvcache", "tests/core/scheduler", "tests/core/engine/test_prefix_store.py",
-    "tests/integrations/cli/test_cache.py",
-    "tests/worlds/test_random_lives.py",
-)  # fmt: skip
-"""Tests that are fast, those of the smallest parts first, and random lives for what these leave to them."""
-TOO_SLOW = (
-    "test_long_answers_are_found_by_the_next_turn", "test_shares_follow_the_weights",
-    "test_accounts_are_kept_while_they_matter", "test_prefixes_of_any_length_are_found",
-)  # fmt: skip
-"""Judges of several seconds each, which are left out."""
+
+
+class Room(NamedTuple):
+    """Code that is changed, and the tests that judge it."""
+
+    sources: tuple[str, ...]
+    """Folders and files whose lines are changed, by the paths that they are imported from."""
+    judges: tuple[str, ...]
+    """Tests that are fast."""
+    slow: tuple[str, ...] = ()
+    """Names of judges of several seconds each, which are left out."""
+
+
+ROOMS = {
+    "scheduler": Room(
+        ("asyncengine/scheduler", "asyncengine/kvcache", "asyncengine/engine/prefix_store.py"),
+        ("tests/core/kvcache", "tests/core/scheduler", "tests/core/engine/test_prefix_store.py",
+         "tests/integrations/cli/test_cache.py", "tests/worlds/test_random_lives.py"),
+        ("test_long_answers_are_found_by_the_next_turn", "test_shares_follow_the_weights",
+         "test_accounts_are_kept_while_they_matter", "test_prefixes_of_any_length_are_found"),
+    ),
+    "engine": Room(("asyncengine/engine",), ("tests/core/engine",)),
+    "closing": Room(("asyncengine/grammar/closing",), ("tests/grammar/test_closing.py",)),
+    "text": Room(("asyncengine/text",), ("tests/core/text",)),
+    "chat": Room(("asyncengine/grammar/chat",), ("tests/grammar/chat",)),
+    "layers": Room(("asyncengine/execution/layers",), ("tests/execution/layers",)),
+}  # fmt: skip
 _LEFT_OUT = (
     "VariableReplacer", "VariableInserter", "ReplaceComparisonOperator_Eq_Is", "ReplaceComparisonOperator_NotEq_IsNot",
 )  # fmt: skip
 """Operators that have to be told names, and those that change nothing where small numbers are compared."""
 _COPIED = ("asyncengine", "grammar", "lora", "integrations", "tests", "pyproject.toml", "README.md")
-_PATIENCE = 4
-"""A mutant that takes so many times as long as all judges of the unchanged tree hangs, which is noticed as well."""
+_PATIENCE, _LEAST_PATIENCE = 4, 10.0
+"""A mutant that takes so many times as long as its judges on the unchanged tree, and so many seconds, hangs, which is
+noticed as well."""
 
 
 class Mutant(NamedTuple):
@@ -126,11 +140,11 @@ def mutant_at(path: str, name: str, occurrence: int) -> Mutant | None:
         return None
 
 
-def draw(count: int, seed: int) -> list[Mutant]:
+def draw(sources: Sequence[str], count: int, seed: int) -> list[Mutant]:
     """`count` mutants of all files, each place as likely as any other."""
     paths = [
         path.relative_to(ROOT).as_posix()
-        for source in SOURCES
+        for source in sources
         for path in ([ROOT / source] if source.endswith(".py") else sorted((ROOT / source).rglob("*.py")))
     ]
     everywhere = list(places(paths))
@@ -159,9 +173,10 @@ class Judges:
     tests run that have called it before, the fastest first, until one fails.
     """
 
-    def __init__(self, mutants: dict[int, Mutant], tree: Path) -> None:
-        """`mutants` by number. `tree`: a copy of the tree, for those that are more than functions."""
-        self.mutants, self.tree = mutants, tree
+    def __init__(self, mutants: dict[int, Mutant], chosen: Sequence[str], tree: Path) -> None:
+        """`mutants` by number. `chosen`: pytest's arguments. `tree`: a copy of the tree, for mutants that are more than
+        functions."""
+        self.mutants, self.chosen, self.tree = mutants, chosen, tree
         self.survivors = 0
 
     def pytest_runtestloop(self, session: Any) -> bool:
@@ -175,9 +190,8 @@ class Judges:
         if not isinstance(found, list):
             raise session.Failed(f"the tree itself fails: {found}")
         order = sorted(range(len(items)), key=lambda each: found[each][0])
-        limit = _PATIENCE * sum(seconds for seconds, _ in found)
         for number, mutant in self.mutants.items():
-            said = self._judge(mutant, items, order, found, limit)
+            said = self._judge(mutant, items, order, found)
             self.survivors += not said
             name = mutant.operator.rpartition("/")[2]
             print(f"{number} {mutant.path} {name} {mutant.occurrence}: {said or 'SURVIVES'}", flush=True)
@@ -185,22 +199,26 @@ class Judges:
                 print(difference(mutant), flush=True)
         return True
 
-    def _judge(
-        self, mutant: Mutant, items: list[Any], order: list[int], found: list[Any], limit: float
-    ) -> str:  # fmt: skip
+    def _judge(self, mutant: Mutant, items: list[Any], order: list[int], found: list[Any]) -> str:
         """The test that fails; "" if none does."""
         before = compile((ROOT / mutant.path).read_text(encoding="utf-8"), mutant.path, "exec")
         changes = changed_functions(before, compile(mutant.code, mutant.path, "exec"))
         if changes is None:
-            return judged_anew(self.tree, mutant, limit)
+            return judged_anew(self.tree, mutant, self.chosen, limit(found))
         lines = {(mutant.path, old.co_firstlineno) for old, _ in changes}
-        chosen = [items[each] for each in order if lines & found[each][1]]
+        judging = [each for each in order if lines & found[each][1]]
+        chosen = [items[each] for each in judging]
 
         def run() -> str:
             exchange(changes)
             return next((item.nodeid for item, after in pairwise([*chosen, None]) if fails(item, after)), "")
 
-        return str(in_child(run, limit))
+        return str(in_child(run, limit(found[each] for each in judging)))
+
+
+def limit(found: Iterable[tuple[float, Any]]) -> float:
+    """Seconds after which a mutant that these tests judge hangs."""
+    return max(_LEAST_PATIENCE, _PATIENCE * sum(seconds for seconds, _ in found))
 
 
 def fails(item: Any, after: Any) -> bool:
@@ -238,6 +256,7 @@ def in_child(work: Callable[[], Any], limit: float | None) -> Any:
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
+        os.setpgid(0, 0)  # so that what a test has started ends with it
         os.close(reader)
         with open(writer, "wb") as pipe:
             try:
@@ -250,7 +269,7 @@ def in_child(work: Callable[[], Any], limit: float | None) -> Any:
     with open(reader, "rb") as pipe:
         late = limit is not None and not select.select([pipe], [], [], limit)[0]
         if late:
-            os.kill(child, signal.SIGKILL)
+            os.killpg(child, signal.SIGKILL)
         said = pipe.read()
     os.waitpid(child, 0)
     if late or not said:
@@ -304,9 +323,9 @@ def exchange(changes: Changes) -> None:
             function.__code__ = new
 
 
-def judged_anew(tree: Path, mutant: Mutant, limit: float) -> str:
+def judged_anew(tree: Path, mutant: Mutant, chosen: Sequence[str], limit: float) -> str:
     """The first judge that fails in a copy of the tree with the mutant; "" if none does."""
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--tb=no", "-rfE", *_judges()]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--tb=no", "-rfE", *chosen]
     there = {"PYTHONPATH": str(tree)}
     (tree / mutant.path).write_text(mutant.code, encoding="utf-8")
     try:
@@ -321,24 +340,22 @@ def judged_anew(tree: Path, mutant: Mutant, limit: float) -> str:
     return failed[0].split(" - ")[0] if failed else f"exit status {run.returncode}" if run.returncode else ""
 
 
-def _judges() -> list[str]:
-    """Arguments of pytest."""
-    return [*JUDGES, "-k", " and ".join(f"not {name}" for name in TOO_SLOW)]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw mutants and judge them; the exit status says whether one has survived."""
     import pytest
 
     parser = argparse.ArgumentParser(prog="python -m tools.mutants")
+    parser.add_argument("--room", choices=ROOMS, default="scheduler", help="the code that is changed, with its tests")
+    parser.add_argument("--judges", nargs="+", help="tests in place of the room's")
     parser.add_argument("--sample", type=int, default=60, help="number of mutants")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="numbers of the draw, with commas between; all others are left out")
     options = parser.parse_args(arguments)
-    chosen = {int(number) for number in options.only.split(",") if number}
-    mutants = dict(enumerate(draw(options.sample, options.seed)))
-    if chosen:
-        mutants = {number: mutant for number, mutant in mutants.items() if number in chosen}
+    room = ROOMS[options.room]
+    judging = [*(options.judges or room.judges), "-k", " and ".join(f"not {name}" for name in room.slow)]
+    only = {int(number) for number in options.only.split(",") if number}
+    drawn = enumerate(draw(room.sources, options.sample, options.seed))
+    mutants = {number: mutant for number, mutant in drawn if not only or number in only}
     os.chdir(ROOT)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         tree = Path(folder)
@@ -347,8 +364,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(ROOT / name, tree / name)
-        judges = Judges(mutants, tree)
-        status = pytest.main(["-p", "no:cacheprovider", *_judges()], [judges])
+        judges = Judges(mutants, judging, tree)
+        status = pytest.main(["-p", "no:cacheprovider", *judging], [judges])
     print(f"{judges.survivors} of {len(mutants)} mutants survive")
     return int(status) or bool(judges.survivors)
 

@@ -67,7 +67,7 @@ def test_block_runs(
         assert printed == shown
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "howto" / "speculation.md"])
+@pytest.mark.parametrize("page", [ROOT / "docs" / "howto" / "speculation.md"])
 def test_the_example_of_a_prediction_shows_what_it_is_for(page: Path) -> None:
     """The page runs in float32, which speculates on every CPU: the text is right, nearly all of it as predicted, in few
     passes. What a pass costs is given: on a busy machine it may seem that guesses are not worth their time."""

@@ -30,8 +30,8 @@ from asyncengine.grammar.closing.closing import AHEAD, Closing, Counted, length,
 from asyncengine.grammar.closing.endless import may_be_endless
 from asyncengine.grammar.closing.prices import Prices, Speller
 from asyncengine.grammar.closing.search import Effort, completion, shortest
+from asyncengine.grammar.closing.spelling import UNREACHABLE
 from asyncengine.grammar.closing.tracker import LEAF_EFFORT
-from asyncengine.grammar.closing.ways import UNREACHABLE
 from asyncengine.grammar.keywords import explain, summary
 from asyncengine.grammar.lower import Written, with_rules
 from asyncengine.grammar.schema.rules import Checkpoint, proceed

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from asyncengine.errors import GrammarError
 from asyncengine.grammar.closing.prices import Prices, Segment
 from asyncengine.grammar.closing.search import Effort
-from asyncengine.grammar.closing.tracker import MAX_STEPS, Lost, Place, Position, Standing, Tracker
-from asyncengine.grammar.closing.ways import UNREACHABLE
+from asyncengine.grammar.closing.spelling import UNREACHABLE
+from asyncengine.grammar.closing.tracker import MAX_STEPS, Frame, Frames, Lost, Position, Tracker
 from asyncengine.grammar.shapes.automata import Words
 from asyncengine.grammar.shapes.nodes import Literal, Opaque, Shape
 from asyncengine.grammar.vocabulary import Vocabulary
@@ -40,9 +40,9 @@ ACCOUNT, REFILL = 200_000, 100
 """The account of all readings of one output at first, and its growth by each byte."""
 
 
-def _is_fixed(standing: Standing) -> bool:
-    nearest = min(standing, key=lambda place: place.rest)
-    return isinstance(nearest, Place) and isinstance(nearest.shape, (Literal, Words))
+def _is_fixed(frames: Frames) -> bool:
+    nearest = min(frames, key=lambda frame: frame.rest)
+    return isinstance(nearest, Frame) and isinstance(nearest.shape, (Literal, Words))
 
 
 class Counted:
@@ -69,7 +69,7 @@ def unrolled(way: Iterable[Segment]) -> Iterator[int]:
 
 
 class Closing:
-    """The nearest complete output known from where one output stands. Moves along with it; belongs to one request.
+    """The nearest complete output known from where one output stands. It moves along with one request's output.
 
     Invariant: `cost` tokens, beginning with `first()`, lead to a complete output. Where none is known, `cost` is beyond
     all budgets and `first()` raises `GrammarError`: a token is not forbidden for that while the budget is far from
@@ -80,7 +80,7 @@ class Closing:
         self._source = source
         self._vocabulary = vocabulary
         self._tracker = counted.tracker
-        self._standing = counted.tracker.begin
+        self._frames = counted.tracker.begin
         """Empty where nothing is known of it."""
         self._effort = Effort(ACCOUNT)
         self._said: list[int] = []
@@ -101,13 +101,13 @@ class Closing:
     def position(self) -> Position | None:
         """All readings of the output: two that have the same may go on alike. None where that is not known: in what
         only the library knows."""
-        numbers = tuple([place.number for place in self._standing if isinstance(place, Place)])
-        return numbers if numbers and len(numbers) == len(self._standing) else None
+        numbers = tuple([frame.number for frame in self._frames if isinstance(frame, Frame)])
+        return numbers if numbers and len(numbers) == len(self._frames) else None
 
     @property
     def cost(self) -> int:
         """Tokens to a complete output, end-of-sequence not counted; 0 where the output may end here."""
-        return self._left if self._plan is not None else self._tracker.nearest(self._standing)[0]
+        return self._left if self._plan is not None else self._tracker.nearest(self._frames)[0]
 
     def first(self) -> int:
         """The next token on the way; an end-of-sequence id where `cost` is 0."""
@@ -128,15 +128,15 @@ class Closing:
         )
         return whole[: len(said)] == said and self._forced(self._step(short), whole[len(said) :])
 
-    def _forced(self, standing: Standing | None, symbols: list[int]) -> bool:
-        """Whether these are all that can come behind `standing`, blanks aside."""
+    def _forced(self, frames: Frames | None, symbols: list[int]) -> bool:
+        """Whether these are all that can come behind `frames`, blanks aside."""
         step, effort = self._tracker.step, Effort(MAX_STEPS)
         with contextlib.suppress(Lost):
             for symbol in symbols:
                 others = (each for each in range(self._vocabulary.end) if each != symbol and each not in _BLANKS)
-                if not standing or any(step(standing, (each,), effort) for each in others):
+                if not frames or any(step(frames, (each,), effort) for each in others):
                     return False
-                standing = step(standing, (symbol,), effort)
+                frames = step(frames, (symbol,), effort)
             return True
         return False
 
@@ -146,7 +146,7 @@ class Closing:
         known."""
         if self.alone or token in self._vocabulary.eos_ids:
             return True
-        symbols, here, room = self._vocabulary.symbols(token), self._standing, 0
+        symbols, here, room = self._vocabulary.symbols(token), self._frames, 0
         first = before = self._tracker.cost(here)
         for symbol in symbols:
             try:
@@ -170,56 +170,56 @@ class Closing:
         """Move past `token` if a completion of at most `at_most` tokens is known from there, or if there may be one and
         `at_most` is far from 0. Else False, unmoved."""
         if token in self._vocabulary.eos_ids:
-            return not self._standing or self._tracker.cost(self._standing) == 0
-        standing = self._step(token)
-        if standing is None and not self.alone:
+            return not self._frames or self._tracker.cost(self._frames) == 0
+        frames = self._step(token)
+        if frames is None and not self.alone:
             self._follow_library()
-            standing = self._step(token)
-        standing = standing or ()
+            frames = self._step(token)
+        frames = frames or ()
         if self._plan is not None and token == self._next and self._left - 1 <= at_most:
             self._next = next(self._plan, None)
             self._left -= 1
-        elif self._fits(standing, at_most):
+        elif self._fits(frames, at_most):
             self._plan = None
         elif self._planned() or self.alone:
             return False
         else:
             self._follow_library()
             return self.advance(token, at_most)
-        self._standing = standing
+        self._frames = frames
         self._said.append(token)
         return True
 
-    def _step(self, token: int) -> Standing | None:
+    def _step(self, token: int) -> Frames | None:
         """Past `token`; None where the shape does not follow it."""
         symbols = self._vocabulary.symbols(token)
         self._effort.left = min(ACCOUNT, self._effort.left + REFILL * len(symbols))
         effort = self._effort.part(min(MAX_STEPS, self._effort.left))
         try:
-            return self._tracker.step(self._standing, symbols, effort)
+            return self._tracker.step(self._frames, symbols, effort)
         except Lost:
             return None
         finally:
             self._effort.regain(effort)
 
-    def _fits(self, standing: Standing, at_most: int) -> bool:
+    def _fits(self, frames: Frames, at_most: int) -> bool:
         """A way of at most `at_most` tokens leads on from there; or none was found so far, and the end is far
         or there is nothing else to do."""
-        cost = self._tracker.cost(standing)
+        cost = self._tracker.cost(frames)
         if cost <= at_most:
             return True
         if cost >= UNREACHABLE:
             return at_most >= FAR or (self.alone and self.cost >= UNREACHABLE)
-        return cost <= CLOSE * at_most and self._tracker.nearest(standing)[0] <= at_most
+        return cost <= CLOSE * at_most and self._tracker.nearest(frames)[0] <= at_most
 
     def _planned(self) -> bool:
         """See that there are tokens to steer by. False: the library does not agree with them."""
         if self._plan is not None:
             return True
-        cost, place = self._tracker.nearest(self._standing)
+        cost, frame = self._tracker.nearest(self._frames)
         if cost >= UNREACHABLE:
             return False
-        tokens = unrolled(self._tracker.segments(place))
+        tokens = unrolled(self._tracker.segments(frame))
         ahead = list(itertools.islice(tokens, AHEAD))
         if not self._agreed(ahead):
             return False
@@ -249,10 +249,10 @@ class Closing:
         """The shape does not say what the library does: from now on search with the library, if that can follow."""
         if self.alone:
             return
-        self.alone, self._plan, self._standing = True, None, ()
+        self.alone, self._plan, self._frames = True, None, ()
         matcher = self._source.new_bytes()
         symbols = [symbol for token in self._said for symbol in self._vocabulary.symbols(token)]
         with contextlib.suppress(GrammarError):
             tracker = self._source.searched().tracker
             if matcher.try_consume_tokens(symbols) == len(symbols):
-                self._tracker, self._standing = tracker, tracker.inside(matcher)
+                self._tracker, self._frames = tracker, tracker.inside(matcher)

@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from asyncengine.grammar.closing.ways import UNREACHABLE, Way
+from asyncengine.grammar.closing.spelling import UNREACHABLE, Spelling
 from asyncengine.grammar.shapes.automata import Words
 from asyncengine.grammar.shapes.nodes import (
     Chain,
@@ -69,26 +69,26 @@ class Speller:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self.ways: dict[bytes, Way] = {}
+        self.spellings: dict[bytes, Spelling] = {}
         self._units: dict[tuple[tuple[bytes, ...], tuple[int, ...]], Unit | None] = {}
 
     def tokens(self, text: bytes) -> list[int] | None:
         """The fewest tokens for `text` (at most some `SHORT` bytes); None if there are none. Not to be changed."""
-        way = self._way(text)
-        return way.tokens if way.cost(0) < UNREACHABLE else None
+        spelling = self._spelling(text)
+        return spelling.tokens if spelling.cost(0) < UNREACHABLE else None
 
     def cost(self, text: bytes, begin: int = 0) -> int:
         """The fewest tokens for `text` from byte `begin` on."""
-        return min(UNREACHABLE, self._way(text).cost(begin))
+        return min(UNREACHABLE, self._spelling(text).cost(begin))
 
-    def _way(self, text: bytes) -> Way:
-        way = self.ways.get(text)
-        if way is None:
-            if len(self.ways) >= MAX_KEPT:
-                self.ways.clear()
-            ways = [Way(said, self.vocabulary) for said in _with_blanks(text)]
-            way = self.ways[text] = min(ways, key=lambda way: way.cost(0))
-        return way
+    def _spelling(self, text: bytes) -> Spelling:
+        spelling = self.spellings.get(text)
+        if spelling is None:
+            if len(self.spellings) >= MAX_KEPT:
+                self.spellings.clear()
+            spellings = [Spelling(said, self.vocabulary) for said in _with_blanks(text)]
+            spelling = self.spellings[text] = min(spellings, key=lambda spelling: spelling.cost(0))
+        return spelling
 
     @functools.cached_property
     def _letters(self) -> int:
@@ -178,7 +178,7 @@ class Prices:
         return self._costs[shape]
 
     def rest(self, shape: Shape, index: Any) -> int:
-        """Tokens of the cheapest text behind a place in a shape (`tracker.Place`)."""
+        """Tokens of the cheapest text behind a place in a shape (`tracker.Frame`)."""
         if isinstance(shape, Lexeme):
             return 0
         if isinstance(shape, Literal):

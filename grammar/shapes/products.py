@@ -16,8 +16,8 @@ from typing import Any
 
 from asyncengine.grammar.closing.prices import Prices, Speller
 from asyncengine.grammar.closing.search import Effort
+from asyncengine.grammar.closing.spelling import UNREACHABLE
 from asyncengine.grammar.closing.tracker import Lost, Tracker
-from asyncengine.grammar.closing.ways import UNREACHABLE
 from asyncengine.grammar.shapes.automata import Words
 from asyncengine.grammar.shapes.nodes import Letters, Literal, Opaque, Shape, Unmodelled, span, within
 from asyncengine.grammar.vocabulary import Vocabulary

@@ -317,10 +317,10 @@ def test_an_output_leaves_nothing_behind_in_its_grammar(
     backend: LlguidanceBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Places that were come to are let go: each leads to those behind it."""
-    monkeypatch.setattr(tracker, "MAX_PLACES", 256)
+    monkeypatch.setattr(tracker, "MAX_FRAMES", 256)
     template = backend.compile(Grammar.lark('start: "(" start* ")" | "[" start "]" | "x"'))
     gc.collect()
-    before = sum(isinstance(one, tracker.Place) for one in gc.get_objects())
+    before = sum(isinstance(one, tracker.Frame) for one in gc.get_objects())
     rng = random.Random(1)
     for _ in range(8):
         closing = template.new_closing()
@@ -328,4 +328,4 @@ def test_an_output_leaves_nothing_behind_in_its_grammar(
             assert closing.advance(rng.choice(b"(["), 10**6)
     del closing
     gc.collect()
-    assert sum(isinstance(one, tracker.Place) for one in gc.get_objects()) - before < 600
+    assert sum(isinstance(one, tracker.Frame) for one in gc.get_objects()) - before < 600

@@ -9,7 +9,7 @@ from asyncengine.grammar.vocabulary import Vocabulary
 UNREACHABLE = 1 << 60
 
 
-class Way:
+class Spelling:
     """A text, and how it is cut into the fewest tokens from each position on."""
 
     def __init__(self, text: bytes, vocabulary: Vocabulary) -> None:

@@ -19,36 +19,36 @@ from asyncengine.grammar.shapes.nodes import (
     Unordered,
 )
 
-Link = tuple[Shape, Any, "Link"] | None
-"""A place (`tracker.Place`) as its shape, the index in that and what is around it; None: around the first shape."""
+FramePath = tuple[Shape, Any, "FramePath"] | None
+"""A frame (`tracker.Frame`): its shape, its index, the path of the frame around it. None: around the first shape."""
 
 
-class Moves:
-    """The shapes that may come next at an index of a shape, each with the place behind it."""
+class Continuations:
+    """The shapes that may come next at an index of a shape, each with the path of the frame behind it."""
 
     __slots__ = ("ends", "others", "steps", "texts")
 
     def __init__(self, shape: Shape, index: Any, most: int) -> None:
         """Raises `Unmodelled` for more than `most` steps from shape to shape: some rule begins with itself."""
-        self.texts: dict[int, list[tuple[Literal, Link]]] = {}
+        self.texts: dict[int, list[tuple[Literal, FramePath]]] = {}
         """Texts by their first byte."""
-        self.others: list[tuple[Shape, Link]] = []
+        self.others: list[tuple[Shape, FramePath]] = []
         self.ends = False
         """The shape may end here."""
         todo = following(shape, index, None)
         seen = dict.fromkeys(todo)
-        for item, link in todo:  # grows while it is walked
-            steps: list[tuple[Shape | None, Link]] = []
+        for item, path in todo:  # grows while it is walked
+            steps: list[tuple[Shape | None, FramePath]] = []
             if isinstance(item, Literal):
-                self.texts.setdefault(item.data[0], []).append((item, link))
+                self.texts.setdefault(item.data[0], []).append((item, path))
             elif isinstance(item, (Letters, Mark, Opaque, Words)):
-                self.others.append((item, link))
+                self.others.append((item, path))
                 if isinstance(item, Words) and b"" in item.words[:1]:
-                    steps = [(None, link)]
+                    steps = [(None, path)]
             elif item is not None:
-                steps = following(item, -1 if isinstance(item, (Chain, Lexeme)) else 0, link)
-            elif link is not None:
-                steps = following(*link)
+                steps = following(item, -1 if isinstance(item, (Chain, Lexeme)) else 0, path)
+            elif path is not None:
+                steps = following(*path)
             else:
                 self.ends = True
             for step in steps:
@@ -60,8 +60,8 @@ class Moves:
         self.steps = len(todo)
 
 
-def following(shape: Shape, index: int, outer: Link) -> list[tuple[Shape | None, Link]]:
-    """Shapes that follow an index of a shape, each with the place behind it; those that a shape begins with follow its
+def following(shape: Shape, index: int, outer: FramePath) -> list[tuple[Shape | None, FramePath]]:
+    """Shapes that follow an index of a shape, each with the path behind it; those that a shape begins with follow its
     first index. None: what is around it goes on."""
     if isinstance(shape, Chain):
         at, size = index + 1, len(shape.items)
@@ -76,7 +76,7 @@ def following(shape: Shape, index: int, outer: Link) -> list[tuple[Shape | None,
         members = [(item, (shape, said, outer)) for item, said in shape.following(index)]
         return [*members, (None, outer)] if index and not shape.left(index) else [*members]
     assert isinstance(shape, Times)
-    found: list[tuple[Shape | None, Link]] = [(None, outer)] if index >= shape.least else []
+    found: list[tuple[Shape | None, FramePath]] = [(None, outer)] if index >= shape.least else []
     if shape.most is None or index < shape.most:
         counted = index + 1 if shape.most is not None else min(index + 1, shape.least)
         found.append((shape.body, (shape, counted, outer)))

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Self, SupportsIndex, Unpack
 
 import anyio.to_thread
 
-from asyncengine.assembly.load_once import Build, LoadOnce
+from asyncengine.assembly.load_once import Build, LoadOnce, loader_of
 from asyncengine.checks import as_seconds, as_switch, check_patience
 from asyncengine.config import EngineConfig
 from asyncengine.engine.assembler import Assembler
@@ -94,12 +94,12 @@ class AsyncEngine:
         cls, model: str | os.PathLike[str], config: EngineConfig | None, settings: Mapping[str, Any], hosted: bool,
         on_progress: OnProgress | None = None,
     ) -> Self:  # fmt: skip
-        from asyncengine.assembly.wiring import engine_config, load_frontend
-
         if on_progress is not None and not callable(on_progress):
             raise InvalidParameter("on_progress", "must be callable", on_progress)
-        resolved, attempt = engine_config(config, settings), LoadAttempt(str(model), on_progress)
-        return cls(partial(load_frontend, model, resolved, attempt), hosted=hosted, attempt=attempt)
+        attempt = LoadAttempt(str(model), on_progress)
+        return cls(partial(cls._loader(model, config, settings), attempt), hosted=hosted, attempt=attempt)
+
+    _loader = staticmethod(loader_of)
 
     # ---------------------------------------------------------------- life
 

@@ -422,3 +422,12 @@ class EngineConfig(
 
 GROUPS = {(group.__doc__ or group.__name__).rstrip("."): group for group in reversed(EngineConfig.__bases__)}
 """Title -> group, as they are shown: a dataclass collects its fields from its last base on."""
+
+
+def engine_config(config: EngineConfig | None, settings: Mapping[str, Any]) -> EngineConfig:
+    """`config` with `settings` on top. Raises `InvalidParameter` for an unknown one."""
+    if config is None:
+        return EngineConfig.from_dict(settings)
+    if not isinstance(config, EngineConfig):
+        raise InvalidParameter("config", "must be an EngineConfig", config)
+    return config.replace(**settings) if settings else config

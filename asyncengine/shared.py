@@ -214,7 +214,8 @@ def shared_engine(
 
     Raises `InvalidParameter` for an unknown setting, and a `keep_alive` that is no number of seconds.
     """
-    from asyncengine.assembly.wiring import engine_config, resolve_model
+    from asyncengine.config import engine_config
+    from asyncengine.demo import resolve_model
 
     patience = KEEP_ALIVE if keep_alive is None else as_number("keep_alive", keep_alive, 0.0, MAX_SECONDS)
     return EngineHandle(_REGISTRY, (resolve_model(model), engine_config(config, settings)), patience)

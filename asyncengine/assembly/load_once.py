@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
+from typing import Any
 
+from asyncengine.config import EngineConfig, engine_config
 from asyncengine.engine.frontend import Frontend
 from asyncengine.engine.process import PROCESS, LoadAttempt
 from asyncengine.engine.threads import begun
 from asyncengine.errors import EngineClosed
 
 Build = Callable[[], Frontend]
+
+
+def loader_of(
+    model: str | os.PathLike[str], config: EngineConfig | None, settings: Mapping[str, Any]
+) -> Callable[[LoadAttempt], Frontend]:
+    """The loader of `model`, for an attempt that may be given up. Raises `InvalidParameter` for an unknown setting."""
+    from asyncengine.assembly.wiring import load_frontend
+
+    return partial(load_frontend, model, engine_config(config, settings))
 
 
 class LoadOnce:

@@ -26,14 +26,7 @@ from asyncengine.assembly.vectors import (
     tokenizer_folder,
 )
 from asyncengine.config import BatchingSettings, EngineConfig
-from asyncengine.demo import (
-    EMBEDDER_PATH,
-    MODEL_PATH,
-    RERANKER_PATH,
-    VISION_PATH,
-    resolve_adapter,
-    resolve_draft,
-)
+from asyncengine.demo import bundled_name, resolve_adapter, resolve_draft, resolve_model
 from asyncengine.engine.clock import Clock, MonotonicClock
 from asyncengine.engine.device_thread import DeviceThread
 from asyncengine.engine.frontend import Frontend
@@ -74,36 +67,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("asyncengine")
 
 _SMALLER = 'Take a smaller model, dtype="bfloat16", or a device with more memory.'
-BUNDLED = {"demo": MODEL_PATH, "demo-embed": EMBEDDER_PATH, "demo-rerank": RERANKER_PATH, "demo-vision": VISION_PATH}
-"""Names of the bundled models, wherever a model's folder or hub id is expected."""
-
-
-def engine_config(config: EngineConfig | None, settings: Mapping[str, Any]) -> EngineConfig:
-    """`config` with `settings` on top. Raises `InvalidParameter` for an unknown one."""
-    if config is None:
-        return EngineConfig.from_dict(settings)
-    if not isinstance(config, EngineConfig):
-        raise InvalidParameter("config", "must be an EngineConfig", config)
-    return config.replace(**settings) if settings else config
-
-
-def resolve_model(model: str | os.PathLike[str]) -> str:
-    """The path or hub id to load for `model`: a name of `BUNDLED` is bundled unless a folder of that name is here; a
-    folder becomes absolute, so that the same one is the same whatever the working directory; anything else is a hub id.
-
-    Raises `InvalidParameter` for what is no path.
-    """
-    model = os.fspath(model) if isinstance(model, (str, os.PathLike)) else model
-    if not isinstance(model, str) or "\0" in model:
-        raise InvalidParameter("model", 'must be a folder, a hub id or "demo"', model)
-    if model in BUNDLED and not os.path.isdir(model):
-        return str(BUNDLED[model])
-    return os.path.abspath(model) if os.path.exists(model) else model
-
-
-def bundled_name(path: str) -> str | None:
-    """The name of the bundled model at `path`; None: there is none."""
-    return next((name for name, folder in BUNDLED.items() if path == str(folder)), None)
 
 
 def divide_memory(

@@ -62,7 +62,7 @@ def _read(model: str, config: EngineConfig) -> tuple[ModelNeeds, Machine]:
     import psutil
     import torch
 
-    from asyncengine.assembly.wiring import resolve_model
+    from asyncengine.demo import resolve_model
     from asyncengine.execution.device.memory import free_bytes
     from asyncengine.execution.models.memory.needs import read_needs
 

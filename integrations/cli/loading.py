@@ -66,7 +66,7 @@ def on_thread(work: Callable[[], T]) -> Future[T]:
 
 def check_paths(model: str, config: EngineConfig) -> None:
     """Refuse wrong paths at once, for importing torch takes seconds. Hub ids are the loader's business."""
-    from asyncengine.assembly.wiring import resolve_model
+    from asyncengine.demo import resolve_model
     from asyncengine.execution.models.checkpoint import open_checkpoint
 
     path = resolve_model(model)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
+from asyncengine import AdapterInfo
 from asyncengine.errors import AdapterInUse, AdapterNotFound
-from asyncengine.lora.naming import AdapterInfo
 
 
 class FleetAdapters:

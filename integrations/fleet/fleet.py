@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import anyio.to_thread
 
-from asyncengine.assembly.wiring import engine_config
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.checks import as_integer, check_known
-from asyncengine.config import EngineConfig
-from asyncengine.engine.process import LoadAttempt
-from asyncengine.engine.threads import finished, finished_blocking
+from asyncengine.config import EngineConfig, engine_config
+from asyncengine.engine.threads import finished
 from asyncengine.errors import FleetError, InvalidParameter
 from asyncengine.integrations.fleet.frontend import FleetFrontend, open_fleet
 from asyncengine.integrations.fleet.settings import MAX_REPLICAS, FleetConfig
@@ -51,9 +51,7 @@ class Fleet(AsyncEngine):
         """
         if hosted is not True:
             raise InvalidParameter("hosted", "a fleet always is", hosted)
-        ours, theirs = _split(settings)
-        resolved, fleet_config, attempt = engine_config(config, theirs), FleetConfig(**ours), LoadAttempt(str(model))
-        fleet = cls(lambda: open_fleet(model, resolved, fleet_config, attempt), hosted=True, attempt=attempt)
+        fleet = cls._unstarted(model, config, settings, hosted)
         try:
             await fleet.start()
         except BaseException:
@@ -61,15 +59,23 @@ class Fleet(AsyncEngine):
             raise
         return fleet
 
+    @staticmethod
+    def _loader(
+        model: str | os.PathLike[str], config: EngineConfig | None, settings: Mapping[str, Any]
+    ) -> Callable[[Any], FleetFrontend]:
+        ours, theirs = _split(settings)
+        load = partial(open_fleet, model, engine_config(config, theirs), FleetConfig(**ours))
+        return lambda attempt: load(attempt.check)
+
     async def start(self) -> None:
         """Start as an `AsyncEngine` does; then the replicas can be asked."""
         await super().start()
-        await finished(self._frontend.fleet.runs_on)
+        await asyncio.wrap_future(self._frontend.fleet.runs_on)
 
     def start_blocking(self) -> None:
         """Start from a plain thread."""
         super().start_blocking()
-        finished_blocking(self._frontend.fleet.runs_on)
+        self._frontend.fleet.runs_on.result()
 
     @property
     def _frontend(self) -> FleetFrontend:

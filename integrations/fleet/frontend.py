@@ -6,17 +6,17 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from asyncengine import AdapterInfo
 from asyncengine.assembly.grammars import make_grammars, make_planner
-from asyncengine.assembly.wiring import bundled_name, resolve_model
 from asyncengine.config import EngineConfig
+from asyncengine.demo import bundled_name, resolve_model
 from asyncengine.engine.clock import MonotonicClock
 from asyncengine.engine.frontend import Frontend
-from asyncengine.engine.process import LoadAttempt
 from asyncengine.engine.validation import RequestValidator
 from asyncengine.errors import AdapterError, EngineClosed, EngineDead, FleetError
 from asyncengine.events import EngineDied
@@ -30,7 +30,6 @@ from asyncengine.integrations.fleet.ray_cluster import RayCluster
 from asyncengine.integrations.fleet.replicas import CHECK_SECONDS, ReplicaManager, start_replicas
 from asyncengine.integrations.fleet.settings import FleetConfig
 from asyncengine.integrations.fleet.stats import FleetStats, fleet_stats
-from asyncengine.lora.naming import AdapterInfo
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler.messages import Drain
 from asyncengine.seams import GrammarCompiler
@@ -202,10 +201,10 @@ def open_cluster(settings: FleetConfig, name: str) -> Cluster[Any]:
 
 
 def open_fleet(
-    model: str | os.PathLike[str], config: EngineConfig, settings: FleetConfig, attempt: LoadAttempt
+    model: str | os.PathLike[str], config: EngineConfig, settings: FleetConfig, check: Callable[[], None]
 ) -> FleetFrontend:
     """Start all replicas, where `open_cluster` has them, and make what stands before them. Blocks until the last has
-    loaded.
+    loaded. `check` raises once the attempt is given up.
 
     Raises `FleetError`, `InvalidParameter`, and what loading a model raises.
     """
@@ -213,14 +212,14 @@ def open_fleet(
     shipped = bundled_name(path) or path  # the bundled ones lie where each replica is installed
     cluster = open_cluster(settings, settings.name or f"fleet-{secrets.token_hex(4)}")
     try:
-        attempt.check()
+        check()
         settings.roles_of(cluster.replicas)  # refused before anything is loaded
         theirs = config.replace(  # replicas are sent text alone: towers would take memory in vain
             max_queued_requests=None, max_queued_tokens=None, when_full="error", show_progress=False, uvloop=False,
             images="off",
         )  # fmt: skip
         first = asyncio.run(start_replicas(cluster, shipped, theirs, settings))
-        attempt.check()
+        check()
         info, clock = _common_info([loaded for _, loaded in first]), MonotonicClock()
         loaded = first[0][1]
         adapters = FleetAdapters(loaded.adapters)

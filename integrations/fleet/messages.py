@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from asyncengine import AdapterInfo
 from asyncengine.engine.vectors.service import VectorModel
 from asyncengine.info import ModelInfo
 from asyncengine.kvcache.cache_log import CacheNews
-from asyncengine.lora.naming import AdapterInfo
 from asyncengine.outputs import Chunk
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler import Output

@@ -13,13 +13,12 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import anyio.to_thread
 
-from asyncengine.assembly.wiring import resolve_model
 from asyncengine.config import EngineConfig
-from asyncengine.engine.threads import on_own_thread
+from asyncengine.demo import resolve_model
 from asyncengine.errors import FleetError, InvalidParameter
 from asyncengine.execution.device.child import Child, end_children, start_child
 from asyncengine.execution.device.topology import Share, bind, divide, memory_nodes
@@ -125,8 +124,8 @@ class LocalReplica(Process):
             return start_child(replica_program.__name__, (), given, env)
 
         try:
-            with calls, its_updates:
-                self.child = on_own_thread(start, "asyncengine-start")
+            with calls, its_updates, ThreadPoolExecutor(1, "asyncengine-start") as starter:
+                self.child = starter.submit(start).result()
         except BaseException:
             self._calls.close()
             self.connection.close()

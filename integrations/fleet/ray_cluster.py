@@ -7,13 +7,13 @@ import contextlib
 import logging
 import os
 import socket
+import threading
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from typing import Any
 
-from asyncengine.assembly.wiring import resolve_model
 from asyncengine.config import EngineConfig
-from asyncengine.engine.threads import begun
+from asyncengine.demo import resolve_model
 from asyncengine.errors import FleetError, InvalidParameter
 from asyncengine.integrations.fleet.connection import UNSENT, Connection, new_context
 from asyncengine.integrations.fleet.placing import (
@@ -288,8 +288,14 @@ class ReplicaProcess(Process):
 
 def _try_for(seconds: float, work: Callable[[], object]) -> None:
     """Wait at most `seconds` for `work`, whatever it raises."""
-    with contextlib.suppress(Exception):
-        begun(work, "asyncengine-ray-call").result(seconds)
+
+    def call() -> None:
+        with contextlib.suppress(Exception):
+            work()
+
+    thread = threading.Thread(target=call, name="asyncengine-ray-call", daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def _first_line(error: BaseException) -> str:

@@ -14,7 +14,7 @@ import pickle
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from asyncengine import AsyncEngine, EngineConfig, __version__
+from asyncengine import AdapterInfo, AsyncEngine, EngineConfig, __version__
 from asyncengine.engine.assembler import merge
 from asyncengine.engine.inbox import Inbox
 from asyncengine.engine.mailbox import Mailbox, Waiter
@@ -27,7 +27,6 @@ from asyncengine.integrations.fleet.connection import Door
 from asyncengine.integrations.fleet.messages import VERSION, Loaded, RequestOutput, Submit, Update
 from asyncengine.integrations.fleet.peers import PeerConnections
 from asyncengine.integrations.fleet.processes import packed
-from asyncengine.lora.naming import AdapterInfo
 from asyncengine.outputs import Chunk
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler import Output

@@ -11,7 +11,7 @@ from typing import Any
 
 import anyio.to_thread
 
-from asyncengine import __version__
+from asyncengine import AdapterInfo, __version__
 from asyncengine.config import EngineConfig
 from asyncengine.engine.tasks import Tasks
 from asyncengine.errors import EngineError, FleetError
@@ -21,7 +21,6 @@ from asyncengine.integrations.fleet.processes import Cluster, Process
 from asyncengine.integrations.fleet.requests import ReplicaHandle
 from asyncengine.integrations.fleet.settings import FleetConfig
 from asyncengine.integrations.placement.routing import Role
-from asyncengine.lora.naming import AdapterInfo
 from asyncengine.request_spec import Peer
 
 logger = logging.getLogger("asyncengine")

@@ -25,13 +25,16 @@ UNITS = {
 ASSEMBLY = ("build", "assembly")
 """Rooms of core that put the concrete parts together, and so may name them."""
 FLEET = ("integrations.fleet", "integrations.placement")
+TRAINER = ("integrations.trl", "training")
 SHARED = ("asyncengine.errors", "asyncengine.checks", "asyncengine.seams")
 CEILINGS = {
     "core knows execution": 0,
     "execution knows core": 0,
     "assembly knows execution": 45,
     "all know kernels": 107,
-    "the fleet knows core": 34,
+    "the fleet knows core": 26,
+    "integrations know deep names": 13,
+    "the trainer knows deep names": 17,
     "core knows integrations": 0,
     "grammar knows core": 8,
 }
@@ -83,9 +86,11 @@ def crossing(wall: str) -> set[tuple[str, str]]:
             "execution knows core": mine == "execution" and theirs == "core" and there.count(".") > 1,
             "assembly knows execution": within(here, ASSEMBLY) and theirs == "execution",
             "all know kernels": mine != "kernels" and theirs == "kernels",
-            "the fleet knows core": within(here, ("integrations.fleet", "integrations.placement"))
-            and theirs == "core"
+            "the fleet knows core": within(here, FLEET) and theirs == "core" and there.count(".") > 1,
+            "integrations know deep names": mine == "integrations" != theirs
+            and not within(here, (*FLEET, *TRAINER))
             and there.count(".") > 1,
+            "the trainer knows deep names": within(here, TRAINER) and theirs != mine and there.count(".") > 1,
             "core knows integrations": mine == "core" and theirs == "integrations",
             "grammar knows core": mine == "grammar" and theirs == "core" and there not in SHARED,
         }

@@ -12,7 +12,6 @@ from support.fake_engine import until
 from support.held_steps import HeldSteps
 
 from asyncengine import EngineConfig
-from asyncengine.engine.process import LoadAttempt
 from asyncengine.errors import FleetError
 from asyncengine.integrations.fleet import Fleet, FleetConfig, frontend
 from asyncengine.integrations.fleet.connection import Connection, new_context
@@ -194,11 +193,7 @@ async def start_local_fleet(
         return made[0]
 
     monkeypatch.setattr(frontend, "open_cluster", cluster)
-    ours = {name: value for name, value in settings.items() if name in FleetConfig.__dataclass_fields__}
-    theirs = {name: value for name, value in settings.items() if name not in ours}
-    attempt, config = LoadAttempt(), EngineConfig(**{**ENGINE, **theirs})
-    fleet_config = FleetConfig(replicas=replicas, **ours)
-    fleet = Fleet(lambda: frontend.open_fleet(model, config, fleet_config, attempt), hosted=True, attempt=attempt)
+    fleet = Fleet._unstarted(model, None, {**ENGINE, "replicas": replicas, **settings}, hosted=True)
     await fleet.start()
     return fleet, made[0]
 

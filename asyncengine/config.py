@@ -32,7 +32,6 @@ from asyncengine.checks import (
 )
 from asyncengine.errors import InvalidParameter
 from asyncengine.grammar.settings import GrammarSettings
-from asyncengine.kvcache.eviction import STRATEGIES
 from asyncengine.policies import POLICIES, Policy, as_policy
 from asyncengine.sampling_params import OPEN_PARAMETERS, SamplingParams
 
@@ -236,7 +235,7 @@ class MemorySettings(Settings):
     of what is free, enough for `max_num_seqs` running requests and as many snapshots at most."""
     prefix_caching: bool = True
     """Keep the pages of finished requests, and compute a prefix that they share with a later prompt only once."""
-    eviction: Annotated[str, one_of(STRATEGIES)] = "lru"
+    eviction: Annotated[str, one_of(("lru", "lfu", "fifo", "priority"))] = "lru"
     """The rule by which cached pages go when memory is short."""
     kv_cache_dir: StoreFolder | None = None
     """Folder in which the prefix cache is kept, so that it survives the process (docs/howto/persistence.md); True: one

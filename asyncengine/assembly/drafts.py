@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from asyncengine.config import EngineConfig
 from asyncengine.demo import resolve_draft
 from asyncengine.errors import InvalidParameter, ModelNotFound, OutOfMemory, UnsupportedModel
-from asyncengine.execution.models.checkpoint import open_checkpoint
 from asyncengine.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -32,6 +31,8 @@ def open_draft(config: EngineConfig, device: torch.device) -> CheckpointSource |
     """
     if config.draft_model is None:
         return None
+    from asyncengine.execution.models.checkpoint import open_checkpoint
+
     if device.type != "cpu" and config.device == "auto":
         logger.warning(_UNUSED, config.draft_model, "it runs on a CPU only")
         return None

@@ -17,8 +17,6 @@ import asyncengine
 from asyncengine.config import EngineConfig
 from asyncengine.engine.prefix_store import PrefixStore
 from asyncengine.errors import InvalidParameter
-from asyncengine.execution.models.identity import digest_of, digest_of_code, machine, stamp_of, versions, weights_digest
-from asyncengine.kernels.cache_folder import cache_root
 from asyncengine.kvcache.store.disk import SystemDisk
 from asyncengine.kvcache.store.record import Identity, fingerprint_of
 from asyncengine.kvcache.store.segments import SegmentStore
@@ -63,6 +61,8 @@ def folder_of(setting: str | bool) -> Path:
     """The folder that `kv_cache_dir` means; True: one in the user's cache folder. Raises `InvalidParameter`."""
     if not isinstance(setting, bool):
         return Path(setting).expanduser()
+    from asyncengine.kernels.cache_folder import cache_root
+
     try:
         return cache_root(os.environ, sys.platform) / "prefixes"
     except RuntimeError:
@@ -90,6 +90,15 @@ def identity_of(
     takes seconds for gigabytes of weights, whose files it reads; it raises `InvalidParameter` where they are not the
     ones that were loaded any more. Nothing of the model is held. None: pages cannot be copied, since they are a GPU's,
     or each rank's own."""
+    from asyncengine.execution.models.identity import (
+        digest_of,
+        digest_of_code,
+        machine,
+        stamp_of,
+        versions,
+        weights_digest,
+    )
+
     if loaded.device.type != "cpu" or (runner.ranks is not None and not runner.ranks.gather.exact):
         return None
     longest = config.max_model_len if _follows_length(checkpoint.config) else None

@@ -10,7 +10,6 @@ from asyncengine.config import AdapterSettings, EngineConfig
 from asyncengine.engine.vectors.pair_templates import pair_template
 from asyncengine.engine.vectors.service import VectorModel
 from asyncengine.errors import InvalidParameter, UnsupportedModel
-from asyncengine.execution.models.formats import CheckpointSource
 from asyncengine.info import ModelInfo
 from asyncengine.pooling_spec import PoolingSpec, root_folder
 from asyncengine.text.tokenizer import TextTokenizer
@@ -18,6 +17,7 @@ from asyncengine.text.tokenizer import TextTokenizer
 if TYPE_CHECKING:
     import torch
 
+    from asyncengine.execution.models.formats import CheckpointSource
     from asyncengine.execution.models.loading import LoadedEncoder, LoadedModel
     from asyncengine.execution.pooling.pool import Pooler
 

@@ -40,7 +40,6 @@ from asyncengine.engine.turns import writing
 from asyncengine.engine.validation import RequestValidator
 from asyncengine.engine.vectors.service import VectorModel
 from asyncengine.errors import InvalidParameter, OutOfMemory
-from asyncengine.execution.models.checkpoint import open_checkpoint
 from asyncengine.info import ModelInfo
 from asyncengine.kvcache import KVCache
 from asyncengine.kvcache.store.record import Identity
@@ -141,6 +140,7 @@ def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: 
 
 def _load_on_own_thread(path: str, config: EngineConfig, trying: LoadAttempt, ahead: CompileAhead) -> Frontend:
     from asyncengine.execution.device.transfer import on_device
+    from asyncengine.execution.models.checkpoint import open_checkpoint
     from asyncengine.execution.models.reading import resolve_device
 
     device = resolve_device(config.device)

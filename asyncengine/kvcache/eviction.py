@@ -10,4 +10,4 @@ STRATEGIES: dict[str, EvictionKey] = {
     "fifo": lambda node: (node.created,),  # oldest, used or not
     "priority": lambda node: (-node.priority, node.last_used),  # a larger number is a less important request
 }
-"""Keys by name, the setting's choices."""
+"""Keys by name. `MemorySettings.eviction` has the same names, so that settings need no cache."""

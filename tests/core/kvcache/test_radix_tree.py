@@ -1,9 +1,11 @@
 """The prefix cache: what matches, what is evicted, and in which order."""
 
 import random
+from typing import get_type_hints
 
 import pytest
 
+from asyncengine.config import MemorySettings
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.eviction import STRATEGIES
 from asyncengine.kvcache.radix_tree import Node, RadixTree
@@ -28,6 +30,11 @@ def insert(radix: RadixTree, tokens: list[int], pages: list[int], namespace=NS, 
 
 def matched(radix: RadixTree, tokens: list[int], limit: int | None = None, namespace=NS) -> list[int]:
     return radix.path_pages(radix.match(namespace, tokens, len(tokens) if limit is None else limit))
+
+
+def test_the_setting_has_the_rules_that_there_are():
+    hints = get_type_hints(MemorySettings, include_extras=True)
+    assert list(hints["eviction"].__metadata__[0].keywords["choices"]) == list(STRATEGIES)
 
 
 def test_match_is_the_longest_published_prefix_in_whole_pages():

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.fake_engine import PATIENCE
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import (
@@ -182,7 +181,7 @@ async def test_a_timeout_fails_the_waiter_and_is_not_remembered():
         assert isinstance(outcome, GrammarTimeout)
         assert outcome.field == "grammar"
         assert "grammar_timeout=0.3" in str(outcome)
-        desk.let_take(PATIENCE)
+        desk.let_take(120.0)
         again = desk.start(2, A)  # while a worker still has what was given up
         desk.backend.go.set()
         assert not isinstance(await again, Exception)
@@ -211,7 +210,7 @@ async def test_the_wait_for_a_worker_counts_and_ends_with_the_grammar_that_keeps
         slow = desk.start(1, A)
         await desk.begun()
         behind = desk.start(2, B)
-        desk.let_take(PATIENCE)
+        desk.let_take(120.0)
         later = desk.start(3, C)
         assert isinstance(await slow, GrammarTimeout)
         assert given_up.wait(120)

@@ -10,7 +10,6 @@ import torch
 import transformers
 
 from asyncengine.demo import MODEL_PATH
-from asyncengine.execution.sampling.again import MOST
 
 VOCAB = 2048
 EOS = (2, 0)
@@ -49,6 +48,8 @@ class Reference:
 
     def choose(self, tokens: list[int], ids: Any) -> list[int]:
         """The likeliest of the allowed `ids`, in their order: as many as a runner offers to a matcher."""
+        from asyncengine.execution.sampling.again import MOST
+
         logits = self.logits(tokens)[-1][torch.from_numpy(ids)]
         return [int(ids[place]) for place in logits.argsort(descending=True, stable=True)[:MOST].tolist()]
 

@@ -8,7 +8,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from worlds.grammar_fuzz import GrammarLife
 from worlds.schedule_fuzz import Life
 
-from asyncengine.execution.runner.draft_model import DraftModel
 from asyncengine.request_spec import RequestSpec
 from asyncengine.speculation import DraftPlanner
 from asyncengine.speculation.acceptance import NOTHING, Draft, Source
@@ -16,7 +15,6 @@ from asyncengine.speculation.costs import StepCosts
 from asyncengine.speculation.lookup import EarlierAnswers
 from asyncengine.speculation.proposer import LookupProposer, Proposer
 from asyncengine.step import MEASURED_SIZES
-from asyncengine.testing import FakeExecutor, FakeModel
 
 KINDS = ("oracle", "oracle", "nearly", "adversarial", "random", "empty", "over-long", "lookup")
 VOCABULARY = 90
@@ -93,36 +91,6 @@ def speculative_life(seed: int, depth: int | None = None, *, mixed: bool = False
     life.predict = lambda right: tuple(right) if rng.random() < 0.5 else ()
     life.scheduler.roster.drafts = planner_for(life, life.expected)
     return life
-
-
-class ForgetfulModel(FakeModel):
-    """A draft model of which about one guess in `every` is another than the right one; 0: none."""
-
-    def __init__(self, right: FakeModel, every: int) -> None:
-        super().__init__(right.vocab_size, right.eos, right.eos_every, right.windows)
-        self._every = every
-
-    def next_token(self, tokens: Sequence[int], seed: int = 0, near: Sequence[int] | None = None) -> int:
-        token = super().next_token(tokens, seed, near)
-        return 2 + token % 90 if self._every and sum(tokens) % self._every == 0 else token
-
-
-def life_with_draft_model(seed: int, depth: int | None = None, every: int = 0, *, mixed: bool = False) -> Life:
-    """A `Life` with a draft model that guesses as `ForgetfulModel` does, from what lies in pages of its own."""
-    life = Life(seed, depth, mixed=mixed)
-    executor = life.executor
-    draft = FakeExecutor(executor.num_pages, executor.page_size, ForgetfulModel(executor.model, every))
-    executor.draft_model = DraftModel(draft, 10_000 if seed % 3 else 30, 128 if seed % 2 else 5, (seed % 4 == 1) * 0.4)
-    life.scheduler.roster.drafts = planner_for(life, life.expected, StepCosts([1e-6] * len(MEASURED_SIZES), 1.0))
-    return life
-
-
-def check_guesses(life: Life) -> int:
-    """Checks that a draft model that knows better was never wrong. Returns how often it was right."""
-    assert life.scheduler.speculation is not None
-    made, right = life.scheduler.speculation.by_model
-    assert right == made, f"{made - right} of {made} guesses are wrong"
-    return right
 
 
 def speculative_grammar_life(seed: int) -> GrammarLife:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 from worlds.schedule_fuzz import Life
-from worlds.speculation_fuzz import check_guesses, life_with_draft_model, speculative_grammar_life, speculative_life
+from worlds.speculation_fuzz import speculative_grammar_life, speculative_life
 
-from asyncengine.execution.runner.draft_model import DraftPages
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.scheduler import scheduler as module
 from asyncengine.scheduler.request import Request
@@ -84,42 +83,6 @@ def test_the_fuzz_finds(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_fuzz_finds_with_two_steps_in_flight(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     assert_found(lambda seed: speculative_life(seed, depth=2), 12)
-
-
-def take_a_page_for_what_it_was(patch: pytest.MonkeyPatch) -> None:
-    """The draft model does not see that a page changes hands."""
-    patch.setattr(DraftPages, "overwritten", lambda self, rows: None)
-
-
-def take_a_guess_for_right(patch: pytest.MonkeyPatch) -> None:
-    """The draft model's keys and values of the first guess are taken to hold, whatever came of the guess."""
-    overwritten = DraftPages.overwritten
-
-    def broken(self: DraftPages, rows: Any) -> None:
-        overwritten(self, [row._replace(start=row.start + 1) for row in rows if row.num_scheduled > 1])
-
-    patch.setattr(DraftPages, "overwritten", broken)
-
-
-def compute_one_position_less(patch: pytest.MonkeyPatch) -> None:
-    first_missing = DraftPages.first_missing
-
-    def broken(self: DraftPages, pages: Any, end: int) -> int:
-        return min(end - 1, first_missing(self, pages, end) + 1)
-
-    patch.setattr(DraftPages, "first_missing", broken)
-
-
-@pytest.mark.parametrize("plant", [take_a_page_for_what_it_was, take_a_guess_for_right, compute_one_position_less])
-def test_the_fuzz_finds_stale_pages_of_a_draft_model(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-
-    def life(seed: int) -> Life:
-        made = life_with_draft_model(seed)
-        made.check_end = lambda: check_guesses(made)  # type: ignore[method-assign]
-        return made
-
-    assert_found(life, 24)
 
 
 def use_one_mask_for_the_next_position(patch: pytest.MonkeyPatch) -> None:

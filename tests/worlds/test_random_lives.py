@@ -16,7 +16,7 @@ from support.long import TIMES
 from worlds.grammar_fuzz import GrammarLife
 from worlds.image_fuzz import ImageLife
 from worlds.schedule_fuzz import Life, Tally
-from worlds.speculation_fuzz import check_guesses, life_with_draft_model, speculative_life
+from worlds.speculation_fuzz import speculative_life
 from worlds.update_fuzz import UpdateLife
 
 from asyncengine.testing import FakeExecutor, FakeModel, Recording, replay
@@ -84,18 +84,13 @@ def test_random_requests(kind: str) -> None:
 
 
 def test_random_requests_with_drafts_and_window_pages() -> None:
-    """A draft model keeps all its pages, under the numbers of the others."""
-    accepted = made = 0
+    accepted = 0
     for seed in range(MIXED * TIMES):
         life = speculative_life(seed, mixed=True)
         life.run()
         assert life.scheduler.speculation is not None
         accepted += life.scheduler.speculation.accepted
-        guessing = life_with_draft_model(seed, mixed=True)
-        guessing.run()
-        made += check_guesses(guessing)
     assert accepted > MIXED * TIMES * 40
-    assert made > MIXED * TIMES * 20
 
 
 # ---------------------------------------------------------------- replay

@@ -7,7 +7,6 @@ from contextvars import ContextVar
 
 import pytest
 from support.fake_engine import executor_of, greedy, idle, in_thread, make_engine, until
-from support.local_fleet import local_fleet
 from support.plug_points import Compiler, Letters
 
 from asyncengine import AsyncEngine, Engine, SamplingParams
@@ -103,25 +102,3 @@ async def test_waiting_for_a_grammar_is_a_time_of_its_own() -> None:
         assert timings.queued is not None
         assert 0 < timings.prepared <= timings.queued
         assert done.timings.prepared == timings.prepared
-
-
-async def test_a_chat_is_one_also_where_there_are_no_grammars() -> None:
-    async with await AsyncEngine.from_pretrained("demo", grammar_backend="none", show_progress=False) as engine:
-        seen = watch(engine)
-        await engine.chat([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=1))
-        assert seen[0][0].is_chat
-
-
-async def test_a_fleet_tells_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with local_fleet(monkeypatch, replicas=1) as (fleet, _):
-        seen = watch(fleet)
-        CALLER.set("me")
-        done = await fleet.generate("hello", SamplingParams(max_tokens=5, n=2, temperature=1.0, seed=3))
-        ((event, caller),) = seen
-        assert caller == "me"
-        assert len(event.finish_reasons) == 2
-        assert event.generated_tokens == done.usage.completion_tokens
-        assert event.timings.queued == done.timings.queued
-        assert not event.is_chat
-        await fleet.chat([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=1))
-        assert seen[1][0].is_chat

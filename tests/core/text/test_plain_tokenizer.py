@@ -16,11 +16,10 @@ from core.text.many_scripts import TEXTS, random_texts
 from core.text.tokenizer_zoo import LINES, SPECIAL, byte_fallback, byte_level, unigram
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import decoders as tokenizer_decoders
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from asyncengine.config import EngineConfig
 from asyncengine.demo import MODEL_PATH
-from asyncengine.execution.models.families import native_config
 from asyncengine.text.chat_template import RESERVED, ChatTemplate
 from asyncengine.text.plain_tokenizer import PlainTokenizer, read_plain_tokenizer
 from asyncengine.text.tokenizer import TextTokenizer, load_tokenizer
@@ -132,8 +131,7 @@ KINDS: dict[str, tuple[str, str, Callable[[], Tokenizer], Settings]] = {
 
 
 def theirs(folder: Path) -> Any:
-    content = json.loads((folder / "config.json").read_text())
-    return AutoTokenizer.from_pretrained(str(folder), config=native_config(content, str(folder)))
+    return AutoTokenizer.from_pretrained(str(folder), config=AutoConfig.from_pretrained(str(folder)))
 
 
 @pytest.fixture(scope="module", params=[*KINDS, "demo"])
@@ -314,8 +312,7 @@ def test_what_is_left_to_transformers(kind: str, tmp_path: Path) -> None:
 
 def test_the_loaded_tokenizer_gives_transformers_own_on_demand(tmp_path: Path) -> None:
     shutil.copytree(MODEL_PATH, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = native_config(json.loads((tmp_path / "config.json").read_text()))
-    found = load_tokenizer(tmp_path, EngineConfig(), model_config=config)
+    found = load_tokenizer(tmp_path, EngineConfig(), model_config=AutoConfig.from_pretrained(str(tmp_path)))
     assert found is not None
     assert isinstance(found.hf, PreTrainedTokenizerBase)
     assert found.hf is found.hf
@@ -326,8 +323,7 @@ def test_the_loaded_tokenizer_gives_transformers_own_on_demand(tmp_path: Path) -
 def test_tokenizers_of_one_file_share_their_table(tmp_path: Path) -> None:
     """No tokenizer has the table of a file that was changed since; a transformers tokenizer has its own."""
     folder = Path(shutil.copytree(MODEL_PATH, tmp_path / "model"))
-    known = native_config(json.loads((folder / "config.json").read_text()))
-    assert known is not None
+    known = AutoConfig.from_pretrained(str(folder))
 
     def load() -> TextTokenizer:
         found = load_tokenizer(folder, EngineConfig(), model_config=known)

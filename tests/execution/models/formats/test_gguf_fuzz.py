@@ -13,7 +13,8 @@ from support.ollama_gpt_oss import write_ollama_gpt_oss
 from support.tiny_configs import changed
 from support.tiny_models import FAMILIES, make_model
 from transformers import LlamaConfig
-from worlds.gguf_fuzz import run
+
+from .gguf_fuzz import run
 
 CASES = 400 * TIMES
 

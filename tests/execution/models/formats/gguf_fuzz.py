@@ -1,6 +1,6 @@
 """Mutated GGUF files: each opens, or fails with a short typed error, at once and without taking memory.
 
-python tests/worlds/gguf_fuzz.py 20000
+python tests/execution/models/formats/gguf_fuzz.py 20000
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def run(seeds: list[bytes], cases: int, folder: Path, first: int = 0) -> Counter
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from worlds.test_gguf_fuzz import seed_files
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+    from execution.models.formats.test_gguf_fuzz import seed_files
 
     with tempfile.TemporaryDirectory() as temporary:
         print(run(seed_files(Path(temporary)), int(sys.argv[1]) if len(sys.argv) > 1 else 1000, Path(temporary)))

@@ -1,0 +1,75 @@
+"""A profile of a model's steps, and none of a fleet's."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.local_fleet import local_fleet
+
+from asyncengine import AsyncEngine, InvalidParameter, SamplingParams
+
+ENDLESS = SamplingParams(max_tokens=1000, ignore_eos=True)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return events
+
+
+def named(events: list[dict[str, Any]], name: str, kind: str = "X") -> list[dict[str, Any]]:
+    return [event for event in events if event["name"] == name and event["ph"] == kind]
+
+
+def within(inner: dict[str, Any], outers: list[dict[str, Any]]) -> bool:
+    begin, end = inner["ts"], inner["ts"] + inner["dur"]
+    return any(
+        outer["tid"] == inner["tid"] and outer["ts"] <= begin and end <= outer["ts"] + outer["dur"] for outer in outers
+    )
+
+
+def assert_untouched(engine: AsyncEngine) -> None:
+    loop = engine.core.loop
+    executor: Any = loop.runner.executor  # type: ignore[attr-defined]
+    assert not loop.hooks
+    assert not {"schedule", "deliver", "commit", "apply_inbox"} & vars(loop).keys()
+    assert not {"launch", "forward", "_sample"} & vars(executor).keys()
+
+
+@pytest.mark.parametrize("hosted", [pytest.param(False, id="owned"), pytest.param(True, id="hosted")])
+async def test_loop_steps_parts_and_operators_lie_on_one_clock(tmp_path: Path, hosted: bool) -> None:
+    async with (
+        await AsyncEngine.from_pretrained("demo", show_progress=False, hosted=hosted) as engine,
+        engine.stream("hello", ENDLESS) as one,
+        engine.stream("good day", ENDLESS) as other,
+    ):
+        for _ in range(4):  # the first step of two rows is recorded, operator by operator
+            await anext(one)
+            await anext(other)
+        events = read(await engine.profile(tmp_path / "new" / "folder", steps=6))
+        assert_untouched(engine)
+    begins, ends = named(events, "step", "b"), named(events, "step", "e")
+    assert len(begins) == len(ends) >= 6
+    assert {event["args"]["rows"] for event in begins} == {2}
+    numbers = [event["id"] for event in begins]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    counted = Counter(event["name"] for event in events if event["cat" if "cat" in event else "ph"] == "engine")
+    for part in ("schedule", "deliver", "commit", "apply_inbox", "launch", "forward", "sample"):
+        assert counted[part] >= 5, part
+    launches = named(events, "launch")
+    assert all(within(part, launches) for name in ("forward", "sample") for part in named(events, name)[1:-1])
+    operators = [event for event in events if event.get("cat") == "cpu_op"]
+    assert operators
+    assert sum(within(each, launches) for each in operators) > len(operators) / 2
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert "asyncengine" in threads[named(events, "schedule")[0]["tid"]] or not hosted
+    assert all(isinstance(event.get("ts", 0), (int, float)) for event in events)
+
+
+async def test_a_fleet_has_several(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async with local_fleet(monkeypatch, replicas=1) as (fleet, _):
+        with pytest.raises(InvalidParameter, match="profile: is of one engine"):
+            await fleet.profile(tmp_path)

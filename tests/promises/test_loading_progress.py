@@ -1,7 +1,8 @@
-"""What a load tells of its progress."""
+"""Progress of a load: lines on stderr, and calls of `on_progress`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,3 +51,10 @@ async def test_a_callback_hears_of_a_load_and_may_end_it() -> None:
         await AsyncEngine.from_pretrained("demo", on_progress=give_up, **small)
     with pytest.raises(InvalidParameter, match="on_progress: must be callable"):
         await AsyncEngine.from_pretrained("demo", on_progress=True, **small)  # type: ignore[arg-type]
+
+
+async def test_one_that_could_not_be_loaded_says_so(tmp_path: Path) -> None:
+    failed = AsyncEngine._unstarted(tmp_path, None, {}, hosted=False)
+    with pytest.raises(Exception, match=r"config\.json|no model"):
+        await failed.start()
+    assert repr(failed) == f"<AsyncEngine {str(tmp_path)!r}: not loaded>"

@@ -1,6 +1,6 @@
 """The production engine in a simulated world (contract lines 1-4, 6, 8-12, 15, 20): would the world notice a bug?
 
-`ASYNCENGINE_LONG=400` lives 3,200 lives; in `tests`, `python -m fuzz.world --seeds 5000` so many.
+`ASYNCENGINE_LONG=400` lives 3,200 lives; in `tests`, `python -m worlds.world --seeds 5000` so many.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def test_lives_go_right() -> None:
 def test_a_seed_is_one_run_in_any_process() -> None:
     """The process may have done anything before, and hash its strings in any way."""
     probe = (
-        "from fuzz.world.life import Life; from fuzz.world.plan import make_plan\n"
+        "from worlds.world.life import Life; from worlds.world.plan import make_plan\n"
         "for seed in (3, 5, 8): life = Life(make_plan(seed)); life.run(); print(life.world.digest, life.world.ticks)"
     )
     hashing = {"PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT / "tests")}
@@ -202,7 +202,7 @@ def test_a_finding_is_made_small_and_lives_again(
     small = shrink(finding, most=12)
     assert len(small.plan.calls) < len(finding.plan.calls)
     assert len(small.plan.faults) <= len(finding.plan.faults)
-    arguments = small.replay.split("fuzz.world ", 1)[1].split()
+    arguments = small.replay.split("worlds.world ", 1)[1].split()
     assert main(arguments) == 1
     again = Finding(small.plan, small.order, small.problem)
     assert str(again) in capsys.readouterr().out

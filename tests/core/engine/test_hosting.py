@@ -14,7 +14,7 @@ from support.fake_engine import executor_of, greedy, idle, in_thread, make_core,
 import asyncengine
 from asyncengine import Engine
 from asyncengine.engine.process import PROCESS
-from asyncengine.errors import EngineClosed, InvalidParameter, ModelNotFound, OutOfMemory, WrongLoop
+from asyncengine.errors import EngineClosed, InvalidParameter, ModelNotFound, WrongLoop
 from asyncengine.shared import SOON, _Registry
 from asyncengine.testing import ManualClock
 from asyncengine.testing.leaks import assert_nothing_held
@@ -356,34 +356,6 @@ async def test_a_failed_load_and_an_engine_that_ended_are_not_kept(loader: Loade
     await engine.aclose()  # got from a handle, and closed by somebody all the same
     assert await use() is not engine
     assert loader.calls == 3
-
-
-async def test_a_load_that_lacks_memory_closes_what_is_kept_and_tries_again(
-    time: ManualClock, monkeypatch: pytest.MonkeyPatch
-):
-    tried: list[str] = []
-
-    def load(path: str, *rest: Any) -> Any:
-        tried.append(path)
-        if path == "large" and any(engine.alive for engine in (kept, used)[: 1 + ("used" in lacking)]):
-            raise OutOfMemory("the model does not fit")
-        return make_core()
-
-    lacking: set[str] = set()
-    monkeypatch.setattr("asyncengine.assembly.wiring._load_on_own_thread", load)
-    handle = asyncengine.shared_engine("m", max_num_seqs=3)
-    used, kept = await handle.aget(), await use()
-    async with await asyncengine.AsyncEngine.from_pretrained("large") as engine:
-        assert engine.alive
-        assert not kept.alive
-        assert used.alive
-    assert tried == ["m", "m", "large", "large"]
-    lacking.add("used")
-    with pytest.raises(OutOfMemory):  # the one in use is nobody's to close
-        await asyncengine.AsyncEngine.from_pretrained("large")
-    assert used.alive
-    assert tried == ["m", "m", "large", "large", "large"]
-    handle.close()
 
 
 @pytest.mark.parametrize("wrong", [-1, "long", True, float("nan"), float("inf")])

@@ -1,4 +1,4 @@
-"""The command line of the lives in a simulated world: in `tests`, `python -m fuzz.world --seeds 1000`."""
+"""The command line of the lives in a simulated world: in `tests`, `python -m worlds.world --seeds 1000`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worlds.world.search import Total, explore, live
 
 def main(arguments: list[str] | None = None) -> int:
     """Live lives; 1 if one goes wrong."""
-    parser = argparse.ArgumentParser(prog="python -m fuzz.world", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m worlds.world", description=__doc__)
     parser.add_argument("--seeds", type=int, default=1000, help="the number of lives")
     parser.add_argument("--first", type=int, default=0, help="the seed of the first")
     parser.add_argument("--seed", type=int, help="live this one alone, again")

@@ -25,7 +25,7 @@ class Finding(NamedTuple):
     @property
     def replay(self) -> str:
         """The command, in `tests`, that lives it again."""
-        parts = [f"python -m fuzz.world --seed {self.plan.seed} --order {self.order}"]
+        parts = [f"python -m worlds.world --seed {self.plan.seed} --order {self.order}"]
         whole = make_plan(self.plan.seed)
         if len(self.plan.calls) < len(whole.calls):
             parts.append("--calls=" + ",".join(str(call.number) for call in self.plan.calls))

@@ -131,20 +131,6 @@ def test_rows_of_a_table_have_as_many_cells_as_its_head() -> None:
     assert found > 200
 
 
-def test_howtos_are_spelled_alike_and_linked() -> None:
-    """One way to write their names. The README leads to the index, and that to each of them."""
-    assert "](docs/index.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
-    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    assert HOWTOS
-    assert not [page.name for page in HOWTOS if not re.fullmatch(r"[a-z0-9_]+\.md", page.name)]
-    assert not [page.name for page in HOWTOS if f"](howto/{page.name})" not in index]
-
-
-def test_there_are_blocks_to_run() -> None:
-    assert BLOCK.findall("text\n```python\nx = 1\n```\n") == ["x = 1\n"]
-    assert len(blocks()) >= 12
-
-
 def test_cited_files_and_tests_exist() -> None:
     """The contract and the tour cite files and tests by name; both must be there."""
     read = cache(lambda path: (ROOT / path).read_text(encoding="utf-8"))

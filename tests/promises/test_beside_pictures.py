@@ -4,7 +4,6 @@ whose positions have three axes and whose pictures reach deep layers, one whose 
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,17 +17,10 @@ from support.picture_models import IMAGE, chat, expected_logits, picture, save_p
 from support.picture_runs import Loaded, Run
 
 from asyncengine import Engine, SamplingParams
-from asyncengine.grammar import Grammar
 
 WIDE, TALL = picture(1, (40, 24)), picture(2, (16, 48))
 MESSAGES = chat("look at", WIDE, words(1, 5), TALL, "which?")
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=True)
-SCHEMA = {
-    "type": "object",
-    "properties": {"animal": {"enum": ["cat", "dog"]}, "count": {"type": "integer", "minimum": 0, "maximum": 9}},
-    "required": ["animal", "count"],
-    "additionalProperties": False,
-}
 
 
 @pytest.fixture(scope="module", params=["qwen3_vl", "gemma3"])
@@ -67,24 +59,6 @@ def test_adapters(model: Any) -> None:
         assert float((scores(answer) - logits.log_softmax(-1).amax(-1)).abs().max()) < 3e-4
 
 
-def test_grammars(model: Any) -> None:
-    params = SamplingParams(max_tokens=60, temperature=0.0, grammar=Grammar.json_schema(SCHEMA))
-    streams = [model.engine.stream_chat(MESSAGES, given) for given in (params, GREEDY, params)]
-    first, plain, second = [stream.result() for stream in streams]
-    assert set(json.loads(first.text)) == {"animal", "count"}
-    assert first.text == second.text
-    assert plain.token_ids == model.plain.token_ids
-
-
-def test_tools(model: Any) -> None:
-    tool = {"type": "function", "function": {"name": "count", "parameters": SCHEMA}}
-    answer = model.engine.chat(MESSAGES, SamplingParams(max_tokens=80), tools=[tool], tool_choice="required")
-    assert answer.tool_calls
-    for call in answer.tool_calls:
-        assert call.name == "count"
-        assert set(json.loads(call.arguments)) == {"animal", "count"}
-
-
 def test_penalties(model: Any) -> None:
     """They know the prompt's text and the answer, and no placeholder."""
     params = GREEDY.replace(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25)
@@ -101,14 +75,6 @@ def test_penalties(model: Any) -> None:
         for each in set(given):
             row[each] -= 0.5
         assert int(row.argmax()) == token, place
-
-
-def test_samples(model: Any) -> None:
-    params = SamplingParams(max_tokens=12, temperature=1.0, seed=3, n=3, ignore_eos=True)
-    first, again = model.engine.chat(MESSAGES, params), model.engine.chat(MESSAGES, params)
-    drawn = [sample.token_ids for sample in first.samples]
-    assert len({tuple(each) for each in drawn}) == 3
-    assert drawn == [sample.token_ids for sample in again.samples]
 
 
 def test_predictions(model: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import stat
@@ -14,11 +15,13 @@ import pytest
 from promises.test_restored import FAMILIES, OTHER, PARAMS, PROMPT, SETTINGS, made_once, scores
 from support.fake_engine import until
 from support.long import LONG
+from support.picture_models import chat, picture, save_picture_model, words
 from support.tiny_models import VOCAB, make_checkpoint
 
 import asyncengine
 from asyncengine import AsyncEngine, Engine, EngineClosed, InvalidParameter, SamplingParams
 from asyncengine.engine import prefix_files, prefix_store
+from asyncengine.kvcache.store.record import Header, checksum
 
 MEMORIES = FAMILIES if LONG else ("qwen3", "gemma3", "qwen3.5", "gguf")
 """Each kind of memory: pages, of windows, states, of a file's types. What lies in them
@@ -114,6 +117,25 @@ async def test_adapters_and_salts_keep_their_own(tmp_path: Path) -> None:
             assert (await engine.generate(LONGER, PARAMS, **others)).usage.cached_tokens == 0
 
 
+def forged(data: bytes) -> dict[str, bytes]:
+    """Files whose description says what is not so, with right sizes and checksums, by what is said of them."""
+    header, begin = Header.unpack(data)
+    about = json.loads(data[begin : begin + header.size])
+    tokens = about["tokens"]
+
+    def described(changed: dict[str, Any]) -> bytes:
+        text = json.dumps(changed).encode()
+        return header._replace(size=len(text), checksum=checksum([text])).pack() + text + data[begin + header.size :]
+
+    return {
+        "records are missing": described({**about, "tokens": tokens + tokens}),
+        "and the KV cache holds": described({**about, "tokens": tokens * 4000}),
+        "describes no full pages": described({**about, "tokens": tokens[:-1]}),
+        "has tokens that are none": described({**about, "tokens": [2**40, *tokens[1:]]}),
+        "does not begin with the description": described({"tokens": tokens}),
+    }
+
+
 async def test_files_that_are_none_are_refused_and_nothing_is_cached(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -138,6 +160,9 @@ async def test_files_that_are_none_are_refused_and_nothing_is_cached(
             await refused("cannot be used")
         bad.write_bytes(whole + whole)
         await refused("does not belong")
+        for said, changed in forged(whole).items():
+            bad.write_bytes(changed)
+            await refused(said)
         (tmp_path / "link").symlink_to(file)
         await refused("cannot be read", tmp_path / "link")
         await refused("cannot be read", tmp_path)
@@ -148,18 +173,6 @@ async def test_files_that_are_none_are_refused_and_nothing_is_cached(
         await refused("only this user can write", file)
         file.chmod(0o400)
         assert await engine.import_prefix(file) >= 64
-
-
-async def test_a_prefix_that_is_larger_than_the_cache_is_refused(
-    checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
-    async with await load(checkpoint("qwen3")) as engine:
-        await engine.export_prefix(LONGER, tmp_path / "file")
-    async with await load(checkpoint("qwen3"), kv_cache_memory="64KiB") as engine:
-        most = engine.stats().pages.total * engine.info.page_size
-        assert most < len(LONGER) // 16 * 16
-        with pytest.raises(InvalidParameter, match=f"file: has 112 tokens, and the KV cache holds {most}"):
-            await engine.import_prefix(tmp_path / "file")
 
 
 async def test_what_cannot_be_written_is_refused_and_what_was_there_stays(
@@ -250,3 +263,22 @@ async def test_a_chat_goes_on_where_its_file_ends(tmp_path: Path) -> None:
         assert [(await fork.result()).usage.cached_tokens for fork in forks] == [written, written]
         with pytest.raises(InvalidParameter, match="n: must"):
             engine.fork(chat, 0)
+
+
+async def test_pictures_are_saved_with_the_conversation(tmp_path: Path) -> None:
+    greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    save_picture_model("qwen3_vl", tmp_path / "model")
+    settings: dict[str, Any] = {"dtype": "float32", "show_progress": False, "num_threads": 1, "check_every": 1}
+    mine, other = (chat(words(2, 0) * 4, picture(number), "what is this?") for number in (3, 4))
+    async with await AsyncEngine.from_pretrained(tmp_path / "model", **settings) as engine:
+        expected = [(await engine.chat(each, greedy)).text for each in (mine, other)]
+        await engine.export_prefix(mine, tmp_path / "slot")
+        await engine.export_prefix([{"role": "user", "content": "The quick brown fox " * 20}], tmp_path / "text")
+    async with await AsyncEngine.from_pretrained(tmp_path / "model", **settings) as engine:
+        assert await engine.import_prefix(tmp_path / "text") > 0, "a conversation without pictures, too"
+        count = await engine.import_prefix(tmp_path / "slot")
+        answer = await engine.chat(mine, greedy)
+        assert (answer.text, answer.usage.cached_tokens) == (expected[0], count)
+        answer = await engine.chat(other, greedy)
+        assert answer.text == expected[1]
+        assert answer.usage.cached_tokens < count, "the pages of another picture are not its own"

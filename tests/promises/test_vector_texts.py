@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from pathlib import Path
@@ -10,12 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.fake_engine import gather_all, until
-from support.held_steps import HeldSteps
 from support.long import LONG
 from support.sentence_folders import make_tokenizer, scorer_folder, sentence_folder
 
-from asyncengine import AsyncEngine, Engine
+from asyncengine import Engine
 from asyncengine.errors import ContextLengthExceeded, InvalidParameter, ModelNotFound, UnsupportedModel
 
 WORDS = [*"abcde", "the", "cat", "sat", "on", "mat", "dog", "one", "two", "three", "four", "five", "six"]
@@ -101,20 +98,6 @@ def test_documents_to_rank(tmp_path: Path) -> None:
             engine.rerank("the cat", ["a"], top_n=0)
         with pytest.raises(InvalidParameter, match=r"instruction: is nothing that .* reads"):
             engine.rerank("the cat", ["a"], instruction="find cats")
-
-
-async def test_leaving_in_the_middle_of_a_long_list(embedder: Path) -> None:
-    async with await AsyncEngine.from_pretrained(str(embedder), show_progress=False) as engine:
-        right = await engine.embed(WORDS)
-        with HeldSteps(engine, after=2) as held:
-            calls = [asyncio.create_task(engine.embed(WORDS * 200)) for _ in range(2)]
-            await until(held.reached.is_set)
-            steps = engine.stats().steps
-            for call in calls:
-                call.cancel()
-            assert all(isinstance(each, asyncio.CancelledError) for each in await gather_all(calls))
-        assert (await engine.embed(WORDS)).vectors.tobytes() == right.vectors.tobytes()
-        assert engine.stats().steps <= steps + 4  # nothing of what was left behind was computed
 
 
 def test_a_head_on_a_causal_model(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from asyncengine.integrations.cli.main import main
 from asyncengine.options import ChatRequest, RequestOptions
 from asyncengine.sampling_params import SamplingParams
 from tools import settings_page
-from tools.settings_page import engine_accepts, limit_of, page, request_accepts, sampling_accepts, settings
+from tools.settings_page import engine_accepts, page, settings
 
 
 def test_it_is_as_written() -> None:
@@ -28,41 +28,12 @@ def test_every_field_is_described() -> None:
         assert not [name for name, row in rows.items() if len(row.does) < 10]
 
 
-def test_every_setting_is_in_one_group() -> None:
-    """The page and the command line show settings of a group together, in the order of their class."""
-    shown = [line.split("`")[1] for line in page().splitlines() if line.startswith("| `")]
-    assert shown[: len(fields(EngineConfig))] == [field.name for field in fields(EngineConfig)]
-
-
 def test_every_setting_carries_its_limits() -> None:
     """Limits are in its type: a field without any would take what nobody has thought of."""
     assert [*signature(EngineConfig).parameters] == [field.name for field in fields(EngineConfig)]
     assert [*EngineConfig.checks()] == [field.name for field in fields(EngineConfig)]
     assert {field.name for field in fields(SamplingParams)} - SamplingParams.checks().keys() == {"grammar"}
     assert not [name for name, row in settings(EngineConfig, (), engine_accepts).items() if not row.takes]
-
-
-@pytest.mark.parametrize(
-    ("name", "accepts", "words"),
-    [
-        ("max_num_seqs", engine_accepts, "between 1 and 65536"),
-        ("policy", engine_accepts, "'longest-prefix-match'"),
-        ("waiting_timeout", engine_accepts, "seconds, at most 1e+09, or None"),
-        ("fuse", engine_accepts, "True or False"),
-        ("top_p", sampling_accepts, "> 0 and <= 1, or None"),
-        ("min_p", sampling_accepts, ">= 0 and <= 1"),
-        ("timeout", request_accepts, "positive, finite number of seconds"),
-    ],
-)
-def test_limits_are_those_that_a_refusal_names(name: str, accepts: settings_page.Accepts, words: str) -> None:
-    assert words in limit_of(name, accepts)
-
-
-def test_memory_may_be_told_in_units() -> None:
-    rows = settings(EngineConfig, (), engine_accepts)
-    assert [name for name, row in rows.items() if 'like "2GiB"' in row.takes] == [
-        name for name in rows if name.endswith(("_memory", "_disk"))
-    ]
 
 
 def test_flags_are_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 from llama_index.core.base.llms.types import ChatResponse, ToolCallBlock
 from llama_index.core.tools import FunctionTool
-from pydantic import BaseModel, Field
 
 from asyncengine.integrations.llama_index import AsyncEngineLLM
 
@@ -33,18 +32,8 @@ def get_weather(city: str) -> str:
     return {"Oslo": "4 degrees and rainy", "Lisbon": "27 degrees and sunny"}.get(city, "unknown")
 
 
-class LongNote(BaseModel):
-    text: str = Field(min_length=1500)
-
-
-def write_note(text: str) -> str:
-    return "done"
-
-
 ADD, MULTIPLY, WEATHER = (FunctionTool.from_defaults(function) for function in (add, multiply, get_weather))
 TOOLS = [ADD, MULTIPLY, WEATHER]
-WRITE_NOTE = FunctionTool.from_defaults(write_note, description="Save a note.", fn_schema=LongNote)
-"""A call of it is still being written when a test leaves."""
 
 
 def called(response: ChatResponse) -> list[tuple[str, Any]]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from langchain_core.runnables import ConfigurableField
 from pydantic import ValidationError
 
 from asyncengine import AsyncEngine, Engine, EngineHandle, shared_engine
@@ -65,23 +64,6 @@ def test_the_engine_lives_as_long_as_a_model_object(kind: Any, model_path: str) 
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_a_model_object_made_in_each_call_loads_the_model_once(kind: Any, model_path: str) -> None:
-    """A request handler makes them so: the engine stays for a while without any."""
-    engines = []
-    for _ in range(3):
-        model = kind(model=model_path, engine_config=OWN, max_tokens=2)
-        ask(model)
-        engines.append(model.get_engine().aengine)
-        del model
-        gc.collect()
-    assert len(set(map(id, engines))) == 1
-    assert engines[0].alive
-    ask(kind(model=model_path, engine_config=OWN, max_tokens=2, keep_alive=0))  # the last one says how long
-    gc.collect()
-    assert not engines[0].alive
-
-
-@pytest.mark.parametrize("kind", CLASSES)
 def test_keep_alive_is_checked_copied_and_not_for_an_explicit_engine(kind: Any, handle: EngineHandle) -> None:
     for wrong in (-1, "long", float("nan")):
         with pytest.raises(ValidationError, match="keep_alive"):
@@ -104,36 +86,6 @@ for seats in (2, 3):
 def test_an_engine_that_is_kept_does_not_keep_the_program() -> None:
     done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=False, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("kind", CLASSES)
-def test_copies_share_the_engine(kind: Any, model_path: str) -> None:
-    model = kind(model=model_path, engine_config=OWN, max_tokens=2, seed=1)
-    engine = model.get_engine().aengine
-    copies = [
-        model.model_copy(update={"seed": 2}),
-        copy.copy(model),
-        copy.deepcopy(model),
-        pickle.loads(pickle.dumps(model)),
-    ]
-    del model
-    gc.collect()
-    assert engine.alive
-    assert all(twin.get_engine().aengine is engine for twin in copies)
-    assert [twin.seed for twin in copies] == [2, 1, 1, 1]
-
-
-def test_configurable_fields_do_not_reload(model_path: str) -> None:
-    """LangChain builds a new model object for every call of a configurable one."""
-    chat = ChatAsyncEngine(model=model_path, engine_config=OWN, temperature=0, max_tokens=2)
-    engine = chat.get_engine().aengine
-    configurable = chat.configurable_fields(max_tokens=ConfigurableField(id="length"))
-    for length in (3, 5):
-        answer = configurable.invoke("Hello", {"configurable": {"length": length}})
-        assert answer.usage_metadata["output_tokens"] == length  # type: ignore[index]
-    gc.collect()
-    assert engine.alive
-    assert chat.get_engine().aengine is engine
 
 
 async def test_an_explicit_engine_is_used_and_left_open(model_path: str) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import pickle
-import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,10 +13,9 @@ from langchain_core.load import dumps, loads
 from llama_index.core.schema import BaseComponent
 from pydantic import BaseModel, ValidationError
 
-from asyncengine import AsyncEngine, Engine, EngineConfig, EngineHandle, SamplingParams, shared_engine
+from asyncengine import EngineConfig, EngineHandle, shared_engine
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.engine_choice import EngineChoice
-from asyncengine.integrations.fleet import FleetConfig
 from asyncengine.integrations.langchain import (
     AsyncEngineEmbeddings,
     AsyncEngineLLM,
@@ -128,25 +123,6 @@ def ask(model: Any, **keywords: Any) -> Any:
     )
 
 
-CALLS: list[tuple[Callable[..., Any], str, str]] = [
-    *((call, "max_modl_len", "max_model_len") for call in (
-        EngineConfig, EngineConfig().replace, lambda **given: EngineConfig.from_dict(given),
-        lambda **given: Engine.from_pretrained("m", **given), lambda **given: shared_engine("m", **given),
-        lambda **given: asyncio.run(AsyncEngine.from_pretrained("m", **given)),
-    )),
-    *((call, "max_token", "max_tokens") for call in (
-        SamplingParams, SamplingParams().replace, lambda **given: SamplingParams.from_dict(given),
-    )),
-    (FleetConfig, "replica", "replicas"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("call", "misspelt", "right"), CALLS)
-def test_misspelt_names_of_the_engine_itself(call: Callable[..., Any], misspelt: str, right: str) -> None:
-    with pytest.raises(InvalidParameter, match=f"{misspelt}: unknown parameter; did you mean '{right}'"):
-        call(**{misspelt: 5})
-
-
 @pytest.mark.parametrize("kind", EVERY)
 def test_copies_keep_the_settings(kind: Any) -> None:
     model = kind(model="m", **GIVEN, adapters={"a": Path("b")})
@@ -171,23 +147,6 @@ def test_texts_of_model_objects_say_what_was_set() -> None:
         assert "switch_interval" not in text
 
 
-KEY = """
-from asyncengine.integrations.langchain import ChatAsyncEngine
-print(ChatAsyncEngine(model="m", **{given})._get_llm_string())
-"""
-
-
-def test_cache_keys_do_not_depend_on_how_settings_are_given() -> None:
-    """The order in which a process goes through a set does not matter either: LangChain's caches outlive it."""
-    forms = [{**GIVEN}, dict(reversed(GIVEN.items())), {"engine_config": GIVEN}]
-    assert len({ChatAsyncEngine(model="m", **form)._get_llm_string() for form in forms}) == 1
-    run = subprocess.run(
-        [sys.executable, "-c", KEY.format(given=GIVEN)], capture_output=True, text=True, check=True,
-        env={"PYTHONHASHSEED": "1"}, timeout=100,
-    )  # fmt: skip
-    assert run.stdout.strip() == ChatAsyncEngine(model="m", **GIVEN)._get_llm_string()
-
-
 @pytest.mark.parametrize("kind", EVERY)
 def test_no_field_of_a_framework_is_taken_for_a_setting(kind: Any) -> None:
     """A new setting must not hide one of theirs, nor the other way round."""
@@ -196,13 +155,6 @@ def test_no_field_of_a_framework_is_taken_for_a_setting(kind: Any) -> None:
     assert not NAMES & {name for base in theirs for name in base.model_fields}
     own = {name for name in kind.__annotations__ if name in NAMES}
     assert kind.setting_names == NAMES - own
-
-
-def test_a_progress_bar_of_embeddings_is_no_setting() -> None:
-    shown = AsyncEngineEmbeddings(model="m", show_progress=True)
-    assert spec(shown) == spec(AsyncEngineEmbeddings(model="m"))
-    quiet = AsyncEngineEmbeddings(model="m", show_progress=True, engine_config={"show_progress": False})
-    assert spec(quiet)[1].show_progress is False
 
 
 @pytest.mark.parametrize("kind", [LlamaIndexLLM, AsyncEngineEmbeddings, AsyncEngineEmbedding, AsyncEngineRerank])

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import sys
 import types
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import anyio
-import httpx
 import pytest
-import pytest_asyncio
 
+from asyncengine.engine import prefix_store
 from asyncengine.integrations import langchain, llama_index
 from asyncengine.integrations.cli.show import Line
-
-from .conftest import Watch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.usefixtures("demo")  # it stays loaded from one example to the next
@@ -133,76 +128,14 @@ async def test_fastapi_app() -> None:
     assert_right(await load("fastapi_app").main(), "How can I help you?", "demo", "1, 2, 3, 4, 5")
 
 
-class Client:
-    """A raw ASGI client: it sees the response as it comes and can go away in the middle of it."""
-
-    def __init__(self, app: Any, engine: Any) -> None:
-        self.app, self.engine = app, engine
-        self.gone, self.received = asyncio.Event(), asyncio.Event()
-        self.body = b""
-        self._asked = False
-
-    async def ask(self, json: bytes) -> None:
-        scope = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": "/chat",
-            "raw_path": b"/chat", "query_string": b"", "scheme": "http", "server": ("demo", 80), "client": ("c", 1),
-            "headers": [(b"content-type", b"application/json")],
-        }  # fmt: skip
-
-        async def receive() -> dict[str, Any]:
-            if not self._asked:
-                self._asked = True
-                return {"type": "http.request", "body": json, "more_body": False}
-            await self.gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.body" and message["body"]:
-                self.body += message["body"]
-                self.received.set()
-
-        await self.app(scope, receive, send)
-
-
-@pytest_asyncio.fixture
-async def client(model_path: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
-    example = load("fastapi_app")
-    monkeypatch.setattr(example, "MODEL", model_path)
-    async with example.app.router.lifespan_context(example.app):
-        yield Client(example.app, example.app.state.engine)
-
-
-LONG = b'{"message": "Hello", "max_tokens": 900}'
-
-
-async def test_a_client_that_disconnects_frees_its_request(client: Client) -> None:
-    watch = Watch(client.engine)
-    request = asyncio.ensure_future(client.ask(LONG))
-    await client.received.wait()
-    client.gone.set()
-    await request
-    assert 0 < len(client.body) < 900
-    await watch.assert_aborted()
-
-
-async def test_a_cancelled_scope_around_the_application_frees_its_request(client: Client) -> None:
-    """A server's shutdown, or Starlette's own task groups, cancel a scope so."""
-    watch = Watch(client.engine)
-    with anyio.move_on_after(600) as scope:
-        async with anyio.create_task_group() as group:
-            group.start_soon(client.ask, LONG)
-            await client.received.wait()
-            scope.cancel()
-    assert scope.cancelled_caught
-    await watch.assert_aborted()
-
-
-async def test_refusals_become_responses(client: Client) -> None:
-    transport = httpx.ASGITransport(client.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://demo") as browser:
-        refused = await browser.post("/chat", json={"message": "Hello", "temperature": -1})
-        assert (refused.status_code, refused.json()["field"]) == (400, "temperature")
-        whole = await browser.post("/answer", json={"message": "Hello", "max_tokens": 5})
-        assert whole.json()["finish_reason"] == "length"
-        streamed = await browser.post("/chat", json={"message": "Hello", "max_tokens": 5})
-        assert streamed.text == whole.json()["text"]
+async def test_langgraph_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second engine on the folder goes on where the first has ended, and reads what that has computed."""
+    monkeypatch.setattr(prefix_store, "WORTH", 1e9)  # on however busy a machine
+    monkeypatch.setattr(prefix_store, "LEAST_PATIENCE", 100.0)
+    example = load("langgraph_restart")
+    text, before, restored = await example.main(tmp_path)
+    assert "Hello" in text
+    assert restored == 0
+    _, tokens, restored = await example.main(tmp_path)
+    assert tokens > before
+    assert restored >= before // 16 * 16

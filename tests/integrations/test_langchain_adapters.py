@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import get_usage_metadata_callback
-from langchain_core.exceptions import ModelInvalidRequestError, ModelNotFoundError
+from langchain_core.exceptions import ModelInvalidRequestError
 from langchain_core.messages import HumanMessage
 
-from asyncengine import EngineHandle, SamplingParams
-from asyncengine.errors import AdapterNotFound
-from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
+from asyncengine.integrations.langchain import ChatAsyncEngine
 
 from .conftest import TOKENS, Watch, added
 
@@ -44,16 +42,6 @@ async def test_every_way_to_choose_an_adapter(make_chat: Make, answers: dict[str
         assert answer.response_metadata["model_name"] == (name or base.model)
 
 
-async def test_text_completion_takes_adapters_too(handle: EngineHandle, make_llm: Callable[..., Any]) -> None:
-    params = SamplingParams(temperature=0, max_tokens=TOKENS)
-    text = handle.get().generate("Once", params, adapter="first").text
-    base, first = make_llm(max_tokens=TOKENS), make_llm(max_tokens=TOKENS, adapter="first")
-    assert first.invoke("Once") == base.bind(model="first").invoke("Once") == text
-    assert base.invoke("Once") == first.invoke("Once", model=base.model) != text
-    assert "".join([piece async for piece in base.astream("Once", model="first")]) == text
-    assert (await base.agenerate(["Once"], adapter="first")).llm_output["model_name"] == "first"
-
-
 def test_the_cache_tells_adapters_apart(make_chat: Make, answers: dict[str | None, str], watch: Watch) -> None:
     """The choice may be written as a field, or as `model=` or `adapter=` on top of it."""
     cache = InMemoryCache()
@@ -70,43 +58,6 @@ def test_the_cache_tells_adapters_apart(make_chat: Make, answers: dict[str | Non
                 assert chat.invoke("Hello", adapter=name).content == answers[name]
         asked.append(watch.ended("length"))
     assert asked[0] == asked[1] > 0, "the second round comes from the cache"
-
-
-@pytest.mark.parametrize("kind", [ChatAsyncEngine, AsyncEngineLLM])
-def test_cache_keys(kind: Any) -> None:
-    """A key says which base model, which adapters it was given, and which one answers."""
-
-    def key(fields: dict[str, Any], **kwargs: Any) -> str:
-        # What both base classes make of their parameters.
-        return str(sorted({**kind(**{"model": "m", **fields})._identifying_params, **kwargs}.items()))
-
-    different = [
-        key({}),
-        key({"model": "n"}),
-        key({"adapter": "a"}),
-        key({"adapter": "b"}),
-        key({}, model="a"),
-        key({"adapter": "b"}, model="a"),
-        key({"adapter": "b"}, model="m"),
-        key({"model": "n"}, model="a"),
-        key({"adapters": {"a": "somewhere"}}, model="a"),
-        key({"adapters": {"a": "elsewhere"}}, model="a"),
-    ]
-    assert len({*different}) == len(different)
-
-
-async def test_an_unknown_adapter_is_refused_by_name(make_chat: Make) -> None:
-    chat = make_chat(max_tokens=2)
-    for error in (ModelNotFoundError, AdapterNotFound):
-        for choice in ({"model": "nobody"}, {"adapter": "nobody"}):
-            with pytest.raises(error, match="nobody"):
-                chat.invoke("Hello", **choice)
-            with pytest.raises(error, match="'first', 'second'"):
-                await chat.ainvoke("Hello", **choice)
-            with pytest.raises(error, match="nobody"):
-                list(chat.stream("Hello", **choice))
-            with pytest.raises(error, match="nobody"):
-                [chunk async for chunk in chat.astream("Hello", **choice)]
 
 
 def test_a_call_that_names_two_adapters_is_refused(make_chat: Make) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 from langchain.agents import create_agent
-from langchain_core.messages import AIMessage, AIMessageChunk, ToolMessage
+from langchain_core.messages import AIMessage, ToolMessage
 from pydantic import BaseModel
 from typing_extensions import TypedDict  # pydantic reads typing's from Python 3.12 on
 
@@ -78,27 +77,3 @@ async def test_a_response_format(demo: EngineHandle, profile: Any, tools: Any, s
     assert isinstance(answer, dict if isinstance(schema, dict) or schema is PersonDict else schema)
     first = result["messages"][1]
     assert bool(first.tool_calls) is (profile is not None)
-
-
-def test_tools_with_a_response_format_give_a_call_or_the_object(chat: ChatAsyncEngine) -> None:
-    model = chat.bind_tools([get_weather], response_format=Person)
-    call = model.invoke(WEATHER)
-    assert [(c["name"], c["args"]) for c in call.tool_calls] == [("get_weather", {"city": "Oslo"})]
-    answer = model.invoke(REQUEST)
-    assert answer.tool_calls == []
-    assert json.loads(answer.text) == MARTA
-    for text in ("Hello", "Tell me a story."):
-        other = model.invoke(text, max_tokens=60)
-        assert len(other.tool_calls) > 0 or Person.model_validate_json(other.text)
-
-
-async def test_an_agents_messages_are_streamed(chat: ChatAsyncEngine) -> None:
-    parts = []
-    async for message, info in agent(chat, [add]).astream(
-        {"messages": [("user", "Add 12 and 30.")]}, stream_mode="messages"
-    ):
-        if info["langgraph_node"] == "model" and isinstance(message, AIMessageChunk):
-            parts.append(message)
-    pieces = [piece for part in parts for piece in part.tool_call_chunks]
-    assert json.loads("".join(piece["args"] or "" for piece in pieces)) == {"a": 12, "b": 30}
-    assert "".join(part.text for part in parts) == "12 plus 30 is 42."

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from langchain_core.caches import InMemoryCache
-from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.exceptions import (
-    ContextOverflowError,
     ModelInvalidRequestError,
-    ModelNotFoundError,
     ModelTimeoutError,
 )
 from langchain_core.messages import AIMessage, HumanMessage
-from langchain_core.outputs import LLMResult
 
 from asyncengine import EngineHandle
-from asyncengine.errors import AdapterNotFound, ContextLengthExceeded, InvalidParameter, RequestTimeout
+from asyncengine.errors import InvalidParameter, RequestTimeout
 from asyncengine.integrations.langchain import ChatAsyncEngine
 
-from .conftest import CONTEXT, LONG, Watch, added
+from .conftest import CONTEXT, LONG, Watch
 from .peak import slowed
 
 Make = Callable[..., ChatAsyncEngine]
@@ -43,22 +38,6 @@ def test_metadata_of_a_whole_answer(make_chat: Make) -> None:
     assert "".join(entry["token"] for entry in content) == answer.content
     assert all(entry["logprob"] <= 0 and len(entry["top_logprobs"]) == 2 for entry in content)
     assert bytes(content[0]["bytes"]).decode() == content[0]["token"]
-
-
-def test_metadata_of_a_stream_is_on_its_last_chunk_only(make_chat: Make) -> None:
-    chat = make_chat(max_tokens=6, logprobs=True)
-    chunks = list(chat.stream("Hello"))
-    assert [chunk.chunk_position for chunk in chunks].count("last") == 1
-    assert chunks[-1].chunk_position == "last"
-    for chunk in chunks[:-1]:
-        assert set(chunk.response_metadata) <= {"logprobs"}
-        assert chunk.usage_metadata is None
-    full, whole = added(chunks), chat.invoke("Hello")
-    for key in ("model_name", "model_provider", "finish_reason", "logprobs"):
-        assert full.response_metadata[key] == whole.response_metadata[key]
-    assert full.usage_metadata is not None
-    assert whole.usage_metadata is not None
-    assert full.usage_metadata["output_tokens"] == whole.usage_metadata["output_tokens"] == 6
 
 
 def test_stop_in_the_call_and_in_the_constructor(make_chat: Make) -> None:
@@ -89,16 +68,6 @@ def test_n_gives_generations_and_counts_each_token_once(make_chat: Make) -> None
         list(chat.stream("Hello"))
 
 
-def test_per_call_keywords_override_the_fields(make_chat: Make) -> None:
-    chat = make_chat(max_tokens=12)
-    assert chat.invoke("Hello", max_tokens=3).usage_metadata["output_tokens"] == 3  # type: ignore[index]
-    bound = chat.bind(max_tokens=2)
-    assert bound.invoke("Hello").usage_metadata["output_tokens"] == 2  # type: ignore[attr-defined]
-    one, two = (chat.invoke("Hello", temperature=1.5, seed=seed).content for seed in (1, 2))
-    assert one != two
-    assert chat.invoke("Hello", temperature=1.5, seed=1).content == one
-
-
 @pytest.mark.parametrize(
     ("keyword", "value"),
     [
@@ -124,20 +93,6 @@ async def test_a_keyword_that_cannot_be_honoured_is_refused_by_name(
             [chunk async for chunk in chat.astream("Hello", **{keyword: value})]
 
 
-async def test_errors_are_langchains_and_the_engines(chat: ChatAsyncEngine) -> None:
-    long = "x" * 5000
-    for error in (ContextOverflowError, ContextLengthExceeded):
-        with pytest.raises(error):
-            chat.invoke(long)
-        with pytest.raises(error):
-            await chat.ainvoke(long)
-    for lost in (ModelNotFoundError, AdapterNotFound):
-        with pytest.raises(lost, match="no-such-adapter"):
-            chat.invoke("Hello", model="no-such-adapter")
-    with pytest.raises(ModelNotFoundError):
-        ChatAsyncEngine(model="/no/such/folder").invoke("Hello")
-
-
 async def test_a_deadline_raises_with_the_partial_text(make_chat: Make, handle: EngineHandle) -> None:
     chat = make_chat(**LONG, timeout=0.05)
     with slowed(handle):
@@ -154,55 +109,6 @@ async def test_a_deadline_raises_with_the_partial_text(make_chat: Make, handle: 
 async def _drain(chat: ChatAsyncEngine) -> None:
     async for _ in chat.astream("Hello"):
         pass
-
-
-class Tokens(BaseCallbackHandler):
-    """Everything callbacks were told about one run."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.ends: list[LLMResult] = []
-
-    def on_llm_new_token(self, token: str | list[Any], **kwargs: Any) -> None:
-        self.text += token if isinstance(token, str) else "".join(block["text"] for block in token)
-
-    def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
-        self.ends.append(response)
-
-
-async def test_callbacks_see_every_token_exactly_once(make_chat: Make) -> None:
-    chat = make_chat(max_tokens=12)
-    text = chat.invoke("Hello").text
-
-    def heard(tokens: Tokens) -> str:
-        assert len(tokens.ends) == 1
-        return tokens.text
-
-    tokens = Tokens()
-    list(chat.stream("Hello", {"callbacks": [tokens]}))
-    assert heard(tokens) == text
-    tokens = Tokens()
-    [chunk async for chunk in chat.astream("Hello", {"callbacks": [tokens]})]
-    assert heard(tokens) == text
-    tokens = Tokens()
-    make_chat(max_tokens=12, streaming=True).invoke("Hello", {"callbacks": [tokens]})
-    assert heard(tokens) == text
-    tokens = Tokens()
-    chat.invoke("Hello", {"callbacks": [tokens]})
-    assert heard(tokens) == ""
-
-
-@pytest.mark.filterwarnings("ignore::langchain_core._api.beta_decorator.LangChainBetaWarning")
-async def test_v3_events_carry_the_text_once_and_tell_no_callback_twice(chat: ChatAsyncEngine) -> None:
-    text, tokens = chat.invoke("Hello").text, Tokens()
-    stream = await chat.astream_events("Hello", {"callbacks": [tokens]}, version="v3")
-    deltas = [event["delta"]["text"] async for event in stream if event["event"] == "content-block-delta"]
-    message = await stream.output
-    assert "".join(deltas) == text
-    assert message.text == text
-    assert tokens.text in ("", text)
-    assert message.usage_metadata is not None
-    assert message.response_metadata["finish_reason"] == "length"
 
 
 def test_caching_tells_models_apart(make_chat: Make, watch: Watch) -> None:
@@ -254,10 +160,3 @@ def test_profile(make_chat: Make, model_path: str) -> None:
     told = ChatAsyncEngine(model="a-model", engine_config={"tool_format": "hermes"}).profile
     assert told is not None
     assert told["tool_calling"] is True
-
-
-def test_the_profile_of_a_model_that_calls_tools(demo: EngineHandle) -> None:
-    profile = ChatAsyncEngine(model="demo").profile
-    assert profile is not None
-    for ability in TOOL_ABILITIES:
-        assert profile[ability] is True  # type: ignore[literal-required]

@@ -81,13 +81,6 @@ def test_one_message(given: BaseMessage, expected: dict[str, Any]) -> None:
     assert to_openai([given]) == [expected]
 
 
-def test_v1_content_blocks_read_like_the_message_they_come_from() -> None:
-    message = AIMessage("so", tool_calls=[CALL])
-    blocks = AIMessage(content_blocks=message.content_blocks)
-    assert isinstance(blocks.content, list)
-    assert to_openai([blocks]) == to_openai([message])
-
-
 def test_anthropic_tool_results_become_tool_messages_before_the_text() -> None:
     result = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "green"}]}
     assert to_openai([HumanMessage([result, {"type": "text", "text": "and?"}])]) == [

@@ -98,35 +98,6 @@ def test_reasoning_is_a_content_block_and_is_counted() -> None:
     assert openai_usage(USAGE)["completion_tokens_details"] == {"reasoning_tokens": 4}
 
 
-def test_no_reasoning_leaves_no_trace() -> None:
-    assert chat_chunk(Chunk("a", [1]), "m").message.additional_kwargs == {}
-
-
-def test_the_pieces_of_one_chunk_are_one_tool_call_chunk_each() -> None:
-    """LangChain joins pieces across chunks only."""
-    message = chat_chunk(STREAM[3], "m").message
-    assert isinstance(message, AIMessageChunk)
-    first, second = message.tool_call_chunks
-    assert (first["name"], first["id"], first["args"], first["index"]) == ("f", "id0", '{"a": 1}', 0)
-    assert (second["name"], second["id"], second["args"], second["index"]) == ("g", "id1", "", 1)
-    later = chat_chunk(STREAM[4], "m").message.tool_call_chunks[0]  # type: ignore[attr-defined]
-    assert (later["name"], later["id"], later["args"]) == (None, None, "{}")
-
-
-def test_broken_calls_are_invalid_ones() -> None:
-    """Each sample has its own."""
-    broken = Sample("", [1], "stop", tool_calls=[CALLS[0]], broken_calls=[ToolCall("id1", "g", '{"a": ')])
-    made = chat_result(replace(completion(), samples=[broken, completion().samples[0]]), "m")
-    first, second = (generation.message for generation in made.generations)
-    assert isinstance(first, AIMessage)
-    assert isinstance(second, AIMessage)
-    assert [call["name"] for call in first.tool_calls] == ["f"]
-    [cut] = first.invalid_tool_calls
-    assert (cut["name"], cut["args"], cut["id"]) == ("g", '{"a": ', "id1")
-    assert "no JSON object" in str(cut["error"])
-    assert second.invalid_tool_calls == []
-
-
 def test_every_error_of_the_engine_has_a_langchain_twin() -> None:
     """A new error class must be given one, or be a mistake in the program."""
     kinds = [kind for kind in vars(engine_errors).values() if isinstance(kind, type) and issubclass(kind, EngineError)]

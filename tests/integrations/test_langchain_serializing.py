@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from langchain_core.load import dumpd, dumps, load, loads
+from langchain_core.load import dumps, loads
 from langchain_core.prompts import ChatPromptTemplate
-from pydantic import BaseModel
 
 from asyncengine import AsyncEngine
 from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
@@ -43,34 +42,10 @@ def test_a_model_comes_back(kind: Any) -> None:
     assert back._identifying_params == model._identifying_params
 
 
-def test_the_standard_test_is_met_once_the_class_is_named() -> None:
-    """`ChatModelUnitTests.test_serdes`, which passes allowed_objects="all" and so admits LangChain's own table only."""
-    model = ChatAsyncEngine(model="a-model", temperature=0, max_tokens=100, timeout=60, stop=[], max_retries=2)
-    written = dumpd(model)
-    assert (written["lc"], written["type"], written["id"]) == (
-        1, "constructor", ["langchain_asyncengine", "ChatAsyncEngine"],
-    )  # fmt: skip
-    assert written["kwargs"].items() >= {"model": "a-model", "max_tokens": 100, "timeout": 60.0}.items()
-    known: Any = {"valid_namespaces": model.get_lc_namespace()[:1], "secrets_from_env": True}
-    assert load(written, allowed_objects=[ChatAsyncEngine], **known).model_dump() == model.model_dump()
-    with pytest.raises(ValueError, match=r"\('langchain_asyncengine', 'ChatAsyncEngine'\) is not allowed"):
-        load(written, allowed_objects="all", **known)
-
-
 def test_an_engine_of_ones_own_is_not_written_down() -> None:
     model = ChatAsyncEngine(engine=AsyncEngine(pytest.fail))
     with pytest.raises(NotImplementedError, match="doesn't implement serialization"):
         again(model)
-
-
-def test_cache_keys_tell_grammars_of_one_name_apart() -> None:
-    """LangChain's own key of a serializable model would be the class's name."""
-
-    def named(kind: Any) -> type[BaseModel]:
-        return type("Answer", (BaseModel,), {"__annotations__": {"x": kind}})
-
-    keys = [ChatAsyncEngine(model="a-model", grammar=named(kind))._get_llm_string() for kind in (int, str)]
-    assert keys[0] != keys[1]
 
 
 @pytest.mark.parametrize("kind", [ChatAsyncEngine, AsyncEngineLLM])

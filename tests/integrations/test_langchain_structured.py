@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, Generic, Literal, TypedDict, TypeVar
+from typing import Annotated, Any, Literal, TypedDict
 
 import pydantic.v1
 import pytest
 from langchain_core.exceptions import ModelInvalidRequestError, OutputParserException
-from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
-from pydantic import BaseModel, ConfigDict, Field, RootModel, TypeAdapter
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from pydantic import BaseModel, Field, TypeAdapter
 from support.long import by_turns
 
 from asyncengine import EngineHandle
-from asyncengine.errors import BudgetTooSmall, GrammarUnsupported, InvalidParameter
+from asyncengine.errors import GrammarUnsupported
 from asyncengine.grammar import Grammar
 from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
 from asyncengine.integrations.langchain.structured import (
@@ -146,30 +146,11 @@ def test_what_does_not_parse_is_langchains_error() -> None:
     assert CallTypeParser(key_name="x", first_tool_only=True, kind=int, inside="value").inside == "value"
 
 
-def test_include_raw_keeps_what_cannot_be_parsed(chat: ChatAsyncEngine) -> None:
-    cut: dict[str, Any] = {"max_tokens": 8, "model_kwargs": {"on_budget": "truncate"}}
-    chat = ChatAsyncEngine(model="demo", temperature=0, **cut)
-    result = chat.with_structured_output(Person, include_raw=True).invoke(TEXT)
-    assert result["raw"].content.startswith('{"name"')
-    assert result["raw"].response_metadata["finish_reason"] == "length"
-    assert result["parsed"] is None
-    assert isinstance(result["parsing_error"], OutputParserException)
-    with pytest.raises(OutputParserException):
-        chat.with_structured_output(Person).invoke(TEXT)
-
-
 class Node(BaseModel):
     """A tree."""
 
     value: Literal["a", "b"]
     children: list[Node] = Field(max_length=2)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_recursive_class_is_valid_to_the_bottom(demo: EngineHandle, method: Any) -> None:
-    hot = ChatAsyncEngine(model="demo", temperature=3.0, max_tokens=60, model_kwargs={"on_budget": "offer"})
-    for seed in range(4):
-        assert isinstance(hot.with_structured_output(Node, method=method, seed=seed).invoke("A tree."), Node)
 
 
 class Cat(BaseModel):
@@ -188,56 +169,11 @@ class Owner(BaseModel):
     pet: Annotated[Cat | Dog, Field(discriminator="kind")]
 
 
-Content = TypeVar("Content")
-
-
-class Box(BaseModel, Generic[Content]):
-    """Something in a box."""
-
-    content: Content
-
-
-class Titled(BaseModel):
-    model_config = ConfigDict(title="A box, titled!")
-    size: Literal[1, 2]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_tag_is_written_even_where_it_has_a_default(demo: EngineHandle, method: Any) -> None:
-    """Without it pydantic cannot tell which class it is."""
-    hot = ChatAsyncEngine(model="demo", temperature=3.0, max_tokens=60, model_kwargs={"on_budget": "offer"})
-    for seed in range(6):
-        assert isinstance(hot.with_structured_output(Owner, method=method, seed=seed).invoke("A pet."), Owner)
-
-
 def test_a_class_s_tool_and_its_format_require_the_same(demo: EngineHandle) -> None:
     written = as_tool(Owner, None)["function"]["parameters"]["properties"]["pet"]["oneOf"]
     assert [branch["required"] for branch in written] == [["mood", "kind"], ["trick", "kind"]]
     definitions = response_format(Owner, None)["json_schema"]["schema"]["$defs"]
     assert [definitions[name]["required"] for name in ("Cat", "Dog")] == [["mood", "kind"], ["trick", "kind"]]
-
-
-GENERIC = (
-    RootModel[Annotated[list[int], Field(max_length=2)]], RootModel[Literal["a", "b"]], RootModel[Owner],
-    Box[Literal[1, 2]], Box[Annotated[list[bool], Field(max_length=2)]], Titled,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(("kind", "method"), by_turns(GENERIC, METHODS))
-def test_generic_and_root_models_are_answered(demo: EngineHandle, method: Any, kind: Any) -> None:
-    hot = ChatAsyncEngine(model="demo", temperature=3.0, max_tokens=120)
-    for seed in range(2):
-        assert isinstance(hot.with_structured_output(kind, method=method, seed=seed).invoke("A value."), kind)
-
-
-def test_what_a_list_is_made_of(chat: ChatAsyncEngine) -> None:
-    """The root need not be an object where the answer is text; a tool's arguments must be."""
-    numbers = {"title": "Numbers", "type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3}
-    answer = chat.with_structured_output(numbers).invoke("Count from 1 to 3.")
-    assert 1 <= len(answer) <= 3
-    assert {type(item) for item in answer} == {int}
-    with pytest.raises(InvalidParameter, match=r"tools\[0\]"):
-        chat.with_structured_output(numbers, method="function_calling").invoke("Count from 1 to 3.")
 
 
 def test_json_mode_without_a_schema_is_any_object(chat: ChatAsyncEngine) -> None:
@@ -256,15 +192,6 @@ def test_strict_false_opens_the_schema_and_leaves_out_what_cannot_be_enforced(ch
     assert as_tool(Person, False)["function"]["strict"] is False
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("schema", [Person, PersonV1, PersonDict, Person.model_json_schema()])
-def test_tracers_are_told_the_schema(chat: ChatAsyncEngine, method: Any, schema: Any) -> None:
-    bound: Any = chat.with_structured_output(schema, method=method).first  # type: ignore[attr-defined]
-    told = bound.kwargs["ls_structured_output_format"]
-    assert told == {"kwargs": {"method": method}, "schema": convert_to_json_schema(schema)}
-    assert convert_to_json_schema(told["schema"]) == told["schema"]
-
-
 def test_schemas_keep_their_order_and_parts() -> None:
     nested = {"title": "T", "$defs": {"N": {"type": "object"}}, "anyOf": [{"$ref": "#/$defs/N"}, {"type": "null"}]}
     assert json_schema(nested) == nested
@@ -279,12 +206,6 @@ def test_schemas_keep_their_order_and_parts() -> None:
 def test_what_cannot_be_bound_is_refused_at_once(chat: ChatAsyncEngine, schema: Any, method: Any) -> None:
     with pytest.raises(ModelInvalidRequestError, match=r"method|schema"):
         chat.with_structured_output(schema, method=method)
-
-
-async def test_a_budget_below_the_shortest_answer_is_refused(chat: ChatAsyncEngine) -> None:
-    for error in (BudgetTooSmall, ModelInvalidRequestError):
-        with pytest.raises(error, match="max_tokens"):
-            await chat.with_structured_output(Person).ainvoke(TEXT, max_tokens=3)
 
 
 def test_a_grammar_is_a_sampling_keyword_of_both_models(chat: ChatAsyncEngine) -> None:

@@ -40,18 +40,6 @@ def llm(make: Make) -> AsyncEngineLLM:
     return make()
 
 
-async def test_eight_calls_give_one_answer(llm: AsyncEngineLLM) -> None:
-    text = llm.chat(HELLO).message.content
-    assert (await llm.achat(HELLO)).message.content == text
-    assert list(llm.stream_chat(HELLO))[-1].message.content == text
-    assert [part async for part in await llm.astream_chat(HELLO)][-1].message.content == text
-    # A chat model reads a plain prompt as the user's message.
-    assert llm.complete("Hello").text == text
-    assert (await llm.acomplete("Hello")).text == text
-    assert list(llm.stream_complete("Hello"))[-1].text == text
-    assert [part async for part in await llm.astream_complete("Hello")][-1].text == text
-
-
 async def test_stream_kinds_and_delta_semantics(llm: AsyncEngineLLM) -> None:
     chats, texts = llm.stream_chat(HELLO), llm.stream_complete("Hello")
     assert isinstance(chats, Generator)
@@ -108,12 +96,6 @@ def test_a_text_model_gets_texts(make: Make, handle: EngineHandle) -> None:
     assert llm.chat(HELLO).message.content == engine.generate(llm.messages_to_prompt(HELLO), params).text  # type: ignore[misc]
     wrapped = make(completion_to_prompt=lambda prompt: f"<<{prompt}>>")
     assert wrapped.complete("Once").text == engine.generate("<<Once>>", params).text
-
-
-def test_tokenizing_counts_as_the_engine_counts(llm: AsyncEngineLLM) -> None:
-    response = llm.complete("Hello", formatted=True)
-    assert response.raw is not None
-    assert len(llm.tokenize("Hello")) == response.raw["usage"]["prompt_tokens"]
 
 
 def test_metadata(make: Make) -> None:
@@ -191,14 +173,6 @@ async def test_a_deadline_raises_with_the_partial_text(make: Make, handle: Engin
     assert caught.value.partial == parts[-1]
 
 
-def test_stop_strings(make: Make) -> None:
-    whole = make().complete("Hello").text
-    stop = whole[4:6]
-    stopped = make(stop=[stop]).complete("Hello")
-    assert stopped.text == whole[: whole.index(stop)]
-    assert stopped.raw["finish_reason"] == "stop"  # type: ignore[index]
-
-
 def test_serialization_leaves_the_engine_out(make: Make, handle: EngineHandle) -> None:
     llm = make(additional_kwargs={"min_tokens": 2}, seed=4)
     data = json.loads(llm.to_json())
@@ -209,12 +183,3 @@ def test_serialization_leaves_the_engine_out(make: Make, handle: EngineHandle) -
         assert twin.complete("Hello").text == llm.complete("Hello").text
     with pytest.raises(TypeError, match="explicit engine"):
         pickle.dumps(AsyncEngineLLM(engine=handle))
-
-
-@pytest.mark.parametrize("name", ["max_completion_tokens", "max_new_tokens"])
-def test_other_classes_names_of_max_tokens(name: str) -> None:
-    from asyncengine.integrations.llama_index import AsyncEngineLLM
-
-    assert AsyncEngineLLM(model="a-model", **{name: 5}).max_tokens == 5
-    model = AsyncEngineLLM(model="a-model", max_tokens=9)
-    assert model._call(None, {name: 5}).params.max_tokens == 5

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from llama_index.core.base.llms.types import ChatMessage
 
-from asyncengine.errors import AdapterNotFound, InvalidParameter
-from asyncengine.integrations.langchain import ChatAsyncEngine
 from asyncengine.integrations.llama_index import AsyncEngineLLM
 
 from .conftest import CONFIG, TOKENS
@@ -52,41 +50,10 @@ async def test_eight_calls_take_the_adapter(make: Make, answers: dict[str | None
             assert response.raw["model"] == "first"
 
 
-def test_each_call_may_choose(make: Make, answers: dict[str | None, str]) -> None:
-    llm = make(adapter="first")
-    for kwargs, name in (
-        ({"adapter": "second"}, "second"),
-        ({"model": llm.model}, None),
-        ({"adapter": llm.model}, None),
-        ({"adapter": None}, None),
-    ):
-        response = llm.chat(HELLO, **kwargs)
-        assert response.message.content == answers[name]
-        assert response.raw["model"] == (name or llm.model)  # type: ignore[index]
-    with pytest.raises(AdapterNotFound, match="nobody"):
-        llm.chat(HELLO, model="nobody")
-    with pytest.raises(InvalidParameter, match="adapter: contradicts"):
-        llm.chat(HELLO, model="first", adapter="second")
-
-
 def test_what_observers_are_told(make: Make) -> None:
     llm = make(adapter="first", context_window=500, is_chat_model=True, is_function_calling_model=False)
     assert llm.model_name == llm.metadata.model_name == "first"
     assert llm.to_payload()["model_name"] == "first"
-
-
-def test_both_frameworks_share_the_engine_and_its_adapters(
-    model_path: str, adapter_folders: dict[str, str], answers: dict[str | None, str]
-) -> None:
-    fields: dict[str, Any] = {"model": model_path, "engine_config": OWN, "adapters": adapter_folders, "temperature": 0}
-    llm = AsyncEngineLLM(**fields, adapter="first", max_tokens=TOKENS)
-    chat = ChatAsyncEngine(**fields, adapter="second", max_tokens=TOKENS)
-    assert llm.chat(HELLO).message.content == answers["first"]
-    assert chat.invoke("Hello").content == answers["second"]
-    assert llm.get_engine().aengine is chat.get_engine().aengine
-    llm.get_engine().load_adapter("third", adapter_folders["first"])
-    assert chat.invoke("Hello", model="third").content == answers["first"]
-    llm.get_engine().close()
 
 
 def test_serialization_keeps_the_adapter(adapter_folders: dict[str, str]) -> None:

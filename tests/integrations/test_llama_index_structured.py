@@ -6,13 +6,9 @@ import itertools
 from typing import Any, Literal
 
 import pytest
-from llama_index.core import Document, MockEmbedding, VectorStoreIndex
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
-from llama_index.core.instrumentation import get_dispatcher
-from llama_index.core.instrumentation.event_handlers import BaseEventHandler
-from llama_index.core.instrumentation.events.base import BaseEvent
 from llama_index.core.program.utils import FlexibleModel
-from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate
+from llama_index.core.prompts import PromptTemplate
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from asyncengine import EngineHandle
@@ -124,18 +120,6 @@ class Order(BaseModel):
     note: str | None = Field(max_length=20)
 
 
-@pytest.mark.parametrize("schema_in_prompt", [True, False])
-async def test_the_schema_is_kept_whatever_the_prompt(schema_in_prompt: bool) -> None:
-    llm = demo_llm(schema_in_prompt=schema_in_prompt, temperature=1.0, seed=3)
-    for parts in await four_forms(llm, Order, PromptTemplate("Hello!")):
-        assert type(parts[-1]) is Order
-
-
-async def test_the_schema_is_kept_by_a_text_model() -> None:
-    for parts in await four_forms(demo_llm(is_chat_model=False), Order, text=TEXT):
-        assert type(parts[-1]) is Order
-
-
 async def test_it_closes_within_the_budget(llm: AsyncEngineLLM) -> None:
     for parts in await four_forms(
         llm, Order, PromptTemplate("Hello!"), llm_kwargs={"max_tokens": 40, "on_budget": "offer"}
@@ -183,40 +167,3 @@ def test_where_the_schema_is_told() -> None:
     assert [message.role for message in with_schema([user, answered], Person)] == [user.role, answered.role, user.role]
     assert with_schema([], Person)[0].role is MessageRole.USER
     assert (user.content, system.content) == ("U", "S")
-
-
-class Heard(BaseEventHandler):
-    names: list[str] = Field(default_factory=list)
-
-    @classmethod
-    def class_name(cls) -> str:
-        return "Heard"
-
-    def handle(self, event: BaseEvent, **kwargs: Any) -> None:
-        if "Structured" in type(event).__name__:
-            self.names.append(type(event).__name__.removeprefix("LLMStructuredPredict"))
-
-
-async def test_instrumentation_events(llm: AsyncEngineLLM) -> None:
-    heard, dispatcher = Heard(), get_dispatcher()
-    dispatcher.add_event_handler(heard)
-    try:
-        llm.structured_predict(Person, PROMPT, text=TEXT)
-        await llm.astructured_predict(Person, PROMPT, text=TEXT)
-        assert heard.names == ["StartEvent", "EndEvent"] * 2
-        heard.names.clear()
-        parts = list(llm.stream_structured_predict(Person, PROMPT, text=TEXT))
-        assert heard.names == ["StartEvent", *["InProgressEvent"] * len(parts), "EndEvent"]
-    finally:
-        dispatcher.event_handlers.remove(heard)
-
-
-async def test_a_query_engine_finds_the_record(llm: AsyncEngineLLM) -> None:
-    index = VectorStoreIndex.from_documents([Document(text=TEXT)], embed_model=MockEmbedding(8))
-    template = ChatPromptTemplate(
-        [
-            ChatMessage("{context_str}"),
-        ]
-    )
-    engine = index.as_query_engine(llm=llm, output_cls=Person, text_qa_template=template)
-    assert (await engine.aquery("Who lives in Fenwick?")).response == ADA

@@ -5,7 +5,6 @@ On the bundled model, so that the calls are also the right ones.
 
 from __future__ import annotations
 
-import itertools
 import json
 from datetime import time
 from typing import Any
@@ -59,16 +58,6 @@ async def test_four_ways_give_one_call(llm: AsyncEngineLLM) -> None:
         assert not response.message.content
 
 
-def test_a_stream_has_everything_so_far(llm: AsyncEngineLLM) -> None:
-    parts = list(llm.stream_chat_with_tools(TOOLS, SUM))
-    texts = [called(part)[0][1] for part in parts[:-1]]
-    assert all(isinstance(text, str) for text in texts)
-    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
-    assert called(parts[-1]) == [("add", {"a": 12, "b": 30})]
-    assert len({part.message.blocks[0].tool_call_id for part in parts}) == 1  # type: ignore[union-attr]
-    assert [len(llm.get_tool_calls_from_response(part)) for part in parts] == [1] * len(parts)
-
-
 def test_arguments_as_far_as_they_are_written() -> None:
     def read(text: str) -> dict[str, Any]:
         block = ToolCallBlock(tool_call_id="x", tool_name="f", tool_kwargs=text)
@@ -101,12 +90,6 @@ async def test_a_named_call(llm: AsyncEngineLLM, choice: Any) -> None:
         assert [name for name, _ in called(response)] == ["multiply"]
 
 
-async def test_no_call_where_none_is_wanted(llm: AsyncEngineLLM) -> None:
-    for response in await four_ways(llm, TOOLS, SUM, tool_choice="none"):
-        assert not called(response)
-        assert response.message.content
-
-
 async def test_refusals_name_the_field(llm: AsyncEngineLLM) -> None:
     with pytest.raises(InvalidParameter, match=r"tool_choice.*add, multiply"):
         llm.chat_with_tools([ADD, MULTIPLY], SUM, tool_choice="divide")
@@ -128,16 +111,6 @@ def test_an_answer_without_a_call_is_an_error_unless_allowed(llm: AsyncEngineLLM
     assert llm.get_tool_calls_from_response(response, error_on_no_tool_call=False) == []
 
 
-async def test_predict_and_call(llm: AsyncEngineLLM) -> None:
-    assert llm.predict_and_call(TOOLS, SUM).response == "42"
-    answer = await llm.apredict_and_call(TOOLS, SUM)
-    assert answer.response == "42"
-    assert [(source.tool_name, source.raw_output) for source in answer.sources] == [("add", 42)]
-    both = await llm.apredict_and_call(TOOLS, BOTH, allow_parallel_tool_calls=True)
-    assert both.response == "42\n\n56"
-    assert llm.predict_and_call([ADD], "Hello!", error_on_no_tool_call=False).response.startswith("Hello")
-
-
 def test_results_go_back_to_the_model(llm: AsyncEngineLLM) -> None:
     asked = ChatMessage(SUM, role=MessageRole.USER)
     response = llm.chat_with_tools(TOOLS, asked)
@@ -149,19 +122,6 @@ def test_results_go_back_to_the_model(llm: AsyncEngineLLM) -> None:
     blocks_gone = ChatMessage("", role=MessageRole.ASSISTANT, additional_kwargs=response.message.additional_kwargs)
     again = llm.chat_with_tools(TOOLS, chat_history=[asked, blocks_gone, result])
     assert again.message.content == answer.message.content
-
-
-async def test_a_call_that_was_cut_off_is_none(llm: AsyncEngineLLM) -> None:
-    """An agent would run it with the arguments it has."""
-    limit: dict[str, Any] = {"max_tokens": 13, "on_budget": "truncate", "tool_required": True}
-    parts = list(llm.stream_chat_with_tools([ADD], SUM, **limit))
-    assert called(parts[-2])[0][0] == "add"
-    for response in (await four_ways(llm, [ADD], SUM, **limit), [parts[-1]]):
-        for last in response:
-            assert isinstance(last.raw, dict)
-            assert last.raw["finish_reason"] == "length"
-            assert not called(last)
-            assert "tool_calls" not in last.message.additional_kwargs
 
 
 def test_thoughts_are_blocks_and_deltas() -> None:
@@ -195,15 +155,6 @@ def test_text_before_calls_stays_and_calls_keep_apart() -> None:
     ]
     ended = answer.grow(Chunk("", [4], "length")).chat().message
     assert ended.blocks[1:] == [ToolCallBlock(tool_call_id="x", tool_name="f", tool_kwargs={"a": 1})]
-
-
-def test_how_a_tool_is_offered(llm: AsyncEngineLLM) -> None:
-    """A tool keeps its own name, by which LlamaIndex finds it again, however long its description is."""
-    tool = FunctionTool.from_defaults(add, name="math.add", description="Add. " * 400)
-    assert openai_tool(tool)["function"]["name"] == "math.add"
-    assert list(openai_tool(ADD)["function"]) == ["name", "description", "parameters"]
-    dotted = FunctionTool.from_defaults(add, name="math.add", description="Add two numbers.")
-    assert llm.predict_and_call([dotted], SUM, tool_required=True).response == "42"
 
 
 class Visit(BaseModel):

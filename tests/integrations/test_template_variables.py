@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 from langchain_core.load import dumps, loads
 from llama_index.core.llms import ChatMessage
-from llama_index.core.prompts import PromptTemplate
-from pydantic import BaseModel, ValidationError
 
-from asyncengine import AsyncEngine, EngineHandle, SamplingParams, shared_engine
+from asyncengine import AsyncEngine, SamplingParams, shared_engine
 from asyncengine.errors import InvalidParameter
-from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
+from asyncengine.integrations.langchain import ChatAsyncEngine
 from asyncengine.integrations.llama_index import AsyncEngineLLM as LlamaIndexLLM
 
 from .conftest import CONFIG, TEMPLATE
@@ -126,18 +124,6 @@ def test_a_call_stands_above_its_model_object(
     assert answer.usage_metadata["input_tokens"] == plain + more  # type: ignore[index]
 
 
-def test_structured_output_may_have_them(engine: AsyncEngine, reader: str, plain: int) -> None:
-    class Answer(BaseModel):
-        ok: bool
-
-    chat = ChatAsyncEngine(model=reader, **CONFIG, max_tokens=30)
-    raw = chat.with_structured_output(Answer, include_raw=True, enable_thinking=False).invoke("Hello")
-    assert raw["raw"].usage_metadata["input_tokens"] == plain + 2
-    llm = LlamaIndexLLM(model=reader, **CONFIG, max_tokens=30)
-    made = llm.structured_predict(Answer, PromptTemplate("Hello"), llm_kwargs={"reasoning_effort": "low"})
-    assert isinstance(made, Answer)
-
-
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"enable_thinking": "no"}, "enable_thinking: must be True or False, got 'no'"),
     ({"reasoning_effort": 3}, "reasoning_effort: must be a str, got 3"),
@@ -153,25 +139,3 @@ async def test_wrong_values_are_named(keywords: dict[str, Any], said: str, engin
         await engine.chat(CHAT, ONE, **keywords)
     with pytest.raises(InvalidParameter, match=said):
         ChatAsyncEngine(model=reader, **CONFIG).invoke("Hello", **keywords)
-
-
-@pytest.mark.parametrize("name", ["enable_thinking", "reasoning_effort", "thinking"])
-async def test_a_template_that_reads_none_passes_them_over(
-    name: str, handle: EngineHandle, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Programs send them to every model that they serve. The log has the first."""
-    keywords: dict[str, Any] = {name: {"enable_thinking": True}.get(name, "low")}
-    keywords = keywords if name != "thinking" else {"template_kwargs": {name: True}}
-    plain = handle.get().chat(CHAT, ONE).usage.prompt_tokens
-    assert handle.get().chat(CHAT, ONE, **keywords).usage.prompt_tokens == plain
-    answer = ChatAsyncEngine(engine=handle, max_tokens=1).invoke("Hello", **keywords)
-    assert answer.usage_metadata["input_tokens"] == plain  # type: ignore[index]
-    LlamaIndexLLM(engine=handle, max_tokens=1).complete("Hello", **keywords)
-    with pytest.raises(InvalidParameter, match=r"is for chats"):
-        AsyncEngineLLM(engine=handle).invoke("Hello", **keywords)
-    assert len([each for each in caplog.records if "reads no such variable" in each.message]) <= 1
-
-
-def test_the_fields_have_types() -> None:
-    with pytest.raises(ValidationError, match="reasoning_effort"):
-        ChatAsyncEngine(model="m", reasoning_effort=3)

@@ -234,16 +234,6 @@ def test_wrong_calls(engine: Engine, model: Any) -> None:
 # ---------------------------------------------------------------- weights
 
 
-def test_weights_follow_the_model(engine: Engine, model: Any) -> None:
-    trainer = a_trainer(model, state=SimpleNamespace(global_step=7))
-    generation = EngineGeneration(engine, trainer)
-    move(model)
-    generation.sync_weights()
-    prompt = engine.tokenize("Once upon a time")
-    assert_scored(model, generation.generate([prompt] * 2))
-    assert engine.generate(prompt, SamplingParams(max_tokens=1)).weight_version == 7
-
-
 def test_a_rollout_pushes_weights_when_the_step_moves(engine: Engine, model: Any) -> None:
     trainer = a_trainer(model)
     sample = rollout(engine)

@@ -59,27 +59,6 @@ def test_what_is_asked_for(
     assert stored == {"texts": ["somebody", "nobody"], **always, **(query if document is None else document)}
 
 
-async def test_the_async_calls_ask_the_same_and_await_the_engine() -> None:
-    chain, source = noting(AsyncEngineEmbeddings, "query", "document")
-    assert await chain.aembed_query("abc") == [3.0, 0.5]
-    assert await chain.aembed_documents(["a", "ab"]) == [[1.0, 0.5], [2.0, 0.5]]
-    index, other = noting(AsyncEngineEmbedding, "query", "document")
-    assert await index.aget_query_embedding("abc") == [3.0, 0.5]
-    assert await index.aget_text_embedding_batch(["a", "ab"]) == [[1.0, 0.5], [2.0, 0.5]]
-    assert await index.aget_text_embedding("ab") == [2.0, 0.5]
-    assert not source.blocking.calls
-    assert not other.blocking.calls
-    named = [call["prompt_name"] for call in (*source.calls, *other.calls)]
-    assert named == ["query", "document", "query", "document", "document"]
-
-
-def test_one_call_however_many_texts() -> None:
-    """LlamaIndex hands over ten at a time unless it is told otherwise."""
-    made, source = noting(AsyncEngineEmbedding)
-    assert len(made.get_text_embedding_batch([f"text {i}" for i in range(1500)])) == 1500
-    assert [len(call["texts"]) for call in source.calls] == [1500]
-
-
 DOCUMENTS = [Document("aa", id="1", metadata={"page": 7}), Document("aaaa", id="2"), Document("a", id="3")]
 
 

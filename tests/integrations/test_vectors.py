@@ -14,12 +14,11 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_tests.integration_tests import EmbeddingsIntegrationTests
 from langchain_tests.unit_tests import EmbeddingsUnitTests
-from llama_index.core import VectorStoreIndex
 from llama_index.core.schema import NodeWithScore, TextNode
 from support.random_reranker import make_reranker
 
 from asyncengine import DEMO_EMBEDDER, EngineHandle, shared_engine
-from asyncengine.integrations.cli.documents import DOCUMENTS, FOR_RETRIEVAL
+from asyncengine.integrations.cli.documents import DOCUMENTS
 from asyncengine.integrations.langchain import AsyncEngineEmbeddings, AsyncEngineReranker
 from asyncengine.integrations.llama_index import AsyncEngineEmbedding, AsyncEngineRerank
 from tools.demo_embedder.bert import PROMPTS, Served
@@ -105,15 +104,6 @@ async def test_vectors_are_the_model_s_own(chain: AsyncEngineEmbeddings, index: 
         await index.aget_query_embedding("Who leads Velmora?"),
     ):
         np.testing.assert_allclose(np.array(one), query, atol=1e-5)
-
-
-async def test_an_index_finds_the_demo_s_documents(index: AsyncEngineEmbedding) -> None:
-    """The index is made blocking inside a running loop, and asked with and without awaiting."""
-    nodes = [TextNode(id_=name, text=text) for name, text in DOCUMENTS.items()]
-    retriever = VectorStoreIndex(nodes, embed_model=index).as_retriever(similarity_top_k=1)
-    for question, expected in FOR_RETRIEVAL:
-        for (found,) in (await retriever.aretrieve(question), retriever.retrieve(question)):
-            assert expected in found.node.get_content()
 
 
 def scores(folder: str, query: str, texts: list[str]) -> list[float]:

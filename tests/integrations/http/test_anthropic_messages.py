@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import pydantic
 import pytest
 
 if TYPE_CHECKING:  # importing it takes seconds, not to be spent where tests are collected
@@ -70,18 +69,6 @@ def test_a_stream_begins_with_what_the_prompt_cost(client: anthropic.Anthropic) 
     assert counted - 16 <= cached[1] < counted
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_the_stop_sequence_is_told(client: anthropic.Anthropic, streaming: bool) -> None:
-    asked: dict[str, Any] = {"messages": QUESTION, "max_tokens": 30, "stop_sequences": ["zebra", "can I"], **GREEDY}
-    if streaming:
-        with client.messages.stream(**asked) as stream:
-            message: Any = stream.get_final_message()
-    else:
-        message = client.messages.create(**asked)
-    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "can I")
-    assert "can I" not in text_of(message)
-
-
 def test_a_tool_is_called_and_its_result_answered(client: anthropic.Anthropic) -> None:
     with client.messages.stream(messages=SUM, tools=[ADD], max_tokens=80, **GREEDY) as stream:
         pieces = [event.partial_json for event in stream if event.type == "input_json"]
@@ -109,79 +96,6 @@ def test_the_choice_of_tools_holds(client: anthropic.Anthropic, choice: Any, cal
     message = client.messages.create(messages=messages, tools=[ADD], tool_choice=choice, max_tokens=80, **GREEDY)
     assert [block.type for block in message.content].count("tool_use") == int(calls)
     assert (message.stop_reason == "tool_use") == calls
-
-
-def test_the_client_runs_tools_by_itself(client: anthropic.Anthropic) -> None:
-    import anthropic
-
-    asked = []
-
-    @anthropic.beta_tool
-    def add(a: int, b: int) -> str:
-        """Add two numbers."""
-        asked.append((a, b))
-        return str(a + b)
-
-    runner = client.beta.messages.tool_runner(messages=SUM, tools=[add], max_tokens=80, **GREEDY)
-    assert "42" in text_of(runner.until_done())
-    assert asked == [(17, 25)]
-
-
-def test_the_client_parses_what_it_asked_for(client: anthropic.Anthropic) -> None:
-    class Person(pydantic.BaseModel):
-        name: str
-        age: int
-
-    about: list[Any] = [{"role": "user", "content": "Extract: Ada is 36 years old."}]
-    parsed = client.messages.parse(messages=about, output_format=Person, max_tokens=80, **GREEDY)
-    assert isinstance(parsed.parsed_output, Person)
-    with client.messages.stream(messages=about, output_format=Person, max_tokens=80, **GREEDY) as stream:
-        assert stream.get_final_message().parsed_output == parsed.parsed_output
-
-
-def test_a_begun_answer_is_continued(client: anthropic.Anthropic) -> None:
-    whole = text_of(client.messages.create(messages=QUESTION, max_tokens=12, **GREEDY))
-    begun: list[Any] = [*QUESTION, {"role": "assistant", "content": whole[:5]}]
-    assert whole[:5] + text_of(client.messages.create(messages=begun, max_tokens=11, **GREEDY)) == whole
-
-
-def test_the_pseudo_header_of_an_agent_costs_no_prefix(client: anthropic.Anthropic) -> None:
-    used = []
-    for value in ("c7a10", "00f3e"):
-        head = f"x-anthropic-billing-header: cc_version=2.1.{value}; cc_entrypoint=cli; cch={value};"
-        mark = {"cache_control": {"type": "ephemeral"}}
-        system: Any = [{"type": "text", "text": head}, {"type": "text", "text": "You are an agent. " * 30, **mark}]
-        used.append(client.messages.create(messages=QUESTION, system=system, max_tokens=1, **GREEDY).usage)
-    assert used[1].cache_read_input_tokens is not None
-    assert used[1].input_tokens <= 16 < used[1].cache_read_input_tokens
-
-
-def test_each_turn_of_an_agent_finds_all_that_was_said_before(client: anthropic.Anthropic) -> None:
-    """Texts, calls and results come back as other objects than they went, with marks that move."""
-    mark = {"cache_control": {"type": "ephemeral"}}
-    turns: list[Any] = []
-    before = calls = 0
-    for turn in range(6):
-        head = {"type": "text", "text": f"x-anthropic-billing-header: cch={turn};"}
-        if turn % 2 == 0:
-            turns.append({"role": "user", "content": f"What is {turn + 11} plus 25?"})
-        system: Any = [head, {"type": "text", "text": "You are an agent. " * 20, **mark}]
-        answer = client.messages.create(messages=turns, system=system, tools=[ADD], max_tokens=80, **GREEDY)
-        assert answer.usage.cache_read_input_tokens is not None
-        assert answer.usage.cache_read_input_tokens > before - 16  # whole pages
-        before = answer.usage.input_tokens + answer.usage.cache_read_input_tokens
-        turns.append(
-            {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in answer.content]}
-        )
-        results = [
-            {"type": "tool_result", "tool_use_id": block.id, "content": str(sum(block.input.values())), **mark}
-            for block in answer.content
-            if block.type == "tool_use"
-        ]
-        calls += len(results)
-        if results:
-            turns.append({"role": "user", "content": results})
-    assert calls == 3
 
 
 def test_what_an_agent_sends_is_tolerated_and_told(client: anthropic.Anthropic) -> None:

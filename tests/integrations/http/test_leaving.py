@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -76,28 +75,6 @@ async def test_a_request_ends_with_its_connection(engine: AsyncEngine, streaming
         writer.close()
 
 
-async def test_many_leave_at_random_moments(engine: AsyncEngine) -> None:
-    rng = random.Random(1)
-
-    async def leave(url: str, number: int) -> None:
-        content = body(number, stream=rng.random() < 0.7)
-        if rng.random() < 0.3:  # in mid-prompt
-            content["messages"][0]["content"] *= 60
-        reader, writer = await connect(url, content)
-        if rng.random() < 0.5:
-            await asyncio.sleep(rng.random() * 0.05)
-        elif content["stream"]:
-            await reader.read(rng.randrange(1, 2000))
-        writer.transport.abort()
-
-    async with serving(app(engine)) as url, asyncio.TaskGroup() as tasks:
-        for number in range(40):
-            tasks.create_task(leave(url, number))
-        await come(lambda: idle(engine))
-    assert idle(engine)
-    assert engine.alive
-
-
 async def test_a_slow_reader_gets_everything_and_holds_little(engine: AsyncEngine) -> None:
     """Its connection is full after a while; from then on the engine's mailbox merges what it does not take."""
     async with serving(app(engine)) as url:
@@ -146,15 +123,6 @@ async def test_a_closing_engine_ends_streams_with_an_error(engine: AsyncEngine) 
         assert json.loads(rest[-1][6:])["error"]["code"] == "aborted"
         refused = await client.post(url + PATH, json=body())
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unavailable")
-
-
-async def test_a_closing_engine_is_an_error_to_whoever_waits_for_the_whole(engine: AsyncEngine) -> None:
-    async with serving(app(engine)) as url, httpx.AsyncClient() as client:
-        asked = asyncio.create_task(client.post(url + PATH, json=body(stream=False)))
-        await come(lambda: engine.stats().requests["running"] == 1)
-        await engine.aclose()
-        answered = await asked
-    assert (answered.status_code, answered.json()["error"]["code"]) == (503, "aborted")
 
 
 async def test_signs_of_life_before_the_first_token(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:

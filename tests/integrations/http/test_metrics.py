@@ -116,15 +116,6 @@ def test_the_names_that_dashboards_look_for_are_there_and_explained(url: str) ->
     assert [name for name in sorted(families) if name not in page] == []
 
 
-def test_stats_are_json(url: str) -> None:
-    stats = httpx.get(f"{url}/stats").json()
-    assert set(stats) == {"demo", "other"}
-    assert stats["demo"]["requests"]["running"] == 0
-    pages = dict(stats["demo"]["pages"])
-    assert pages.pop("total") == sum(pages.values()) > 0
-    assert stats["demo"]["speculation"]["drafted"] >= 0
-
-
 def test_a_profile_needs_a_key_and_is_a_file_for_perfetto(url: str) -> None:
     refused = httpx.post(f"{url}/profile", json={"steps": 3})
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")

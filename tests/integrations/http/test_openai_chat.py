@@ -11,7 +11,6 @@ import pytest
 
 import asyncengine
 from asyncengine import Engine, SamplingParams
-from asyncengine.integrations.http.dialects import openai_chat
 
 QUESTION = [{"role": "user", "content": "hello"}]
 
@@ -91,35 +90,3 @@ def test_the_load_is_that_of_requests_which_run(demo_url: str, client: openai.Op
     ) as stream:
         next(iter(stream))
         assert load() == 1
-
-
-def test_tokens_with_logprobs_join_to_the_content(client: openai.OpenAI) -> None:
-    """The token that ends the answer is counted, and no part of them."""
-    ask = partial(client.chat.completions.create, model="demo", messages=QUESTION, temperature=0, logprobs=True)
-    whole = ask(stream=False)
-    assert (whole.choices[0].finish_reason, whole.usage.completion_tokens) == (
-        "stop", 1 + len(whole.choices[0].logprobs.content),
-    )  # fmt: skip
-    entries = [entry for chunk in ask(stream=True) for entry in getattr(chunk.choices[0].logprobs, "content", ())]
-    for scored in (whole.choices[0].logprobs.content, entries):
-        assert "".join(entry.token for entry in scored) == whole.choices[0].message.content
-
-
-@pytest.mark.parametrize("kind", ["text/event-stream; charset=utf-8", "application/x-ndjson"])
-def test_a_stream_has_the_media_type_of_its_dialect(monkeypatch: pytest.MonkeyPatch, demo_url: str, kind: str) -> None:
-    if "ndjson" in kind:
-        monkeypatch.setattr(openai_chat.Writer, "media_type", kind)
-    body = {"messages": QUESTION, "max_tokens": 2, "stream": True}
-    answer = httpx.post(f"{demo_url}/v1/chat/completions", json=body)
-    assert (answer.status_code, answer.headers["content-type"]) == (200, kind)
-
-
-@pytest.mark.parametrize("half", [b"\\ud83d", b"\\uD83D", b"\xed\xa0\xbd"])
-def test_half_a_letter_is_refused(demo_url: str, half: bytes) -> None:
-    body = b'{"model": "demo", "messages": [], "user": "%b"}' % half
-    answer = httpx.post(f"{demo_url}/v1/chat/completions", content=body, headers={"content-type": "application/json"})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "invalid_json"
-    whole = body.replace(half, b"\\ud83d\\ude00")
-    answer = httpx.post(f"{demo_url}/v1/chat/completions", content=whole, headers={"content-type": "application/json"})
-    assert answer.json()["error"]["param"] == "messages"

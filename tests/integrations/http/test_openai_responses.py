@@ -8,10 +8,6 @@ import openai
 import pydantic
 import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall
-from support.http_server import serving
-
-from asyncengine import AsyncEngine
-from asyncengine.integrations.http import app
 
 WEATHER: Any = {
     "type": "function",
@@ -64,34 +60,6 @@ def test_an_answer_says_what_it_is(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
 
 
-def test_a_stream_tells_the_answer_in_order_and_whole(client: openai.OpenAI) -> None:
-    whole = ask(client)
-    with client.responses.stream(model="demo", input="hello", temperature=0) as stream:
-        events = list(stream)
-        final = stream.get_final_response()
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    kinds = [event.type for event in events if event.type != "response.output_text.delta"]
-    assert kinds == [
-        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
-        "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed",
-    ]  # fmt: skip
-    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
-    assert final.output_text == whole.output_text
-    assert final.usage == whole.usage or (final.usage is not None and final.usage.input_tokens_details.cached_tokens)
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}])
-def test_a_call_streamed_is_the_call_told_whole(client: openai.OpenAI, choice: Any) -> None:
-    given: Any = {"model": "demo", "input": "the weather in Paris?", "tools": [WEATHER], "tool_choice": choice}
-    with client.responses.stream(**given, temperature=0) as stream:
-        events = list(stream)
-        streamed = stream.get_final_response()
-    whole = call(ask(client, **given))
-    assert call(streamed).arguments == whole.arguments == '{"city": "Paris"}'
-    assert "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta") == whole.arguments
-    assert (whole.name, whole.status) == ("get_weather", "completed")
-
-
 def test_a_result_goes_back_with_its_items_or_with_an_id(client: openai.OpenAI) -> None:
     question: Any = {"role": "user", "content": "the weather in Paris?"}
     first = ask(client, [question], tools=[WEATHER], tool_choice="required")
@@ -138,19 +106,6 @@ def test_an_answer_takes_the_form_of_a_class(client: openai.OpenAI) -> None:
 
     parsed = client.responses.parse(model="demo", input="the weather?", text_format=Weather, temperature=0)
     assert isinstance(parsed.output_parsed, Weather)
-
-
-def test_log_probabilities_are_told_where_they_are_asked_for(client: openai.OpenAI) -> None:
-    with client.responses.stream(
-        model="demo", input="hello", include=["message.output_text.logprobs"], top_logprobs=2, temperature=0
-    ) as stream:
-        told = [each for event in stream if event.type == "response.output_text.delta" for each in event.logprobs]
-        part = stream.get_final_response().output[0].content[0]  # type: ignore[union-attr]
-    assert part.type == "output_text"
-    assert part.logprobs is not None
-    assert [each.token for each in told] == [each.token for each in part.logprobs]
-    assert "".join(each.token for each in told).startswith(part.text)  # the token that ends it has no text
-    assert all(len(each.top_logprobs) == 2 for each in part.logprobs)
 
 
 def test_a_conversation_becomes_one_item(client: openai.OpenAI) -> None:
@@ -210,12 +165,6 @@ def test_a_long_input_is_read(client: openai.OpenAI) -> None:
     assert ask(client, "and then?", previous_response_id=long.id).status == "completed"
 
 
-def test_a_tool_is_chosen_among_some(client: openai.OpenAI) -> None:
-    other: Any = {**WEATHER, "name": "get_time"}
-    choice: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_time"}]}
-    assert call(ask(client, "the weather in Paris?", tools=[WEATHER, other], tool_choice=choice)).name == "get_time"
-
-
 def test_a_client_that_leaves_leaves_nothing(client: openai.OpenAI) -> None:
     stream = client.responses.create(model="demo", input="hello", stream=True, extra_body=FOR_EVER)
     first = next(iter(stream))
@@ -224,15 +173,3 @@ def test_a_client_that_leaves_leaves_nothing(client: openai.OpenAI) -> None:
     stream.close()
     with pytest.raises(openai.NotFoundError):
         settled(client, first.response.id)
-
-
-async def test_an_app_stores_no_more_than_it_is_given() -> None:
-    settings: dict[str, Any] = {"show_progress": False, "grammar_backend": "none", "speculation": "off"}
-    async with (
-        await AsyncEngine.from_pretrained("demo", **settings) as engine,
-        serving(app(engine, response_memory=0)) as url,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client,
-    ):
-        answer = await client.responses.create(model="demo", input="hello", max_output_tokens=2)
-        with pytest.raises(openai.NotFoundError):
-            await client.responses.retrieve(answer.id)

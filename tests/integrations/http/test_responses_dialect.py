@@ -100,11 +100,6 @@ def test_items_become_messages(given: Any, messages: Any) -> None:
     assert read(given, **more).messages == messages
 
 
-def test_variables_of_the_template_are_taken() -> None:
-    kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
-    assert read(**kwargs).chat["template_kwargs"] == kwargs["chat_template_kwargs"]
-
-
 def test_earlier_items_come_before_and_instructions_first() -> None:
     body = {"input": [RESULT], "previous_response_id": "r", "instructions": "Be."}
     earlier = read_input([message("user", "look"), CALL])
@@ -200,13 +195,6 @@ def test_the_last_event_says_how_it_ended(reason: FinishReason, kind: str, statu
     assert last["response"]["usage"]["input_tokens_details"]["cached_tokens"] == 3
 
 
-def test_an_answer_of_no_words_is_a_message() -> None:
-    told = written(End(0, "stop"))
-    (item,) = told[-1]["response"]["output"]
-    assert item["content"][0]["text"] == ""
-    assert [event["type"] for event in told].count("response.output_text.done") == 1
-
-
 def test_a_call_that_was_cut_off_is_told_as_such() -> None:
     last = written(CallBegin(0, 0, "c", "look"), CallArguments(0, 0, '{"a'), CallEnd(0, 0), End(0, "length"))[-1]
     (item,) = last["response"]["output"]
@@ -218,12 +206,6 @@ def test_a_stream_that_breaks_off_says_why() -> None:
     assert last["type"] == "response.failed"
     assert last["response"]["error"] == {"code": "server_error", "message": "gone"}
     assert last["response"]["output"][0]["status"] == "incomplete"
-
-
-def test_a_stream_that_fails_before_it_began_begins() -> None:
-    writer = dialect.Writer(read(), Answered("1f", "m", 7))
-    kinds = [line.split(": ")[1] for line in writer.failed(Problem(400, "no")).splitlines() if line.startswith("event")]
-    assert kinds == ["response.created", "response.in_progress", "response.failed"]
 
 
 def test_log_probabilities_stay_with_the_text_they_are_of() -> None:

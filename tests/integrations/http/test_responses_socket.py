@@ -63,18 +63,6 @@ def test_it_tells_what_a_stream_tells(socket: ClientConnection, demo_url: str) -
     assert text(told) == text(streamed) != ""
 
 
-def test_what_is_not_stored_stays_with_its_connection(socket: ClientConnection, demo_url: str) -> None:
-    send(socket)
-    first = events(socket)[-1]["response"]
-    assert httpx.get(f"{demo_url}/v1/responses/{first['id']}").status_code == 404
-    send(socket, previous_response_id=first["id"], max_output_tokens=2)
-    second = events(socket)[-1]["response"]
-    assert second["usage"]["input_tokens"] > first["usage"]["total_tokens"]
-    with connect(socket.request.headers["Host"].join(("ws://", "/v1/responses"))) as other:  # type: ignore[union-attr]
-        send(other, previous_response_id=first["id"])
-        assert events(other)[-1]["error"]["code"] == "previous_response_not_found"
-
-
 def test_one_that_could_not_be_gone_on_from_is_forgotten(socket: ClientConnection) -> None:
     send(socket)
     first = events(socket)[-1]["response"]["id"]

@@ -86,13 +86,6 @@ def test_ids_dimensions_and_prompts_are_taken(url: str, engines: Engines) -> Non
         assert np.array_equal(found, engine.embed(texts, **keywords).vectors)  # type: ignore[arg-type]
 
 
-def test_a_chat_has_a_vector(url: str, engines: Engines) -> None:
-    chat = [{"role": "user", "content": TEXTS[0]}, {"role": "assistant", "content": TEXTS[1]}]
-    answer = post(url, "/v1/embeddings", model="embedder", messages=chat)
-    wanted = engines["embedder"].embed([engines["embedder"].tokenize(chat)]).vectors[0]
-    assert np.array_equal(np.array(answer.json()["data"][0]["embedding"], np.float32), wanted)
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -70,11 +70,6 @@ def test_use_chooses_among_several_and_among_what_a_folder_holds(
     assert "(loaded: 'a', 'b'), got 'c'" in capsys.readouterr().err
 
 
-def test_figures_name_the_adapter(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ASK, "--stats", "--adapter", f"mine={root / 'a'}"]) == 0
-    assert "demo with mine" in capsys.readouterr().err
-
-
 def test_what_cannot_be_loaded_is_named_in_one_line(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,13 +71,6 @@ def test_generate_reads_stdin_and_samples(run: Run, monkeypatch: pytest.MonkeyPa
     assert completion["logprobs"][0]["logprob"] <= 0
 
 
-def test_a_request_that_cannot_fit_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "demo", "hi", "--max-tokens", "1000000", *SMALL]) == 2
-    captured = capsys.readouterr()
-    assert "--max-tokens: " in captured.err
-    assert captured.err.count("\n") == 1
-
-
 def test_generate_holds_the_output_to_a_form(run: Run, tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "array", "items": {"type": "integer"}, "maxItems": 3}', encoding="utf-8")
@@ -110,13 +103,6 @@ def test_an_answer_without_an_end_is_ended(
     completion = json.loads(printed)
     assert err == says
     assert (completion["finish_reason"] == "length") == bool(says)
-
-
-def test_chat_says_why_an_answer_stopped(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncengine.integrations.cli.options.MOST_TOKENS", 5)
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hello!\n"))
-    _, err = run("chat", "demo", "--ignore-eos", *SMALL)
-    assert err == "stopped after 5 tokens (--max-tokens)\n"
 
 
 def test_a_chat_goes_on_where_the_context_is_full(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,12 +100,6 @@ def test_wrong_parameters_are_named_in_one_line(
     assert not list(tmp_path.iterdir()), "something was left behind"
 
 
-def test_a_chat_model_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
-    assert main(["embed", "demo", "--num-threads", "1", "--kv-cache-memory", "8MiB"]) == 2
-    assert "pooling" in capsys.readouterr().err
-
-
 def test_bytes_that_are_no_text_are_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"fine\n\xff\xfe\n"), encoding="utf-8"))
     assert main(["embed", "demo-embed", *FLAGS]) == 2

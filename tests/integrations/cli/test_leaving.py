@@ -50,14 +50,6 @@ def test_threads_that_were_to_be_waited_for_are() -> None:
     assert (found.stderr, found.returncode) == ("", 3)
 
 
-def test_errors_of_usage_end_it_as_ever() -> None:
-    found = subprocess.run(
-        [sys.executable, "-m", "asyncengine", "sing"], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert found.returncode == 2
-    assert "unknown command sing (see asyncengine --help)" in found.stderr
-
-
 def test_a_command_stays_until_all_kernels_of_a_first_start_are_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 
@@ -142,24 +141,6 @@ def test_flags_become_settings_of_the_right_types() -> None:
 )
 def test_bad_values_are_named_in_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], named: str) -> None:
     assert named in refused(capsys, *arguments)
-
-
-@pytest.mark.parametrize("command", [["generate", "{}", "hi"], ["chat", "{}"], ["bench", "{}"]])
-def test_an_unknown_model_folder_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str]
-) -> None:
-    missing = str(tmp_path / "nowhere")
-    assert missing in refused(capsys, *(part.format(missing) for part in command))
-
-
-def test_a_folder_without_a_model_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "config.json" in refused(capsys, "generate", str(tmp_path), "hi")
-
-
-def test_an_adapter_outside_the_root_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "root").mkdir()
-    flags = ("--adapter-root", str(tmp_path / "root"), "--adapter", "a=..")
-    assert "adapter 'a': path: leaves the folder" in refused(capsys, "generate", "demo", "hi", *flags)
 
 
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:

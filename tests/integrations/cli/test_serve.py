@@ -141,8 +141,7 @@ def test_sigterm_lets_answers_end_and_takes_no_new_ones(tmp_path: Path) -> None:
     assert '"gen_ai.usage.output_tokens": 1000' in spans
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_a_profile_of_an_idle_engine_holds_nothing_up(number: int, code: int) -> None:
+def test_a_profile_of_an_idle_engine_holds_nothing_up() -> None:
     with Served("demo", "--api-key", "k") as served, ThreadPoolExecutor(1) as pool:
         served.ready()
         keys = {"authorization": "Bearer k"}
@@ -151,10 +150,10 @@ def test_a_profile_of_an_idle_engine_holds_nothing_up(number: int, code: int) ->
         time.sleep(0.5)
         while profile(json={"timeout": 0.01}).status_code == 200:  # until the other is being made
             time.sleep(0.1)
-        served.process.send_signal(number)
+        served.process.send_signal(signal.SIGTERM)
         began = time.monotonic()
         assert made.result().json()["traceEvents"]
-        assert served.end()[0] == code
+        assert served.end()[0] == 0
         assert time.monotonic() - began < 25
 
 

@@ -28,9 +28,16 @@ sys.meta_path.insert(0, Interrupt())
 """
 
 
-@pytest.mark.parametrize("start", [("-m", "asyncengine"), ("-c", "from asyncengine.__main__ import script; script()")])
+MODULE, SCRIPT = ("-m", "asyncengine"), ("-c", "from asyncengine.__main__ import script; script()")
+
+
 @pytest.mark.parametrize(
-    "at", ["asyncengine.integrations.cli.main", "asyncengine.config", "asyncengine.execution.device.memory"]
+    ("start", "at"),
+    [
+        (MODULE, "asyncengine.integrations.cli.main"),
+        (SCRIPT, "asyncengine.config"),
+        (SCRIPT, "asyncengine.execution.device.memory"),
+    ],
 )
 def test_ctrl_c_ends_a_command_that_starts(start: tuple[str, str], at: str, tmp_path: Path) -> None:
     """Ctrl-C comes before the command line's first import, in the package's own, and while a command runs."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from asyncengine.execution.attention.base import LayerSpec, MergedHeads
+from asyncengine.execution.layers.head_plan import plan_heads
 from asyncengine.execution.layers.kernels import Activation
 from asyncengine.execution.layers.linear import Linear, Part
 from asyncengine.execution.layers.norm import Norm, NormConfig
@@ -63,15 +64,12 @@ class AttentionConfig:
     what that head attends to (Qwen3-Next)."""
 
 
-def _merged_parts(config: AttentionConfig, prefix: str) -> tuple[list[int], list[Part]]:
-    """Rows of the merged projection for each kv head, block by block, and the matrices it consists of."""
-    group, dim = config.num_heads // config.num_kv_heads, config.head_dim
-    blocks = 1 if config.keys_of is not None else 2 if len(config.qkv) == 2 else 3
-    rows = [group * dim * (2 if config.output_gate else 1), dim, dim][:blocks]
+def _merged_parts(config: AttentionConfig, prefix: str, rows: Sequence[int]) -> list[Part]:
+    """Matrices of the checkpoint of which the merged projection consists."""
     sizes = [config.num_kv_heads * each for each in rows]
     if len(config.qkv) == 1:
         sizes = [sum(sizes)]
-    return rows, [Part(prefix + name, size) for name, size in zip(config.qkv, sizes, strict=True)]
+    return [Part(prefix + name, size) for name, size in zip(config.qkv, sizes, strict=True)]
 
 
 class HeadGate:
@@ -116,66 +114,47 @@ class Attention:
         rotary: RotaryConfig | None,
     ) -> None:  # fmt: skip
         self.index = index
-        dim, shares = config.head_dim, config.keys_of is not None
-        rows, parts = _merged_parts(config, prefix)
+        self._whole, dim, cuts = config, config.head_dim, even_cuts(options.ranks, config.num_kv_heads)
+        self.plan = plan = plan_heads(
+            config, rotary, kernels=options.kernels.name, ranks=1 if cuts is None else len(cuts) - 1,
+            float32=options.dtype == torch.float32, float32_norms=options.norm_dtype == torch.float32,
+        )  # fmt: skip
         columns = config.num_heads // config.num_kv_heads * dim
-        self.share = share_of(options.ranks, even_cuts(options.ranks, config.num_kv_heads), rows, columns)
+        self.share = share_of(options.ranks, cuts, plan.rows, columns)
         """This rank's heads, whose keys and values it keeps; None: it has all of them."""
-        self._together = self.share is not None and config.norm_scope == "whole" and config.head_norm is not None
-        """Whether norms are of all heads, so that this rank's are taken behind them."""
+        self.config = plan.config
+        """With the heads that are here."""
         self.qkv = Linear(
-            options, parts, width, bias=config.qkv_bias, transposed=config.transposed,
-            share=None if self._together else self.share,
+            options, _merged_parts(config, prefix, plan.rows), width, bias=config.qkv_bias,
+            transposed=config.transposed, share=None if plan.norms_of_all_heads else self.share,
         )  # fmt: skip
         self.out = Linear(
             options, [Part(prefix + config.out, width)], config.num_heads * dim, bias=config.out_bias,
             transposed=config.transposed,
         )  # fmt: skip
-        self._whole, config = config, self._own(config)
-        self.config = config
-        """With the heads that are here."""
-        self.query_size, self.kv_size = config.num_heads * dim, config.num_kv_heads * dim
-        self._sizes = [self.query_size, self.kv_size, self.kv_size]
         self.norms = None if config.head_norm is None else self._make_norms(options, prefix)
-        device, interleaved = options.kernels.name, rotary is not None and rotary.style == "interleaved"
-        exact = rotary is not None and rotary.exact and options.dtype != torch.float32
-        # compiled attention rotates halves, by cosines in the model's type, and norms come before
-        self.rotates_apart = config.norm_after_rotation or ((interleaved or exact) and device != "cuda")
-        """Rotation, and norms of heads, are kernels of their own before attention."""
-        fusable = config.norm_scope == "head" and all(norm.fusable for norm in self.norms or ())
-        self._norms_apart = self.norms is not None and (self.rotates_apart or not fusable)
-        self.merged: MergedHeads | None = None
+        self.merged = self._merged() if plan.merges else None
         """Description of how one kernel prepares the merged projection for attention; None: none can."""
-        if not shares and (device == "compiled" or not self.rotates_apart):
-            self.merged = self._merged(interleaved and not self.rotates_apart)
         self.value_norm: Norm | None = None
-        if config.value_norm is not None and not shares:
+        if config.value_norm is not None and config.keys_of is None:
             self.value_norm = Norm(options, config.value_norm, f"{prefix}self_attn.v_norm", dim)
-        self.makes_values = self.value_norm is not None or len(config.qkv) == 2
-        """Values are not what the projection gives."""
         self._sinks_path = f"{prefix}{config.sinks}"
-        self._sinks = None if config.sinks is None else options.zeros(self._whole.num_heads, dtype=torch.float32)
-        sinks = self._sinks
-        if sinks is not None and self.share is not None:
-            sinks = sinks[self.share.part(self._whole.num_heads)]
+        self._sinks = None if config.sinks is None else options.zeros(config.num_heads, dtype=torch.float32)
+        sinks = (
+            self._sinks if self._sinks is None or self.share is None else self._sinks[self.share.part(config.num_heads)]
+        )
+        own = self.config
         self.spec = LayerSpec(
-            index=index, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, key_dim=dim, value_dim=dim,
+            index=index, num_heads=own.num_heads, num_kv_heads=own.num_kv_heads, key_dim=dim, value_dim=dim,
             scale=config.scale, window=config.window, chunk=config.chunk, softcap=config.softcap, both=config.both,
             sinks=sinks, divided=self.share is not None,
         )  # fmt: skip
-        self.gate = HeadGate(options, config.num_heads, dim) if config.output_gate else None
+        self.gate = HeadGate(options, own.num_heads, dim) if config.output_gate else None
         self._kernels: Any = options.kernels
         self.clip: Activation | None = None
         if config.clip is not None:
             limit = options.zeros(1, dtype=torch.float32).fill_(config.clip)
             self.clip = options.kernels.activation("clip", limit)
-
-    def _own(self, config: AttentionConfig) -> AttentionConfig:
-        """The same of the heads that are here."""
-        if self.share is None:
-            return config
-        size = self.share.ranks.size
-        return replace(config, num_heads=config.num_heads // size, num_kv_heads=config.num_kv_heads // size)
 
     def _make_norms(self, options: LayerOptions, prefix: str) -> tuple[Norm, ...]:
         """Norms of queries and of keys, or of queries alone."""
@@ -195,10 +174,10 @@ class Attention:
         kept = None if self.share is None else self.share.part(heads)
         return Norm(options, config.head_norm, path, config.head_dim, heads, kept)
 
-    def _merged(self, interleaved: bool) -> MergedHeads:
-        config = self.config
+    def _merged(self) -> MergedHeads:
+        config, interleaved = self.config, self.plan.interleaved
         counts = (config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim)
-        if self.norms is None or self._norms_apart:
+        if self.norms is None or self.plan.norms_apart:
             return MergedHeads(*counts, interleaved=interleaved)
         query, key = self.norms
         return MergedHeads(*counts, query.weight, key.weight, query.config.epsilon, interleaved)
@@ -218,7 +197,7 @@ class Attention:
         projected = self.qkv(x, step.adapters)
         if self.share is None or self.qkv.local:
             return projected
-        if self._together:
+        if self.plan.norms_of_all_heads:
             projected = projected if self.clip is None else self.clip(projected)
             size = self._whole.head_dim
             self._norm_in_place(projected, self._whole.num_heads * size, self._whole.num_kv_heads * size)
@@ -226,13 +205,13 @@ class Attention:
 
     def _attended(self, qkv: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor:
         """[T, heads * dim] of the merged projection."""
-        if self.clip is not None and not self._together:
+        if self.clip is not None and not self.plan.norms_of_all_heads:
             qkv = self.clip(qkv)
         if angles.query_scale is not None:  # rotation is linear
-            qkv = self._kernels.scale_rows(qkv, angles.query_scale, self.query_size)
+            qkv = self._kernels.scale_rows(qkv, angles.query_scale, self.plan.query_size)
         if self.config.keys_of is not None:
             return step.backend.attend(self.index, self._query(qkv, angles)).flatten(1)
-        if self.makes_values:
+        if self.plan.makes_values:
             qkv = self._with_values(qkv)
         attend_merged: Any = None if self.merged is None else getattr(step.backend, "attend_merged", None)
         if attend_merged is not None:
@@ -246,7 +225,7 @@ class Attention:
     def prepare(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [T, heads, dim], keys and values [T, kv heads, dim] of the merged projection [T, all]."""
         config = self.config
-        query, key, value = torch.split(qkv, self._sizes, dim=-1)
+        query, key, value = torch.split(qkv, [self.plan.query_size, self.plan.kv_size, self.plan.kv_size], dim=-1)
         if not config.norm_after_rotation:
             query, key = self._normed(query, key)
         query, key, value = (part.reshape(len(part), -1, config.head_dim) for part in (query, key, value))
@@ -258,7 +237,7 @@ class Attention:
 
     def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys [T, all heads' dims] or [T, heads, dim], in the same shapes."""
-        if self.norms is None or self._together:
+        if self.norms is None or self.plan.norms_of_all_heads:
             return query, key
         if self.config.norm_scope == "whole":
             return self.norms[0](query), self.norms[1](key)
@@ -270,15 +249,15 @@ class Attention:
     def _prepare_in_place(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
         """Do what `attend_merged` does not have in it, and give the cosines and sines that it rotates by."""
         config, after = self.config, self.config.norm_after_rotation
-        if self._norms_apart and not after and not self._together:
-            self._norm_in_place(qkv, self.query_size, self.kv_size)
-        if not self.rotates_apart:
+        if self.plan.norms_apart and not after and not self.plan.norms_of_all_heads:
+            self._norm_in_place(qkv, self.plan.query_size, self.plan.kv_size)
+        if not self.plan.rotates_apart:
             return angles.cos, angles.sin
         heads = config.num_heads + config.num_kv_heads
         interleaved = angles.style == "interleaved"
         self._kernels.rotate_heads(qkv, angles.cos, angles.sin, heads, config.head_dim, interleaved)
-        if self._norms_apart and after:
-            self._norm_in_place(qkv, self.query_size, self.kv_size)
+        if self.plan.norms_apart and after:
+            self._norm_in_place(qkv, self.plan.query_size, self.plan.kv_size)
         return angles.cos[:, :0], angles.sin[:, :0]
 
     def _norm_in_place(self, qkv: torch.Tensor, query_size: int, kv_size: int) -> None:
@@ -311,9 +290,9 @@ class Attention:
     def _with_values(self, qkv: torch.Tensor) -> torch.Tensor:
         """The projection with values as they are written: normed, and those of the keys where it has none."""
         if len(self.config.qkv) == 2:
-            qkv = self._kernels.joined(qkv, qkv[:, self.query_size :])
+            qkv = self._kernels.joined(qkv, qkv[:, self.plan.query_size :])
         if self.value_norm is not None:
-            self._norm_columns(qkv, self.value_norm, self.query_size + self.kv_size, self.kv_size)
+            self._norm_columns(qkv, self.value_norm, self.plan.query_size + self.plan.kv_size, self.plan.kv_size)
         return qkv
 
     def linears(self) -> list[Linear]:

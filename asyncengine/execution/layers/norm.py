@@ -88,11 +88,6 @@ class Norm:
         total = torch.add(residual.float(), branch, alpha=scale)
         return total.to(residual.dtype), self._normed(total).to(residual.dtype)
 
-    @property
-    def fusable(self) -> bool:
-        """True for what the fused layer kernels compute: an RMS norm with a float32 weight."""
-        return self._by_kernel and self.weight.dtype == torch.float32
-
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Tensors of the checkpoint that it takes, by name."""
         if "{}" in self.path:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from asyncengine.execution.layers.sparse_mlp import MoEConfig
 from asyncengine.execution.layers.states import StateConfig
 from asyncengine.execution.layers.step import NO_IMAGES, CausalLM, StepContext
 from asyncengine.execution.models.decoder_layer import DecoderLayer
+from asyncengine.execution.models.layer_plan import plan_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,24 +132,16 @@ class Decoder(CausalLM):
         if config.positions is not None:
             rows = config.max_positions + config.position_offset
             self.positions = Embedding(options, config.positions, rows, config.width)
-        pools = _pools(config.layers)
-        states = list(accumulate((layer.state is not None for layer in config.layers), initial=0))
+        self.plan = plan = plan_layers(config, None if options.stage is None else options.stage.run)
         self.layers = [
-            DecoderLayer(every.at(index), config, layer, index, pools[index], states[index])
+            DecoderLayer(every.at(index), config, layer, index, plan.pools[index], plan.states[index])
             for index, layer in enumerate(config.layers)
         ]
         self.norm = None if config.final_norm is None else Norm(options, config.norm, config.final_norm, config.width)
-        self.run = range(len(self.layers)) if options.stage is None else options.stage.run
-        """The layers that are computed in this process."""
-        self._pairs = options.stage is not None and config.norm.kind != "rms"
-        """A layer norm is of a sum before that is rounded: stages hand on the stream and its norm."""
         self._following = [layer.before_attention for layer in self.layers[1:]] + [self.norm]
-        if self.run.stop < len(self.layers) and not self._pairs:
-            self._following[self.run[-1]] = None  # the next stage's
+        if not plan.is_last and not plan.carries_norms:
+            self._following[plan.run[-1]] = None  # the next stage's
         self.rotary = [Rotary(rotary, max_model_len, options.dtype, options.device) for rotary in config.rotary]
-        chosen = [None if layer.attention is None else layer.attention.rotary for layer in config.layers]
-        self._rotaries = [len(self.rotary) if own is None else own for own in chosen]
-        """For each layer, the index of its rotary embedding; the one behind the last: none."""
         self._unrotated = Angles(options.zeros(1, 0), options.zeros(1, 0), "halves")
         attentions = [layer.attention for layer in self.layers if layer.attention is not None]
         self.specs = [own.spec for own in attentions if own.config.keys_of is None]
@@ -157,12 +149,9 @@ class Decoder(CausalLM):
         self.recorded: RecordedLayers | None = None
         """Short steps in one call, where compiled kernels make all products."""
         whole = all(layer.compiled for layer in self.layers)
-        if options.kernels.name == "compiled" and whole and options.ranks is None and not self._pairs:
-            paths = tuple(linear.path for place in self.run for linear in self.layers[place].linears())
+        if options.kernels.name == "compiled" and whole and options.ranks is None and not plan.carries_norms:
+            paths = tuple(linear.path for index in plan.run for linear in self.layers[index].linears())
             self.recorded = RecordedLayers(self._through_layers, bool(self.states), paths)
-        keeps = [each.state is not None or getattr(each.attention, "keys_of", 0) is None for each in config.layers]
-        self._last_kept = max(place for place, kept in enumerate(keeps) if kept)
-        """The last layer whose keys, values or states later steps read."""
 
     def forward(self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor) -> torch.Tensor:
         """Logits [N, vocab] of `rows` (int64 [N], ascending; there may be none) of ids [T]."""
@@ -207,7 +196,7 @@ class Decoder(CausalLM):
         if self.recorded is not None and plain and (rows is None or step.adapters is None):
             x = self.recorded(h, step, angles, vectors)
             if x is not None:
-                return x if rows is None or self.run.stop < len(self.layers) else x.index_select(0, rows)
+                return x.index_select(0, rows) if rows is not None and self.plan.is_last else x
         return self._through_layers(h, step, angles, vectors, rows, kept)
 
     def projected(self, x: torch.Tensor, step: StepContext, rows: torch.Tensor | None) -> torch.Tensor:
@@ -223,36 +212,40 @@ class Decoder(CausalLM):
         """The same as `run_layers`, layer by layer."""
         images = step.images or NO_IMAGES
         pictured, deep = images.tokens, images.deep
-        first = self.layers[self.run.start].before_attention
+        plan, run = self.plan, self.plan.run
+        first = self.layers[run.start].before_attention
         unread = rows is not None and not len(rows)
-        if unread and self.run.start > self._last_kept:
+        if unread and run.start > plan.last_kept:
             return h.new_empty(0, self.head.inputs)
-        if self._pairs and self.run.start:
+        if plan.carries_norms and run.start:
             h, x = (part.contiguous() for part in h.chunk(2, dim=-1))
         else:
             x = h if first is None else first(h)
-        for place in self.run:
-            layer = self.layers[place]
-            if unread and place == self._last_kept:  # kernels of a GPU refuse to be launched for no rows
-                layer.mix(x, step, angles[self._rotaries[place]])
+        for index in run:
+            layer, layer_angles = self.layers[index], angles[plan.rotaries[index]]
+            if unread and index == plan.last_kept:  # kernels of a GPU refuse to be launched for no rows
+                layer.mix(x, step, layer_angles)
                 return h.new_empty(0, self.head.inputs)
-            wanted = rows if place + 1 == len(self.layers) else None
-            following, own = self._following[place], None if vectors is None else vectors[:, place]
+            wanted = rows if index + 1 == len(self.layers) else None
+            following, own = self._following[index], None if vectors is None else vectors[:, index]
             if kept is not None:
                 kept.append(h)
-            h, x = layer(h, x, step, angles[self._rotaries[place]], following, wanted, own)
-            if pictured is not None and place < len(deep):
-                h = h.index_add(0, pictured, deep[place])
+            h, x = layer(h, x, step, layer_angles, following, wanted, own)
+            if pictured is not None and index < len(deep):
+                h = h.index_add(0, pictured, deep[index])
                 x = h if following is None else following(h)
         if kept is not None:
             kept.append(h)
-        return torch.cat([h, x], dim=-1) if self._pairs and self.run.stop < len(self.layers) else x
+        return torch.cat([h, x], dim=-1) if plan.carries_norms and not plan.is_last else x
 
     @property
     def carried(self) -> tuple[int, tuple[int, ...]]:
         """Numbers of a token between stages: width of what layers give, and shape of the vectors of `LayerInputs`."""
         inputs = self.config.layer_inputs
-        return self.config.width * (1 + self._pairs), () if inputs is None else (len(self.layers), inputs.width)
+        return self.config.width * (1 + self.plan.carries_norms), () if inputs is None else (
+            len(self.layers),
+            inputs.width,
+        )
 
     def logits(self, hidden: torch.Tensor, step: StepContext) -> torch.Tensor:
         """[N, vocab] of hidden states [N, width], whose rows' adapters are `step.row_adapters`."""
@@ -267,7 +260,7 @@ class Decoder(CausalLM):
     def slots(self) -> dict[str, TensorSlot]:
         """The place of every tensor that a checkpoint has to hold, by its name there."""
         found = {name: self._here(slot, place) for part, place in self._parts() for name, slot in part.slots()}
-        beyond = self._following[self.run[-1]]
+        beyond = self._following[self.plan.run[-1]]
         return found if beyond is None else found | dict(beyond.slots())  # which may be the next stage's as well
 
     def _parts(self) -> list[tuple[Any, int | None]]:
@@ -332,26 +325,17 @@ class Decoder(CausalLM):
 
     def places(self) -> list[Place]:
         """Products that adapters may change, in the model's order."""
-        table, head, first = self.embedding, self.head, self.run.start == 0
+        table, head, first = self.embedding, self.head, self.plan.run.start == 0
         found = [Place(table.num_embeddings, ((table.path, table.width),), "embedding", scale=table.scale, here=first)]
         outer = [*self.projections, *([] if self.inputs is None else [self.inputs.projection])]
         linears = [(linear, first) for linear in outer]
-        linears += [(linear, place in self.run) for place, each in enumerate(self.layers) for linear in each.linears()]
+        linears += [
+            (linear, index in self.plan.run) for index, each in enumerate(self.layers) for linear in each.linears()
+        ]
         for linear, here in linears:
             kind: Any = "conv1d" if linear.transposed else "linear"
             found.append(Place(linear.inputs, linear.parts, kind, kept=linear.kept_outputs(), here=here))
         return [*found, Place(head.inputs, head.parts, head=True, here=first)]
-
-
-def _pools(layers: Sequence[LayerConfig]) -> list[int]:
-    """For each layer, the place of the keys and values that it attends to in the attention backend."""
-    places: list[int] = []
-    taken = 0
-    for layer in layers:
-        source = None if layer.attention is None else layer.attention.keys_of
-        places.append(taken if source is None else places[source])
-        taken += layer.attention is not None and source is None
-    return places
 
 
 def why_unrouted(model: Any) -> str | None:

@@ -92,7 +92,7 @@ def _run(decoder: Decoder, page_size: int, start: int, count: int) -> None:
         states = StateStep(StatePools(decoder.states, 2, decoder.dtype, decoder.device), segments)
     step = StepContext(positions, backend, states=states)
     rows = torch.tensor([count - 1])
-    if decoder.run.start:  # a later stage reads what the one before it has made
+    if decoder.plan.run.start:  # a later stage reads what the one before it has made
         width, beside = decoder.carried
         vectors = torch.zeros(count, *beside, dtype=decoder.dtype) if beside else None
         decoder.run_layers(torch.zeros(count, width, dtype=decoder.dtype), vectors, step, rows, recorded=False)

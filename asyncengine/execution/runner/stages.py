@@ -54,7 +54,7 @@ class StagedRunner(ModelRunner):
     def _begin(self, inputs: StepInputs) -> tuple[StepContext, torch.Tensor]:
         """Run this stage's layers in a pass, and hand on what they give."""
         context, ids, rows = self.context_of(inputs), inputs.ids, _wanted(inputs)
-        first = self._decoder.run.start == 0
+        first = self._decoder.plan.run.start == 0
         h, vectors = self._decoder.embedded(ids, context) if first else self._relay.take(len(ids))
         made = self._decoder.run_layers(h, vectors, context, rows)
         self._relay.hand_on(made, vectors if first else None)

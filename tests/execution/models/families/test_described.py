@@ -141,7 +141,7 @@ def test_what_compiled_kernels_take(name: str, dtype: torch.dtype, monkeypatch: 
     expected = [layer.config.attention.keys_of is None for layer in decoder.layers]
     assert [layer.attention.merged is not None for layer in decoder.layers] == expected
     rotates_exactly = name in ("olmo2", "olmo3") and dtype != torch.float32
-    apart = [layer.attention.rotates_apart for layer in decoder.layers]
+    apart = [layer.attention.plan.rotates_apart for layer in decoder.layers]
     rotates = [name in APART or rotates_exactly] * len(decoder.layers)
     if name == "llama4":
         rotates[1] = False

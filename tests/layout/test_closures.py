@@ -1,4 +1,4 @@
-"""How much must be read to understand a part: the lines of all modules that it imports, one by way of another.
+"""The price of understanding a part: the lines of all modules that it imports, one by way of another.
 
 The numbers are ceilings. What only type checkers see does not count; imports inside functions do.
 """

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HeadPlan:
-    """What follows from a layer's configuration, the number of ranks and the kernels; no tensor is asked."""
+    """The consequences of a layer's configuration, the number of ranks and the kernels; no tensor is asked."""
 
     rows: tuple[int, ...]
     """Rows of the merged projection for each kv head, block by block: queries (and gates), keys, values."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """What follows from a decoder's configuration and from the stage of a pipeline; no tensor is asked. By layer."""
+    """The consequences, by layer, of a decoder's configuration and of the stage of a pipeline; no tensor is asked."""
 
     pools: tuple[int, ...]
     """The index of the keys and values that a layer attends to in the attention backend."""

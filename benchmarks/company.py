@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from asyncengine import AsyncEngine, SamplingParams
-from benchmarks.execution_vs_transformers import SHAPES
 from benchmarks.neighbours import Neighbours
+from benchmarks.random_model import SHAPES
 
 PROMPT = 32
 

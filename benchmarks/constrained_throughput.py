@@ -2,7 +2,7 @@
 
     python -m benchmarks.constrained_throughput [--batch 16 --output 128 --rounds 3 --threads 2 --json]
 
-Makes a random bfloat16 checkpoint of the Qwen3-0.6B shape (as `execution_vs_transformers.py` does) in a temporary
+Makes a random bfloat16 checkpoint of the Qwen3-0.6B shape in a temporary
 folder with a real tokenizer of 151,650 entries beside it, and serves it twice, with jump_forward off and on. Each
 round runs the constrained requests and, twice, free ones that produce as many tokens each (end-of-sequence ignored),
 in changing order. Greedy, `on_budget="close"`, an ample distance between the budget and the shortest output. Grammars
@@ -30,8 +30,8 @@ import torch
 
 from asyncengine import AsyncEngine, SamplingParams
 from benchmarks.constraints import BOOLEAN, INTEGER, STRING, array, record, text
-from benchmarks.execution_vs_transformers import SHAPES, make_checkpoint
 from benchmarks.grammar_setup import WIDTHS
+from benchmarks.random_model import SHAPES, make_checkpoint
 
 ITEM = record({"name": text(5, 30), "quantity": {**INTEGER, "minimum": 0, "maximum": 9999}, "available": BOOLEAN})
 SCHEMAS = {

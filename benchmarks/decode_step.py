@@ -45,7 +45,7 @@ from asyncengine.execution.runner.step_buffers import StepBuffers
 from asyncengine.kernels.cpu.mamba2 import Mamba2Kernel
 from asyncengine.request_spec import RequestSpec
 from asyncengine.step import Batch, Row, StateUse
-from benchmarks.execution_vs_transformers import GREEDY, SHAPES
+from benchmarks.random_model import GREEDY, SHAPES
 
 HYBRIDS: dict[str, dict[str, Any]] = {
     "granite-4-h-1b": {

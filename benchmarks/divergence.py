@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from asyncengine import EngineConfig
-from asyncengine.execution.models.loading import load_model
-from benchmarks.quantization_quality import logits_of
+from asyncengine.execution.attention.base import StepView
+from asyncengine.execution.attention.factory import make_backend
+from asyncengine.execution.layers.step import StepContext
+from asyncengine.execution.models.loading import LoadedModel, load_model
 
+PAGE = 16
 CHAT = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
     "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n"
@@ -103,6 +107,22 @@ def compare(ids: Sequence[Sequence[int]], right: Sequence[torch.Tensor], found: 
         float(torch.cat(divergences).mean()), float(all_differences.mean()), float(all_differences.max()),
         float(torch.cat(same).mean()), len(torch.cat(same)),
     )  # fmt: skip
+
+
+def logits_of(model: LoadedModel, ids: torch.Tensor) -> torch.Tensor:
+    """[T, vocab] of one sequence, in float32."""
+    count = len(ids)
+    pages = -(-count // PAGE)
+    config = EngineConfig(page_size=PAGE)
+    backend = make_backend(config, model.layers, 1 + pages, model.dtype, model.device, count)
+    table = np.arange(1, 1 + pages, dtype=np.int32)[None]
+    starts, counts, ends = (np.array(value, dtype=np.int64) for value in ([0], [count], [0, count]))
+    places = torch.arange(count)
+    backend.plan(StepView(starts, counts, ends, table, places + PAGE))
+    with torch.inference_mode():
+        logits = model.model.forward(ids, StepContext(places, backend), places).float().clone()
+    backend.close()
+    return logits
 
 
 def here(model: str, ids: Sequence[Sequence[int]], **settings: Any) -> list[torch.Tensor]:

@@ -34,7 +34,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from benchmarks.execution_vs_transformers import SHAPES
+from benchmarks.random_model import SHAPES
 
 SETTINGS: dict[str, dict[str, Any]] = {"bf16": {}, "int8": {"quantization": "int8"}, "int4": {"quantization": "int4"}}
 _PIECE = 2**22

@@ -2,7 +2,7 @@
 
     python -m benchmarks.lora_throughput [--shape small --batch 16 --input 64 --output 24 --rank 16 --rounds 3 --json]
 
-Makes a random bfloat16 checkpoint of the Qwen3-0.6B shape (as `execution_vs_transformers.py` does) in a temporary
+Makes a random bfloat16 checkpoint of the Qwen3-0.6B shape in a temporary
 folder and drives the model runner by hand: prompts in one step, then one token for each request a step, then steps in
 which one request computes its prompt again while the others decode. Random adapters on all linears of the layers (q, k,
 v, o, gate, up, down), as many slots as adapters at most, request i with adapter i modulo their number; with
@@ -37,7 +37,7 @@ from asyncengine.execution.runner.model_runner import ModelRunner
 from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.request_spec import RequestSpec
 from asyncengine.step import Batch, Row
-from benchmarks.execution_vs_transformers import SHAPES, make_checkpoint
+from benchmarks.random_model import SHAPES, make_checkpoint
 
 SHAPES["qwen3-0.6b-seventh"] = {**SHAPES["qwen3-0.6b"], "num_hidden_layers": 4, "vocab_size": 21705}
 """4 of 28 layers and as much less vocabulary: the same ratios in a seventh of the time."""

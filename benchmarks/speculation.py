@@ -35,8 +35,8 @@ from asyncengine import AsyncEngine, SamplingParams
 from asyncengine.events import Event, StepDone
 from asyncengine.request_spec import RequestSpec
 from asyncengine.speculation.acceptance import LONG, Draft, Source
-from benchmarks.execution_vs_transformers import SHAPES
 from benchmarks.guesses_on_texts import on_texts
+from benchmarks.random_model import SHAPES
 
 PROMPT = 64
 

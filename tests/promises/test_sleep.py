@@ -16,8 +16,8 @@ from support.panels import use_panels
 
 from asyncengine import AsyncEngine, ModelNotFound, SamplingParams, UnsupportedModel
 from asyncengine.testing import assert_nothing_held
-from benchmarks.execution_vs_transformers import SHAPES
 from benchmarks.loading import write
+from benchmarks.random_model import SHAPES
 
 PROMPTS = [[3 + i, *range(7, 40), 5] for i in range(4)]
 PARAMS = SamplingParams(max_tokens=8, temperature=0.8, seed=3, logprobs=True, top_logprobs=3, ignore_eos=True)
@@ -152,7 +152,7 @@ def resident() -> int:
 @pytest.mark.parametrize(("dtype", "tied"), [("bfloat16", False), *LONG * [("float32", True)]])
 async def test_memory_goes_back_to_the_system(dtype: str, tied: bool, tmp_path: Path) -> None:
     """Sleep frees at least 95 % of weights and of what was written of the cache, again in each cycle; nothing stays
-    behind. `benchmarks.sleeping` is the long form."""
+    behind."""
     write(tmp_path, SHAPES["small"] | {"tie_word_embeddings": tied, "num_hidden_layers": 4})
     async with await engine_on(tmp_path, dtype=dtype, kv_cache_memory="64MB") as engine:
         sizes = []

@@ -88,7 +88,7 @@ HYBRID = MixedShape("Qwen3.5-0.8B shape", "Qwen3_5TextConfig", {
     "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4, "tie_word_embeddings": True, "max_position_embeddings": 8192,
 })  # fmt: skip
-"""Shape of a hybrid, as in `benchmarks/hybrids.py`: three layers of four keep states instead of keys and values."""
+"""Shape of a hybrid: three layers of four keep states instead of keys and values."""
 MIXTURE = MixedShape("Qwen3-30B-A3B shape, 8 of its 48 layers", "Qwen3MoeConfig", {
     "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
     "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,

@@ -10,7 +10,7 @@ import pytest
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.placement.routing import PrefixIndex, Route, Router, RouteRequest, RoutingWeights
 from asyncengine.kvcache.cache_log import CacheNews
-from benchmarks.cluster.routing import Traffic, simulate
+from benchmarks.routing import Traffic, simulate
 
 
 def fleet(count: int, load: float = 0.0, seed: int = 0) -> Router:
@@ -163,7 +163,7 @@ SMALL = Traffic(replicas=16, requests=4000, load=10, documents=250, document_pag
 
 
 def test_affinity_finds_what_one_endless_replica_finds_at_an_even_load() -> None:
-    """The short form of the table in docs/performance.md (`python -m benchmarks.cluster routing`)."""
+    """The short form of the table in docs/performance.md (`python -m benchmarks.routing`)."""
     ours = simulate("prefix-affine (ours)", SMALL)
     assert ours.share >= 0.95
     assert ours.mean_ratio <= 1.3

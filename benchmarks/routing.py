@@ -1,5 +1,7 @@
 """Routing simulated: how much of the prompts is found in the caches, and how even the load is, under several rules.
 
+    python -m benchmarks.routing [--replicas 64 --requests 40000 --json]
+
 Every replica has a prefix cache of the engine's own kind (`KVCache`, one token standing for a page), and its news
 reaches the rule a moment late. Prompts are documents of Zipf-distributed popularity with a question of their own
 behind; documents come and go, and replicas are lost and replaced by empty ones. What is found is compared with one
@@ -16,12 +18,10 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from asyncengine.kvcache import KVCache, PageTable
 from asyncengine.kvcache.cache_log import page_hashes
-from benchmarks.cluster.plots import new_figure, require_matplotlib, save
-from benchmarks.cluster.routing_rules import (
+from benchmarks.routing_rules import (
     LeastLoaded,
     PrefixAffine,
     RayServePrefixAware,
@@ -218,9 +218,10 @@ def simulate(name: str, traffic: Traffic) -> RoutingResult:
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command `routing`."""
+def main() -> None:
+    """Print a table, one line per rule."""
     usual = Traffic()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=usual.replicas)
     parser.add_argument("--requests", type=int, default=usual.requests)
     parser.add_argument("--documents", type=int, default=usual.documents)
@@ -230,56 +231,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=usual.seed)
     parser.add_argument("--rule", choices=list(RULES), action="append", help="only this one (may be repeated)")
     parser.add_argument("--json", action="store_true", help="one object per rule in place of a table")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them (needs the extra: bench)")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Print a table, one line per rule."""
-    if args.plot is not None:
-        require_matplotlib()
-    traffic = Traffic(
-        replicas=args.replicas,
-        requests=args.requests,
-        documents=args.documents,
-        zipf=args.zipf,
-        load=args.load,
-        capacity=args.capacity,
-        seed=args.seed,
-    )
-    if not args.json:
+    options = vars(parser.parse_args())
+    rules, as_json = options.pop("rule") or RULES, options.pop("json")
+    if not as_json:
         print("| rule | hit rate | of one endless replica's | max/mean load, mean | p99 |")
         print("|---|---|---|---|---|")
-    results = []
-    for name in args.rule or RULES:
-        result = simulate(name, traffic)
-        results.append(result)
-        if args.json:
-            print(json.dumps({"rule": name, "hit_rate": result.hit_rate, "share": result.share,
-                              "max_over_mean": result.mean_ratio, "max_over_mean_p99": result.p99_ratio}))  # fmt: skip
+    for name in rules:
+        found = simulate(name, Traffic(**options))
+        if as_json:
+            print(json.dumps({"rule": name, "hit_rate": found.hit_rate, "share": found.share,
+                              "max_over_mean": found.mean_ratio, "max_over_mean_p99": found.p99_ratio}))  # fmt: skip
         else:
-            print(
-                f"| {name} | {result.hit_rate:.3f} | {result.share:.3f} | "
-                f"{result.mean_ratio:.2f} | {result.p99_ratio:.2f} |",
-                flush=True,
-            )
-    if args.plot is not None:
-        _draw(args.plot, traffic, results)
-    return 0
+            figures = f"{found.hit_rate:.3f} | {found.share:.3f} | {found.mean_ratio:.2f} | {found.p99_ratio:.2f}"
+            print(f"| {name} | {figures} |", flush=True)
 
 
-def _draw(path: Path, traffic: Traffic, results: list[RoutingResult]) -> None:
-    """A rule's bars side by side: what its caches have, and how uneven its load is."""
-    figure, ((hits, loads),) = new_figure(1, 2)
-    names, places = [result.rule for result in results], range(len(results))
-    hits.barh(places, [result.share for result in results])
-    hits.set(title="hits, of one endless replica's", xlim=(0, 1))
-    loads.barh(places, [result.p99_ratio for result in results], label="p99")
-    loads.barh(places, [result.mean_ratio for result in results], label="mean")
-    loads.set(title="largest load of the mean")
-    loads.legend()
-    for axes in (hits, loads):
-        axes.set_yticks(places, names)
-        axes.invert_yaxis()
-        axes.grid(alpha=0.3, axis="x")
-    figure.suptitle(f"{traffic.replicas} replicas, {traffic.documents} documents, {traffic.requests} requests")
-    save(figure, path)
+if __name__ == "__main__":
+    main()

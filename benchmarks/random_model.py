@@ -1,0 +1,32 @@
+"""Random checkpoints that scripts measure on: sizes of published models, and greedy sampling that never ends early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from asyncengine import SamplingParams
+
+SHAPES = {
+    "qwen3-0.6b": {
+        "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+        "max_position_embeddings": 40960,
+    },
+    "small": {
+        "vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": True,
+        "max_position_embeddings": 4096,
+    },
+}  # fmt: skip
+GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0, ignore_eos=True)
+
+
+def make_checkpoint(shape: dict[str, Any], dtype: str, folder: str) -> None:
+    """Write a Qwen3 of these sizes into `folder`."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    torch.manual_seed(0)
+    config = Qwen3Config(**shape)
+    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)

@@ -32,7 +32,7 @@ from asyncengine.demo import MODEL_PATH
 from asyncengine.integrations.langchain import ChatAsyncEngine
 from asyncengine.speculation import DraftPlanner
 from asyncengine.speculation.acceptance import NOTHING, Draft
-from tools.demo_model.conversations import make
+from makers.demo_model.conversations import make
 
 COUNT, LEAST = 12, 30
 """Tasks of a kind, and characters that a right answer has at least: of less there is nothing to be timed."""

@@ -1,5 +1,5 @@
 """The bundled demo model, its adapters, the bundled embedder, reranker and reader of pictures. Tools that are not
-installed made them: `tools/demo_model`, `tools/demo_embedder`, `tools/demo_reranker`, `tools/demo_vision`."""
+installed made them: `makers/demo_model`, `makers/demo_embedder`, `makers/demo_reranker`, `makers/demo_vision`."""
 
 from __future__ import annotations
 

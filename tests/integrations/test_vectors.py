@@ -21,7 +21,7 @@ from asyncengine import DEMO_EMBEDDER, EngineHandle, shared_engine
 from asyncengine.integrations.cli.documents import DOCUMENTS
 from asyncengine.integrations.langchain import AsyncEngineEmbeddings, AsyncEngineReranker
 from asyncengine.integrations.llama_index import AsyncEngineEmbedding, AsyncEngineRerank
-from tools.demo_embedder.bert import PROMPTS, Served
+from makers.demo_embedder.bert import PROMPTS, Served
 
 from .vector_models import EMBEDDER
 

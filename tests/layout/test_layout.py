@@ -142,7 +142,7 @@ def test_wheel_contents(tmp_path: Path) -> None:
 def test_what_only_makers_run_is_not_shipped() -> None:
     """The folder of the bundled model holds the model, and nothing shipped needs what made it."""
     assert [path.name for path in (ROOT / "asyncengine" / "demo").glob("*.py")] == ["__init__.py"]
-    makers = ("tools", "benchmarks", "tests", "examples")
+    makers = ("makers", "tools", "benchmarks", "tests", "examples")
     assert not [
         f"{module} imports {name}"
         for module, path in sources()

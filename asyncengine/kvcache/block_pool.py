@@ -14,7 +14,7 @@ class BlockPool:
     """Pages 1 .. num_pages-1, each either free or taken.
 
     Taking and giving are O(1) per page. A page given back twice, or never taken, raises `InvariantViolation` at once:
-    the two bugs that otherwise surface as somebody else's wrong tokens.
+    the two bugs that otherwise surface as wrong tokens of another request.
     """
 
     def __init__(self, num_pages: int, what: str = "page") -> None:

@@ -1,8 +1,8 @@
 """Log of the pages that a prefix cache publishes and evicts, as hashes: others learn from it what the cache holds.
 
 The hash of a page covers its tokens and, through its parent's hash, all tokens before it and the namespace: equal
-hashes mean equal prefixes, so a flat set of them says as much as the tree. They are hints for routing and nothing
-else: a collision sends a request to a cache that does not help it, for the cache itself compares tokens.
+hashes mean equal prefixes, so a flat set of them says as much as the tree. They are no more than hints
+for routing: a collision sends a request to a cache that does not help it, for the cache itself compares tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CacheNews:
 
 
 class CacheLog:
-    """Pages published and evicted since somebody last asked. What it holds is bounded by `limit` pages.
+    """Pages published and evicted since the log was last read; at most `limit` pages are kept.
 
     Written by the cache, drained where the cache lives: one thread.
     """

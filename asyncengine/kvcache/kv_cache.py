@@ -96,12 +96,12 @@ class KVCache:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had now, without preempting anybody."""
+        """Number of pages available without preempting a request."""
         return self.pages.num_available
 
     @property
     def num_free(self) -> int:
-        """Pages for which nothing has to go that somebody may want to start from."""
+        """Number of pages available without evicting a prefix that a later request may start from."""
         return min(group.num_idle for group in self.groups)
 
     @property
@@ -267,7 +267,7 @@ class KVCache:
     # ---------------------------------------------------------------- pinned prefixes
 
     def pin(self, number: int, namespace: Namespace, tokens: Sequence[int]) -> None:
-        """Keep what is cached of `tokens` until `unpin` of the same number, as if a request used it."""
+        """Lock the cached prefix of `tokens` until `unpin` of the same number, as if a request used it."""
         table = self.open(namespace, tokens, len(tokens))
         self._pinned[number] = table, None if self.states is None else self.states.keep(table.node)
 
@@ -289,8 +289,8 @@ class KVCache:
         return number in self._pinned
 
     def pinned(self, number: int) -> tuple[Namespace, int, list[tuple[RecordPart, int, int]]]:
-        """(namespace, pages, places) of a pin: which memory has what there is of so many pages, each part as (part,
-        place of its page, number). From any thread. Raises `KeyError` where there is no such pin any more."""
+        """(namespace, number of pages, where their memory is) of a pin; the last as (part, index of the page in the
+        prefix, index in the pool). From any thread. Raises `KeyError` where there is no such pin any more."""
         table, snapshot = self._pinned[number]
         places = [(RecordPart.PAGE, *each) for each in table.numbered(0)]
         if table.window is not None:
@@ -306,7 +306,7 @@ class KVCache:
     # ---------------------------------------------------------------- pages from elsewhere
 
     def begin_restore(self, namespace: Namespace, tokens: Sequence[int], num_pages: int) -> PageTable | None:
-        """A table like a request's, with pages of its own for what is to be read of the first `num_pages` full pages
+        """A table like a request's, with new pages for what is to be read of the first `num_pages` full pages
         of `tokens`. None: all of it is cached meanwhile, or there are not enough pages. The caller has seen that there
         is room for the request (`has_room`); what a window has passed by then is not in the table."""
         size = self.page_size
@@ -349,7 +349,7 @@ class KVCache:
         self.tree.log = CacheLog(limit)
 
     def keep_saves(self, root: Callable[[Namespace], bytes | None]) -> None:
-        """From now on, take note of what is published, for `take_unsaved`. `root`: see `SaveLog`."""
+        """Note published pages from now on, for `take_unsaved`. `root`: see `SaveLog`."""
         self._saves = SaveLog(root, self.states)
 
     def take_unsaved(self) -> list[Unsaved]:

@@ -7,8 +7,8 @@ pages have one number for all layers of a group, so one layer that sees everythi
 **Windows**: where a group looks back only so far (`lookback`), a running request gives back the pages that no later
 token sees (`release`): however long it becomes, it holds the pages of its windows and of what is being computed. Pages
 that it published stay in the tree until they are evicted. A page that its last reader has gone past is of no use unless
-somebody else's path parts there, so of unlocked pages those in sight of an *end* are kept longest. Ends are a request's
-last page, its prompt's last full page, and how far the tree knew the prompt when it came.
+another request's path parts there, so of unlocked pages those in sight of an *end* are kept longest. Ends are a
+request's last page, its prompt's last full page, and how far the tree knew the prompt when it came.
 
 **Conservation**: free + cached + shared + held + retiring = capacity, always; `check` proves it page by page.
 """
@@ -93,12 +93,12 @@ class PageGroup:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had now, without preempting anybody."""
+        """Number of pages available without preempting a request."""
         return self.pool.num_free + self.tree.num_evictable
 
     @property
     def num_idle(self) -> int:
-        """Pages that are free, or of use to nobody."""
+        """Number of pages that are free or of use to no later request."""
         return self.pool.num_free + self.tree.num_passed
 
     @property

@@ -30,8 +30,8 @@ class PageTable:
         self.ends = ends
         """Spans of its path that are in sight of where others may want to start: kept longest when it has passed."""
         self.matched = node
-        """The deepest cached page when it was opened: below `node` where nobody can start from this one, for want of a
-        snapshot of the state or of window pages."""
+        """The deepest cached page when it was opened: below `node` where no request can start from this one, for want
+        of a snapshot of the state or of window pages."""
         self.state: WorkingState | None = None
         """None: the model keeps none, or the request has not started."""
         self.window: PageTable | None = None

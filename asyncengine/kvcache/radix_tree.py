@@ -7,13 +7,14 @@ works page by page. Tokens are compared, not only hashed (vLLM CVE-2025-25183), 
 own, so an adapter's or a tenant's pages are unreachable from any other (a request of another namespace never even
 compares with them).
 
-A locked node (`locks > 0`) is in use by that many requests below or at it; a lock covers the whole path to the root.
+A locked node (`locks > 0`) is in use by `locks` requests below or at it; a lock covers the whole path to the root.
 
-**Windows** (`lookback`): where no layer sees further back than so many positions, a lock covers only the end of a path,
-and a page goes when it is its turn, whatever hangs below it. Its node stays as a *hole* (page 0) while it has children.
-A prefix is found where all pages are there that its next position sees (SGLang's `SWARadixCache` keeps tombstones for
-this). Holes take no page; each is a key of tokens, at most as many above a page as there are pages before it. A page
-that its readers have *passed*, out of sight of where somebody may want to start, is evicted before all others.
+**Windows** (`lookback`): where no layer sees further back than that many positions, a lock covers only the end of a
+path, and a page goes when it is its turn, whatever hangs below it. Its node stays as a *hole* (page 0) while it has
+children. A prefix is found where all pages are there that its next position sees (SGLang's `SWARadixCache` keeps
+tombstones for this). Holes take no page; each is a key of tokens, at most as many above a page as there are pages
+before it. A page that its readers have *passed*, out of sight of where a request may want to start, is evicted before
+all others.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class RadixTree:
         self.num_locked = 0
         """Pages in the tree, and those of them that a request is using now."""
         self.num_passed = 0
-        """Pages that nobody uses or is expected to start from."""
+        """Number of pages that no request uses or is expected to start from."""
         self.losing: list[Callable[[Node], None]] = []
         """Called with each node whose page leaves the tree."""
         self.log: CacheLog | None = None
@@ -89,7 +90,7 @@ class RadixTree:
     @property
     def num_evictable(self) -> int:
         """Pages that `evict` can free. Every unlocked page counts: the subtree below it is unlocked too, or the page is
-        behind everybody's window."""
+        behind the windows of all readers."""
         return self.num_pages - self.num_locked
 
     def root(self, namespace: Namespace) -> Node:
@@ -260,7 +261,7 @@ class RadixTree:
             stack.extend(node.children.values())
 
     def _may_go(self, node: Node) -> bool:
-        """A page that nobody uses, and that is a leaf where leaves go first."""
+        """Whether no request uses the page, and it is a leaf where leaves go first."""
         return not (node.locks or not node.page or node.parent is None or (node.children and self.lookback is None))
 
     def _settle(self, node: Node) -> None:
@@ -300,7 +301,7 @@ class RadixTree:
         heapq.heappush(self._heap, (self._key(node), self._tick, node))
 
     def remove(self, node: Node) -> int:
-        """Take the page of `node`, which nobody uses, out of the tree; returns it."""
+        """Take the page of the unused `node` out of the tree; returns it."""
         parent = node.parent
         if parent is None or node.locks:
             raise InvariantViolation(f"page {node.page} removed while it is a root, or locked")

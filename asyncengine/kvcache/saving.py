@@ -1,8 +1,8 @@
-"""Notes of what a prefix cache has published, for whoever copies it to a disk.
+"""Notes of the pages that a prefix cache has published, for a writer that copies them to a disk.
 
-Nothing is locked for that. A page of the tree does not change while its node has it, so who copies one on another
-thread looks at its node again when the copy is made (`Unsaved.is_intact`): the node loses its page before the page is
-anybody else's, so a copy whose node still has it, by the same creation, is whole. This is a sequence lock (Lameter
+Nothing is locked for that. A page of the tree does not change while its node has it, so a writer on another
+thread looks at the node again when its copy is made (`Unsaved.is_intact`): the node loses its page before the page has
+another owner, so a copy whose node still has it, by the same creation, is whole. This is a sequence lock (Lameter
 2005, "Effective synchronization on Linux/NUMA systems") whose writers pay nothing.
 """
 

@@ -1,13 +1,13 @@
 """Slots of recurrent states: those of running requests, and snapshots that others start from.
 
 A state (`layers.states`) is all that state layers remember of a sequence after some number of its tokens. It can be
-copied, but not cut: a request can start behind a cached prefix only where somebody left a snapshot of the state there.
-One pool of slots serves both. A running request always wins over a snapshot; a snapshot takes a free slot or that of
-the least recently used one. A state is large, so there are few, and they are taken only where they will be found: at a
-prompt's last full page, and where paths branch.
+copied, but not cut: a request can start behind a cached prefix only where an earlier request left a snapshot of the
+state. One pool of slots serves both. A running request always wins over a snapshot; a snapshot takes a free slot or
+that of the least recently used one. A state is large, so there are few, and they are taken only where they will be
+found: at a prompt's last full page, and where paths branch.
 
 Snapshots hang on nodes of the radix tree (`Node.state`) and go with them. One that its only reader has gone past, on a
-path that does not branch there (an earlier turn of a chat), goes first: with plain LRU, whoever uses the end of such a
+path that does not branch there (an earlier turn of a chat), goes first: with plain LRU, a user of the end of such a
 chain keeps all of it fresh, and the chains of others lose their ends (SGLang #36935).
 
 **Trails.** Where an answer will end is not known, and its state there is what the next turn of a chat would start from.
@@ -62,7 +62,7 @@ class Snapshot:
 
 
 class WorkingState:
-    """State of a running request: a slot of its own, and the positions where it will leave snapshots."""
+    """State of a running request: its slot, and the positions where it will leave snapshots."""
 
     __slots__ = (
         "common", "follows", "marks", "origin", "position", "saving", "slot", "source", "trail", "trail_position",
@@ -95,11 +95,11 @@ class WorkingState:
 
 
 _TRAILS = 4
-"""One of so many slots may be a trail: else many running requests would leave no room for snapshots."""
+"""One slot of this many may be a trail: else many running requests would leave no room for snapshots."""
 
 
 class StateGroup:
-    """Slots of one engine's states, 1 .. num_slots - 1. Slot 0 is the state before any token, and nobody's."""
+    """Slots of one engine's states, 1 .. num_slots - 1. Slot 0 is the state before any token, and has no owner."""
 
     def __init__(self, num_slots: int) -> None:
         self.pool = BlockPool(num_slots, "state slot")
@@ -107,7 +107,7 @@ class StateGroup:
         self.snapshots: dict[int, Snapshot] = {}
         """Snapshots by slot, least recently used first."""
         self._passed: dict[int, Snapshot] = {}
-        """Snapshots that nobody is expected to start from again, likewise."""
+        """Snapshots that no request is expected to start from again, likewise."""
         self.saving: dict[int, None] = {}
         """Slots into which a launched step saves a state."""
         self._trails: dict[int, WorkingState] = {}
@@ -121,7 +121,7 @@ class StateGroup:
         self._kept: list[Snapshot] = []
         """Snapshots of pinned prefixes."""
         self.hung: list[Snapshot] | None = None
-        """Snapshots taken since somebody last emptied it; None: nobody does."""
+        """Snapshots taken since the list was last emptied; None: no writer reads it."""
         self._num_pinned = 0
         self._hits = self._evictions = 0
 
@@ -289,7 +289,7 @@ class StateGroup:
         return slot
 
     def settle_reserved(self, slot: int, node: Node | None) -> None:
-        """The reserved slot is the snapshot of `node` now, if that has none; None: it is nobody's."""
+        """The reserved slot is the snapshot of `node` now, if that has none; None: it goes back to the free ones."""
         del self._arriving[slot]
         self._attach(slot, node)  # it may come from elsewhere than where they are kept
 

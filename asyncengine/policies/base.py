@@ -23,7 +23,7 @@ class Policy:
     key: Callable[[Request], Any]
     """Sort key of a waiting request, smallest first; arrival decides among equals."""
     dynamic = False
-    """Keys change between steps: the queue is sorted anew, after `prepare`, whenever somebody may start."""
+    """Keys change between steps: the queue is sorted anew, after `prepare`, whenever a request may start."""
     prefix_hints = False
     """`key` wants to know `request.prefix_hint`, the tokens of it that are cached. Needs `dynamic`."""
 
@@ -36,8 +36,8 @@ class Policy:
         return False
 
     def flow(self, request: Request) -> Hashable:
-        """The line that it stands in: `max_passes` counts who overtakes it there. Lines of their own are for a policy
-        that itself lets none of them wait for ever."""
+        """The line that it stands in: `max_passes` counts who overtakes it there. Separate lines are for a policy that
+        itself lets none of them wait for ever."""
         return None
 
     def prepare(self, waiting: Iterable[Request]) -> None:
@@ -47,14 +47,14 @@ class Policy:
         """`request` has come; before its first `key`. It does not come again after preemption."""
 
     def charge(self, request: Request, tokens: int) -> None:
-        """A step that is launched computes so many of its tokens, or so many guesses of them were right."""
+        """A step that is launched computes `tokens` of its tokens, or as many guesses were right."""
 
     def leave(self, request: Request) -> None:
         """`request` has ended."""
 
 
 def overrides(policy: Policy, name: str) -> bool:
-    """Whether `policy` has a method `name` of its own."""
+    """Whether `policy` overrides the method `name`."""
     return getattr(type(policy), name, None) is not getattr(Policy, name)
 
 
@@ -62,7 +62,7 @@ def victim_rank(policy: Policy) -> Callable[[Request], Any]:
     """The order of running requests in which the last gives way first.
 
     Where `victim_key` is fixed the first is never a victim and runs to its end, so that preemption cannot go on for
-    ever. Where it is not, admission leaves everybody room to advance: between two preemptions somebody gets a token.
+    ever. Where it is not, admission leaves each request room to advance: between two preemptions one gets a token.
     """
     key = policy.victim_key
     return lambda request: (not request.overdue, 0 if request.overdue else key(request), request.ticket)

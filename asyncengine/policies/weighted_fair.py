@@ -1,4 +1,4 @@
-"""Fair shares among tenants, adapters or cache salts, whoever of them asks most."""
+"""Fair shares among tenants, adapters or cache salts, however much one of them asks."""
 
 from __future__ import annotations
 

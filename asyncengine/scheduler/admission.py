@@ -1,17 +1,18 @@
 """Admission: requests start running from the waiting queue, in the policy's order, while budget and memory last.
 
-Memory blocks: if the first in order does not fit, nobody behind it starts, or a long prompt would wait for ever.
-Everything else is skipped, not blocking: an adapter that does not fit beside the running ones, samples whose prompt
-the first sample is still computing, and prompts whose next page or snapshot a running request is computing right now
+Memory blocks: if the first in order does not fit, no request behind it starts, or a long prompt would wait for ever.
+Everything else is skipped, not blocking: an adapter that does not fit beside the running ones, samples whose prompt the
+first sample is still computing, and prompts whose next page or snapshot a running request is computing right now
 (`frontiers`: they wait for it and start from it, so a prefix shared by many simultaneous requests is computed once). A
-request that has been passed over `max_passes` times is not skipped any more; nobody starts before it. If what it lacks
-is a slot for its adapter, only that is kept from others: of the adapters that run, the one that will be done first
-takes no more requests until its slot is free (the drain rule of S-LoRA and SGLang #15129, for one slot instead of all).
+request that has been passed over `max_passes` times is not skipped any more; no other starts before it. If what it
+lacks is a slot for its adapter, only that is kept from others: of the adapters that run, the one that will be done
+first takes no more requests until its slot is free (the drain rule of S-LoRA and SGLang #15129, for one slot instead of
+all).
 
 Where the policy says so, the first in order takes the place of a running request, the least important of those that it
 goes before: its slot, its pages, its state, or the slot of an adapter that only such requests use. What is on its way
-back is waited for, nobody gives way in vain, and in a step in which somebody gave way only those start that go before
-him, too. One that is overdue keeps its place.
+back is waited for, no request gives way in vain, and in a step in which one gave way only those start that go before
+it, too. One that is overdue keeps its place.
 """
 
 from __future__ import annotations
@@ -145,8 +146,8 @@ class Admission:
         return not other.overdue and self._policy.preempts(request, other)
 
     def _victims(self, request: Request, running: Iterable[Request], verdict: Verdict) -> list[Request]:
-        """Requests that give way next for `request`, after `verdict`: the least important, or all that use an adapter
-        that nobody else does."""
+        """Requests that give way next for `request`, after `verdict`: the least important, or all that share an
+        adapter that no others use."""
         giving = sorted((other for other in running if self.goes_before(request, other)), key=self.rank)
         if verdict is Verdict.FULL or not giving:
             return giving[-1:]
@@ -158,7 +159,7 @@ class Admission:
         return list(users.values())[-1] if users else []
 
     def _given_up(self, running: Iterable[Request]) -> list[str]:
-        """Adapters whose slots are on their way back, where that may be for somebody who goes before their users."""
+        """Adapters whose slots are on their way back, where that may be for a request that goes before their users."""
         used = {other.adapter_digest for other in running}
         return [adapter for adapter in self._slots.retiring if self.preempts and adapter not in used]
 

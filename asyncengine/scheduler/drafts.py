@@ -1,4 +1,4 @@
-"""Drafts for the rows of a planned step: what is left over is spent on guesses (`asyncengine.speculation`)."""
+"""Drafts for the rows of a planned step: the rest of the budget is spent on guesses (`asyncengine.speculation`)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Drafting:
         self._adapters = adapters
 
     def add(self, rows: dict[int, Row], budget: int) -> None:
-        """Give `rows`, by ticket, the drafts that are worth their time: none where somebody else's prompt is computed,
-        at most `budget` of them, and pages that are free and nobody's only."""
+        """Give `rows`, by ticket, the drafts that are worth their time: none where another request's prompt is
+        computed, at most `budget` of them, and only on free pages."""
         planner, kv, running = self._roster.drafts, self._roster.kv, self._roster.running
         if planner is None:
             return

@@ -100,7 +100,7 @@ class EncodedImages:
 
     def forget(self, request: Request) -> None:
         """`request` has failed, perhaps for want of a picture that could not be encoded: its pictures are encoded again
-        by whoever asks for them."""
+        for the next request that has them."""
         for span in request.spec.images:
             if self.sizes.pop(span.image.digest, None) is not None:
                 self._forgotten[span.image.digest] = None

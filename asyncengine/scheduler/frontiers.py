@@ -1,6 +1,6 @@
 """Pages and snapshots that running requests are about to leave in the cache: others wait for them, and compute less.
 
-Of a model without states that is a page: who would begin with the page that somebody computes right now waits for it.
+Of a model without states that is a page: a request that begins with the page that another computes waits for it.
 Of a model with states it is a snapshot: a request waits while a running one will leave one on their common way, behind
 where it could start now. Where their ways part is known by then, so that is where the running one is asked to.
 """
@@ -72,7 +72,7 @@ class SnapshotFrontiers:
     """Running requests that have snapshots yet to take."""
 
     most = 4
-    """Snapshots of one request that are yet to come: beyond that, nobody's parting is taken note of."""
+    """Snapshots of one request that are yet to come: beyond that, no further branch is noted."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size

@@ -84,8 +84,8 @@ class PrefixFound:
 
 @dataclass(frozen=True, slots=True)
 class PrefixLoaded:
-    """The reading of this `number` has ended, with so many `pages` of those that it was to fill, and perhaps with the
-    state after the last of them."""
+    """The reading of this `number` has ended: it filled the first `pages` of its pages, and perhaps the state after the
+    last of them."""
 
     number: int
     pages: int

@@ -20,7 +20,7 @@ class Output(NamedTuple):
     ticket: int
     token: int = -1
     plain: bool = False
-    """True: a token, not the first, and nothing else; consumers may take a short cut."""
+    """True: a single token, not the first, without further news; consumers may take a short cut."""
     reason: EndReason | None = None
     logprob: TokenLogprob | None = None
     prompt_logprobs: tuple[int, list[TokenLogprob]] | None = None

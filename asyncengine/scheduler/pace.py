@@ -15,7 +15,7 @@ _CROWD = 4
 _SHARE = 2.0
 """Time that a step may take in any case, in times of its decodes alone: half of the machine is for prompts."""
 _GAIN = 0.4
-"""Part of a new measurement in what is expected."""
+"""Weight of a new measurement in the expected cost."""
 _MAX_RISE = 4.0
 """Factor over the expected time beyond which a step is taken for disturbed, as by a program that holds up the loop."""
 

@@ -107,7 +107,7 @@ class Request:
         return len(self.tokens) - len(self.spec.prompt)
 
     def catch_up(self, matcher: GrammarMatcher) -> str | None:
-        """Take the matcher of its grammar past the output it already has. Returns what is wrong with that, if it is."""
+        """Take the matcher of its grammar past the output it already has. Returns the fault, or None."""
         self.matcher = matcher
         try:
             moved = [token for past in self.spec.resumed for token in matcher.accept(past, False)]

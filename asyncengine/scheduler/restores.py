@@ -1,7 +1,7 @@
 """Requests whose prefix is on a disk or at a peer: they wait until it is in pages here, as others for their grammar.
 
 A request that has everything else is looked up first (`take_wanted`; the engine answers with `PrefixFound`). Where
-reading is worth it, pages are taken for what is there, like a running request's, and an order to fill them goes out
+reading is worth it, pages are taken for it, like a running request's, and an order to fill them goes out
 (`take_orders`; the answer is `PrefixLoaded`). Then they are published, and the request waits for its turn: it finds
 them as it finds everything in the cache. Requests whose next page is being read already wait for the same reading.
 
@@ -87,7 +87,7 @@ class _Reading:
     table: PageTable
     eviction_priority: int
     until: float
-    """Clock reading until which somebody waits."""
+    """Clock reading until which the request waits."""
     waiting: dict[int, Request] = field(default_factory=dict)
 
 
@@ -133,7 +133,7 @@ class Restores:
         return True
 
     def discard(self, request: Request) -> None:
-        """`request` waits for nothing any more. A reading for nobody may end early."""
+        """`request` waits for nothing any more. A reading that no request waits for may end early."""
         self.queue.pop(request.ticket, None)
         for reading in self.readings.values():
             if reading.waiting.pop(request.ticket, None) is not None and not reading.waiting:

@@ -155,7 +155,7 @@ class Results:
         """Append the tokens of one row, until one ends the request: drafts that were right, and what its grammar
         forces, which is computed like a chunk in the next step. Returns how many were taken.
 
-        `accepted`: so many of them were guessed, so that their positions are computed already.
+        `accepted`: the number of right guesses among them, whose positions are computed already.
         """
         if constrained is not None and request.num_pending and (constrained.replaced or len(tokens) > 1):
             request.discard_launched()

@@ -64,7 +64,7 @@ class Roster:
         self.deadlines = Deadlines()
         self.counters = Counters()
         self.outputs: list[Output] = []
-        """News that nobody has taken yet."""
+        """News that the loop has not taken yet."""
 
     # ---------------------------------------------------------------- arriving
 
@@ -129,7 +129,7 @@ class Roster:
     def preempt(self, request: Request) -> None:
         """Take the request's pages; it keeps its tokens and computes them again when readmitted.
 
-        Its full pages stay findable in the prefix cache until somebody really needs the memory, so resuming is often
+        Its full pages stay findable in the prefix cache until another request needs the memory, so resuming is often
         no more than a cache hit.
         """
         self._stop_running(request)
@@ -173,7 +173,7 @@ class Roster:
         self.resume(list(self.suspended), 0.0)
 
     def _close(self, request: Request) -> None:
-        """Stop running: publish what is computed, give back everything held."""
+        """Stop running: publish the computed pages, give back everything held."""
         if request.table is not None:
             self.publish(request)
             self.kv.close(request.table, request.last_step)
@@ -210,8 +210,8 @@ class Roster:
         self.outputs.append(with_counts(request, reason=reason, error=error, **news))
 
     def forget(self, request: Request) -> None:
-        """It has ended; its pages, slot and adapter return when the last step that names them has retired. Nobody hears
-        of it here: whoever has its last token to tell says so with that."""
+        """It has ended; its pages, slot and adapter return when the last step that names them has retired. Its consumer
+        hears of it with its last token, not here."""
         match request.state:
             case RequestState.RUNNING:
                 self._close(request)

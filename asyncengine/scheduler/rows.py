@@ -25,10 +25,10 @@ class InFlight(NamedTuple):
 class Plan:
     """Rows of the step that is being planned, out of a budget of at most `max_num_batched_tokens` positions.
 
-    A prompt gets at most `threshold` of them, so that one long prompt cannot make everybody else's step slow (vLLM's
-    `long_prefill_token_threshold`). Whether it shares its step with others is known when nobody else is admitted: then
-    `widen` gives it all. Who needs all its positions in one step (`whole`) gets all or none, and all if the step is its
-    own: a text longer than the budget goes alone.
+    A prompt gets at most `threshold` of them, so that one long prompt cannot make the steps of others slow (vLLM's
+    `long_prefill_token_threshold`). Whether it shares its step with others is known when no other is admitted: then
+    `widen` gives it all. A request that needs all its positions in one step (`whole`) gets all or none, and all if the
+    step is its own: a text longer than the budget goes alone.
     """
 
     __slots__ = ("left", "rows", "threshold", "total")

@@ -1,13 +1,13 @@
 """The scheduler: synchronous, deterministic, alone. It knows no tasks, devices or text.
 
-Four verbs, called by the engine's loop and nobody else:
+Four verbs, called by the engine's loop alone:
 
     apply(message)        the world changes: a request arrives, leaves, its grammar is ready
     schedule(now)         what the next step computes: expire, run, preempt, admit
     commit(result)        a step has retired: tokens are appended, pages published, requests end (`results`)
     take_outputs()        what that means for the requests' consumers
 
-The requests are in the `roster`, each in exactly one place; here is decided what is computed.
+The requests are in the `roster`, each in exactly one place; this module decides what is computed.
 
 There is no prefill phase and no decode phase (vLLM V1): each request has computed some of its tokens, and a step
 hands out a token budget so that `computed` catches up with `total`, running requests first. Same messages, same clock
@@ -183,8 +183,8 @@ class Scheduler:
         return None
 
     def _schedule_running(self, plan: Plan) -> list[Request]:
-        """Decodes first, so that no prompt delays them; then prompts share what is left of the budget. Returns those
-        that get what the first in the queue leaves, which goes before them."""
+        """Decodes first, so that no prompt delays them; then prompts share the rest of the budget. Returns those that
+        get only what the first in the queue leaves, which goes before them."""
         prompts: list[Request] = []
         rows, page_size, drafting = plan.rows, self.kv.page_size, self.roster.drafts is not None
         stages = self.config.pipeline_parallel

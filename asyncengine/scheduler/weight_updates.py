@@ -4,7 +4,7 @@ An update takes place between two steps, with none in flight. Requests that came
 weights to their end ("wait"), or go on with the new ones, which compute again what the old had ("recompute"). Those
 that come after it are held until it has happened, and are answered by the new ones alone.
 
-A pause is an update that goes on until the engine resumes. Updates asked for meanwhile need not wait for anybody.
+A pause is an update that goes on until the engine resumes. Updates asked for meanwhile wait for no request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncengine.scheduler.request import Request
 
 
 class WeightUpdates:
-    """Weight updates in the order in which they were asked for. `held`: requests that wait for one and nothing else."""
+    """Weight updates in the order in which they were asked for. `held`: requests that wait for an update alone."""
 
     def __init__(self) -> None:
         self.held: dict[int, Request] = {}
@@ -59,7 +59,7 @@ class WeightUpdates:
 
     @property
     def stop_steps(self) -> bool:
-        """The next update does not wait for anybody: no further step is launched before it."""
+        """The next update waits for no request: no further step is launched before it."""
         return self._paused is not None or any(mode == "recompute" for _, mode in list(self.pending.values())[:1])
 
     def due(self, requests: Mapping[int, Request]) -> int | None:

@@ -136,7 +136,7 @@ class EarlierAnswers:
     """Finished answers, to draft from: templates, boilerplate, answers that come again. The oldest are dropped first
     when all take more than `max_bytes`.
 
-    Their namespaces are the prefix cache's, by adapter and cache salt: nobody may learn of another tenant's text, not
+    Their namespaces are the prefix cache's, by adapter and cache salt: no tenant may learn of another's text, not
     even by the time that its tokens take.
     """
 

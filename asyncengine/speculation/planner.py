@@ -1,7 +1,7 @@
 """Plans how many drafted tokens each row of a step carries: expected tokens against the time that they take.
 
-Only what is left over is spent on drafts: steps that compute a prompt have none, but for what that prompt's own caller
-predicts, and no page is taken from anybody.
+Only spare compute is spent on drafts: steps that compute a prompt have none, but for what that prompt's own caller
+predicts, and no page is taken from a request.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class DraftPlanner:
 
     def _looked_up(self, candidate: Candidate, room: int) -> tuple[Draft, list[float]]:
         """A draft up to where the request would end, which is sampled behind the others in any case, and the chances of
-        its tokens, of which the step has `room` for so many."""
+        its tokens, of which the step has `room` for that many."""
         request, limit = self._of(candidate), min(candidate.room, self._max_drafts, room)
         draft = request.proposer.propose(candidate.tokens, limit)
         for stop in candidate.spec.stop_ids:
@@ -270,7 +270,7 @@ class DraftPlanner:
 
 
 def _pays_at_best(costs: Sequence[float], num_tokens: int, num_sampling: int) -> bool:
-    """Whether any number of drafts could be worth its time in such a step; else nobody is asked for one. `costs`: of
-    steps by their tokens."""
+    """Whether any number of drafts could be worth its time in such a step; else no request is asked for one. `costs`:
+    of steps by their tokens."""
     chances = list(accumulate(repeat(_BEST_RATE, len(costs) - 1 - num_tokens), mul))
     return bool(chances) and best_prefix(chances, costs[num_tokens:], num_sampling)[0] > 0

@@ -1,7 +1,7 @@
-"""Processes of ours that run a module of this package: started, told to end, and gone when this process is.
+"""Child processes that run a module of this package: started, told to end, and gone when this process is.
 
 They are programs of their own, not forks and not `multiprocessing`'s, which would run the caller's main module again. A
-socket joins each to its parent, on which nothing is said but a child's last words: its end tells either side that the
+socket joins each to its parent, which carries nothing but a child's last words: its end tells either side that the
 other is gone, however it died. A child inherits the cores and the memory policy of the thread that starts it.
 """
 

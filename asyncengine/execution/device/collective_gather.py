@@ -67,7 +67,7 @@ class CollectiveGather:
     exact = False
 
     def __init__(self, memory: int, rank: int, size: int, backend: str) -> None:
-        """It waits for nobody before the first `meet`."""
+        """Connects at the first `meet`, not here."""
         self.rank, self.size, self._backend = rank, size, backend
         self.lost: str | None = None
         """The reason that `break_off` was given."""
@@ -83,7 +83,7 @@ class CollectiveGather:
         self._flat: torch.Tensor | None = None
 
     def rows_at_once(self, row_bytes: int) -> int:
-        """Rows of so many bytes that are exchanged at once: one at least."""
+        """Number of rows of `row_bytes` each that are exchanged at once, one at least."""
         return max(1, _PLACE // row_bytes)
 
     def place(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -94,7 +94,7 @@ class CollectiveGather:
         return self._flat.view(torch.uint8)[:nbytes].view(dtype).view(rows, columns)
 
     def meet(self) -> None:
-        """Exchange what was written: on a GPU, in the order of its stream, for which nobody waits here. Raises
+        """Exchange what was written: on a GPU, in the order of its stream, without waiting for it. Raises
         `RuntimeError` if another rank is known to be gone."""
         if self.lost is not None:
             raise RuntimeError(self.lost)
@@ -175,7 +175,7 @@ class CollectiveGather:
         """No memory for caches: each rank has its own on its device."""
 
     def close(self) -> None:
-        """Let go of the group; nobody exchanges anything any more. Idempotent."""
+        """Let go of the group, after the last exchange. Idempotent."""
         self.break_off("the model is closed")
         self._leave_place()
         self._close_file()

@@ -78,8 +78,8 @@ class Cores:
         team: Team | None = None,
     ) -> None:  # fmt: skip
         """`threads` None: as many as torch uses in this program. On another device than a CPU, one: to launch. `team`:
-        of so many threads; None: one is made when it is first joined, as a first load has its kernels compiled until
-        then."""
+        the threads that share kernels' loops; None: they are started when first needed, as a first load has its kernels
+        compiled until then."""
         self.most = threads_for(threads, device)
         self._here = device.type == "cpu"
         self._sharing = sharing
@@ -174,8 +174,8 @@ class Company:
         self._preempted = 0
 
     def note(self, threads: int, seconds: float, loops: Account | None, preempted: int) -> None:
-        """A step of so many threads: its seconds, the loops they shared, and how often a thread that torch's operators
-        may have waited for lost its core."""
+        """Note a step of `threads` threads: its seconds, the loops they shared, and how often a thread that torch's
+        operators may have waited for lost its core."""
         self._clock += seconds
         if threads != self._used:  # other engines took some, or gave them back
             self._clear(threads)

@@ -38,7 +38,7 @@ def _setter() -> Callable[[int], None] | None:
 
 @contextmanager
 def torch_threads(threads: int) -> Iterator[None]:
-    """Within, torch's operators on this thread use so many threads; on others, and afterwards, what they did before.
+    """Within, torch's operators on this thread use `threads` threads; on others, and afterwards, as many as before.
 
     Does nothing where torch is built with another library than the OpenMP it comes with.
     """

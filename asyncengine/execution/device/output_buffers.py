@@ -27,7 +27,7 @@ _LARGE = 2**18
 class OutputBufferPool:
     """float32 memory for one result after the other: mapping fresh pages for megabytes takes longer than filling them.
 
-    A result keeps its numbers for as long as anybody holds it, or a part of it.
+    A result keeps its numbers as long as it, or a view of it, is referenced.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,8 @@ class OutputBufferPool:
         return torch.empty(shape, dtype=torch.float32) if self._last is None else self._last[:size].view(shape)
 
     def _is_held(self) -> bool:
-        """Does anybody hold what was handed out last? torch counts: this tensor, and the storage looked at here."""
+        """Whether the last result is still referenced, by torch's count: this tensor, and the storage looked at
+        here."""
         assert self._last is not None
         assert _use_count is not None
         storage: Any = self._last.untyped_storage()

@@ -1,4 +1,4 @@
-"""Pinned host arrays, their copies to the device, and events: what is done outside of tensor arithmetic.
+"""Pinned host arrays, their copies to the device, and events: the work outside of tensor arithmetic.
 
 What a plan needs is one small object, so that the host half of a GPU backend can be tested where there is no GPU.
 """
@@ -24,7 +24,7 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 def send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`host` on `device`, behind what is queued there and without waiting for it; on CPU the same memory.
 
-    It goes through pinned memory of torch's caching allocator, which gives that to nobody else before the copy is done:
+    It goes through pinned memory of torch's caching allocator, which does not reuse it before the copy is done:
     `host` may change at once. From pageable memory a copy would wait for the device.
     """
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -1,9 +1,9 @@
 """Shared memory through which the processes of one model exchange results on a CPU.
 
-It is an anonymous file (`memfd_create`, Linux): no name, and nothing that anybody would have to remove. Each process
+It is an anonymous file (`memfd_create`, Linux): no name, and nothing to remove afterwards. Each process
 writes its columns of a result into the one matrix, waits at a barrier until all have, and copies what it needs. There
-are two such places, used in turns: who writes into one has passed the barrier behind the last use of the other, and so
-has everybody read what was in the first. Stages of a pipeline wait for each other by counts of their own.
+are two such places, used in turns: a process that writes into one has passed the barrier behind the last use of the
+other, by which all have read the first. Stages of a pipeline wait for each other by counts of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncengine.execution.device.shared_pools import SharedPools
 from asyncengine.kernels.cpu import compiler_missing
 
 _PLACE = 2**25
-"""Bytes of each place. What nobody writes to takes no memory; a longer result goes through in several parts."""
+"""Bytes of each place. Untouched bytes take no memory; a longer result goes through in several parts."""
 _PAGE = mmap.PAGESIZE
 _MOST = 64
 """Processes of a model, at most."""
@@ -73,7 +73,7 @@ class SharedGather:
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
     def rows_at_once(self, row_bytes: int) -> int:
-        """Rows of so many bytes that a place holds. Raises `ValueError` where it does not hold one."""
+        """Number of rows of `row_bytes` each that a place holds. Raises `ValueError` where it does not hold one."""
         if row_bytes > _PLACE:
             raise ValueError(f"a row of {row_bytes} bytes is larger than the shared memory, {_PLACE}")
         return _PLACE // row_bytes
@@ -108,14 +108,14 @@ class SharedGather:
             raise RuntimeError(self.lost or "another rank of the model is gone")
 
     def break_off(self, reason: str) -> None:
-        """Let nobody wait any more, in any of the processes: one of them is gone. From any thread; the first reason
+        """End all waiting, in all processes: one of them is gone. From any thread; the first reason
         stands."""
         self.lost = self.lost or reason
         for rank in range(self.size):
             self._break_off(self._address + rank * _WORDS)
 
     def pools(self, nbytes: int, *, each: bool = True) -> SharedPools:
-        """Memory of so many bytes, at least, for what each process keeps, or for what all of them keep together if not
+        """Memory of at least `nbytes` for what each process keeps, or for what all of them keep together if not
         `each`: all of them call this once, with the same number. Raises `OSError` where the system does not give it."""
         first, region = _HEAD + 2 * _PLACE, -(-nbytes // _PAGE) * _PAGE
         rank, size = (self.rank, self.size) if each else (0, 1)
@@ -123,7 +123,7 @@ class SharedGather:
         return SharedPools(self._file, first, rank, size, region)
 
     def close(self) -> None:
-        """Let go of the memory; nobody exchanges anything any more. Idempotent."""
+        """Let go of the memory, after the last exchange. Idempotent."""
         self._close_file()
         self._meet = self._reach = self._arrive = self._break_off = _gone
         self._views.clear()

@@ -1,7 +1,7 @@
 """Memory of pages and states that several processes of one model share on a CPU: each computes with its own region, and
 the engine's process copies prefixes from and into all of them.
 
-It lies in the anonymous file of `shared_gather`. What nobody writes to takes no memory.
+It lies in the anonymous file of `shared_gather`. Untouched bytes take no memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Between host and device without waiting: what a step sends, and how its results come back.
+"""Copies between host and device without waiting: a step's inputs, and its results.
 
-Results are copied on a stream of their own, behind an event, so that the next step's kernels do not queue
-behind them; whoever wants them waits for a second event, on any thread.
+Results are copied on a second stream, behind an event, so that the next step's kernels do not queue behind them; a
+reader waits for a second event, on any thread.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
 class Readback:
     """The results of one step on their way to the host. `fetch` each, `send` once, `wait` before reading any.
 
-    What is copied is kept until it has arrived: only then may its memory go to somebody else, who knows nothing of this
-    stream.
+    What is copied is kept until it has arrived: only then may its memory be reused, by a stream that
+    knows nothing of this one.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None, used: list[torch.Tensor] | None = None) -> None:
-        """`stream`: where copies run; None: the device is the host. `used`: pinned arrays of `fetch_now` that nobody
-        reads any more; a runner's results share them."""
+        """`stream`: where copies run; None: the device is the host. `used`: pinned arrays of `fetch_now` that are read
+        no more; a runner's results share them."""
         self._stream = stream
         self._arrived: Any = None  # untyped in torch
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -67,7 +67,7 @@ class DeviceSampler:
         """Write each row's token, 0 where void, and its largest logit, infinite where one is not a number.
 
         logits [rows, vocab] of any float type, slots and positions int64 [rows] on the device; tokens int64 [rows],
-        best float32 [rows]. Launches kernels and does nothing else; fewer if no row is `truncated`.
+        best float32 [rows]. Only launches kernels; fewer if no row is `truncated`.
         """
         if len(logits) > self._max_rows:
             for begin in range(0, len(logits), self._max_rows):

@@ -72,7 +72,7 @@ class PenaltyTable:
         """(prompt_seen, output_counts) of `row` over all its positions below start + count.
 
         `last_token` holds the token in flight, if the row has one, at `place`; None: at its slot. Its drafts count in
-        what is returned and nowhere else: nobody knows yet whether they stand.
+        the returned counts alone: it is not known yet whether they stand.
         """
         total = row.start + row.num_scheduled - len(row.drafts)
         state = self.states.get(row.slot)
@@ -258,7 +258,7 @@ class LogitProcessors:
             logits.sub_((output_counts > 0) * float(params.presence[slot]))
 
     def _hold_open(self, logits: torch.Tensor) -> None:
-        """Mask the stop ids, unless nothing else is left (a grammar that allows only the end wins)."""
+        """Mask the stop ids, unless no other token is left (a grammar that allows only the end wins)."""
         held_open = np.flatnonzero(self._positions < self._params.held_until[self._slots]).tolist()
         stops = [
             (place, token)

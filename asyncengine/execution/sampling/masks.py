@@ -3,8 +3,8 @@
 The matchers' libraries release the interpreter lock while they fill, so masks cost a step only what they take longer
 than the forward (vLLM fills them under `execute_model` as well). That holds for a row whose last token is still being
 sampled by the step before: its mask is filled when that token is here, while this step's forward runs. Where the
-forward takes the host's cores, a thread of the masks' own fills one after the other; where a device computes, whoever
-launches the step fills all masks at once, on all cores.
+forward takes the host's cores, a separate thread fills one mask after the other; where a device computes, the
+launching thread fills all masks at once, on all cores.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class StepMasks:
         self._failed: dict[int, str] = {}
         self._done = done
         self._together: dict[type, dict[int, tuple[int, GrammarMatcher]]] = {}
-        """Kind of matcher -> mask -> batch index and matcher of what is filled at once."""
+        """Kind of matcher -> mask -> batch index and matcher of the masks that are filled at once."""
 
     @property
     def unread(self) -> UnreadStep | None:
@@ -151,7 +151,7 @@ class StepMasks:
 
     def wait(self, sampling: Sequence[int], packed: NDArray[np.int32] | None = None) -> FilledMasks:
         """The masks, in the order of the sampled tokens, each given by the batch index of its row. `packed`: memory to
-        fill, as in `fill`, where nobody else does."""
+        fill, as in `fill`, where no other thread does."""
         if self._done is None:
             self.fill(packed)
         else:
@@ -217,7 +217,8 @@ class MaskFiller:
 
 
 def apply_masks(logits: torch.Tensor, masks: FilledMasks) -> None:
-    """Set what is not allowed to -inf, in place. logits float [rows, vocab]; many masked rows in one operation."""
+    """Set tokens that are not allowed to -inf, in place. logits float [rows, vocab]; many masked rows in one
+    operation."""
     device, vocab = logits.device, logits.shape[-1]
     all_rows = len(masks.places) == logits.shape[0]
     most = max(_PART_ELEMENTS // vocab, 1)

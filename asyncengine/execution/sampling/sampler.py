@@ -192,7 +192,8 @@ class Sampler:
         self, rows: Sequence[Row], places: Sequence[int], logits: torch.Tensor, sampled: Sampled
     ) -> torch.Tensor:
         """Logits [len(places), vocab] by which the tokens of `rows` at `places` are scored: the model's own, or float32
-        logarithms of what each token was drawn from, -inf where nothing else could be drawn (`logprobs_of`).
+        logarithms of the distribution that each token was drawn from, -inf where no other token could be drawn
+        (`logprobs_of`).
 
         logits [rows, vocab] are the model's, `sampled` what was drawn from them, on the device.
         """

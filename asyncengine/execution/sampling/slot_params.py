@@ -21,7 +21,7 @@ class SlotParams:
         self.version = 0
         """Changes with every slot that changes hands."""
         self._specs: list[ref[RequestSpec] | None] = [None] * max_num_seqs
-        """Owners of the numbers that slots hold. Weakly: a slot that nobody uses keeps nobody's prompt in memory."""
+        """Owners of the numbers that slots hold. Weak references: an unused slot keeps no prompt in memory."""
         self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
         self.top_p = np.ones(max_num_seqs, dtype=np.float32)
         self.min_p = np.zeros(max_num_seqs, dtype=np.float32)

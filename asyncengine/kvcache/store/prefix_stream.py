@@ -2,7 +2,7 @@
 
 The first record (`RecordPart.ABOUT`) has the tokens of the prefix, its adapter and what it was computed with, as JSON;
 its parent is the root digest of its namespace. The records of pages, window pages and the state follow in any order.
-Who reads them fills memory that is nobody else's, and makes it findable when all of it is there.
+A reader fills memory that no request uses yet, and makes it findable when all of it is there.
 """
 
 from __future__ import annotations

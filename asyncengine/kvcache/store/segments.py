@@ -193,8 +193,8 @@ class SegmentStore:
         return True
 
     def _commit(self) -> None:
-        """Enter what is staged into the index: first the records must be on the disk, or an entry could survive a power
-        failure that its record does not."""
+        """Enter the staged records into the index: first the records must be on the disk, or an entry could survive a
+        power failure that its record does not."""
         active = self._active
         if active is None or not active.staged:
             return
@@ -227,7 +227,7 @@ class SegmentStore:
         return self._active
 
     def _give_up_segment(self, error: OSError) -> None:
-        """Nothing is appended to a segment in which a write failed: nobody knows which part of it did. If the disk is
+        """Nothing is appended to a segment in which a write failed, for any part of it may be missing. If the disk is
         full, the oldest segment makes room for a next try."""
         self.failures += 1
         self._failed_in_a_row += 1
@@ -359,7 +359,7 @@ class SegmentStore:
         return number, data_end, index_end
 
     def _go_on_with(self, number: int, data_end: int, index_end: int) -> None:
-        """Append to the segment, behind what is whole of it."""
+        """Append to the segment, behind its last whole record."""
         try:
             data = self._disk.open(self._path(number, "data"))
             index = self._disk.open(self._path(number, "index"))

@@ -15,16 +15,24 @@ __all__ = [
 ]  # fmt: skip
 
 
-def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, heavy: bool = False) -> Any:
+def make_model(
+    name: str, seed: int = 0, dtype: torch.dtype = torch.float32, heavy: bool = False, epsilon: float | None = None
+) -> Any:
     """A random model of the family with every parameter drawn anew, norms near one, sinks and biases not zero.
 
     Weights are large enough that greedy outputs wander instead of repeating one token.
     `heavy`: some weights are several times as large as the others, as trained ones are; clamps and bounds show.
+    `epsilon` of all norms, None: the family's own, which is too small to show.
     """
+    config = (FAMILIES.get(name) or OPTIONS[name])()
+    if epsilon is not None:
+        for field in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "layernorm_epsilon"):
+            if hasattr(config, field):
+                setattr(config, field, epsilon)
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = hf.AutoModelForCausalLM.from_config((FAMILIES.get(name) or OPTIONS[name])(), dtype=torch.float32).eval()
+        model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     randomize(model, name, generator, heavy)
     return model.to(dtype)
 

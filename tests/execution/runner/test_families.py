@@ -37,14 +37,39 @@ GROUPED = ("mamba2-bounded-steps", "mamba2-tied")
 """Mamba-2 whose gated norm has several groups: earlier releases of transformers normalise over all of them at once."""
 NOT_HEAVY = ("gemma4", "opt-350m")
 """Families whose few large weights drown all others."""
+EPSILON = 0.01
+"""Of all norms, so large that a wrong one shows."""
+COMPILED = (
+    "attention.factory",
+    "layers.kernels",
+    "layers.options",
+    "layers.rotary",
+    "layers.stored_weight",
+    "models.formats.fp8",
+    "sampling.sampler",
+)
+"""Modules that ask whether there are compiled kernels."""
+BY_TORCH = (
+    "llama",
+    "gemma2",
+    "llama4",
+    "cohere2",
+    "gpt-oss",
+    "qwen3.5moe",
+    "kimi-linear",
+    "falcon-h1",
+    "lfm2moe",
+    "opt",
+)
+"""Families that have between them all operations that are torch's where no kernel is compiled."""
 
 
-def load(name: str, model: Any, folder: Path) -> tuple[Any, EngineConfig]:
+def load(name: str, model: Any, folder: Path, **settings: Any) -> tuple[Any, EngineConfig]:
     """transformers' `model` as it is loaded from a file of its type, and its settings."""
     dtype = str(model.dtype).removeprefix("torch.")
     config = EngineConfig(
         page_size=PAGE, max_num_seqs=64, kv_cache_memory="4MiB", dtype=dtype, show_progress=False,
-        max_model_len=LIMITED.get(name), num_threads=1,
+        max_model_len=LIMITED.get(name), num_threads=1, **settings,
     )  # fmt: skip
     loaded = load_model(str(save(model, folder)), config)
     assert isinstance(loaded.model, Decoder) == (name in WRITTEN or name in OPTIONS)
@@ -63,7 +88,7 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     pages."""
     if name in GROUPED and Version(transformers.__version__) < Version("5.24"):
         pytest.skip("transformers normalises over all groups")
-    model = make_model(name, heavy=name not in NOT_HEAVY)
+    model = make_model(name, heavy=name not in NOT_HEAVY, epsilon=EPSILON)
     loaded, config = load(name, model, tmp_path)
     loaded.model = recording = Recording(loaded.model)
     runner = build_runner(loaded, config)
@@ -90,6 +115,27 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
         assert driver.run(jobs(64), 16) == [expected[place % 3] for place in range(64)]
     start = from_a_snapshot if runner.num_states else from_another_request
     assert start(driver, texts[0], WANT) == expected[0]
+    runner.close()
+
+
+@pytest.mark.parametrize("name", BY_TORCH)
+def test_torch_s_operations_equal_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is compiled, as without numba and on other devices, the same forward runs on torch's operations."""
+    for module in COMPILED:
+        monkeypatch.setattr(f"asyncengine.execution.{module}.compiler_missing", lambda *_: "as without numba")
+    model = make_model(name, heavy=True, epsilon=EPSILON)
+    loaded, config = load(name, model, tmp_path, attention_backend="torch")
+    loaded.model = recording = Recording(loaded.model)
+    runner = build_runner(loaded, config)
+    assert runner.attention_backend == "torch"
+    driver, texts = Driver(runner), prompts(LENGTHS, VOCAB)
+    recording.logits.clear()
+    (output,) = driver.run([driver.job(texts[0], WANT, SCORED)])
+    wanted = transformers_logits(model, [*texts[0], *output[:-1]])
+    near(torch.cat(recording.logits), wanted)
+    assert output == wanted.argmax(-1)[len(texts[0]) - 1 :].tolist()
+    jobs = [driver.job(text, WANT) for text in texts]
+    assert driver.run(jobs, 7, 5)[0] == output, "in chunks, preempted and in company"
     runner.close()
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -63,51 +60,3 @@ class NoWaiting(TorchDispatchMode):
         assert non_blocking, "a copy that waits"
         assert source.untyped_storage().data_ptr() in self._pinned, "a copy from memory that is not pinned"
         self.copies += 1
-
-
-_NO_KERNEL = {
-    "view", "_unsafe_view", "unsafe_view", "_reshape_alias", "slice", "select", "split", "split_with_sizes", "t",
-    "transpose", "unbind", "unsqueeze", "expand", "detach", "alias", "empty", "empty_like", "new_empty", "as_strided",
-    "permute", "lift_fresh", "resolve_conj", "resolve_neg",
-}  # fmt: skip
-"""Operators of torch that launch nothing."""
-
-
-class Launches(TorchDispatchMode):
-    """Counts what would be launched on a GPU: torch's operators, Triton's kernels and FlashInfer's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-        self.inside = 0
-        self.only_counts = False
-        """Triton's kernels are not run: for tests of how many there are."""
-
-    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        name, made = operator.overloadpacket.__name__, operator(*arguments, **(options or {}))
-        same = name in ("to", "reshape") and made.data_ptr() == arguments[0].data_ptr()
-        if not self.inside and name not in _NO_KERNEL and not same:
-            self.calls[name] += 1
-        return made
-
-    @contextmanager
-    def kernel(self, name: str) -> Iterator[None]:
-        """One launch; what its stand-in does is not counted."""
-        self.calls[name] += not self.inside
-        self.inside += 1
-        try:
-            yield
-        finally:
-            self.inside -= 1
-
-    def without(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, of which nothing is counted."""
-
-        def run(*arguments: Any, **options: Any) -> Any:
-            self.inside += 1
-            try:
-                return function(*arguments, **options)
-            finally:
-                self.inside -= 1
-
-        return run

@@ -160,14 +160,6 @@ def test_a_block_is_the_same_bits_in_any_company() -> None:
     assert torch.equal(alone[3:], resumed)
 
 
-def test_the_check_can_fail() -> None:
-    pair = Pair(BASE, torch.float32)
-    other = replace(BASE, scale=BASE.scale * 1.01)
-    pair.compiled = CompiledBackend([other], pair.torch.num_pages, pair.page_size, torch.float32)
-    found, expected = pair.step(STEPS[0])
-    assert float((found - expected).abs().max()) > 1e-4
-
-
 class Lengths:
     """Rows of fixed keys and values in one pool; any of them can be attended to in any company."""
 
@@ -312,13 +304,6 @@ def test_the_choice() -> None:
     with pytest.raises(InvalidParameter, match="read bfloat16 and float32, not float16") as caught:
         factory.make_backend(EngineConfig(attention_backend="compiled"), specs, 5, torch.float16, CPU)
     assert caught.value.field == "attention_backend"
-
-
-def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factory, "compiler_missing", lambda dtype, device: "numba is not installed")
-    assert factory.make_backend(EngineConfig(), [BASE], 5, torch.bfloat16, CPU).name == "torch"
-    with pytest.raises(InvalidParameter, match="numba is not installed"):
-        factory.make_backend(EngineConfig(attention_backend="compiled"), [BASE], 5, torch.bfloat16, CPU)
 
 
 def test_the_pool_is_as_large_as_counted() -> None:

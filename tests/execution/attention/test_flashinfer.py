@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from support.attention_pair import CPU, Pair, make_flashinfer, prepare
-from support.fake_flashinfer import FakeFlashInfer, FakeMemory, PrefillWrapper
-from support.reachable import tensors_in
+from support.attention_pair import Pair, make_flashinfer, prepare
+from support.fake_flashinfer import FakeFlashInfer, FakeMemory
 
 from asyncengine.execution.attention.base import LayerSpec, page_bytes
 from asyncengine.execution.attention.flashinfer_plan import in_chunks
@@ -67,55 +64,6 @@ def test_equals_the_torch_backend(variant: str, page_size: int, fake: FakeFlashI
     assert fake.calls["decode"] == 4
 
 
-def test_the_comparison_can_fail(fake: FakeFlashInfer) -> None:
-    pair = Pair(make_flashinfer([replace(BASE, scale=0.31)], fake), [BASE], rows=1)
-    assert pair.step([(0, 9)]) > 1e-3
-
-
-@pytest.mark.parametrize("prompt", [True, False], ids=["prompt", "decode"])
-def test_results_go_where_kernels_would_write_them(prompt: bool, fake: FakeFlashInfer) -> None:
-    """The stand-in refuses memory that torch would convert or stretch to fit, and kernels would not."""
-    pair = Pair(backend := make_flashinfer([BASE], fake), [BASE], rows=2)
-    pair.step([(0, 5), (1, 5)])
-    pair.step([(0, 3), (1, 3)] if prompt else [(0, 1), (1, 1)])
-    query = torch.zeros(6 if prompt else 2, 4, 64)
-    backend.attend_into(0, query, torch.empty_like(query))
-    wrong = {"shape": torch.empty(1, *query.shape), "dtype": torch.empty(query.shape, dtype=torch.float64)}
-    for field, out in wrong.items():
-        with pytest.raises(ValueError, match=f"Invalid {field} of out"):
-            backend.attend_into(0, query, out)
-    with pytest.raises(AssertionError, match="counts on through memory"):
-        backend.attend_into(0, query, torch.empty(*query.shape[:2], 128)[..., ::2])
-
-
-def test_groups_are_planned_once_a_step(fake: FakeFlashInfer) -> None:
-    backend = make_flashinfer(GEMMA, fake)
-    pair = Pair(backend, GEMMA, rows=2)
-    assert pair.step([(0, 11), (1, 2)]) < 1e-5
-    assert pair.step([(0, 1), (1, 1)]) < 1e-5
-    before = fake.memory.queued
-    pair.plan([(0, 1), (1, 1)])
-    per_group = 1 + 2  # its staging area, row pointers, last lengths
-    assert fake.memory.queued - before == 1 + 2 * per_group
-    assert backend.kv_bytes == 140 * page_bytes(GEMMA, 4, torch.float32)
-
-
-def test_plans_wait_for_the_one_before_only(fake: FakeFlashInfer) -> None:
-    """The event of a plan is waited for by the next plan of the same wrapper; nothing else waits."""
-    pair = Pair(make_flashinfer([BASE], fake), [BASE], rows=2)
-    for parts, waits in (([(0, 5)], 0), ([(1, 5)], 1), ([(0, 1)], 1), ([(0, 1)], 2), ([(1, 4)], 3)):
-        pair.step(parts)
-        assert fake.memory.waits == waits
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype, fake: FakeFlashInfer) -> None:
-    layers = [*GEMMA, replace(BASE, index=3, sinks=torch.tensor([0.5, -1.0, 2.0, 4.0]))]
-    pair = Pair(make_flashinfer(layers, fake, dtype=dtype), layers, rows=2, dtype=dtype)
-    assert pair.step([(0, 20), (1, 3)]) < 0.1
-    assert pair.step([(0, 1), (1, 1)]) < 0.1
-
-
 def test_eight_bit_keys_and_values(fake: FakeFlashInfer) -> None:
     backend = make_flashinfer([BASE], fake, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
     assert backend.kv_bytes == 140 * page_bytes([BASE], 4, torch.float8_e4m3fn)
@@ -151,41 +99,6 @@ def test_long_prompts_go_through_the_kernels_of_hopper() -> None:
     backend.close()
 
 
-def test_without_the_kernels_of_hopper_others_do_their_work(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """There may be no compiler for them; nor do other devices have them."""
-    wide = [replace(BASE, key_dim=128, value_dim=128)]
-    plain = FakeFlashInfer(FakeMemory())
-    pair = Pair(make_flashinfer(wide, plain, dtype=torch.bfloat16), wide, rows=1, dtype=torch.bfloat16, most=200)
-    pair.step([(0, 130)])
-    assert plain.calls["prefill"] == 1
-    fake = FakeFlashInfer(FakeMemory(hopper=True))
-    plan = PrefillWrapper.plan
-
-    def broken(self: PrefillWrapper, *arrays: Any, **options: Any) -> None:
-        if self.backend == "fa3":
-            raise RuntimeError("nvcc fatal: Unsupported gpu architecture 'compute_90a'")
-        plan(self, *arrays, **options)
-
-    monkeypatch.setattr(PrefillWrapper, "plan", broken)
-    backend = make_flashinfer(wide, fake, dtype=torch.bfloat16)
-    backend.warm_up()
-    assert "Unsupported gpu architecture" in caplog.text
-    pair = Pair(backend, wide, rows=1, dtype=torch.bfloat16, most=200)
-    assert pair.step([(0, 130)]) < 0.1
-    assert fake.calls["long"] == 0
-
-
-def test_inputs_with_gaps_inside_a_head_are_packed(fake: FakeFlashInfer) -> None:
-    backend = make_flashinfer([BASE], fake)
-    pair = Pair(backend, [BASE], rows=1)
-    pair.plan([(0, 3)])
-    inputs = tuple(part.transpose(1, 2).contiguous().transpose(1, 2) for part in pair.inputs(BASE, 3))
-    backend.write(0, inputs[1], inputs[2])
-    assert torch.allclose(backend.attend(0, inputs[0]), pair.expected(BASE, inputs), atol=1e-5)
-
-
 def test_a_prompt_is_cut_where_chunks_end(fake: FakeFlashInfer) -> None:
     """Rows of one token after the cut are still a prompt's, and what is before the chunk is not listed at all."""
     backend = make_flashinfer(LLAMA4, fake)
@@ -199,33 +112,6 @@ def test_a_prompt_is_cut_where_chunks_end(fake: FakeFlashInfer) -> None:
     assert view.starts.tolist() == [1, 0, 0, 1]
     assert view.counts.tolist() == [7, 8, 5, 1]
     assert view.page_tables[-1][:1].tolist() == pair.tables[1][10:11]
-
-
-def test_what_a_former_owner_left_is_not_read(fake: FakeFlashInfer) -> None:
-    backend = make_flashinfer([BASE], fake)
-    backend.pools[0][1:] = math.nan
-    pair = Pair(backend, [BASE], rows=2)
-    assert pair.step([(0, 6), (1, 3)]) < 1e-5
-    for _ in range(6):
-        assert pair.step([(0, 1), (1, 1)]) < 1e-5
-
-
-def test_warm_up_runs_every_kernel_once_per_group_and_leaves_no_trace(fake: FakeFlashInfer) -> None:
-    for page_size in (1, 4):
-        backend = make_flashinfer(GEMMA, fake, page_size=page_size, num_pages=420)
-        fake.calls.clear()
-        backend.warm_up()
-        assert fake.calls == {"append": 4, "prefill": 2, "decode": 2}
-        assert not bool(backend.pools[0][0].any())
-        assert Pair(backend, GEMMA, rows=1).step([(0, 9)]) < 1e-5
-
-
-def test_closing_frees_the_pool(fake: FakeFlashInfer) -> None:
-    backend = make_flashinfer([BASE], fake)
-    prepare(backend, 2)
-    assert tensors_in(backend)
-    backend.close()
-    assert not any(kept.numel() for kept in tensors_in(backend))
 
 
 # ---------------------------------------------------------------- CUDA graphs
@@ -279,44 +165,3 @@ def test_a_captured_graph_follows_the_plans(layers: list[LayerSpec], fake: FakeF
             wanted = pair.expected(spec, parts)
             assert torch.allclose(out[: len(rows)], wanted[: len(rows)], atol=1e-5), f"step {step}"
         pair.advance(rows)
-
-
-def test_graphs_read_one_memory_and_have_small_workspaces(fake: FakeFlashInfer) -> None:
-    backend = make_flashinfer(GEMMA, fake, max_pages_per_row=30)
-    inputs = prepare(backend, 8, 4, 2, 1)
-    memory = inputs.device.untyped_storage().data_ptr()
-    for graph in backend.decode_graphs.values():
-        ((begin, arrays),) = graph.arrays.values()
-        assert (begin, arrays.kv_indptr.untyped_storage().data_ptr()) == (0, memory)
-        assert all(wrapper.wrapper.int_workspace_bytes < 2**18 for wrapper in graph.wrappers.values())
-    assert backend.decode_graphs[8].arrays[None][1].kv_indices.numel() >= 8 * 30
-
-
-def test_rows_of_the_longest_length_fit_a_graph(fake: FakeFlashInfer) -> None:
-    backend = make_flashinfer([BASE], fake, max_pages_per_row=25, num_pages=140)
-    pair = Pair(backend, [BASE], rows=4, most=100)
-    pair.fixed = prepare(backend, 4)
-    assert pair.step([(row, 99) for row in range(4)]) < 1e-5
-    assert pair.step([(row, 1) for row in range(4)], padded=4) < 1e-5
-
-
-def test_a_graphs_plan_stands_until_a_row_has_another_page(fake: FakeFlashInfer) -> None:
-    """The one copy of a step is all that is queued then; the fake kernels compare what was planned with what lies in
-    memory when they run."""
-    backend = make_flashinfer(GEMMA, fake)
-    pair = Pair(backend, GEMMA, rows=2)
-    pair.fixed = prepare(backend, 2)
-    assert pair.step([(0, 4), (1, 5)]) < 1e-5
-    queued = []
-    for _ in range(5):
-        before = fake.memory.queued
-        assert pair.step([(0, 1), (1, 1)], padded=2) < 1e-5
-        queued.append(fake.memory.queued - before)
-    first = 2 * (1 + 2)  # each group's staging area; its first plan copies row pointers and last lengths, too
-    assert queued == [1 + first, 1, 1, 1 + 2, 1 + 2]
-
-
-def test_the_torch_backend_captures_nothing(fake: FakeFlashInfer) -> None:
-    pair = Pair(make_flashinfer([BASE], fake), [BASE], rows=1, device=CPU)
-    assert pair.tested.graphs
-    assert not pair.reference.graphs

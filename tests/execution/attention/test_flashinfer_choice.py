@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support import forked
 from support.fake_flashinfer import FakeFlashInfer, FakeMemory
 from support.reachable import tensors_in
 
@@ -18,7 +16,6 @@ from asyncengine.errors import InvalidParameter
 from asyncengine.execution.attention import factory
 from asyncengine.execution.attention.base import AttentionBackend, LayerSpec
 from asyncengine.execution.attention.flashinfer import FlashInferBackend
-from asyncengine.execution.models.memory.caches import num_pages_for
 
 LAYERS = [LayerSpec(index, 8, 4, 64, 64, 0.125) for index in range(2)]
 CPU = torch.device("cpu")
@@ -116,66 +113,3 @@ def test_otherwise_torch_with_a_word_or_an_error(
     assert caught.value.field == "kv_cache_dtype"
     for backend in machine.made:
         assert not any(kept.numel() for kept in tensors_in(backend)), "freed before the other pool is taken"
-
-
-def test_a_model_that_does_not_qualify_runs_on_torch(machine: Machine) -> None:
-    odd = [LAYERS[0], replace(LAYERS[1], key_dim=96, value_dim=96)]
-    assert machine.make(odd).name == "torch"
-    assert machine.make(dtype=torch.float32).name == "torch"
-    with pytest.raises(InvalidParameter, match="layer 1 has heads of 96 dimensions"):
-        machine.make(odd, attention_backend="flashinfer")
-    assert machine.made == []
-
-
-def test_running_out_of_memory_is_not_hidden(machine: Machine) -> None:
-    def append(*args: Any, **kwargs: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    machine.monkeypatch.setattr(machine.fake, "append_paged_kv_cache", append)
-    with pytest.raises(torch.OutOfMemoryError):
-        machine.make()
-
-
-def test_eight_bit_memory_counts_half(machine: Machine) -> None:
-    full, half = machine.make(), machine.make(kv_cache_dtype="fp8")
-    assert half.kv_bytes * 2 == full.kv_bytes
-    pages = [
-        num_pages_for(
-            LAYERS, EngineConfig(kv_cache_memory="64MiB", kv_cache_dtype=kind), 10**6, torch.bfloat16, CPU, 2**30
-        )
-        for kind in ("auto", "fp8")
-    ]
-    assert pages[1] == 2 * pages[0]
-
-
-def test_on_a_cpu_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    assert factory.make_backend(EngineConfig(), LAYERS, 5, torch.float32, CPU).name == "compiled"
-    assert caplog.records == []
-    with pytest.raises(InvalidParameter, match="flashinfer cannot be used: it needs an NVIDIA GPU"):
-        factory.make_backend(EngineConfig(attention_backend="flashinfer"), LAYERS, 5, torch.float32, CPU)
-    with pytest.raises(InvalidParameter, match="kv_cache_dtype: needs the flashinfer attention backend"):
-        factory.make_backend(EngineConfig(kv_cache_dtype="fp8"), LAYERS, 5, torch.float32, CPU)
-
-
-def test_choices_are_checked() -> None:
-    with pytest.raises(InvalidParameter, match="attention_backend"):
-        EngineConfig(attention_backend="flash")
-    with pytest.raises(InvalidParameter, match="kv_cache_dtype"):
-        EngineConfig(kv_cache_dtype="int4")
-
-
-def test_flashinfer_is_not_imported_before_it_is_needed() -> None:
-    probe = (
-        "import sys\n"
-        "class Refuse:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        assert name != 'flashinfer', 'imported'\n"
-        "sys.meta_path.insert(0, Refuse())\n"
-        "import torch\n"
-        "from asyncengine.execution.attention.base import LayerSpec\n"
-        "from asyncengine.execution.attention.factory import make_backend\n"
-        "from asyncengine.config import EngineConfig\n"
-        "spec = LayerSpec(0, 8, 4, 64, 64, 0.125)\n"
-        "print(make_backend(EngineConfig(), [spec], 5, torch.float32, torch.device('cpu')).name)"
-    )
-    assert forked.run(probe).strip() == "compiled"

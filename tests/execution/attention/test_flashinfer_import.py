@@ -38,19 +38,6 @@ def test_ninja_of_this_python_is_found(scripts: Path, tmp_path: Path) -> None:
     assert os.environ["PATH"] == f"{tmp_path / 'elsewhere'}{os.pathsep}{scripts}", "at the end, and once"
 
 
-def test_another_ninja_comes_first(scripts: Path, tmp_path: Path) -> None:
-    program(scripts)
-    program(tmp_path / "elsewhere")
-    backend.load_flashinfer()
-    assert str(scripts) not in os.environ["PATH"]
-
-
-def test_without_ninja_nothing_changes(scripts: Path) -> None:
-    before = os.environ["PATH"]
-    backend.load_flashinfer()
-    assert os.environ["PATH"] == before
-
-
 def test_without_a_path_there_is_one(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(scripts)
     monkeypatch.delenv("PATH")

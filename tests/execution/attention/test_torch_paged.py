@@ -8,10 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.device_modes import DEVICE, NoWaiting
 from support.rank_threads import gathers
 
-from asyncengine.execution.attention import torch_paged
 from asyncengine.execution.attention.base import LayerSpec, StepView, page_bytes
 from asyncengine.execution.attention.torch_paged import TorchPagedBackend, _similar_lengths
 from asyncengine.execution.device import shared_gather
@@ -118,13 +116,6 @@ def test_against_attention_by_hand(variant: str, page_size: int) -> None:
     assert rows.step([(row, 1) for row in (3, 2, 1, 0)]) < 1e-5
 
 
-def test_the_check_can_fail() -> None:
-    backend = TorchPagedBackend([BASE], 50, 4, torch.float32, CPU)
-    rows = Sequences(backend, BASE, [9], seed=0)
-    rows.spec = replace(BASE, scale=0.31)
-    assert rows.step([(0, 1)]) > 1e-3
-
-
 def test_layers_of_different_windows_and_heads() -> None:
     layers = [BASE, replace(BASE, index=1, window=5), replace(BASE, index=2, num_kv_heads=4)]
     backend = TorchPagedBackend(layers, 100, 4, torch.float32, CPU)
@@ -165,41 +156,6 @@ def test_groups_bound_padding_and_size() -> None:
         assert widths.max() <= 1.25 * widths.min() + 1
         assert len(group) * widths.max() <= 128
     assert len(_similar_lengths(rows[:2], np.array([500, 500]), most_pages=128)) == 2, "one row may exceed the bound"
-
-
-def planned(device: torch.device, num_pages: int, rows: int = 40) -> int:
-    """Groups of decodes into which `rows` rows of 64 keys each are put."""
-    backend = TorchPagedBackend([BASE], num_pages, 4, torch.float32, device)
-    starts, counts = np.full(rows, 63, dtype=np.int64), np.ones(rows, dtype=np.int64)
-    tables = np.ones((rows, 16), dtype=np.int32)
-    slots = torch.zeros(rows, dtype=torch.int64, device=device)
-    backend.plan(StepView(starts, counts, np.arange(rows + 1, dtype=np.int64), tables, slots))
-    (plan,) = backend._plans.values()
-    return len(plan.decodes)
-
-
-def test_off_the_cpu_groups_are_as_large_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each costs launches there, and caches do not matter. A row has 16 pages of 256 bytes."""
-    monkeypatch.setattr(torch_paged, "_SCRATCH_BYTES", 8 * 16 * 256)
-    assert planned(CPU, 10_000) == 5
-    with NoWaiting(monkeypatch):
-        assert planned(DEVICE, 10_000) == 1
-        assert planned(DEVICE, 1280) == 2, "a quarter of the pool's keys: 20 rows"
-        assert planned(DEVICE, 9) == 5, "as much as on a CPU"
-    monkeypatch.setattr(torch_paged, "_DEVICE_SCRATCH_BYTES", 10 * 16 * 256)
-    with NoWaiting(monkeypatch):
-        assert planned(DEVICE, 10_000) == 4
-
-
-def test_planning_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts, chunks and decodes, and pages that are opened."""
-    backend = TorchPagedBackend([replace(BASE, window=6), replace(BASE, index=1)], 30, 4, torch.float32, DEVICE)
-    starts, counts = np.array([0, 9, 8], dtype=np.int64), np.array([6, 5, 1], dtype=np.int64)
-    slots = torch.zeros(12, dtype=torch.int64, device=DEVICE)
-    tables = np.arange(1, 16, dtype=np.int32).reshape(3, 5)
-    with NoWaiting(monkeypatch) as mode:
-        backend.plan(StepView(starts, counts, np.array([0, 6, 11, 12], dtype=np.int64), tables, slots))
-    assert mode.copies >= 8
 
 
 @pytest.mark.skipif(shared_gather.missing() is not None, reason=str(shared_gather.missing()))

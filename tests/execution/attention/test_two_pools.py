@@ -87,30 +87,6 @@ def test_requests_of_two_windows_run_beside_each_other_as_before(kind: str) -> N
         assert now >= min((before - 1) // each, 256)
 
 
-def test_what_is_won() -> None:
-    """A gibibyte holds three times the context in two pools with five of six layers in windows of 1,024, and nearly
-    twice with every second layer in windows of 128."""
-    for specs, least in ((GEMMA, 3.2), (GPT_OSS, 1.75)):
-        assert sizes(specs).pages >= least * pages_of_one(specs)
-
-
-def test_where_memory_is_not_scarce_one_pool_is_enough() -> None:
-    found = sizes(GEMMA, 16 * GIB, length=4096, max_num_seqs=4)
-    assert found == PoolSizes(4 * 4096 // 16 + 1, 0, "the KV cache holds no more in two pools")
-
-
-def test_a_window_of_nearly_the_whole_pool_gains_nothing() -> None:
-    assert sizes(LLAMA, 2**25).window_pages == 0
-
-
-def test_what_is_left_over_goes_to_the_windows() -> None:
-    """All requests at full length fit: then more window pages find more prefixes."""
-    found = sizes(GEMMA, length=16_384, max_num_seqs=6)
-    assert found.pages == 6 * 1024 + 1
-    shape = two_pools(GEMMA, EngineConfig(max_num_seqs=6), 16_384, torch.bfloat16)
-    assert found.window_pages > shape.most
-
-
 def test_the_bytes_for_a_number_of_pages() -> None:
     shape = two_pools(GEMMA, EngineConfig(), 131_072, torch.bfloat16)
     both = shape.page_bytes + shape.window_page_bytes

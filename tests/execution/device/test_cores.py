@@ -56,41 +56,6 @@ def test_more_is_tried_again_ever_more_rarely() -> None:
     assert used.count(2) < len(used) / 15
 
 
-def test_when_the_company_leaves_all_threads_are_back() -> None:
-    company = Company(4)
-    steps(company, 3, POOR)
-    assert company.threads == 1
-    steps(company, 20, GOOD)
-    assert company.threads == 4
-    assert set(steps(company, 5, GOOD)) == {4}
-
-
-def test_preempted_threads_of_openmp_count() -> None:
-    """torch's operators share loops that nobody accounts for."""
-    company = Company(2)
-    assert set(steps(company, 2, None)) == {2}
-    steps(company, 0.2, None, preempted=10)
-    assert company.threads == 1
-
-
-def test_what_is_left_by_other_engines_is_judged_too() -> None:
-    """Steps have fewer threads than the engine would use; it goes up again although it never gets them all."""
-    company = Company(4)
-    for _ in range(10):
-        company.note(2, STEP, POOR, 0)
-    assert company.threads == 1
-    for _ in range(200):
-        company.note(min(2, company.threads), STEP, GOOD, 0)
-    assert company.threads == 4
-
-
-def test_one_preemption_in_a_step_is_no_company() -> None:
-    company = Company(2)
-    for _ in range(100):
-        company.note(2, 0.005, None, 1)
-    assert company.threads == 2
-
-
 def test_an_engine_on_another_device_takes_no_threads() -> None:
     sharing = Sharing()
     cores = Cores(4, torch.device("meta"), sharing)
@@ -173,15 +138,6 @@ def test_torch_s_threads_are_set_for_this_thread_alone() -> None:
         assert torch.get_num_threads() == before + 2
         assert on_a_thread(torch.get_num_threads) == before
     assert torch.get_num_threads() == before
-
-
-def test_what_a_step_raises_leaves_nothing_behind() -> None:
-    cores, before = Cores(2), torch.get_num_threads()
-    with pytest.raises(KeyError), cores.step(torch_alone=True):
-        raise KeyError
-    assert torch.get_num_threads() == before
-    assert stepped(cores) == 2
-    cores.close()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 import sys
 import weakref
@@ -21,37 +20,6 @@ from asyncengine.execution.device.memory import free_bytes, in_words, is_out_of_
 
 CPU = torch.device("cpu")
 GIB = 2**30
-
-PROBE = """
-import torch
-from asyncengine.execution.device.memory import bound_kernel_caches
-
-def resident():
-    return int(open("/proc/self/status").read().split("VmRSS:")[1].split()[0])
-
-bound_kernel_caches()
-weights = [torch.randn(96 + 32 * i, 128).bfloat16() for i in range(3)]
-before = resident()
-with torch.inference_mode():
-    for rows in range(1, 500):
-        for weight in weights:
-            torch.nn.functional.linear(torch.ones(rows, 128, dtype=torch.bfloat16), weight)
-print(resident() - before)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_compiled_kernels_do_not_pile_up_unless_the_user_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """KiB that products of 1,500 different shapes leave behind in a process of their own."""
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("torch's products are not oneDNN's here")
-    limits = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-    for name in limits:
-        monkeypatch.setenv(name, "1024")
-    much = int(forked.run(PROBE))
-    for name in limits:
-        monkeypatch.delenv(name)
-    assert int(forked.run(PROBE)) < much / 2
 
 
 @pytest.mark.parametrize(
@@ -127,15 +95,6 @@ def test_what_is_free_is_what_the_system_says(machine: Path) -> None:
     assert limited_by(CPU) == ""
 
 
-def test_a_linux_without_proc(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreadable() -> None:
-        raise FileNotFoundError("/proc/meminfo")
-
-    monkeypatch.setattr(psutil, "virtual_memory", unreadable)
-    monkeypatch.setattr(os, "sysconf", {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.__getitem__)
-    assert free_bytes(CPU) == 4096_000
-
-
 @pytest.mark.parametrize(
     ("own", "limited"),
     [
@@ -155,13 +114,6 @@ def test_control_groups_limit_what_is_free(own: str | None, limited: str, machin
     limit(machine / limited, V2 if limited.startswith("v2") else V1, str(3 * GIB), 2 * GIB, GIB // 2)
     assert free_bytes(CPU) == 3 * GIB // 2
     assert limited_by(CPU) == " (this process's control group leaves no more)"
-
-
-def test_control_groups_without_a_limit(machine: Path) -> None:
-    (machine / "own").write_text("4:memory:/c\n0::/a\n")
-    limit(machine / "v2/a", V2, "max", GIB, 0)
-    limit(machine / "v1/c", V1, str(2**63 - 4096), GIB, 0)
-    assert (free_bytes(CPU), limited_by(CPU)) == (8 * GIB, "")
 
 
 _LIMITED = """

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 import torch
-from support.fake_cuda import CUDA, FakeCuda
 from torch.utils.flop_counter import FlopCounterMode
 
 from asyncengine import DEMO_MODEL
@@ -53,16 +52,6 @@ def test_what_a_caller_has_set_is_seen_on_its_thread_alone(name: str) -> None:
         thread.join()
     assert is_plain_thread(CPU)
     assert elsewhere == [True]
-
-
-def test_a_stream_of_the_callers_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda(monkeypatch)
-    first = cuda.current()
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda _: first)
-    assert is_plain_thread(CUDA)
-    with torch.cuda.stream(torch.cuda.Stream(CUDA)):
-        assert not is_plain_thread(CUDA)
-    assert is_plain_thread(CUDA)
 
 
 def test_a_runner_asks_the_thread_that_would_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncengine.execution.device.topology import MemoryNode, Share, bind_memory, divide, memory_nodes
+from asyncengine.execution.device.topology import MemoryNode, Share, divide, memory_nodes
 
 GIB = 2**30
 
@@ -43,17 +43,6 @@ def test_two_nodes_of_cores_with_two_threads_each(tmp_path: Path) -> None:
     first, both, last = divide(nodes, 3)
     assert [first.cores, both.cores, last.cores] == [((0, 4),), ((2, 6),), ((1, 5), (3, 7))]
     assert [share.cores for share in divide(nodes, 5)] == [((0, 4),), ((2, 6),), ((1, 5),), ((3, 7),), ((0, 4),)]
-
-
-def test_odd_numbers_offline_cores_and_nodes_without(tmp_path: Path) -> None:
-    """Nodes 0 and 8 as on POWER, of which 8 is listed first by name; 252 has memory alone, 3 has CPUs that are off."""
-    system = machine(tmp_path, {8: "16-19", 0: "0-3", 252: "", 3: "8-9", 10: "24"}, "0-2,16,18-19,24", [])
-    (tmp_path / "node/node10/meminfo").unlink()
-    nodes = memory_nodes(system, range(32))
-    assert [(node.number, node.cores) for node in nodes] == [
-        (0, ((0,), (1,), (2,))), (8, ((16,), (18,), (19,))), (10, ((24,),)),
-    ]  # fmt: skip
-    assert [share.nodes for share in divide(nodes, None)] == [(0,), (8,), ()], "nothing is bound to no memory"
 
 
 def test_only_what_this_process_may_use(tmp_path: Path) -> None:
@@ -98,7 +87,3 @@ def test_what_a_bound_thread_starts_is_bound_and_other_threads_are_not() -> None
         or "memory is not bound to nodes [0]" in run.stderr
         or not Path("/proc/self/numa_maps").exists()
     )
-
-
-def test_a_node_that_is_not_there_is_refused() -> None:
-    assert bind_memory({1000}) is not None

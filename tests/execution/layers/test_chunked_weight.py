@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 from support.bfloat16_dots import with_bfloat16_dots
 from support.forwards import relative_error
-from support.layer_options import options
 from support.stored_matrices import FORMS, FloatMatrix, RandomMatrix
 
 pytest.importorskip("triton")
 
-from asyncengine.execution.device.output_buffers import OutputBufferPool
-from asyncengine.execution.layers import stored_weight
-from asyncengine.execution.layers.embedding import Embedding, LMHead
 from asyncengine.execution.layers.stored import NumberForm, StoredForm
-from asyncengine.execution.layers.stored_weight import ChunkedWeight, SideBySide, chunk_group, stored_missing
+from asyncengine.execution.layers.stored_weight import ChunkedWeight
 
 CPU = torch.device("cpu")
 LIMITS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -61,13 +54,6 @@ def test_products_of_each_form(name: str) -> None:
     weight.read_rows(ids, out)
     assert relative_error(dense[ids], out) < 1e-6
     assert weight.multiply(torch.empty(0, 256), None).shape == (0, 24)
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("awq", torch.float16), ("Q4_K", torch.bfloat16), ("w8a8", torch.float16)])
-def test_products_in_narrow_types(name: str, dtype: torch.dtype) -> None:
-    matrix = RandomMatrix(name, 24, 256)
-    for rows in (2, 9, 17, 65):
-        check(loaded(matrix), matrix.dense(), rows, dtype)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 8])
@@ -127,60 +113,3 @@ def test_inputs_in_an_order_of_their_own(rows: int) -> None:
     check(weight, matrix.dense(), rows)
     weight.read_rows(ids, out)
     assert relative_error(matrix.dense()[ids], out) < 1e-6
-
-
-def test_what_a_matrix_takes() -> None:
-    """Bits of a number with its group's scale and what else that has, and a scale for each row."""
-    for name, bits in (("Q4_K", 4.625), ("gptq8", 8.3125), ("Q6_K", 8.5625)):
-        weight = loaded(RandomMatrix(name, 64, 512))
-        assert weight.nbytes == 64 * 512 * bits / 8 + 64 * 4
-
-
-def test_parts_of_rows_are_loaded_where_they_belong() -> None:
-    weight = ChunkedWeight(48, 256, StoredForm("Q4_K", FORMS["Q4_K"]), CPU)
-    parts = [RandomMatrix("Q4_K", 32, 256), RandomMatrix("Q4_K", 16, 256, seed=1)]
-    weight.load(32, parts[1])
-    weight.load(0, parts[0])
-    assert [part.released[-1] for part in parts] == [(0, 32), (0, 16)]
-    check(weight, torch.cat([part.dense() for part in parts]), 3)
-
-
-def test_what_is_not_as_was_said_is_refused() -> None:
-    weight = ChunkedWeight(32, 256, StoredForm("Q4_K", FORMS["Q4_K"]), CPU)
-    for given, message in (
-        (torch.ones(32, 256), "takes quantized matrices only"),
-        (RandomMatrix("Q6_K", 32, 256), "is not Q4_K"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            weight.load(0, given)
-    with pytest.raises(ValueError, match="no kernel"):
-        ChunkedWeight(16, 48, StoredForm("odd", NumberForm(4, 24)), CPU)
-    assert chunk_group(NumberForm(4, 24)) is None
-    assert "bfloat16 and float16, not float32" in str(stored_missing(torch.float32, torch.device("cuda")))
-
-
-def test_tables_output_layers_and_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights as layers make them on a GPU: equal neighbours are one matrix, of whatever number of rows."""
-    monkeypatch.setattr(stored_weight, "on_gpu", lambda device: True)
-    monkeypatch.setattr(stored_weight, "stored_missing", lambda dtype, device: None)
-    matrix, ids = RandomMatrix("Q6_K", 100, 256), torch.tensor([3, 99, 3])
-    own = options(forms={"embed": StoredForm("Q6_K", FORMS["Q6_K"])})
-    table, head = Embedding(own, "embed", 100, 256), LMHead(own, "head", 100, 256, tied="embed")
-    for each in (table, head):
-        dict(each.slots())["embed.weight"].load(matrix)
-        assert each.nbytes < 100 * 256 * 2
-    expected = matrix.dense()
-    assert relative_error(expected[ids], table(ids)) < 1e-6
-    assert torch.equal(Embedding(own, "embed", 100, 256, head=head)(ids), table(ids))
-    for rows in (2, 66):
-        x = torch.randn(rows, 256)
-        logits = head.weight.logits(x.half(), None, OutputBufferPool())
-        assert logits.dtype == torch.float32
-        assert relative_error(x @ expected.T, logits) < 1e-3
-    forms: Any = {path: StoredForm("w8a8", FORMS["w8a8"]) for path in "ab"}
-    merged = options(forms=forms).weight(50, 256, [20], ["a", "b"])
-    assert isinstance(merged, ChunkedWeight)
-    apart = options(forms=forms).weight(60, 256, [20, 50], ["a", "b", "c"])
-    assert isinstance(apart, SideBySide)
-    assert [form.outputs for form in apart.forms] == [50, 10]
-    assert np.isclose(sum(form.nbytes for form in apart.forms), apart.nbytes)

@@ -8,30 +8,13 @@ import pytest
 import torch
 from support.fake_flashinfer import FakeFlashInfer, FakeMemory
 from support.layer_options import CPU
-from torch.nn import functional
 
 from asyncengine.execution.layers import kernels as kernels_module
 from asyncengine.execution.layers.kernels import ACTIVATIONS, CudaKernels, layer_kernels
-from asyncengine.kernels.cuda import norm
 
 
 def broken(*_: Any) -> Any:
     raise FileNotFoundError("nvcc")
-
-
-def test_norms_are_torchs_where_there_is_no_triton() -> None:
-    kernels, weight, x = CudaKernels(FakeFlashInfer(FakeMemory()), CPU), torch.rand(64), torch.randn(5, 64).bfloat16()
-    wanted = functional.rms_norm(x.float(), (64,), weight, 1e-6).bfloat16()
-    assert torch.equal(kernels.rms_norm(x, weight, 1e-6), wanted)
-    total, normed = kernels.add_rms_norm(x, x, 0.5, weight, 1e-6)
-    torch.testing.assert_close(total, 1.5 * x)
-    torch.testing.assert_close(normed, wanted)
-
-
-def test_norms_are_triton_kernels_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels_module, "triton_missing", lambda device: None)
-    kernels = CudaKernels(FakeFlashInfer(FakeMemory()), CPU)
-    assert (kernels.rms_norm, kernels.add_rms_norm) == (norm.rms_norm, norm.add_rms_norm)
 
 
 def test_gates() -> None:

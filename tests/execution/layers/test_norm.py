@@ -83,13 +83,3 @@ def test_heads_in_a_wider_row(plain: bool) -> None:
     fill(norm, {"norm.weight": weight})
     x = torch.randn(5, 12 * 16)[:, : 4 * 16].unflatten(-1, (4, 16))
     close(norm(x), exact(x, weight, config))
-
-
-def test_a_new_weight_replaces_the_old_one() -> None:
-    """Nothing of the offset is added twice."""
-    norm = Norm(options(torch.bfloat16), NormConfig(offset=1.0), "norm", WIDTH)
-    weight, address = torch.randn(WIDTH).bfloat16(), norm.weight.data_ptr()
-    for _ in range(2):
-        fill(norm, {"norm.weight": weight})
-    assert norm.weight.data_ptr() == address
-    close(norm(torch.ones(1, WIDTH)), exact(torch.ones(1, WIDTH), weight, norm.config))

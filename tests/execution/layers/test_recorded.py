@@ -15,7 +15,6 @@ from support.tiny_configs import FAMILIES, VOCAB, changed
 
 from asyncengine.config import EngineConfig
 from asyncengine.execution.device.cores import Cores, Sharing
-from asyncengine.execution.layers.recorded import MOST_TOKENS, RecordedLayers
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.families import decoder_config_of
 from asyncengine.execution.models.loading import load_model
@@ -158,49 +157,6 @@ def same_bits(model: Decoder, steps: list[list[int]]) -> None:
         assert bool(left.isfinite().all())
 
 
-def test_queries_that_grow_with_their_position(checkpoint: Checkpoint) -> None:
-    """Queries from some position on are multiplied by a number of the step."""
-    model = load(checkpoint("ministral3"))
-    recorded: Any = model.recorded
-    seen = []
-    for form in (recorded, None):
-        model.recorded, forwards = form, Forwards(model)
-        seen.append([forwards.step([token], shift=shift) for token, shift in enumerate((0, 1, 40, 60, 400, 2))])
-    assert all(torch.equal(left, right) for left, right in zip(*seen, strict=True))
-    assert len(recorded.records) == 2
-
-
-@pytest.mark.parametrize(("name", "quantization"), [("qwen2", None), ("qwen3", None), ("llama", "int8")])
-def test_the_same_tokens_and_logprobs(
-    name: str, quantization: str | None, make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Requests alone and together, next to prompts and without, have the same bits, whichever way a step goes."""
-    runner = make_runner(name, quantization=quantization)
-    inputs = prompts([5, 33, 18], VOCAB)
-    taken: list[int] = []
-    own = RecordedLayers.__call__
-
-    def counted(self: RecordedLayers, h: torch.Tensor, *rest: Any) -> torch.Tensor | None:
-        found = own(self, h, *rest)
-        if found is not None:
-            taken.append(len(h))
-        return found
-
-    monkeypatch.setattr(RecordedLayers, "__call__", counted)
-    driver = Driver(runner)
-
-    def run() -> list[Any]:
-        jobs = [driver.job(prompt, 12) for prompt in inputs]
-        return [driver.run(jobs, 16), [job.logprobs for job in jobs]]
-
-    short = run()
-    assert max(taken) > len(inputs), "short parts of prompts go this way too, though few of their rows are wanted"
-    monkeypatch.setattr(RecordedLayers, "__call__", lambda *_: None)
-    taken.clear()
-    assert run() == short
-    assert not taken
-
-
 @pytest.mark.parametrize(("name", "quantization"), [("qwen3", None), ("llama", "int8")])
 def test_shared_among_threads_in_the_smallest_pieces(
     name: str, quantization: str | None, make_runner: MakeRunner
@@ -225,30 +181,6 @@ def test_shared_among_threads_in_the_smallest_pieces(
     runner.cores.close()
 
 
-def test_long_steps_adapters_and_other_backends_go_the_long_way(checkpoint: Checkpoint) -> None:
-    model = load(checkpoint("qwen3"))
-    recorded: Any = model.recorded
-
-    def records(tokens: int, **fields: Any) -> int:
-        forwards = Forwards(model, backend=fields.pop("backend", "auto"))
-        forwards.step([1] * tokens, rows=None if not fields else range(tokens), **fields)
-        return len(recorded.records)
-
-    class Elsewhere:
-        """Adapters whose factors are not where the kernels find them."""
-
-        def records(self, paths: tuple[str, ...]) -> None:
-            return None
-
-        def add(self, path: str, x: torch.Tensor, y: torch.Tensor) -> None:
-            pass
-
-    assert records(MOST_TOKENS + 1) == 0
-    assert records(1, backend="torch") == 0
-    assert records(1, adapters=Elsewhere()) == 0
-    assert records(MOST_TOKENS) == 1
-
-
 def test_a_record_holds_nothing_of_its_step(checkpoint: Checkpoint) -> None:
     """Steps recorded again, of other tokens, at other addresses, among other segments, have the same record but for
     what is declared to change."""
@@ -271,22 +203,6 @@ def test_a_record_holds_nothing_of_its_step(checkpoint: Checkpoint) -> None:
     assert len(tables[0][0]) > 20
 
 
-def test_steps_of_known_numbers_of_tokens_run_nothing_but_their_records(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from asyncengine.kernels.recording import Record
-
-    model = load(checkpoint("qwen3"))
-    forwards = Forwards(model)
-    forwards.step([5])
-    monkeypatch.setattr(Record, "replay", lambda self, values: None)
-    broken = forwards.step([6])
-    model.recorded = None
-    forwards = Forwards(model)
-    forwards.step([5])
-    assert not torch.equal(forwards.step([6]), broken)
-
-
 def test_what_stands_between_kernels_is_said_once(checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture) -> None:
     """The step itself is right, and later ones are not tried."""
     model = load(checkpoint("qwen3"))
@@ -302,14 +218,6 @@ def test_what_stands_between_kernels_is_said_once(checkpoint: Checkpoint, caplog
     assert len(said) == 1
     assert "aten.mul" in said[0]
     assert f"recorded_layers x {len(model.layers)}" not in model.describe()
-
-
-def test_an_arena_that_is_full_grows(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncengine.execution.layers.recorded._ARENA", 4096)
-    model = load(checkpoint("qwen3"))
-    same_bits(model, [[9], [1], [9], [1], [9], [1], [20], [1], [20], [1]])
-    recorded: Any = model.recorded
-    assert {tokens for tokens, *_ in recorded.records} >= {20, 1}
 
 
 def test_a_team_that_ends_meanwhile_is_no_part_of_a_record() -> None:

@@ -67,9 +67,3 @@ def test_products_however_rows_come(bits: int, monkeypatch: pytest.MonkeyPatch) 
     weight = RoundedWeight(50, 256, bits, CPU)
     weight.load(0, stored)
     assert relative_error(stored.dense(), as_read(weight)) < (0.01 if bits == 8 else 0.12)
-
-
-@pytest.mark.parametrize(("bits", "each"), [(8, 8.0), (4, 5.0)])
-def test_what_it_takes(bits: int, each: float) -> None:
-    """Four bits have a scale and a minimum of 16 bits for every 32; all have a scale for each output."""
-    assert RoundedWeight(64, 512, bits, CPU).nbytes == 64 * 512 * each / 8 + 64 * 4

@@ -11,7 +11,7 @@ from support.stored_matrices import RandomMatrix
 
 from asyncengine.execution.layers import experts as layer
 from asyncengine.execution.layers import stored_weight
-from asyncengine.execution.layers.experts import Experts, ExpertsConfig, Stacked
+from asyncengine.execution.layers.experts import Experts, ExpertsConfig
 from asyncengine.execution.layers.stored import StoredForm
 from asyncengine.execution.layers.stored_weight import ChunkedWeight
 
@@ -104,21 +104,6 @@ def test_experts_of_several_forms_are_multiplied_one_by_one(forms: dict[str, str
     near(found, plain, 64)
 
 
-GPT_OSS = ExpertsConfig(
-    COUNT, 64, "clamped", stacked=Stacked(("both",), "down"), only_stacked=True, transposed=True,
-    bias=("both_bias", "down_bias"),
-)  # fmt: skip
-
-
-def test_all_experts_in_one_stored_matrix() -> None:
-    """gpt-oss: one matrix, expert below expert, for a tensor [experts, inputs, outputs]."""
-    found, plain = make(GPT_OSS, 96, {"bias": "", "both": "mxfp4", "down": "mxfp4"})
-    assert found.compiled
-    assert found.name == "mxfp4 (exact) experts"
-    assert say_what_they_take(found, {"bias": "", "both": "mxfp4", "down": "mxfp4"})
-    near(found, plain, 96)
-
-
 # ---------------------------------------------------------------- as a GPU keeps them, by Triton's interpreter
 
 
@@ -182,17 +167,3 @@ def test_on_a_gpu_many_rows_have_experts_dequantized_in_turns(chunked: None, mon
         ExpertsConfig(COUNT, 32, up=NAMES[0], down=NAMES[1]), 64, dict.fromkeys(("gate", "up", "down"), "Q8_0")
     )
     exactly_near(found, plain, 64, EVERY_BLOCK if LONG else (60,))
-
-
-def test_on_a_gpu_gpt_oss_is_read_as_it_is_stored(chunked: None) -> None:
-    found, plain = make(GPT_OSS, 96, {"bias": "", "both": "mxfp4", "down": "mxfp4"})
-    assert found.name == "mxfp4 experts"
-    exactly_near(found, plain, 96)
-
-
-def test_names_of_matrices_that_are_one_weight() -> None:
-    experts = Experts(options(plain=True), ExpertsConfig(2, 8, up=NAMES[0], down=NAMES[1]), "a.", 8)
-    own = [["a.experts.0.gate", "a.experts.0.up", "a.experts.1.gate", "a.experts.1.up"],
-           ["a.experts.0.down", "a.experts.1.down"]]  # fmt: skip
-    assert experts.side_by_side()[2:] == own
-    assert experts.side_by_side()[:2] == [["a.mlp.experts.gate_up_proj"], ["a.mlp.experts.down_proj"]]

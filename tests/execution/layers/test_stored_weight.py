@@ -15,13 +15,10 @@ from support.tiny_models import FAMILIES, VOCAB
 pytest.importorskip("numba")
 
 from asyncengine.execution.device.cores import Cores
-from asyncengine.execution.device.output_buffers import OutputBufferPool
 from asyncengine.execution.layers import stored_weight
-from asyncengine.execution.layers.embedding import Embedding, LMHead
 from asyncengine.execution.layers.linear import Linear, Part
-from asyncengine.execution.layers.options import LayerOptions
-from asyncengine.execution.layers.stored import NumberForm, StoredForm
-from asyncengine.execution.layers.stored_weight import GroupedWeight, SideBySide
+from asyncengine.execution.layers.stored import StoredForm
+from asyncengine.execution.layers.stored_weight import GroupedWeight
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.families import decoder_config_of
 
@@ -78,18 +75,6 @@ def test_parts_of_several_forms(parts: Any, name: str, matrices: int, bias: bool
     assert linear.nbytes == linear.weight.nbytes + (0 if linear.bias is None else linear.bias.nbytes)
 
 
-def test_each_order_is_its_own() -> None:
-    """Two matrices with an order of inputs each are not merged with one another."""
-    forms = {path: stored("gptq8", True) for path in "ab"}
-    linear = Linear(options(forms=forms), [Part("a", 32), Part("b", 32)], 256)
-    matrices = [RandomMatrix("gptq8", 32, 256, seed=seed, ordered=seed == 1) for seed in (0, 1)]
-    for (_, slot), matrix in zip(linear.slots(), matrices, strict=True):
-        slot.load(matrix)
-    x = torch.randn(3, 256)
-    expected = x @ torch.cat([matrix.dense() for matrix in matrices]).T
-    assert relative_error(expected, linear(x)) < 0.01
-
-
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "awq", "gptq8", "w8a8"])
 def test_any_number_of_threads_loads_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are no whole number of what is unpacked at once included. At the end the whole matrix is let go of."""
@@ -109,56 +94,6 @@ def test_any_number_of_threads_loads_the_same(name: str, monkeypatch: pytest.Mon
     assert loaded[0].row_scales is not None
     assert loaded[1].row_scales is not None
     assert torch.equal(loaded[0].row_scales, loaded[1].row_scales)
-
-
-def test_what_is_not_as_was_said_is_refused() -> None:
-    weight = GroupedWeight(32, 256, stored("Q4_K"), torch.float32)
-    for given, message in (
-        (torch.ones(32, 256), "quantized matrices only"),
-        (RandomMatrix("Q6_K", 32, 256), "is not Q4_K"),
-        (RandomMatrix("Q4_0", 32, 256), "is not Q4_K"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            weight.load(0, given)
-    reordered = RandomMatrix("gptq8", 32, 256, ordered=True)
-    with pytest.raises(ValueError, match="is not gptq8"):
-        GroupedWeight(32, 256, stored("gptq8"), torch.float32).load(0, reordered)
-    both = SideBySide([weight, GroupedWeight(16, 256, stored("Q6_K"), torch.float32)])
-    with pytest.raises(ValueError, match="several forms"):
-        both.load(16, RandomMatrix("Q4_K", 32, 256))
-    with pytest.raises(RuntimeError, match="cannot be read"):
-        both.read_rows(torch.zeros(1, dtype=torch.int64), torch.empty(1, 256))
-    with pytest.raises(ValueError, match="no kernel"):
-        GroupedWeight(16, 64, StoredForm("odd", NumberForm(4, 24)), torch.float32)
-
-
-def test_forms_without_a_kernel_are_kept_as_if_they_were_plain() -> None:
-    forms = {"a": StoredForm("odd", NumberForm(4, 24))}
-    assert options(forms=forms).weight(64, 96, (), ["a"]).name == "packed"
-    assert options(forms={"a": stored("Q4_0")}).weight(64, 96, (), ["b"]).name == "packed"
-    elsewhere = LayerOptions(torch.float32, torch.device("meta"), options().kernels, forms={"a": stored("Q4_0")})
-    assert elsewhere.weight(64, 96, (), ["a"]).name == "dense"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tables_and_output_layers(dtype: torch.dtype) -> None:
-    """Rows are looked up exactly, in a table of its own and in the output layer's; logits are float32."""
-    matrix, ids = RandomMatrix("Q6_K", 100, INPUTS), torch.tensor([3, 99, 3])
-    own = options(dtype, forms={"embed": stored("Q6_K")})
-    table = Embedding(own, "embed", 100, INPUTS)
-    dict(table.slots())["embed.weight"].load(matrix)
-    assert torch.equal(table(ids), matrix.dense()[ids].to(dtype))
-    assert table.nbytes < 100 * INPUTS
-    head = LMHead(own, "head", 100, INPUTS, tied="embed")
-    assert head.weight.name == ("Q6_K (exact)" if dtype == torch.float32 else "Q6_K")
-    dict(head.slots())["embed.weight"].load(matrix)
-    tied = Embedding(own, "embed", 100, INPUTS, head=head)
-    assert torch.equal(tied(ids), table(ids))
-    x = torch.randn(4, INPUTS).to(dtype)
-    logits = head(x)
-    assert logits.dtype == torch.float32
-    assert relative_error(x.float() @ matrix.dense().T, logits) < 0.01
-    assert torch.equal(head.weight.logits(x[1:2], None, OutputBufferPool()), logits[1:2])
 
 
 KINDS = (

@@ -12,7 +12,6 @@ from support.checkpoints import Checkpoint, MakeRunner
 from support.drive import Driver, greedy_reference, prompts
 from support.forwards import Forwards, logits_of
 from support.long import LONG
-from support.panels import use_panels
 from support.tiny_models import FAMILIES, VOCAB, make_model, save
 
 from asyncengine.config import EngineConfig
@@ -20,13 +19,11 @@ from asyncengine.execution.layers.linear import Linear
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.families import NATIVE
 from asyncengine.execution.models.loading import load_model
-from asyncengine.kernels.cpu import compiler_missing
 
 WRITTEN = [name for name, make in FAMILIES.items() if make().model_type in NATIVE]
 IN_PANELS = ("llama3.1-rope", "qwen3", "gemma2", "phi3", "ministral3", "gpt-oss", "glm4moe", "qwen3.5", "kimi-linear")
 """One family of each kind of rotation, and of what stands beside attention."""
 IDS = list(range(3, 14))
-compiled = pytest.mark.skipif(compiler_missing(torch.float32, torch.device("cpu")) is not None, reason="no compiler")
 
 
 def load(path: Any, **fields: Any) -> Decoder:
@@ -60,30 +57,6 @@ def test_logits_are_transformers(name: str, panels: bool, tmp_path: Path, monkey
         forwards = Forwards(model, backend="auto" if panels else "torch")
         wanted = expected if rows is None else expected[rows]
         torch.testing.assert_close(forwards.step(IDS, rows=rows, shift=first), wanted, rtol=0.0, atol=most)
-
-
-def test_bfloat16_in_panels(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every product is, and numbers are near those of float32."""
-    pytest.importorskip("numba")
-    use_panels(True, monkeypatch)
-    model = load(checkpoint("qwen3"), dtype="bfloat16")
-    assert "packed x 13" in model.describe()
-    exact = logits_of(load(checkpoint("qwen3")), IDS)
-    assert torch.allclose(logits_of(model, IDS), exact, atol=5e-2 * float(exact.abs().max()))
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_what_it_says_of_itself(name: str, panels: bool, checkpoint: Checkpoint) -> None:
-    """The weights are those of the checkpoint, each counted once."""
-    model = load(checkpoint(name))
-    counts = {form: int(count) for form, count in (entry.split(" x ") for entry in model.describe())}
-    assert counts.pop("decoder") == 1
-    if compiler_missing(torch.float32, torch.device("cpu")) is None:
-        assert counts.pop("recorded_layers", 0) == 3 * panels
-        assert counts.get("packed", 0) == 13 * panels
-    assert sum(counts.values()) == 13
-    if not panels or name == "qwen3":  # whose widths fill them
-        assert model.nbytes == sum(parameter.numel() * 4 for parameter in make_model(name).parameters())
 
 
 def test_rows_that_are_not_wanted_are_not_computed(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,33 +103,6 @@ def test_adapters_are_asked_at_every_place(checkpoint: Checkpoint) -> None:
     assert seen == [place.path for place in model.places()]
     own = {name for name, _ in make_model("qwen3").named_modules()}
     assert {path for place in model.places() for path, _ in place.parts} <= own
-
-
-@compiled
-@pytest.mark.parametrize("name", ["qwen3", "mistral"])
-def test_merged_and_own_attention_answer_alike(name: str, make_runner: MakeRunner) -> None:
-    """A runner on the torch backend never calls the merged entry and gives the same tokens."""
-    asked = prompts([1, 19, 6], VOCAB)
-    outputs = []
-    for backend in ("auto", "torch"):
-        runner = make_runner(name, attention_backend=backend)
-        assert hasattr(runner.backend, "attend_merged") == (backend == "auto")
-        driver = Driver(runner)
-        outputs.append(driver.run([driver.job(prompt, 12) for prompt in asked], chunk=7))
-    assert outputs[0] == outputs[1]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_step_does_not_reach_into_the_next(dtype: str, checkpoint: Checkpoint) -> None:
-    """Results stay while they are held, and chunks give what a whole prompt gives."""
-    model = load(checkpoint("qwen3"), dtype=dtype)
-    whole = logits_of(model, IDS * 3)
-    kept = whole.clone()
-    forwards = Forwards(model)
-    parts = [forwards.step((IDS * 3)[first : first + 11]) for first in (0, 11, 22)]
-    assert torch.equal(whole, kept)
-    most = (1e-5 if dtype == "float32" else 5e-2) * float(kept.abs().max())
-    torch.testing.assert_close(torch.cat(parts), kept, rtol=0.0, atol=most)
 
 
 def test_two_engines_in_two_threads(make_runner: MakeRunner) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from support.tiny_models import FAMILIES, make_model
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound
 from asyncengine.execution.models.checkpoint import open_checkpoint
-from asyncengine.execution.models.hub import HubName, download, parse_name, short_name
+from asyncengine.execution.models.hub import HubName, download, parse_name
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_valid"
@@ -223,16 +222,6 @@ def test_addresses_that_are_none(text: str) -> None:
         open_checkpoint(text, CONFIG)
 
 
-def test_models_are_called_by_their_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert short_name("https://huggingface.co/me/a/tree/main") == "a"
-    assert short_name("hf.co/me/a:dir/b-Q8_0.gguf") == "a:b-Q8_0.gguf"
-    assert short_name("/models/a/") == "a"
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "me").mkdir()
-    (tmp_path / "me" / "a:Q4").mkdir()
-    assert short_name("me/a:Q4") == "a:Q4"
-
-
 def test_a_whole_model_is_fetched_once(hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
     """Only files that are read are fetched; where to, and how much, is said before."""
     hub.repos["me/a"] = PLAIN
@@ -245,39 +234,6 @@ def test_a_whole_model_is_fetched_once(hub: Hub, caplog: pytest.LogCaptureFixtur
         assert fetch("me/a", revision=COMMIT) == folder
     assert len(hub.begun("model.safetensors")) == 1
     assert "downloading" not in caplog.text
-
-
-def test_an_interrupted_download_goes_on_where_it_broke(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100)
-    content = bytes(range(250)) * 10
-    hub.repos["me/a"] = {"a.gguf": content}
-    hub.cut["a.gguf"] = 1000
-    with suppress(ModelNotFound):  # releases of huggingface_hub before 2 leave it to the next try
-        fetch("me/a")
-    assert fetch("me/a").read_bytes() == content
-    assert hub.begun("a.gguf") == [0, 1000]
-
-
-def test_files_that_came_before_an_end_are_not_fetched_again(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import file_download
-
-    get = file_download.http_get
-    ended = {"model.safetensors"}
-
-    def end(url: str, *args: Any, **options: Any) -> None:
-        if (name := url.rpartition("/")[2]) in ended:
-            ended.remove(name)
-            raise ConnectionError("the network is gone")
-        get(url, *args, **options)
-
-    monkeypatch.setattr(file_download, "http_get", end)
-    hub.repos["me/a"] = {**PLAIN, "tokenizer.json": b"[]"}
-    with pytest.raises(ModelNotFound, match="the network is gone"):
-        fetch("me/a")
-    assert (fetch("me/a") / "model.safetensors").read_bytes() == PLAIN["model.safetensors"]
-    assert [len(hub.begun(name)) for name in ("config.json", "tokenizer.json", "model.safetensors")] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -376,31 +332,6 @@ def test_what_the_disk_has_no_room_for_is_not_begun(hub: Hub) -> None:
     ):
         fetch("me/a")
     assert not hub.begun("model.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("error", "says"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device"), r"No space left on device\): make room, or set HF_HOME to"),
-        (RuntimeError("Data processing error: No space left on device (os error 28)"), "make room, or set HF_HOME to"),
-        (
-            PermissionError(errno.EACCES, "Permission denied"),
-            r"cannot be kept in .* \(Permission denied\): set HF_HOME to",
-        ),
-        (OSError(errno.EROFS, "Read-only file system"), r"cannot be kept in .*: set HF_HOME to a folder that you may"),
-        (TimeoutError("timed out"), r"cannot be reached at http://127.* \(TimeoutError: timed out\)"),
-    ],
-)
-def test_what_happens_on_the_way(hub: Hub, error: Exception, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import file_download
-
-    def fail(*args: object, **options: object) -> None:
-        raise error
-
-    hub.repos["me/a"] = PLAIN
-    monkeypatch.setattr(file_download, "http_get", fail)
-    with pytest.raises(ModelNotFound, match=says):
-        fetch("me/a")
 
 
 def test_without_the_hub_what_is_here_is_used(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

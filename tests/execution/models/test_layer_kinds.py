@@ -12,10 +12,8 @@ from support.tiny_models import FAMILIES
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound, UnsupportedModel
 from asyncengine.execution.models.checking import misnamed
-from asyncengine.execution.models.checkpoint import open_checkpoint
 from asyncengine.execution.models.families import NATIVE, layer_kinds
 from asyncengine.execution.models.loading import load_model
-from asyncengine.execution.models.reading import read_config
 
 CONFIG = EngineConfig(device="cpu", load_format="dummy", show_progress=False)
 GATED = "linear_attention, full_attention"
@@ -64,17 +62,6 @@ def test_a_list_of_layers(family: str, field: str, wrong: object, known: str, tm
         load_model(write(tmp_path / "m", content), CONFIG)
 
 
-@pytest.mark.parametrize(
-    ("family", "listed", "known"),
-    [("qwen3_5", "qwen3.5", GATED), ("gemma3", "gemma3", WINDOWS), ("llama4", "llama4", "full_attention, chunked")],
-)
-def test_of_a_language_model_within(family: str, listed: str, known: str, tmp_path: Path) -> None:
-    inner = content_of(listed)
-    inner["layer_types"][0] = "warp"
-    with pytest.raises(UnsupportedModel, match=f"has layers of type 'warp'; known are {known}"):
-        load_model(write(tmp_path / "m", {"model_type": family, "text_config": inner}), CONFIG)
-
-
 @pytest.mark.parametrize("pattern", ["MX*-", "X", "m*-M", ["M", "X"], "M" * 40 + "X"])
 @pytest.mark.parametrize("field", ["hybrid_override_pattern", "mtp_hybrid_override_pattern"])
 def test_a_letter_of_a_pattern(pattern: str, field: str, tmp_path: Path) -> None:
@@ -84,16 +71,6 @@ def test_a_letter_of_a_pattern(pattern: str, field: str, tmp_path: Path) -> None
     wrong = next(letter for letter in pattern if letter not in "M*-E")
     with pytest.raises(UnsupportedModel, match=f"layers in {field} of type '{wrong}'; known are {LETTERS}$"):
         load_model(write(tmp_path / "m", {**content, field: pattern}), CONFIG)
-
-
-def test_a_pattern_of_known_letters_is_what_it_says(tmp_path: Path) -> None:
-    content = content_of("nemotron-h")
-    del content["layers_block_type"]
-    folder = write(tmp_path / "m", {**content, "hybrid_override_pattern": "M*-M"})
-    _, described, _ = read_config(folder, open_checkpoint(folder, CONFIG), CONFIG)
-    assert described is not None
-    found = ["M" if layer.state else "*" if layer.attention else "-" for layer in described.layers]
-    assert "".join(found) == "M*-M"
 
 
 @pytest.mark.parametrize(
@@ -132,14 +109,6 @@ def test_what_says_how_layers_alternate(
     content.pop(dropped, None)
     with pytest.raises(ModelNotFound, match=message):
         load_model(write(tmp_path / "m", {**content, **changes}), CONFIG)
-
-
-def test_another_fault_is_not_put_down_to_layers(tmp_path: Path) -> None:
-    """EXAONE 4's files spell their layers in a field that is a number elsewhere."""
-    content = {**content_of("exaone4"), "sliding_window_pattern": "LLLG", "hidden_size": "wide"}
-    assert misnamed(content) is None
-    with pytest.raises(ModelNotFound, match=r"is not a valid exaone4 config: .*hidden_size"):
-        load_model(write(tmp_path / "m", content), CONFIG)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

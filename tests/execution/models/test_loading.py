@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
-import sys
 from pathlib import Path
-from types import FrameType
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from support.tiny_models import VOCAB, WINDOW, make_model
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter
-from asyncengine.execution.models.checkpoint import open_checkpoint
 from asyncengine.execution.models.loading import LoadedModel, load_model
 from asyncengine.execution.runner.building import build_runner
 
@@ -97,41 +93,6 @@ def test_devices_that_are_not_there(device: str, checkpoint: Checkpoint) -> None
         load_model(str(checkpoint("llama")), SMALL.replace(device=device))
 
 
-def test_nothing_is_printed(checkpoint: Checkpoint, capfd: pytest.CaptureFixture[str]) -> None:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for name in ("llama", "gpt-oss", "stablelm"):
-            load_model(str(checkpoint(name)), EngineConfig())
-    captured = capfd.readouterr()
-    assert captured.out + captured.err == ""
-
-
-def test_a_terminal_gets_a_progress_bar(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    for enabled in (True, False):
-        terminal = Terminal()
-        monkeypatch.setattr("sys.stderr", terminal)
-        monkeypatch.setenv("TERM", "xterm")
-        load_model(str(checkpoint("llama")), EngineConfig(show_progress=enabled))
-        assert ("reading weights" in terminal.getvalue()) == enabled
-
-
-def test_the_process_is_not_patched(checkpoint: Checkpoint) -> None:
-    """After loading models, written down and not, transformers' own code computes what it always did."""
-    from transformers.models.llama import modeling_llama
-
-    before = (modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaAttention.forward, torch.get_default_dtype())
-    for fuse in (True, False):
-        load_model(str(checkpoint("llama")), EngineConfig(fuse=fuse))
-    after = (modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaAttention.forward, torch.get_default_dtype())
-    assert after == before
-
-
 def test_the_files_may_go_once_loaded(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Weights are owned, not mapped: overwriting the file must not change the model."""
     prompt = prompts([7], VOCAB)[0]
@@ -143,24 +104,3 @@ def test_the_files_may_go_once_loaded(checkpoint: Checkpoint, tmp_path: Path) ->
         with file.open("r+b") as stream:
             stream.write(b"\0" * file.stat().st_size)
         assert output(model, prompt) == greedy_reference(make_model("qwen3"), prompt, 12)
-
-
-def test_opening_a_checkpoint_walks_through_few_files(checkpoint: Checkpoint) -> None:
-    """A path is followed from file to file of the package, each return counted: a reader of the code walks the same."""
-    folder = str(checkpoint("llama"))
-    open_checkpoint(folder, SMALL)  # imports what it needs
-    stays: list[str] = []
-
-    def step(frame: FrameType | None, event: str, arg: object) -> None:
-        here = frame.f_back if frame is not None and event == "return" else frame
-        while here is not None and "/asyncengine/execution/models/" not in here.f_code.co_filename:
-            here = here.f_back
-        if here is not None and event in ("call", "return") and stays[-1:] != [here.f_code.co_filename]:
-            stays.append(here.f_code.co_filename)
-
-    sys.setprofile(step)
-    try:
-        open_checkpoint(folder, SMALL)
-    finally:
-        sys.setprofile(None)
-    assert 5 <= len(stays) <= 20, stays

@@ -48,18 +48,6 @@ def test_no_such_folder(path: str) -> None:
         load_model(path, CONFIG)
 
 
-def test_invalid_hub_id() -> None:
-    with pytest.raises(ModelNotFound, match="neither a folder here nor a valid"):
-        load_model("not a valid id!", CONFIG)
-
-
-def test_empty_folder_and_file(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match=r"has no config\.json"):
-        load_model(str(tmp_path), CONFIG)
-    with pytest.raises(ModelNotFound, match="is a file"):
-        load_model(str(checkpoint("llama") / "config.json"), CONFIG)
-
-
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model_type": "llama", "num_hidden_layers": "many"}'])
 def test_broken_config(text: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = copy(checkpoint("llama"), tmp_path / "a")
@@ -81,23 +69,6 @@ def test_pickles_are_never_read(checkpoint: Checkpoint, tmp_path: Path, monkeypa
     torch.save({}, folder / "pytorch_model.bin")
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("a pickle was read"))
     with pytest.raises(ModelNotFound, match="safetensors alone"):
-        load_model(str(folder), CONFIG)
-
-
-def test_missing_shard(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    folder = copy(checkpoint("llama", sharded=True), tmp_path / "a")
-    shard = sorted(folder.glob("model-*.safetensors"))[1]
-    shard.unlink()
-    with pytest.raises(ModelNotFound, match=rf"lacks 1 of .* weight files: {shard.name}"):
-        load_model(str(folder), CONFIG)
-
-
-@pytest.mark.parametrize("keep", [0, 5, 100, -1])
-def test_truncated_file(keep: int, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    folder = copy(checkpoint("llama"), tmp_path / "a")
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(ModelNotFound, match=r"truncated|not a whole safetensors"):
         load_model(str(folder), CONFIG)
 
 

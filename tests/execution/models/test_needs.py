@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
-from support.multimodal_models import save_multimodal
 from support.panels import use_panels
 from support.picture_models import save_picture_model
 from support.tiny_models import make_checkpoint
@@ -51,14 +49,6 @@ def test_needs_of_an_encoder(settings: dict[str, object]) -> None:
     assert (needs.max_model_len, needs.vocab_size) == (loaded.max_model_len, loaded.vocab_size)
 
 
-def test_needs_of_the_text_part_of_a_model_that_reads_images(tmp_path: Path) -> None:
-    save_multimodal("gemma3", tmp_path)
-    config = EngineConfig(device="cpu", num_threads=1, show_progress=False, images="off")
-    assert read_needs(str(tmp_path), config).weight_bytes == pytest.approx(
-        load_model(str(tmp_path), config).weights_bytes, rel=0.05
-    )
-
-
 def test_needs_of_a_model_that_reads_images(tmp_path: Path) -> None:
     """The needs are its tower beside its text, unless it is left out, and the pictures that are kept."""
     save_picture_model("qwen3_vl", tmp_path)
@@ -71,18 +61,6 @@ def test_needs_of_a_model_that_reads_images(tmp_path: Path) -> None:
     assert text.weight_bytes < needs.weight_bytes * 0.9
     assert (text.image_bytes, needs.image_bytes) == (0, 1000)
     assert needs.total(10) - text.total(10) == needs.weight_bytes - text.weight_bytes + 1000
-
-
-def test_needs_of_an_embedder_without_the_output_layer_of_its_family(tmp_path: Path) -> None:
-    """Files made by transformers' `AutoModel` have no output layer."""
-    folder = make_checkpoint("mistral", tmp_path / "model")
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["lm_head.weight"]
-    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
-    config = EngineConfig(device="cpu", num_threads=1, show_progress=False, task="embed", pooling="last")
-    assert read_needs(str(folder), config).weight_bytes == pytest.approx(
-        load_model(str(folder), config, headless=True).weights_bytes, rel=0.05
-    )
 
 
 def test_only_headers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,13 +109,3 @@ def test_needs_of_a_family_are_what_its_runner_allocates(
         assert (needs.num_heads > 0) == bool(loaded.layers)
     finally:
         runner.close()
-
-
-@pytest.mark.parametrize(("family", "copies"), [("qwen3.5", 1), ("nemotron-h", 2)])
-def test_needs_of_several_processes(family: str, copies: int, tmp_path: Path) -> None:
-    """Their states are divided, or each has a copy; each computes steps."""
-    folder, config = str(make_checkpoint(family, tmp_path)), EngineConfig(device="cpu", show_progress=False)
-    one, two = (read_needs(folder, config.replace(tensor_parallel=size)) for size in (1, 2))
-    assert two.state_bytes == copies * one.state_bytes > 0
-    assert two.step_bytes == 2 * one.step_bytes
-    assert (two.weight_bytes, two.kv_bytes_per_token) == (one.weight_bytes, one.kv_bytes_per_token)

@@ -7,18 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import Checkpoint, MakeRunner
-from support.drive import Driver, prompts
+from support.checkpoints import Checkpoint
 from support.forwards import logits_of, relative_error
 from support.long import LONG
 from support.lora_driver import make_driver
 from support.lora_reference import Reference
-from support.reachable import tensors_in
-from support.tiny_models import VOCAB
 
-from asyncengine import AsyncEngine, Engine, EngineConfig, InvalidParameter, SamplingParams
-from asyncengine.demo import MODEL_PATH
-from asyncengine.execution.models.decoder import Decoder
+from asyncengine import AsyncEngine, EngineConfig, InvalidParameter, SamplingParams
 from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.models.reading import quantization_bits
 
@@ -64,32 +59,6 @@ def test_every_linear_of_a_model_is_quantized(name: str, quantization: str, chec
     assert 0 < relative_error(expected, found) < (0.1 if quantization == "int8" else 0.6)
 
 
-@pytest.mark.parametrize("quantization", BOTH)
-def test_whoever_shares_the_batch(quantization: str, make_runner: MakeRunner) -> None:
-    """The same tokens alone, together, in chunks and after preemption."""
-    inputs = prompts([5, 33, 18], VOCAB)
-    driver = Driver(make_runner("qwen3", quantization=quantization))
-
-    def jobs() -> list[Any]:
-        return [driver.job(prompt, 20) for prompt in inputs]
-
-    together = driver.run(jobs())
-    assert driver.run(jobs(), 7) == together
-    assert driver.run(jobs(), 16, preempt_every=5) == together
-    assert [driver.run([job])[0] for job in jobs()] == together
-
-
-def test_memory_is_that_of_the_quantized_weights(checkpoint: Checkpoint) -> None:
-    """No weight in the model's type is left but norms, and what is reported is what there is."""
-    model, plain = load(checkpoint("qwen3"), quantization="int4"), load(checkpoint("qwen3"))
-    assert isinstance(model.model, Decoder)
-    assert model.weights_bytes < 0.4 * plain.weights_bytes
-    decoder = model.model
-    held = tensors_in([decoder.layers, decoder.head, decoder.embedding, decoder.norm])
-    assert model.weights_bytes == sum(part.nbytes for part in held)
-    assert all(part.dim() == 1 for part in held if part.dtype == torch.float32)
-
-
 # ---------------------------------------------------------------- adapters
 
 
@@ -131,12 +100,6 @@ async def test_the_demo_model_answers(quantization: Any) -> None:
 # ---------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("value", ["int2", "", 8, True, "fp8"])
-def test_unknown_names(value: Any) -> None:
-    with pytest.raises(InvalidParameter, match="quantization: must be one of 'int8', 'int4'"):
-        EngineConfig(quantization=value)
-
-
 @pytest.mark.parametrize(
     ("dtype", "device", "reason"),
     [(torch.float16, "cpu", "not float16"), (torch.float32, "cuda", "bfloat16 and float16, not float32")],
@@ -144,10 +107,3 @@ def test_unknown_names(value: Any) -> None:
 def test_where_it_cannot_be_used(dtype: torch.dtype, device: str, reason: str) -> None:
     with pytest.raises(InvalidParameter, match=f"quantization: cannot be used here: .*{reason}"):
         quantization_bits(EngineConfig(quantization="int8"), dtype, torch.device(device))
-
-
-def test_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_load_decoder", "_load_module"):
-        monkeypatch.setattr(f"asyncengine.execution.models.loading.{name}", None)
-    with pytest.raises(InvalidParameter, match="quantization"):
-        Engine.from_pretrained(str(MODEL_PATH), quantization="int4", dtype="float16", show_progress=False)

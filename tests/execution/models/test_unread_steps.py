@@ -5,7 +5,6 @@ A kernel of a GPU is launched with as many blocks as there are rows, and CUDA re
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,9 +18,7 @@ from support.tiny_models import FAMILIES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncengine.config import EngineConfig
-from asyncengine.execution.layers.embedding import LMHead
 from asyncengine.execution.layers.kernels import CudaKernels
-from asyncengine.execution.layers.linear import Linear
 from asyncengine.execution.models import loading
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.purpose import PooledDecoder
@@ -93,46 +90,3 @@ def test_of_requests_for_vectors(tokens: tuple[int, ...], kernels: str, checkpoi
     model = PooledDecoder(load(checkpoint, "qwen3"), tokens)
     with RefusesEmpty():
         assert Forwards(model).step(IDS, rows=[]).shape == (0, model.width)
-
-
-class Nothing:
-    """Adapters that add nothing, of rows that are there."""
-
-    def add(self, path: str, x: torch.Tensor, y: torch.Tensor) -> None:
-        assert len(x)
-
-    def records(self, paths: tuple[str, ...]) -> None:
-        return None
-
-
-@pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Paths of the products that were made."""
-    seen: list[str] = []
-
-    def watched(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def product(self: Any, x: torch.Tensor, adapters: Any = None) -> torch.Tensor:
-            seen.append(self.path)
-            return own(self, x, adapters)
-
-        return product
-
-    for kind in (Linear, LMHead):
-        monkeypatch.setattr(kind, "__call__", watched(kind.__call__))
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("name", "last"),
-    [
-        ("qwen3", "model.layers.2.self_attn.o_proj"),
-        ("gemma4", "model.layers.2.self_attn.o_proj"),  # three layers behind it attend to keys of others
-        ("nemotron-3", "backbone.layers.2.mixer.o_proj"),  # behind it is a mixture alone
-        ("opt-350m", "model.decoder.layers.2.self_attn.out_proj"),
-    ],
-)
-def test_nothing_is_computed_that_no_later_step_reads(
-    name: str, last: str, called: list[str], checkpoint: Checkpoint
-) -> None:
-    Forwards(load(checkpoint, name)).step(IDS, rows=[], adapters=Nothing(), row_adapters=Nothing())
-    assert called[-1] == last

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,9 @@ from support.tiny_models import FAMILIES
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound
-from asyncengine.execution.models import loading
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.loading import load_model
-from asyncengine.execution.models.progress import LoadProgress
 from asyncengine.execution.models.updates import prepare_update
-from asyncengine.kernels.arena import MappedPart
 
 QUIET = EngineConfig(show_progress=False, weight_cache_dir=None)
 IDS = [3, 17, 40, 9, 3, 3, 88]
@@ -218,36 +215,3 @@ def test_no_weight_is_held_twice_while_loading(
     load(tmp_path, quantization=quantization)  # kernels are compiled, and libraries have allocated
     model, taken = taken_by(lambda: load(tmp_path, quantization=quantization))
     assert taken < 1.1 * model.nbytes / 1024 + 6 * 1024, f"{taken} KiB for {model.nbytes // 1024} KiB of weights"
-
-
-def test_memory_is_found_before_weights_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of all the model's layers is found by as many threads as the engine may use, in a stage of its own."""
-    pytest.importorskip("numba")
-    use_panels(True, monkeypatch)
-    told: list[str] = []
-    found: list[tuple[int, int]] = []
-
-    class Told(LoadProgress):
-        def stage(self, text: str, total: int | None = None) -> None:
-            told.append(text)
-
-        def advance(self) -> None:
-            told.append("one more")
-
-    def find_memory(parts: Sequence[MappedPart], threads: int, advance: Callable[[], None], **_: Any) -> None:
-        found.append((sum(part.size for part in parts), threads))
-        advance()
-
-    monkeypatch.setattr(loading, "find_memory", find_memory)
-    shape = FAMILIES["qwen3"]()
-    shape.update({"hidden_size": 512, "intermediate_size": 1024})
-    shape.save_pretrained(tmp_path)
-    config = QUIET.replace(dtype="bfloat16", num_threads=3, load_format="dummy")
-    model = load_model(str(tmp_path), config, Told(False)).model
-    assert isinstance(model, Decoder)
-    ((size, threads),) = found
-    assert threads == 3
-    assert 0.8 * model.nbytes < size < 1.1 * model.nbytes
-    made = told.index("making room for weights")
-    assert told[made + 1] == "one more"
-    assert told[made + 2] == "making up weights"

@@ -16,17 +16,13 @@ from typing import Any
 import pytest
 import torch
 from support.drive import prompts
-from support.forwards import Forwards
-from support.panels import use_panels
 from support.rank_threads import in_ranks
 from support.tiny_models import VOCAB
 
 from asyncengine import EngineDead, InvalidParameter, SamplingParams
 from asyncengine.assembly import ranks as rank_wiring
 from asyncengine.config import EngineConfig
-from asyncengine.execution.device import child, collective_gather
-from asyncengine.execution.models.loading import load_model
-from asyncengine.execution.models.progress import LoadProgress
+from asyncengine.execution.device import collective_gather
 
 from .rank_processes import load, mapped, ranks
 
@@ -105,27 +101,6 @@ def test_the_reason_of_another_s_end_is_what_a_meeting_says(told: str) -> None:
     first.close()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mixtral", "falcon-h1"])
-def test_logits_of_matrices_as_a_gpu_has_them(family: str, checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products are torch's, whose bits follow their shapes, and all are divided nevertheless."""
-    use_panels(False, monkeypatch)
-    path, config = (
-        str(checkpoint(family)),
-        EngineConfig(num_threads=1, show_progress=False, dtype="float32", attention_backend="torch"),
-    )
-
-    def logits(loaded: Any) -> torch.Tensor:
-        forwards = Forwards(loaded.model)
-        return torch.cat([forwards.step(chunk) for chunk in (TOKENS[:13], TOKENS[13:14], TOKENS[14:])])
-
-    alone, shares = load_model(path, config, LoadProgress(False)), gathers(2)
-    parts = [load_model(path, config, LoadProgress(False), ranks=one) for one in shares]
-    assert max(part.weights_bytes for part in parts) < 0.8 * alone.weights_bytes
-    found = in_ranks(2, lambda one: logits(parts[one.rank]), shares)
-    with torch.inference_mode():
-        assert torch.allclose(found[0], logits(alone), atol=1e-4, rtol=1e-4)
-
-
 async def test_an_engine_over_two_processes_answers_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process has caches of its own: what needs those of all in one is refused, and all else works. Whoever waits
     for a rank in a collective operation, in mid-stream, is told that it was killed."""
@@ -183,13 +158,4 @@ def test_what_gpus_cannot_be_is_refused(settings: dict[str, Any], reason: str, m
     device = torch.device("cuda", int(config.device[5:] or 0))
     with ExitStack() as undo, pytest.raises(InvalidParameter, match=reason):
         rank_wiring.start_ranks(config, device, None, undo)
-    assert not ranks()
-
-
-async def test_quantized_matrices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The constructor refuses them. No rank is really started here: it would be ended before it loads."""
-    monkeypatch.setattr(rank_wiring, "_ON_CPU", "gloo")
-    monkeypatch.setattr(child, "_START", "import sys; sys.stdin.read()")
-    with pytest.raises(InvalidParameter, match=r"tensor_parallel: .*quantized matrices are divided on a CPU alone"):
-        await load(2, quantization="int8")
     assert not ranks()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,8 +13,6 @@ import torch
 from asyncengine.assembly import wiring
 from asyncengine.config import EngineConfig
 from asyncengine.errors import OutOfMemory
-from asyncengine.execution.device import transfer
-from asyncengine.execution.layers.states import StateSpec
 from asyncengine.execution.models import loading
 from asyncengine.execution.models.memory.caches import PoolSizes
 from asyncengine.execution.runner import building, stages
@@ -134,11 +131,6 @@ def test_the_pool_is_cut_from_what_is_really_free(device: Device, monkeypatch: p
     assert runner.graphs
 
 
-def test_a_pool_that_was_asked_for_is_not_rehearsed(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, free = built(monkeypatch, CONFIG.replace(kv_cache_memory="64MiB"))
-    assert free == TOTAL - WEIGHTS
-
-
 def test_a_step_that_does_not_fit_is_said_in_words(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     device.total = WEIGHTS + TRIAL_POOL + WORKSPACE + STEP - 1
     with pytest.raises(OutOfMemory, match=r"beside the weights does not fit on cuda:0, where \d+ MiB") as raised:
@@ -159,62 +151,6 @@ def test_without_memory_for_graphs_there_are_none(
     runner, _ = built(monkeypatch)
     assert not runner.graphs
     assert "without CUDA graphs: CUDA out of memory." in caplog.text
-
-
-def test_a_model_that_keeps_states_has_graphs_too(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MODEL, "states", (StateSpec((2, 4, 4)),))
-    runner, _ = built(monkeypatch, CONFIG.replace(kv_cache_memory="64MiB"))
-    assert runner.graphs
-
-
-@pytest.mark.parametrize(("nbytes", "count"), [(0, 4), (9, 8)])
-def test_what_graphs_take_is_measured(
-    nbytes: int, count: int, device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The device says how much, not torch's cache; with adapters there are twice as many graphs."""
-    caplog.set_level("INFO", "asyncengine")
-    built(monkeypatch, lora=SimpleNamespace(nbytes=nbytes))
-    assert re.search(rf"captured {count} CUDA graphs in \d\.\d s; they take {GRAPHS // MIB} MiB", caplog.text)
-
-
-def test_everything_is_built_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that loads has a current device of its own, which is the first one."""
-    current: list[torch.device] = []
-    seen: list[tuple[str, list[torch.device]]] = []
-
-    @contextmanager
-    def on(device: torch.device) -> Iterator[None]:
-        current.append(device)
-        yield
-        current.pop()
-
-    def told(name: str) -> Callable[..., Any]:
-        def work(*_: Any, **__: Any) -> Any:
-            seen.append((name, list(current)))
-            return SimpleNamespace(
-                device=CUDA,
-                dtype=torch.float32,
-                model=None,
-                hf_config=None,
-                folder=None,
-                eos_token_ids=[],
-                vocab_size=8,
-            )
-
-        return work
-
-    monkeypatch.setattr(transfer, "on_device", on)
-    monkeypatch.setattr(building, "on_device", on)
-    monkeypatch.setattr(building, "_build", told("pool"))
-    monkeypatch.setattr("asyncengine.execution.models.reading.resolve_device", lambda _: CUDA)
-    monkeypatch.setattr(loading, "load_model", told("model"))
-    for name in ("make_adapters", "_assemble"):
-        monkeypatch.setattr(wiring, name, lambda *_, **__: SimpleNamespace(list=list, close=lambda: None))
-    monkeypatch.setattr("asyncengine.text.load_tokenizer", lambda *_, **__: None)
-    monkeypatch.setattr("asyncengine.lora.layers.slots.LoraLayers", lambda *_: None)
-    wiring.load_frontend("demo", EngineConfig())
-    assert seen == [("model", [CUDA]), ("pool", [CUDA, CUDA])]
-    assert not current
 
 
 def test_a_model_that_does_not_fit_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

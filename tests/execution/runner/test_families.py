@@ -38,7 +38,7 @@ GROUPED = ("mamba2-bounded-steps", "mamba2-tied")
 NOT_HEAVY = ("gemma4", "opt-350m")
 """Families whose few large weights drown all others."""
 EPSILON = 0.01
-"""Of all norms, so large that a wrong one shows."""
+"""The epsilon of all norms, so large that a wrong one shows."""
 COMPILED = (
     "attention.factory",
     "layers.kernels",
@@ -120,7 +120,7 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", BY_TORCH)
 def test_torch_s_operations_equal_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing is compiled, as without numba and on other devices, the same forward runs on torch's operations."""
+    """The same forward runs on torch's operations where nothing is compiled, as without numba and on other devices."""
     for module in COMPILED:
         monkeypatch.setattr(f"asyncengine.execution.{module}.compiler_missing", lambda *_: "as without numba")
     model = make_model(name, heavy=True, epsilon=EPSILON)

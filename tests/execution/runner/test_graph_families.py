@@ -26,7 +26,6 @@ from asyncengine.execution.runner.model_runner import ModelRunner
 from asyncengine.kvcache import KVCache
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler import Scheduler
-from asyncengine.step import Batch, Row, StateUse
 
 from .graphs import Recall, on_fakes
 
@@ -143,17 +142,3 @@ def test_snapshots_are_taken_and_started_from(name: str, folder: Callable[[str],
         runner.close()
     assert answers[0] == answers[1]
     assert all(len(answer) == 11 for answer in answers[0].values())
-
-
-def test_a_step_that_takes_a_snapshot_runs_without(folder: Callable[[str], Path], make_runner: Any) -> None:
-    """Its row has a segment more than a graph's rows have."""
-    runner, capture = make_runner(folder("lfm2"), True)
-    spec = RequestSpec(1, (7, 8), GREEDY, 9)
-    row = Row(spec, 0, 0, 2, [7, 8], False, [1], True, state=StateUse(1, 0, ((2, 5),)))
-    runner.launch(Batch(0, (row,))).wait()
-    row = row._replace(start=2, num_scheduled=1, tokens=[7, 8, 9], state=StateUse(1, 1, ((3, 6),)))
-    runner.launch(Batch(1, (row,))).wait()
-    assert capture.replays == []
-    runner.launch(Batch(2, (row._replace(start=3, tokens=[7, 8, 9, 10], state=StateUse(1, 1, ())),))).wait()
-    assert capture.replays == [1]
-    runner.close()

@@ -122,16 +122,6 @@ def test_padding_rows_write_to_the_state_of_nobody(count: int) -> None:
     assert pool[1:states, 0].tolist() == [3] * count + [0] * (SLOTS - count)
 
 
-def test_padding_rows_leave_the_token_of_slot_0_alone() -> None:
-    graphs, buffers = made()
-    graphs.last_token[0] = 77
-    step = buffers.decodes(tuple(Sequence(random.Random(slot), slot).row() for slot in (1, 2, 3)))
-    assert step is not None
-    graphs.run(step)
-    graphs.restore()
-    assert graphs.last_token[0].item() == 77
-
-
 def differing(found: list[int], wanted: list[int]) -> set[int]:
     return set(np.flatnonzero(np.array(found) != np.array(wanted)).tolist())
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.drive import prompts
 from support.plug_points import Letters
 from support.tiny_models import VOCAB
@@ -120,19 +119,6 @@ def test_the_next_launch_finishes_what_nobody_has(made: tuple[ModelRunner, Torch
     assert set(tokens) <= set(ALLOWED)
 
 
-def test_an_error_of_what_follows_is_that_of_its_own_step(
-    made: tuple[ModelRunner, TorchStepSampler], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner, _ = made
-    matcher = Allowing()
-    first, second = (runner.launch(Batch(step, (row(0, step, matcher),))) for step in range(2))
-    monkeypatch.setattr(runner.graphs.processed, "run", lambda *_: 1 / 0)
-    HeldReadback.here.set()
-    assert first.wait().tokens[0] in ALLOWED
-    with pytest.raises(ZeroDivisionError):
-        second.wait()
-
-
 def test_which_constrained_steps_wait_for_nobody(
     made: tuple[ModelRunner, TorchStepSampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,24 +135,3 @@ def test_which_constrained_steps_wait_for_nobody(
     for step in range(2):
         runner.launch(Batch(step, (row(0, step, matcher),)))
     assert not runner.is_brief(Batch(1, (decode,))), "it waits for a step that nobody has read"
-
-
-def test_the_readers_modes_are_not_those_of_what_it_launches(
-    made: tuple[ModelRunner, TorchStepSampler], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The reader is an event loop's thread, and a coroutine on it may have entered a stream or a mode meanwhile."""
-    runner, sampler = made
-    matcher, modes = Allowing(), list[bool]()
-    first, second = (runner.launch(Batch(step, (row(0, step, matcher),))) for step in range(2))
-    sample = sampler.sample
-
-    def noted(*arguments: Any) -> None:
-        modes.append(torch.is_autocast_enabled("cpu"))
-        sample(*arguments)
-
-    monkeypatch.setattr(sampler, "sample", noted)
-    HeldReadback.here.set()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        first.wait()
-    assert modes == [False]
-    assert second.wait().tokens[0] in ALLOWED

@@ -175,22 +175,6 @@ def test_outputs_are_those_without_graphs(params: SamplingParams, folder: Path) 
     assert len({token for output in outputs[0] for token in output}) > 8
 
 
-def test_a_step_that_wants_no_logits_and_one_that_scores_its_prompt(folder: Path) -> None:
-    scored = SamplingParams(temperature=0.0, logprobs=True, top_logprobs=2, prompt_logprobs=True)
-    found = []
-    for sizes in (None, [8]):
-        runner, _ = make_runner(folder, sizes)
-        driver = Driver(runner)
-        jobs = [driver.job(prompts([21], VOCAB)[0], 3, params) for params in (scored, SamplingParams(temperature=0.0))]
-        driver.run([jobs[0]], 7)
-        driver.run([jobs[1]], 7)
-        found.append(([job.tokens for job in jobs], [entry.token_id for entry in jobs[0].prompt_logprobs]))
-        score = [round(entry.logprob, 4) for entry in jobs[0].prompt_logprobs]
-        found[-1] += (score,)  # type: ignore[operator]
-        runner.close()
-    assert found[0] == found[1]
-
-
 def test_a_token_in_flight_is_gathered_by_the_graph(folder: Path) -> None:
     """A decode row, whose token nobody on the host knows yet, beside a prompt."""
     answers = []

@@ -11,7 +11,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.runner import building
 from asyncengine.execution.runner.building import build_runner
-from asyncengine.execution.runner.step_times import is_sound, measure_steps, shortest
+from asyncengine.execution.runner.step_times import measure_steps, shortest
 from asyncengine.step import MEASURED_SIZES
 
 TIMES = (0.04, 0.045, 0.12)
@@ -55,12 +55,6 @@ def test_steps_of_a_large_model_are_run_once_each_but_for_the_smallest() -> None
     assert run.runs == [*MEASURED_SIZES, 1]
 
 
-def test_brief_steps_are_run_until_they_agree() -> None:
-    run = steps(0.1)
-    assert measure_steps(run) == tuple(0.1 * time for time in TIMES)
-    assert run.runs == [1, *(size for size in MEASURED_SIZES for _ in range(2))]
-
-
 @pytest.mark.parametrize(("count", "taken"), [(1, 0.2), (8, 0.09), (32, 0.3)])
 def test_a_step_that_took_longer_than_its_neighbours_allow_is_run_again(count: int, taken: float) -> None:
     run = steps()
@@ -71,13 +65,6 @@ def test_a_step_that_took_longer_than_its_neighbours_allow_is_run_again(count: i
 
     assert measure_steps(one) == TIMES
     assert run.runs == ([*MEASURED_SIZES, 1] if count == 1 else [*MEASURED_SIZES, 1, count])
-
-
-def test_times_that_do_bend_down_are_believed_the_second_time() -> None:
-    """A wider kernel that serves the longer steps makes them so."""
-    run = steps(_8=0.11)
-    assert measure_steps(run) == (0.04, 0.11, 0.12)
-    assert run.runs.count(8) == 2
 
 
 NONSENSE = [(0.0, 0.0, 0.0), (0.04, -0.01, 0.12), (0.04, float("nan"), 0.1), (float("inf"),) * 3, (0.5, 0.04, 0.03)]
@@ -95,14 +82,6 @@ def test_nonsense_is_measured_anew(nonsense: tuple[float, ...]) -> None:
         return disturbed(count) if left >= 0 else undisturbed(count)
 
     assert measure_steps(first_disturbed) == TIMES
-
-
-@pytest.mark.parametrize("nonsense", NONSENSE)
-def test_where_nothing_can_be_measured_usual_times_are_taken(nonsense: tuple[float, ...]) -> None:
-    """No load fails: the configuration takes the usual times."""
-    found = measure_steps(Steps(dict(zip(MEASURED_SIZES, nonsense, strict=True))))
-    assert is_sound(found)
-    assert EngineConfig(speculation_costs=found).speculation_costs == found
 
 
 def test_sound_times_of_the_same_steps_are_measured_once() -> None:

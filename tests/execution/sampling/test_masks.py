@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.device_modes import DEVICE, NoWaiting
 
 from asyncengine.execution.sampling import masks
 from asyncengine.execution.sampling.masks import FilledMasks, apply_masks
@@ -34,13 +33,3 @@ def test_rows_in_parts(places: list[int], monkeypatch: pytest.MonkeyPatch) -> No
         found = logits.clone()
         apply_masks(found, filled)
         assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("places", [[0, 1, 2], [0, 2]])
-def test_masks_go_to_the_device_without_waiting(places: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    filled, _ = random_masks(places)
-    monkeypatch.setattr(masks, "_PART_ELEMENTS", VOCAB)
-    logits = torch.empty(3, VOCAB, device=DEVICE)
-    with NoWaiting(monkeypatch) as mode:
-        apply_masks(logits, filled)
-    assert mode.copies == (3 if len(places) == 3 else 4)

@@ -25,7 +25,7 @@ PARAMS = SamplingParams(temperature=1.0, top_p=1.0, top_k=0)
 
 
 def noise_of(seed: int, position: int, token: int, other: int) -> float:
-    """What decides: the tokens' own numbers in one block, their blocks' in two."""
+    """The number that decides: the token's own within a block, its block's between two."""
     flag = 1 << 31
     key = token if token // reference.BLOCK == other // reference.BLOCK else token // reference.BLOCK | flag
     return reference.noise(seed, position, key)

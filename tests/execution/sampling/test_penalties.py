@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.device_modes import DEVICE, FailOnce, NoWaiting
+from support.device_modes import FailOnce
 
 from asyncengine.execution.sampling.logit_processors import PenaltyTable
 from asyncengine.request_spec import RequestSpec
@@ -39,13 +39,6 @@ def test_a_count_that_runs_out_of_memory_is_taken_up_again(in_flight: bool) -> N
         found = table.seen(asked, last)
         assert torch.equal(found[0], prompt)
         assert torch.equal(found[1], output), f"after a failure of operation {at} of {counting.seen}"
-
-
-def test_counting_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = PenaltyTable(4, VOCAB, DEVICE)
-    with NoWaiting(monkeypatch) as mode:
-        table.seen(row(True), torch.empty(4, dtype=torch.int64, device=DEVICE))
-    assert mode.copies == 2
 
 
 def test_a_kernel_counts_what_comes_token_by_token_and_nothing_else() -> None:

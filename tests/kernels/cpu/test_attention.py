@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("numba")
 
-from asyncengine.kernels.cpu.attention_softmax import FEW, softcap, softmax
+from asyncengine.kernels.cpu.attention_softmax import FEW, softmax
 from asyncengine.kernels.cpu.attention_tiles import BLOCK, FLOOR
 from asyncengine.kernels.cpu.jit import serial_in_order
 
@@ -20,11 +20,6 @@ Floats = npt.NDArray[np.float32]
 @serial_in_order
 def softmax_block(there: int, scores: int, out: int, low: int, high: int, scale: Any, state: int, operand: Any) -> None:
     softmax(there, scores, out, low, high, scale, state, state + 4, state + 8, operand)
-
-
-@serial_in_order
-def softcap_block(scores: int, scale: Any, cap: Any) -> None:
-    softcap(scores, scale, cap)
 
 
 def weights(
@@ -49,15 +44,6 @@ def test_powers_are_exact_to_the_last_bits() -> None:
         assert state[0] == 0
 
 
-def test_powers_that_are_no_normal_numbers_are_none() -> None:
-    """They would take the CPU some hundred cycles each."""
-    scores = np.linspace(0, -300, BLOCK, dtype=np.float32)
-    scores[60] = -126
-    found, _ = weights(scores)
-    assert ((found > 0) == (scores >= -126)).all()
-    assert found[60] == np.float32(2.0**-126)
-
-
 @pytest.mark.parametrize("bounds", [(0, 1), (0, FEW), (3, 20), (16, FEW), (7, 7)])
 def test_a_block_of_few_keys_has_the_bits_of_a_whole_one(bounds: tuple[int, int]) -> None:
     scores = np.random.default_rng(1).normal(size=BLOCK).astype(np.float32) * 5
@@ -68,24 +54,6 @@ def test_a_block_of_few_keys_has_the_bits_of_a_whole_one(bounds: tuple[int, int]
     assert np.array_equal(state, after)
 
 
-def test_bounds_and_the_sum_so_far() -> None:
-    scores = np.arange(BLOCK, dtype=np.float32)
-    found, state = weights(scores, 3, 10, np.array([7, 2, 0], dtype=np.float32))
-    expected = np.where((scores >= 3) & (scores < 10), np.exp2(scores - 9), 0)
-    np.testing.assert_allclose(found, expected, rtol=3e-7)
-    np.testing.assert_allclose(state, [9, 2 / 4 + expected.sum(), 1 / 4], rtol=1e-6)
-
-
-def test_a_block_of_nothing_changes_nothing() -> None:
-    """NaN beyond the bounds never enters, whatever lies in the tile."""
-    found, state = weights(np.full(BLOCK, np.nan, dtype=np.float32), 5, 5, np.array([7, 2, 0], dtype=np.float32))
-    assert not found.any()
-    assert state.tolist() == [7, 2, 1]
-    found, state = weights(np.full(BLOCK, np.nan, dtype=np.float32), 0, 0)
-    assert not found.any()
-    assert state.tolist() == [np.float32(FLOOR), 0, 1]
-
-
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0x7F800123, 0xFFFFFFFF])
 def test_nan_stays_nan(bits: int) -> None:
     scores = np.zeros(BLOCK, dtype=np.float32)
@@ -94,13 +62,3 @@ def test_nan_stays_nan(bits: int) -> None:
     assert np.isnan(found[17])
     assert np.isnan(state[1])
     assert np.isfinite(np.delete(found, 17)).all()
-
-
-@pytest.mark.parametrize("cap", [0.7, 30.0, 50.0])
-def test_soft_cap(cap: float) -> None:
-    scores = np.linspace(-400, 400, BLOCK, dtype=np.float32)
-    scores[:8] = [0, 1e-6, -1e-3, 0.1, 0.24 * cap, 0.26 * cap, -3 * cap, 1e30]
-    found = scores.copy()
-    softcap_block(found.ctypes.data, np.float32(0.5), np.float32(cap))
-    expected = cap * np.tanh(scores.astype(np.float64) * 0.5 / cap) * np.log2(np.e)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)

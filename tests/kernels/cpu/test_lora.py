@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from support.teams import team_of
 
 from asyncengine.kernels.cpu import compiler_missing
 
@@ -75,46 +74,6 @@ def test_equals_torch(inputs: int, widths: list[int], dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_s_result_is_its_own(dtype: torch.dtype) -> None:
-    """Bit for bit, alone and among others, by one thread and by several."""
-    factors, _ = make(300, [256, 130, 32], dtype)
-    x, y = random(len(ROWS), 300, dtype=dtype), random(len(ROWS), 418, dtype=dtype)
-    whole = y.clone()
-    add_deltas(x, whole, factors, RowGroups(np.array(ROWS)))
-    for threads in (1, 2, 3):
-        with team_of(threads) as team:
-            found = y.clone()
-            add_deltas(x, found, factors, RowGroups(np.array(ROWS)))
-            assert torch.equal(found, whole)
-            assert (team.account.pieces > 4) == (threads > 1)
-            for row, slot in enumerate(ROWS):
-                alone = y[row : row + 1].clone()
-                add_deltas(x[row : row + 1], alone, factors, RowGroups(np.array([slot])))
-                assert torch.equal(alone[0], whole[row])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("inputs", [300, 64, 7])
-def test_the_rows_of_a_prompt_get_what_each_gets_alone(inputs: int, dtype: torch.dtype) -> None:
-    """Several rows by several of a factor at once, and more of them than are taken at a time."""
-    factors, deltas = make(inputs, [256, 130, 32], dtype)
-    slots = [0] * 70 + [-1, 2, 1] + [2] * 5 + [0] * 66
-    x, y = random(len(slots), inputs, dtype=dtype), random(len(slots), 418, dtype=dtype)
-    wanted, whole = expected(x, y, slots, deltas), y.clone()
-    add_deltas(x, whole, factors, RowGroups(np.array(slots)))
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(whole, wanted, rtol=tolerance, atol=tolerance)
-    with team_of(3):
-        found = y.clone()
-        add_deltas(x, found, factors, RowGroups(np.array(slots)))
-    assert torch.equal(found, whole)
-    for row in (0, 3, 63, 64, 69, 70, 71, 72, 75, 80, len(slots) - 1):
-        alone = y[row : row + 1].clone()
-        add_deltas(x[row : row + 1], alone, factors, RowGroups(np.array(slots[row : row + 1])))
-        assert torch.equal(alone[0], whole[row])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_in_its_row(value: float, dtype: torch.dtype) -> None:
     factors, _ = make(64, [130, 7], dtype)
@@ -122,10 +81,3 @@ def test_what_is_not_finite_stays_in_its_row(value: float, dtype: torch.dtype) -
     x[3, 5] = value
     add_deltas(x, y, factors, RowGroups(np.array(ROWS)))
     assert torch.isfinite(y).all(dim=1).tolist() == [row != 3 for row in range(len(ROWS))]
-
-
-def test_rows_by_adapter() -> None:
-    groups = RowGroups(np.array(ROWS))
-    assert groups.rows.tolist() == [2, 7, 0, 3, 6, 4]
-    assert groups.groups.tolist() == [[0, 1, 0], [1, 1, 1], [2, 3, 2], [5, 1, 4]]
-    assert RowGroups(np.array([-1, -1])).count == 0

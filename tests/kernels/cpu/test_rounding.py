@@ -8,9 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncengine.execution.layers.weight_forms import QuantizedWeight
-from asyncengine.kernels.cpu.panel_form import INT4_GROUP, int_form
-from asyncengine.kernels.cpu.quantize import quantize_rows
-from asyncengine.kernels.cpu.quantized_panels import empty_panels
+from asyncengine.kernels.cpu.panel_form import INT4_GROUP
 from asyncengine.kernels.cpu.rounding_tile import ENDS
 
 SIZES = [(16, 64), (16, 128), (48, 320), (50, 200), (33, 64), (7, 72), (1, 1), (16, 1000), (17, 8)]
@@ -44,25 +42,6 @@ def test_int8_takes_the_largest_of_a_row(outputs: int, inputs: int, dtype: torch
     tied = np.abs(found - wanted) <= 1.0001 * scales  # half-way between two
     halfway = np.abs(np.abs(found - rows) / np.where(scales == 0, 1, scales) - 0.5) < 1e-4
     assert (close | (tied & halfway)).all()
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_whatever_memory_held_before_and_however_rows_come(bits: int) -> None:
-    """Panels are made of the rows alone: also what fills up a last group, and the lanes of missing outputs."""
-    weight, form = made_up(50, 200).bfloat16(), int_form(bits)
-    results = []
-    for filler, parts in ((0, [(0, 50)]), (255, [(0, 50)]), (255, [(32, 50), (0, 16), (16, 32)])):
-        panels = empty_panels(form, 50, 200).fill_(filler)
-        scales = torch.full((50,), float(filler)) if bits == 8 else None
-        for first, last in parts:
-            quantize_rows(weight[first:last], panels, scales, bits, first)
-        results.append((panels[:, :, form.head :].clone(), scales))
-        if bits == 4:  # all of a chunk's head is scales and minima
-            assert form.head == form.chunk // INT4_GROUP * 16 * 4
-            results[-1] = (panels, scales)
-    for panels, scales in results[1:]:
-        assert torch.equal(panels, results[0][0])
-        assert scales is None or torch.equal(scales, results[0][1])
 
 
 def made_up(outputs: int, inputs: int) -> torch.Tensor:

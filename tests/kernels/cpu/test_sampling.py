@@ -47,16 +47,6 @@ def test_the_tokens_are_those_of_the_sampler_in_torch(fields: dict[str, Any], dt
     assert torch.equal(best, logits.float().amax(dim=-1))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_greedy_rows_get_the_first_of_the_largest(dtype: torch.dtype) -> None:
-    logits = torch.randn((33, 2000), generator=torch.Generator().manual_seed(1)).to(dtype)
-    logits[3, [700, 1400]] = 9.0
-    tokens, best = SamplerKernel(2000).choose(logits, *columns(33, temperature=0.0))
-    assert tokens[3] == 700
-    assert torch.equal(logits.gather(1, tokens[:, None])[:, 0], logits.amax(dim=-1))
-    assert torch.equal(best, logits.float().amax(dim=-1))
-
-
 def test_rows_without_a_token_say_so_and_harm_nobody() -> None:
     logits = torch.randn((6, 900), generator=torch.Generator().manual_seed(2))
     params, keys = columns(6, top_p=0.8)
@@ -80,10 +70,3 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(monkeypatch: pyte
     with team_of(3) as team:
         assert chooser.choose(logits, params, keys)[0].tolist() == alone
         assert team.account.pieces > 1
-
-
-def test_masked_tokens_are_never_drawn() -> None:
-    logits = torch.full((2000, 600), float("-inf"))
-    logits[:, [5, 599]] = torch.tensor([0.0, -2.0])
-    tokens, _ = SamplerKernel(600).choose(logits, *columns(2000, temperature=3.0))
-    assert sorted(np.unique(tokens).tolist()) == [5, 599]

@@ -70,13 +70,6 @@ def test_a_row_is_spoilt_by_itself_alone() -> None:
     assert torch.equal(found[others], expected[others])
 
 
-def test_no_rows_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_place", "_multiply", "_sum"):
-        monkeypatch.setattr(kernels, name, None)
-    mixture = make_mixture(0, 2, 4, 16, 8, torch.float32, "cpu", bounded=False)
-    assert mixture.by_kernels().shape == (0, 16)
-
-
 class NothingRead(TorchDispatchMode):
     """Raises where the host would wait for a value, or for the size of a result."""
 

@@ -11,7 +11,7 @@ import torch
 from support.bfloat16_dots import with_bfloat16_dots
 
 from asyncengine.kernels.cuda import lora
-from asyncengine.kernels.cuda.lora import Factors, Tiles, add_deltas, tiles_of
+from asyncengine.kernels.cuda.lora import Factors, add_deltas, tiles_of
 
 FLOAT, BRAIN, HALF = torch.float32, torch.bfloat16, torch.float16
 NEAR = {FLOAT: 1e-5, BRAIN: 2e-2, HALF: 3e-3}
@@ -79,21 +79,11 @@ def test_each_row_gets_its_own(case: Case, form: str) -> None:
     assert torch.equal(found[without], case.y[without])
 
 
-def test_no_rows(form: str) -> None:
-    assert Case([16], 16, 8, [], 2, FLOAT).found().shape == (0, 16)
-
-
 def test_a_row_does_not_depend_on_those_beside_it(form: str) -> None:
     case, alone = (Case([40, 8], 600, 16, slots, 4, FLOAT) for slots in (SOME, [2]))
     alone.a, alone.b, alone.x, alone.y = case.a, case.b, case.x[:1], case.y[:1]
     case.x[1:] = torch.inf
     assert torch.equal(case.found()[:1], alone.found())
-
-
-def test_a_slot_that_holds_nothing(form: str) -> None:
-    case = Case([24], 32, 8, [0, 1, 2], 3, BRAIN)
-    case.a[1] = case.b[1] = 0
-    assert torch.equal(case.found()[1], case.y[1])
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 257, 600])
@@ -113,17 +103,3 @@ def test_tiles(rows: int) -> None:
                 seen.setdefault(slot, []).extend(inside)
         wanted = {slot: torch.nonzero(slots == slot).flatten().tolist() for slot in range(count)}
         assert seen == {slot: own for slot, own in wanted.items() if own}
-
-
-def test_a_merged_product_is_one_launch_or_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[str] = []
-    for name in ("_few", "_shrunk", "_expanded"):
-        launch = getattr(lora, name)
-        monkeypatch.setattr(lora, name, lambda *given, name=name, launch=launch, **options: (
-            launched.append(name), launch(*given, **options)))  # fmt: skip
-    made: list[Tiles] = []
-    few, many = (Case([16, 8, 8], 32, 8, SOME * times, 4, FLOAT) for times in (1, 2))
-    few.found(lambda: pytest.fail("a few rows need no order"))
-    many.found(lambda: made.append(tiles_of(many.slots, 4)) or made[0])
-    assert launched == ["_few", "_shrunk", "_expanded"]
-    assert len(made) == 1

@@ -62,15 +62,6 @@ def test_equals_torch(form: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(pool, wanted, **limits)
 
 
-def test_one_token_and_none() -> None:
-    found, query, pool, wanted = compare(**FORMS["Qwen3"], tokens=1)
-    torch.testing.assert_close(found, query, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(pool, wanted, rtol=1e-5, atol=1e-5)
-    found, _, pool, _ = compare(**FORMS["Qwen3"], tokens=0)
-    assert found.shape == (0, 4, 64)
-    assert not pool.any()
-
-
 def test_eight_bits_saturate() -> None:
     """Numbers that the type has: the interpreter rounds to it without carrying."""
     kept = torch.float8_e4m3fn

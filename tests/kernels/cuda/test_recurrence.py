@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.device_modes import Launches
 from support.forwards import relative_error
 from support.layer_options import CPU, options
 from support.segments import segments_of
@@ -25,7 +24,7 @@ from asyncengine.execution.layers.kimi_delta import KimiDeltaConfig
 from asyncengine.execution.layers.mamba2 import Mamba2Config
 from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.short_conv import ShortConvConfig
-from asyncengine.execution.layers.states import LoneTokens, StatePools, StateSegments, StateStep
+from asyncengine.execution.layers.states import LoneTokens, StatePools, StateStep
 from asyncengine.kernels.cuda import recurrence
 from asyncengine.kernels.cuda.recurrence import Recurrence
 
@@ -74,22 +73,6 @@ def test_layers_by_the_kernel_are_those_by_torch(
     for plain, made in zip(*found, strict=True):
         assert relative_error(plain.double(), made.double()) < NEAR[dtype]
     assert torch.equal(found[0][-1], found[1][-1]), "windows"
-
-
-@pytest.mark.parametrize("name", ["large", "kimi", "mamba"])
-def test_a_decode_step_is_three_kernels_between_the_projections(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "triton_missing", lambda _: None)
-    monkeypatch.setattr("asyncengine.execution.layers.options.compiler_missing", lambda *_: "not here")
-    layer, launches = LAYERS[name].build(options(torch.bfloat16, plain=True), NormConfig(), "", 32, 0), Launches()
-    pools = StatePools([layer.spec], 3, torch.bfloat16, CPU)
-    slots = torch.tensor([1, 2])
-    step = StateStep(pools, StateSegments.none(), LoneTokens(slice(None), slots, slots))
-    projected = layer.projected(torch.randn(2, 32).bfloat16(), SimpleNamespace(states=step, adapters=None))
-    layer.conv.on_device = states.StateKernels(None, *(launches.without(kernel) for kernel in layer.conv.on_device[1:]))
-    layer.rule = SimpleNamespace(move=launches.without(layer.rule.move))
-    with launches:
-        layer.mix(projected, step)
-    assert not launches.calls, "torch's operations, beside the convolution, the recurrence and the gated norm"
 
 
 KINDS = {"large": (4, 2, 128, 40), "small": (3, 1, 12, 20), "wide": (2, 1, 16, 64)}

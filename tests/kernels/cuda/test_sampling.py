@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.device_modes import Launches
 from support.device_sampling import SETTINGS, by_cpu, by_kernels, device_sampler, rows_of
-from triton.runtime.interpreter import InterpretedFunction
 
 from asyncengine.execution.sampling import device_sampler as module
 
@@ -30,14 +28,6 @@ def test_the_tokens_are_those_of_the_cpu(vocab: int, dtype: torch.dtype) -> None
     wanted, largest = by_cpu(rows, logits)
     assert tokens.tolist() == wanted.tolist()
     assert torch.equal(best, largest)
-
-
-@pytest.mark.parametrize("scale", [1e-3, 1e4])
-def test_flat_and_peaked_rows(scale: float) -> None:
-    rows = rows_of(6, SETTINGS[4::2])
-    logits = random_logits(len(rows), 1100, scale)
-    tokens, _ = by_kernels(device_sampler(rows, 1100, CPU), rows, logits)
-    assert tokens.tolist() == by_cpu(rows, logits)[0].tolist()
 
 
 def test_ties_are_kept_together() -> None:
@@ -86,44 +76,9 @@ def test_rows_without_a_token_say_so_and_harm_nobody() -> None:
     assert tokens.tolist() == [0] * 5 + right[5:].tolist()
 
 
-def test_no_rows_and_rows_that_lie_apart() -> None:
-    rows = rows_of(3, [{"top_p": 0.7}])
-    wide = random_logits(3, 700)
-    sampler = device_sampler(rows, 600, CPU)
-    assert by_kernels(sampler, rows, wide[:, 50:650])[0].tolist() == by_cpu(rows, wide[:, 50:650])[0].tolist()
-    assert by_kernels(sampler, [], wide[:0, :600])[0].tolist() == []
-
-
-def test_a_slot_that_changes_hands_is_sent_again() -> None:
-    first, second = rows_of(1, [{"temperature": 0.0}]), rows_of(1, [{"top_k": 3, "temperature": 9.0}])
-    logits = random_logits(1, 600)
-    sampler = device_sampler(first, 600, CPU)
-    assert by_kernels(sampler, first, logits)[0].tolist() == logits.argmax(dim=1).tolist()
-    sampler.params.update(second)
-    sampler.refresh()
-    assert by_kernels(sampler, second, logits)[0].tolist() == by_cpu(second, logits)[0].tolist()
-
-
 def test_the_slot_of_padding_is_greedy() -> None:
     rows = rows_of(2)
     logits = random_logits(2, 600)
     sampler = device_sampler(rows, 600, CPU)
     padding = [row._replace(slot=2) for row in rows]
     assert by_kernels(sampler, padding, logits)[0].tolist() == logits.argmax(dim=1).tolist()
-
-
-@pytest.mark.parametrize(
-    ("truncated", "kernels"),
-    [(False, {"scan": 1}), (True, {"scan": 1, "narrow": 2, "gather": 1, "settle": 1, "total": 1})],
-)
-def test_kernels_of_a_draw(truncated: bool, kernels: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph has all six of them, as any row of a later step may be truncated; nothing else is launched."""
-    launches = Launches()
-    monkeypatch.setattr(
-        InterpretedFunction, "run", lambda self, *_, **options: launches.calls.update([self.fn.__name__])
-    )
-    sampler, logits, where = device_sampler(rows_of(2), 600, CPU), torch.zeros(2, 600), torch.arange(2)
-    tokens, best = torch.zeros_like(where), torch.empty(2)
-    with launches:
-        sampler.sample(logits, where, where, tokens, best, truncated)
-    assert launches.calls == kernels

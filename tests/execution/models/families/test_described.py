@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +12,20 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 from support.checkpoints import Checkpoint
 from support.drive import Driver, greedy_reference, prompts
-from support.forwards import Recording, logits_of, relative_error, transformers_logits
-from support.panels import use_panels
+from support.forwards import logits_of, relative_error
 from support.tiny_configs import changed, tiny
 from support.tiny_models import FAMILIES, OPTIONS, VOCAB, make_model
 from torch import nn
 
 from asyncengine.config import EngineConfig
-from asyncengine.execution.layers.kernels import LayerKernels, layer_kernels
+from asyncengine.execution.layers.kernels import LayerKernels
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.families import decoder_config_of
 from asyncengine.execution.models.loading import LoadedModel, load_model
 from asyncengine.execution.runner.building import build_runner
-from asyncengine.kernels.cpu import compiler_missing
-from asyncengine.lora.layers.slots import LoraLayers
-from asyncengine.sampling_params import SamplingParams
 
-CPU = torch.device("cpu")
 CONFIG = EngineConfig(page_size=4, max_num_seqs=80, kv_cache_memory="8MiB", show_progress=False, num_threads=1)
-SCORED = SamplingParams(temperature=0.0, ignore_eos=True, prompt_logprobs=True)
 TEXT = prompts([40], VOCAB)[0]
 
 
@@ -40,42 +33,6 @@ def load(folder: Path, **fields: Any) -> LoadedModel:
     loaded = load_model(str(folder), CONFIG.replace(**fields))
     assert isinstance(loaded.model, Decoder), "through transformers"
     return loaded
-
-
-@pytest.mark.parametrize("name", ["phi3", "starcoder2", "stablelm, norms of heads", "qwen3.5"])
-def test_adapters_on_everything_equal_peft(name: str, checkpoint: Checkpoint) -> None:
-    """Matrices that the checkpoint keeps as one, those with biases, and those whose heads are normalised."""
-    peft = pytest.importorskip("peft")
-    from support.lora_driver import AdapterDriver
-    from support.lora_reference import Reference, Weights
-
-    loaded = load(checkpoint(name, heavy=True))
-    recording = Recording(loaded.model)
-    loaded.model = recording  # type: ignore[assignment]
-    lora = LoraLayers(loaded.model, 2, 4)
-    base = make_model(name, heavy=True)
-    table = base.get_input_embeddings()
-    targets = [path for path, part in base.named_modules() if isinstance(part, torch.nn.Linear) or part is table]
-    assert sorted(lora.modules) == sorted(targets)
-    plain = transformers_logits(base, TEXT)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of tied weights
-        wrapped = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets), "a")
-    adapted = wrapped.base_model.model
-    generator = torch.Generator().manual_seed(3)
-    layers = [(path, part) for path, part in adapted.named_modules() if hasattr(part, "lora_A")]
-    factors = {path: Reference.draw(part, path, "a", part.base_layer is table, generator) for path, part in layers}
-    lora.write(1, Weights(factors))
-    runner = build_runner(loaded, CONFIG, lora=lora)
-    driver = AdapterDriver(runner, lora)
-    changed_logits = transformers_logits(adapted.eval(), TEXT)
-    for slot, wanted in ((1, changed_logits), (0, plain)):
-        recording.logits.clear()
-        driver.run([driver.with_adapter(TEXT, slot, 1, SCORED)])
-        (found,) = recording.logits
-        assert float((found - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
-    assert float((plain - changed_logits).abs().max()) > 0.1
-    runner.close()
 
 
 @pytest.mark.parametrize(
@@ -113,64 +70,6 @@ def test_code_from_a_folder_is_not_taken_for_transformers_own() -> None:
         assert decoder_config_of(other(), 64) is None
 
 
-ONE_CALL = (
-    "llama", "phi3", "granite", "granitehybrid", "smollm3", "seedoss", "ministral3", "qwen3moe", "mixtral", "gpt-oss",
-    "granitemoe", "glm4moe", "dots1", "gemma",
-)  # fmt: skip
-"""Families with an RMS norm before each branch, a gated feed-forward part or experts, and nothing after."""
-MERGED = (
-    *ONE_CALL, "olmo", "olmo2", "olmo3", "stablelm", "stablelm, norms of heads", "exaone4", "starcoder2", "qwen2moe",
-    "olmoe", "phimoe", "minimax-m2", "gemma2", "gemma3", "gemma4", "gemma4moe", "apertus", "gpt2", "opt",
-)  # fmt: skip
-APART = ("glm", "glm4", "hunyuan", "ernie4.5moe", "llama4")
-"""Families that rotate pairs of neighbours, or have norms behind the rotation."""
-
-
-@pytest.mark.skipif(compiler_missing(torch.float32, CPU) is not None, reason="no compiler")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [*MERGED, *APART])
-def test_what_compiled_kernels_take(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention with all before it in one call, but of layers without keys; other rotations than of halves before."""
-    use_panels(True, monkeypatch)
-    make = (FAMILIES | OPTIONS)[name]
-    if name in (*ONE_CALL, *APART):
-        make = changed(name, hidden_size=64, intermediate_size=64)
-    described = decoder_config_of(make(), 64)
-    assert described is not None
-    decoder = Decoder(described, LayerOptions(dtype, CPU, layer_kernels("auto", dtype, CPU)), 64)
-    expected = [layer.config.attention.keys_of is None for layer in decoder.layers]
-    assert [layer.attention.merged is not None for layer in decoder.layers] == expected
-    rotates_exactly = name in ("olmo2", "olmo3") and dtype != torch.float32
-    apart = [layer.attention.plan.rotates_apart for layer in decoder.layers]
-    rotates = [name in APART or rotates_exactly] * len(decoder.layers)
-    if name == "llama4":
-        rotates[1] = False
-    assert apart == rotates
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("gemma2", {"attn_logit_softcapping": 1e4}), ("gemma2", {"final_logit_softcapping": 1e4}),
-        ("gemma2", {"sliding_window": 500}), ("gemma2", {"query_pre_attn_scalar": 16}),
-        ("gemma3", {"sliding_window": 500}), ("gemma4", {"sliding_window": 500}),
-        ("gemma4", {"final_logit_softcapping": 1e4}), ("cohere2", {"sliding_window": 500}),
-        ("cohere", {"logit_scale": 1.0}), ("llama4", {"attention_chunk_size": 500}), ("llama4", {"attn_scale": 0.0}),
-        ("llama4", {"use_qk_norm": False}), ("llama4", {"num_experts_per_tok": 2}),
-    ],
-)  # fmt: skip
-def test_numbers_are_large_enough_for_the_option_to_show(
-    name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = transformers_logits(make_model(name, heavy=True), TEXT)
-    config = FAMILIES[name]()
-    for key, value in changes.items():
-        setattr(config, key, value)
-    monkeypatch.setitem(FAMILIES, name, lambda: config)
-    found = transformers_logits(make_model(name, heavy=True), TEXT)
-    assert float((found - expected).abs().max() / expected.abs().max()) > 0.01
-
-
 @pytest.mark.parametrize(("name", "prefix"), [("gpt2", "transformer."), ("opt", "model."), ("gemma2", "model.")])
 def test_names_without_what_all_begin_with(name: str, prefix: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Checkpoints once had such names, and GPT-2's had masks beside the weights."""
@@ -183,12 +82,6 @@ def test_names_without_what_all_begin_with(name: str, prefix: str, checkpoint: C
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     assert torch.equal(*(logits_of(load(each).model, TEXT) for each in (folder, tmp_path)))
-
-
-def test_layers_that_share_keys_take_no_memory_for_them(checkpoint: Checkpoint) -> None:
-    loaded = load(checkpoint("gemma4"))
-    assert [layer.attention.index for layer in loaded.model.layers] == [0, 1, 2, 1, 2, 1]  # type: ignore[attr-defined]
-    assert [(spec.index, spec.key_dim) for spec in loaded.layers] == [(0, 16), (1, 32), (2, 16)]
 
 
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

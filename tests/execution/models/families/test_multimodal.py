@@ -12,17 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.drive import prompts
 from support.forwards import Forwards, transformers_logits
-from support.multimodal_models import CONFIGS, IMAGE, VIDEO, save_multimodal
+from support.multimodal_models import CONFIGS, VIDEO, save_multimodal
 from support.quantized_checkpoints import quantized
 
-from asyncengine import Engine
 from asyncengine.config import EngineConfig
-from asyncengine.errors import InvalidParameter, UnsupportedModel
+from asyncengine.errors import UnsupportedModel
 from asyncengine.execution.models.decoder import Decoder
-from asyncengine.execution.models.families import MULTIMODAL
 from asyncengine.execution.models.loading import LoadedModel, load_model
 from asyncengine.execution.models.mapped import OpenFiles
-from asyncengine.sampling_params import SamplingParams
 
 CONFIG = EngineConfig(page_size=4, kv_cache_memory="8MiB", show_progress=False)
 LONG, SHORT = prompts([45, 11], VIDEO)
@@ -42,10 +39,6 @@ def expected_logits(model: Any, name: str) -> torch.Tensor:
 
 def largest_error(expected: torch.Tensor, found: torch.Tensor) -> float:
     return float((expected - found).abs().max() / expected.abs().max())
-
-
-def test_every_family_is_tried() -> None:
-    assert {CONFIGS[name]().model_type for name in CONFIGS} == set(MULTIMODAL)
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex values")
@@ -85,26 +78,6 @@ def test_names_of_other_releases(name: str, old: str, new: str, head: str, tmp_p
     assert len([key for key in renamed if key.startswith(new)]) > 20
     save_file(renamed, file, metadata={"format": "pt"})
     assert largest_error(expected_logits(model, name), Forwards(load(tmp_path).model).step(LONG)) < 1e-5
-
-
-@pytest.mark.parametrize("layout", ["transposed", "apart"])
-def test_layouts_of_experts(layout: str, tmp_path: Path) -> None:
-    """Qwen3-VL's own files have them transposed; who quantizes them takes them apart."""
-    model = save_multimodal("qwen3_vl_moe", tmp_path)
-    file = tmp_path / "model.safetensors"
-    other: dict[str, torch.Tensor] = {}
-    for key, tensor in load_file(file).items():
-        base, _, kind = key.partition("mlp.experts.")
-        if layout == "transposed" or not kind:
-            other[key] = tensor.transpose(1, 2).contiguous() if kind else tensor
-            continue
-        for expert, own in enumerate(tensor):
-            named = f"{base}mlp.experts.{expert}."
-            parts = own.chunk(2) if kind == "gate_up_proj" else (own,)
-            names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
-            other |= {f"{named}{name}.weight": part.clone() for name, part in zip(names, parts, strict=True)}
-    save_file(other, file, metadata={"format": "pt"})
-    assert largest_error(expected_logits(model, ""), Forwards(load(tmp_path).model).step(LONG)) < 1e-5
 
 
 @pytest.mark.parametrize("form", ["awq", "fp8 blocks"])
@@ -147,15 +120,6 @@ def test_towers_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB: nothing of a TiB
     assert loaded.left_out == ("visual x 1",)
     assert loaded.weights_bytes == load_model(str(tmp_path), CONFIG).weights_bytes < 2**21
-
-
-def test_an_engine_says_what_it_left_out_and_refuses_images(tmp_path: Path) -> None:
-    save_multimodal("mistral3", tmp_path)
-    with Engine.from_pretrained(tmp_path, kv_cache_memory="8MiB", show_progress=False) as engine:
-        assert engine.info.left_out == ("multi_modal_projector x 4", "vision_tower x 11")
-        assert engine.generate(SHORT, SamplingParams(max_tokens=2, ignore_eos=True)).usage.completion_tokens == 2
-        with pytest.raises(InvalidParameter, match=r"prompt\[3\].*stands for an image: only the text of this model"):
-            engine.generate([5, 6, 7, IMAGE])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.gguf_bytes import ARRAY, BOOL, F32, STRING, U32, array, gguf, place, string, text, value, whole
+from support.gguf_bytes import ARRAY, F32, STRING, U32, array, gguf, place, string, text, value, whole
 
 from asyncengine.errors import EngineError, ModelNotFound, UnsupportedModel
 from asyncengine.execution.models.formats.gguf import header
@@ -32,13 +32,6 @@ def model(*more: bytes, tensors: tuple[bytes, ...] = (EMBED,), data: bytes = b"\
     return gguf([*SHAPE, *more], tensors, data)
 
 
-def xielu(value: bytes) -> bytes:
-    """A model whose header has numbers of every layer."""
-    own = [string("general.architecture", "apertus")]
-    own += [text(part[8 : 8 + part[0]].replace(b"llama", b"apertus")) + part[8 + part[0] :] for part in SHAPE[1:]]
-    return gguf([*own, value, value.replace(b"alpha_n", b"alpha_p")], (EMBED,), b"\0" * 4096)
-
-
 def pair(first: tuple[int, int], second: tuple[int, int]) -> bytes:
     """Two vectors at (numbers, offset)."""
     tensors = [place(name, (count,), 0, at) for name, (count, at) in zip("ab", (first, second), strict=True)]
@@ -49,91 +42,45 @@ BROKEN: dict[str, tuple[bytes, type[EngineError], str]] = {
     "empty": (b"", ModelNotFound, "it has 0 bytes"),
     "wrong magic": (gguf(magic=b"GGML"), ModelNotFound, "it begins with b'GGML'"),
     "version 1": (gguf(version=1), UnsupportedModel, "is version 1"),
-    "version 4": (gguf(version=4), UnsupportedModel, "is version 4"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), UnsupportedModel, "is big-endian"),
     "2**60 tensors": (gguf(counts=(2**60, 0)), ModelNotFound, "claims 1152921504606846976 tensors"),
-    "2**60 values": (gguf(counts=(0, 2**60)), ModelNotFound, "claims 1152921504606846976 values"),
-    "more values than there are": (gguf([LLAMA], counts=(0, 60_000)), ModelNotFound, "key '' twice"),
     "terabyte key": (gguf([text("x", 2**40)]), ModelNotFound, "a key of 1099511627776 bytes"),
-    "terabyte string": (gguf([value("x", STRING, text("x", 2**40))]), ModelNotFound, "ends within its header"),
     "2**64 - 1 bytes": (gguf([value("x", STRING, text("x", 2**64 - 1))]), ModelNotFound, "ends within its header"),
-    "2**63 numbers": (gguf([array("x", U32, 2**63, b"")]), ModelNotFound, "ends within its header"),
-    "2**61 numbers": (gguf([array("x", U32, 2**62 + 1, b"")]), ModelNotFound, "ends within its header"),
     "2**40 strings": (gguf([array("x", STRING, 2**40, b"")]), ModelNotFound, "claims 1099511627776 strings"),
-    "strings past the end": (gguf([array("x", STRING, 9, text("a") * 3)]), ModelNotFound, "ends within its header"),
-    "string past the end": (gguf([array("x", STRING, 2, text("a") + text("", 2**63))]), ModelNotFound, "within its"),
     "arrays of arrays": (gguf([array("x", ARRAY, 1, b"\0" * 64)]), ModelNotFound, "x is an array of arrays"),
     "unknown value": (gguf([value("x", 13, b"")]), ModelNotFound, "x is of the unknown type 13"),
     "key twice": (gguf([LLAMA, LLAMA]), ModelNotFound, "the key 'general.architecture' twice"),
-    "key of bytes": (gguf([string(b"\xff\xfe", "x")]), ModelNotFound, "a key that is not UTF-8"),
-    "key of megabytes": (gguf([string("k" * 2**20, "x")]), ModelNotFound, "a key of 1048576 bytes"),
     "value of bytes": (gguf([string("general.architecture", b"\xff")]), ModelNotFound, "architecture is not UTF-8"),
-    "alignment 0": (gguf([whole("general.alignment", 0)]), ModelNotFound, "general.alignment is 0"),
     "alignment 24": (gguf([whole("general.alignment", 24)]), ModelNotFound, "general.alignment is 24"),
-    "alignment 2**31": (gguf([whole("general.alignment", 2**31)]), ModelNotFound, "alignment is 2147483648"),
-    "alignment of text": (gguf([string("general.alignment", "32")]), ModelNotFound, "alignment is '32'"),
-    "name of megabytes": (gguf([LLAMA], [place("n" * 2**20, (1,), 0, 0)]), ModelNotFound, "name of 1048576 bytes"),
-    "name of bytes": (gguf([LLAMA], [place(b"\xff", (1,), 0, 0)]), ModelNotFound, "name that is not UTF-8"),
     "tensor twice": (pair((8, 0), (8, 32)).replace(b"b", b"a"), ModelNotFound, "the tensor 'a' twice"),
-    "no dimensions": (gguf([LLAMA], [place("a", (), 0, 0)], b"\0" * 64), ModelNotFound, "has 0 dimensions"),
     "2**31 dimensions": (
         gguf([LLAMA], [text("a") + struct.pack("<I", 2**31) + b"\0" * 64]), ModelNotFound, "has 2147483648 dimensions"
     ),
-    "size 0": (gguf([LLAMA], [place("a", (0, 4), 0, 0)], b"\0" * 64), ModelNotFound, "impossible shape"),
     "sizes overflow": (gguf([LLAMA], [place("a", (2**32, 2**32), 0, 0)]), ModelNotFound, "impossible shape"),
-    "sizes overflow to little": (gguf([LLAMA], [place("a", (2**63, 2, 1, 8), 0, 0)]), ModelNotFound, "impossible"),
-    "terabyte tensor": (gguf([LLAMA], [place("a", (2**40,), 0, 0)]), ModelNotFound, "truncated"),
     "truncated": (gguf([LLAMA], [place("a", (64,), 0, 0)], b"\0" * 255), ModelNotFound, "it is truncated"),
-    "offset past the end": (gguf([LLAMA], [place("a", (1,), 0, 2**63)], b"\0" * 64), ModelNotFound, "truncated"),
     "misaligned": (pair((8, 0), (8, 40)), ModelNotFound, "b begins at 40, no multiple of the alignment 32"),
     "overlapping": (pair((16, 0), (8, 32)), ModelNotFound, "b begins at 32, within or before"),
-    "reversed": (pair((8, 32), (8, 0)), ModelNotFound, "b begins at 0, within or before"),
     "unknown type": (gguf([LLAMA], [place("a", (1,), 999, 0)], b"\0" * 64), ModelNotFound, "the unknown type 999"),
-    "type that is gone": (gguf([LLAMA], [place("a", (32,), 5, 0)], b"\0" * 64), ModelNotFound, "Q4_3, which llama.cpp"),
     "part of a block": (gguf([LLAMA], [place("a", (33,), 8, 0)], b"\0" * 64), ModelNotFound, "blocks of 32"),
     "nothing": (gguf(), ModelNotFound, "names no general.architecture"),
-    "architecture of a number": (gguf([whole("general.architecture", 1)]), ModelNotFound, "names no general.arch"),
-    "architecture of megabytes": (
-        gguf([string("general.architecture", "a" * 2**20)]),
-        UnsupportedModel, r"\.\. is not",
-    ),
     "unknown architecture": (
         gguf([string("general.architecture", "mamba")], [EMBED], b"\0" * BYTES), UnsupportedModel,
         "'mamba' is not read. Read are llama, mistral3",
     ),
     "projector": (gguf([string("general.architecture", "clip")]), UnsupportedModel, "image part of a model"),
     "adapter": (gguf([LLAMA, string("general.type", "adapter")]), UnsupportedModel, "LoRA adapter in GGUF"),
-    "imatrix": (gguf([string("general.type", "imatrix")]), UnsupportedModel, "importance matrix"),
-    "old imatrix": (gguf([LLAMA, whole("imatrix.chunk_count", 1)]), UnsupportedModel, "importance matrix"),
-    "control vector": (gguf([string("general.architecture", "controlvector")]), UnsupportedModel, "control vector"),
     "embedder": (gguf([string("general.architecture", "bert")]), UnsupportedModel, "embedding model"),
-    "tokenizer alone": (gguf([LLAMA]), ModelNotFound, "a tokenizer alone"),
-    "no hyperparameters": (gguf([LLAMA], [EMBED], b"\0" * BYTES), ModelNotFound, "llama.*is missing"),
     "heads of text": (
         gguf([*SHAPE[:4], string("llama.attention.head_count", "2")], [EMBED], b"\0" * BYTES), ModelNotFound,
         "llama.attention.head_count must be a whole number",
     ),
-    "as many layers as fit": (
-        gguf([*SHAPE[:1], whole("llama.block_count", 2**32 - 1), *SHAPE[2:]], [EMBED], b"\0" * BYTES), ModelNotFound,
-        "num_hidden_layers must be between",
-    ),
-    "other layers": (
-        model(array("llama.attention.head_count_kv", U32, 2, struct.pack("<II", 1, 2))),
-        UnsupportedModel, "differs from",
-    ),
     "a million layers": (
         model(array("llama.attention.head_count_kv", U32, 10**6, b"\1" * 4 * 10**6)), ModelNotFound, "1000000 values"
     ),
-    "half of a head rotated": (model(whole("llama.rope.dimension_count", 8)), UnsupportedModel, "rotated in part"),
     "more than a head rotated": (model(whole("llama.rope.dimension_count", 80)), ModelNotFound, "_count is 80"),
     "infinite base": (
         model(value("llama.rope.freq_base", F32, struct.pack("<f", float("inf")))), ModelNotFound, "a finite number"
     ),
-    "flag for a number": (
-        model(value("llama.rope.dimension_count", BOOL, b"\1")), ModelNotFound, "a whole number, got True"
-    ),
-    "xielu of other layers": (xielu(array("xielu.alpha_n", F32, 2, b"\0" * 8)), ModelNotFound, "for each of 1 layers"),
-    "xielu of text": (xielu(string("xielu.alpha_n", "x")), ModelNotFound, "xielu.alpha_. must have a finite number"),
     "tensor of another family": (
         model(tensors=(EMBED, place("blk.0.ssm_in.weight", (8,), 0, 512))), ModelNotFound,
         "llama does not have: blk.0.ssm_in.weight",
@@ -143,15 +90,8 @@ BROKEN: dict[str, tuple[bytes, type[EngineError], str]] = {
               data=b"\0" * 8192),
         UnsupportedModel, "blk.0.ffn_up.weight as IQ1_S, which is not read",
     ),
-    "layer of many digits": (
-        model(tensors=(EMBED, place(f"blk.{'1' * 500}.attn_q.weight", (8,), 0, 512))),
-        ModelNotFound, "does not have: blk",
-    ),
     "rows for no head": (
         model(tensors=(EMBED, place("blk.0.attn_q.weight", (32, 3), 0, 512))), ModelNotFound, "3 rows for 2 heads"
-    ),
-    "quantized norm": (
-        model(tensors=(EMBED, place("output_norm.weight", (32,), 8, 512))), ModelNotFound, "wrong shape.*model.norm"
     ),
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ from support.gguf_models import IDS, YARN, make_model, pattern
 from support.tiny_configs import changed, rope
 from support.tiny_models import FAMILIES
 
-from asyncengine.errors import ModelNotFound, UnsupportedModel
+from asyncengine.errors import ModelNotFound
 from asyncengine.execution.layers.stored import dense
 from asyncengine.execution.models.formats.gguf.model import GgufModel
 from asyncengine.execution.models.formats.gguf.tensors import BlockMatrix
@@ -134,16 +134,6 @@ def test_gpt_oss(kind: str, tmp_path: Path) -> None:
     comes_back(model, config)
 
 
-def test_gpt_oss_with_gate_and_up_in_different_types_is_refused(tmp_path: Path) -> None:
-    config = changed("gpt-oss", hidden_size=64, num_hidden_layers=1, layer_types=["full_attention"])()
-    write_gguf(
-        tmp_path / "m.gguf", config, dict(make_model(config).state_dict()),
-        lambda name, _: "Q8_0" if "gate_exps" in name else "F32",
-    )  # fmt: skip
-    with pytest.raises(UnsupportedModel, match="as F32 and Q8_0: of one type only"):
-        GgufModel(tmp_path / "m.gguf")
-
-
 @pytest.mark.parametrize("kind", [*QUANTIZED, *PLAIN])
 def test_every_type_in_a_model(kind: str, tmp_path: Path) -> None:
     """Queries and keys of Llama lie in another order of rows; every type comes back in the right one."""
@@ -185,37 +175,6 @@ def test_the_mapping_lives_as_long_as_a_tensor(tmp_path: Path) -> None:
     del tensor
     gc.collect()
     assert not mapped()
-
-
-def test_mixed_types(tmp_path: Path) -> None:
-    """Types are mixed as in Q4_K_M: two for the same matrix of different layers, another for the output."""
-    config = changed("qwen3", hidden_size=256, head_dim=64, intermediate_size=256, tie_word_embeddings=False)()
-
-    def kind_of(name: str, _: torch.Tensor) -> str:
-        if name == "output.weight" or "blk.1.ffn_down" in name or "blk.1.attn_v" in name:
-            return "Q6_K"
-        return "Q4_K" if name != "token_embd.weight" else "Q5_0"
-
-    written = write_gguf(tmp_path / "m.gguf", config, dict(make_model(config).state_dict()), kind_of)
-    model = GgufModel(tmp_path / "m.gguf")
-    check_tensors(model, written)
-    types = {name: tensor.kind for name, tensor in model.tensors.items()}
-    assert types["lm_head.weight"] == types["model.layers.1.mlp.down_proj.weight"] == "Q6_K"
-    assert types["model.layers.0.mlp.down_proj.weight"] == "Q4_K"
-    assert types["model.embed_tokens.weight"] == "Q5_0"
-
-
-def test_ends_of_turns_and_sampling(tmp_path: Path) -> None:
-    config = FAMILIES["llama"]()
-    write_gguf(
-        tmp_path / "m.gguf", config, dict(make_model(config).state_dict()),
-        more={"tokenizer.ggml.eot_token_id": 7, "tokenizer.chat_template": "{{ x }}", "general.sampling.top_k": 5},
-    )  # fmt: skip
-    model = GgufModel(tmp_path / "m.gguf")
-    assert model.config["eos_token_id"] == [2, 7]
-    assert model.generation_defaults() == {"top_k": 5}
-    assert model.metadata["tokenizer.chat_template"] == "{{ x }}"
-    assert GgufModel(tmp_path / "m.gguf", {"top_k": 9}).generation_defaults() == {"top_k": 9}
 
 
 def test_gemma_3_as_ollama_makes_it(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from support.ollama_gpt_oss import FORMS, write_ollama_gpt_oss
 from support.tiny_configs import changed
 from support.tiny_models import FAMILIES
 
-from asyncengine.errors import ModelNotFound
 from asyncengine.execution.layers.stored import dense
 from asyncengine.execution.models.formats.gguf.container import GgufFile
 from asyncengine.execution.models.formats.gguf.model import GgufModel
@@ -99,17 +98,6 @@ def test_fused_by_llama_cpps_converter(name: str, monkeypatch: pytest.MonkeyPatc
 
 def files_of(model: Any) -> list[GgufFile]:
     return [GgufFile(path) for path in model.files]
-
-
-def test_a_fused_tensor_of_other_rows_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    config = FAMILIES["qwen3"]()
-    monkeypatch.setattr(gguf, "GGUFWriter", FusingWriter)
-    write_gguf(
-        tmp_path / "m.gguf", config, dict(make_model(config).state_dict()),
-        without=("qwen3.attention.head_count_kv",),
-    )  # fmt: skip
-    with pytest.raises(ModelNotFound, match=r"blk\.0\.attn_qkv\.\w+ has \d+ rows, not \d+ and \d+ and \d+"):
-        GgufModel(tmp_path / "m.gguf")
 
 
 def test_ministral_as_ollama_names_its_scaling(tmp_path: Path) -> None:

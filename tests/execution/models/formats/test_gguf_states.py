@@ -13,11 +13,8 @@ from support.gguf_models import make_model
 from support.long import by_turns
 from support.tiny_configs import changed
 
-from asyncengine.config import EngineConfig
-from asyncengine.errors import ModelNotFound
 from asyncengine.execution.models.formats.gguf.model import GgufModel
 from asyncengine.execution.models.formats.gguf.tensors import BlockMatrix
-from asyncengine.execution.models.loading import load_model
 
 from .gguf_reading import check_decoder, check_tensors, comes_back, median_error
 
@@ -134,40 +131,3 @@ def test_lfm2_as_ollama_makes_it(tmp_path: Path) -> None:
     model = GgufModel(tmp_path / "m.gguf")
     check_tensors(model, written)
     assert model.config["intermediate_size"] == config.intermediate_size
-
-
-@pytest.mark.parametrize(
-    ("name", "key", "value", "message"),
-    [
-        ("qwen3.5", "ssm.time_step_rank", 0, "states of 0 heads"),
-        ("qwen3.5", "ssm.group_count", 3, "16 heads in 256 numbers, and 3 groups"),
-        ("qwen3.5", "ssm.inner_size", 2**31, "heads in 2147483648 numbers"),
-        ("qwen3.5", "ssm.state_size", 2**31, "groups of 2147483648"),
-        ("qwen3.5", "ssm.state_size", 24, "wrong shape for the tensor"),
-        ("qwen3.5", "block_count", 2**31, "layers"),
-        ("qwen3.5", "nextn_predict_layers", 2**31, "layers"),
-        ("qwen3.5", "attention.recurrent_layers", [True], "must have a number for each layer"),
-        ("lfm2", "attention.head_count_kv", 2, "must say which layers attend"),
-        ("lfm2", "attention.head_count_kv", [2], "must have a number for each layer"),
-        ("mamba2", "ssm.time_step_rank", 0, "states of 0 heads"),
-        ("mamba2", "ssm.inner_size", 2**31, "states of 8 heads in 2147483648 numbers"),
-        ("mamba2", "ssm.state_size", 2**31, "groups of 2147483648"),
-        ("mamba2", "ssm.group_count", 3, "and 3 groups"),
-        ("mamba2", "embedding_length", 48, "must be a multiple of .embedding_length"),
-        ("mamba2", "embedding_length", 0, "embedding_length must not be 0"),
-        ("nemotron-3", "attention.head_count_kv", 2, "must say which layers attend"),
-        ("nemotron-3", "attention.head_count_kv", [2], "must have a number for each layer"),
-        ("nemotron-3", "expert_count", 2**31, "n_routed_experts must be between"),
-        ("kimi-linear", "attention.head_count_kv", 1, "must say which layers attend"),
-        ("kimi-linear", "kda.head_dim", 2**31, "states of 2147483648 numbers"),
-        ("kimi-linear", "attention.key_length_mla", 8, "keys of 8, .*of which 8 of a key are shared"),
-        ("kimi-linear", "attention.kv_lora_rank", 2**31, "kv_lora_rank must be between"),
-        ("qwen3next", "ssm.group_count", 4, "wrong shape for the tensor .*in_proj_qkv.weight"),
-        ("qwen3next", "ssm.time_step_rank", 2**31, "states of 2147483648 heads"),
-    ],
-)
-def test_headers_that_lie(name: str, key: str, value: Any, message: str, tmp_path: Path) -> None:
-    """Wrong values are refused by name, and before memory is taken for what they say."""
-    write(name, tmp_path, lambda writer: put_value(writer, key, value), legacy=True)
-    with pytest.raises(ModelNotFound, match=message):
-        load_model(str(tmp_path / "m.gguf"), EngineConfig(show_progress=False))

@@ -3,7 +3,6 @@ second for a layer, so that they have one."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,10 @@ pytest.importorskip("triton")
 
 from asyncengine.config import EngineConfig
 from asyncengine.execution.layers import experts, options, stored_weight
-from asyncengine.execution.layers.rounded_weight import RoundedWeight
-from asyncengine.execution.layers.stored import NumberForm, StoredForm
 from asyncengine.execution.layers.stored_weight import ChunkedWeight
 from asyncengine.execution.models import reading
 from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.models.memory import needs
-from asyncengine.execution.models.memory.needs import kept_forms
-from asyncengine.execution.models.updates import prepare_update
 
 Pair = Callable[..., tuple[Path, Path]]
 QUIET = EngineConfig(show_progress=False, dtype="float32", attention_backend="torch")
@@ -57,24 +52,6 @@ def test_logits_are_those_of_the_dequantized_model(kind: str, pair: Pair, packed
     assert loaded.weights_bytes < plain.weights_bytes
 
 
-@pytest.mark.parametrize(("quantization", "bound"), [("int8", 0.03), ("int4", 0.4)])
-def test_a_plain_checkpoint_is_rounded_while_it_is_read(
-    quantization: Any, bound: float, pair: Pair, packed: None
-) -> None:
-    """Every linear; the output layer in 8 bits, and so with "int4" values and down projections."""
-    folder = pair("llama", "awq", layers=1)[1]
-    plain = load(folder)
-    loaded = load_model(str(folder), QUIET.replace(quantization=quantization))
-    assert relative_error(logits_of(plain.model, IDS), logits_of(loaded.model, IDS)) < bound
-    model: Any = loaded.model
-    weights = [linear.weight for layer in model.layers for linear in layer.linears()]
-    forms = [form for weight in weights for form in getattr(weight, "forms", [weight])]
-    assert {type(form) for form in forms} == {RoundedWeight}
-    assert {form.name for form in forms} == {quantization, "int8"}
-    assert model.head.weight.name == "int8"
-    assert loaded.weights_bytes < plain.weights_bytes
-
-
 @pytest.mark.parametrize("kind", ["gptq asymmetric", "w8a8"])
 def test_experts_stay_as_they_are_stored(kind: str, pair: Pair, packed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """All experts' matrices of one kind are one weight, which the grouped kernel reads."""
@@ -90,25 +67,3 @@ def test_experts_stay_as_they_are_stored(kind: str, pair: Pair, packed: None, mo
         for matrices in (mixture.up, mixture.down):
             assert [type(form) for form in matrices.forms] == [ChunkedWeight]
     assert loaded.weights_bytes < plain.weights_bytes
-
-
-def test_another_checkpoint_of_the_same_form_into_a_live_model(pair: Pair, packed: None) -> None:
-    live, fresh = load(pair("llama", "awq", layers=1)[0]).model, load(pair("llama", "awq", 1, layers=1)[0]).model
-    prepare_update(live, pair("llama", "awq", 1, layers=1)[0], QUIET)()
-    assert torch.equal(logits_of(live, IDS), logits_of(fresh, IDS))
-
-
-def test_what_stays_as_it_is_stored_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
-    """All that there is a kernel for; a line of the log says why the others do not."""
-    forms = {"a": NumberForm(4, 128, "zeros"), "b": NumberForm(4, 24), "c": NumberForm(6, 16, block=256)}
-    stored = {name: StoredForm(f"form {name}", form) for name, form in forms.items()}
-    with caplog.at_level(logging.WARNING, "asyncengine"):
-        assert list(kept_forms(stored, torch.bfloat16, GPU, None)) == ["a", "c"]
-        assert list(kept_forms(stored, torch.bfloat16, GPU, None, [["a"], ["c", "d"]])) == ["a"]
-        assert kept_forms(stored, torch.float32, GPU, None) == {}
-    lines = [record.message for record in caplog.records]
-    assert "1 quantized matrices (form b) become bfloat16: there is no kernel for " in lines[0]
-    assert (
-        "1 quantized matrices (form c) become bfloat16: not all experts are stored alike, with inputs in order" in lines
-    )
-    assert "3 quantized matrices (form a, form b, form c) become float32: kernels for stored" in lines[-1]

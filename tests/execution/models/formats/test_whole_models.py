@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,11 @@ from support.drive import prompts
 from support.forwards import logits_of, relative_error
 from support.lora_driver import make_driver
 from support.lora_reference import Weights
-from support.quantized_checkpoints import KINDS, quantized, rewritten
+from support.quantized_checkpoints import KINDS, quantized
 from support.tiny_models import VOCAB
 
 from asyncengine.config import EngineConfig
-from asyncengine.errors import ModelNotFound, UnsupportedModel
+from asyncengine.errors import ModelNotFound
 from asyncengine.execution.layers.stored import NumberForm, StoredForm
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.loading import load_model
@@ -76,14 +74,6 @@ def test_logits_are_those_of_the_dequantized_model(family: str, kind: str, pair:
     assert relative_error(oracle(dense), logits_of(loaded.model, IDS)) < bound(kind, dense)
     assert len(loaded.stored) == 21 + KINDS[kind].heads
     assert "model.layers.2.mlp.down_proj" in loaded.stored
-
-
-def test_what_each_matrix_is_stored_as(pair: Pair) -> None:
-    """The list is in the order of layers."""
-    stored = load(pair("llama", "gptq asymmetric")[0]).stored
-    assert Counter(stored.values()) == {"gptq": 22}
-    assert list(stored)[-1] == "model.layers.2.self_attn.v_proj"
-    assert next(iter(stored)) == "lm_head"
 
 
 def test_adapters_on_top_are_what_peft_makes_of_the_dequantized_model(pair: Pair) -> None:
@@ -145,19 +135,6 @@ def test_float16_on_a_cpu_becomes_bfloat16(pair: Pair, plain: Callable[[str], Pa
     assert load(folder, dtype="float16").dtype == torch.float16
 
 
-def test_where_nothing_multiplies_small_numbers_they_become_the_model_s_type(
-    pair: Pair, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One line of the log says so."""
-    folder, dense = pair("llama", "awq")
-    with caplog.at_level(logging.WARNING, "asyncengine"):
-        loaded = load(folder, dtype="float16")
-    (line,) = [record.message for record in caplog.records if "quantized matrices" in record.message]
-    assert line.startswith("21 quantized matrices (awq) become float16: compiled kernels read")
-    assert not {"awq"} & {entry.split(" x ")[0] for entry in loaded.fused}
-    assert relative_error(oracle(dense), logits_of(loaded.model, IDS).float()) < 1e-2
-
-
 def test_what_stays_as_it_is_stored() -> None:
     """int8 and int4 round what is stored wider, and nothing else."""
     stored = {name: StoredForm(name, NumberForm(bits, 32)) for name, bits in (("a", 4), ("b", 6), ("c", 8))}
@@ -166,27 +143,3 @@ def test_what_stays_as_it_is_stored() -> None:
         ["a", "b", "c"], ["a", "b", "c"], ["a"],
     ]  # fmt: skip
     assert kept_forms(stored, torch.float16, cpu, None) == {}
-
-
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantization_rounds_what_is_left(quantization: str, pair: Pair) -> None:
-    folder, dense = pair("qwen3", "w8a8")
-    loaded = load(folder, quantization=quantization)
-    assert relative_error(oracle(dense), logits_of(loaded.model, IDS)) < (0.1 if quantization == "int8" else 0.5)
-
-
-def test_other_families_refuse_them_by_name(pair: Pair) -> None:
-    with pytest.raises(UnsupportedModel, match=r"runs through transformers' modules here.*\(awq\)"):
-        load(pair("llama", "awq")[0], fuse=False)
-
-
-def test_weights_are_not_made_up_in_these_forms(pair: Pair) -> None:
-    with pytest.raises(UnsupportedModel, match=r"load_format='dummy'.*\(awq\)"):
-        load(pair("llama", "awq")[0], load_format="dummy")
-
-
-def test_a_matrix_stored_twice(pair: Pair, tmp_path: Path) -> None:
-    name = "model.layers.0.mlp.up_proj"
-    folder = rewritten(pair("llama", "gptq")[0], tmp_path / "a", lambda t: t.update({f"{name}.weight": torch.ones(2)}))
-    with pytest.raises(ModelNotFound, match=rf"has both {name}.weight and its quantized form {name}.qweight"):
-        load(folder)

@@ -72,7 +72,7 @@ def test_what_is_left_in_padding_rows_reaches_nobody(rows: int, folder: Path) ->
 
 
 def test_padding_rows_leave_the_token_of_slot_0_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where tokens are chosen in the graph, padding rows choose one, too."""
+    """Padding rows choose a token, too, where graphs sample."""
     sample_in_graphs(monkeypatch)
     runner, capture = on_fakes(folder), Recall()
     runner.use_graphs([4], capture)

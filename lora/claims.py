@@ -30,7 +30,7 @@ class Claims:
 
     One that finds no room, because everything in memory is in use, lets later ones pass whose adapter is in memory:
     `max_passes` of them. Then nothing is granted before it, and what is in use drains. But what stays in memory in any
-    case is always granted: it is in nobody's way, or its claims are what must drain.
+    case is always granted: it is in no request's way, or its claims are what must drain.
     """
 
     def __init__(

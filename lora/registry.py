@@ -175,7 +175,7 @@ class AdapterRegistry:
         _tell(calls)
 
     def cancel(self, ticket: int) -> None:
-        """`ticket` is over, or nobody waits for it: give back what it claimed. Idempotent."""
+        """`ticket` is over, or no request waits for it: give back what it claimed. Idempotent."""
         calls: Calls = []
         with self._lock:
             digest = self.claims.remove(ticket)
@@ -238,7 +238,7 @@ class AdapterRegistry:
         return info
 
     def _forget_changes(self, _: Future[AdapterInfo]) -> None:
-        """Once nobody reads any more, nobody asks what became of names that are gone."""
+        """Once the last reading has ended, no one asks for names that are gone."""
         with self._lock:
             self._loading -= 1
             if not self._loading:

@@ -25,7 +25,7 @@ RESERVED = frozenset(
         "return_assistant_tokens_mask", "tokenizer_kwargs", "kwargs",
     }
 )  # fmt: skip
-"""Arguments of transformers' `apply_chat_template`: no variables of a template, whoever renders it."""
+"""Arguments of transformers' `apply_chat_template`: no variables of a template, whichever library renders it."""
 Rewrite = Callable[[list[dict[str, Any]], list[Any] | None], tuple[list[dict[str, Any]], list[Any] | None]]
 TOOLS = ("tools", "xml_tools")
 """Names of the tools in templates; the second is SmolLM3's, for functions without a wrapper."""

@@ -1,8 +1,9 @@
-"""Limits on what a chat template may take. A template is a program, and comes from whoever made the model.
+"""Limits on what a chat template may take. A template is a program, and comes from the maker of the model.
 
-A rendering may run so many steps and make so many bytes, in proportion to its chat. Both are paid before the work
-is done, wherever one operation can do much of it, so the same chat always ends in the same way, on whatever thread: no
-clock is read and nothing has to be killed. (The `fuel` of the minijinja library is the same idea, without the bytes.)
+The steps that a rendering may run and the bytes that it may make are in proportion to its chat. Both are paid before
+the work is done, wherever one operation can do much of it, so the same chat always ends in the same way, on whatever
+thread: no clock is read and nothing has to be killed. (The `fuel` of the minijinja library is the same idea, without
+the bytes.)
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class MeteredContext(Context):
     """The variables of one rendering, and what it may still use. Compiled templates call its methods."""
 
     def allow(self, chars: int) -> None:
-        """Begin a rendering of a chat with so many characters."""
+        """Begin a rendering of a chat with `chars` characters."""
         self._most = (STEPS + STEPS_PER_CHAR * chars, BYTES + BYTES_PER_CHAR * chars)
         self._steps, self._bytes = self._most
         self._calls = 0

@@ -233,7 +233,7 @@ class TokenTable:
 
 
 _SMALL = 2**15
-"""Tokens of a table that may stay when nobody uses it: a few megabytes."""
+"""Tokens of a table that may stay when no engine uses it: a few megabytes."""
 _tables: WeakValueDictionary[str, TokenTable] = WeakValueDictionary()
 _recent: deque[TokenTable] = deque(maxlen=2)
 

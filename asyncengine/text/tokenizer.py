@@ -150,7 +150,7 @@ class TextTokenizer:
         return max(map(len, self.get_vocab()), default=1)
 
     def check_fits(self, field: str, text: str, most_tokens: int) -> None:
-        """Raises `ContextLengthExceeded` for a text that is far too long for so many tokens, without encoding it."""
+        """Raises `ContextLengthExceeded` for a text that is far too long for `most_tokens`, without encoding it."""
         if len(text) <= most_tokens:  # nearly all do: the first must not wait for a look through the vocabulary
             return
         most = most_tokens * self.longest_token * _NORMALIZED
@@ -263,7 +263,7 @@ def load_tokenizer(
 ) -> TextTokenizer | None:  # fmt: skip
     """The tokenizer in a model's folder or of a hub id; None for a folder without one (a token-id-only engine).
 
-    `model_config`: the model's, where somebody has read it; None: transformers reads it, as it chooses by family.
+    `model_config`: the model's, where it has been read; None: transformers reads it, as it chooses by family.
     `beside`: the folder that a hub id was downloaded to, where a template may lie that transformers does not look for.
 
     Raises `ModelNotFound` if there is nothing or it cannot be read, `UnsupportedModel` if it needs code of its own and

@@ -1,4 +1,4 @@
-"""A safetensors file that may have been written by anybody: nothing it says is believed before it is checked.
+"""A safetensors file of any origin: nothing it says is believed before it is checked.
 
 The header must describe the file exactly: no gap, no overlap, no key twice, every extent consistent. Tensors are read
 one by one, into memory of their own, only when asked for.
@@ -130,7 +130,7 @@ class TensorFile:
         return tensor
 
     def check_unchanged(self) -> None:
-        """Raises `AdapterError` if somebody wrote to the file since it was opened: half old, half new is neither."""
+        """Raises `AdapterError` if the file was written to since it was opened: half old, half new is neither."""
         if _state(self._stream) != self._opened:
             raise AdapterError(self.field, "changed while it was read; load it again when it is complete")
 

@@ -1,4 +1,4 @@
-"""Low-rank deltas with the same shapes in every step, whoever uses which adapter: what CUDA graphs need.
+"""Low-rank deltas with the same shapes in every step, whichever rows use which adapter: what CUDA graphs need.
 
 By torch's operations: x @ [A_1; A_2; ...]^T, zero wherever a row's slot is another one, @ [B_1; B_2; ...]. A GPU has
 kernels that read what a row's own slot holds (`kernels.cuda.lora`).

@@ -1,6 +1,6 @@
 """The interface of attention backends, and the facts about layers and steps that a backend is given.
 
-A backend owns the KV pool and its memory layout; nobody else reads or writes KV memory. Per step the runner calls
+A backend owns the KV pool and its memory layout; no other code reads or writes KV memory. Per step the runner calls
 `plan` once; then each layer of the model calls `write` and `attend` once, in layer order.
 """
 

@@ -263,7 +263,7 @@ class CompiledSequences:
 
 
 class _Memory:
-    """Keys and values of so many tokens. Untouched memory costs nothing."""
+    """Memory for the keys and values of `tokens` tokens. Untouched memory costs nothing."""
 
     def __init__(self, spec: LayerSpec, tokens: int, dtype: torch.dtype, empty: Empty) -> None:
         size, numbers = dtype.itemsize, tokens * spec.num_kv_heads

@@ -64,7 +64,7 @@ def load_flashinfer() -> Any:
     """The `flashinfer` module. Slow, and it may fail in many ways: it writes to the home directory, for one.
 
     It compiles by running `ninja`, which it depends on, and which lies beside this Python's own program: a folder that
-    is not on the path of somebody who has not activated the environment. It is put at the path's end then.
+    is not on the path where the environment is not activated. It is put at the path's end then.
     """
     scripts = sysconfig.get_path("scripts")
     if shutil.which("ninja") is None and shutil.which("ninja", path=scripts) is not None:
@@ -80,7 +80,7 @@ class _Planned:
     """
 
     def __init__(self, wrapper: Any, memory: CudaMemory, again: Any = None) -> None:
-        """`again`: in a graph, `flashinfer.fast_decode_plan`, which leaves the buffers to whoever fills them."""
+        """`again`: in a graph, `flashinfer.fast_decode_plan`, which leaves the buffers to its caller."""
         self.wrapper, self._again = wrapper, again
         self._event = memory.event()
         self._divided: bytes | None = None

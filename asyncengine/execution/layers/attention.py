@@ -33,7 +33,7 @@ class AttentionConfig:
     window: int | None = None
     """Sliding window: position p sees positions (p - window, p]. None: all up to p."""
     chunk: int | None = None
-    """Position p sees none before its own chunk of so many (Llama 4). None: it does."""
+    """Chunk length: position p sees no position before its own chunk (Llama 4). None: it does."""
     both: bool = False
     """True in an encoder: later positions are attended to as well, and a window reaches as far to either side."""
     softcap: float | None = None
@@ -274,7 +274,7 @@ class Attention:
             part.copy_(norm(part.reshape(len(part), groups, -1)).flatten(1))
 
     def _query(self, projected: torch.Tensor, angles: Angles) -> torch.Tensor:
-        """[T, heads, dim] of a layer that has nothing else."""
+        """Queries [T, heads, dim] of a layer without keys."""
         config = self.config
         query = projected.view(len(projected), -1, config.head_dim)
         if self.norms is not None:

@@ -63,7 +63,7 @@ class Mamba2Config:
         return self.groups if self.norm is None else math.gcd(self.groups, self.norm_groups)
 
     def part(self, size: int) -> Mamba2Config:
-        """The same of one of so many parts of the heads."""
+        """The configuration of one of `size` equal parts of the heads."""
         groups = 1 if self.norm is None else self.norm_groups // size
         return replace(self, heads=self.heads // size, groups=self.groups // size, norm_groups=groups)
 

@@ -102,7 +102,7 @@ class MLP:
         return self.down(gathered(self.share, inner), adapters)
 
     def _activated(self, inner: torch.Tensor) -> torch.Tensor:
-        """Compute what is between the two products, of all that the first gives."""
+        """Compute the activation between the two products, of all outputs of the first."""
         if self._scales[0] is not None:
             inner = self._kernels.scale_each(inner, self._scales[0])
         if self.gated is not None:

@@ -63,7 +63,7 @@ class LayerOptions:
     """Bits of the weights of linear layers: 8 or 4; None: those of `dtype`."""
     exact: bool = False
     """Whether inputs of products with quantized weights stay as they are on a CPU. Those of weights that are stored so
-    always do in float32: whoever asks for it asks for the file's own numbers."""
+    always do in float32: float32 asks for the file's own numbers."""
     release: Callable[[torch.Tensor], object] = keep_all
     """Told of each part of a mapped file that has been read and is not needed again."""
     memory: Arena = field(default_factory=Arena)

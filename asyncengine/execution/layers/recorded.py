@@ -1,9 +1,9 @@
 """Short steps through all layers in one call: the kernels that the layers called, recorded once and replayed.
 
 Calling kernels one by one from Python is a tenth of a decoding step of one token. The layers are written once
-(`models.decoder`); the first step of so many tokens runs them under a `kernels.recording.Recorder`, and further ones
-replay what that noted: the same kernels on the same kind of memory, so the same bits. A model in whose layers torch
-computes between kernels goes on layer by layer.
+(`models.decoder`); the first step of a number of tokens runs them under a `kernels.recording.Recorder`, and further
+ones replay what that noted: the same kernels on the same kind of memory, so the same bits. A model in whose layers
+torch computes between kernels goes on layer by layer.
 """
 
 from __future__ import annotations

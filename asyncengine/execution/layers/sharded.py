@@ -45,7 +45,7 @@ class Ranks(Protocol):
     is."""
 
     def rows_at_once(self, row_bytes: int) -> int:
-        """Rows of so many bytes that can be exchanged at once."""
+        """Number of rows of `row_bytes` each that can be exchanged at once."""
         ...
 
     def place(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -141,7 +141,7 @@ class ShardedWeight(_HeldWeight):
         return found
 
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
-        """Logits in rank 0; elsewhere nothing in particular is in the result, which nobody reads."""
+        """Logits in rank 0; elsewhere the result is arbitrary and is not read."""
         shape = len(x), self.outputs
         found = memory.take(shape) if x.device.type == "cpu" else x.new_empty(shape, dtype=torch.float32)
         added = None if bias is None else bias[self.first : self.last]
@@ -236,7 +236,7 @@ def gathered(share: Share | None, own: torch.Tensor) -> torch.Tensor:
 
 
 def part_of(share: Share | None, count: int) -> slice:
-    """The part that is here of so many heads, or numbers of which each head has as many."""
+    """This rank's part of `count` heads, or of numbers of which each head has as many."""
     return slice(0, count) if share is None else share.part(count)
 
 

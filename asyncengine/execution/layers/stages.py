@@ -2,8 +2,8 @@
 
 Each stage has a run of layers, one behind the other (GPipe, Huang et al. 2018). The first, which is the engine's own
 process, also has what lies before and behind all layers: embeddings, and the output layer, which are often one matrix.
-Every stage knows the whole model, so that names, forms and sizes are those of one process. What another stage has is
-memory that nobody writes to, and takes none.
+Every stage knows the whole model, so that names, forms and sizes are those of one process. Weights of other stages are
+memory that is never written to, and takes none.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class StepContext:
     """None: no row has any."""
     routes: list[torch.Tensor] | None = None
     """Takes the experts of the step's tokens, int64 [T, experts of a token], best first, of each mixture in the model's
-    order. None: nobody asks for them."""
+    order. None: no request asks for them."""
 
     def note_routes(self, mixtures: Callable[[], Sequence[Mixture]], residual: torch.Tensor, x: torch.Tensor) -> None:
         """Note the experts of all tokens in the `mixtures` of a layer, which reads the stream [T, width] or its norm x.

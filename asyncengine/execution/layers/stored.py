@@ -7,7 +7,7 @@ taken off:
 
 Formats differ in what of this they have, and in how many bits each part takes. A scale may itself be a small whole
 number times the scale of a block of groups (llama.cpp's k-quants): both parts are kept, for a kernel reads less then.
-Everything here is exact: what is lost is lost by whoever rounds scales or x later.
+Everything here is exact: what is lost is lost where scales or x are rounded later.
 """
 
 from __future__ import annotations

@@ -198,3 +198,37 @@ def test_conventional_module_names_export_the_same_classes() -> None:
         exec((folder / name / "__init__.py").read_text(), names)
         assert {key: names[key] for key in names["__all__"]} == expected  # type: ignore[attr-defined]
     assert not list(folder.glob("llama_index_*/llama_index"))
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_model_object_made_in_each_call_loads_the_model_once(kind: Any, model_path: str) -> None:
+    """A request handler makes them so: the engine stays for a while without any."""
+    engines = []
+    for _ in range(3):
+        model = kind(model=model_path, engine_config=OWN, max_tokens=2)
+        ask(model)
+        engines.append(model.get_engine().aengine)
+        del model
+        gc.collect()
+    assert len(set(map(id, engines))) == 1
+    assert engines[0].alive
+    ask(kind(model=model_path, engine_config=OWN, max_tokens=2, keep_alive=0))  # the last one says how long
+    gc.collect()
+    assert not engines[0].alive
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_copies_share_the_engine(kind: Any, model_path: str) -> None:
+    model = kind(model=model_path, engine_config=OWN, max_tokens=2, seed=1)
+    engine = model.get_engine().aengine
+    copies = [
+        model.model_copy(update={"seed": 2}),
+        copy.copy(model),
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+    ]
+    del model
+    gc.collect()
+    assert engine.alive
+    assert all(twin.get_engine().aengine is engine for twin in copies)
+    assert [twin.seed for twin in copies] == [2, 1, 1, 1]

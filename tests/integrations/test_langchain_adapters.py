@@ -11,6 +11,7 @@ from langchain_core.callbacks import get_usage_metadata_callback
 from langchain_core.exceptions import ModelInvalidRequestError
 from langchain_core.messages import HumanMessage
 
+from asyncengine import EngineHandle, SamplingParams
 from asyncengine.integrations.langchain import ChatAsyncEngine
 
 from .conftest import TOKENS, Watch, added
@@ -84,3 +85,13 @@ def test_what_tracers_and_counters_are_told(make_chat: Make) -> None:
     result = chat.generate([[HumanMessage("Hello")], [HumanMessage("Hi")]], model="second")
     assert result.llm_output is not None
     assert result.llm_output["model_name"] == "second"
+
+
+async def test_text_completion_takes_adapters_too(handle: EngineHandle, make_llm: Callable[..., Any]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=TOKENS)
+    text = handle.get().generate("Once", params, adapter="first").text
+    base, first = make_llm(max_tokens=TOKENS), make_llm(max_tokens=TOKENS, adapter="first")
+    assert first.invoke("Once") == base.bind(model="first").invoke("Once") == text
+    assert base.invoke("Once") == first.invoke("Once", model=base.model) != text
+    assert "".join([piece async for piece in base.astream("Once", model="first")]) == text
+    assert (await base.agenerate(["Once"], adapter="first")).llm_output["model_name"] == "first"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from langchain_core.caches import InMemoryCache
+from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.exceptions import (
     ModelInvalidRequestError,
     ModelTimeoutError,
 )
 from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.outputs import LLMResult
 
 from asyncengine import EngineHandle
 from asyncengine.errors import InvalidParameter, RequestTimeout
@@ -160,3 +163,39 @@ def test_profile(make_chat: Make, model_path: str) -> None:
     told = ChatAsyncEngine(model="a-model", engine_config={"tool_format": "hermes"}).profile
     assert told is not None
     assert told["tool_calling"] is True
+
+
+class Tokens(BaseCallbackHandler):
+    """Everything callbacks were told about one run."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.ends: list[LLMResult] = []
+
+    def on_llm_new_token(self, token: str | list[Any], **kwargs: Any) -> None:
+        self.text += token if isinstance(token, str) else "".join(block["text"] for block in token)
+
+    def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
+        self.ends.append(response)
+
+
+async def test_callbacks_see_every_token_exactly_once(make_chat: Make) -> None:
+    chat = make_chat(max_tokens=12)
+    text = chat.invoke("Hello").text
+
+    def heard(tokens: Tokens) -> str:
+        assert len(tokens.ends) == 1
+        return tokens.text
+
+    tokens = Tokens()
+    list(chat.stream("Hello", {"callbacks": [tokens]}))
+    assert heard(tokens) == text
+    tokens = Tokens()
+    [chunk async for chunk in chat.astream("Hello", {"callbacks": [tokens]})]
+    assert heard(tokens) == text
+    tokens = Tokens()
+    make_chat(max_tokens=12, streaming=True).invoke("Hello", {"callbacks": [tokens]})
+    assert heard(tokens) == text
+    tokens = Tokens()
+    chat.invoke("Hello", {"callbacks": [tokens]})
+    assert heard(tokens) == ""

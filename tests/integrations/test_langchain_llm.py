@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from langchain_core.exceptions import ModelTimeoutError
+from langchain_core.exceptions import ContextOverflowError, ModelTimeoutError
 
 from asyncengine import EngineHandle
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.langchain import AsyncEngineLLM
 
-from .conftest import LONG
+from .conftest import LONG, Watch
 from .peak import peak_running, slowed
 
 Make = Callable[..., AsyncEngineLLM]
@@ -53,3 +53,13 @@ async def test_deadline_and_refusals(make_llm: Make, handle: EngineHandle) -> No
         llm.invoke("Once", nonsense=1)
     with pytest.raises(InvalidParameter, match="template_kwargs"):
         llm.invoke("Once", template_kwargs={"a": 1})
+
+
+async def test_one_refused_prompt_leaves_nothing_running(make_llm: Make, watch: Watch) -> None:
+    llm = make_llm(**LONG)
+    prompts = ["fine", "x" * 5000]
+    with pytest.raises(ContextOverflowError):
+        llm.generate(prompts)
+    with pytest.raises(ContextOverflowError):
+        await llm.agenerate(prompts)
+    await watch.assert_all_given_back()

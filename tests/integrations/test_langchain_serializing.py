@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from langchain_core.load import dumps, loads
 from langchain_core.prompts import ChatPromptTemplate
+from pydantic import BaseModel
 
 from asyncengine import AsyncEngine
 from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
@@ -57,3 +58,13 @@ def test_names_of_other_classes(kind: Any, name: str) -> None:
     assert kind(model="a-model", max_tokens=9, model_kwargs={name: 5})._call(None, {}).params.max_tokens == 5
     with pytest.raises(ValueError, match=f"{name}: contradicts another value of max_tokens"):
         model._call(None, {"max_tokens": 4, name: 5})
+
+
+def test_cache_keys_tell_grammars_of_one_name_apart() -> None:
+    """LangChain's own key of a serializable model would be the class's name."""
+
+    def named(kind: Any) -> type[BaseModel]:
+        return type("Answer", (BaseModel,), {"__annotations__": {"x": kind}})
+
+    keys = [ChatAsyncEngine(model="a-model", grammar=named(kind))._get_llm_string() for kind in (int, str)]
+    assert keys[0] != keys[1]

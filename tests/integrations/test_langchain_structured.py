@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Generic, Literal, TypedDict, TypeVar
 
 import pydantic.v1
 import pytest
 from langchain_core.exceptions import ModelInvalidRequestError, OutputParserException
-from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import BaseModel, Field, TypeAdapter
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from pydantic import BaseModel, ConfigDict, Field, RootModel, TypeAdapter
 from support.long import by_turns
 
 from asyncengine import EngineHandle
@@ -218,3 +218,39 @@ def test_a_grammar_is_a_sampling_keyword_of_both_models(chat: ChatAsyncEngine) -
     assert keyed[0] == keyed[1] != keyed[2]
     with pytest.raises(ValueError, match="grammar"):
         ChatAsyncEngine(model="demo", grammar="a string")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("schema", [Person, PersonV1, PersonDict, Person.model_json_schema()])
+def test_tracers_are_told_the_schema(chat: ChatAsyncEngine, method: Any, schema: Any) -> None:
+    bound: Any = chat.with_structured_output(schema, method=method).first  # type: ignore[attr-defined]
+    told = bound.kwargs["ls_structured_output_format"]
+    assert told == {"kwargs": {"method": method}, "schema": convert_to_json_schema(schema)}
+    assert convert_to_json_schema(told["schema"]) == told["schema"]
+
+
+Content = TypeVar("Content")
+
+
+class Box(BaseModel, Generic[Content]):
+    """Something in a box."""
+
+    content: Content
+
+
+class Titled(BaseModel):
+    model_config = ConfigDict(title="A box, titled!")
+    size: Literal[1, 2]
+
+
+GENERIC = (
+    RootModel[Annotated[list[int], Field(max_length=2)]], RootModel[Literal["a", "b"]], RootModel[Owner],
+    Box[Literal[1, 2]], Box[Annotated[list[bool], Field(max_length=2)]], Titled,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "method"), by_turns(GENERIC, METHODS))
+def test_generic_and_root_models_are_answered(demo: EngineHandle, method: Any, kind: Any) -> None:
+    hot = ChatAsyncEngine(model="demo", temperature=3.0, max_tokens=120)
+    for seed in range(2):
+        assert isinstance(hot.with_structured_output(kind, method=method, seed=seed).invoke("A value."), kind)

@@ -13,7 +13,7 @@ from langchain_core.tools import tool as as_langchain_tool
 from pydantic import BaseModel, NaiveDatetime
 
 from asyncengine import EngineHandle
-from asyncengine.errors import InvalidParameter
+from asyncengine.errors import GrammarUnsupported, InvalidParameter
 from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
 from asyncengine.integrations.langchain.structured import response_format
 from asyncengine.integrations.langchain.tools import openai_tools
@@ -105,3 +105,12 @@ def test_text_completion_refuses_what_is_for_chats(make_llm: Callable[..., Async
     value: Any = {"tools": TOOLS, "parallel_tool_calls": True}.get(keyword, "auto")
     with pytest.raises(InvalidParameter, match=f"^{keyword}: "):
         make_llm().invoke("Hello", **{keyword: value})
+
+
+def test_strict(chat: ChatAsyncEngine) -> None:
+    """A schema that the library cannot enforce is refused, or left out; schemas are open only where asked."""
+    odd = {"title": "odd", "type": "object", "properties": {"n": {"type": "integer", "not": {"multipleOf": 3}}}}
+    for strict in (None, True):
+        with pytest.raises(GrammarUnsupported, match="in tool 'odd'"):
+            chat.bind_tools([odd], tool_choice="odd", strict=strict).invoke("odd")
+    assert made(chat.bind_tools([odd], tool_choice="odd", strict=False).invoke("odd"))[0][0] == "odd"

@@ -178,3 +178,18 @@ def test_a_call_that_cannot_be_read_is_told_of_and_not_run() -> None:
     assert isinstance(response.raw, dict)
     [broken] = response.raw["broken_calls"]
     assert (broken["id"], broken["function"]["name"], len(broken["function"]["arguments"])) == ("id1", "f", 5007)
+
+
+def test_how_a_tool_is_offered(llm: AsyncEngineLLM) -> None:
+    """A tool keeps its own name, by which LlamaIndex finds it again, however long its description is."""
+    tool = FunctionTool.from_defaults(add, name="math.add", description="Add. " * 400)
+    assert openai_tool(tool)["function"]["name"] == "math.add"
+    assert list(openai_tool(ADD)["function"]) == ["name", "description", "parameters"]
+    dotted = FunctionTool.from_defaults(add, name="math.add", description="Add two numbers.")
+    assert llm.predict_and_call([dotted], SUM, tool_required=True).response == "42"
+
+
+async def test_no_call_where_none_is_wanted(llm: AsyncEngineLLM) -> None:
+    for response in await four_ways(llm, TOOLS, SUM, tool_choice="none"):
+        assert not called(response)
+        assert response.message.content

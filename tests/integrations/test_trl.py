@@ -325,3 +325,13 @@ def test_grpo_with_a_rollout_function(engine: Engine, tmp_path: Path, monkeypatc
     trainer = train(trl.GRPOTrainer, trl.GRPOConfig, engine, tmp_path, rollout_func=rollout(engine))
     assert trainer.state.log_history[1]["completions/mean_length"] > 1
     assert engine.generate([5], SamplingParams(max_tokens=1)).weight_version == 1
+
+
+def test_weights_follow_the_model(engine: Engine, model: Any) -> None:
+    trainer = a_trainer(model, state=SimpleNamespace(global_step=7))
+    generation = EngineGeneration(engine, trainer)
+    move(model)
+    generation.sync_weights()
+    prompt = engine.tokenize("Once upon a time")
+    assert_scored(model, generation.generate([prompt] * 2))
+    assert engine.generate(prompt, SamplingParams(max_tokens=1)).weight_version == 7

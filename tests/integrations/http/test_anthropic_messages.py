@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import pydantic
 import pytest
 
 if TYPE_CHECKING:  # importing it takes seconds, not to be spent where tests are collected
@@ -165,3 +166,27 @@ def test_models_are_listed_as_the_client_knows_them(client: anthropic.Anthropic,
     assert [client.models.retrieve(name).id for name in ("demo", "an/alias")] == ["demo", "an/alias"]
     assert httpx.get(f"{demo_url}/v1/models").json()["object"] == "list"
     assert httpx.get(f"{demo_url}/v1/models/demo").json()["object"] == "model"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_stop_sequence_is_told(client: anthropic.Anthropic, streaming: bool) -> None:
+    asked: dict[str, Any] = {"messages": QUESTION, "max_tokens": 30, "stop_sequences": ["zebra", "can I"], **GREEDY}
+    if streaming:
+        with client.messages.stream(**asked) as stream:
+            message: Any = stream.get_final_message()
+    else:
+        message = client.messages.create(**asked)
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "can I")
+    assert "can I" not in text_of(message)
+
+
+def test_the_client_parses_what_it_asked_for(client: anthropic.Anthropic) -> None:
+    class Person(pydantic.BaseModel):
+        name: str
+        age: int
+
+    about: list[Any] = [{"role": "user", "content": "Extract: Ada is 36 years old."}]
+    parsed = client.messages.parse(messages=about, output_format=Person, max_tokens=80, **GREEDY)
+    assert isinstance(parsed.parsed_output, Person)
+    with client.messages.stream(messages=about, output_format=Person, max_tokens=80, **GREEDY) as stream:
+        assert stream.get_final_message().parsed_output == parsed.parsed_output

@@ -139,3 +139,10 @@ async def test_a_target_is_let_go_once() -> None:
         await Models(group, {"*": "b"}).acquire(None)
     with pytest.raises(Problem, match="must say which model: 'a', 'b', 'c'"):
         await asyncio.wait_for(models.acquire(None), 60)
+
+
+def test_models_and_adapters_are_listed_before_they_are_loaded(url: str) -> None:
+    rows = httpx.get(f"{url}/v1/models").json()["data"]
+    assert [(row["id"], row["parent"]) for row in rows] == [
+        ("demo", None), ("gone", None), ("wrong", None), ("pirate", "demo"), ("none", "wrong"),
+    ]  # fmt: skip

@@ -11,6 +11,7 @@ import pytest
 
 import asyncengine
 from asyncengine import Engine, SamplingParams
+from asyncengine.integrations.http.dialects import openai_chat
 
 QUESTION = [{"role": "user", "content": "hello"}]
 
@@ -90,3 +91,12 @@ def test_the_load_is_that_of_requests_which_run(demo_url: str, client: openai.Op
     ) as stream:
         next(iter(stream))
         assert load() == 1
+
+
+@pytest.mark.parametrize("kind", ["text/event-stream; charset=utf-8", "application/x-ndjson"])
+def test_a_stream_has_the_media_type_of_its_dialect(monkeypatch: pytest.MonkeyPatch, demo_url: str, kind: str) -> None:
+    if "ndjson" in kind:
+        monkeypatch.setattr(openai_chat.Writer, "media_type", kind)
+    body = {"messages": QUESTION, "max_tokens": 2, "stream": True}
+    answer = httpx.post(f"{demo_url}/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.headers["content-type"]) == (200, kind)

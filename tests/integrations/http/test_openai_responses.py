@@ -8,6 +8,10 @@ import openai
 import pydantic
 import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall
+from support.http_server import serving
+
+from asyncengine import AsyncEngine
+from asyncengine.integrations.http import app
 
 WEATHER: Any = {
     "type": "function",
@@ -173,3 +177,34 @@ def test_a_client_that_leaves_leaves_nothing(client: openai.OpenAI) -> None:
     stream.close()
     with pytest.raises(openai.NotFoundError):
         settled(client, first.response.id)
+
+
+async def test_an_app_stores_no_more_than_it_is_given() -> None:
+    settings: dict[str, Any] = {"show_progress": False, "grammar_backend": "none", "speculation": "off"}
+    async with (
+        await AsyncEngine.from_pretrained("demo", **settings) as engine,
+        serving(app(engine, response_memory=0)) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client,
+    ):
+        answer = await client.responses.create(model="demo", input="hello", max_output_tokens=2)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(answer.id)
+
+
+def test_log_probabilities_are_told_where_they_are_asked_for(client: openai.OpenAI) -> None:
+    with client.responses.stream(
+        model="demo", input="hello", include=["message.output_text.logprobs"], top_logprobs=2, temperature=0
+    ) as stream:
+        told = [each for event in stream if event.type == "response.output_text.delta" for each in event.logprobs]
+        part = stream.get_final_response().output[0].content[0]  # type: ignore[union-attr]
+    assert part.type == "output_text"
+    assert part.logprobs is not None
+    assert [each.token for each in told] == [each.token for each in part.logprobs]
+    assert "".join(each.token for each in told).startswith(part.text)  # the token that ends it has no text
+    assert all(len(each.top_logprobs) == 2 for each in part.logprobs)
+
+
+def test_a_tool_is_chosen_among_some(client: openai.OpenAI) -> None:
+    other: Any = {**WEATHER, "name": "get_time"}
+    choice: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_time"}]}
+    assert call(ask(client, "the weather in Paris?", tools=[WEATHER, other], tool_choice=choice)).name == "get_time"

@@ -108,3 +108,15 @@ async def test_a_connection_needs_a_key_where_requests_do() -> None:
         await asyncio.to_thread(send, made, model="other")
         assert json.loads(await asyncio.to_thread(made.recv, 60))["error"]["code"] == "model_not_found"
         await asyncio.to_thread(made.close)
+
+
+def test_what_is_not_stored_stays_with_its_connection(socket: ClientConnection, demo_url: str) -> None:
+    send(socket)
+    first = events(socket)[-1]["response"]
+    assert httpx.get(f"{demo_url}/v1/responses/{first['id']}").status_code == 404
+    send(socket, previous_response_id=first["id"], max_output_tokens=2)
+    second = events(socket)[-1]["response"]
+    assert second["usage"]["input_tokens"] > first["usage"]["total_tokens"]
+    with connect(socket.request.headers["Host"].join(("ws://", "/v1/responses"))) as other:  # type: ignore[union-attr]
+        send(other, previous_response_id=first["id"])
+        assert events(other)[-1]["error"]["code"] == "previous_response_not_found"

@@ -6,7 +6,6 @@ from typing import get_type_hints
 import pytest
 
 from asyncengine.config import MemorySettings
-from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.eviction import STRATEGIES
 from asyncengine.kvcache.radix_tree import Node, RadixTree
 
@@ -37,32 +36,6 @@ def test_the_setting_has_the_rules_that_there_are():
     assert list(hints["eviction"].__metadata__[0].keywords["choices"]) == list(STRATEGIES)
 
 
-def test_match_is_the_longest_published_prefix_in_whole_pages():
-    radix = tree()
-    insert(radix, [1, 2, 3, 4, 5, 6], [10, 11, 12])
-    assert matched(radix, [1, 2, 3, 4, 5, 6, 7]) == [10, 11, 12]
-    assert matched(radix, [1, 2, 3, 4, 5]) == [10, 11]
-    assert matched(radix, [1, 2, 3, 9]) == [10]
-    assert matched(radix, [2, 1]) == []
-
-
-def test_match_never_goes_past_its_limit():
-    radix = tree()
-    insert(radix, [1, 2, 3, 4], [10, 11])
-    assert matched(radix, [1, 2, 3, 4], limit=3) == [10]
-    assert matched(radix, [1, 2, 3, 4], limit=1) == []
-    assert matched(radix, [1, 2, 3, 4], limit=0) == []
-
-
-def test_peek_says_the_same_and_marks_nothing():
-    radix = tree()
-    node = insert(radix, [1, 2, 3, 4], [10, 11])
-    before = (node.hits, node.last_used)
-    assert radix.peek(NS, [1, 2, 3, 4, 5], 5) is node
-    assert radix.peek(("other", ""), [1, 2, 3, 4, 5], 5) is None
-    assert (node.hits, node.last_used) == before
-
-
 def test_namespaces_never_see_each_other():
     radix = tree()
     insert(radix, [1, 2], [10], namespace=("adapter", ""))
@@ -81,18 +54,6 @@ def test_tokens_are_compared_so_equal_hashes_do_not_match():
     insert(radix, [-2, 5], [11])
     assert matched(radix, [-1, 5]) == [10]
     assert matched(radix, [-2, 5]) == [11]
-
-
-def test_extend_over_an_existing_page_returns_the_first_publisher():
-    radix = tree()
-    insert(radix, [1, 2], [10])
-    root = radix.root(NS)
-    radix.lock(root)
-    node = radix.extend(root, (1, 2), 99, 0)
-    assert node.page == 10
-    radix.unlock(node)
-    assert radix.num_pages == 1
-    assert radix.num_locked == 0
 
 
 def test_lru_evicts_what_was_used_longest_ago():
@@ -128,47 +89,6 @@ def test_priority_evicts_the_least_important_first_then_lru():
     insert(radix, [5, 6], [12], priority=5)
     matched(radix, [3, 4])
     assert radix.evict(3) == [12, 11, 10]
-
-
-def test_a_page_takes_the_priority_of_its_most_important_user():
-    radix = tree("priority")
-    insert(radix, [1, 2], [10], priority=9)
-    insert(radix, [3, 4], [11], priority=5)
-    insert(radix, [1, 2], [99], priority=0)
-    assert radix.evict(1) == [11]
-
-
-def test_unlocking_twice_is_refused():
-    radix = tree()
-    node = insert(radix, [1, 2], [10])
-    radix.lock(node)
-    radix.unlock(node)
-    with pytest.raises(InvariantViolation, match="unlocked more often than locked"):
-        radix.unlock(node)
-
-
-def test_dropping_a_locked_namespace_is_refused():
-    radix = tree()
-    radix.lock(insert(radix, [1, 2], [10]))
-    with pytest.raises(InvariantViolation, match="dropped while locked"):
-        radix.drop(NS)
-
-
-def test_empty_namespaces_are_forgotten():
-    """One salt per tenant must not leave one root per tenant behind."""
-    radix = tree()
-    for tenant in range(100):
-        insert(radix, [1, 2], [10 + tenant], namespace=("", str(tenant)))
-    assert len(radix.evict(100)) == 100
-    assert not radix.roots
-    radix.unlock(_locked_root(radix, "x"))
-    assert not radix.roots
-
-
-def _locked_root(radix: RadixTree, salt: str) -> Node:
-    root = radix.match(("", salt), [1, 2], 2)
-    radix.lock(root)
-    return root
 
 
 @pytest.mark.parametrize("strategy", ["lru", "lfu", "fifo", "priority"])

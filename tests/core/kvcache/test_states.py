@@ -49,20 +49,6 @@ class Run:
         self.kv.check([])
 
 
-def test_a_prompt_leaves_a_snapshot_at_its_last_full_page_and_the_next_one_starts_there() -> None:
-    kv = books()
-    first = Run(kv, [1, 2, 3, 4, 5, 6, 7, 8, 9], 1)
-    assert first.use.source == 0
-    assert [position for position, _ in first.use.saves] == [8]
-    first.end()
-    again = Run(kv, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 2)
-    assert (again.start, again.use.source) == (8, first.use.saves[0][1])
-    assert not again.use.saves
-    again.end()
-    counts = kv.state_counts([])
-    assert (counts.snapshots, counts.hits, counts.free) == (1, 1, 4)
-
-
 def test_a_state_of_more_than_is_published_hangs_on_no_page() -> None:
     """It has taken in tokens behind the last page, from which it would be a wrong start."""
     kv = books()
@@ -77,53 +63,6 @@ def test_a_state_of_more_than_is_published_hangs_on_no_page() -> None:
     assert kv.states.snapshot_of(run.table.node) is None
     assert kv.states.counts(1).free == free + 1
     kv.check([run.table])
-
-
-def test_where_ways_part_a_snapshot_is_left_for_the_third() -> None:
-    kv = books()
-    common = [1, 2, 3, 4]
-    Run(kv, [*common, 5, 5, 5, 5, 5], 1).end()
-    second = Run(kv, [*common, 6, 6, 6, 6, 6], 2)
-    assert (second.start, [position for position, _ in second.use.saves]) == (0, [4, 8])
-    second.end()
-    third = Run(kv, [*common, 7, 7, 7, 7, 7], 3)
-    assert (third.start, [position for position, _ in third.use.saves]) == (4, [8])
-    third.end()
-
-
-def test_a_state_that_ends_on_a_page_becomes_its_snapshot() -> None:
-    kv = books()
-    Run(kv, [1, 2, 3, 4, 5, 6, 7, 8], 1).end()
-    counts = kv.state_counts([])
-    assert (counts.snapshots, counts.free) == (2, 3)  # behind 4, where a second like it could start, and behind 8
-    longer = Run(kv, [1, 2, 3, 4, 5, 6, 7, 8, 9], 2)
-    assert longer.start == 8
-    longer.end()
-
-
-def test_who_runs_takes_the_slot_of_the_least_recently_used_snapshot() -> None:
-    kv = books(num_states=4)
-    prompts = [[start] * 5 for start in (10, 20, 30)]
-    Run(kv, prompts[0], 1).end()
-    Run(kv, prompts[1], 2).end()
-    Run(kv, prompts[0], 3).end()  # the first is the one that was used last
-    running = [Run(kv, prompts[2], 4, shared=False), Run(kv, [40] * 5, 4, shared=False)]
-    assert all(run.started for run in running)
-    tables = [run.table for run in running]
-    assert kv.state_counts(tables).evictions == 1
-    kv.check(tables)
-    assert kv.peek(("", ""), prompts[0], 4) == 4
-    assert kv.peek(("", ""), prompts[1], 4) == 0
-
-
-def test_the_only_slot_is_taken_over_by_who_starts_from_it() -> None:
-    kv = books(num_states=2)
-    first = Run(kv, [1, 1, 1, 1], 1)
-    assert not first.use.saves, "a snapshot has no right to the slot of who runs"
-    first.end()
-    again = Run(kv, [1, 1, 1, 1, 2, 2], 2)
-    assert (again.start, again.use.source, again.use.slot) == (4, 1, 1)
-    again.end()
 
 
 def test_the_earlier_turns_of_a_chat_go_first() -> None:
@@ -141,40 +80,6 @@ def test_the_earlier_turns_of_a_chat_go_first() -> None:
             run.end()
             chats[index] = chat + [1] * 8
     assert found
-
-
-def test_without_a_cache_nothing_outlives_the_samples_of_one_prompt() -> None:
-    kv = books(prefix_caching=False)
-    first = Run(kv, [1] * 9, 1)
-    first.retire()
-    second = Run(kv, [1] * 9, 2)
-    assert second.start == 8
-    kv.close(first.table, 1)
-    second.end()
-    assert kv.state_counts([]).free == 5
-
-
-def test_slots_and_pages_return_when_the_last_step_that_names_them_has_retired() -> None:
-    kv = books(2, prefix_caching=False)
-    run = Run(kv, [1] * 9, 3)
-    kv.close(run.table, 3)
-    kv.retire(2)
-    assert not kv.can_start
-    assert kv.anything_retiring
-    with pytest.raises(InvariantViolation, match="in flight"):
-        kv.clear()
-    kv.retire(3)
-    assert kv.can_start
-    kv.clear()
-
-
-def test_a_state_is_not_taken_back() -> None:
-    kv = books()
-    run = Run(kv, [1] * 9, 1)
-    assert kv.states is not None
-    assert run.table.state is not None
-    with pytest.raises(InvariantViolation, match="starts at 8, but its state is that of position 9"):
-        kv.states.use(run.table.state, 8, 9, 2)
 
 
 def lose_one(kv: KVCache, run: Run) -> None:
@@ -209,38 +114,3 @@ def test_the_check_finds(plant: Callable[[KVCache, Run], None]) -> None:
     plant(kv, run)
     with pytest.raises(InvariantViolation):
         kv.check([run.table])
-
-
-@pytest.mark.parametrize("plant", [lose_one, keep_what_is_saved])
-def test_the_cheap_check_finds(plant: Callable[[KVCache, Run], None]) -> None:
-    kv = books(num_states=9)
-    run = Run(kv, [1] * 14, 1)
-    plant(kv, run)
-    with pytest.raises(InvariantViolation, match="state slots do not add up"):
-        kv.check_sums([run.table])
-
-
-def saves(kv: KVCache) -> list[PageTable]:
-    return [Run(kv, [1] * 14, 1).table]
-
-
-def retires(kv: KVCache) -> list[PageTable]:
-    run = Run(kv, [1] * 3, 1)  # no page of it is full: nothing is saved
-    kv.close(run.table, 1)
-    return []
-
-
-def reads(kv: KVCache) -> list[PageTable]:
-    Run(kv, [1] * 9, 1).end()
-    run = Run(kv, [1] * 9, 2)
-    assert (bool(run.use.source), run.use.saves) == (True, ())
-    return [run.table]
-
-
-@pytest.mark.parametrize("begin", [saves, retires, reads])
-def test_an_idle_engine_waits_for_no_step(begin: Callable[[KVCache], list[PageTable]]) -> None:
-    kv = books()
-    tables = begin(kv)
-    kv.check_sums(tables)
-    with pytest.raises(InvariantViolation, match=r"state slots .* none is in flight"):
-        kv.check_sums(tables, idle=True)

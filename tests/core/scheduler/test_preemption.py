@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from support.fake_engine import Steps, rows
+from support.fake_engine import Steps
 
 from asyncengine import Policy
 from asyncengine.policies.orders import ByPriority
@@ -103,18 +103,6 @@ def test_forced_preemption_is_invisible(caching: bool, depth: int, every: int, p
     steps.assert_empty()
 
 
-def test_resuming_is_a_cache_hit_when_nobody_needed_the_pages():
-    steps = Steps()
-    ticket = steps.add(range(2, 22), 8)
-    steps.step()
-    steps.step()
-    steps.scheduler.roster.preempt(steps.request(ticket))
-    batch = steps.step()
-    assert rows(batch) == {ticket: 2}, "21 of 22 tokens may match, 20 of them in full pages"
-    steps.run()
-    steps.assert_right()
-
-
 def test_the_last_request_without_memory_ends_with_an_error_and_the_engine_lives():
     """Submit refuses what can never fit; should one slip through, it costs nobody else anything."""
     steps = Steps(pages=5)
@@ -144,15 +132,3 @@ def test_running_requests_wait_for_retiring_pages_rather_than_preempt():
     steps.run()
     assert steps.scheduler.counters.preemptions == 0
     steps.assert_right([stayer])
-
-
-@pytest.mark.parametrize("chunk", [5, 6, 7, 8])
-@pytest.mark.parametrize("every", [2, 3])
-def test_forced_preemption_in_step_with_chunks_ends_all_the_same(chunk: int, every: int):
-    """No request gives way again before it has got a token: here a preemption could come just before each of them."""
-    steps = Steps(pages=64, prefix_caching=False, preempt_every=every, max_num_batched_tokens=chunk)
-    for i in range(3):
-        steps.add([5 + i] * 40, 6)
-    steps.run(most=2000)
-    steps.assert_right()
-    assert steps.scheduler.counters.preemptions > 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import random
 import stat
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import pytest
 
 from asyncengine.kvcache.store import segments
 from asyncengine.kvcache.store.disk import SystemDisk
-from asyncengine.kvcache.store.record import Header, checksum, digests_of, root_digest
+from asyncengine.kvcache.store.record import Header, digests_of, root_digest
 from asyncengine.kvcache.store.segments import Record, SegmentStore
 from asyncengine.step import RecordPart
 from asyncengine.testing.world import ProcessDied, VirtualDisk
@@ -133,15 +132,6 @@ def test_tokens_are_compared_and_not_only_their_digest(monkeypatch: pytest.Monke
     assert store.damaged == 1
 
 
-def test_what_was_overwritten_meanwhile_is_not_entered() -> None:
-    disk = VirtualDisk(random.Random(1))
-    store = SegmentStore(disk, "/kv", FINGERPRINT, 10**6)
-    first, second, third = headers(3)
-    assert store.append([record(first, b"1"), record(second, b"2" * 90, lambda: False), record(third, b"3")]) == 2
-    for each in (store, reopened(store, disk)):
-        assert [read(each, header) for header in (first, second, third)] == [b"1", None, b"3"]
-
-
 def reopened(store: SegmentStore, disk: VirtualDisk | SystemDisk, folder: str = "/kv") -> SegmentStore:
     store.close()
     return SegmentStore(disk, folder, store.fingerprint, store.budget)
@@ -229,29 +219,3 @@ def test_files_are_the_user_s_own(tmp_path: Path) -> None:
     link.symlink_to(next(tmp_path.glob("*.index")))
     with pytest.raises(OSError, match="symbolic links"):
         SystemDisk().open(str(link))
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_may_only_be_read_is_read(tmp_path: Path) -> None:
-    store = SegmentStore(SystemDisk(), str(tmp_path), FINGERPRINT, 10**6)
-    (one,) = headers(1)
-    store.append([record(one, b"one")])
-    store.close()
-    (tmp_path / f"{FINGERPRINT.hex()[:32]}.lock").unlink()
-    tmp_path.chmod(0o500)
-    try:
-        store = SegmentStore(SystemDisk(), str(tmp_path), FINGERPRINT, 10**6)
-        assert not store.writable
-        assert read(store, one) == b"one"
-    finally:
-        tmp_path.chmod(0o700)
-
-
-def test_payloads_of_many_buffers_are_one(tmp_path: Path) -> None:
-    """More than a call of the operating system takes."""
-    store = SegmentStore(SystemDisk(), str(tmp_path), FINGERPRINT, 10**7)
-    pieces = [bytes([each % 256]) * 7 for each in range(1500)]
-    (one,) = headers(1)
-    assert store.append([(one._replace(size=7 * 1500), pieces, lambda: True)]) == 1
-    assert read(store, one) == b"".join(pieces)
-    assert checksum(pieces) == store.find(one.digest, RecordPart.PAGE).checksum  # type: ignore[union-attr]

@@ -43,12 +43,6 @@ def read(plan: ChatPlan, pieces: list[str]) -> tuple[str, str, list[Any]]:
     return "".join(part.text for part in parts), "".join(part.reasoning for part in parts), calls
 
 
-def test_it_is_recognised(model: Model) -> None:
-    assert model.planner.tool_format is not None
-    assert model.planner.tool_format.family == "harmony"
-    assert model.planner.reasoning is not None
-
-
 def test_what_may_be_said(model: Model) -> None:
     auto = model.planner.plan("<|start|>assistant", tools=TOOLS)
     right = [FINAL, CALL, ROLE_CALL, THOUGHT + CALL, THOUGHT + ASIDE + CALL, THOUGHT + THOUGHT + FINAL]
@@ -90,17 +84,3 @@ def test_it_is_taken_apart_however_it_is_cut(text: str, content: str, reasoning:
     plan = MODELS["special"].planner.plan("<|start|>assistant", tools=TOOLS)
     for pieces in ([text], list(text), *([text[:i], text[i:]] for i in range(1, len(text)))):
         assert read(plan, pieces) == (content, reasoning, calls), pieces
-
-
-def test_thoughts_are_apart_without_tools_too() -> None:
-    plan = MODELS["special"].planner.plan("<|start|>assistant")
-    assert read(plan, [THOUGHT + FINAL]) == ("It is <b>3</b>.\n", "I think {\n", [])
-    assert not plan.skip_special_tokens
-    assert MODELS["text"].planner.plan("<|start|>assistant").skip_special_tokens
-    parser = plan.make_parser() if plan.make_parser else None
-    assert parser is not None
-    seen = []
-    for piece in ("<|channel|>", "analysis<|message|>", "a", "<|end|>", "<|start|>assistant", FINAL):
-        parser.push(piece)
-        seen.append(parser.in_reasoning)
-    assert seen == [False, True, True, False, False, False]

@@ -12,8 +12,7 @@ import pytest
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter
-from asyncengine.grammar.chat import TOOL_FORMATS, ChatPlan, ChatPlanner, find_tool_format
-from asyncengine.grammar.schema.numbers import WRITTEN_DIGITS
+from asyncengine.grammar.chat import TOOL_FORMATS, ChatPlan, ChatPlanner
 from asyncengine.text.tokenizer import TextTokenizer
 
 from .models import TURNS, Oracle, tokenizer
@@ -115,14 +114,6 @@ def test_every_format_can_be_told_by_name() -> None:
     with pytest.raises(InvalidParameter):
         EngineConfig(tool_format="gpt")
     assert {name.split()[0] for name in CASES} | {"hermes", "llama3", "mistral", "json", "granite", "harmony"} == known
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_found_in_the_template(name: str) -> None:
-    form = find_tool_format(model(name)[0])
-    assert form is not None
-    assert form.family == name.split(maxsplit=1)[0]
-    assert form.rendered
 
 
 @pytest.mark.parametrize("family", SIGNS)
@@ -276,31 +267,3 @@ def test_what_a_format_cannot_be_held_to_is_named() -> None:
         assert planner.plan(START, tools=[{**tool, "strict": False}]).grammar is not None
     with pytest.raises(InvalidParameter, match="a b"):
         planner.plan(START, tools=[{"name": "f", "parameters": {"properties": {"a b": {}}}}])
-
-
-SUM: dict[str, Any] = {
-    "name": "sum",
-    "parameters": {
-        "type": "object",
-        "properties": {
-            "whole": {"type": "integer"},
-            "some": {"type": "number"},
-            "either": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
-            "above": {"type": "integer", "minimum": 1},
-        },
-    },
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_what_a_format_lets_be_written_is_read_again(name: str) -> None:
-    """A number of as many digits as a call may have, by its parser and as the next turn's history; no more of them."""
-    text, planner, oracle = model(name)
-    plan = planner.plan("", tools=[SUM], tool_choice="required")
-    assert plan.grammar is not None
-    for key in SUM["parameters"]["properties"]:
-        longest = {key: 10**WRITTEN_DIGITS - 1}
-        written = rendered(text, [("sum", longest)]).lstrip()
-        assert oracle.accepts(plan.grammar, written), key
-        assert read(plan, [written])[1:] == ([("sum", longest)], []), key
-        assert not oracle.accepts(plan.grammar, rendered(text, [("sum", {key: 10**WRITTEN_DIGITS})]).lstrip()), key

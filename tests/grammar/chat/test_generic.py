@@ -10,7 +10,7 @@ import pytest
 
 from asyncengine.grammar.chat import ChatPlanner
 
-from .models import ADD, ADDRESS, HERMES, SILENT, Oracle, tokenizer
+from .models import ADD, ADDRESS, SILENT, Oracle, tokenizer
 
 TURNS = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles') }}{% endif %}"
 NO_SYSTEM = SILENT.replace("{% for m in messages %}", "{% for m in messages %}" + TURNS)
@@ -27,16 +27,6 @@ HISTORY: list[dict[str, Any]] = [
     {"role": "tool", "tool_call_id": "c", "content": "3"},
     {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "7"}]},
 ]
-
-
-def test_the_format_is_hermes_or_the_one_that_is_set() -> None:
-    for name, title in (("auto", "hermes (generic)"), ("json", "json (generic)")):
-        form = ChatPlanner(tokenizer(SILENT), name).tool_format
-        assert form is not None
-        assert form.title == title
-    form = ChatPlanner(tokenizer(HERMES)).tool_format
-    assert form is not None
-    assert form.title == "hermes"
 
 
 @pytest.mark.parametrize("template", [SILENT, NO_SYSTEM])
@@ -82,18 +72,3 @@ def test_an_answer_is_a_text_or_calls_and_each_has_its_mark() -> None:
     assert not oracle.accepts(planner.plan("", tools=[ADD], tool_choice="required").grammar, "<text>\nHi")
     assert not oracle.accepts(planner.plan("", tools=[ADD], tool_choice="none").grammar, CALL)
     assert planner.plan("").grammar is None  # without tools nothing is different
-
-
-@pytest.mark.parametrize("size", [1, 3, 1000])
-@pytest.mark.parametrize("mark", ["text", "tool_response"])
-def test_marks_are_not_content(mark: str, size: int) -> None:
-    planner = ChatPlanner(tokenizer(SILENT))
-    for choice in ("auto", "none"):
-        plan = planner.plan("", tools=[ADD], tool_choice=choice, after_results=True)
-        assert plan.make_parser is not None
-        for answer, content in ((f"<{mark}>\nIt is <3.\n</{mark}>", "It is <3."), (f"<{mark}>\nHi", "Hi")):
-            parser = plan.make_parser()
-            pieces = [parser.push(answer[at : at + size]) for at in range(0, len(answer), size)]
-            found = "".join(piece.text for piece in (*pieces, parser.finish()))
-            assert found.rstrip("\n") == content
-            assert found == content or choice == "none"

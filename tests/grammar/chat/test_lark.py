@@ -47,7 +47,6 @@ CASES = {
     "json": Case(JSON, TURNS, "", JSON_CALL, "", "", ""),
 }
 WITH_TRIGGER = [name for name, case in CASES.items() if case.trigger]
-WHOLE = [name for name, case in CASES.items() if not case.trigger]
 
 
 class CaseModel(Model):
@@ -69,23 +68,6 @@ MODELS = {name: CaseModel(case) for name, case in CASES.items()}
 @pytest.fixture(params=CASES)
 def model(request: pytest.FixtureRequest) -> CaseModel:
     return MODELS[request.param]
-
-
-def wrong_calls(case: Case) -> list[str]:
-    """Calls that break a tool's schema, an unknown tool's, and broken wrappers."""
-    arguments = ("{}", '{"a": 1}', '{"a": "1", "b": 2}', '{"a": 1, "b": 2, "c": 3}', '{"a":  1, "b": 2}', "[]", "1", "")
-    wrong = [case.calls(("add", text)) for text in arguments]
-    whole = case.calls(("add", OK))
-    wrong += [case.calls(("other", "{}")), case.calls(("ad", OK)), case.calls(("add_address", OK))]
-    return [*wrong, whole + "x", whole + " ", whole[:-1], whole.replace("{", "{  ", 1)]
-
-
-def test_required_is_calls_and_nothing_else(model: CaseModel) -> None:
-    one = model.case.calls(("add", OK))
-    other = model.case.calls(("add_address", '{"text": "} \\"</tool>\\n ä"}'))
-    for choice in ("required", "any"):
-        wrong = [*wrong_calls(model.case), "", "text", "\n" + one, "text\n" + one, "{", "[]"]
-        model.judge(model.grammar(tool_choice=choice), [one, other, model.case.calls(("add_address", "{}"))], wrong)
 
 
 def test_named_is_one_call_of_that_tool(model: CaseModel) -> None:
@@ -113,34 +95,6 @@ def test_several_bare_calls_are_a_json_list() -> None:
     right = [call, f"[{call}]", f"[{call}, {call}]"]
     model.judge(model.grammar(tool_choice="required"), right, [f"{call}, {call}", "[]", f"[{call}", f"[{call},{call}]"])
     model.judge(model.grammar(tool_choice="required", parallel_tool_calls=False), [call], right[1:])
-
-
-@pytest.mark.parametrize("name", WITH_TRIGGER)
-def test_auto_is_text_and_then_perhaps_calls(name: str) -> None:
-    model, case = MODELS[name], CASES[name]
-    one, trigger = case.calls(("add", OK)), case.trigger
-    almost = "" if case.special[-2:] == ("<tool_call>", "</tool_call>") else trigger[:-1]
-    right = [
-        "",
-        "text",
-        "two\n\nlines, { and [",
-        "ä😀",
-        f"text{almost}",
-        one,
-        f"text\n\n{one}",
-        f"{almost}{one}",
-        f" {one}",
-    ]
-    wrong = [trigger, f"text {trigger}", f"text {trigger} x", f"{one} text", f"text {trigger}{trigger}"]
-    model.judge(model.grammar(), right, [*wrong, *wrong_calls(case)])
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_auto_without_a_trigger_tells_by_the_first_character(name: str) -> None:
-    model, case = MODELS[name], CASES[name]
-    one = case.calls(("add", OK))
-    right = ["", "text", "\n text {", "ä", "a" + one, one]
-    model.judge(model.grammar(), right, ["{}", "{", " {", '{"x": 1}', *wrong_calls(case)])
 
 
 def test_llama_may_announce_calls_by_its_special_token() -> None:

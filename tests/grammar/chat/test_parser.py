@@ -151,11 +151,6 @@ def test_what_is_no_call_stays_text(text: str) -> None:
     check(parsers(HERMES), text, Read(text, "", [], [], []))
 
 
-def test_text_that_was_no_call_may_be_followed_by_one() -> None:
-    text = f"<tool_call> <tool_call>\n{{}}\n{hermes(*ONE)}"
-    check(parsers(HERMES), text, Read("<tool_call> <tool_call>\n{}", "", [ONE], [ONE], []))
-
-
 def test_calls_that_are_cut_off_are_broken() -> None:
     whole = hermes(*ONE)
     end = whole.index(ARGS) + len(ARGS)
@@ -165,11 +160,6 @@ def test_calls_that_are_cut_off_are_broken() -> None:
         assert got.text == ("" if named else whole[:size])
         assert got.finished == ([ONE] if size >= end else [])
         assert got.broken == ([("add", whole[:size][whole.index(ARGS) :])] if named and size < end else [])
-
-
-def test_arguments_that_are_no_json_are_broken() -> None:
-    got = read(OutputParser(HERMES, NAMES), [hermes("add", "{a: 1}") + hermes("add", "{}")])
-    assert got == Read("", "", [("add", "{a: 1}"), ("add", "{}")], [("add", "{}")], [("add", "{a: 1}")])
 
 
 @pytest.mark.parametrize("form", [HERMES, MISTRAL, MARKED, LLAMA])

@@ -133,12 +133,6 @@ def test_tools_that_are_not_allowed_are_as_if_they_were_not_there(mode: str) -> 
     assert both.grammar != PLANNER.plan("", tools=[ADD, ADDRESS], tool_choice=mode).grammar
 
 
-def test_nothing_asked_nothing_planned() -> None:
-    for settings in ({}, {"tools": []}, {"tool_choice": None}, {"response_format": {"type": "text"}}):
-        plan = PLANNER.plan("<|im_start|>assistant\n", **settings)  # type: ignore[arg-type]
-        assert (plan.grammar, plan.make_parser, plan.skip_special_tokens) == (None, None, True)
-
-
 def test_a_format_alone_is_its_grammar() -> None:
     schema = {"properties": {"z": {"type": "integer"}, "a": {}}, "required": ["z"]}
     closed = '{"properties":{"z":{"type":"integer"},"a":{}},"required":["z"],"additionalProperties":false}'
@@ -179,10 +173,6 @@ def test_special_markers_must_reach_the_parser(template: str, special: tuple[str
     assert planner.plan("", tools=[ADD]).skip_special_tokens is visible
     assert planner.plan("", tools=[ADD], tool_choice="none").skip_special_tokens is True
     assert planner.plan("").skip_special_tokens is True
-
-
-def test_none_parses_no_calls() -> None:
-    assert PLANNER.plan("", tools=[ADD], tool_choice="none").make_parser is None
 
 
 def test_every_sample_has_its_own_parser() -> None:

@@ -84,33 +84,6 @@ def test_a_definition_is_open_only_where_it_is_combined() -> None:
     assert out["$defs"]["Loop"]["additionalProperties"] is False
 
 
-def test_references_of_any_shape_are_followed() -> None:
-    schema = {"allOf": [{"$ref": "#/definitions/a~1b"}, {"$ref": "#/items/0"}, B], "definitions": {"a/b": A}}
-    schema["items"] = [A]
-    assert closed(schema) == schema
-    for lost in ("#/nowhere/x", "#/allOf/9", "other.json", "#"):
-        assert closed({"properties": {"x": {"$ref": lost}}})["additionalProperties"] is False
-
-
-def test_order_and_annotations_stay() -> None:
-    schema = {"title": "T", "properties": {"z": {"title": "Z"}, "a": {"description": "d"}}, "required": ["z"]}
-    assert json.dumps(closed(schema)) == json.dumps({**schema, "additionalProperties": False})
-
-
-@pytest.mark.parametrize("parameters", [None, {}, {"type": "object", "properties": {}}, {"properties": {}}])
-def test_a_tool_without_parameters_takes_an_empty_object(parameters: Any) -> None:
-    schema = tool_schema("p", parameters)
-    jsonschema.validate({}, schema)
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({"a": 1}, schema)
-
-
-def test_a_tool_takes_an_object() -> None:
-    assert tool_schema("p", A) == {"type": "object", **CLOSED_A}
-    assert tool_schema("p", A, strict=False) == {"type": "object", **A}
-    assert tool_schema("p", {"type": "object"}) == {"type": "object"}
-
-
 DEEP: Any = {}
 for _ in range(70):
     DEEP = {"items": DEEP}

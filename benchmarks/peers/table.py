@@ -7,10 +7,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from tools.gpucheck.report import number
 
 from benchmarks.peers.results import Results
 from benchmarks.peers.workloads import Figure
-from tools.gpucheck.report import number
 
 
 def cell(results: Results, figure: str, system: str, lower_is_better: bool, base: str) -> str:

@@ -1,4 +1,4 @@
-"""Memory that CUDA graphs read, filled from the host of a real GPU. What answers are with graphs, gpucheck tells."""
+"""Memory that CUDA graphs read, filled from the host of a real GPU."""
 
 from __future__ import annotations
 

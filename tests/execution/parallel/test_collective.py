@@ -1,6 +1,6 @@
 """Ranks that exchange results by collective operations, as on GPUs: gloo stands in for NCCL, and a CPU for GPUs.
 
-What a GPU does otherwise has not run anywhere: `tools/gpucheck` has a section for whoever has two.
+What a GPU does otherwise has not run anywhere: tests/gpu has some for machines with two.
 """
 
 from __future__ import annotations

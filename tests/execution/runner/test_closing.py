@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu.families import families, make_checkpoint
 from support.fake_gpu import fake_gpu
 from support.reachable import tensors_in
 
@@ -20,7 +21,6 @@ from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.runner import model_runner
 from asyncengine.execution.runner.building import build_runner
 from asyncengine.execution.runner.model_runner import ModelRunner
-from tools.gpucheck.families import families, make_checkpoint
 
 GPU = torch.device("cuda", 0)
 

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from gpu.ladder.__main__ import NO_GPU, main
+from gpu.ladder.rungs import ENGINES, Ladder
+from gpu.ladder.session import Session, Settings
+from gpu.ladder.shapes import LARGE, SMALL, TINY, Shape
 from support.fake_gpu import fake_gpu
 from support.long import LONG
 
-from asyncengine import AsyncEngine
 from asyncengine.config import EngineConfig
 from asyncengine.execution.models.fallback.model import count_elements
-from tools.gpucheck import environment, ladder
-from tools.gpucheck.__main__ import main
-from tools.gpucheck.ladder import ENGINES, Ladder
-from tools.gpucheck.report import CheckFailed
-from tools.gpucheck.session import Session, Settings
-from tools.gpucheck.shapes import LARGE, SMALL, TINY, Shape
-from tools.gpucheck.workloads import burst
 
 CPU = Settings("cpu", "flashinfer", quick=True, seed=4)
 ALIKE = (
@@ -33,15 +28,14 @@ FEW = Shape("few", 32, 48, 2, 2, 1, tied=True, head_dim=16, vocab=128)
 def test_it_runs_from_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A GPU's stand-ins run it, with tiny shapes and short loads; the peer is tried on its own, and sections that do
-    what another one does with a larger shape are left to the long form."""
-    skipped = ("peer",) if LONG else ("peer", *ALIKE)
+    """A GPU's stand-ins run it, with tiny shapes and short loads; sections that do what another one does with a larger
+    shape are left to the long form."""
+    skipped = ("ranks",) if LONG else ("ranks", *ALIKE)
     calls = fake_gpu(monkeypatch)
-    monkeypatch.setattr(environment, "flashinfer_missing", lambda: None)
-    monkeypatch.setattr(environment, "_flashinfer", lambda: "a stand-in")
+    monkeypatch.setattr(Session, "left", 600.0)  # of a busy machine, too
     monkeypatch.setattr(Ladder, "_tokens", lambda self, count: max(2, count // 1024))
     file = tmp_path / "ladder.json"
-    code = main(["ladder", "--quick", "--skip", *skipped, "--out", str(file)], CPU)
+    code = main(["--quick", "--skip", *skipped, "--out", str(file)], CPU)
     said = capsys.readouterr().out
     assert code == 0, said
     report = json.loads(file.read_text(encoding="utf-8"))
@@ -59,13 +53,12 @@ def test_it_runs_from_end_to_end(
     assert calls["graphs"] > 20
 
 
-def test_a_section_that_fails_ends_its_engine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "single", None)
-    with Ladder(session := Session(CPU, tmp_path)) as made:
-        sections = {section.name: section for section in made.sections()}
-        report = session.run([sections["sampled"], sections["nano"]])
-    assert [(check.section, check.status) for check in report.checks] == [("sampled", "fail")]
-    assert [figure.section for figure in report.figures] == ["sampled", "nano", "nano"], "loaded again"
+def test_without_a_gpu_it_says_so_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == NO_GPU
+    assert capsys.readouterr().out.count("\n") == 1
+    assert main(["--list"]) == 0
+    assert {"hybrid", "hybrid_prompts", "constrained", "gpt_oss", "host"} <= {*capsys.readouterr().out.split()}
+    assert main(["--only", "nothing"], CPU) == NO_GPU
 
 
 @pytest.mark.parametrize("shape", [FEW, SMALL, LARGE, TINY[SMALL.name]])
@@ -79,15 +72,3 @@ def test_bytes_read() -> None:
     assert (SMALL.kv_bytes, LARGE.kv_bytes) == (112 * 1024, 144 * 1024)
     by_hand = sum(prompt + made for prompt, output in [(7, 4), (1, 1)] for made in range(1, output))
     assert FEW.bytes_read(9, [(7, 4), (1, 1)]) == 9 * FEW.weights_read + by_hand * FEW.kv_bytes
-
-
-async def test_fewer_tokens_than_asked_for_fail() -> None:
-    async with await AsyncEngine.from_pretrained("demo", device="cpu", kv_cache_memory="16MiB") as engine:
-        generate = engine.generate
-
-        async def shorter(prompt: Any, params: Any, **more: Any) -> Any:
-            return await generate(prompt, params.replace(max_tokens=params.max_tokens - 1), **more)
-
-        engine.generate = shorter  # type: ignore[method-assign, assignment]
-        with pytest.raises(CheckFailed, match="fewer tokens"):
-            await burst(engine, [(4, 5)], 1)

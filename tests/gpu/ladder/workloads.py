@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.sampling_params import SamplingParams
-from tools.gpucheck.greedy import GREEDY
-from tools.gpucheck.report import CheckFailed
+
+from ..engines import GREEDY
 
 SAMPLED = GREEDY.replace(temperature=0.6, top_k=20, top_p=0.95)
 """Sampling as Qwen3's generation_config asks for it."""
@@ -95,7 +95,7 @@ async def burst(
     shared: Sequence[int] = (), adapters: Sequence[str | None] = (None,),
 ) -> Burst:  # fmt: skip
     """All requests at once, until the last has ended. `shared`: tokens that all prompts begin with, beside their own;
-    `adapters`: in turns. Raises `CheckFailed` if one got fewer tokens than asked for.
+    `adapters`: in turns. Raises `RuntimeError` if one got fewer tokens than asked for.
     """
     made = random_prompts(lengths, engine.info.vocab_size, seed)
     asked = [params.replace(max_tokens=output) for _, output in lengths]
@@ -108,7 +108,7 @@ async def burst(
         ))  # fmt: skip
         seconds = time.perf_counter() - began
     if [len(completion.token_ids) for completion in done] != [output for _, output in lengths]:
-        raise CheckFailed("a request got fewer tokens than it asked for")
+        raise RuntimeError("a request got fewer tokens than it asked for")
     return Burst(list(lengths), seconds, engine.stats().steps - steps, collections.seconds)
 
 
@@ -127,7 +127,7 @@ async def single(
             if not first:
                 first, before = last, count
         if last <= first:
-            raise CheckFailed("one stream gave all its tokens at once")
+            raise RuntimeError("one stream gave all its tokens at once")
         rates.append((count - before) / (last - first))
     return statistics.median(rates)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tools.gpucheck.shapes import Shape
+from .shapes import Shape
 
 _RANK = 16
 _BLOCK = 128

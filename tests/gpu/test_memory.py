@@ -4,63 +4,52 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from gpu.engines import GREEDY, ON_GPU, SEED, nothing_held, prompts, small_engine
+from gpu.families import VOCAB, families, make_checkpoint
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.errors import OutOfMemory, RequestFailed
 from asyncengine.execution.device.memory import is_out_of_memory
-from tools.gpucheck.families import VOCAB, families, make_checkpoint
-from tools.gpucheck.greedy import GREEDY, prompts, small_engine
-from tools.gpucheck.report import CheckFailed
-from tools.gpucheck.session import Session, Settings
-from tools.gpucheck.stress import nothing_held
+
+pytestmark = pytest.mark.skipif(not ON_GPU, reason="needs an NVIDIA GPU")
 
 _TOO_MUCH = 2**50
 MARK = 1
 """A prompt that begins with this token takes too much memory."""
 
 
-def run(session: Session) -> None:
-    llama = families()[0]
-    folder = make_checkpoint(llama.make(True), session.folder / "memory", torch.bfloat16, session.settings.seed)
-    for name, work in (("more KV memory than there is", too_much_kv), ("a step that does not fit", step_too_large)):
-        session.check(name, partial(work, session.settings, folder))
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_checkpoint(families()[0].make(True), tmp_path, torch.bfloat16, SEED)
 
 
-async def too_much_kv(settings: Settings, folder: Path) -> str:
-    try:
-        async with small_engine(settings, folder, dtype="bfloat16", kv_cache_memory="900000GiB"):
+async def test_more_kv_memory_than_there_is(folder: Path) -> None:
+    with pytest.raises(OutOfMemory):
+        async with small_engine(folder, dtype="bfloat16", kv_cache_memory="900000GiB"):
             pass
-    except OutOfMemory as error:
-        return str(error)
-    raise CheckFailed("900,000 GiB of KV memory were granted")
 
 
-async def step_too_large(settings: Settings, folder: Path) -> str:
+async def test_a_step_that_does_not_fit(folder: Path) -> None:
     """One request of a batch takes more memory than there is; the others must not notice."""
-    texts = prompts((9, 20, 31, 14, 26), VOCAB, settings.seed)
+    texts = prompts((9, 20, 31, 14, 26), VOCAB, SEED)
     params = GREEDY.replace(max_tokens=16)
-    async with small_engine(settings, folder, dtype="bfloat16") as engine:
+    async with small_engine(folder, dtype="bfloat16") as engine:
         before = await asyncio.gather(*(engine.generate(text, params) for text in texts))
         greedy_for_memory(engine)
         asked = [engine.generate(text, params) for text in texts]
         marked = engine.generate([MARK, *texts[0]], params)
         with _quiet_log():
             *after, failed = await asyncio.gather(*asked, marked, return_exceptions=True)
-        if not isinstance(failed, RequestFailed):
-            raise CheckFailed(f"the request without memory ended with {failed!r}")
-        hurt = [one for one in after if isinstance(one, BaseException)]
-        if hurt:
-            raise CheckFailed(f"{len(hurt)} others ended with it: {hurt[0]!r}")
+        assert isinstance(failed, RequestFailed)
+        assert [len(one.token_ids) for one in after] == [len(one.token_ids) for one in before]
         again = await engine.generate(texts[0], params)
-        if len(again.token_ids) != params.max_tokens or len(before) != len(after):
-            raise CheckFailed("the engine does not serve any more")
+        assert len(again.token_ids) == params.max_tokens, "the engine does not serve any more"
         await nothing_held(engine)
-    return f"ended with {failed}; {len(after)} others went on"
 
 
 def greedy_for_memory(engine: AsyncEngine) -> None:
@@ -74,7 +63,7 @@ def greedy_for_memory(engine: AsyncEngine) -> None:
                 torch.empty(_TOO_MUCH, dtype=torch.uint8, device=executor.device)
             except Exception as error:
                 if not is_out_of_memory(error):
-                    raise CheckFailed(f"an allocation failed with something else: {error!r}") from error
+                    raise AssertionError("an allocation failed with something else") from error
                 raise
         run(pending, masks)
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from asyncengine.kernels.compile_ahead import usable_cpus
-from tools.gpucheck.report import CheckFailed
-from tools.gpucheck.session import Session, flashinfer_missing
+
+from .session import Session, flashinfer_missing
 
 BANDWIDTH = "copy bandwidth"
 MATRIX_RATE = "bf16 matrix rate"
@@ -26,7 +26,8 @@ _ROUNDS = 3
 
 def run(session: Session) -> None:
     session.report.facts.update(facts(session))
-    session.check("flashinfer", _flashinfer)
+    if session.device.type == "cuda":
+        session.line(flashinfer())
     size, width = (2**31, 8192) if session.device.type == "cuda" else (2**24, 128)
     session.figure(
         BANDWIDTH, copy_bandwidth(session.device, size) / 1e9, "GB/s",
@@ -35,14 +36,13 @@ def run(session: Session) -> None:
     session.figure(MATRIX_RATE, matrix_rate(session.device, width) / 1e12, "TFLOP/s")
 
 
-def _flashinfer() -> str:
-    missing = flashinfer_missing()
-    if missing is not None:
-        raise CheckFailed(missing)
-    found = compilers()
-    lacking = [name for name, path in found.items() if path is None]
-    told = f"; no {' and no '.join(lacking)}: kernels that are not in its cache cannot be compiled" if lacking else ""
-    return f"version {importlib.metadata.version('flashinfer-python')}{told}"
+def flashinfer() -> str:
+    """Its version, or why it cannot be used, and compilers that it lacks."""
+    if (missing := flashinfer_missing()) is not None:
+        return missing
+    lacking = [name for name, path in compilers().items() if path is None]
+    note = f"; no {' and no '.join(lacking)}: kernels that are not in its cache cannot be compiled" if lacking else ""
+    return f"FlashInfer {importlib.metadata.version('flashinfer-python')}{note}"
 
 
 def compilers() -> dict[str, str | None]:

@@ -1,4 +1,4 @@
-"""The ladder of speed: `python -m tools.gpucheck ladder` measures what an engine on this GPU does in ten minutes.
+"""The ladder of speed: `python -m tests.gpu.ladder` measures what an engine on this GPU does in ten minutes.
 
 Shapes of well-known models with random weights. Each figure is printed as it is taken; a section that fails says so and
 the next begins. One engine at a time: sections that use the same one follow each other in the usual order.
@@ -8,27 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.errors import InvalidParameter, OutOfMemory
 from asyncengine.sampling_params import SamplingParams
-from tools.gpucheck import environment
-from tools.gpucheck.environment import BANDWIDTH
-from tools.gpucheck.greedy import GREEDY, backend_of
-from tools.gpucheck.kernel_table import kernel_table
-from tools.gpucheck.ladder_models import SCHEMA, make_adapters, write_fp8, write_mxfp4, write_tokenizer
-from tools.gpucheck.modes import graphs_of
-from tools.gpucheck.report import CheckFailed, Skipped
-from tools.gpucheck.session import Section, Session, release
-from tools.gpucheck.shapes import GPT_OSS, HYBRID, LARGE, MIXTURE, SMALL, TINY, MixedShape, Shape
-from tools.gpucheck.steps import PARTS, StepClock
-from tools.gpucheck.workloads import SAMPLED, Burst, burst, poisson, quantile, random_lengths, random_prompts, single
+
+from ..bench import graphs_of
+from ..engines import GREEDY, backend_of, small_engine
+from . import machine
+from .kernel_table import kernel_table
+from .machine import BANDWIDTH
+from .models import SCHEMA, make_adapters, write_fp8, write_mxfp4, write_tokenizer
+from .session import Section, Session, Skipped, release
+from .shapes import GPT_OSS, HYBRID, LARGE, MIXTURE, SMALL, TINY, MixedShape, Shape
+from .steps import PARTS, StepClock
+from .workloads import SAMPLED, Burst, burst, poisson, quantile, random_lengths, random_prompts, single
 
 STREAMS = (1, 4, 16, 64, 128, 256)
 LOADS = ((128, 128), (1193, 256), (4593, 512))
@@ -85,10 +85,10 @@ class Ladder:
         """In the order of their worth."""
 
         def section(name: str, about: str, seconds: float, work: Callable[[], Coroutine[Any, Any, None]]) -> Section:
-            return Section(name, about, seconds, lambda _: self._run(work), checks=False)
+            return Section(name, about, seconds, lambda _: self._run(work))
 
         return [
-            Section("environment", "the machine", 15, environment.run, checks=False),
+            Section("environment", "the machine", 15, machine.run),
             section("prompt", "a prompt longer than a step, default settings", 60, self.long_prompt),
             section("streams", "0.6B, greedy, all at once, 128/128", 60, partial(self.streams, "small", STREAMS)),
             section("host", "where the host's time goes", 20, self.host),
@@ -112,18 +112,21 @@ class Ladder:
             section("mixture", "a mixture of experts", 60, partial(self.streams, "mixture", (1, 16, 64, 256))),
             section("hybrid", "recurrent states beside attention", 90, partial(self.streams, "hybrid", (1, 16, 64))),
             section("hybrid_prompts", "the same, prompts of 2,048", 30, partial(self.prompts, "hybrid")),
-            section("peer", "transformers' continuous batching", 80, self.peer),
+            section("ranks", "8B over two GPUs", 120, self.ranks),
         ]
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """One section; an engine that fails in it is not used again."""
 
-        async def said() -> str:
-            await work()
-            return ""
+        async def bounded() -> None:
+            try:
+                async with asyncio.timeout(max(0.0, self._session.left)):
+                    await work()
+            except TimeoutError:
+                raise RuntimeError("cut: its time was up") from None
 
         try:
-            self._runner.run(self._session.bounded(said()))
+            self._runner.run(bounded())
         except BaseException:
             with contextlib.suppress(Exception):
                 self._runner.run(self._close())
@@ -358,27 +361,20 @@ class Ladder:
             note = f"{rate / free.rate:.2f} of free requests' {free.rate:,.0f}"
             self._session.figure(f"{count} constrained, 64 in", rate, "tokens/s", aim=0.95 * free.rate, note=note)
 
-    async def peer(self) -> None:
-        """In a process of its own, which is ended when its time is up; its lines are passed on as they come."""
+    async def ranks(self) -> None:
+        """The same streams on one GPU and over two, without graphs, which two do not have."""
+        on_gpu = self._session.device.type == "cuda"
+        if on_gpu and torch.cuda.device_count() < 2:
+            raise Skipped(f"needs two GPUs, {torch.cuda.device_count()} visible")
         await self._close()
-        seconds = self._session.left - 5
-        command = [sys.executable, "-m", "benchmarks.transformers_on_gpu", "--seconds", f"{seconds:.0f}"]
-        command += ["--device", str(self._session.device), *(["--tiny"] if self._quick else [])]
-        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        assert process.stdout is not None
-        seen = False
-        try:
-            async with asyncio.timeout(seconds):
-                async for line in process.stdout:
-                    text = line.decode(errors="replace").rstrip()
-                    seen |= "tokens/s" in text
-                    self._session.line(text)
-        except TimeoutError:
-            self._session.line("cut: its time was up")
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-            await process.wait()
-        if not seen:
-            raise CheckFailed("transformers gave no figure")
+        shape = LARGE if on_gpu else TINY[LARGE.name]
+        folder = shape.write(self._session.folder / "ranks")
+        for size in (1, 2):
+            async with small_engine(
+                folder, dtype="bfloat16", load_format="dummy", kv_cache_memory="4GiB" if on_gpu else "64MiB",
+                max_num_batched_tokens=1024, tensor_parallel=size, cuda_graphs=False,
+            ) as engine:  # fmt: skip
+                for count in (1, 16):
+                    await burst(engine, self._lengths(count, LOADS[0]), self._seed)
+                    took = await burst(engine, self._lengths(count, LOADS[0]), self._seed + 1)
+                    self._session.figure(f"{shape.name}, {size} GPUs, {count}", took.rate, "tokens/s", note=str(took))

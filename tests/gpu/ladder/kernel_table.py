@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from asyncengine.async_engine import AsyncEngine
-from tools.gpucheck.environment import wait_for
-from tools.gpucheck.session import Session
-from tools.gpucheck.workloads import burst
+
+from .machine import wait_for
+from .session import Session
+from .workloads import burst
 
 _SHOWN = 16
 _WIDTH = 90

@@ -22,7 +22,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     return llama_like(
         config,
         length,
-        attention=lambda index: fields,
+        attention=fields,
         mlp={"activation": act, "up": ("mlp.up_proj",), "gated": False},
         layer={"before_attention": "attention_layernorm", "before_mlp": "feedforward_layernorm"},
         norm=norm,

@@ -28,7 +28,7 @@ def encoder_config(config: Any, length: int | None, classifies: bool) -> Encoder
         return EncoderConfig(_both_ways(decoder_config(config, longest)), longest)
     biased = config.attention_bias
     stack = llama_like(
-        config, longest, attention=lambda index: {"qkv_bias": biased, "out_bias": biased}, mlp={"bias": config.mlp_bias}
+        config, longest, attention={"qkv_bias": biased, "out_bias": biased}, mlp={"bias": config.mlp_bias}
     )
     head = SequenceHeadConfig(
         config.num_labels, "classifier", "dense", activation="gelu", pooling=_POOLINGS[config.classifier_pooling]

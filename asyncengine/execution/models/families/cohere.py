@@ -28,17 +28,14 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     norm = NormConfig("layer", epsilon=config.layer_norm_eps)
     second = config.model_type == "cohere2"
     windows = windows_of(config) if second else [None] * config.num_hidden_layers
-
-    def attention(index: int) -> dict[str, Any]:
-        return {
-            "window": windows[index],
-            "rotary": None if second and windows[index] is None else 0,
-            "qkv_bias": config.attention_bias,
-            "out_bias": config.attention_bias,
-            "head_norm": norm if getattr(config, "use_qk_norm", False) else None,
-            "norm_scope": "each",
-        }
-
+    attention = {
+        "window": windows,
+        "rotary": [None if second and window is None else 0 for window in windows],
+        "qkv_bias": config.attention_bias,
+        "out_bias": config.attention_bias,
+        "head_norm": norm if getattr(config, "use_qk_norm", False) else None,
+        "norm_scope": "each",
+    }
     return llama_like(
         config,
         length,

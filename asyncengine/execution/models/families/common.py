@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
@@ -161,31 +162,25 @@ def inside_of(made: DecoderConfig, inside: Inside, config: Any) -> DecoderConfig
 
 
 def llama_like(
-    config: Any, length: int, *, attention: Callable[[int], dict[str, Any]] = lambda index: {},
-    mlp: dict[str, Any] | None = None, sparse: Callable[[int], MoEConfig | None] = lambda index: None,
-    layer: dict[str, Any] | None = None, norm: NormConfig | None = None, **changes: Any,
+    config: Any, length: int, *, attention: Mapping[str, Any] = MappingProxyType({}),
+    mlp: Mapping[str, Any] = MappingProxyType({}), sparse: MoEConfig | Sequence[MoEConfig | None] | None = None,
+    layer: Mapping[str, Any] = MappingProxyType({}), norm: NormConfig | None = None, **changes: Any,
 ) -> DecoderConfig:  # fmt: skip
-    """The decoder of a family that is Llama but for what is given: fields of `AttentionConfig` by layer, of
-    `MLPConfig`, `LayerConfig` and `DecoderConfig`. `sparse`: the mixture of experts of a layer, if it has one."""
-    dim = head_dim_of(config)
+    """The decoder of a family that is Llama but for what is given: fields of `AttentionConfig`, `MLPConfig`,
+    `LayerConfig` and `DecoderConfig`. `sparse`: the mixture of experts in place of feed-forward parts. A list, here or
+    among the fields of attention, has one value for each layer."""
+    dim, heads = head_dim_of(config), config.num_attention_heads
+    fields = {"num_heads": heads, "num_kv_heads": config.num_key_value_heads or heads, "head_dim": dim}
+    fields |= {"scale": dim**-0.5, **attention}
 
     def one(index: int) -> LayerConfig:
-        own = AttentionConfig(
-            **{
-                "num_heads": config.num_attention_heads,
-                "num_kv_heads": config.num_key_value_heads or config.num_attention_heads,
-                "head_dim": dim,
-                "scale": dim**-0.5,
-                **attention(index),
-            }
-        )
-        mixture = sparse(index)
-        if mixture is not None:
-            return LayerConfig(own, mixture, **(layer or {}))
-        inner = {"width": config.intermediate_size, **(mlp or {})}
-        inner.setdefault("activation", None)
-        inner["activation"] = inner["activation"] or activation(config)
-        return LayerConfig(own, MLPConfig(**inner), **(layer or {}))
+        own = {name: value[index] if isinstance(value, list) else value for name, value in fields.items()}
+        mixture = sparse[index] if isinstance(sparse, Sequence) else sparse
+        if mixture is None:
+            act = mlp.get("activation") or activation(config)
+            inner = MLPConfig(**{"width": config.intermediate_size, **mlp, "activation": act})
+            return LayerConfig(AttentionConfig(**own), inner, **layer)
+        return LayerConfig(AttentionConfig(**own), mixture, **layer)
 
     if "rotary" not in changes:
         changes["rotary"] = (rotary_of(config, length),)

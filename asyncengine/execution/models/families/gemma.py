@@ -46,26 +46,21 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     """The decoder of `GemmaForCausalLM`, `Gemma2ForCausalLM`, `Gemma3ForCausalLM`."""
     family = config.model_type
     norm = NormConfig(epsilon=config.rms_norm_eps, offset=1.0)
-    windows = windows_of(config)
     kinds = layer_types_of(config)
     by_kind: list[str | None] = [*sorted(set(kinds))] if family == "gemma3_text" else [None]
-
-    def attention(index: int) -> dict[str, Any]:
-        fields: dict[str, Any] = {"qkv_bias": config.attention_bias, "out_bias": config.attention_bias}
-        if family != "gemma":
-            fields |= {"window": windows[index], "scale": config.query_pre_attn_scalar**-0.5}
-        if family == "gemma2":
-            fields["softcap"] = config.attn_logit_softcapping
-        if family == "gemma3_text":
-            fields |= {"head_norm": norm, "rotary": by_kind.index(kinds[index])}
-        return fields
-
+    attention: dict[str, Any] = {"qkv_bias": config.attention_bias, "out_bias": config.attention_bias}
+    if family != "gemma":
+        attention |= {"window": windows_of(config), "scale": config.query_pre_attn_scalar**-0.5}
+    if family == "gemma2":
+        attention["softcap"] = config.attn_logit_softcapping
+    if family == "gemma3_text":
+        attention |= {"head_norm": norm, "rotary": [by_kind.index(kind) for kind in kinds]}
     return llama_like(
         config,
         length,
         attention=attention,
         mlp={"activation": activation(config, config.hidden_act if family == "gemma" else config.hidden_activation)},
-        layer={} if family == "gemma" else dict(SANDWICH),
+        layer={} if family == "gemma" else SANDWICH,
         norm=norm,
         rotary=tuple(rotary_of(config, length, kind, head_dim=head_dim_of(config)) for kind in by_kind),
         embedding_scale=config.hidden_size**0.5,

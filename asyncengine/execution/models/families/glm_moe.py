@@ -52,21 +52,19 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         normalised=bool(config.norm_topk_prob), least_sum=_LEAST, scale=float(config.routed_scaling_factor),
     )  # fmt: skip
     mixture = _mixture(config, router, config.n_shared_experts, bias=False)
-    windows = [None] * config.num_hidden_layers if glm else windows_of(config)
-
-    def attention(index: int) -> dict[str, Any]:
-        return {
-            "window": windows[index],
-            "qkv_bias": config.attention_bias,
-            "out_bias": config.attention_bias and not glm,
-            "head_norm": norm if not glm or getattr(config, "use_qk_norm", False) else None,
-        }
-
+    attention = {
+        "window": None if glm else windows_of(config),
+        "qkv_bias": config.attention_bias,
+        "out_bias": config.attention_bias and not glm,
+        "head_norm": norm if not glm or getattr(config, "use_qk_norm", False) else None,
+    }
     return llama_like(
         config,
         length,
         attention=attention,
-        sparse=lambda index: mixture if index >= config.first_k_dense_replace else None,
+        sparse=[
+            mixture if index >= config.first_k_dense_replace else None for index in range(config.num_hidden_layers)
+        ],
         norm=norm,
         rotary=(rotary_of(config, length, partial=glm),),
         # a layer after the last, which predicts further tokens
@@ -90,9 +88,9 @@ def _ernie(config: Any, length: int) -> DecoderConfig:
     return llama_like(
         config,
         length,
-        attention=lambda index: {"qkv_bias": bias, "out_bias": bias},
+        attention={"qkv_bias": bias, "out_bias": bias},
         mlp={"bias": bias},
-        sparse=sparse,
+        sparse=[sparse(index) for index in range(config.num_hidden_layers)],
         rotary=(replace(rotary_of(config, length, style="interleaved"), exact=True),),
         head_bias=bias,
         ignored=(_FREQUENCIES, r".*mtp.*"),

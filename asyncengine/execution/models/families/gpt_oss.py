@@ -26,7 +26,6 @@ def complete(config: ModelConfig) -> None:
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
     """The decoder of `GptOssForCausalLM`, its checkpoints in 16 or 32 bits."""
-    windows = windows_of(config)
     router = RouterConfig(
         config.num_local_experts, config.num_experts_per_tok, name="mlp.router.weight", bias="mlp.router.bias"
     )
@@ -40,14 +39,10 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         alpha=getattr(config, "swiglu_alpha", 1.702),  # transformers 5.17 knows neither field, and has these by heart
         limit=getattr(config, "swiglu_limit", 7.0),
     )
-    mixture = MoEConfig(router, experts)
-
-    def attention(index: int) -> dict[str, Any]:
-        return {
-            "window": windows[index],
-            "sinks": "self_attn.sinks",
-            "qkv_bias": config.attention_bias,
-            "out_bias": config.attention_bias,
-        }
-
-    return llama_like(config, length, attention=attention, sparse=lambda index: mixture)
+    attention = {
+        "window": windows_of(config),
+        "sinks": "self_attn.sinks",
+        "qkv_bias": config.attention_bias,
+        "out_bias": config.attention_bias,
+    }
+    return llama_like(config, length, attention=attention, sparse=MoEConfig(router, experts))

@@ -40,19 +40,17 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     mixture = _mixture(config)
     rotates = not hybrid or config.position_embedding_type == "rope"
 
-    def attention(index: int) -> dict[str, Any]:
-        return {
-            "scale": float(config.attention_multiplier),
-            "rotary": 0 if rotates else None,
-            "qkv_bias": config.attention_bias,
-            "out_bias": config.attention_bias,
-        }
-
+    attention = {
+        "scale": float(config.attention_multiplier),
+        "rotary": 0 if rotates else None,
+        "qkv_bias": config.attention_bias,
+        "out_bias": config.attention_bias,
+    }
     mlp: dict[str, Any] = {"bias": bool(getattr(config, "mlp_bias", False))}
     if hybrid:
         mlp = {"width": config.shared_intermediate_size, "activation": activation(config), **_SHARED}
     made = llama_like(
-        config, length, attention=attention, mlp=mlp, sparse=lambda index: mixture,
+        config, length, attention=attention, mlp=mlp, sparse=mixture,
         rotary=(rotary_of(config, length),) if rotates else (),
         embedding_scale=float(config.embedding_multiplier),
         residual_scale=float(config.residual_multiplier),

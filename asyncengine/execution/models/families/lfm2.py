@@ -47,14 +47,14 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     mixture = None if config.model_type == "lfm2" else _mixture(config)
     made = llama_like(
         config, length, norm=norm,
-        attention=lambda index: attention,
+        attention=attention,
         mlp={
             "width": _width(config),
             "activation": "silu",
             "up": (f"{_FORWARD}w1", f"{_FORWARD}w3"),
             "down": f"{_FORWARD}w2",
         },
-        sparse=lambda index: mixture if index >= dense else None,
+        sparse=[mixture if index >= dense else None for index in range(config.num_hidden_layers)],
         layer={"before_attention": "operator_norm", "before_mlp": "ffn_norm"},
         final_norm="model.embedding_norm",
     )  # fmt: skip

@@ -71,18 +71,15 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         windows = [config.sliding_window] * config.num_hidden_layers
     bias = bool(getattr(config, "attention_bias", False))
     norm = NormConfig(epsilon=config.rms_norm_eps)
-    rotates = config.no_rope_layers if family == "smollm3" else [1] * config.num_hidden_layers
-
-    def attention(index: int) -> dict[str, Any]:
-        own = {
-            "rotary": 0 if rotates[index] else None,
-            "window": windows[index],
-            "qkv_bias": bias or family in _QKV_BIAS,
-            "out_bias": config.attention_out_bias if family == "seed_oss" else bias,
-            "norm_after_rotation": family == "hunyuan_v1_dense",
-        }
-        return {**own, "head_norm": norm, "norm_names": _HEAD_NORMS[family]} if family in _HEAD_NORMS else own
-
+    attention = {
+        "rotary": [0 if rotates else None for rotates in config.no_rope_layers] if family == "smollm3" else 0,
+        "window": windows,
+        "qkv_bias": bias or family in _QKV_BIAS,
+        "out_bias": config.attention_out_bias if family == "seed_oss" else bias,
+        "norm_after_rotation": family == "hunyuan_v1_dense",
+    }
+    if family in _HEAD_NORMS:
+        attention |= {"head_norm": norm, "norm_names": _HEAD_NORMS[family]}
     mlp = {"bias": family != "hunyuan_v1_dense" and bool(getattr(config, "mlp_bias", False))}
     rotary = _rotary(config, length)
     return llama_like(config, length, attention=attention, mlp=mlp, norm=norm, rotary=(rotary,))

@@ -42,23 +42,21 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     rotary = replace(rotary_of(config, length, style="interleaved"), exact=True)
     growth = (float(config.attn_scale), int(config.floor_scale)) if config.attn_temperature_tuning else None
 
-    def attention(index: int) -> dict[str, Any]:
-        rotates = bool(config.no_rope_layers[index])
-        return {
-            "rotary": 0 if rotates else 1,
-            "chunk": config.attention_chunk_size if kinds[index] == "chunked_attention" else None,
-            "qkv_bias": bias,
-            "out_bias": bias,
-            "head_norm": norm if rotates else None,
-            "norm_after_rotation": rotates and norm is not None,
-        }
-
+    rotates = [bool(each) for each in config.no_rope_layers]
+    attention = {
+        "rotary": [0 if each else 1 for each in rotates],
+        "chunk": [config.attention_chunk_size if kind == "chunked_attention" else None for kind in kinds],
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "head_norm": [norm if each else None for each in rotates],
+        "norm_after_rotation": [each and norm is not None for each in rotates],
+    }
     return llama_like(
         config,
         length,
         attention=attention,
         mlp={"width": config.intermediate_size_mlp, **_named(_BLOCK)},
-        sparse=lambda index: mixture if index in config.moe_layers else None,
+        sparse=[mixture if index in config.moe_layers else None for index in range(config.num_hidden_layers)],
         rotary=(rotary, RotaryConfig((), query_growth=growth, growth_begins=1)),
     )
 

@@ -45,7 +45,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     bias = bool(config.attention_bias)
     made = llama_like(
         config, length,
-        attention=lambda index: {"qkv_bias": bias, "out_bias": bias},
+        attention={"qkv_bias": bias, "out_bias": bias},
         mlp=_feed_forward(config),
         layer={"before_mlp": "pre_ff_layernorm"},
         rotary=(rotary_of(config, length, partial=True),),
@@ -127,7 +127,7 @@ def _falcon(config: Any, length: int) -> DecoderConfig:
         raise UnsupportedModel("family 'falcon_h1' with a bias and a factor of its MLP is not written down")
     made = llama_like(
         config, length,
-        attention=lambda index: {"scale": scale},
+        attention={"scale": scale},
         mlp={**_feed_forward(config), "scales": gate_and_down},
         layer={
             "before_mlp": "pre_ff_layernorm",

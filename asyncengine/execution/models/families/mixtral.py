@@ -58,7 +58,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         config.num_local_experts, config.intermediate_size, activation(config), up=(_W1, _W3), down=_W2
     )
     mixture = MoEConfig(router, experts, aliases=tuple(aliases))
-    return llama_like(config, length, attention=lambda index: own, sparse=lambda index: mixture, **changes)
+    return llama_like(config, length, attention=own, sparse=mixture, **changes)
 
 
 def _phimoe_rotary(config: Any, length: int) -> RotaryConfig:

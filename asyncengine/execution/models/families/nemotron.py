@@ -20,7 +20,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     return llama_like(
         config,
         length,
-        attention=lambda index: {"qkv_bias": bias, "out_bias": bias},
+        attention={"qkv_bias": bias, "out_bias": bias},
         mlp={"gated": False, "up": ("mlp.up_proj",), "bias": bool(config.mlp_bias)},
         norm=NormConfig("layer", config.norm_eps, offset=1.0, bias=True),
         rotary=(rotary_of(config, length, partial=True),),

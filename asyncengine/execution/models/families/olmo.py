@@ -39,20 +39,18 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     if family == "olmo":
         norm = NormConfig("layer", 1e-5, weight=False)
         own = {"qkv_bias": bias, "out_bias": bias, "clip": config.clip_qkv}
-        return llama_like(config, length, attention=lambda index: own, norm=norm)
+        return llama_like(config, length, attention=own, norm=norm)
     norm = NormConfig(epsilon=config.rms_norm_eps)
     rotated = ["full_attention", "sliding_attention"]
     """Kinds of layers that have frequencies of their own."""
     own_kinds = rotated if family == "olmo3" else [None]
     rotary = tuple(replace(rotary_of(config, length, kind), exact=family != "exaone4") for kind in own_kinds)
 
-    def attention(index: int) -> dict[str, Any]:
-        place: int | None = rotated.index(kinds[index]) if family == "olmo3" else 0
-        if family == "exaone4" and config.sliding_window is not None and kinds[index] != "sliding_attention":
-            place = None  # of layers with and without windows, only the former rotate
-        return {
-            "rotary": place, "window": windows[index], "qkv_bias": bias, "out_bias": bias, "head_norm": norm,
-            "norm_scope": "head" if family == "exaone4" else "whole",
-        }  # fmt: skip
-
+    places: list[int | None] = [rotated.index(kind) if family == "olmo3" else 0 for kind in kinds]
+    if family == "exaone4" and config.sliding_window is not None:  # then layers with windows alone rotate
+        places = [0 if kind == "sliding_attention" else None for kind in kinds]
+    attention = {
+        "rotary": places, "window": windows, "qkv_bias": bias, "out_bias": bias, "head_norm": norm,
+        "norm_scope": "head" if family == "exaone4" else "whole",
+    }  # fmt: skip
     return llama_like(config, length, attention=attention, layer=_AFTER, norm=norm, rotary=rotary)

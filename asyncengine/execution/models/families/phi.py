@@ -25,7 +25,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     else:
         own = {"qkv_bias": family == "glm4v_text" or config.attention_bias}
     return llama_like(
-        config, length, attention=lambda index: own, mlp={"up": ("mlp.gate_up_proj",)},
-        layer=_SANDWICH if family in ("glm4", "glm4v_text") else None,
+        config, length, attention=own, mlp={"up": ("mlp.gate_up_proj",)},
+        layer=_SANDWICH if family in ("glm4", "glm4v_text") else {},
         rotary=(rotary_of(config, length, style="halves" if family == "phi3" else "interleaved", partial=True),),
     )  # fmt: skip

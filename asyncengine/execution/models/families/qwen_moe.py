@@ -48,17 +48,12 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     normalised = images or bool(config.norm_topk_prob)
     router = RouterConfig(config.num_experts, config.num_experts_per_tok, normalised=normalised)
     if family == "qwen2_moe":
-        windows = windows_of(config)
-        own: dict[str, Any] = {"qkv_bias": config.qkv_bias}
-    elif family == "qwen3_moe" or images:
-        windows = [config.sliding_window] * config.num_hidden_layers
-        own = {"qkv_bias": config.attention_bias, "out_bias": config.attention_bias, "head_norm": norm}
+        own: dict[str, Any] = {"qkv_bias": config.qkv_bias, "window": windows_of(config)}
     else:
-        if config.clip_qkv is not None:
-            raise UnsupportedModel("family 'olmoe' with clip_qkv is not written down")
-        windows = [None] * config.num_hidden_layers
         own = {"qkv_bias": config.attention_bias, "out_bias": config.attention_bias, "head_norm": norm}
-        own["norm_scope"] = "whole"
+        own |= {"norm_scope": "whole"} if family == "olmoe" else {"window": config.sliding_window}
+    if family == "olmoe" and config.clip_qkv is not None:
+        raise UnsupportedModel("family 'olmoe' with clip_qkv is not written down")
     shared = None
     if family == "qwen2_moe":
         width = config.shared_expert_intermediate_size
@@ -73,6 +68,5 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         dense = index in config.mlp_only_layers or (index + 1) % config.decoder_sparse_step or not config.num_experts
         return None if dense else mixture
 
-    return llama_like(
-        config, length, attention=lambda index: {**own, "window": windows[index]}, sparse=sparse, norm=norm
-    )
+    mixtures = [sparse(index) for index in range(config.num_hidden_layers)]
+    return llama_like(config, length, attention=own, sparse=mixtures, norm=norm)

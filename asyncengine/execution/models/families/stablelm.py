@@ -22,7 +22,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         own: dict[str, Any] = {"window": config.sliding_window, "qkv_bias": bias, "out_bias": bias}
         mlp = {"up": ("mlp.c_fc",), "down": "mlp.c_proj", "gated": False, "bias": bias}
         norm = NormConfig("layer", config.norm_epsilon, bias=True)
-        return llama_like(config, length, attention=lambda index: own, mlp=mlp, norm=norm)
+        return llama_like(config, length, attention=own, mlp=mlp, norm=norm)
     own = {"qkv_bias": config.use_qkv_bias}
     if config.qk_layernorm:
         own |= {
@@ -30,7 +30,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
             "norm_scope": "each",
             "norm_names": ("self_attn.q_layernorm.norms.{}", "self_attn.k_layernorm.norms.{}"),
         }
-    layer = {"parallel": True, "before_mlp": None} if config.use_parallel_residual else None
+    layer = {"parallel": True, "before_mlp": None} if config.use_parallel_residual else {}
     norm = NormConfig("layer", config.layer_norm_eps, bias=True)
     rotary = (rotary_of(config, length, partial=True),)
-    return llama_like(config, length, attention=lambda index: own, layer=layer, norm=norm, rotary=rotary)
+    return llama_like(config, length, attention=own, layer=layer, norm=norm, rotary=rotary)

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import EngineError, UnsupportedModel
-from asyncengine.execution.models.checking import check_config
 from asyncengine.execution.models.checkpoint import Checkpoint
+from asyncengine.execution.models.description import check_config
 from asyncengine.execution.models.families import MULTIMODAL, NATIVE, decoder_config_of
 from asyncengine.execution.models.families.encoders import ENCODERS
 from asyncengine.execution.models.families.encoders import REFUSED as REFUSED_ENCODERS

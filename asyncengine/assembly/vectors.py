@@ -31,8 +31,7 @@ def pooled_decoder(
     loaded: LoadedModel, spec: PoolingSpec, tokenizer: TextTokenizer | None, checkpoint: CheckpointSource
 ) -> tuple[Pooler, VectorModel]:
     """Make `loaded` give hidden states; its pooler and description. Raises `UnsupportedModel`, `ModelNotFound`."""
-    from asyncengine.execution.models.decoder import Decoder
-    from asyncengine.execution.models.purpose import PooledDecoder
+    from asyncengine.execution.models.decoder import Decoder, PooledDecoder
     from asyncengine.execution.pooling.pool import Pooler
 
     if not isinstance(loaded.model, Decoder):

@@ -141,7 +141,7 @@ def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: 
 def _load_on_own_thread(path: str, config: EngineConfig, trying: LoadAttempt, ahead: CompileAhead) -> Frontend:
     from asyncengine.execution.device.transfer import on_device
     from asyncengine.execution.models.checkpoint import open_checkpoint
-    from asyncengine.execution.models.reading import resolve_device
+    from asyncengine.execution.models.description import resolve_device
 
     device = resolve_device(config.device)
 
@@ -166,9 +166,9 @@ def _load_frontend(
 ) -> Frontend:  # fmt: skip
     from asyncengine.execution.device.cores import Cores, threads_for
     from asyncengine.execution.device.memory import in_words
+    from asyncengine.execution.models.description import is_headless, pooling_of
     from asyncengine.execution.models.loading import load_model
     from asyncengine.execution.models.progress import LoadProgress
-    from asyncengine.execution.models.purpose import is_headless, pooling_of
     from asyncengine.execution.runner.building import build_runner
     from asyncengine.lora.layers.slots import LoraLayers
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-from asyncengine.errors import ModelNotFound, shorten
+from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 
 Defaults = Mapping[str, Mapping[str, Any]]
 """Defaults of fields by model_type; `...`: the field must be there, whatever `COMMON` says."""
@@ -47,6 +47,16 @@ _OLDER_KINDS = {"attention": "full_attention", "mamba": "linear_attention"}
 
 class MissingField(AttributeError):
     """A field that a family reads is neither in the file nor has a default here."""
+
+
+class UnknownLayers(UnsupportedModel):
+    """A family's configuration names layers that nobody here has, transformers' modules within our reach neither."""
+
+
+def unknown_layers(family: str, kind: object, known: Sequence[str], what: str = "layers") -> UnknownLayers:
+    """The error for a layer type that is not `known`."""
+    named = shorten(repr(kind), 80)
+    return UnknownLayers(f"family {family!r} has {what} of type {named}; known are {', '.join(known)}")
 
 
 class ModelConfig(SimpleNamespace):

@@ -355,3 +355,33 @@ def expert_type(model: Any) -> torch.dtype | None:
         return None
     most = max(mixture.router.config.experts for layer in model.layers for mixture in layer.mixtures())
     return torch.uint8 if most <= 256 else torch.int16
+
+
+class PooledDecoder(CausalLM):
+    """A decoder whose `forward` gives, of the wanted rows, what is pooled: hidden states [N, width], or, of a model
+    whose score is a logit, [N, 1]: that of the first of `tokens`, less that of the second if there is one."""
+
+    def __init__(self, decoder: Decoder, tokens: Sequence[int] = ()) -> None:
+        self.decoder, self.specs, self.states = decoder, decoder.specs, decoder.states
+        self.input_vocab_size, self.vocab_size = decoder.input_vocab_size, decoder.vocab_size
+        self.dtype, self.device = decoder.dtype, decoder.device
+        self.width = 1 if tokens else decoder.config.embedding_width or decoder.config.width
+        self._tokens = list(tokens)
+
+    @property
+    def unsteady(self) -> str | None:
+        return self.decoder.unsteady
+
+    @property
+    def compiled(self) -> bool:
+        return self.decoder.compiled
+
+    def forward(self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor) -> torch.Tensor:
+        """[N, width] of `rows` (int64 [N], ascending) of ids [T]; there may be none."""
+        if not self._tokens:
+            return self.decoder.hidden_states(ids, step, None if len(rows) == len(ids) else rows)
+        logits = self.decoder.forward(ids, step, rows)[:, self._tokens].float()
+        return logits[:, :1] - logits[:, 1:] if len(self._tokens) == 2 else logits
+
+    def places(self) -> list[Place]:
+        return self.decoder.places()

@@ -1,7 +1,7 @@
 """Loading a model: a decoder or an encoder of a family that is written down, transformers' modules for other decoders.
 
-`reading` makes the plan of a model from its checkpoint; weights then stream from their files into layers, by name
-(`weights`). Families without a file of their own run through `fallback`, or are refused with a reason.
+`description` says what a model is, in one pass over its config.json; weights then stream from their files into layers,
+by name (`weights`). Families without a file of their own run through `fallback`, or are refused with a reason.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from asyncengine.config import EngineConfig, ModelSettings, RequestSettings
+from asyncengine.config import EngineConfig, ModelSettings
 from asyncengine.errors import InvalidParameter, ModelNotFound
 from asyncengine.execution.attention.base import LayerSpec
 from asyncengine.execution.device.cores import threads_for
@@ -27,9 +27,9 @@ from asyncengine.execution.layers.slots import TensorSlot
 from asyncengine.execution.layers.stages import Stage, cut_layers
 from asyncengine.execution.layers.states import StateSpec
 from asyncengine.execution.layers.step import CausalLM
-from asyncengine.execution.models.checking import check_module
 from asyncengine.execution.models.checkpoint import open_checkpoint
 from asyncengine.execution.models.decoder import Decoder
+from asyncengine.execution.models.description import ModelDescription, describe_encoder, describe_model, typed
 from asyncengine.execution.models.encoder import Encoder
 from asyncengine.execution.models.families.encoders import by_stored_name, spelling_of
 from asyncengine.execution.models.first_kernels import encoder_kernels_of, kernels_of
@@ -41,12 +41,10 @@ from asyncengine.execution.models.memory.needs import Weights, check_memory, out
 from asyncengine.execution.models.multimodal import TextPart, placeholders
 from asyncengine.execution.models.packed_file import packed_file
 from asyncengine.execution.models.progress import LoadProgress
-from asyncengine.execution.models.reading import ModelPlan, read_encoder, read_model, typed
 from asyncengine.execution.models.refusals import check_elements
 from asyncengine.execution.models.weights import fill_randomly, load_weights, slots_of
 from asyncengine.kernels.arena import find_memory
 from asyncengine.kernels.compile_ahead import CompileAhead
-from asyncengine.sampling_params import OPEN_PARAMETERS, SamplingParams
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,24 +117,23 @@ def load_model(
     """
     with progress or LoadProgress(config.show_progress) as bar:
         bar.stage("looking for the model")
-        plan = read_model(path_or_id, checkpoint or open_checkpoint(path_or_id, config), config, headless)
-        checkpoint = plan.checkpoint
-        defaults = _generation_defaults(checkpoint, config)
-        if plan.device.type == "cpu":
+        checkpoint = checkpoint or open_checkpoint(path_or_id, config)
+        described = describe_model(path_or_id, checkpoint, config, headless)
+        checkpoint = described.checkpoint
+        if described.device.type == "cpu":
             bound_kernel_caches()
         model: CausalLM
-        if plan.described is not None:
+        if described.structure is not None:
             with typed(checkpoint.folder):
-                model, fused, nbytes = _load_decoder(plan, config, bar, ahead, defaults, threads, ranks)
+                model, fused, nbytes = _load_decoder(described, config, bar, ahead, threads, ranks)
         else:
             check_split(config, ranks, "it runs through transformers' modules")
             with threads():
-                model, fused, nbytes = _load_module(plan, config, bar)
+                model, fused, nbytes = _load_module(described, config, bar)
     return LoadedModel(
-        **_facts(path_or_id, plan, fused, nbytes),
+        **_facts(path_or_id, described, fused, nbytes),
         model=model,
-        generation_defaults=defaults,
-        eos_token_ids=_eos_ids(model.vocab_size, defaults, plan.hf_config, plan.hf_config.get_text_config()),
+        eos_token_ids=described.eos_token_ids(model.vocab_size),
         vocab_size=model.vocab_size,
         input_vocab_size=model.input_vocab_size,
         layers=model.specs,
@@ -144,16 +141,17 @@ def load_model(
         mapped_bytes=model.options.memory.file_bytes if isinstance(model, Decoder) else 0,
         states=model.states,
         left_out=checkpoint.left_out if isinstance(checkpoint, TextPart) else (),
-        placeholders=placeholders(plan.hf_config),
+        placeholders=placeholders(described.hf_config),
     )
 
 
-def _facts(path_or_id: str, plan: ModelPlan, fused: list[str], nbytes: int) -> dict[str, Any]:
+def _facts(path_or_id: str, described: ModelDescription, fused: list[str], nbytes: int) -> dict[str, Any]:
     """The fields of `Loaded` that every model has."""
     return {
-        "name": short_name(path_or_id), "folder": plan.checkpoint.folder, "hf_config": plan.hf_config,
-        "max_model_len": plan.max_model_len, "dtype": plan.dtype, "device": plan.device, "weights_bytes": nbytes,
-        "stored": stored_kinds(plan.checkpoint), "fused": fused,
+        "name": short_name(path_or_id), "folder": described.checkpoint.folder, "hf_config": described.hf_config,
+        "max_model_len": described.max_model_len, "dtype": described.dtype, "device": described.device,
+        "weights_bytes": nbytes, "stored": dict(described.stored), "fused": fused,
+        "generation_defaults": dict(described.generation_defaults),
     }  # fmt: skip
 
 
@@ -169,54 +167,54 @@ def load_encoder(
     with progress or LoadProgress(config.show_progress) as bar:
         bar.stage("looking for the model")
         checkpoint = checkpoint or open_checkpoint(path_or_id, config, writes=False)
-        plan = read_encoder(checkpoint, config)
-        if plan.device.type == "cpu":
+        described = describe_encoder(checkpoint, config)
+        if described.device.type == "cpu":
             bound_kernel_caches()
         with typed(checkpoint.folder):
-            model = _load_encoder(plan, config, bar, ahead, threads)
-    facts = _facts(path_or_id, plan, model.describe(), model.nbytes)
+            model = _load_encoder(described, config, bar, ahead, threads)
+    facts = _facts(path_or_id, described, model.describe(), model.nbytes)
     return LoadedEncoder(**facts, model=model, vocab_size=model.vocab_size)
 
 
 def _load_decoder(
-    plan: ModelPlan, config: EngineConfig, bar: LoadProgress, ahead: CompileAhead | None, defaults: Mapping[str, Any],
+    described: ModelDescription, config: EngineConfig, bar: LoadProgress, ahead: CompileAhead | None,
     threads: Callable[[], AbstractContextManager[object]], ranks: Ranks | None,
 ) -> tuple[Decoder, list[str], int]:  # fmt: skip
     """The decoder with its weights. Names, shapes and memory are looked at before any memory is taken."""
-    outline, weights = outline_decoder(plan, config)
-    options = _layer_options(plan, weights, config, ranks)
-    if ranks is not None and not ranks.exact and (plan.bits is not None or weights.forms):
+    outline, weights = outline_decoder(described, config)
+    options = _layer_options(described, weights, config, ranks)
+    if ranks is not None and not ranks.exact and (described.bits is not None or weights.forms):
         check_split(config, ranks, "quantized matrices are divided on a CPU alone")
     if ranks is not None and config.pipeline_parallel > 1:
         options = replace(options, ranks=None, stage=_stage_of(outline, config, ranks))
-    decoder = Decoder(outline.config, options, plan.max_model_len)
+    decoder = Decoder(outline.config, options, described.max_model_len)
     if options.ranks is not None:
         weights_here = [linear.weight for layer in decoder.layers for linear in layer.linears()]
         split = any(isinstance(weight, (LocalWeight, ShardedWeight)) for weight in weights_here)
         check_split(config, ranks, None if split else decoder.unsteady or "all of its matrices have too few outputs")
     if ahead is not None and config.attention_backend != "torch":
-        ahead.start(*kernels_of(decoder, config.page_size, defaults))
-    on_gpu = plan.device.type == "cuda" and options.kernels.name != "torch"
-    works = modules_of(decoder, config, plan.dtype) if on_gpu else []
+        ahead.start(*kernels_of(decoder, config.page_size, described.generation_defaults))
+    on_gpu = described.device.type == "cuda" and options.kernels.name != "torch"
+    works = modules_of(decoder, config, described.dtype) if on_gpu else []
     with threads(), building(works, bar):
-        slots = decoder.slots() if config.load_format == "dummy" else slots_of(decoder, plan.checkpoint)
-        _fill(slots, plan, weights, options, config, bar)
+        slots = decoder.slots() if config.load_format == "dummy" else slots_of(decoder, described.checkpoint)
+        _fill(slots, described, weights, options, config, bar)
     return decoder, decoder.describe(), decoder.nbytes
 
 
 def _load_encoder(
-    plan: ModelPlan, config: EngineConfig, bar: LoadProgress, ahead: CompileAhead | None,
+    described: ModelDescription, config: EngineConfig, bar: LoadProgress, ahead: CompileAhead | None,
     threads: Callable[[], AbstractContextManager[object]],
 ) -> Encoder:  # fmt: skip
     """The encoder with its weights. Names, shapes and memory are looked at before any memory is taken."""
-    outline, weights = outline_encoder(plan, config)
-    options = _layer_options(plan, weights, config)
+    outline, weights = outline_encoder(described, config)
+    options = _layer_options(described, weights, config)
     model = Encoder(outline.config, options)
     if ahead is not None and config.attention_backend != "torch":
         ahead.start(encoder_kernels_of(model))
     with threads():
-        slots = by_stored_name(model.slots(), plan.checkpoint.tensors, spelling_of(plan.hf_config.model_type))
-        _fill(slots, plan, weights, options, config, bar)
+        slots = by_stored_name(model.slots(), described.checkpoint.tensors, spelling_of(described.hf_config.model_type))
+        _fill(slots, described, weights, options, config, bar)
     return model
 
 
@@ -235,25 +233,27 @@ def check_split(config: ModelSettings, ranks: Ranks | None, reason: str | None) 
 
 
 def _layer_options(
-    plan: ModelPlan, weights: Weights, config: ModelSettings, ranks: Ranks | None = None
+    described: ModelDescription, weights: Weights, config: ModelSettings, ranks: Ranks | None = None
 ) -> LayerOptions:
     """Options of the layers of a model whose weights fit. Raises `OutOfMemory` if they do not."""
     # the first looks before others have taken any of the memory that ranks of a CPU have in common
     parts = 1 if ranks is None or (ranks.exact and ranks.rank == 0) else ranks.size
-    check_memory(sum(weights.elements.values()) // parts, plan, weights.kept_bytes // parts)
-    kernels = layer_kernels(config.attention_backend, plan.dtype, plan.device)
-    release, forms = plan.checkpoint.release, weights.forms
+    check_memory(sum(weights.elements.values()) // parts, described, weights.kept_bytes // parts)
+    kernels = layer_kernels(config.attention_backend, described.dtype, described.device)
+    release, forms = described.checkpoint.release, weights.forms
     exact = config.activations == "exact"
-    return LayerOptions(plan.dtype, plan.device, kernels, plan.bits, exact, release, forms=forms, ranks=ranks)
+    return LayerOptions(
+        described.dtype, described.device, kernels, described.bits, exact, release, forms=forms, ranks=ranks
+    )
 
 
 def _fill(
-    slots: Mapping[str, TensorSlot], plan: ModelPlan, weights: Weights, options: LayerOptions, config: ModelSettings,
-    bar: LoadProgress,
+    slots: Mapping[str, TensorSlot], described: ModelDescription, weights: Weights, options: LayerOptions,
+    config: ModelSettings, bar: LoadProgress,
 ) -> None:  # fmt: skip
     """Weights into `slots`: made up, or from the checkpoint's files."""
     made_up = config.load_format == "dummy"
-    file, others = (None, {}) if made_up else packed_file(plan, slots, weights.names, options, config)
+    file, others = (None, {}) if made_up else packed_file(described, slots, weights.names, options, config)
     mapped = file is not None and file.map()
     parts = options.memory.parts()
     if parts:
@@ -262,70 +262,63 @@ def _fill(
         find_memory(parts, threads_for(config.num_threads, options.device), bar.advance, of_file=mapped)
     if made_up:
         bar.stage("making up weights")
-        fill_randomly(slots, plan.dtype, plan.device)
+        fill_randomly(slots, described.dtype, described.device)
         return
-    load_weights(plan.checkpoint, slots, others if mapped else weights.names, bar)
+    load_weights(described.checkpoint, slots, others if mapped else weights.names, bar)
     if file is not None and not mapped:
         bar.stage("keeping packed weights")
         mapped = file.write()
     options.memory.file_bytes = sum(part.size for part in parts) if mapped else 0
 
 
-def _load_module(plan: ModelPlan, config: EngineConfig, bar: LoadProgress) -> tuple[CausalLM, list[str], int]:
+def _load_module(
+    described: ModelDescription, config: EngineConfig, bar: LoadProgress
+) -> tuple[CausalLM, list[str], int]:
     """transformers' own module, tried on a few tokens."""
+    from asyncengine.execution.models.fallback.classes import check_module
     from asyncengine.execution.models.fallback.model import TransformersModel, freeze_rotary
     from asyncengine.execution.models.fallback.probing import probe
     from asyncengine.execution.models.fallback.quantized import quantize_module, resident_bytes
 
     bar.stage("reading weights")
-    with typed(plan.checkpoint.folder):
-        module = _make_module(plan, config)
-        check_module(plan.hf_config.model_type, module)
+    with typed(described.checkpoint.folder):
+        module = _make_module(described, config)
+        check_module(described.hf_config.model_type, module)
         bar.stage("checking attention")
-        probed = probe(module, plan.device)
-    done = [] if plan.bits is None else quantize_module(module, plan.bits, config.activations == "exact")
-    own_weights(module, MappedFiles(plan.checkpoint.files))
-    freeze_rotary(module, plan.max_model_len, plan.device)
+        probed = probe(module, described.device)
+    done = [] if described.bits is None else quantize_module(module, described.bits, config.activations == "exact")
+    own_weights(module, MappedFiles(described.checkpoint.files))
+    freeze_rotary(module, described.max_model_len, described.device)
     return TransformersModel(module, probed), ["transformers x 1", *done], resident_bytes(module)
 
 
-def stored_kinds(checkpoint: CheckpointSource) -> dict[str, str]:
-    """{matrix: its type} of those that are quantized in their files, layer by layer."""
-    kinds = {name: stored.kind for name, stored in checkpoint.tensors.items() if stored.quantized}
-
-    def in_order(name: str) -> list[tuple[int, str]]:
-        return [(int(part), "") if part.isascii() and part.isdigit() else (-1, part) for part in name.split(".")]
-
-    return {name.removesuffix(".weight"): kinds[name] for name in sorted(kinds, key=in_order)}
-
-
-def _make_module(plan: ModelPlan, config: EngineConfig) -> Any:
+def _make_module(described: ModelDescription, config: EngineConfig) -> Any:
     """transformers' model on the plan's device: from the checkpoint's files, or made up."""
     from asyncengine.execution.models.fallback.model import count_elements, make_random
 
-    plan = replace(plan, bits=None)  # it is quantized once it is there
+    described = replace(described, bits=None)  # it is quantized once it is there
     with quiet_transformers():
-        described = count_elements(plan.hf_config, config, plan.dtype)
+        elements = count_elements(described.hf_config, config, described.dtype)
     if config.load_format == "dummy":
         with quiet_transformers():
-            check_memory(described, plan)
-            module = make_random(plan.hf_config, config, plan.dtype, plan.device)
+            check_memory(elements, described)
+            module = make_random(described.hf_config, config, described.dtype, described.device)
     else:
-        held = sum(stored.elements for stored in plan.checkpoint.tensors.values())
-        check_elements(described, held)
-        check_memory(held, plan)
-        module = _from_pretrained(plan, config).to(plan.device)
+        held = sum(stored.elements for stored in described.checkpoint.tensors.values())
+        check_elements(elements, held)
+        check_memory(held, described)
+        module = _from_pretrained(described, config).to(described.device)
     return module.eval().requires_grad_(False)
 
 
-def _from_pretrained(plan: ModelPlan, config: ModelSettings) -> Any:
+def _from_pretrained(described: ModelDescription, config: ModelSettings) -> Any:
     from transformers import AutoModelForCausalLM
 
     with quiet_transformers():
         module, info = AutoModelForCausalLM.from_pretrained(
-            str(plan.checkpoint.folder),
-            config=plan.hf_config,
-            dtype=plan.dtype,
+            str(described.checkpoint.folder),
+            config=described.hf_config,
+            dtype=described.dtype,
             use_safetensors=True,
             local_files_only=True,
             attn_implementation="eager",
@@ -337,7 +330,7 @@ def _from_pretrained(plan: ModelPlan, config: ModelSettings) -> Any:
         bad = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in info.get(kind) or ())
         if bad:
             more = f" and {len(bad) - 1} more tensors" if len(bad) > 1 else ""
-            raise ModelNotFound(f"{plan.checkpoint.folder} {what} the tensor {bad[0]}{more}")
+            raise ModelNotFound(f"{described.checkpoint.folder} {what} the tensor {bad[0]}{more}")
     return module
 
 
@@ -355,34 +348,3 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def _generation_defaults(checkpoint: CheckpointSource, config: RequestSettings) -> dict[str, Any]:
-    """The settings of generation_config.json, and over them the engine's `sampling_defaults`. Raises `ModelNotFound`
-    for a value that no request could use."""
-    file, content = checkpoint.folder / "generation_config.json", checkpoint.generation_defaults()
-    found = {key: value for key, value in content.items() if value is not None and not key.startswith("_")}
-    try:
-        checked = SamplingParams.from_dict({name: found[name] for name in OPEN_PARAMETERS if name in found})
-        if "stop_strings" in found:
-            stops = found["stop_strings"] = SamplingParams(stop=found["stop_strings"]).stop
-            if len(stops) > config.max_stop_strings or max(map(len, stops), default=0) > config.max_stop_string_length:
-                raise InvalidParameter("stop_strings", "are more, or longer, than the engine takes")
-    except InvalidParameter as error:
-        raise ModelNotFound(f"{file}: {error}") from None
-    if not isinstance(found.get("do_sample", False), bool):
-        raise ModelNotFound(f"{file}: do_sample must be true or false")
-    own = {name: getattr(checked, name) if name in OPEN_PARAMETERS else value for name, value in found.items()}
-    given: dict[str, Any] = dict(config.sampling_defaults or ())  # type: ignore[arg-type]
-    return {**own, **({"do_sample": True} if "temperature" in given else {}), **given}
-
-
-def _eos_ids(vocab_size: int, defaults: dict[str, Any], *configs: Any) -> list[int]:
-    """Every end-of-sequence id that generation_config.json or config.json names, in that order, of those that the model
-    can write."""
-    found: dict[int, None] = {}
-    for value in (defaults.get("eos_token_id"), *(getattr(item, "eos_token_id", None) for item in configs)):
-        for token in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size:
-                found[token] = None
-    return list(found)

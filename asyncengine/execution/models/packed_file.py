@@ -28,8 +28,8 @@ from pathlib import Path
 from asyncengine.config import ModelSettings
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.slots import TensorSlot
+from asyncengine.execution.models.description import ModelDescription
 from asyncengine.execution.models.identity import digest_of, digest_of_code, machine, stamp_of, versions, weights_digest
-from asyncengine.execution.models.reading import ModelPlan
 from asyncengine.files import written_whole
 from asyncengine.kernels.arena import MappedPart
 from asyncengine.kernels.cache_folder import cache_root
@@ -123,7 +123,7 @@ class PackedFile:
 
 
 def packed_file(
-    plan: ModelPlan, slots: Mapping[str, TensorSlot], names: Mapping[str, str], options: LayerOptions,
+    described: ModelDescription, slots: Mapping[str, TensorSlot], names: Mapping[str, str], options: LayerOptions,
     config: ModelSettings,
 ) -> tuple[PackedFile | None, dict[str, str]]:  # fmt: skip
     """The file for the weights of `slots`, and the tensors that are not in it, in the form of `names`: the slot of each
@@ -134,17 +134,18 @@ def packed_file(
     folder = Path()
     try:
         folder = _folder_of(config.weight_cache_dir)
-        file = PackedFile(folder, parts, most, plan.checkpoint.files)
+        file = PackedFile(folder, parts, most, described.checkpoint.files)
         held: dict[str, list[object]] = {}
         for name, slot in names.items():
             begins = [file.place(tensor.data_ptr()) for tensor in slots[slot].memory]
             if begins and None not in begins:
                 shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in slots[slot].memory]
                 held[name] = [slot, begins, shapes, slots[slot].shape, repr(slots[slot].takes)]
-        model = [weights_digest(plan.checkpoint.files, folder), str(plan.dtype), plan.bits, options.kernels.name]
+        weights = weights_digest(described.checkpoint.files, folder)
+        model = [weights, str(described.dtype), described.bits, options.kernels.name]
         ranks = options.ranks and (options.ranks.rank, options.ranks.size)
         code = [digest_of_code(Path(__file__).parents[1]), *versions(), *machine(steady=True), _kernels(options)]
-        key = digest_of([held, [part.size for part in parts], model, ranks, repr(plan.described), code])
+        key = digest_of([held, [part.size for part in parts], model, ranks, repr(described.structure), code])
         file.path = folder / f"{key[:32]}.packed"
     except (OSError, RuntimeError) as error:
         _say(folder, str(error))

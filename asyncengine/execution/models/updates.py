@@ -18,11 +18,11 @@ from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter, ModelNotFound
 from asyncengine.execution.models.checkpoint import open_checkpoint
 from asyncengine.execution.models.decoder import Decoder, DecoderConfig
+from asyncengine.execution.models.description import read_config
 from asyncengine.execution.models.families import MULTIMODAL
 from asyncengine.execution.models.formats import CheckpointSource, StoredTensor
 from asyncengine.execution.models.multimodal import text_part
 from asyncengine.execution.models.progress import LoadProgress
-from asyncengine.execution.models.reading import read_config
 from asyncengine.execution.models.weights import assign, fill_randomly, load_weights, settle_tie, slots_of
 from asyncengine.options import WeightSource
 

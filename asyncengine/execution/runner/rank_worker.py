@@ -15,9 +15,9 @@ from asyncengine.execution.device.child import run
 from asyncengine.execution.device.collective_gather import BACKENDS, Gather, open_gather
 from asyncengine.execution.device.cores import Cores
 from asyncengine.execution.device.transfer import on_device
+from asyncengine.execution.models.description import resolve_device
 from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.models.progress import LoadProgress
-from asyncengine.execution.models.reading import resolve_device
 from asyncengine.execution.runner.stages import runner_of
 from asyncengine.execution.runner.step_inputs import StepInputs
 from asyncengine.lora.layers.slots import LoraLayers

@@ -20,9 +20,9 @@ from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound
 from asyncengine.execution.models.checkpoint import open_checkpoint
 from asyncengine.execution.models.config import MissingField
+from asyncengine.execution.models.description import read_config
 from asyncengine.execution.models.families import MULTIMODAL, NATIVE, decoder_config_of, native_config
 from asyncengine.execution.models.multimodal import placeholders
-from asyncengine.execution.models.reading import read_config
 
 LENGTH = 64
 

@@ -11,9 +11,9 @@ from support.tiny_models import FAMILIES
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound, UnsupportedModel
-from asyncengine.execution.models.checking import misnamed
 from asyncengine.execution.models.families import NATIVE, layer_kinds
 from asyncengine.execution.models.loading import load_model
+from asyncengine.execution.models.refusals import misnamed
 
 CONFIG = EngineConfig(device="cpu", load_format="dummy", show_progress=False)
 GATED = "linear_attention, full_attention"

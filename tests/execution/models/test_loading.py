@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from support.tiny_models import VOCAB, WINDOW, make_model
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter
+from asyncengine.execution.models.checkpoint import open_checkpoint
+from asyncengine.execution.models.description import describe_model
 from asyncengine.execution.models.loading import LoadedModel, load_model
 from asyncengine.execution.runner.building import build_runner
 
@@ -104,3 +108,24 @@ def test_the_files_may_go_once_loaded(checkpoint: Checkpoint, tmp_path: Path) ->
         with file.open("r+b") as stream:
             stream.write(b"\0" * file.stat().st_size)
         assert output(model, prompt) == greedy_reference(make_model("qwen3"), prompt, 12)
+
+
+def test_a_checkpoint_is_opened_and_described_in_few_files(checkpoint: Checkpoint) -> None:
+    """A path is followed from file to file of the package, each return counted: a reader of the code walks the same."""
+    folder = str(checkpoint("llama"))
+    describe_model(folder, open_checkpoint(folder, SMALL), SMALL)  # imports what it needs
+    stays: list[str] = []
+
+    def step(frame: FrameType | None, event: str, arg: object) -> None:
+        here = frame.f_back if frame is not None and event == "return" else frame
+        while here is not None and "/asyncengine/execution/models/" not in here.f_code.co_filename:
+            here = here.f_back
+        if here is not None and event in ("call", "return") and stays[-1:] != [here.f_code.co_filename]:
+            stays.append(here.f_code.co_filename)
+
+    sys.setprofile(step)
+    try:
+        describe_model(folder, open_checkpoint(folder, SMALL), SMALL)
+    finally:
+        sys.setprofile(None)
+    assert 5 <= len(stays) <= 54, stays

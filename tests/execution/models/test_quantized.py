@@ -14,8 +14,8 @@ from support.lora_driver import make_driver
 from support.lora_reference import Reference
 
 from asyncengine import AsyncEngine, EngineConfig, InvalidParameter, SamplingParams
+from asyncengine.execution.models.description import quantization_bits
 from asyncengine.execution.models.loading import load_model
-from asyncengine.execution.models.reading import quantization_bits
 
 pytest.importorskip("numba")
 
@@ -106,4 +106,4 @@ async def test_the_demo_model_answers(quantization: Any) -> None:
 )
 def test_where_it_cannot_be_used(dtype: torch.dtype, device: str, reason: str) -> None:
     with pytest.raises(InvalidParameter, match=f"quantization: cannot be used here: .*{reason}"):
-        quantization_bits(EngineConfig(quantization="int8"), dtype, torch.device(device))
+        quantization_bits("int8", dtype, torch.device(device))

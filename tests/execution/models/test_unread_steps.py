@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from asyncengine.config import EngineConfig
 from asyncengine.execution.layers.kernels import CudaKernels
 from asyncengine.execution.models import loading
-from asyncengine.execution.models.decoder import Decoder
-from asyncengine.execution.models.purpose import PooledDecoder
+from asyncengine.execution.models.decoder import Decoder, PooledDecoder
 
 IDS = [3, 17, 40, 9, 3, 3, 88, 51, 20, 7, 7, 133]
 COMPUTING = ("mm", "addmm", "bmm", "linear", "native_layer_norm", "_softmax", "silu", "gelu", "relu", "topk", "sort")

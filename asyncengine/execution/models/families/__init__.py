@@ -12,9 +12,9 @@ from importlib import import_module
 from typing import Any
 
 from asyncengine.errors import UnsupportedModel
-from asyncengine.execution.models.config import MissingField, ModelConfig, read_fields
+from asyncengine.execution.models.config import MissingField, ModelConfig, UnknownLayers, read_fields
 from asyncengine.execution.models.decoder import DecoderConfig
-from asyncengine.execution.models.families.common import KINDS, Inside, UnknownLayers, inside_of
+from asyncengine.execution.models.families.common import KINDS, Inside, inside_of
 from asyncengine.execution.models.multimodal import PLACEHOLDERS
 
 logger = logging.getLogger("asyncengine")

@@ -7,12 +7,13 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
+from asyncengine.errors import ModelNotFound, UnsupportedModel
 from asyncengine.execution.layers.attention import AttentionConfig
 from asyncengine.execution.layers.mlp import MLPConfig
 from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.rotary import RotaryConfig
 from asyncengine.execution.layers.sparse_mlp import MoEConfig
+from asyncengine.execution.models.config import unknown_layers
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.execution.models.families.frequencies import SCALED, plain
 
@@ -90,10 +91,6 @@ def rotary_of(
     return RotaryConfig(tuple(found.tolist()), float(scaling), style, axes=axes)
 
 
-class UnknownLayers(UnsupportedModel):
-    """A family's configuration names layers that nobody here has, transformers' modules within our reach neither."""
-
-
 def layer_types_of(config: Any, known: Sequence[str] = KINDS) -> list[str]:
     """One for each layer; all attend to everything where the configuration says nothing. Raises `UnknownLayers` for
     one that is not `known`."""
@@ -101,12 +98,6 @@ def layer_types_of(config: Any, known: Sequence[str] = KINDS) -> list[str]:
     if unknown := [kind for kind in kinds if kind not in known]:
         raise unknown_layers(config.model_type, unknown[0], known)
     return kinds
-
-
-def unknown_layers(family: str, kind: object, known: Sequence[str], what: str = "layers") -> UnknownLayers:
-    """The error for a layer type that is not `known`."""
-    named = shorten(repr(kind), 80)
-    return UnknownLayers(f"family {family!r} has {what} of type {named}; known are {', '.join(known)}")
 
 
 def alternate(config: Any, every: int, kind: str = "sliding_attention") -> None:

@@ -16,9 +16,9 @@ from asyncengine.execution.layers.mlp import MLPConfig
 from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.routing import RouterConfig
 from asyncengine.execution.layers.sparse_mlp import LatentExpertsConfig, MoEConfig
-from asyncengine.execution.models.config import Defaults, ModelConfig
+from asyncengine.execution.models.config import Defaults, ModelConfig, unknown_layers
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
-from asyncengine.execution.models.families.common import activation, head_dim_of, unknown_layers
+from asyncengine.execution.models.families.common import activation, head_dim_of
 from asyncengine.execution.models.families.mamba import check_silu
 
 KINDS = ("linear_attention", "full_attention", "mlp", "moe")

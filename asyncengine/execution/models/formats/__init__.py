@@ -76,6 +76,15 @@ class CheckpointSource(ABC):
         """Defaults of sampling, under generation_config.json's names."""
         return {}
 
+    def stored_kinds(self) -> dict[str, str]:
+        """{matrix: its type} of those that are quantized in their files, layer by layer."""
+        kinds = {name: stored.kind for name, stored in self.tensors.items() if stored.quantized}
+
+        def in_order(name: str) -> list[tuple[int, str]]:
+            return [(int(part), "") if part.isascii() and part.isdigit() else (-1, part) for part in name.split(".")]
+
+        return {name.removesuffix(".weight"): kinds[name] for name in sorted(kinds, key=in_order)}
+
 
 def read_json(file: Path, path_or_id: str) -> dict[str, Any]:
     """The JSON object in a file of a model's folder. Raises `ModelNotFound`."""

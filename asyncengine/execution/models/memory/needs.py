@@ -29,6 +29,13 @@ from asyncengine.execution.layers.stored import StoredForm, bytes_of
 from asyncengine.execution.layers.stored_weight import chunk_group, stored_missing
 from asyncengine.execution.models.checkpoint import open_checkpoint
 from asyncengine.execution.models.decoder import Decoder, DecoderConfig
+from asyncengine.execution.models.description import (
+    ModelDescription,
+    describe_encoder,
+    describe_model,
+    is_headless,
+    pooling_of,
+)
 from asyncengine.execution.models.encoder import Encoder, EncoderConfig
 from asyncengine.execution.models.families.encoders import by_stored_name, spelling_of
 from asyncengine.execution.models.hub import short_name
@@ -41,8 +48,6 @@ from asyncengine.execution.models.memory.caches import (
     why_one_pool,
 )
 from asyncengine.execution.models.multimodal import TextPart
-from asyncengine.execution.models.purpose import is_headless, pooling_of
-from asyncengine.execution.models.reading import ModelPlan, read_encoder, read_model
 from asyncengine.execution.models.vision.families import VISION
 from asyncengine.execution.models.weights import assign, settle_tie, slots_of, stored_forms
 
@@ -71,33 +76,35 @@ class Weights(NamedTuple):
     """Numbers of all other tensors, by path."""
 
 
-def outline_decoder(plan: ModelPlan, config: EngineConfig) -> tuple[Decoder, Weights]:
+def outline_decoder(described: ModelDescription, config: EngineConfig) -> tuple[Decoder, Weights]:
     """The decoder without memory, and its weights. Raises `ModelNotFound` for what `assign` refuses."""
-    assert isinstance(plan.described, DecoderConfig)
-    described = settle_tie(plan.described, plan.checkpoint)
-    decoder = Decoder(described, LayerOptions(plan.dtype, torch.device("meta"), LayerKernels()), 1)
+    assert isinstance(described.structure, DecoderConfig)
+    structure = settle_tie(described.structure, described.checkpoint)
+    decoder = Decoder(structure, LayerOptions(described.dtype, torch.device("meta"), LayerKernels()), 1)
     mixtures = [mixture.experts for layer in decoder.layers for mixture in layer.mixtures()]
     experts = [names for each in mixtures for names in each.side_by_side()]
-    return decoder, _weights_of(plan, slots_of(decoder, plan.checkpoint), described.ignored, config, experts)
+    return decoder, _weights_of(described, slots_of(decoder, described.checkpoint), structure.ignored, config, experts)
 
 
-def outline_encoder(plan: ModelPlan, config: EngineConfig) -> tuple[Encoder, Weights]:
+def outline_encoder(described: ModelDescription, config: EngineConfig) -> tuple[Encoder, Weights]:
     """The encoder without memory, and its weights. Raises `ModelNotFound` for what `assign` refuses."""
-    assert isinstance(plan.described, EncoderConfig)
-    encoder = Encoder(plan.described, LayerOptions(plan.dtype, torch.device("meta"), LayerKernels()))
-    slots = by_stored_name(encoder.slots(), plan.checkpoint.tensors, spelling_of(plan.hf_config.model_type))
-    return encoder, _weights_of(plan, slots, plan.described.stack.ignored, config)
+    assert isinstance(described.structure, EncoderConfig)
+    encoder = Encoder(described.structure, LayerOptions(described.dtype, torch.device("meta"), LayerKernels()))
+    slots = by_stored_name(encoder.slots(), described.checkpoint.tensors, spelling_of(described.hf_config.model_type))
+    return encoder, _weights_of(described, slots, described.structure.stack.ignored, config)
 
 
 def _weights_of(
-    plan: ModelPlan, slots: Mapping[str, TensorSlot], ignored: Sequence[str], config: ModelSettings,
+    described: ModelDescription, slots: Mapping[str, TensorSlot], ignored: Sequence[str], config: ModelSettings,
     experts: Sequence[Collection[str]] = (),
 ) -> Weights:  # fmt: skip
     """The tensors that `slots` are filled with. `experts`: as in `kept_forms`."""
-    names = {} if config.load_format == "dummy" else assign(plan.checkpoint, slots, ignored)
-    forms = kept_forms(stored_forms(plan.checkpoint, names), plan.dtype, plan.device, plan.bits, experts)
+    names = {} if config.load_format == "dummy" else assign(described.checkpoint, slots, ignored)
+    forms = kept_forms(
+        stored_forms(described.checkpoint, names), described.dtype, described.device, described.bits, experts
+    )
     elements = {name.removesuffix(".weight"): math.prod(slot.shape) for name, slot in slots.items()}
-    whole = plan.device.type == "cuda"
+    whole = described.device.type == "cuda"
     kept = sum(bytes_of(each.numbers, elements.pop(path), whole_bytes=whole) for path, each in forms.items())
     return Weights(names, forms, kept, elements)
 
@@ -134,16 +141,16 @@ def kept_forms(
     }
 
 
-def check_memory(elements: int, plan: ModelPlan, kept_bytes: int = 0) -> None:
+def check_memory(elements: int, described: ModelDescription, kept_bytes: int = 0) -> None:
     """Refuse weights that do not fit: `elements` numbers, and `kept_bytes` of matrices that stay as they are stored.
 
     Raises `OutOfMemory`.
     """
-    bits, device = plan.bits, plan.device
-    need = kept_bytes + (elements * plan.dtype.itemsize if bits is None else elements * bits // 8)
+    bits, device = described.bits, described.device
+    need = kept_bytes + (elements * described.dtype.itemsize if bits is None else elements * bits // 8)
     free = free_bytes(device)
     if need > free:
-        form = str(plan.dtype).removeprefix("torch.") if bits is None else f"int{bits}"
+        form = str(described.dtype).removeprefix("torch.") if bits is None else f"int{bits}"
         raise OutOfMemory(
             f"the weights take {need / 2**30:.1f} GiB as {form}, but only {free / 2**30:.1f} GiB are free on {device}"
             + limited_by(device)
@@ -207,26 +214,26 @@ def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | 
     pooling = pooling_of(checkpoint, config)
     whole = pooling is not None and pooling.whole
     if whole:
-        plan = read_encoder(checkpoint, config, device)
+        described = describe_encoder(checkpoint, config, device)
     else:
-        plan = read_model(path_or_id, checkpoint, config, is_headless(pooling), device)
-    text, tokens = plan.hf_config.get_text_config(), config.max_num_batched_tokens
-    weight_bytes, per_token, layers, states = _sizes(plan, config, text)
-    tower_bytes = 0 if pooling is not None else _tower_bytes(plan, config)
+        described = describe_model(path_or_id, checkpoint, config, is_headless(pooling), device)
+    text, tokens = described.hf_config.get_text_config(), config.max_num_batched_tokens
+    weight_bytes, per_token, layers, states = _sizes(described, config, text)
+    tower_bytes = 0 if pooling is not None else _tower_bytes(described, config)
     logits = 0 if whole else min(config.max_num_seqs, tokens) * text.vocab_size * _COPIES_OF_LOGITS
     hidden = tokens * text.hidden_size * _COPIES_OF_STATES
     pools = None
-    if why_one_pool(layers, plan.device, states=bool(states)) is None:
-        pools = two_pools(layers, config, plan.max_model_len, plan.dtype)
+    if why_one_pool(layers, described.device, states=bool(states)) is None:
+        pools = two_pools(layers, config, described.max_model_len, described.dtype)
     return ModelNeeds(
         name=short_name(path_or_id),
-        dtype=str(plan.dtype).removeprefix("torch."),
+        dtype=str(described.dtype).removeprefix("torch."),
         weight_bytes=weight_bytes + tower_bytes,
         kv_bytes_per_token=per_token,
-        state_bytes=state_bytes(states, plan.dtype),
-        num_states=num_states_for(states, config, plan.dtype, torch.device("cpu"), _ENDLESS),
+        state_bytes=state_bytes(states, described.dtype),
+        num_states=num_states_for(states, config, described.dtype, torch.device("cpu"), _ENDLESS),
         step_bytes=4 * (logits + hidden) * config.tensor_parallel,
-        max_model_len=plan.max_model_len,
+        max_model_len=described.max_model_len,
         num_heads=getattr(text, "num_attention_heads", 0) if per_token else 0,
         vocab_size=text.vocab_size,
         page_size=config.page_size,
@@ -235,39 +242,46 @@ def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | 
     )
 
 
-def _tower_bytes(plan: ModelPlan, config: ImageSettings) -> int:
+def _tower_bytes(described: ModelDescription, config: ImageSettings) -> int:
     """Bytes of the vision tower of a model that reads pictures."""
-    part = plan.checkpoint
-    if not isinstance(part, TextPart) or config.images == "off" or plan.hf_config.model_type not in VISION:
+    part = described.checkpoint
+    if not isinstance(part, TextPart) or config.images == "off" or described.hf_config.model_type not in VISION:
         return 0
-    return sum(part.whole.tensors[name].elements for name in part.of_vision()) * plan.dtype.itemsize
+    return sum(part.whole.tensors[name].elements for name in part.of_vision()) * described.dtype.itemsize
 
 
 def _sizes(
-    plan: ModelPlan, config: EngineConfig, text: Any
+    described: ModelDescription, config: EngineConfig, text: Any
 ) -> tuple[int, int, Sequence[LayerSpec], Sequence[StateSpec]]:
     """(bytes of weights, bytes of keys and values of a token, layers that have these, recurrent states)"""
-    kind = kv_dtype(config, plan.dtype)
-    if plan.described is None:
+    kind = kv_dtype(config, described.dtype)
+    if described.structure is None:
         from asyncengine.execution.models.fallback.model import count_elements
 
         # transformers' own module has keys and values of one width in every layer
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        elements = count_elements(plan.hf_config, config, plan.dtype)
-        return _plain(elements, plan, plan.bits), text.num_hidden_layers * heads * 2 * width * kind.itemsize, (), ()
-    if isinstance(plan.described, EncoderConfig):
-        encoder, weights = outline_encoder(plan, config)
+        elements = count_elements(described.hf_config, config, described.dtype)
+        return (
+            _plain(elements, described, described.bits),
+            text.num_hidden_layers * heads * 2 * width * kind.itemsize,
+            (),
+            (),
+        )
+    if isinstance(described.structure, EncoderConfig):
+        encoder, weights = outline_encoder(described, config)
         tables = [table for table in (encoder.embedding, encoder.positions, encoder.segments) if table is not None]
         in_tables = sum(math.prod(slot.shape) for table in tables for _, slot in table.slots())
-        wide = _wide(weights.elements, plan)
-        matrices = _plain(sum(weights.elements.values()) - in_tables - wide, plan, plan.bits)
-        wide_bytes = _plain(wide, plan, plan.bits and 8)
-        return weights.kept_bytes + matrices + wide_bytes + _plain(in_tables, plan, None), 0, (), ()
-    decoder, weights = outline_decoder(plan, config)
+        wide = _wide(weights.elements, described)
+        matrices = _plain(sum(weights.elements.values()) - in_tables - wide, described, described.bits)
+        wide_bytes = _plain(wide, described, described.bits and 8)
+        return weights.kept_bytes + matrices + wide_bytes + _plain(in_tables, described, None), 0, (), ()
+    decoder, weights = outline_decoder(described, config)
     vocabulary = sum(weights.elements.get(path, 0) for path in {decoder.config.embedding, decoder.config.head})
-    wide = vocabulary + _wide(weights.elements, plan)
-    plain = _plain(sum(weights.elements.values()) - wide, plan, plan.bits) + _plain(wide, plan, plan.bits and 8)
+    wide = vocabulary + _wide(weights.elements, described)
+    plain = _plain(sum(weights.elements.values()) - wide, described, described.bits) + _plain(
+        wide, described, described.bits and 8
+    )
     # with tensor parallelism each process has some of the weights and heads, or a copy of what cannot be divided
     size = config.tensor_parallel
     specs = [spec for spec in decoder.specs for _ in range(size if spec.num_kv_heads % size else 1)]
@@ -275,15 +289,15 @@ def _sizes(
     return weights.kept_bytes + plain, page_bytes(specs, 1, kind), specs, states
 
 
-def _wide(elements: Mapping[str, int], plan: ModelPlan) -> int:
+def _wide(elements: Mapping[str, int], described: ModelDescription) -> int:
     """Numbers of the matrices that have 8 bits where others have 4."""
-    return sum(count for path, count in elements.items() if bits_of(path, plan.bits) != plan.bits)
+    return sum(count for path, count in elements.items() if bits_of(path, described.bits) != described.bits)
 
 
-def _plain(elements: int, plan: ModelPlan, bits: int | None) -> int:
+def _plain(elements: int, described: ModelDescription, bits: int | None) -> int:
     """Bytes of numbers in the model's type or quantized by the engine, with the scales of 4 bits."""
     if bits is None:
-        return elements * plan.dtype.itemsize
+        return elements * described.dtype.itemsize
     return int(elements * (8 if bits == 8 else bits + _SCALE_BITS) / 8)
 
 

@@ -1,0 +1,312 @@
+"""Description of a model before any memory is taken for it, which its checkpoint gives in one pass.
+
+The steps, in the order in which they are taken and may be read:
+
+1. `checkpoint.open_checkpoint` finds the files, reads config.json and the headers of the others. Of a GGUF file,
+   `formats.gguf.config` makes the content that its config.json would have: from here on there is no difference.
+2. `pooling_of` tells what writes text from what gives vectors.
+3. `read_config`: the family's file in `families` reads that content and lists the layers. Where there is no such file
+   or it lacks an option, transformers' class reads it (`fallback.classes`), and its modules run.
+4. `multimodal.text_part` finds the language model's tensors among those of a model that reads images as well.
+5. `check_config` refuses what cannot run. (`refusals` has what is refused before, without a look at the family.)
+6. Device, types and defaults of sampling are settled, and the `ModelDescription` is whole.
+
+No weight is read here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncengine.config import EngineConfig, ModelSettings, RequestSettings
+from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, UnsupportedModel
+from asyncengine.execution.device.memory import is_out_of_memory
+from asyncengine.execution.layers.stored_weight import stored_missing
+from asyncengine.execution.models.config import MissingField
+from asyncengine.execution.models.decoder import DecoderConfig
+from asyncengine.execution.models.encoder import EncoderConfig
+from asyncengine.execution.models.fallback.classes import ATTENTION_LAYERS, check_family, kinds_of, load_config
+from asyncengine.execution.models.families import MULTIMODAL, NATIVE, decoder_config_of, native_config
+from asyncengine.execution.models.families.encoders import encoder_config_of, is_encoder_config
+from asyncengine.execution.models.formats import CheckpointSource, first_line
+from asyncengine.execution.models.multimodal import text_part
+from asyncengine.execution.models.refusals import LENGTH_FIELDS, check_architectures, check_files, misnamed
+from asyncengine.pooling_spec import PoolingSpec, read_pooling, root_folder
+from asyncengine.sampling_params import OPEN_PARAMETERS, SamplingParams
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float32}
+_DEFAULT_LENGTH = 2048
+_CLASSIFIER = "ForSequenceClassification"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """Everything that is known of a model before memory is taken for it."""
+
+    checkpoint: CheckpointSource
+    """The language model's part of it, where there are others."""
+    hf_config: Any
+    """A `ModelConfig`, or transformers' config object."""
+    structure: DecoderConfig | EncoderConfig | None
+    """Layers and sizes; None: it runs through transformers' modules."""
+    max_model_len: int
+    device: torch.device
+    dtype: torch.dtype
+    bits: int | None
+    """Bits of a weight that the engine quantizes; None: weights keep their type."""
+    stored: Mapping[str, str]
+    """Storage types of the matrices that are quantized in their files, by name."""
+    generation_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """The settings of generation_config.json (temperature, top_p, top_k, ...), and over them the engine's own."""
+
+    def eos_token_ids(self, vocab_size: int) -> list[int]:
+        """Every end-of-sequence id that generation_config.json or config.json names, in that order, of those that the
+        model can write."""
+        configs = (self.hf_config, self.hf_config.get_text_config())
+        found: dict[int, None] = {}
+        for value in (
+            self.generation_defaults.get("eos_token_id"),
+            *(getattr(c, "eos_token_id", None) for c in configs),
+        ):
+            for token in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size:
+                    found[token] = None
+        return list(found)
+
+
+def describe_model(
+    path_or_id: str, checkpoint: CheckpointSource, config: EngineConfig, headless: bool = False,
+    device: torch.device | None = None,
+) -> ModelDescription:  # fmt: skip
+    """The description of a causal language model. `headless`: no logits are wanted. `device`: where it is to run, which
+    need not be here; None: as `config` says.
+
+    Raises `ModelNotFound`, `UnsupportedModel` (a family or option that cannot run here), `InvalidParameter`
+    (max_model_len, device, quantization).
+    """
+    with typed(checkpoint.folder):
+        hf_config, structure, max_model_len = read_config(path_or_id, checkpoint, config)
+        structure = _without_head(hf_config, structure) if headless else structure
+        if structure is not None and hf_config.model_type in MULTIMODAL:
+            checkpoint = text_part(checkpoint, structure)
+        try:
+            check_config(hf_config, checkpoint, structure)
+        except UnsupportedModel as error:
+            if structure is None and (setting := _passed_over(hf_config, config)):
+                raise UnsupportedModel(f"{error}; without {setting} its layers are those written down here") from error
+            raise
+    described = _described(checkpoint, config, hf_config, structure, max_model_len, device)
+    return replace(described, generation_defaults=_generation_defaults(checkpoint, config))
+
+
+def describe_encoder(
+    checkpoint: CheckpointSource, config: EngineConfig, device: torch.device | None = None
+) -> ModelDescription:
+    """The description of an encoder. Raises as `describe_model`."""
+    with typed(checkpoint.folder):
+        hf_config = load_config(checkpoint, config.trust_remote_code)
+        architectures = checkpoint.config.get("architectures") or ()
+        classifies = any(isinstance(name, str) and name.endswith(_CLASSIFIER) for name in architectures)
+        structure = encoder_config_of(hf_config, None, classifies)
+        if config.max_model_len is not None:
+            _check_length(config.max_model_len, structure.max_model_len)
+            structure = encoder_config_of(hf_config, config.max_model_len, classifies)
+    return _described(checkpoint, config, hf_config, structure, structure.max_model_len, device)
+
+
+def _described(
+    checkpoint: CheckpointSource, config: ModelSettings, hf_config: Any,
+    structure: DecoderConfig | EncoderConfig | None, max_model_len: int, device: torch.device | None,
+) -> ModelDescription:  # fmt: skip
+    device, stored = device or resolve_device(config.device), checkpoint.stored_kinds()
+    dtype = _DTYPES.get(config.dtype) or _dtype_of(hf_config, checkpoint, device, quantized=bool(stored))
+    bits = quantization_bits(config.quantization, dtype, device)
+    return ModelDescription(checkpoint, hf_config, structure, max_model_len, device, dtype, bits, stored)
+
+
+def pooling_of(checkpoint: CheckpointSource, config: ModelSettings) -> PoolingSpec | None:
+    """The pooling that the model's files and the configuration ask for; None: it writes text. Raises as `read_pooling`,
+    and `UnsupportedModel` for what is neither a text generator nor asked for vectors."""
+    if checkpoint.metadata and config.task == "auto" and config.pooling is None:
+        return None  # a GGUF file; what it says of pooling is not read
+    found = read_pooling(
+        root_folder(checkpoint.folder), checkpoint.config, config.task, config.pooling,
+        encoder=is_encoder_config(checkpoint.config),
+    )  # fmt: skip
+    if found is None:
+        check_files(checkpoint.folder)
+        check_architectures(checkpoint.folder, checkpoint.config)
+    return found
+
+
+def is_headless(pooling: PoolingSpec | None) -> bool:
+    """Whether hidden states are wanted of a text generator, and no logits."""
+    return pooling is not None and not pooling.scores_tokens
+
+
+def read_config(
+    path_or_id: str, checkpoint: CheckpointSource, config: EngineConfig
+) -> tuple[Any, DecoderConfig | None, int]:
+    """(the configuration, what the decoder is built of, if it is native, the longest sequence).
+
+    A family that is written down reads its configuration itself. transformers' class is imported where it does not, or
+    where fields are missing for which only that class has defaults.
+    """
+    content = checkpoint.config
+    own_code = config.trust_remote_code and "auto_map" in content
+    native = config.fuse and not own_code and content.get("model_type") in (*NATIVE, *MULTIMODAL)
+    if native and (error := misnamed(content)):
+        raise error
+    refused = not config.fuse
+    if (own := native_config(content, path_or_id) if native else None) is not None:
+        length = _max_model_len(own, config.max_model_len)
+        with suppress(MissingField):
+            structure = decoder_config_of(own, length)
+            if structure is not None:
+                return own, structure, length
+            refused = True  # an option of it is not written down
+    hf_config = load_config(checkpoint, config.trust_remote_code)
+    length = _max_model_len(hf_config, config.max_model_len)
+    return hf_config, None if refused else decoder_config_of(hf_config, length), length
+
+
+def _max_model_len(hf_config: Any, wanted: int | None) -> int:
+    text_config = hf_config.get_text_config()
+    lengths = (getattr(text_config, name, None) for name in LENGTH_FIELDS)
+    own = next((value for value in lengths if isinstance(value, int) and value > 0), None)
+    if wanted is None:
+        return own or _DEFAULT_LENGTH
+    if own is not None:
+        _check_length(wanted, own)
+    return wanted
+
+
+def _check_length(wanted: int, own: int) -> None:
+    if wanted > own:
+        raise InvalidParameter("max_model_len", f"must not exceed the model's own {own}", wanted)
+
+
+def _without_head(hf_config: Any, structure: DecoderConfig | None) -> DecoderConfig:
+    """The decoder whose output layer takes no memory, as if it were the embedding, and may be missing in the files."""
+    if structure is None:
+        raise UnsupportedModel(
+            f"family {hf_config.model_type!r} runs through transformers' modules here, which give no vectors"
+        )
+    heads = (*structure.ignored, rf"(.*\.)?{re.escape(structure.head)}\..*", r"score\..*")
+    return replace(structure, tied=True, head_bias=False, ignored=heads)
+
+
+def check_config(hf_config: Any, checkpoint: CheckpointSource, structure: DecoderConfig | None) -> None:
+    """Refuse what the configuration alone shows cannot run. Raises `UnsupportedModel`.
+
+    `structure`: the family is written down here, so that transformers' classes need not be looked at: importing them
+    takes longer than reading a small model. If it has layers that keep a state, it has looked at their kinds itself.
+    """
+    family, layers = hf_config.model_type, () if structure is None else structure.layers
+    if structure is None:
+        check_family(hf_config, checkpoint)
+    keeps_states = any(layer.state is not None for layer in layers)
+    # layers that see their own chunk of positions and none before it
+    in_chunks = any(getattr(layer.attention, "chunk", None) is not None for layer in layers)
+    text_config = hf_config.get_text_config()
+    for kind in kinds_of(text_config):
+        if kind == "chunked_attention" and not in_chunks:
+            raise UnsupportedModel(f"family {family!r} has layers of type {kind!r}, which is not written down for it")
+        if kind not in (*ATTENTION_LAYERS, "chunked_attention") and not keeps_states:
+            raise UnsupportedModel(f"family {family!r} has layers of type {kind!r}, which keep no plain KV cache")
+    if getattr(text_config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # no images here
+        raise UnsupportedModel(f"family {family!r} is set to bidirectional attention")
+
+
+def _passed_over(hf_config: Any, config: EngineConfig) -> str:
+    """The setting because of which a family that is written down here runs through transformers; "": none."""
+    if hf_config.get_text_config().model_type not in NATIVE:
+        return ""
+    if not config.fuse:
+        return "fuse=False"
+    own_code = config.trust_remote_code and not type(hf_config).__module__.startswith("transformers.")
+    return "trust_remote_code=True" if own_code else ""
+
+
+def resolve_device(name: str) -> torch.device:
+    """ "auto" -> cuda when there is one, else cpu. Raises `InvalidParameter` for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InvalidParameter("device", 'must be "auto", "cpu", "cuda" or "cuda:N"', name) from None
+    if device.type == "cuda":
+        index = device.index or 0
+        if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+            raise InvalidParameter("device", "no such CUDA device on this machine", name)
+        return torch.device("cuda", index)
+    if device.type != "cpu":
+        raise InvalidParameter("device", 'must be "auto", "cpu", "cuda" or "cuda:N"', name)
+    return device
+
+
+def _dtype_of(hf_config: Any, checkpoint: CheckpointSource, device: torch.device, *, quantized: bool) -> torch.dtype:
+    """The type that the checkpoint declares, or that most of its numbers are stored in."""
+    declared = getattr(hf_config, "dtype", None) or getattr(hf_config.get_text_config(), "dtype", None)
+    if isinstance(declared, str):
+        declared = _DTYPES.get(declared)
+    if not isinstance(declared, torch.dtype) or declared not in _DTYPES.values():
+        elements = Counter[torch.dtype]()
+        for stored in checkpoint.tensors.values():
+            if stored.kind in _STORED:
+                elements[_STORED[stored.kind]] += stored.elements
+        declared = max(elements, key=lambda dtype: elements[dtype], default=torch.float32)
+    if (quantized or checkpoint.metadata) and declared == torch.float16 and device.type == "cpu":
+        return torch.bfloat16  # most say float16, for the GPUs that they were made for; no kernel here reads it
+    return declared
+
+
+def quantization_bits(setting: str | None, dtype: torch.dtype, device: torch.device) -> int | None:
+    """Bits of a weight, None if they are to stay as they are. Raises `InvalidParameter` where it cannot be done."""
+    if setting is None:
+        return None
+    missing = stored_missing(dtype, device)
+    if missing is not None:
+        raise InvalidParameter("quantization", f"cannot be used here: {missing}", setting)
+    return {"int8": 8, "int4": 4}[setting]
+
+
+@contextmanager
+def typed(folder: Path) -> Iterator[None]:
+    """Turns whatever transformers and safetensors raise of a folder's content into `ModelNotFound`."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, EngineError) or is_out_of_memory(error):
+            raise
+        raise ModelNotFound(f"{folder} cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
+
+
+def _generation_defaults(checkpoint: CheckpointSource, config: RequestSettings) -> dict[str, Any]:
+    """The settings of generation_config.json, and over them the engine's `sampling_defaults`. Raises `ModelNotFound`
+    for a value that no request could use."""
+    file, content = checkpoint.folder / "generation_config.json", checkpoint.generation_defaults()
+    found = {key: value for key, value in content.items() if value is not None and not key.startswith("_")}
+    try:
+        checked = SamplingParams.from_dict({name: found[name] for name in OPEN_PARAMETERS if name in found})
+        if "stop_strings" in found:
+            stops = found["stop_strings"] = SamplingParams(stop=found["stop_strings"]).stop
+            if len(stops) > config.max_stop_strings or max(map(len, stops), default=0) > config.max_stop_string_length:
+                raise InvalidParameter("stop_strings", "are more, or longer, than the engine takes")
+    except InvalidParameter as error:
+        raise ModelNotFound(f"{file}: {error}") from None
+    if not isinstance(found.get("do_sample", False), bool):
+        raise ModelNotFound(f"{file}: do_sample must be true or false")
+    own = {name: getattr(checked, name) if name in OPEN_PARAMETERS else value for name, value in found.items()}
+    given: dict[str, Any] = dict(config.sampling_defaults or ())  # type: ignore[arg-type]
+    return {**own, **({"do_sample": True} if "temperature" in given else {}), **given}

@@ -124,7 +124,7 @@ def identity_of(
             "model weights": weights,
             **parts,
             "version": asyncengine.__version__,
-            "code": digest_of_code(Path(asyncengine.__file__).parent),
+            "code": digest_of_code(),
             "libraries": " ".join(versions()),
             "CPU, or threads": digest_of(machine(steady=steady)),
         }

@@ -22,8 +22,10 @@ _PIECE = 64 * 2**20
 """Bytes of a file that one thread digests."""
 _KNOWN = "weights.json"
 """Digests of weight files that were digested before, by path, size, times and inode."""
-_SOURCES = ("attention", "kernels", "layers", "lora", "models", "runner")
-"""Packages whose code decides on the bits of weights, keys, values and states."""
+SOURCES = (
+    "execution/attention", "execution/layers", "execution/models", "execution/runner", "kernels", "lora",
+)  # fmt: skip
+"""Folders of the package whose code decides on the bits of weights, keys, values and states."""
 
 
 def digest_of(parts: Any) -> str:
@@ -73,9 +75,9 @@ def _digest_of_file(file: Path, size: int) -> str:
         return hashlib.sha256(b"".join(threads.map(digest, range(0, size, _PIECE)))).hexdigest()
 
 
-def digest_of_code(package: Path) -> str:
+def digest_of_code(package: Path = Path(__file__).parents[2]) -> str:
     digest = hashlib.sha256()
-    for name in _SOURCES:
+    for name in SOURCES:
         for file in sorted((package / name).rglob("*.py")):
             digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()

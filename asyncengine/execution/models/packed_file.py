@@ -144,7 +144,7 @@ def packed_file(
         weights = weights_digest(described.checkpoint.files, folder)
         model = [weights, str(described.dtype), described.bits, options.kernels.name]
         ranks = options.ranks and (options.ranks.rank, options.ranks.size)
-        code = [digest_of_code(Path(__file__).parents[1]), *versions(), *machine(steady=True), _kernels(options)]
+        code = [digest_of_code(), *versions(), *machine(steady=True), _kernels(options)]
         key = digest_of([held, [part.size for part in parts], model, ranks, repr(described.structure), code])
         file.path = folder / f"{key[:32]}.packed"
     except (OSError, RuntimeError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -21,8 +22,9 @@ from support.reachable import tensors_in
 from support.tiny_encoders import make_encoder
 from support.tiny_models import FAMILIES, make_checkpoint
 
+import asyncengine
 from asyncengine import EngineConfig
-from asyncengine.execution.models import loading, packed_file
+from asyncengine.execution.models import identity, loading, packed_file
 from asyncengine.execution.models.updates import prepare_update
 
 if not sys.platform.startswith("linux"):
@@ -289,3 +291,15 @@ def test_the_file_used_longest_ago_goes_first(load: Load, checkpoint: Checkpoint
     assert len(kept(tmp_path)) == 2
     load(checkpoint("phi3"), weight_cache_disk=2**20)  # larger than all may be
     assert len(kept(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("folder", identity.SOURCES)
+def test_the_code_that_decides_on_bits_is_in_the_digest(folder: str, tmp_path: Path) -> None:
+    """Files of another release are not mapped: a change in any of these folders gives other names."""
+    package = Path(asyncengine.__file__).parent
+    for name in identity.SOURCES:
+        shutil.copytree(package / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    assert identity.digest_of_code(tmp_path) == identity.digest_of_code()
+    some = next((tmp_path / folder).rglob("*.py"))
+    some.write_text(some.read_text() + "\n# changed\n")
+    assert identity.digest_of_code(tmp_path) != identity.digest_of_code()

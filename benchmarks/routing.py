@@ -19,8 +19,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from asyncengine.cache_news import page_hashes
 from asyncengine.kvcache import KVCache, PageTable
-from asyncengine.kvcache.cache_log import page_hashes
 from benchmarks.routing_rules import (
     LeastLoaded,
     PrefixAffine,

@@ -7,8 +7,8 @@ import random
 from collections.abc import Sequence
 from typing import Protocol
 
+from asyncengine.cache_news import CacheNews
 from asyncengine.integrations.placement.routing import Route, Router, RouteRequest, RoutingWeights
-from asyncengine.kvcache.cache_log import CacheNews
 
 
 class RoutingRule(Protocol):

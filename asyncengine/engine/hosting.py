@@ -19,6 +19,7 @@ import anyio
 
 from asyncengine.engine.loop import CANCELLED, EngineLoop
 from asyncengine.engine.process import EXIT_PATIENCE, PROCESS
+from asyncengine.engine.serving_loop import ServingLoop
 from asyncengine.engine.threads import finished, promised
 from asyncengine.errors import EngineClosed, InvalidParameter, WrongLoop
 from asyncengine.scheduler.messages import Drain
@@ -115,7 +116,7 @@ class OwnedHost:
 class ThreadHost:
     """The engine has a thread with an event loop of its own (uvloop's, if asked for)."""
 
-    def __init__(self, engine: EngineLoop, *, use_uvloop: bool = False) -> None:
+    def __init__(self, engine: ServingLoop, *, use_uvloop: bool = False) -> None:
         if use_uvloop and importlib.util.find_spec("uvloop") is None:
             raise InvalidParameter("uvloop", "needs the package uvloop: pip install 'asyncengine[uvloop]'")
         self._born = PROCESS.generation
@@ -161,4 +162,4 @@ class ThreadHost:
 
 
 Host = OwnedHost | ThreadHost
-"""Runs an `EngineLoop` from `start` to its end."""
+"""Runs a loop from `start` to its end."""

@@ -21,29 +21,24 @@ from functools import partial
 from typing import NamedTuple
 
 from asyncengine.config import EngineConfig
-from asyncengine.engine.backpressure import QueueLimit
 from asyncengine.engine.clock import Clock
-from asyncengine.engine.delivery import Delivery
 from asyncengine.engine.device_thread import DeviceThread
-from asyncengine.engine.inbox import Inbox
 from asyncengine.engine.prefix_sources import PrefixSources
+from asyncengine.engine.serving_loop import ServingLoop
 from asyncengine.engine.turns import Sleep, WeightUpdate, refusal
 from asyncengine.engine.watchdog import Watchdog
-from asyncengine.errors import EngineClosed, EngineDead, EngineError
-from asyncengine.events import EngineDied, Hooks, Preempted, StepDone, StepSlow
+from asyncengine.errors import EngineClosed, EngineError
+from asyncengine.events import EngineDied, Preempted, StepDone, StepSlow
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler import Scheduler
 from asyncengine.scheduler.messages import (
-    Abort,
     AdapterReady,
     Drain,
     GrammarReady,
     Message,
-    StopText,
     WithdrawUpdate,
 )
 from asyncengine.seams import AdapterStore, GrammarCompiler, GrammarMatcher, GrammarOrder
-from asyncengine.stats import Meter
 from asyncengine.step import Batch, StepResult
 from asyncengine.text.token_table import TokenTable
 
@@ -66,8 +61,9 @@ Recorder = Callable[[str, object], None]
 """
 
 
-class EngineLoop:
-    """The actor. `run` is the whole engine; the other methods are its steps."""
+class EngineLoop(ServingLoop):
+    """The actor. `run` is the whole engine; the other methods are its steps. Its base has what
+    callers use: inbox, queue limit, delivery."""
 
     def __init__(
         self,
@@ -81,21 +77,11 @@ class EngineLoop:
         table: TokenTable | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        self.config = config
+        super().__init__(config, clock, grammars=grammars, adapters=adapters, table=table)
         self.scheduler = scheduler
         self.runner = runner
-        self.clock = clock
-        self.grammars = grammars
-        self.adapters = adapters
-        self.queue_limit = QueueLimit(config.max_queued_requests, config.max_queued_tokens)
-        self.inbox: Inbox[Message] = Inbox()
         self.sources = PrefixSources(scheduler, clock, self._apply, self.inbox.post)
-        self.meter = Meter()
-        self.hooks = Hooks()
-        self.delivery = Delivery(clock, self.meter, self.hooks, self.end_early, table, self.inbox.post)
         self.record = recorder
-        self.failure: BaseException | None = None
-        """The error that killed the engine, if one did."""
         self._lost: Exception | None = None
         self.depth = config.max_steps_in_flight or 1
         self.in_flight: deque[Launched] = deque()
@@ -106,7 +92,6 @@ class EngineLoop:
         self.asleep: Sleep | None = None
         self.on_tick: Callable[[], None] | None = None
         """Called on this loop's thread every `LAG_PROBE` seconds, and once the loop has ended."""
-        self._drain: Drain | None = None
         self._left_queue = (0, 0)
         self._lag_timer: asyncio.TimerHandle | None = None
         limits = config.step_soft_limit, config.step_hard_limit
@@ -180,8 +165,7 @@ class EngineLoop:
             case GrammarReady() | AdapterReady():
                 self.delivery.prepared(message.ticket)
             case Drain():
-                self._drain = _sooner(self._drain, message)
-                self.queue_limit.close()  # those in line for a place are refused like newcomers
+                self.start_drain(message)
             case WithdrawUpdate(number):
                 self.updates.pop(number, None)
 
@@ -243,7 +227,7 @@ class EngineLoop:
                 turn.done.set_exception(error)
                 return
             self.failure = self.failure or error
-            turn.done.set_exception(self._make_failure())
+            turn.done.set_exception(self.make_failure())
             raise
 
     async def _fall_asleep(self, number: int, sleep: Sleep) -> None:
@@ -294,25 +278,13 @@ class EngineLoop:
         outputs = self.scheduler.take_outputs()
         for output in outputs:
             if output.reason is not None:  # before the consumer, perhaps on another thread, hears of it
-                self._let_go(output.ticket)
+                self.let_go(output.ticket)
         self.delivery.deliver(outputs)
         counters = self.scheduler.counters
         left = (counters.left_queue, counters.left_queue_tokens)
         if left != self._left_queue:
             self.queue_limit.leave(left[0] - self._left_queue[0], left[1] - self._left_queue[1])
             self._left_queue = left
-
-    def _let_go(self, ticket: int) -> None:
-        """Whatever ended it, the request waits for nothing and uses nothing any more."""
-        if self.grammars is not None:
-            self.grammars.cancel(ticket)
-        if self.adapters is not None:
-            self.adapters.cancel(ticket)
-
-    def end_early(self, message: StopText | Abort) -> None:
-        """Delivery has ended a stream by itself. The scheduler hears of it before it plans another step."""
-        self._let_go(message.ticket)
-        self.inbox.post(message)
 
     async def _idle(self) -> None:
         """Nothing to compute until a message comes or a deadline passes. A good moment to check the books."""
@@ -401,18 +373,14 @@ class EngineLoop:
         if self._lag_timer is not None:
             self._lag_timer.cancel()
         self._watchdog.close()
-        self.queue_limit.close()
-        unopened = [message.ticket for message in self.inbox.close() if isinstance(message, RequestSpec)]
+        self.queue_limit.close()  # before places are given to those in line
         if self.failure is None:
             self.deliver()
-        self.delivery.fail_all(self._make_failure, unopened)
+        super().end_all()
         for launched in self.in_flight:
             launched.result.cancel()  # nobody will read it
         for number in list(self.updates):
             self.fail_update(number)
-        for part in (self.grammars, self.adapters):
-            if part is not None:
-                part.close()
         self.sources.close()
         if self.on_tick is not None:
             self.on_tick()
@@ -422,19 +390,10 @@ class EngineLoop:
         update = self.updates.pop(number, None)
         if update is not None:
             with suppress(InvalidStateError):  # its owner cancelled it
-                update.done.set_exception(self._make_failure())
-
-    def _make_failure(self) -> Exception:
-        return EngineClosed("the engine has closed") if self.failure is None else EngineDead(self.failure)
+                update.done.set_exception(self.make_failure())
 
 
 def _end(result: asyncio.Future[StepResult], error: Exception) -> None:
     if not result.done():
         result.set_exception(error)
         result.exception()  # it need not be read
-
-
-def _sooner(known: Drain | None, new: Drain) -> Drain:
-    """Closing again may shorten a drain, not lengthen it."""
-    deadlines = [drain.deadline for drain in (known, new) if drain is not None and drain.deadline is not None]
-    return Drain(min(deadlines, default=None))

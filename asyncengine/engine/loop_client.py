@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from typing import TYPE_CHECKING
 
-from asyncengine.engine.loop import EngineLoop
 from asyncengine.engine.process import PROCESS
+from asyncengine.engine.serving_loop import ServingLoop
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.engine.vectors.batch import TextBatch
 from asyncengine.errors import EngineAsleep, EngineClosed, EngineDead
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class LoopClient:
     """Posts requests to one engine's loop: the samples of a prompt, or a batch of texts."""
 
-    def __init__(self, loop: EngineLoop, adapters: AdapterRegistry | None = None) -> None:
+    def __init__(self, loop: ServingLoop, adapters: AdapterRegistry | None = None) -> None:
         self.loop = loop
         self.closing = False
         self._adapters = adapters

@@ -7,15 +7,17 @@ a reading from the durable cache (`scheduler.restores`).
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.engine.loop import EngineLoop
+from asyncengine.engine.peers import Call, PeerPrefixes
 from asyncengine.engine.threads import finished_blocking
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.errors import EngineClosed, InvalidParameter, RequestFailed
@@ -64,9 +66,18 @@ class Prefixes:
         if copies and self._loop.sources.updated:
             raise InvalidParameter(call, "does not work after update_weights: nobody knows what its weights are called")
 
-    def copied(self) -> tuple[Identity, PageMemory]:
-        """The identity of pages, and their memory. Raises `InvalidParameter`; blocks while it reads the weights."""
+    async def share(self, call: Call) -> Callable[[bytes], Awaitable[bytes]]:
+        """Ask other engines for prefixes, by `call`, from now on; returns what answers their questions.
+
+        Raises `InvalidParameter`."""
         self.check("share_prefixes", copies=True)
+        identity, memory = await asyncio.to_thread(self._copied)
+        peers = PeerPrefixes(self._loop.scheduler.kv, identity, memory, self._loop.clock, call)
+        self._loop.sources.add(peers)
+        return peers.answer
+
+    def _copied(self) -> tuple[Identity, PageMemory]:
+        """The identity of pages, for which the weights are read, and their memory."""
         assert self._identify is not None
         assert self._memory is not None
         return self._identify(), self._memory()

@@ -23,9 +23,6 @@ def snapshot(
     counters = scheduler.counters
     stored = [source.store.counts for source in loop.sources.tiers if isinstance(source, PrefixStore)]
     tables = [table for r in running if (table := r.table) is not None]
-    finished = dict(meter.finished)
-    if loop.queue_limit.expired:
-        finished["timeout"] = finished.get("timeout", 0) + loop.queue_limit.expired
     return EngineStats(
         requests={
             "waiting": scheduler.num_waiting,
@@ -35,7 +32,7 @@ def snapshot(
             "restore_queue": len(scheduler.restores.queue),
             "suspended": len(scheduler.roster.suspended),
         },
-        finished=finished,
+        finished=loop.finished(),
         pages=scheduler.kv.counts(tables),
         prompt_tokens=counters.prompt_tokens,
         cached_tokens=counters.cached_tokens,

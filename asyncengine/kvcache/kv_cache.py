@@ -9,9 +9,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
+from asyncengine.cache_news import CacheNews
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.block_pool import BlockPool
-from asyncengine.kvcache.cache_log import CacheLog, CacheNews
+from asyncengine.kvcache.cache_log import CacheLog
 from asyncengine.kvcache.eviction import STRATEGIES
 from asyncengine.kvcache.lookback import Lookback, Window
 from asyncengine.kvcache.page_group import BESIDE, PageCounts, PageGroup

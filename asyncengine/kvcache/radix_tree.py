@@ -22,8 +22,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
+from asyncengine.cache_news import page_hash, root_hash
 from asyncengine.errors import InvariantViolation
-from asyncengine.kvcache.cache_log import CacheLog, page_hash, root_hash
+from asyncengine.kvcache.cache_log import CacheLog
 from asyncengine.kvcache.lookback import Lookback
 
 Namespace = tuple[Hashable, ...]

@@ -2,83 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from itertools import groupby
-from typing import Any
-
-from asyncengine.config import RequestSettings
-from asyncengine.engine.backpressure import QueueLimit
-from asyncengine.engine.clock import Clock
-from asyncengine.engine.delivery import Delivery, OutputStream
-from asyncengine.engine.inbox import Inbox
-from asyncengine.engine.mailbox import Waiter, wake_all
-from asyncengine.engine.vectors.batch import TextBatch
+from asyncengine.assembly.relay import RelayLoop
 from asyncengine.errors import EngineDead, FleetError
-from asyncengine.events import Hooks
 from asyncengine.integrations.fleet.adapters import FleetAdapters
-from asyncengine.integrations.fleet.messages import Command, RequestOutput, Update
+from asyncengine.integrations.fleet.messages import Abort, Command, Update
 from asyncengine.integrations.fleet.prefill import Prefills
 from asyncengine.integrations.fleet.requests import FleetRequest, ReplicaHandle
 from asyncengine.integrations.fleet.settings import FleetConfig
 from asyncengine.integrations.placement.routing import Role, Route, Router
-from asyncengine.outputs import Chunk, FinishReason
-from asyncengine.request_spec import Peer, RequestSpec
-from asyncengine.scheduler import Output
-from asyncengine.scheduler.messages import Abort
-from asyncengine.stats import Meter
+from asyncengine.outputs import FinishReason
+from asyncengine.request_output import RequestOutput
+from asyncengine.request_spec import Peer
 
 
 class Dispatcher:
     """All requests of one fleet. Lives on the fleet's loop; nothing here waits."""
 
-    def __init__(
-        self, config: RequestSettings, settings: FleetConfig, clock: Clock, page_size: int, adapters: FleetAdapters
-    ) -> None:
-        self.clock, self.adapters = clock, adapters
-        self.queue_limit = QueueLimit(config.max_queued_requests, config.max_queued_tokens)
-        self.inbox: Inbox[Any] = Inbox()
-        """Inbox of the fleet's loop. Posting nothing wakes that, to send commands and to see whether it may end."""
-        self.meter = Meter()
-        self.hooks = Hooks()
-        self.delivery = Delivery(clock, self.meter, self.hooks, lambda message: None)
-        """Receivers of the outputs of open requests, by ticket: streams and batches of texts."""
+    def __init__(self, loop: RelayLoop, settings: FleetConfig, page_size: int, adapters: FleetAdapters) -> None:
+        self.loop, self.clock, self.adapters = loop, loop.clock, adapters
         self.router = Router(settings.weights)
         self.replicas: dict[str, ReplicaHandle] = {}
         """Replicas that serve, by name."""
-        self.prefills = Prefills(clock, self.router, self.replicas, page_size, settings.min_prefill_tokens)
+        self.prefills = Prefills(self.clock.now, self.router, self.replicas, page_size, settings.min_prefill_tokens)
         self.requests: dict[int, FleetRequest] = {}
         self.lost = self.resumed = self.matched_pages = 0
         self._resumes = settings.on_loss == "resume"
         self._page_size = page_size
-        self.by_ticket: dict[int, FleetRequest] = {}
         self.waiting: dict[int, FleetRequest] = {}
         """Requests that no replica could take, in order."""
 
     # ---------------------------------------------------------------- to replicas
 
-    def take(self, messages: Iterable[RequestSpec | Abort]) -> None:
-        """Take up new requests and aborts, in order. Samples of one request are posted together."""
-        for _, each in groupby(messages, key=_group):
-            first, *others = each
-            if isinstance(first, Abort):
-                self._abort(first.ticket)
+    def take(self) -> None:
+        """Take up new requests and aborts, in order."""
+        for item in self.loop.take():
+            if isinstance(item, int):
+                self._abort(item)
                 continue
-            specs = [first, *(spec for spec in others if isinstance(spec, RequestSpec))]
-            digest, streams = self.adapters.claimed(first.ticket), dict[int, OutputStream]()
-            for spec in specs:
-                self.delivery.open(spec.ticket)
-                receiver = self.delivery.streams[spec.ticket]
-                if not isinstance(receiver, TextBatch):
-                    streams[spec.index] = receiver
-                elif receiver.spec is spec:  # the first text stands for all
-                    self._start(FleetRequest(digest, texts=receiver))
-            if streams:
-                self._start(FleetRequest(digest, streams))
-
-    def _start(self, request: FleetRequest) -> None:
-        self.requests[request.key] = request
-        self.by_ticket.update({spec.ticket: request for spec in request.specs})
-        self._send(request)
+            request = FleetRequest(self.loop, item, self.adapters.claimed(item[0].ticket), self._resumes, self._forget)
+            self.requests[request.key] = request
+            self._send(request)
 
     def _send(self, request: FleetRequest) -> None:
         """Submit it to the replica that the router chooses, or let it wait for one."""
@@ -112,16 +75,16 @@ class Dispatcher:
 
     def _post(self, replica: str, command: Command) -> None:
         self.replicas[replica].commands.append(command)
-        self.inbox.post()
+        self.loop.inbox.post()
 
     def _abort(self, ticket: int) -> None:
         """End what its consumer has left: on its replica, which answers, or here where it has none."""
-        request = self.by_ticket.get(ticket)
-        if request is None:
+        request = self.loop.by_ticket.get(ticket)
+        if not isinstance(request, FleetRequest):
             return
         request.left.add(ticket)
         if request.route is None or request.prefill is not None:  # no replica knows of it
-            self.end(request, "abort", tickets={ticket})
+            request.end("abort", tickets={ticket})
         else:
             self._post(request.route.replica, Abort(ticket))
 
@@ -131,7 +94,7 @@ class Dispatcher:
             if request.route is not None:
                 for spec in request.specs:
                     self._post(request.route.replica, Abort(spec.ticket))
-            self.end(request, "abort")
+            request.end("abort")
 
     def expire(self) -> None:
         """End requests that wait for a replica beyond their deadlines; a replica ends its own."""
@@ -140,7 +103,7 @@ class Dispatcher:
             spec = request.spec
             due = (spec.deadline, None if request.begun else spec.waiting_deadline)
             if any(at is not None and at <= now for at in due):
-                self.end(request, "timeout")
+                request.end("timeout")
 
     # ---------------------------------------------------------------- replicas
 
@@ -170,7 +133,7 @@ class Dispatcher:
         for request, sent in requests:
             left = request.left.intersection(spec.ticket for spec in request.specs)
             if left:
-                self.end(request, "abort", tickets=left)
+                request.end("abort", tickets=left)
             if request.key not in self.requests:
                 continue
             if not sent:  # its prompt was computed elsewhere: nothing is lost
@@ -181,7 +144,7 @@ class Dispatcher:
                 self._send(request)
             else:
                 self._fail(request, reason)
-        self.inbox.post()
+        self.loop.inbox.post()
 
     # ---------------------------------------------------------------- to consumers
 
@@ -189,120 +152,37 @@ class Dispatcher:
         """Hand on everything new on a replica. Raises `FleetError` if its engine has died."""
         if update.cache_news is not None:
             self.router.update(replica.name, update.cache_news)
-        waiters: list[Waiter] = []
         for output in update.outputs:
             request = replica.requests.get(output.key)
             # requests of an engine that died are not over: they may go on elsewhere
             if update.dead and _reason(output) == "engine_dead":
                 continue
             if request is not None:
-                self._receive(request, output, waiters)
+                self._receive(request, output)
             elif (prefilled := self.prefills.receive(replica, output)) is not None:
                 self._submit(*prefilled)
-        wake_all(waiters)
+        self.loop.wake()
         if update.dead:
             raise FleetError(f"the engine of replica {replica.name} died: {update.dead}")
 
-    def _receive(self, request: FleetRequest, output: RequestOutput, waiters: list[Waiter]) -> None:
-        now = self.clock.now()
-        if request.texts is not None:
-            if output.vectors is not None:
-                self.meter.first_token.append(now - request.spec.arrival)
-            waiter = request.texts.put_all(output.vectors, output.cached_tokens, output.fault)
-            reason = "stop" if output.fault is None else output.fault[1].reason or "error"
-            self._close(request, request.specs, reason)
-            waiters += [] if waiter is None else [waiter]
-            return
-        mailbox = next(iter(request.streams.values())).mailbox
+    def _receive(self, request: FleetRequest, output: RequestOutput) -> None:
         if output.computing is not None and request.route is not None:
             self.prefills.settle(request, request.route, output.cached_tokens)
-        if output.computing is not None and mailbox.started_at is None:
-            mailbox.cached_tokens, mailbox.restored_tokens = output.cached_tokens, output.restored_tokens
-            mailbox.started_at, mailbox.first_token_at = now - output.computing, now
-            mailbox.prompt_logprobs.update(output.prompt_logprobs)
-            self.meter.first_token.append(now - request.spec.arrival)
-        (right, wrong), (more_right, more_wrong) = mailbox.predicted, output.predicted
-        mailbox.predicted = right + more_right, wrong + more_wrong
-        mailbox.routed_experts += output.routed_experts
-        self._leave_queue(request)
-        if output.cause is not None:
-            if request.resumed:  # it would have gone on, and cannot
-                self._fail(request, f"its replica was lost, and no other could go on: {output.cause}")
-                return
-            mailbox.cause = output.cause
-        for chunk in output.chunks:
-            stream = request.streams.get(chunk.index)
-            if stream is not None:
-                self._put(request, stream, chunk, now, waiters)
-
-    def _put(
-        self, request: FleetRequest, stream: OutputStream, chunk: Chunk, now: float, waiters: list[Waiter]
-    ) -> None:
-        tokens = chunk.token_ids
-        if tokens:
-            if stream.num_tokens:
-                self.meter.inter_token.append((now - stream.last_token_at) / len(tokens))
-            stream.num_tokens += len(tokens)
-            stream.last_token_at = now
-            if self._resumes:
-                request.tokens.setdefault(chunk.index, []).extend(tokens)
-            if chunk.steered_from is not None:
-                request.steered.add(chunk.index)
-        if chunk.finish_reason is not None:
-            self._close(request, [stream.spec], chunk.finish_reason)
-        waiter = stream.mailbox.put(chunk)
-        if waiter is not None:
-            waiters.append(waiter)
-
-    def end(
-        self, request: FleetRequest, reason: FinishReason, *, tickets: Collection[int] | None = None, error: str = ""
-    ) -> None:
-        """End a request, or its samples of these `tickets`, without a replica's word."""
-        waiters: list[Waiter] = []
-        if request.texts is not None:
-            output = Output(request.key, reason="abort" if reason == "abort" else "timeout")
-            self._receive(request, RequestOutput(request.key, fault=(0, output)), waiters)
-        for stream in list(request.streams.values()):
-            if tickets is None or stream.spec.ticket in tickets:
-                self._put(request, stream, Chunk("", [], reason, stream.spec.index, error=error or None), 0.0, waiters)
-        wake_all(waiters)
+        if output.cause is not None and request.resumed:  # it would have gone on, and cannot
+            self._fail(request, f"its replica was lost, and no other could go on: {output.cause}")
+        else:
+            request.receive(output)
 
     def _fail(self, request: FleetRequest, reason: str) -> None:
         """End a request with `EngineDead`, whose cause says why."""
+        request.fail(lambda: EngineDead(FleetError(reason)))
 
-        def failure() -> EngineDead:
-            return EngineDead(FleetError(reason))
-
-        if request.texts is not None:
-            waiter = request.texts.fail(failure)
-            self._close(request, request.specs, "engine_dead")
-            wake_all([] if waiter is None else [waiter])
-            return
-        next(iter(request.streams.values())).mailbox.failure = failure
-        self.end(request, "engine_dead", error=str(failure()))
-
-    def _close(self, request: FleetRequest, specs: Iterable[RequestSpec], reason: FinishReason) -> None:
-        """Forget samples or texts that have ended, and with the last the request, before its consumer hears of it."""
-        self._leave_queue(request)
-        for spec in specs:
-            stream = request.streams.pop(spec.index, None)
-            del self.by_ticket[spec.ticket]
-            self.delivery.streams.pop(spec.ticket, None)
-            self.adapters.cancel(spec.ticket)
-            if stream is None:
-                self.meter.count_end(reason)
-            else:
-                self.delivery.count_end(stream, reason)
-        if not request.streams:
-            self._release(request)
-            del self.requests[request.key]
-            self.waiting.pop(request.key, None)
-            self.inbox.post()
-
-    def _leave_queue(self, request: FleetRequest) -> None:
-        if not request.begun:
-            request.begun = True
-            self.queue_limit.leave(request.samples, request.num_tokens)
+    def _forget(self, request: FleetRequest) -> None:
+        """Forget a request that has ended, before its consumer hears of that."""
+        self._release(request)
+        del self.requests[request.key]
+        self.waiting.pop(request.key, None)
+        self.loop.inbox.post()
 
     def _release(self, request: FleetRequest) -> None:
         """Take a request from its replica, and its prompt from another one."""
@@ -313,11 +193,6 @@ class Dispatcher:
             replica = self.replicas[route.replica]
             del replica.requests[request.key]
             replica.notify()
-
-
-def _group(message: RequestSpec | Abort) -> object:
-    """Key that the messages of one request's samples share."""
-    return message.group if isinstance(message, RequestSpec) and message.group is not None else (message.ticket,)
 
 
 def _reason(output: RequestOutput) -> FinishReason | None:

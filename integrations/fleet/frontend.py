@@ -9,67 +9,54 @@ import secrets
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar, cast
 
 from asyncengine import AdapterInfo
-from asyncengine.assembly.grammars import make_grammars, make_planner
+from asyncengine.assembly.relay import RelayLoop
+from asyncengine.assembly.served_model import ServedModel
 from asyncengine.config import EngineConfig
 from asyncengine.demo import bundled_name, resolve_model
-from asyncengine.engine.clock import MonotonicClock
 from asyncengine.engine.frontend import Frontend
-from asyncengine.engine.validation import RequestValidator
-from asyncengine.errors import AdapterError, EngineClosed, EngineDead, FleetError
+from asyncengine.errors import AdapterError, EngineClosed, FleetError
 from asyncengine.events import EngineDied
-from asyncengine.info import ModelInfo
 from asyncengine.integrations.fleet.adapters import FleetAdapters
 from asyncengine.integrations.fleet.dispatcher import Dispatcher
-from asyncengine.integrations.fleet.messages import Loaded
 from asyncengine.integrations.fleet.one_machine import OneMachine, runs_here
 from asyncengine.integrations.fleet.processes import Cluster
 from asyncengine.integrations.fleet.ray_cluster import RayCluster
 from asyncengine.integrations.fleet.replicas import CHECK_SECONDS, ReplicaManager, start_replicas
 from asyncengine.integrations.fleet.settings import FleetConfig
 from asyncengine.integrations.fleet.stats import FleetStats, fleet_stats
-from asyncengine.request_spec import RequestSpec
-from asyncengine.scheduler.messages import Drain
 from asyncengine.seams import GrammarCompiler
-
-if TYPE_CHECKING:
-    from asyncengine.grammar.chat import ChatPlanner
 
 logger = logging.getLogger("asyncengine")
 
 
-class FleetLoop:
-    """The fleet's only task, in the place of an `EngineLoop`: `run` serves until the fleet is closed. A router and
-    replicas lie between requests and mailboxes.
+class FleetLoop(RelayLoop):
+    """The fleet's only task: `run` serves until the fleet is closed. A router and replicas lie between inbox and
+    mailboxes, where an engine has a scheduler and a device.
 
         inbox ──▶ dispatcher ──Submit──▶ replica (an engine on some machine)
                      │  ▲                   │
         mailboxes ◀──┘  └──────Update───────┘ (output, pages cached and evicted, statistics)
 
-    It has everything that a `Frontend` and a `ThreadHost` use of an engine's loop, so that validation, chats,
-    back-pressure, streams and blocking calls are the engine's own code. One task is the only writer.
+    One task is the only writer.
     """
 
-    refuses = False
-    """It never sleeps."""
+    noun = "fleet"
 
     def __init__(
-        self, config: EngineConfig, dispatcher: Dispatcher, manager: ReplicaManager, grammars: GrammarCompiler | None
-    ) -> None:
-        self.config, self.dispatcher, self.manager, self.grammars = config, dispatcher, manager, grammars
-        self.clock, self.inbox, self.meter = dispatcher.clock, dispatcher.inbox, dispatcher.meter
-        self.delivery, self.queue_limit = dispatcher.delivery, dispatcher.queue_limit
-        self.hooks = dispatcher.hooks
-        self.failure: BaseException | None = None
+        self, config: EngineConfig, settings: FleetConfig, page_size: int, adapters: FleetAdapters,
+        grammars: GrammarCompiler | None, manage: Callable[[Dispatcher], ReplicaManager],
+    ) -> None:  # fmt: skip
+        store: Any = adapters  # it has what comes before an engine's loop
+        super().__init__(config, store, grammars)
+        self.dispatcher = Dispatcher(self, settings, page_size, adapters)
+        self.manager = manage(self.dispatcher)
         self.runs_on: Future[asyncio.AbstractEventLoop] = Future()
         """The event loop that it runs on, once its replicas can be asked."""
         self.runs_on.set_running_or_notify_cancel()  # one impatient caller must not cancel it for all
-        self._drain: Drain | None = None
-
-    def have_loop(self) -> None:
-        """Do nothing: an `EngineLoop` would compute on the event loop where that is its own."""
 
     async def run(self) -> None:
         """Serve until drained. Raises nothing but cancellation."""
@@ -77,7 +64,7 @@ class FleetLoop:
             self.manager.begin(self._die)
             self.runs_on.set_result(asyncio.get_running_loop())
             while self.failure is None and not self._is_drained():
-                self._take_messages()
+                self.dispatcher.take()
                 for replica in self.dispatcher.replicas.values():
                     replica.send_commands()
                 if not self._is_drained():
@@ -91,19 +78,11 @@ class FleetLoop:
             logger.exception("the fleet died")
         finally:
             if not self.runs_on.done():
-                self.runs_on.set_exception(self._make_failure())
+                self.runs_on.set_exception(self.make_failure())
             if self.failure is not None:
                 self.hooks.emit(EngineDied(self.failure))
-            await self._shut_down()
-
-    def _take_messages(self) -> None:
-        messages = self.inbox.take()
-        self.dispatcher.take([message for message in messages if not isinstance(message, Drain)])
-        for drain in messages:
-            if isinstance(drain, Drain):
-                deadlines = [each.deadline for each in (self._drain, drain) if each is not None]
-                self._drain = Drain(min((at for at in deadlines if at is not None), default=None))
-                self.queue_limit.close()
+            self.end_all()
+            await self.manager.end()
 
     def _is_drained(self) -> bool:
         if self._drain is None:
@@ -116,18 +95,6 @@ class FleetLoop:
         self.failure = self.failure or error
         self.inbox.post()
 
-    async def _shut_down(self) -> None:
-        self.queue_limit.close()
-        unopened = [message.ticket for message in self.inbox.close() if isinstance(message, RequestSpec)]
-        self.delivery.fail_all(self._make_failure, unopened)
-        self.dispatcher.adapters.close()
-        if self.grammars is not None:
-            self.grammars.close()
-        await self.manager.end()
-
-    def _make_failure(self) -> Exception:
-        return EngineClosed("the fleet has closed") if self.failure is None else EngineDead(self.failure)
-
 
 T = TypeVar("T")
 
@@ -135,15 +102,10 @@ T = TypeVar("T")
 class FleetFrontend(Frontend):
     """Text and requests in, streams out, as of one engine."""
 
-    def __init__(
-        self, fleet: FleetLoop, validator: RequestValidator, loaded: Loaded, planner: ChatPlanner | None
-    ) -> None:
-        loop: Any = fleet  # it has all that a frontend uses of an engine's loop
-        registry: Any = fleet.dispatcher.adapters
-        super().__init__(
-            loop, validator, loaded.tokenizer, validator.info, planner, registry, vector_model=loaded.vectors
-        )
-        self.fleet = fleet
+    @property
+    def fleet(self) -> FleetLoop:
+        loop: Any = self.loop
+        return cast(FleetLoop, loop)
 
     def stats(self) -> FleetStats:
         """See `FleetStats`."""
@@ -220,24 +182,22 @@ def open_fleet(
         )  # fmt: skip
         first = asyncio.run(start_replicas(cluster, shipped, theirs, settings))
         check()
-        info, clock = _common_info([loaded for _, loaded in first]), MonotonicClock()
-        loaded = first[0][1]
-        adapters = FleetAdapters(loaded.adapters)
-        grammars = make_grammars(loaded.tokenizer, info.eos_token_ids, info.vocab_size, config)
-        planner = make_planner(loaded.tokenizer, grammars, config)
-        dispatcher = Dispatcher(config, settings, clock, info.page_size, adapters)
-        manager = ReplicaManager(cluster, shipped, theirs, settings, dispatcher, first)
-        store: Any = adapters  # it has what a validator asks of an `AdapterStore`
-        validator = RequestValidator(config, info, clock, loaded.tokenizer, grammars, store)
-        return FleetFrontend(FleetLoop(config, dispatcher, manager, grammars), validator, loaded, planner)
+        served = _common_model([loaded.model for _, loaded in first])
+        adapters: Any = FleetAdapters(first[0][1].adapters)  # it has what a validator asks of an `AdapterStore`
+
+        def make_loop(grammars: GrammarCompiler | None) -> FleetLoop:
+            manage = partial(ReplicaManager, cluster, shipped, theirs, settings, first)
+            return FleetLoop(config, settings, served.info.page_size, adapters, grammars, manage)
+
+        return served.open(FleetFrontend, make_loop, config, adapters)
     except BaseException:
         cluster.close()
         raise
 
 
-def _common_info(loaded: list[Loaded]) -> ModelInfo:
-    """Description of the model that all replicas serve. Raises `FleetError` if they have loaded different ones."""
+def _common_model(loaded: list[ServedModel]) -> ServedModel:
+    """The model that all replicas serve. Raises `FleetError` if they have loaded different ones."""
     first, *others = (each.info for each in loaded)
     if any((other.vocab_size, other.page_size) != (first.vocab_size, first.page_size) for other in others):
         raise FleetError("the replicas have not loaded the same model: do all nodes have the same files?")
-    return replace(first, max_model_len=min(each.info.max_model_len for each in loaded))
+    return replace(loaded[0], info=replace(first, max_model_len=min(each.info.max_model_len for each in loaded)))

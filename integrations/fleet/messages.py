@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from asyncengine import AdapterInfo
-from asyncengine.engine.vectors.service import VectorModel
-from asyncengine.info import ModelInfo
-from asyncengine.kvcache.cache_log import CacheNews
-from asyncengine.outputs import Chunk
+from asyncengine.assembly.served_model import ServedModel
+from asyncengine.cache_news import CacheNews
+from asyncengine.request_output import RequestOutput
 from asyncengine.request_spec import RequestSpec
-from asyncengine.scheduler import Output
-from asyncengine.scheduler.messages import Abort
 from asyncengine.stats import EngineStats
-from asyncengine.step import TokenLogprob
-from asyncengine.text.tokenizer import TextTokenizer
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-VERSION = 8
+VERSION = 9
 """Number of this protocol. Raise it with every change."""
 
 
@@ -30,11 +20,8 @@ VERSION = 8
 class Loaded:
     """All that a fleet needs to know of a loaded model, so that its own machine needs no model files."""
 
-    info: ModelInfo
-    tokenizer: TextTokenizer | None
+    model: ServedModel
     adapters: tuple[AdapterInfo, ...]
-    vectors: VectorModel | None = None
-    """None for a model that writes text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,30 +37,13 @@ class Submit:
     """Reading of the clock by which the times in `specs` were taken."""
 
 
+class Abort(NamedTuple):
+    """A sample, a text or a prompt that is wanted no more."""
+
+    ticket: int
+
+
 Command = Submit | Abort
-
-
-class RequestOutput(NamedTuple):
-    """Everything new of one request."""
-
-    key: int
-    chunks: Sequence[Chunk] = ()
-    computing: float | None = None
-    """Seconds from the first step to the first token; given once, with the first chunk."""
-    cached_tokens: int = 0
-    restored_tokens: int = 0
-    prompt_logprobs: Mapping[int, TokenLogprob] = {}
-    """Log-probabilities by prompt position, given once as well."""
-    routed_experts: Sequence[tuple[int, int, NDArray[np.integer]]] = ()
-    """`Mailbox.routed_experts` since the last output."""
-    predicted: tuple[int, int] = (0, 0)
-    """Tokens of the caller's prediction that were right, and that were wrong, since the last output."""
-    cause: Exception | None = None
-    """Error that its consumer raises, where that has a type of its own."""
-    vectors: NDArray[np.float32] | None = None
-    """Vectors [texts, width] of all texts."""
-    fault: tuple[int, Output] | None = None
-    """Index and last output of the first text that has no vector."""
 
 
 @dataclass(slots=True)

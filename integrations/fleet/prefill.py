@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from asyncengine.engine.clock import Clock
-from asyncengine.integrations.fleet.messages import RequestOutput
+from asyncengine.integrations.fleet.messages import Abort
 from asyncengine.integrations.fleet.requests import FleetRequest, Prefill, ReplicaHandle
 from asyncengine.integrations.placement.routing import Route, Router
+from asyncengine.request_output import RequestOutput
 from asyncengine.request_spec import Peer
-from asyncengine.scheduler.messages import Abort
 
 MOST_MISSED = 3
 """Prompts, one after the other, that were computed for others in vain, as these have not had the pages: enough to think
@@ -30,10 +29,11 @@ class Prefills:
     """Prompts of one fleet under way at other replicas than their requests'. Lives on the fleet's loop."""
 
     def __init__(
-        self, clock: Clock, router: Router, replicas: Mapping[str, ReplicaHandle], page_size: int, least: int
+        self, now: Callable[[], float], router: Router, replicas: Mapping[str, ReplicaHandle], page_size: int,
+        least: int,
     ) -> None:  # fmt: skip
         """`least`: tokens of a prompt that its own replica must lack."""
-        self._clock, self._router, self._replicas = clock, router, replicas
+        self._now, self._router, self._replicas = now, router, replicas
         self._page_size, self._least = page_size, -(-least // page_size)
         self._keys = itertools.count(-1, -1)
         self.pulled = 0
@@ -50,7 +50,7 @@ class Prefills:
         params = request.spec.params
         if params.prompt_logprobs or params.return_routed_experts:  # a prefix from elsewhere has none
             return None
-        now = self._clock.now()
+        now = self._now()
         ready = [name for name, each in self._replicas.items() if each.peer is not None and each.rests_until <= now]
         found = self._router.assign_prefill(route, self._least, ready)
         if found is None:
@@ -115,4 +115,4 @@ class Prefills:
         if replica is not None:
             replica.missed = missed % MOST_MISSED
             if missed == MOST_MISSED:
-                replica.rests_until = self._clock.now() + REST_SECONDS
+                replica.rests_until = self._now() + REST_SECONDS

@@ -11,24 +11,21 @@ import asyncio
 import contextlib
 import logging
 import pickle
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 
 from asyncengine import AdapterInfo, AsyncEngine, EngineConfig, __version__
-from asyncengine.engine.assembler import merge
-from asyncengine.engine.inbox import Inbox
-from asyncengine.engine.mailbox import Mailbox, Waiter
-from asyncengine.engine.peers import PeerPrefixes
+from asyncengine.assembly.relay import Outbox
+from asyncengine.assembly.served_model import ServedModel
 from asyncengine.engine.tasks import Tasks
-from asyncengine.engine.validation import PreparedRequest
-from asyncengine.engine.vectors.batch import TextBatch
 from asyncengine.errors import AdapterNotFound, EngineError, FleetError
 from asyncengine.integrations.fleet.connection import Door
-from asyncengine.integrations.fleet.messages import VERSION, Loaded, RequestOutput, Submit, Update
+from asyncengine.integrations.fleet.messages import VERSION, Loaded, Submit, Update
 from asyncengine.integrations.fleet.peers import PeerConnections
 from asyncengine.integrations.fleet.processes import packed
 from asyncengine.outputs import Chunk
-from asyncengine.request_spec import RequestSpec
+from asyncengine.request_output import RequestOutput
+from asyncengine.request_spec import Peer, RequestSpec
 from asyncengine.scheduler import Output
 from asyncengine.stats import EngineStats
 
@@ -40,72 +37,11 @@ STATS_SECONDS = 0.1
 """Seconds between two times that it sends its statistics while it works; making them takes milliseconds."""
 
 
-class OutboxMailbox(Mailbox):
-    """A request's mailbox that puts itself into the outbox when it has something new."""
-
-    __slots__ = ("_begun", "_noted", "_outbox", "key")
-
-    def __init__(self, key: int, outbox: Outbox) -> None:
-        super().__init__()
-        self.key = key
-        self._outbox = outbox
-        self._noted = self._begun = False
-
-    def put(self, chunk: Chunk) -> Waiter | None:
-        super().put(chunk)
-        if not self._noted:
-            self._noted = True
-            self._outbox.post(self)
-        return None
-
-    def take_output(self) -> RequestOutput:
-        """Everything new."""
-        self._noted = False
-        output = RequestOutput(self.key, merge(self.take()), predicted=self.predicted, cause=self.cause)
-        output = output._replace(routed_experts=self.routed_experts)
-        self.predicted, self.routed_experts = (0, 0), []
-        if self._begun or self.started_at is None:
-            return output
-        self._begun = True
-        at = self.started_at if self.first_token_at is None else self.first_token_at
-        return output._replace(
-            computing=at - self.started_at, cached_tokens=self.cached_tokens, restored_tokens=self.restored_tokens,
-            prompt_logprobs=self.prompt_logprobs,
-        )  # fmt: skip
-
-
-class OutboxTexts(TextBatch):
-    """Texts of one request, which go into the outbox together when the last of them has ended."""
-
-    __slots__ = ("_outbox", "key")
-
-    def __init__(self, key: int, specs: Sequence[RequestSpec], outbox: Outbox) -> None:
-        super().__init__(specs)
-        self.key = key
-        self._outbox = outbox
-
-    def put(self, output: Output) -> Waiter | None:
-        super().put(output)
-        if not self.tickets:
-            vectors = None
-            if self.fault is None:
-                import numpy as np
-
-                vectors = np.stack([vector for vector in self.vectors if vector is not None])
-            self._outbox.post(
-                RequestOutput(self.key, cached_tokens=self.cached_tokens, vectors=vectors, fault=self.fault)
-            )
-        return None
-
-
-Outbox = Inbox[OutboxMailbox | RequestOutput]
-
-
 class Replica:
     """One engine, and its connection to the fleet. All of it runs on one event loop."""
 
     def __init__(self) -> None:
-        self.outbox: Outbox = Inbox()
+        self.outbox = Outbox()
         self._engine: AsyncEngine | None = None
         self._stopped = False
         self.tasks = Tasks()
@@ -145,18 +81,20 @@ class Replica:
         kv = engine.core.loop.scheduler.kv
         kv.keep_log(kv.pool.capacity)
         self._engine = engine
-        return Loaded(engine.info, engine.core.tokenizer, engine.adapters(), engine.core.vector_model)
+        return Loaded(ServedModel.of(engine.core), engine.adapters())
 
     async def share(self, address: str) -> tuple[str, bytes]:
         """Let other replicas ask this one for prefixes, and this one others: returns the URL at which it listens, and
         its public key. Raises `OSError` without pyzmq or a port, `EngineError` where prefixes cannot be shared."""
-        core = self.engine.core
-        identity, memory = await asyncio.to_thread(core.prefixes.copied)
+        answer = await self.engine.core.prefixes.share(self._ask)
         self._peers = peers = PeerConnections(address)
-        prefixes = PeerPrefixes(core.loop.scheduler.kv, identity, memory, core.loop.clock, peers.call)
-        core.loop.sources.add(prefixes)
-        self.tasks.start(peers.serve(prefixes.answer))
+        self.tasks.start(peers.serve(answer))
         return peers.url, peers.public_key
+
+    async def _ask(self, peer: Peer, question: bytes) -> bytes:
+        if self._peers is None:
+            raise ConnectionError("there is no port")
+        return await self._peers.call(peer, question)
 
     async def admit(self, keys: list[bytes]) -> None:
         """Admit the replicas of these public keys, and no others."""
@@ -232,15 +170,7 @@ class Replica:
         core.client.check_open()
         self._check_adapter(first, submit.digest)
         specs = [_rebase(spec, core.loop.clock.now(), submit.sent_at) for spec in submit.specs]
-        if first.pooled is not None:
-            texts = OutboxTexts(submit.key, specs, self.outbox)
-            core.loop.queue_limit.enter(texts.samples, texts.num_tokens)
-            core.client.post(texts)
-            return
-        mailbox = OutboxMailbox(submit.key, self.outbox)
-        request = PreparedRequest(tuple(core.validator.reopen(spec, mailbox) for spec in specs), mailbox)
-        core.loop.queue_limit.enter(request.samples, request.num_tokens)
-        core.post(request)
+        self.outbox.submit(core, submit.key, specs)
 
     def _check_adapter(self, spec: RequestSpec, digest: str) -> None:
         """Raise `AdapterNotFound` if the adapter's name means something else by now, or nothing yet."""
@@ -253,8 +183,7 @@ class Replica:
 
     def _update(self) -> Update:
         loop, now = self.engine.core.loop, asyncio.get_running_loop().time()
-        items = self.outbox.take()
-        outputs = [item if isinstance(item, RequestOutput) else item.take_output() for item in items]
+        outputs = self.outbox.take_outputs()
         update = Update(outputs, loop.scheduler.kv.news() or None)
         self._changed = self._changed or bool(outputs)
         if now >= self._stats_at + (STATS_SECONDS if self._changed else ALIVE_SECONDS * 0.9):

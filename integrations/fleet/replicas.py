@@ -68,8 +68,8 @@ class ReplicaManager:
     """Starts, replaces and ends the replicas of one fleet."""
 
     def __init__(
-        self, cluster: Cluster[Any], model: str, config: EngineConfig, settings: FleetConfig, dispatcher: Dispatcher,
-        first: Sequence[tuple[Process, Loaded]],
+        self, cluster: Cluster[Any], model: str, config: EngineConfig, settings: FleetConfig,
+        first: Sequence[tuple[Process, Loaded]], dispatcher: Dispatcher,
     ) -> None:  # fmt: skip
         """`config`: of each replica's engine. `first`: replicas that `start_replicas` has started."""
         self.cluster = cluster

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from asyncengine.engine.delivery import OutputStream
-from asyncengine.engine.vectors.batch import TextBatch
+from asyncengine.assembly.relay import RelayedRequest, RelayLoop
+from asyncengine.cache_news import page_hashes
 from asyncengine.integrations.fleet.messages import Command, Submit
 from asyncengine.integrations.fleet.processes import Process
 from asyncengine.integrations.placement.routing import Route, RouteRequest
-from asyncengine.kvcache.cache_log import page_hashes
 from asyncengine.request_spec import Peer, RequestSpec
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.stats import EngineStats
@@ -30,54 +30,31 @@ class Prefill:
     request: FleetRequest
 
 
-@dataclass(slots=True, eq=False)
-class FleetRequest:
-    """A request under way: samples of one prompt (`streams`), or texts whose vectors are awaited together (`texts`).
+class FleetRequest(RelayedRequest):
+    """A request under way. Either kind can be computed anew where its replica is lost: samples go on behind the tokens
+    they have, texts begin again."""
 
-    Either can be computed anew where its replica is lost: samples go on behind the tokens they have, texts begin again.
-    """
+    def __init__(
+        self, loop: RelayLoop, specs: Sequence[RequestSpec], digest: str, resumes: bool,
+        forget: Callable[[FleetRequest], None],
+    ) -> None:  # fmt: skip
+        super().__init__(loop, specs, keep_tokens=resumes)
+        self.digest = digest
+        """Digest of the adapter that it was promised; "" for none."""
+        self._forget = forget
+        self.route: Route | None = None
+        """Replica that computes it; None while it waits for one."""
+        self.prefill: Prefill | None = None
+        """Its prompt is computed elsewhere first: its own replica does not know of it yet."""
+        self.prefilled_by = ""
+        """Replica that has computed its prompt, until it is known how much of it was pulled from there."""
+        self.resumed = 0
+        """Number of times it was sent elsewhere after its replica was lost."""
+        self.left: set[int] = set()
+        """Tickets whose consumers have left."""
 
-    digest: str
-    """Digest of the adapter that it was promised; "" for none."""
-    streams: dict[int, OutputStream] = field(default_factory=dict)
-    """Streams of the samples that have not ended, by sample index."""
-    texts: TextBatch | None = None
-    key: int = field(init=False)
-    samples: int = field(init=False)
-    num_tokens: int = field(init=False)
-    """Prompt tokens of all samples: with `samples`, its places in the queue."""
-    route: Route | None = None
-    """Replica that computes it; None while it waits for one."""
-    prefill: Prefill | None = None
-    """Its prompt is computed elsewhere first: its own replica does not know of it yet."""
-    prefilled_by: str = ""
-    """Replica that has computed its prompt, until it is known how much of it was pulled from there."""
-    begun: bool = False
-    """True when it has left the queue: with its first token, or its end."""
-    resumed: int = 0
-    """Number of times it was sent elsewhere after its replica was lost."""
-    left: set[int] = field(default_factory=set)
-    """Tickets whose consumers have left."""
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    """Output so far by sample index, where the fleet resumes."""
-    steered: set[int] = field(default_factory=set)
-    """Indices of samples whose output is not all the model's own."""
-
-    def __post_init__(self) -> None:
-        self.key = self.spec.ticket
-        self.samples = len(self.specs)
-        self.num_tokens = sum(spec.prompt_len for spec in self.specs)
-
-    @property
-    def specs(self) -> list[RequestSpec]:
-        """Specifications of the samples that have not ended, or of all texts."""
-        if self.texts is not None:
-            return list(self.texts.specs)
-        return [stream.spec for stream in self.streams.values()]
-
-    @property
-    def spec(self) -> RequestSpec:
-        return self.specs[0]
+    def ended(self) -> None:
+        self._forget(self)
 
     def to_route(self, page_size: int) -> RouteRequest:
         """Its prompt's pages, adapter and load, for the router. Texts have no beginning in common."""

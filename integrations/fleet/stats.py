@@ -46,14 +46,11 @@ def fleet_stats(dispatcher: Dispatcher, started_at: float) -> FleetStats:
     each = {replica.name: stats for replica in list(dispatcher.replicas.values()) if (stats := replica.stats)}
     running = [request.begun for request in list(dispatcher.requests.values())]
     requests = {"waiting": running.count(False), "running": sum(running), "grammar_queue": 0, "adapter_queue": 0}
-    meter, none = dispatcher.meter, Summary.of(())
-    finished = dict(meter.finished)
-    if dispatcher.queue_limit.expired:
-        finished["timeout"] = finished.get("timeout", 0) + dispatcher.queue_limit.expired
+    meter, none = dispatcher.loop.meter, Summary.of(())
     zeros: dict[str, Any] = {item.name: 0 for item in fields(EngineStats) if item.type == "int"}
     own = EngineStats(
         requests=requests,
-        finished=finished,
+        finished=dispatcher.loop.finished(),
         pages=PageCounts(),
         first_token=Summary.of(list(meter.first_token)),
         inter_token=Summary.of(list(meter.inter_token)),

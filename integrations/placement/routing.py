@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Annotated, Literal, TypeVar, get_args
 
+from asyncengine.cache_news import CacheNews
 from asyncengine.checks import Settings, as_choice, number_in
 from asyncengine.errors import InvalidParameter
-from asyncengine.kvcache.cache_log import CacheNews
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ MANY_SESSIONS = 65536
 class PrefixIndex:
     """Pages by replica: those that its cache said it has, and those that requests on their way will leave there.
 
-    A page's hash covers everything before it (`kvcache.cache_log`), so the table stands for one trie of pages per
+    A page's hash covers everything before it (`cache_news`), so the table stands for one trie of pages per
     replica: a prompt's cached prefix ends at the first of its hashes that the replica does not have. Replicas are bits
     of an integer, so that one walk along the prompt answers for all. Expected pages are counted: without them a burst
     of equal prompts would be spread over all replicas before the first page is published.

@@ -148,10 +148,10 @@ class LocalCluster(Cluster[LocalProcess]):
         dispatcher = fleet.core.fleet.dispatcher  # type: ignore[attr-defined]
 
         def holds() -> bool:  # its loop is another thread's: one after the other goes
-            stats, delivery = fleet.stats(), dispatcher.delivery
+            stats, loop = fleet.stats(), dispatcher.loop
             return any((
-                *stats.requests.values(), *stats.loads.values(), dispatcher.by_ticket, dispatcher.waiting,
-                delivery.streams, dispatcher.router.index.expected, dispatcher.queue_limit.waiting,
+                *stats.requests.values(), *stats.loads.values(), loop.by_ticket, dispatcher.waiting,
+                loop.delivery.streams, dispatcher.router.index.expected, loop.queue_limit.waiting,
             ))  # fmt: skip
 
         await until(lambda: not holds(), "a fleet without requests")

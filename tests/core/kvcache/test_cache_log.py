@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from asyncengine.cache_news import CacheNews, page_hashes
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache import KVCache
-from asyncengine.kvcache.cache_log import CacheNews, page_hashes
 
 SPACES = (("", ""), ("adapter", ""), ("", "salt"))
 

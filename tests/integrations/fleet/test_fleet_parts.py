@@ -14,13 +14,12 @@ from support.fake_engine import Steps
 from support.local_fleet import LocalCluster, local_fleet, start_local_fleet
 
 from asyncengine import EngineConfig, errors
-from asyncengine.engine.inbox import Inbox
+from asyncengine.assembly.relay import Outbox, RelayMailbox
 from asyncengine.errors import AdapterInUse, AdapterNotFound, GrammarError
 from asyncengine.integrations.cli import demo
 from asyncengine.integrations.cli.show import Show
 from asyncengine.integrations.fleet import Fleet, frontend
 from asyncengine.integrations.fleet.adapters import FleetAdapters
-from asyncengine.integrations.fleet.replica import OutboxMailbox
 from asyncengine.integrations.fleet.stats import sum_stats
 from asyncengine.kvcache import PageCounts, StateCounts, StoreCounts
 from asyncengine.lora.naming import AdapterInfo
@@ -128,8 +127,8 @@ def test_errors_travel_as_what_they_are(kind: type[errors.EngineError]) -> None:
 
 
 def test_an_update_merges_what_waits() -> None:
-    outbox: Inbox[Any] = Inbox()
-    mailbox = OutboxMailbox(7, outbox)
+    outbox = Outbox()
+    mailbox = RelayMailbox(7, outbox)
     for count in range(1000):
         mailbox.put(Chunk(f"{count},", [count]))
     mailbox.put(Chunk("b", [1], "stop", 1))
@@ -210,7 +209,7 @@ async def test_replicas_of_different_models_are_refused(monkeypatch: pytest.Monk
         made.append(cluster)
         assert arguments[1].images == "off"  # they are sent text alone
         first, second = await start(cluster, *arguments)
-        object.__setattr__(second[1].info, "vocab_size", 17)
+        object.__setattr__(second[1].model.info, "vocab_size", 17)
         return [first, second]
 
     monkeypatch.setattr(frontend, "start_replicas", start_two)

@@ -16,11 +16,11 @@ from support.fake_engine import PATIENCE, until
 from support.local_fleet import ENGINE, local_fleet
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
+from asyncengine.cache_news import CacheNews
 from asyncengine.engine import peers, prefix_store
 from asyncengine.integrations.fleet.peers import PeerConnections
 from asyncengine.integrations.fleet.replica import Replica
 from asyncengine.integrations.placement.routing import Route, Router, RouteRequest
-from asyncengine.kvcache.cache_log import CacheNews
 from asyncengine.request_spec import Peer
 
 pytest.importorskip("zmq", reason='needs pyzmq: pip install "asyncengine[cluster]"')

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from asyncengine.cache_news import CacheNews
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.placement.routing import PrefixIndex, Route, Router, RouteRequest, RoutingWeights
-from asyncengine.kvcache.cache_log import CacheNews
 from benchmarks.routing import Traffic, simulate
 
 

@@ -1,0 +1,48 @@
+"""A loaded model as requests are checked and written with it, wherever it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+from asyncengine.assembly.grammars import make_grammars, make_planner
+from asyncengine.config import EngineConfig
+from asyncengine.engine.frontend import Frontend
+from asyncengine.engine.serving_loop import ServingLoop
+from asyncengine.engine.validation import RequestValidator
+from asyncengine.engine.vectors.service import VectorModel
+from asyncengine.info import ModelInfo
+from asyncengine.seams import AdapterStore, GrammarCompiler
+from asyncengine.text.tokenizer import TextTokenizer
+
+F = TypeVar("F", bound=Frontend)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """All that a front end needs to know of a model: where it stands there need be no files of it. Can be pickled."""
+
+    info: ModelInfo
+    tokenizer: TextTokenizer | None
+    vectors: VectorModel | None = None
+    """None for a model that writes text."""
+
+    @classmethod
+    def of(cls, frontend: Frontend) -> Self:
+        """The model that an engine's front end serves."""
+        return cls(frontend.info, frontend.tokenizer, frontend.vector_model)
+
+    def open(
+        self, kind: type[F], make_loop: Callable[[GrammarCompiler | None], ServingLoop], config: EngineConfig,
+        adapters: AdapterStore,
+    ) -> F:  # fmt: skip
+        """A front end of this `kind` for a loop that has no engine of its own; `make_loop` is given the compiler of
+        grammars, which the loop closes."""
+        info = self.info
+        grammars = make_grammars(self.tokenizer, info.eos_token_ids, info.vocab_size, config)
+        planner = make_planner(self.tokenizer, grammars, config)
+        loop: Any = make_loop(grammars)  # it has all that requests need of an engine's loop
+        registry: Any = adapters
+        validator = RequestValidator(config, info, loop.clock, self.tokenizer, grammars, adapters)
+        return kind(loop, validator, self.tokenizer, info, planner, registry, vector_model=self.vectors)

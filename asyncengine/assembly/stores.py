@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import stat
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import asyncengine
 from asyncengine.config import EngineConfig
 from asyncengine.engine.prefix_store import PrefixStore
 from asyncengine.errors import InvalidParameter
@@ -22,7 +19,6 @@ from asyncengine.kvcache.store.record import Identity, fingerprint_of
 from asyncengine.kvcache.store.segments import SegmentStore
 
 if TYPE_CHECKING:
-    from asyncengine.execution.models.formats import CheckpointSource
     from asyncengine.execution.models.loading import LoadedModel
     from asyncengine.execution.runner.model_runner import ModelRunner
 
@@ -33,7 +29,7 @@ def open_prefix_store(
     config: EngineConfig, loaded: LoadedModel, runner: ModelRunner, identify: Callable[[], Identity] | None,
     undo: ExitStack,
 ) -> PrefixStore | None:  # fmt: skip
-    """The store that `config` asks for, which `undo` closes; None: it asks for none. `identify`: see `identity_of`;
+    """The store that `config` asks for, which `undo` closes; None: it asks for none. `identify`: see `Prefixes`;
     None where pages cannot be copied. Raises `InvalidParameter` naming `kv_cache_dir` for a folder that cannot be one.
     """
     if config.kv_cache_dir is None:
@@ -80,59 +76,3 @@ def make_folder(folder: Path) -> Path:
     if found.st_uid not in (os.geteuid(), 0) or (found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX):
         raise InvalidParameter("kv_cache_dir", "must be a folder that only this user can write", str(folder))
     return folder
-
-
-def identity_of(
-    config: EngineConfig, checkpoint: CheckpointSource, loaded: LoadedModel, runner: ModelRunner
-) -> Callable[[], Identity] | None:
-    """Function that gives all that a page's bytes depend on beside its tokens and its adapter: weights, their forms and
-    types, the layout of pages, rotary and other settings of the model, code, libraries and the CPU. The first call
-    takes seconds for gigabytes of weights, whose files it reads; it raises `InvalidParameter` where they are not the
-    ones that were loaded any more. Nothing of the model is held. None: pages cannot be copied, since they are a GPU's,
-    or each rank's own."""
-    from asyncengine.execution.models.identity import (
-        digest_of,
-        digest_of_code,
-        machine,
-        stamp_of,
-        versions,
-        weights_digest,
-    )
-
-    if loaded.device.type != "cpu" or (runner.ranks is not None and not runner.ranks.gather.exact):
-        return None
-    longest = config.max_model_len if _follows_length(checkpoint.config) else None
-    forms = sorted(form for form in loaded.fused if not form.startswith("recorded_layers"))  # which has the same bits
-    parts = {
-        "model configuration": digest_of([checkpoint.config, longest]),
-        "dtype": str(loaded.dtype).removeprefix("torch."),
-        "page size": str(config.page_size),
-        "quantization": f"{config.quantization} {config.load_format}",
-        "kernels": digest_of([config.fuse, forms, sorted(loaded.stored.items()), loaded.unsteady]),
-        "LoRA settings": f"{config.max_loras} {config.max_lora_rank}",
-        "page layout": runner.page_memory().layout,
-    }
-    files, steady = checkpoint.files, loaded.unsteady is None
-    stamps = [stamp_of(file) for file in files]
-
-    @cache
-    def identify() -> Identity:
-        weights = weights_digest(files, None if config.kv_cache_dir is None else folder_of(config.kv_cache_dir))
-        if [stamp_of(file) for file in files] != stamps:
-            raise InvalidParameter("model", "has other files than when it was loaded: its weights have no digest")
-        return {
-            "model weights": weights,
-            **parts,
-            "version": asyncengine.__version__,
-            "code": digest_of_code(),
-            "libraries": " ".join(versions()),
-            "CPU, or threads": digest_of(machine(steady=steady)),
-        }
-
-    return identify
-
-
-def _follows_length(model_config: dict[str, Any]) -> bool:
-    """Whether the model's rotary frequencies follow `max_model_len` (docs/contract.md, 5)."""
-    said = json.dumps(model_config, default=str)
-    return "longrope" in said or "dynamic" in said

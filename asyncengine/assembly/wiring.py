@@ -17,7 +17,7 @@ from asyncengine.assembly.grammars import make_grammars, make_planner
 from asyncengine.assembly.images import NO_IMAGES, LoadedImages, load_images
 from asyncengine.assembly.info import info_of
 from asyncengine.assembly.ranks import spread, start_ranks
-from asyncengine.assembly.stores import identity_of, open_prefix_store
+from asyncengine.assembly.stores import folder_of, open_prefix_store
 from asyncengine.assembly.vectors import (
     described,
     encoder_pooler,
@@ -80,20 +80,9 @@ def divide_memory(
     Blocking: configurations and headers of files are read, no weights. Raises `InvalidParameter` for a budget that is
     too small, and what reading the files raises.
     """
-    from asyncengine.execution.models.memory.needs import claim_of, read_needs, share_memory
+    from asyncengine.execution.models.memory.needs import divide
 
-    claims = [
-        claim_of(name, read_needs(resolve_model(model), config), config) for name, (model, config) in setups.items()
-    ]
-    if in_turns and sum(claim.fixed + claim.least for claim in claims) > budget:
-        part = budget // len(claims)
-        shares = [share_memory(min(max(part, one.fixed + one.least), budget), [one])[0] for one in claims]
-    else:
-        shares = share_memory(budget, claims)
-    return {
-        one.name: (setups[one.name][1].replace(**one.settings(share)), one.fixed + share)
-        for one, share in zip(claims, shares, strict=True)
-    }
+    return divide(budget, {name: (resolve_model(model), config) for name, (model, config) in setups.items()}, in_turns)
 
 
 def needed_memory(model: str | os.PathLike[str], config: EngineConfig, device: str) -> tuple[int, int]:
@@ -211,7 +200,7 @@ def _load_frontend(
             kept=ahead.kept, left=ahead.left, images=images.store, ranks=ranks,
         )  # fmt: skip
         progress.say_compiled()
-        identify = identity_of(config, checkpoint, loaded, runner)
+        identify = _identify(config, checkpoint, loaded, runner)
         frontend = _assemble(
             path, loaded, tokenizer, runner, config, adapters=adapters, grammars=grammars, planner=planner,
             vectors=vectors, images=images, identify=identify,
@@ -239,6 +228,18 @@ def _load_encoder_frontend(
     runner = build_encoder_runner(loaded, pooler, cores, progress, scores=not pooling.modes)
     progress.say_compiled()
     return _assemble(path, loaded, tokenizer, runner, config, vectors=vectors)
+
+
+def _identify(
+    config: EngineConfig, checkpoint: CheckpointSource, loaded: LoadedModel, runner: ModelRunner
+) -> Callable[[], Identity] | None:
+    """See `identity_of`; None: pages cannot be copied, since they are a GPU's, or each rank's own."""
+    from asyncengine.execution.models.identity import identity_of
+
+    if loaded.device.type != "cpu" or (runner.ranks is not None and not runner.ranks.gather.exact):
+        return None
+    folder = None if config.kv_cache_dir is None else folder_of(config.kv_cache_dir)
+    return identity_of(config, checkpoint, loaded, runner.page_memory().layout, folder)
 
 
 def _await_kernels(ahead: CompileAhead, progress: LoadProgress) -> None:

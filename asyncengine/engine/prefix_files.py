@@ -45,7 +45,7 @@ class Prefixes:
     def __init__(
         self, loop: EngineLoop, identify: Callable[[], Identity] | None, memory: Callable[[], PageMemory] | None
     ) -> None:
-        """`identify`: see `store_wiring.identity_of`; None, like no `memory`: pages cannot be copied."""
+        """`identify`: see `execution.models.identity`; None, like no `memory`: pages cannot be copied."""
         self._loop = loop
         self._identify = identify
         self._memory = memory

@@ -30,7 +30,7 @@ SHARED = ("asyncengine.errors", "asyncengine.checks", "asyncengine.seams")
 CEILINGS = {
     "core knows execution": 0,
     "execution knows core": 0,
-    "assembly knows execution": 45,
+    "assembly knows execution": 39,
     "all know kernels": 107,
     "the fleet knows core": 8,
     "integrations know deep names": 13,

@@ -8,13 +8,21 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import asyncengine
+from asyncengine.config import EngineConfig
+from asyncengine.errors import InvalidParameter
 from asyncengine.files import written_whole
+
+if TYPE_CHECKING:
+    from asyncengine.execution.models.formats import CheckpointSource
+    from asyncengine.execution.models.loading import LoadedModel
 
 logger = logging.getLogger("asyncengine")
 
@@ -113,3 +121,47 @@ def _features() -> Iterator[str]:
     import torch
 
     yield torch.backends.cpu.get_cpu_capability()
+
+
+def identity_of(
+    config: EngineConfig, checkpoint: CheckpointSource, loaded: LoadedModel, layout: str, folder: Path | None
+) -> Callable[[], Mapping[str, str]]:
+    """Function that gives all that a page's bytes depend on beside its tokens and its adapter: weights, their forms and
+    types, the `layout` of pages, rotary and other settings of the model, code, libraries and the CPU. The first call
+    takes seconds for gigabytes of weights, whose files it reads, but for those whose digests are known in `folder`; it
+    raises `InvalidParameter` where they are not the ones that were loaded any more. Nothing of the model is held."""
+    longest = config.max_model_len if _follows_length(checkpoint.config) else None
+    forms = sorted(form for form in loaded.fused if not form.startswith("recorded_layers"))  # which has the same bits
+    parts = {
+        "model configuration": digest_of([checkpoint.config, longest]),
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "page size": str(config.page_size),
+        "quantization": f"{config.quantization} {config.load_format}",
+        "kernels": digest_of([config.fuse, forms, sorted(loaded.stored.items()), loaded.unsteady]),
+        "LoRA settings": f"{config.max_loras} {config.max_lora_rank}",
+        "page layout": layout,
+    }
+    files, steady = checkpoint.files, loaded.unsteady is None
+    stamps = [stamp_of(file) for file in files]
+
+    @cache
+    def identify() -> Mapping[str, str]:
+        weights = weights_digest(files, folder)
+        if [stamp_of(file) for file in files] != stamps:
+            raise InvalidParameter("model", "has other files than when it was loaded: its weights have no digest")
+        return {
+            "model weights": weights,
+            **parts,
+            "version": asyncengine.__version__,
+            "code": digest_of_code(),
+            "libraries": " ".join(versions()),
+            "CPU, or threads": digest_of(machine(steady=steady)),
+        }
+
+    return identify
+
+
+def _follows_length(model_config: dict[str, Any]) -> bool:
+    """Whether the model's rotary frequencies follow `max_model_len` (docs/contract.md, 5)."""
+    said = json.dumps(model_config, default=str)
+    return "longrope" in said or "dynamic" in said

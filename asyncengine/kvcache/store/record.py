@@ -12,7 +12,7 @@ The **digest** of a page is the SHA-256 of its parent's digest and its own token
 `root_digest`, of a fingerprint and a namespace. So a digest stands for a model, an adapter and all tokens up to there,
 and the digest that is computed from a prompt's own tokens finds only what was computed for the same ones. A state has
 the digest of the page whose last token it has taken in. The **fingerprint** is everything else that the numbers depend
-on, by name (`Identity`; `assembly.stores`).
+on, by name (`Identity`; `execution.models.identity`).
 """
 
 from __future__ import annotations

@@ -373,3 +373,19 @@ def share_memory(budget: int, claims: Sequence[MemoryClaim]) -> list[int]:
 
 def _mib(count: int) -> str:
     return f"{-(-count // 2**20)} MiB"
+
+
+def divide(
+    budget: int, setups: Mapping[str, tuple[str, EngineConfig]], in_turns: bool
+) -> dict[str, tuple[EngineConfig, int]]:
+    """The same models with their shares of `budget` bytes (`assembly.wiring.divide_memory`)."""
+    claims = [claim_of(name, read_needs(path, config), config) for name, (path, config) in setups.items()]
+    if in_turns and sum(claim.fixed + claim.least for claim in claims) > budget:
+        part = budget // len(claims)
+        shares = [share_memory(min(max(part, one.fixed + one.least), budget), [one])[0] for one in claims]
+    else:
+        shares = share_memory(budget, claims)
+    return {
+        one.name: (setups[one.name][1].replace(**one.settings(share)), one.fixed + share)
+        for one, share in zip(claims, shares, strict=True)
+    }

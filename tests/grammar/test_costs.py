@@ -124,7 +124,7 @@ def test_a_bound_costs_what_it_says_and_no_more(vocabulary: Vocabulary) -> None:
         backend = LlguidanceBackend(vocabulary)
         properties = {**{f"p{i}": STRING for i in range(40)}, **more}
         backend.compile(Grammar.json_schema({"type": "object", "properties": properties}))
-        return len(backend.speller.ways)
+        return len(backend.speller.spellings)
 
     plain = spelled(a=STRING)
     assert spelled(a={"type": "string", "minLength": 1}) <= plain + 1

@@ -38,6 +38,13 @@ def pair(first: tuple[int, int], second: tuple[int, int]) -> bytes:
     return gguf([LLAMA], tensors, b"\0" * 256)
 
 
+def xielu(value: bytes) -> bytes:
+    """A model whose header has numbers of every layer."""
+    own = [string("general.architecture", "apertus")]
+    own += [text(part[8 : 8 + part[0]].replace(b"llama", b"apertus")) + part[8 + part[0] :] for part in SHAPE[1:]]
+    return gguf([*own, value, value.replace(b"alpha_n", b"alpha_p")], (EMBED,), b"\0" * 4096)
+
+
 BROKEN: dict[str, tuple[bytes, type[EngineError], str]] = {
     "empty": (b"", ModelNotFound, "it has 0 bytes"),
     "wrong magic": (gguf(magic=b"GGML"), ModelNotFound, "it begins with b'GGML'"),
@@ -50,37 +57,56 @@ BROKEN: dict[str, tuple[bytes, type[EngineError], str]] = {
     "arrays of arrays": (gguf([array("x", ARRAY, 1, b"\0" * 64)]), ModelNotFound, "x is an array of arrays"),
     "unknown value": (gguf([value("x", 13, b"")]), ModelNotFound, "x is of the unknown type 13"),
     "key twice": (gguf([LLAMA, LLAMA]), ModelNotFound, "the key 'general.architecture' twice"),
+    "key of bytes": (gguf([string(b"\xff\xfe", "x")]), ModelNotFound, "a key that is not UTF-8"),
     "value of bytes": (gguf([string("general.architecture", b"\xff")]), ModelNotFound, "architecture is not UTF-8"),
     "alignment 24": (gguf([whole("general.alignment", 24)]), ModelNotFound, "general.alignment is 24"),
+    "alignment 2**31": (gguf([whole("general.alignment", 2**31)]), ModelNotFound, "alignment is 2147483648"),
+    "alignment of text": (gguf([string("general.alignment", "32")]), ModelNotFound, "alignment is '32'"),
     "tensor twice": (pair((8, 0), (8, 32)).replace(b"b", b"a"), ModelNotFound, "the tensor 'a' twice"),
+    "no dimensions": (gguf([LLAMA], [place("a", (), 0, 0)], b"\0" * 64), ModelNotFound, "has 0 dimensions"),
     "2**31 dimensions": (
         gguf([LLAMA], [text("a") + struct.pack("<I", 2**31) + b"\0" * 64]), ModelNotFound, "has 2147483648 dimensions"
     ),
+    "size 0": (gguf([LLAMA], [place("a", (0, 4), 0, 0)], b"\0" * 64), ModelNotFound, "impossible shape"),
     "sizes overflow": (gguf([LLAMA], [place("a", (2**32, 2**32), 0, 0)]), ModelNotFound, "impossible shape"),
     "truncated": (gguf([LLAMA], [place("a", (64,), 0, 0)], b"\0" * 255), ModelNotFound, "it is truncated"),
     "misaligned": (pair((8, 0), (8, 40)), ModelNotFound, "b begins at 40, no multiple of the alignment 32"),
     "overlapping": (pair((16, 0), (8, 32)), ModelNotFound, "b begins at 32, within or before"),
     "unknown type": (gguf([LLAMA], [place("a", (1,), 999, 0)], b"\0" * 64), ModelNotFound, "the unknown type 999"),
+    "type that is gone": (gguf([LLAMA], [place("a", (32,), 5, 0)], b"\0" * 64), ModelNotFound, "Q4_3, which llama.cpp"),
     "part of a block": (gguf([LLAMA], [place("a", (33,), 8, 0)], b"\0" * 64), ModelNotFound, "blocks of 32"),
     "nothing": (gguf(), ModelNotFound, "names no general.architecture"),
+    "architecture of a number": (gguf([whole("general.architecture", 1)]), ModelNotFound, "names no general.arch"),
+    "architecture of megabytes": (
+        gguf([string("general.architecture", "a" * 2**20)]),
+        UnsupportedModel, r"\.\. is not",
+    ),
     "unknown architecture": (
         gguf([string("general.architecture", "mamba")], [EMBED], b"\0" * BYTES), UnsupportedModel,
         "'mamba' is not read. Read are llama, mistral3",
     ),
     "projector": (gguf([string("general.architecture", "clip")]), UnsupportedModel, "image part of a model"),
     "adapter": (gguf([LLAMA, string("general.type", "adapter")]), UnsupportedModel, "LoRA adapter in GGUF"),
+    "old imatrix": (gguf([LLAMA, whole("imatrix.chunk_count", 1)]), UnsupportedModel, "importance matrix"),
     "embedder": (gguf([string("general.architecture", "bert")]), UnsupportedModel, "embedding model"),
+    "tokenizer alone": (gguf([LLAMA]), ModelNotFound, "a tokenizer alone"),
     "heads of text": (
         gguf([*SHAPE[:4], string("llama.attention.head_count", "2")], [EMBED], b"\0" * BYTES), ModelNotFound,
         "llama.attention.head_count must be a whole number",
     ),
+    "as many layers as fit": (
+        gguf([*SHAPE[:1], whole("llama.block_count", 2**32 - 1), *SHAPE[2:]], [EMBED], b"\0" * BYTES), ModelNotFound,
+        "num_hidden_layers must be between",
+    ),
     "a million layers": (
         model(array("llama.attention.head_count_kv", U32, 10**6, b"\1" * 4 * 10**6)), ModelNotFound, "1000000 values"
     ),
+    "half of a head rotated": (model(whole("llama.rope.dimension_count", 8)), UnsupportedModel, "rotated in part"),
     "more than a head rotated": (model(whole("llama.rope.dimension_count", 80)), ModelNotFound, "_count is 80"),
     "infinite base": (
         model(value("llama.rope.freq_base", F32, struct.pack("<f", float("inf")))), ModelNotFound, "a finite number"
     ),
+    "xielu of text": (xielu(string("xielu.alpha_n", "x")), ModelNotFound, "xielu.alpha_. must have a finite number"),
     "tensor of another family": (
         model(tensors=(EMBED, place("blk.0.ssm_in.weight", (8,), 0, 512))), ModelNotFound,
         "llama does not have: blk.0.ssm_in.weight",

@@ -13,6 +13,7 @@ from support.gguf_models import make_model
 from support.long import by_turns
 from support.tiny_configs import changed
 
+from asyncengine.errors import ModelNotFound
 from asyncengine.execution.models.formats.gguf.model import GgufModel
 from asyncengine.execution.models.formats.gguf.tensors import BlockMatrix
 
@@ -131,3 +132,22 @@ def test_lfm2_as_ollama_makes_it(tmp_path: Path) -> None:
     model = GgufModel(tmp_path / "m.gguf")
     check_tensors(model, written)
     assert model.config["intermediate_size"] == config.intermediate_size
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "message"),
+    [
+        ("qwen3.5", "ssm.time_step_rank", 0, "states of 0 heads"),
+        ("qwen3.5", "ssm.group_count", 3, "16 heads in 256 numbers, and 3 groups"),
+        ("qwen3.5", "ssm.inner_size", 2**31, "heads in 2147483648 numbers"),
+        ("qwen3.5", "attention.recurrent_layers", [True], "must have a number for each layer"),
+        ("lfm2", "attention.head_count_kv", 2, "must say which layers attend"),
+        ("mamba2", "embedding_length", 48, "must be a multiple of .embedding_length"),
+        ("kimi-linear", "kda.head_dim", 2**31, "states of 2147483648 numbers"),
+    ],
+)
+def test_headers_that_lie(name: str, key: str, value: Any, message: str, tmp_path: Path) -> None:
+    """Wrong values are refused by name, and before memory is taken for what they say."""
+    write(name, tmp_path, lambda writer: put_value(writer, key, value))
+    with pytest.raises(ModelNotFound, match=message):
+        GgufModel(tmp_path / "m.gguf")

@@ -154,8 +154,9 @@ Keywords of `chat` and `stream_chat` beside those above.
 
 ## Sampling parameters
 
-Fields of `SamplingParams`; in LangChain and LlamaIndex they are fields of the model, and keywords of a call. `n`,
-`logprobs`, `top_logprobs` and `on_budget` are flags of `asyncengine generate` only, the others also of `chat`.
+Fields of `SamplingParams`; in LangChain and LlamaIndex they are keywords of a call, and the usual ones fields of the
+model. `n`, `logprobs`, `top_logprobs` and `on_budget` are flags of `asyncengine generate` only, the others also of
+`chat`.
 
 {table(list(sampling.values()), "parameter")}
 """

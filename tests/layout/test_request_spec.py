@@ -1,6 +1,6 @@
 """One specification per request: the same object from validation to row, and nobody copies what stands in it.
 
-So a new option of requests, or parameter of sampling, concerns two files: the one that declares and checks it, and the
+So a new option of requests concerns two files: the one that declares and checks it, and the
 one that uses it.
 """
 

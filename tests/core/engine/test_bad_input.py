@@ -172,7 +172,7 @@ async def test_the_longest_request_that_fits_is_served():
         ({"request_timeout": NAN}, "request_timeout"),
         ({"step_hard_limit": 0}, "step_hard_limit"),
         ({"policy": "best"}, "policy"),
-        ({"eviction": "mru"}, "eviction"),
+        ({"eviction": "none-such"}, "eviction"),
         ({"when_full": "panic"}, "when_full"),
         ({"kv_cache_memory": "2 apples"}, "kv_cache_memory"),
         ({"trust_remote_code": "false"}, "trust_remote_code"),

@@ -91,7 +91,7 @@ def test_priority_evicts_the_least_important_first_then_lru():
     assert radix.evict(3) == [12, 11, 10]
 
 
-@pytest.mark.parametrize("strategy", ["lru", "lfu", "fifo", "priority"])
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
 def test_the_eviction_heap_stays_bounded_under_reuse_and_drops(strategy: str):
     radix = tree(strategy)
     insert(radix, [1, 2], [10])
@@ -105,7 +105,7 @@ def test_the_eviction_heap_stays_bounded_under_reuse_and_drops(strategy: str):
         assert len(radix._heap) <= 2 * radix.num_pages + 72
 
 
-@pytest.mark.parametrize("strategy", ["lru", "lfu", "fifo", "priority"])
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
 def test_a_random_tree_evicts_every_unlocked_page_and_no_locked_one(strategy: str):
     rng = random.Random(5)
     for _ in range(30):

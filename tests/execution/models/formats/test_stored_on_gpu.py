@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from asyncengine.config import EngineConfig
 from asyncengine.execution.layers import experts, options, stored_weight
 from asyncengine.execution.layers.stored_weight import ChunkedWeight
-from asyncengine.execution.models import reading
+from asyncengine.execution.models import description
 from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.models.memory import needs
 
@@ -32,7 +32,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (stored_weight, options):
         monkeypatch.setattr(module, "on_gpu", lambda device: True)
-    for module in (stored_weight, needs, reading):
+    for module in (stored_weight, needs, description):
         monkeypatch.setattr(module, "stored_missing", lambda dtype, device: None)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("numba")
 
-from asyncengine.kernels.cpu.attention_softmax import FEW, softmax
+from asyncengine.kernels.cpu.attention_softmax import FEW, softcap, softmax
 from asyncengine.kernels.cpu.attention_tiles import BLOCK, FLOOR
 from asyncengine.kernels.cpu.jit import serial_in_order
 
@@ -20,6 +20,11 @@ Floats = npt.NDArray[np.float32]
 @serial_in_order
 def softmax_block(there: int, scores: int, out: int, low: int, high: int, scale: Any, state: int, operand: Any) -> None:
     softmax(there, scores, out, low, high, scale, state, state + 4, state + 8, operand)
+
+
+@serial_in_order
+def softcap_block(scores: int, scale: Any, cap: Any) -> None:
+    softcap(scores, scale, cap)
 
 
 def weights(
@@ -62,3 +67,13 @@ def test_nan_stays_nan(bits: int) -> None:
     assert np.isnan(found[17])
     assert np.isnan(state[1])
     assert np.isfinite(np.delete(found, 17)).all()
+
+
+@pytest.mark.parametrize("cap", [0.7, 30.0, 50.0])
+def test_soft_cap(cap: float) -> None:
+    scores = np.linspace(-400, 400, BLOCK, dtype=np.float32)
+    scores[:8] = [0, 1e-6, -1e-3, 0.1, 0.24 * cap, 0.26 * cap, -3 * cap, 1e30]
+    found = scores.copy()
+    softcap_block(found.ctypes.data, np.float32(0.5), np.float32(cap))
+    expected = cap * np.tanh(scores.astype(np.float64) * 0.5 / cap) * np.log2(np.e)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from support.teams import team_of
 
 from asyncengine.kernels.cpu import compiler_missing
 
@@ -71,6 +72,27 @@ def test_equals_torch(inputs: int, widths: list[int], dtype: torch.dtype) -> Non
         same = (y == before).all(dim=1).tolist()
         assert same == [slot in (-1, 4) for slot in ROWS]
         assert torch.equal(y[7, widths[0] :], before[7, widths[0] :])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs", [300, 64, 7])
+def test_the_rows_of_a_prompt_get_what_each_gets_alone(inputs: int, dtype: torch.dtype) -> None:
+    """Several rows by several of a factor at once, and more of them than are taken at a time."""
+    factors, deltas = make(inputs, [256, 130, 32], dtype)
+    slots = [0] * 70 + [-1, 2, 1] + [2] * 5 + [0] * 66
+    x, y = random(len(slots), inputs, dtype=dtype), random(len(slots), 418, dtype=dtype)
+    wanted, whole = expected(x, y, slots, deltas), y.clone()
+    add_deltas(x, whole, factors, RowGroups(np.array(slots)))
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(whole, wanted, rtol=tolerance, atol=tolerance)
+    with team_of(3):
+        found = y.clone()
+        add_deltas(x, found, factors, RowGroups(np.array(slots)))
+    assert torch.equal(found, whole)
+    for row in (0, 3, 63, 64, 69, 70, 71, 72, 75, 80, len(slots) - 1):
+        alone = y[row : row + 1].clone()
+        add_deltas(x[row : row + 1], alone, factors, RowGroups(np.array(slots[row : row + 1])))
+        assert torch.equal(alone[0], whole[row])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,6 +15,8 @@ from asyncengine.kernels.cpu.norm import add_rms_norm, rms_norm
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
+SHAPES = [(1, 1, 64), (1, 3, 48), (5, 7), (2, 3, 4, 16), (1, 40, 1024), (0, 8)]
+"""The fifth is split over threads."""
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -22,6 +24,33 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     assert found.dtype == expected.dtype
     tolerance = TOLERANCE[found.dtype]
     return torch.allclose(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight = torch.randn(shape).to(dtype) * 3, torch.randn(shape[-1]).to(dtype)
+    expected = torch.nn.functional.rms_norm(x, (shape[-1],), weight, 1e-5)
+    weight = weight.float()
+    assert close(rms_norm(x, weight, 1e-5), expected)
+    assert close(rms_norm(x.transpose(0, -1).contiguous().transpose(0, -1), weight, 1e-5), expected), "strides"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scale", [1.0, 0.7])
+def test_sum_and_norm(shape: tuple[int, ...], dtype: torch.dtype, scale: float) -> None:
+    """The sum is rounded before it is normalised, and neither input is changed."""
+    residual, branch = (torch.randn(size).to(dtype) for size in (shape, shape))
+    weight = torch.randn(shape[-1])
+    before = residual.clone(), branch.clone()
+    total, normed = add_rms_norm(residual, branch, scale, weight, 1e-5)
+    assert torch.equal(residual, before[0])
+    assert torch.equal(branch, before[1])
+    assert close(total, residual + branch * scale)
+    if scale == 1.0 or dtype == torch.bfloat16:
+        assert torch.equal(total, residual + branch * scale)
+    assert torch.equal(normed, rms_norm(total, weight, 1e-5))
 
 
 def test_epsilon_counts() -> None:

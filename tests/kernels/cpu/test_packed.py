@@ -127,6 +127,16 @@ def test_ties_and_overflow_are_rounded_as_torch_rounds() -> None:
 
 
 @forms
+def test_rows_do_not_depend_on_their_neighbours(dtype: torch.dtype, result: torch.dtype) -> None:
+    x, weight, bias = random(133, 130, dtype=dtype), random(96, 130, dtype=dtype), random(96)
+    together = product(x, weight, result, bias)
+    for rows in (*range(1, 41), *MANY[:2]):
+        for first in (0, 133 - rows):
+            some = slice(first, first + rows)
+            assert torch.equal(product(x[some], weight, result, bias), together[some])
+
+
+@forms
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_rows_do_not_depend_on_threads(count: int, dtype: torch.dtype, result: torch.dtype) -> None:
     """No panel is left out where there are fewer of them than threads."""
@@ -200,7 +210,36 @@ def test_nothing_else_is_written_or_read(rows: int, dtype: torch.dtype, result: 
         assert torch.equal(given[0][1], x)
 
 
+def test_no_rows() -> None:
+    assert product(torch.empty(0, 64), random(32, 64)).shape == (0, 32)
+    assert product(torch.empty(2, 0, 64), random(32, 64)).shape == (2, 0, 32)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, HALF])
+def test_x_that_is_not_contiguous(dtype: torch.dtype) -> None:
+    weight, wide = random(64, 34, dtype=dtype), random(10, 68, dtype=dtype)
+    for x in (wide[:, :34], wide[::3, 34:], random(34, 5, dtype=dtype).T, wide.view(5, 2, 68)[..., 7:41]):
+        assert not x.is_contiguous()
+        assert torch.equal(product(x, weight), product(x.contiguous(), weight))
+        check(product(x, weight), x, weight, None)
+
+
 # ---------------------------------------------------------------- panels
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, HALF])
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_layout(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    """The layout is as the module documents it, whatever the weight's strides."""
+    weight = random(outputs, inputs, dtype=dtype)
+    step = 2 if dtype == HALF else 1
+    made = pack(weight)
+    assert made.shape == (-(-outputs // 32), inputs // step, 2, 16, step)
+    assert made.is_contiguous()
+    assert made.dtype == dtype
+    assert torch.equal(made.permute(0, 2, 3, 1, 4).reshape(-1, inputs)[:outputs], weight)
+    turned = pack(weight.T.contiguous().T)
+    assert torch.equal(turned[: outputs // 32], made[: outputs // 32])
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, HALF])
@@ -224,7 +263,81 @@ def read_back(dtype: torch.dtype) -> None:
             assert untouched(memory, 7.0)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "inputs", "fits"),
+    [(HALF, 2, True), (HALF, 3, False), (FLOAT, 3, True), (torch.float16, 64, False), (torch.int32, 64, False)],
+)
+def test_what_fits(dtype: torch.dtype, inputs: int, fits: bool) -> None:
+    assert packed.packing_fits(dtype, inputs) == fits
+
+
+@pytest.mark.parametrize(
+    ("features", "floats", "halves"),
+    [
+        ("+avx2,+fma", True, True),
+        ("+avx2", False, False),
+        ("+avx", False, False),
+        ("+fp-armv8,+neon", True, True),
+        ("+fp-armv8", False, False),
+        ("+avx2,+fma,+avx512f", True, True),
+        ("+avx2,+fma,+avx512f,+avx512bf16", True, True),
+        ("+avx2,+fma,+avx512f,+avx512bf16,+amx-bf16", True, True),
+    ],
+)
+def test_where_panels_pay(features: str, floats: bool, halves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import numba
+
+    monkeypatch.setattr(numba.config, "CPU_NAME", "generic")
+    monkeypatch.setattr(numba.config, "CPU_FEATURES", features)
+    assert packed.packing_pays(FLOAT) == floats
+    assert packed.packing_pays(HALF) == halves
+    assert not packed.packing_pays(torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("variables", "may"),
+    [
+        ({}, True),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, False),
+        ({"DNNL_MAX_CPU_ISA": "avx2"}, False),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}, True),
+        ({"ONEDNN_MAX_CPU_ISA": "ALL"}, True),
+        ({"ONEDNN_MAX_CPU_ISA": ""}, True),
+    ],
+)
+def test_onednns_own_limit_holds_for_these_kernels(variables: dict[str, str], may: bool) -> None:
+    assert vectors.may_use_matrix_unit(variables) is may
+
+
+@pytest.mark.parametrize(
+    ("machine", "has"), [("aarch64", True), ("arm64", True), ("x86_64", False), ("riscv64", False)]
+)
+def test_what_the_compiler_does_not_know_of_arm(machine: str, has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler may name no features, as on Apple's systems: 64-bit ARM has its vectors all the same."""
+    import llvmlite.binding
+    import numba
+
+    monkeypatch.setattr(vectors, "features_here", vectors.features_here.__wrapped__)
+    monkeypatch.setattr(llvmlite.binding, "get_host_cpu_features", dict)
+    monkeypatch.setattr(vectors.platform, "machine", lambda: machine)
+    for name in ("CPU_NAME", "CPU_FEATURES"):
+        monkeypatch.setattr(numba.config, name, None)
+    assert packed.packing_pays(FLOAT) is has
+    assert packed.packing_pays(HALF) is has
+    assert (packed.why_not_packed(FLOAT) is None) is has
+    assert not vectors.cpu_has("avx2")
+
+
 # ---------------------------------------------------------------- tiles
+
+
+def test_tiles_cover_every_row() -> None:
+    """No other row is covered; tiles are as few as the sizes there are allow, and the smallest that do it."""
+    for rows in range(1, 301):
+        tile, tiles = packed.tiles_for(rows)
+        covered = {min(turn * tile, rows - tile) + row for turn in range(tiles) for row in range(tile)}
+        assert covered == set(range(rows))
+        assert (tiles, tile) == min((-(-rows // size), size) for size in packed.SIZES if size <= rows)
 
 
 @pytest.mark.skipif(not vectors.UNIT, reason="no matrix unit here: the other tests run without it")

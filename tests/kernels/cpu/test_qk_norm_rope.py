@@ -18,6 +18,7 @@ from asyncengine.kernels.cpu.qk_norm_rope import _rotate_numbers, _rotate_vector
 
 SHAPES = [(64, 64), (64, 32), (48, 32), (16, 0), (128, 128), (96, 64)]
 """Dimensions, and those that are rotated: vectors do them."""
+ODD_SHAPES = [(40, 40), (24, 12), (64, 20), (6, 0)]
 EPSILON = 1e-6
 
 
@@ -51,6 +52,30 @@ def test_vectors_give_the_same_numbers(dim: int, rotary: int, dtype: torch.dtype
         assert torch.equal(by_vectors, by_numbers)
     else:  # a product and a sum may be rounded together, which of two products is the compiler's choice
         assert torch.allclose(by_vectors, by_numbers, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dim", "rotary"), SHAPES + ODD_SHAPES)
+def test_equals_torch(dim: int, rotary: int, dtype: torch.dtype, normed: bool) -> None:
+    """Results are rounded after each operation; the norm's own sum may differ in its last bit."""
+    head, weight, cos, sin = given(dim, rotary, dtype)
+    out = torch.full_like(head, 9)
+    prepare_head(
+        head.data_ptr(), out.data_ptr(), dim, weight.data_ptr() if normed else 0, np.float32(EPSILON), cos.data_ptr(),
+        sin.data_ptr(), rotary, kind_of(dtype),
+    )  # fmt: skip
+    expected = head.clone()
+    if normed:
+        expected = (head.float() * torch.rsqrt(head.float().square().mean() + EPSILON) * weight).to(dtype)
+    turned = expected[:rotary]
+    half = torch.cat((-turned[rotary // 2 :], turned[: rotary // 2]))
+    expected[:rotary] = turned * cos + half * sin
+    if normed or dtype == torch.float32:
+        tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+        assert torch.allclose(out.float(), expected.float(), rtol=tolerance, atol=tolerance)
+    else:
+        assert torch.equal(out, expected)
 
 
 def test_what_is_not_finite_shows() -> None:

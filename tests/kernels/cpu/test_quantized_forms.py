@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,8 +13,9 @@ from support.teams import team_of
 pytest.importorskip("numba")
 
 from asyncengine.execution.layers.stored import GroupedRows, NumberForm, StoredForm
-from asyncengine.execution.layers.stored_weight import GroupedWeight
-from asyncengine.kernels.cpu import gemm_quantized, quantized_narrow
+from asyncengine.execution.layers.stored_weight import GroupedWeight, panel_form
+from asyncengine.kernels.cpu import gemm_quantized, quantized_narrow, quantized_panels
+from asyncengine.kernels.cpu.panel_form import PanelForm
 
 forms = pytest.mark.parametrize("name", FORMS)
 OUTPUTS, INPUTS = 70, 768
@@ -161,6 +164,24 @@ def test_what_is_not_finite_stays_so(name: str, value: float) -> None:
     assert torch.equal(found[[0, 2]], clean[[0, 2]])
 
 
+def test_matrices_that_come_in_parts_and_orders() -> None:
+    """Parts of a matrix give what the whole gives, to the bit; an order of the inputs is that of x."""
+    matrix = RandomMatrix("Q4_K", 96, 512)
+    whole, weight = weight_of(matrix), GroupedWeight(96, 512, StoredForm("Q4_K", matrix.form), torch.float32)
+    weight.rows_at_once = 16
+    weight.load(0, matrix)
+    assert torch.equal(weight.panels, whole.panels)
+    assert matrix.released[-1] == (0, 96)
+    assert matrix.released[-6:-1] == [(first, first + 16) for first in range(0, 80, 16)]
+    ordered = RandomMatrix("gptq8", 48, 256, ordered=True)
+    x, out = random(5, 256), torch.empty((2, 256))
+    reordered = weight_of(ordered)
+    expected = x.double() @ ordered.dense().double().T
+    assert float((reordered.multiply(x, None) - expected).norm() / expected.norm()) < 1e-2
+    reordered.read_rows(torch.tensor([3, 40]), out)
+    assert torch.equal(out, ordered.dense()[[3, 40]])
+
+
 @pytest.mark.parametrize(("group", "inputs"), [(256, 768), (512, 640), (0, 640)])
 def test_groups_larger_than_those_of_kernels(group: int, inputs: int) -> None:
     matrix = RandomMatrix("awq", 20, 128)
@@ -178,3 +199,40 @@ def test_groups_larger_than_those_of_kernels(group: int, inputs: int) -> None:
     x = random(3, inputs)
     expected = rounded(x, 64) @ exact.T
     assert float((weight_of(matrix).multiply(x, None) - expected).norm() / expected.norm()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"bits": 5}, {"group": 48}, {"below": "table"}, {"block": 96}, {"group": 0, "below": "minima"},
+     {"scale": "float64"}, {"below": "zeros", "block": 256}],
+)  # fmt: skip
+def test_forms_without_a_kernel(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="no kernel"):
+        PanelForm(**{"bits": 4, "group": 32, **fields})
+    assert panel_form(type(FORMS["Q4_0"])(5, 32)) is None
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    form = panel_form(FORMS["Q4_0"])
+    panels = quantized_panels.empty_panels(form, 32, 128)
+    numbers, scales = np.zeros((16, 128), np.uint8), np.zeros((16, 4), np.float32)
+    quantized_panels.pack_rows(form, panels, 16, numbers, scales=scales)
+    for first, given, planes in (
+        (8, numbers, {"scales": scales}),
+        (32, numbers, {"scales": scales}),
+        (0, numbers[:, :32], {"scales": scales}),
+        (0, numbers, {}),
+        (0, numbers, {"scales": scales, "zeros": scales}),
+        (0, numbers, {"scales": scales[:, :3]}),
+    ):
+        with pytest.raises(ValueError, match=r"fit|needed"):
+            quantized_panels.pack_rows(form, panels, first, given, **planes)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_memory_is_what_the_form_needs(name: str) -> None:
+    """Bits of a number, with all that belongs to it."""
+    most = {"Q4_0": 4.5, "Q8_0": 8.5, "Q4_1": 5, "Q4_K": 4.63, "Q5_K": 6.63, "Q6_K": 6.63, "awq": 4.25, "w8a8": 8}
+    form = panel_form(FORMS[name])
+    assert form.chunk_bytes * 8 / form.chunk / 16 <= most.get(name, 8.75)
+    assert form.chunk_bytes % 64 == 0

@@ -108,14 +108,11 @@ def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: 
     Blocking: seconds to minutes. Raises `ModelNotFound`, `UnsupportedModel`, `OutOfMemory`, `InvalidParameter`,
     `EngineClosed` once `attempt` is given up, `WrongProcess` in a fork of a process that has loaded an engine.
     """
-    from asyncengine.kernels.compile_ahead import CompileAhead, may_be_cpu, usable_cpus
+    from asyncengine.kernels.compile_ahead import CompileAhead
 
     PROCESS.check_may_load()
     path, trying = resolve_model(model), attempt or LoadAttempt()
-    ahead = CompileAhead(config.num_threads or usable_cpus())
-    if may_be_cpu(config.device) and config.attention_backend != "torch":
-        # before torch is imported below, which takes as long as they take to start
-        ahead.expect(first_time=True, float32=config.dtype == "float32")
+    ahead = CompileAhead.for_engine(config.num_threads, config.device, config.attention_backend)
     try:
         return _load_on_own_thread(path, config, trying, ahead)
     except BaseException as error:  # a Ctrl-C here does not stop the other thread
@@ -169,7 +166,6 @@ def _load_frontend(
     with ExitStack() as undo:
         undo.callback(ahead.close)
         ahead.limit(threads_for(config.num_threads, device))
-        ahead.expect()
         ranks, config = start_ranks(config, device, pooling, undo)
         cores = undo.enter_context(closing(Cores(config.num_threads, device)))
         if pooling is not None and pooling.whole:

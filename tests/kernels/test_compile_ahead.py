@@ -7,24 +7,23 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from asyncengine.kernels import compile_ahead, compile_process
-from asyncengine.kernels.compile_ahead import CompileAhead, may_be_cpu, usable_cpus
-from asyncengine.kernels.compile_process import CompilerProcesses, can_start
+from asyncengine.kernels import compile_ahead
+from asyncengine.kernels.compile_ahead import CompileAhead
+from asyncengine.kernels.compile_process import can_start
 from asyncengine.kernels.cpu import compiler_missing
 
 if compiler_missing(torch.float32, torch.device("cpu")) is not None:
     pytest.skip("no compiler", allow_module_level=True)
 
-from asyncengine.kernels.cache_folder import VARIABLE, is_first_time
+from asyncengine.kernels.cache_folder import VARIABLE
 from asyncengine.kernels.cpu import cache, norm
-from asyncengine.kernels.cpu.cache import KernelFolder, folder_here, kernel_folder
+from asyncengine.kernels.cpu.cache import KernelFolder, kernel_folder
 from asyncengine.kernels.cpu.compile_watcher import watcher
 from asyncengine.kernels.cpu.jit import compiled_for
 from asyncengine.kernels.elsewhere import elsewhere
@@ -58,7 +57,7 @@ def compiling_process() -> subprocess.Popen[str]:
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdin is not None
-    assert process.stdout.readline() == f"ready {process.pid}\n"
+    assert process.stdout.readline() == "ready\n"
     return process
 
 
@@ -74,11 +73,8 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 def answering(begin: Path) -> str:
-    """A program that says of each kernel that it is compiled, and of SMALL that it rarely calls CALLS_OTHERS, from when
-    this file is there."""
-    answers = f"'&') ;; {SMALL.rpartition(':')[0]}*) echo '?{CALLS_OTHERS}'; echo = ;; *) echo = ;;"
-    waiting = f"until [ -e {begin} ]; do sleep 0.01; done"
-    return f"{waiting}; echo ready; while read name; do case $name in {answers} esac; done"
+    """A program that says of each kernel that it is compiled, from when this file is there."""
+    return f"until [ -e {begin} ]; do sleep 0.01; done; echo ready; while read name; do echo =; done"
 
 
 def serving() -> list[threading.Thread]:
@@ -86,16 +82,9 @@ def serving() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name.startswith("asyncengine-compile")]
 
 
-@pytest.mark.parametrize("forks", [compile_process.FORKS, False])
-def test_all_are_kept_with_those_they_call_and_the_next_load_starts_nothing(
-    forks: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compile_process, "FORKS", forks)
-    monkeypatch.setattr(compile_ahead, "first_names", lambda **kinds: [SMALL])
-    ahead = CompileAhead(2)
-    ahead.expect()
+def test_all_are_kept_with_those_they_call_and_the_next_load_starts_nothing(folder: Path) -> None:
+    ahead, told = CompileAhead(2), []
     ahead.start([SMALL, CALLS_OTHERS])
-    processes, told = ahead.processes.all, []
     assert ahead.kept == ()
     ahead.finish(lambda name, most: told.append((name.split(":")[1], most)))
     ahead.close()
@@ -104,10 +93,8 @@ def test_all_are_kept_with_those_they_call_and_the_next_load_starts_nothing(
     assert sorted(names) == ["_norm_part", "_run", "copy_few_rows", "norm"]
     assert told[-1][1] == 4
     assert {"norm._norm_part", "norm.norm", "calls._run", "first_load", "gather._copy_rows"} <= set(kept(folder))
-    assert all(process.ended for process in processes)
-    assert [process.is_first for process in processes] == [True, not forks]
+    assert [process.ended for process in ahead.processes] == [True, True]
     again = CompileAhead(2)
-    again.expect()
     again.start([CALLS_OTHERS, SMALL])
     assert serving() == []
     assert again.kept == [CALLS_OTHERS, SMALL]
@@ -139,46 +126,31 @@ def test_a_load_waits_for_what_a_first_answer_needs_and_whoever_calls_another_ke
     assert again.left == []
 
 
-def test_what_a_kernel_rarely_calls_is_waited_for_where_a_first_answer_does(
-    folder: Path, in_place: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process may have met it before the model's names are known."""
-    monkeypatch.setattr(compile_ahead, "first_names", lambda **kinds: [SMALL])
-    in_place(answering(begin=folder))
-    ahead = CompileAhead(2)
-    ahead.expect()
-    module, _, types = SMALL.split(":")
-    ahead.wait_for(module, types)
-    ahead.start([SMALL, CALLS_OTHERS])
-    told = []
-    ahead.finish(lambda name, most: told.append(name))
-    ahead.close()
-    assert CALLS_OTHERS in told
-    assert ahead.kept == [SMALL, CALLS_OTHERS]
-
-
-def test_what_was_left_when_a_program_ended_is_compiled_behind_the_next(folder: Path) -> None:
+def test_what_was_left_when_a_program_ended_is_compiled_by_the_next(folder: Path) -> None:
     ahead = CompileAhead(2)
     ahead.start([SMALL], [CALLS_OTHERS])
     ahead.finish(lambda name, most: None)
     ahead.close()
     assert elsewhere == []
     assert "first_load" not in kept(folder)
-    (listed,) = folder.glob("kernels/*/first_answer-*")
-    was_left = folder_here().find(listed.name)
-    for content in (b"", b"{", b"null", b'{"a": 1}', b"[1]", b"[" * 100_000, b"\xff\xfe"):
-        folder_here().keep(listed.name, content)
-        damaged = CompileAhead(2)
-        damaged.start([SMALL], [CALLS_OTHERS])
-        damaged.close()
-        assert not damaged.kept, content
-    folder_here().keep(listed.name, was_left)
     again = CompileAhead(2)
     again.start([SMALL], [CALLS_OTHERS])
+    again.finish(lambda name, most: None)
     assert again.kept == [SMALL]
-    again.finish(lambda name, most: pytest.fail("all that a first answer needs is there"))
     again.wait()
     assert {"norm.norm", "norm._norm_part", "calls._run", "first_load"} <= set(kept(folder))
+
+
+def test_a_kernel_that_a_needed_one_calls_is_needed_too(folder: Path, in_place: Callable[[str], None]) -> None:
+    """It was known as one that a first answer does without."""
+    in_place(f"echo ready; read name; echo '+{CALLS_OTHERS}'; echo =; read name; echo =; exec sleep 100")
+    ahead, told = CompileAhead(2), []
+    ahead._most = 1
+    ahead.start([SMALL], [UNKNOWN, CALLS_OTHERS])
+    ahead.finish(lambda name, most: told.append((name, most)))
+    ahead.close()
+    assert told[-1] == (CALLS_OTHERS, 2)
+    assert ahead.kept == [SMALL]
 
 
 def test_nobody_waits_for_processes_that_are_gone(folder: Path, in_place: Callable[[str], None]) -> None:
@@ -239,49 +211,35 @@ def test_what_comes_later_gives_way(folder: Path) -> None:
             assert os.getpriority(os.PRIO_PROCESS, process.pid) == priority
 
 
-def test_a_machine_that_has_never_compiled_anything(tmp_path: Path) -> None:
-    home = {VARIABLE: str(tmp_path / "cache")}
-    assert is_first_time(home, sys.platform)
-    (tmp_path / "cache" / "kernels").mkdir(parents=True)
-    assert not is_first_time(home, sys.platform)
-
-
 @pytest.mark.parametrize(
-    ("device", "gpu", "expected"),
-    [("cpu", True, True), ("auto", False, True), ("auto", True, False), ("cuda", True, False)],
-)
-def test_where_a_model_may_run(device: str, gpu: bool, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ("device", "gpu", "backend", "expected"),
+    [
+        ("cpu", True, "auto", 2), ("auto", False, "auto", 2), ("auto", True, "auto", 0), ("cuda", True, "auto", 0),
+        ("cpu", False, "torch", 0),
+    ],
+)  # fmt: skip
+def test_where_nothing_was_ever_compiled_processes_start_before_torch_is_there(
+    device: str, gpu: bool, backend: str, expected: int, folder: Path, monkeypatch: pytest.MonkeyPatch,
+    in_place: Callable[[str], None],
+) -> None:  # fmt: skip
+    in_place("exec sleep 100")
     monkeypatch.setattr(os.path, "exists", lambda path: gpu and path == "/dev/nvidiactl")
     monkeypatch.setattr(sys, "platform", "linux")
-    assert may_be_cpu(device) == expected
+    for _ in range(2):
+        ahead = CompileAhead.for_engine(2, device, backend)
+        assert len(serving()) == expected
+        ahead.finish(lambda name, most: pytest.fail("nothing was to be compiled"))
+        assert serving() == []
+        assert all(process.ended for process in ahead.processes)
+        (folder / "kernels").mkdir(exist_ok=True)
+        expected = 0
 
 
 def test_cpus_that_a_program_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert usable_cpus() == 1
+    assert compile_ahead._usable_cpus() == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
-    assert 1 <= usable_cpus() <= (os.cpu_count() or 1)
-
-
-def test_what_was_guessed_and_is_not_called_is_not_waited_for(
-    folder: Path, in_place: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The guess suits most models, and this one is another kind. A kernel that makes a team of threads is no guess."""
-
-    def first_names(*, float32: bool = False, most: bool = True) -> list[str]:
-        return [SMALL, UNKNOWN, CALLS_OTHERS] if most else [SMALL]
-
-    monkeypatch.setattr(compile_ahead, "first_names", first_names)
-    in_place(answering(begin := folder / "begin"))
-    ahead = CompileAhead(2)
-    ahead.expect(first_time=True)
-    ahead.expect()
-    ahead.start([CALLS_OTHERS])
-    begin.touch()
-    told = []
-    ahead.finish(lambda name, most: told.append((name, most)))
-    ahead.close()
-    assert told == [(SMALL, 2), (CALLS_OTHERS, 2)]
+    assert 1 <= compile_ahead._usable_cpus() <= (os.cpu_count() or 1)
 
 
 def test_what_cannot_be_compiled_is_left_to_its_caller(folder: Path) -> None:
@@ -305,17 +263,8 @@ def test_a_load_that_is_given_up_ends_the_processes_at_once(folder: Path) -> Non
     with pytest.raises(KeyboardInterrupt):
         ahead.finish(give_up)
     ahead.close()
-    assert all(process.ended for process in ahead.processes.all)
+    assert all(process.ended for process in ahead.processes)
     assert serving() == []
-
-
-def test_processes_that_nobody_gave_a_name_end(folder: Path) -> None:
-    ahead = CompileAhead(2)
-    ahead.expect()
-    assert len(serving()) == 2
-    ahead.finish(lambda name, most: pytest.fail("nothing was to be compiled"))
-    assert serving() == []
-    assert all(process.ended for process in ahead.processes.all)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +282,7 @@ def test_processes_that_die_or_hang_are_not_waited_for(
     ahead.finish(lambda name, most: None)
     ahead.close()
     assert kept(folder) == []
-    assert all(process.ended for process in ahead.processes.all)
+    assert all(process.ended for process in ahead.processes)
 
 
 NOBODY: dict[str, tuple[int, Callable[[pytest.MonkeyPatch], None]]] = {
@@ -379,91 +328,11 @@ def test_where_no_process_may_compile_it_is_left_to_the_load(
     plant(monkeypatch)
     with caplog.at_level(logging.INFO):
         ahead = CompileAhead(most)
-        ahead.expect()
         ahead.start([SMALL], [CALLS_OTHERS])
         assert serving() == []
         ahead.finish(lambda name, most: pytest.fail("nobody compiled"))
     assert (ahead.kept, ahead.left) == ((), [SMALL, CALLS_OTHERS])
     assert [record for record in caplog.records if "kernels are not kept" not in record.getMessage()] == []
-
-
-on_linux = pytest.mark.skipif(not compile_process.FORKS, reason="no process forks here")
-
-
-def opened(most: int) -> CompilerProcesses:
-    """`most` processes that are ready."""
-    processes = CompilerProcesses()
-    for index in range(most):
-        assert processes.open(forks=most - 1 - index, later=False).becomes_ready()
-    return processes
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-@on_linux
-def test_all_but_the_first_are_forks_of_it_and_compile_as_it_does(folder: Path) -> None:
-    processes = opened(3)
-    first, *forks = processes.all
-    assert (first.is_first, [fork.is_first for fork in forks]) == (True, [False, False])
-    assert len({process.pid for process in processes.all}) == 3
-    for process, name in zip(processes.all, (UNKNOWN, SMALL, CALLS_OTHERS), strict=True):
-        process.ask(name)
-    answers: list[list[str]] = [[], [], []]
-    for process, heard in zip(processes.all, answers, strict=True):
-        while heard[-1:] not in (["="], ["-"]):
-            heard.append(process.hear())
-    assert answers[:2] == [["-"], ["="]]
-    assert answers[2][-1] == "="
-    assert all(called.startswith("+") for called in answers[2][:-1])
-    assert {"gather._copy_rows", "norm.norm"} <= set(kept(folder))
-    for process in reversed(processes.all):
-        process.end()
-        assert process.ended
-        assert not is_alive(process.pid)  # and nobody has to ask how it ended
-
-
-@on_linux
-def test_forks_end_with_the_first_process_whatever_ends_it(folder: Path) -> None:
-    first, *forks = opened(3).all
-    os.kill(first.pid, signal.SIGKILL)
-    for process in (*forks, first):
-        assert process.hear() == ""
-        process.end()
-
-
-@on_linux
-def test_a_fork_ends_with_its_input() -> None:
-    first, fork = opened(2).all
-    fork.close_names()
-    assert fork.hear() == ""
-    first.ask(UNKNOWN)
-    assert first.hear() == "-"
-    fork.end()
-    first.end()
-
-
-def test_a_fork_of_a_process_that_is_gone_is_refused_and_nothing_is_left_open() -> None:
-    before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
-    processes = CompilerProcesses()
-    first = processes.open(forks=2, later=False)
-    first.kill()
-    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
-    with pytest.raises(BrokenPipeError) if compile_process.FORKS else nullcontext():
-        processes.open(forks=1, later=False)
-    first.end()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        first.ask(SMALL)
-    for process in processes.all:
-        process.end()
-    processes.close_spare()
-    if sys.platform == "linux":
-        assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_whoever_waits_for_a_kernel_gets_it_next(folder: Path, in_place: Callable[[str], None]) -> None:
@@ -526,5 +395,5 @@ def test_the_process_ends_with_its_program_even_inside_a_compiler() -> None:
     except subprocess.TimeoutExpired:
         os.kill(worker, signal.SIGKILL)
         raise
-    assert said.split("\n")[:2] == [f"ready {worker}", " +it is in it"], shown
+    assert said.split("\n")[:2] == ["ready", " +it is in it"], shown
     assert program.returncode == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,6 @@ from support.forwards import Forwards
 from support.layer_options import options
 from support.tiny_configs import FAMILIES
 
-from asyncengine.kernels.compile_ahead import first_names, written
 from asyncengine.kernels.cpu import compiler_missing
 
 if compiler_missing(torch.float32, torch.device("cpu")) is not None:
@@ -102,21 +100,3 @@ def test_decoders_of_one_form_are_gone_through_once(monkeypatch: pytest.MonkeyPa
     assert lists() == first
     assert len({tuple(sorted(each.needed)) for each in first[:3]}) == 3
     assert kernels_of(Decoder(described, options(torch.float32), 64), 4, {"top_k": 5}) != first[0]
-
-
-def test_types_are_found_without_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frozen program has no source."""
-    names = ["truncation:top_p_threshold", "truncation:top_k_threshold", "sampling:_draw"]
-    expected = [written(name, by_address=True) for name in names]
-    monkeypatch.setattr("asyncengine.kernels.compile_ahead.__file__", "nowhere/compile_ahead.py")
-    assert [written(name, by_address=True) for name in names] == expected
-
-
-def test_types_are_those_that_a_kernel_is_written_with() -> None:
-    assert written("activation:gate", "float32") == f"{CPU}activation:gate:({'int64, ' * 5}float32, int64)"
-    assert written("gather:copy_few_rows") == f"{CPU}gather:copy_few_rows:({', '.join(['int64'] * 5)})"
-    with pytest.raises(AssertionError, match="there is no gather:missing"):
-        written("gather:missing")
-    for name in first_names():
-        module, function, _ = name.split(":")
-        assert isinstance(getattr(import_module(module), function), Kernel)

@@ -21,7 +21,6 @@ from asyncengine.execution.layers.step import StepContext
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.encoder import Encoder
 from asyncengine.kernels.arena import Arena
-from asyncengine.kernels.compile_ahead import written
 
 _LONG = 513
 """Tokens of a prompt that takes the kernels of many rows, whatever a model's sizes."""
@@ -105,21 +104,22 @@ def _run(decoder: Decoder, page_size: int, start: int, count: int) -> None:
 
 def _sampling(defaults: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """(what requests need that say nothing, what others do)"""
-    needed, others = [written("sampling:_choose_at_once"), written("sampling:_choose")], list[str]()
+    from asyncengine.kernels.cpu.sampling import CHOOSE, SELECT
+
+    needed, others = list(CHOOSE), list[str]()
     draws = defaults.get("do_sample", True) and defaults.get("temperature", 1.0) > 0
     top_k = draws and defaults.get("top_k", 0) > 0
     top_p = draws and not top_k and defaults.get("top_p", 1.0) < 1
-    for wanted, name in (
-        (top_p, "truncation:top_p_threshold"), (draws, "sampling:_draw"), (top_k, "truncation:top_k_threshold")
-    ):  # fmt: skip
-        (needed if wanted else others).append(written(name, by_address=True))
+    for name, wanted in zip(SELECT, (top_p, draws, top_k), strict=True):
+        (needed if wanted else others).append(name)
     return needed, others
 
 
 def sampling_kernels() -> list[str]:
     """Kernels that sample, for models without names here (`fallback`): their first steps do not call them."""
-    needed, others = _sampling({"temperature": 0.0})
-    return [name for name in needed + others if ":void(" in name]
+    from asyncengine.kernels.cpu.sampling import SELECT
+
+    return list(SELECT)
 
 
 def encoder_kernels_of(encoder: Encoder) -> list[str]:

@@ -28,6 +28,16 @@ _AT_ONCE = 2**18
 """Logits up to which the interpreter's lock is kept, by this thread alone: it takes a millisecond at most."""
 _BLOCK_FLAG = 1 << 31
 _WHOLE, _SINGLE = np.int64(0), np.float32(0)
+_WITHIN = "asyncengine.kernels.cpu"
+_FIVE = ", ".join(["int64"] * 5)
+CHOOSE = tuple(f"{_WITHIN}.sampling:{name}:({_FIVE}, {_FIVE})" for name in ("_choose_at_once", "_choose"))
+"""Kernels that every request needs, by name (`calls.compile_named`)."""
+SELECT = (
+    f"{_WITHIN}.truncation:top_p_threshold:void({_FIVE}, float32, float32)",
+    f"{_WITHIN}.sampling:_draw:void(int64, int64, int64, int64, float32, float32, int64, int64, int64)",
+    f"{_WITHIN}.truncation:top_k_threshold:void({_FIVE}, float32, int64, float32)",
+)
+"""Kernels of requests with a top-p, with a temperature and with a top-k, by name."""
 
 
 class SamplerKernel:

@@ -14,7 +14,6 @@ from support.tiny_models import FAMILIES
 
 from asyncengine.demo import MODEL_PATH
 from asyncengine.kernels import cpu
-from asyncengine.kernels.compile_ahead import first_names
 from asyncengine.kernels.cpu import compiler_missing
 
 if compiler_missing(torch.float32, torch.device("cpu")) is not None:
@@ -128,8 +127,6 @@ def test_a_first_answer_needs_no_more_than_a_load_waits_for(dtype: str) -> None:
     assert loaded == []
     assert unexpected(called, needed) == []
     assert len(called) > 8
-    before = [name for name in first_names(float32=dtype == "float32") if not name.startswith(_TEAM)]
-    assert set(before) <= {*called, *needed}  # what is compiled before the model is known is what it calls
     assert not any("top_p" in name or "activate" in name for name in needed)  # it takes the largest, and is gated
 
 

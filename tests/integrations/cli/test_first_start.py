@@ -9,11 +9,10 @@ _PROGRAM = """
 import os, sys
 from asyncengine.kernels.compile_ahead import CompileAhead
 from asyncengine.integrations.cli.main import main
-def expect(self, *, first_time=False, **_):
-    if first_time:
-        print("torch" in sys.modules, flush=True)
-        os._exit(0)
-CompileAhead.expect = expect
+def for_engine(*_):
+    print("torch" in sys.modules, flush=True)
+    os._exit(0)
+CompileAhead.for_engine = for_engine
 main(sys.argv[1:])
 """
 

@@ -72,6 +72,7 @@ class CompileAhead:
         self._most = min(most, MOST_PROCESSES)
         self._changed = threading.Condition()
         self._tasks: dict[str, _Task] = {}
+        self._done: list[_Task] = []
         self._alive = 0
         self._named = self._closed = False
         self._threads: list[threading.Thread] = []
@@ -235,7 +236,7 @@ class CompileAhead:
         """The name of a needed kernel that was compiled since; None: all are, or no process is left."""
         with self._changed:
             while True:
-                done = [task.name for task in self._needed if task.done and task.name not in reported]
+                done = [task.name for task in self._done if not task.later and task.name not in reported]
                 if done:
                     return done[0]
                 if not self._alive or all(task.done for task in self._needed):
@@ -274,6 +275,7 @@ class CompileAhead:
             finally:
                 with self._changed:
                     task.state = _State.KEPT if answer == "=" else _State.FAILED
+                    self._done.append(task)
                     self._changed.notify_all()
             if not answer:
                 return
@@ -306,3 +308,20 @@ def _may_be_cpu(device: str) -> bool:
         return device == "cpu"
     gpus = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
     return sys.platform != "win32" and not any(map(os.path.exists, gpus))
+
+
+def read_kept(names: Sequence[str]) -> bool:
+    """Read kernels out of the cache (`calls.compile_named`; one that is gone is compiled). False: there are none, or
+    one cannot be had, which whoever calls it will say."""
+    if not names:
+        return False
+    from asyncengine.kernels.cpu.calls import compile_named
+
+    try:
+        for name in (name for name in names if name not in had):
+            compile_named(name)
+            had.add(name)
+    except Exception:
+        logger.debug("kernels are not read ahead", exc_info=True)
+        return False
+    return True

@@ -1,9 +1,8 @@
 """The compilation of kernels by numba, without the parts that nothing calls.
 
-numba makes machine code, and a function that Python can call, of everything it compiles, and links its own memory
-management into each. Most compiled functions are only parts of others, whose code LLVM takes over into theirs, and
-nearly none allocates. So a function is one thing to Python and to C (`Kernel`, `jit.compiled_for`), and another to the
-functions that it is a part of: there its code is optimised, as ever, and goes no further.
+numba makes machine code, and a function that Python can call, of everything it compiles. Most compiled functions are
+only parts of others, whose code LLVM takes over into theirs. So a function is one thing to Python and to C (`Kernel`,
+`jit.compiled_for`), and another to the functions that it is a part of: there its code goes no further than LLVM's.
 
 What a kernel consists of is the same either way, and so are its results.
 """
@@ -16,15 +15,13 @@ import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numba
 from numba.core.codegen import JITCodeLibrary
-from numba.core.compiler import Compiler, Flags
-from numba.core.dispatcher import _FunctionCompiler  # type: ignore[attr-defined]
+from numba.core.compiler import Compiler
 from numba.core.environment import lookup_environment
 from numba.core.registry import CPUDispatcher
-from numba.core.runtime import rtsys
 
 from asyncengine.kernels.cpu.cache import KernelCache, PartCache
 
@@ -37,7 +34,6 @@ _TEAMS = "asyncengine.kernels.cpu.team_loops"
 """The module whose kernels nobody notes: one of them stops a team that is collected while others compute."""
 _ENVIRONMENT = "_ZN08NumbaEnv"
 """The prefix of numba's names of places for a function's Python objects."""
-_HANDED_ON = ("nrt", "fastmath", "error_model", "forceinline", "boundscheck", "debuginfo")
 
 
 class _Library(JITCodeLibrary):  # type: ignore[misc]
@@ -48,28 +44,8 @@ class _Library(JITCodeLibrary):  # type: ignore[misc]
         self.emitted = self.only_part = False
         """Whether machine code was made of it, and whether it is never called by its address, so that it is optimised
         where it is taken over."""
-        self._runtime: Any = None
-
-    def add_linking_library(self, library: Any) -> None:
-        if library is rtsys.library:
-            self._runtime = library
-        else:
-            super().add_linking_library(library)
-
-    def _optimize_functions(self, module: Any) -> None:
-        """Optimize as the base class does, without passes for each function that is only called here: the same passes
-        for all."""
-        module.data_layout = self._codegen._data_layout
-        manager, builder = self._codegen._function_pass_manager()
-        for function in module.functions:
-            if not function.is_declaration:
-                manager.run(function, builder)
 
     def _optimize_final_module(self) -> None:
-        module = self._final_module
-        called = [function.name for function in module.functions if function.is_declaration]
-        if self._runtime is not None and any(name.startswith(("NRT_", "nrt_")) for name in called):
-            module.link_in(self._runtime._get_module_for_linking(), preserve=True)
         if not self.only_part:
             super()._optimize_final_module()
 
@@ -97,25 +73,8 @@ class _Library(JITCodeLibrary):  # type: ignore[misc]
         return super()._get_compiled_object()
 
 
-class _Flags(Flags):  # type: ignore[misc]
-    """Options of one compilation. Of its copy, which numba keeps for what is compiled within and finds such things by,
-    there is one for all compilations that agree in what is handed on."""
-
-    _shared: ClassVar[dict[str, Flags]] = {}
-
-    def copy(self) -> Any:
-        handed_on = Flags()
-        handed_on._values.update({name: value for name, value in self._values.items() if name in _HANDED_ON})
-        return self._shared.setdefault(handed_on.summary(), handed_on)
-
-
 class KernelCompiler(Compiler):  # type: ignore[misc]
     """numba's, for code in a `_Library`."""
-
-    def __init__(
-        self, typing: Any, target: Any, library: Any, arguments: Any, result: Any, flags: Any, variables: Any
-    ) -> None:
-        super().__init__(typing, target, library, arguments, result, _Flags(flags), variables)
 
     def define_pipelines(self) -> Any:
         state = self.state
@@ -189,18 +148,11 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
         return self.part.get_overload(signature)
 
 
-class _PartCompiler(_FunctionCompiler):  # type: ignore[misc]
-    def _customize_flags(self, flags: Any) -> Any:
-        flags.no_compile = True
-        return flags
-
-
 class _InnerKernel(CPUDispatcher):  # type: ignore[misc]
     """A compiled function as others contain it: neither Python nor C can call it."""
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
         super().__init__(function, targetoptions=options, pipeline_class=KernelCompiler)
-        self._compiler = _PartCompiler(function, self.targetdescr, options, {}, KernelCompiler)
         self._cache = PartCache(function)
 
     def add_overload(self, result: Any) -> None:

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncengine.execution.device.arena import Arena
 from asyncengine.execution.device.output_buffers import OutputBufferPool
 from asyncengine.execution.layers.stored import GroupedRows, NumberForm, StoredForm
 from asyncengine.execution.layers.stored_weight import GroupedWeight
 from asyncengine.execution.layers.weight_forms import PackedWeight, QuantizedWeight, WeightForm
-from asyncengine.kernels.arena import Arena
 from asyncengine.kernels.cpu.team import Team
 
 SHAPES = {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)}

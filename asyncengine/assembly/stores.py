@@ -57,7 +57,7 @@ def folder_of(setting: str | bool) -> Path:
     """The folder that `kv_cache_dir` means; True: one in the user's cache folder. Raises `InvalidParameter`."""
     if not isinstance(setting, bool):
         return Path(setting).expanduser()
-    from asyncengine.kernels.cache_folder import cache_root
+    from asyncengine.kernels.api import cache_root
 
     try:
         return cache_root(os.environ, sys.platform) / "prefixes"

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from asyncengine.execution.runner.encoder_runner import EncoderRunner
     from asyncengine.execution.runner.model_runner import ModelRunner
     from asyncengine.grammar.chat import ChatPlanner
-    from asyncengine.kernels.compile_ahead import CompileAhead
+    from asyncengine.kernels.api import CompileAhead
     from asyncengine.lora.registry import AdapterRegistry
     from asyncengine.pooling_spec import PoolingSpec
 
@@ -108,7 +108,7 @@ def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: 
     Blocking: seconds to minutes. Raises `ModelNotFound`, `UnsupportedModel`, `OutOfMemory`, `InvalidParameter`,
     `EngineClosed` once `attempt` is given up, `WrongProcess` in a fork of a process that has loaded an engine.
     """
-    from asyncengine.kernels.compile_ahead import CompileAhead
+    from asyncengine.kernels.api import CompileAhead
 
     PROCESS.check_may_load()
     path, trying = resolve_model(model), attempt or LoadAttempt()
@@ -240,7 +240,7 @@ def _identify(
 
 def _await_kernels(ahead: CompileAhead, progress: LoadProgress) -> None:
     """Until those that a first answer needs are compiled by others, and read here one by one."""
-    from asyncengine.execution.runner.first_steps import read_kept
+    from asyncengine.kernels.api import read_kept
 
     def report(kernel: str, most: int) -> None:
         progress.compiled(kernel, most)

@@ -90,7 +90,7 @@ class CompileAhead:
     def for_engine(cls, num_threads: int | None, device: str, backend: str) -> Self:
         """For an engine of these settings (`num_threads` None: all CPUs). If nothing was ever compiled on this machine
         the processes start now: torch is not imported yet, which takes as long as they take to start."""
-        ahead, compiles = cls(num_threads or _usable_cpus()), _may_be_cpu(device) and backend != "torch"
+        ahead, compiles = cls(num_threads or usable_cpus()), _may_be_cpu(device) and backend != "torch"
         if compiles and ahead._most >= 2 and can_start() and is_first_time(os.environ, sys.platform):
             ahead._open()
         return ahead
@@ -294,7 +294,7 @@ def _is_of(task: _Task, module: str, types: str) -> bool:
     return where == module and signature.removeprefix("void") == types
 
 
-def _usable_cpus() -> int:
+def usable_cpus() -> int:
     """CPUs that this process may run on, or what the program's environment allows of them."""
     # containers and taskset allow fewer than the machine has
     here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

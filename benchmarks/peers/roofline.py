@@ -33,7 +33,7 @@ class Machine:
     def __init__(self, threads: int, dtype: str) -> None:
         import torch
 
-        from asyncengine.kernels.arena import Arena
+        from asyncengine.execution.device.arena import Arena
         from asyncengine.kernels.cpu.vectors import cpu_has
 
         torch.set_num_threads(threads)

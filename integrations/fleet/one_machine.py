@@ -27,7 +27,7 @@ from asyncengine.integrations.fleet.placing import read_claim, read_devices
 from asyncengine.integrations.fleet.processes import Cluster, Process, ReplicaConnection
 from asyncengine.integrations.fleet.replica_program import LENGTH, framed, received
 from asyncengine.integrations.fleet.settings import FleetConfig
-from asyncengine.kernels.compile_process import can_start
+from asyncengine.kernels.api import can_start
 
 
 def runs_here(config: FleetConfig) -> bool:

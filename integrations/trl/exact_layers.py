@@ -17,13 +17,13 @@ from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter
 from asyncengine.execution.attention.base import StepView
 from asyncengine.execution.attention.cpu import CompiledBackend
+from asyncengine.execution.device.arena import Arena
 from asyncengine.execution.device.cores import Cores
 from asyncengine.execution.device.pinned import Int64Array
 from asyncengine.execution.layers.states import StatePools, StateSegments, StateStep
 from asyncengine.execution.layers.step import StepContext
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.updates import prepare_update
-from asyncengine.kernels.arena import Arena
 from asyncengine.lora.checkpoint.peft_loader import PeftLoader
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
 

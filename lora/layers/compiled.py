@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncengine.execution.device.arena import Arena
 from asyncengine.execution.device.pinned import Int64Array
 from asyncengine.execution.layers.places import Place
 from asyncengine.execution.layers.step import AdapterRecords
-from asyncengine.kernels.arena import Arena
 from asyncengine.lora.layers.rows import RowStep
 from asyncengine.lora.layers.stack import LoraStack
 
@@ -22,7 +22,7 @@ class CompiledStack(LoraStack):
     def __init__(
         self, place: Place, slots: int, rank: int, dtype: torch.dtype, device: torch.device, memory: Arena | None = None
     ) -> None:
-        from asyncengine.kernels.cpu import lora as kernel
+        from asyncengine.kernels.api import lora as kernel
 
         self._kernel = kernel
         self._ranks = np.zeros((slots, len(place.parts)), dtype=np.int64)

@@ -39,9 +39,9 @@ class MaskedStep:
     def tiles(self) -> Any:
         """Rows by slot, as `kernels.cuda.lora` takes them."""
         if self._tiles is None:
-            from asyncengine.kernels.cuda.lora import tiles_of
+            from asyncengine.kernels.api import gpu
 
-            self._tiles = tiles_of(self.slots, self._num_slots)
+            self._tiles = gpu.tiles_of(self.slots, self._num_slots)
         return self._tiles
 
 
@@ -71,7 +71,7 @@ class KernelStack(LoraStack):
         self._add(x, y, self._factors, step.slots, step.tiles)
 
     def _allocate(self) -> None:
-        from asyncengine.kernels.cuda.lora import Factors, add_deltas
+        from asyncengine.kernels.api import gpu
 
         super()._allocate()
-        self._add, self._factors = add_deltas, Factors.of(self._a, self._b, self._ends)
+        self._add, self._factors = gpu.add_deltas, gpu.Factors.of(self._a, self._b, self._ends)

@@ -103,9 +103,9 @@ class RowStep:
     @cached_property
     def groups(self) -> Any:
         """All rows by adapter, as the compiled kernel takes them."""
-        from asyncengine.kernels.cpu.lora import RowGroups
+        from asyncengine.kernels.api import lora
 
-        return RowGroups(self._slots)
+        return lora.RowGroups(self._slots)
 
     def _between(self, begin: int, end: int) -> list[Stretch]:
         """These rows, without those at both ends that have no adapter; none if none has."""

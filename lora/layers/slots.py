@@ -13,13 +13,12 @@ import numpy as np
 import torch
 
 from asyncengine.errors import AdapterError, InvariantViolation
+from asyncengine.execution.device.arena import Arena
 from asyncengine.execution.device.pinned import Int64Array
 from asyncengine.execution.device.transfer import upload
 from asyncengine.execution.layers.places import Place
 from asyncengine.execution.layers.step import AdapterRecords, CausalLM, RowAdapters
-from asyncengine.kernels.arena import Arena
-from asyncengine.kernels.cpu import compiler_missing
-from asyncengine.kernels.cuda import triton_missing
+from asyncengine.kernels.api import compiler_missing, triton_missing
 from asyncengine.lora.layers.compiled import CompiledStack, FactorTable
 from asyncengine.lora.layers.masked import KernelStack, MaskedStack, MaskedStep
 from asyncengine.lora.layers.rows import RowStack, RowStep
@@ -216,9 +215,9 @@ class LoraLayers:
             return
         self.version += 1
         if self._compiled and not self._stacks:
-            from asyncengine.kernels.cpu.lora import compile_for
+            from asyncengine.kernels.api import lora
 
-            compile_for(self.dtype)
+            lora.compile_for(self.dtype)
         self._stacks[key] = self._form(place)(place, self.max_loras, rank, self.dtype, self._device, self._memory)
 
     def _form(self, place: Place) -> type[LoraStack]:

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from asyncengine.execution.device.arena import Arena
 from asyncengine.execution.device.pinned import send
 from asyncengine.execution.layers.places import Place
-from asyncengine.kernels.arena import Arena
 
 RANK_STEP = 8
 """Ranks are padded to multiples of this, with zeros: a padded factor adds exact zeros."""

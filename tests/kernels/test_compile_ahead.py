@@ -241,9 +241,9 @@ def test_where_nothing_was_ever_compiled_processes_start_before_torch_is_there(
 
 def test_cpus_that_a_program_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert compile_ahead._usable_cpus() == 1
+    assert compile_ahead.usable_cpus() == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
-    assert 1 <= compile_ahead._usable_cpus() <= (os.cpu_count() or 1)
+    assert 1 <= compile_ahead.usable_cpus() <= (os.cpu_count() or 1)
 
 
 def test_what_cannot_be_compiled_is_left_to_its_caller(folder: Path) -> None:

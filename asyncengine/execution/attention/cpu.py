@@ -7,7 +7,6 @@ keys.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,17 +33,11 @@ from asyncengine.execution.attention.cpu_short import (
     short_items,
     short_pieces,
 )
+from asyncengine.execution.device.arena import Empty, ordinary
 from asyncengine.execution.device.pinned import Int64Array
 from asyncengine.execution.device.shared_pools import SharedPools
-from asyncengine.kernels.arena import Empty, ordinary
-from asyncengine.kernels.cpu import attention as kernels
-from asyncengine.kernels.cpu import attention_fields as fields
-from asyncengine.kernels.cpu.attention_tiles import LANES
-from asyncengine.kernels.cpu.attention_write import prepare_and_write, write
-from asyncengine.kernels.cpu.jit import kind_of
-from asyncengine.kernels.cpu.team import team_threads, use_team
-from asyncengine.kernels.cpu.team_loops import PER_THREAD
-from asyncengine.kernels.cpu.vectors import cpu_has
+from asyncengine.kernels.api import PagedAttention, team
+from asyncengine.kernels.api import attention_fields as fields
 
 _BYTES = 26
 """That could be read for a cost of 1."""
@@ -81,10 +74,7 @@ class CompiledBackend(AttentionBackend):
         self.page_size = page_size
         self._layers = tuple(layers)
         self._dtype = dtype
-        lanes = math.gcd(page_size, max(LANES))
-        self._kind = kind_of(dtype)
-        pairs = dtype == torch.bfloat16 and lanes == max(LANES) and cpu_has("avx512bf16")
-        self._lanes, self._operand = LANES[lanes], np.uint16(0) if pairs else np.float32(0)
+        self._kernels = PagedAttention(dtype, page_size)
         known: dict[tuple[int, ...], _Memory] = {}
         empty = ordinary if shared is None else shared.empty
         self._pools = []
@@ -95,7 +85,7 @@ class CompiledBackend(AttentionBackend):
             if shape not in known:
                 known[shape] = _Memory(spec, pages * page_size, dtype, empty)
             memory = known[shape]
-            self._pools.append(_LayerPool(spec, pages, page_size, lanes, memory, of_windows))
+            self._pools.append(_LayerPool(spec, pages, page_size, self._kernels.lanes, memory, of_windows))
         self.kv_bytes = sum(memory.bytes for memory in known.values())
         self._groups = {_group_of(spec): spec for spec in layers}
         self._plans = {group: StepPlan() for group in self._groups}
@@ -107,7 +97,7 @@ class CompiledBackend(AttentionBackend):
         self._partials = torch.empty(0)
 
     def plan(self, step: StepView) -> None:
-        self._threads, self._piece, workers = team_threads()
+        self._threads, self._piece, workers = team.team_threads()
         if self._scratch.numel() < workers * self._scratch_size:
             self._scratch = torch.empty(workers * self._scratch_size, dtype=torch.uint8)
         near, far, rows = step.for_windows(), step, None
@@ -119,19 +109,14 @@ class CompiledBackend(AttentionBackend):
             self._plan_group(self._plans[group], spec, near if spec.windowed else far, rows)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        key, value = _dense(key), _dense(value)
-        steps = [stride * key.element_size() for stride in (*key.stride()[:2], *value.stride()[:2])]
-        write(
-            key.data_ptr(), steps[0], steps[1], value.data_ptr(), steps[2], steps[3],
-            self._pools[layer].address, self._planned[layer].step, self._kind, use_team(),
-        )  # fmt: skip
+        self._kernels.write(_dense(key), _dense(value), self._pools[layer].address, self._planned[layer].step)
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         query = _dense(query)
         spec = self._layers[layer]
         out = query.new_empty((query.shape[0], spec.num_heads, spec.value_dim))
         size = query.element_size()
-        self._attend(layer, query.data_ptr(), query.stride(0) * size, query.stride(1) * size, out)
+        self._attend(layer, query, query.stride(0) * size, query.stride(1) * size, out)
         return out
 
     def attend_merged(
@@ -146,26 +131,22 @@ class CompiledBackend(AttentionBackend):
         tokens = qkv.shape[0]
         query = qkv.new_empty((tokens, spec.num_heads * spec.key_dim))
         out = qkv.new_empty((tokens, spec.num_heads * spec.value_dim))
-        q_norm = 0 if heads.q_norm is None else heads.q_norm.data_ptr()
-        k_norm = 0 if heads.k_norm is None else heads.k_norm.data_ptr()
-        prepare_and_write(
-            qkv.data_ptr(), query.data_ptr(), q_norm, k_norm, heads.epsilon, cos.data_ptr(), sin.data_ptr(),
-            cos.shape[-1], self._pools[layer].address, self._planned[layer].step, self._kind, use_team(),
+        self._kernels.prepare_and_write(
+            qkv, query, heads.q_norm, heads.k_norm, heads.epsilon, cos, sin,
+            self._pools[layer].address, self._planned[layer].step,
         )  # fmt: skip
         head_size = spec.key_dim * qkv.element_size()
-        self._attend(layer, query.data_ptr(), spec.num_heads * head_size, head_size, out)
+        self._attend(layer, query, spec.num_heads * head_size, head_size, out)
         return out
 
-    def _attend(self, layer: int, query: int, token_size: int, head_size: int, out: torch.Tensor) -> None:
-        kernels.attend(
-            query, token_size, head_size, out.data_ptr(), self._pools[layer].address, self._planned[layer].step,
-            self._kind, self._lanes, self._operand, use_team(),
-        )  # fmt: skip
+    def _attend(self, layer: int, query: torch.Tensor, token_size: int, head_size: int, out: torch.Tensor) -> None:
+        address, step = self._pools[layer].address, self._planned[layer].step
+        self._kernels.attend(query, token_size, head_size, out, address, step)
 
     def warm_up(self) -> None:
         """Compile what only steps with long contexts call."""
         if self._pools:
-            kernels.compile_join(self._kind)
+            self._kernels.compile_join()
 
     def page_pools(self) -> list[PagePool]:
         """Memory of every layer, keys and values: a head's pages lie one behind the other."""
@@ -333,7 +314,7 @@ def _even_pieces(cost: Int64Array, heads: int, threads: int, least: int) -> Int6
     """[pieces + 1] bounds of the units of each piece, which go head by head over all items; a piece costs `least`."""
     ends = np.cumsum(cost)
     total = int(ends[-1]) * heads
-    pieces = 1 if threads == 1 else max(1, min(threads * PER_THREAD, total // max(1, least), len(cost) * heads))
+    pieces = 1 if threads == 1 else max(1, min(threads * team.PER_THREAD, total // max(1, least), len(cost) * heads))
     wanted = np.arange(pieces + 1) * total // pieces
     head, rest = np.divmod(wanted, int(ends[-1]))
     return head * len(cost) + np.searchsorted(ends, rest, side="right")

@@ -14,8 +14,8 @@ import numpy as np
 
 from asyncengine.execution.attention.base import LayerSpec
 from asyncengine.execution.device.pinned import Int64Array
-from asyncengine.kernels.cpu import attention_fields as fields
-from asyncengine.kernels.cpu.team_loops import PER_THREAD
+from asyncengine.kernels.api import attention_fields as fields
+from asyncengine.kernels.api import team
 
 FEW = 64
 """Tokens, rows and items of a plan up to which it is made here."""
@@ -163,7 +163,7 @@ def short_pieces(costs: Sequence[int], heads: int, threads: int, least: int) -> 
         whole += cost
         ends.append(whole)
     total, items = whole * heads, len(costs)
-    pieces = 1 if threads == 1 else max(1, min(threads * PER_THREAD, total // max(1, least), items * heads))
+    pieces = 1 if threads == 1 else max(1, min(threads * team.PER_THREAD, total // max(1, least), items * heads))
     if pieces >= _PIECES:
         return None
     bounds = []

@@ -15,7 +15,7 @@ from asyncengine.execution.attention.flashinfer import FlashInferBackend, load_f
 from asyncengine.execution.attention.flashinfer_plan import why_not
 from asyncengine.execution.attention.torch_paged import TorchPagedBackend
 from asyncengine.execution.device.shared_pools import SharedPools
-from asyncengine.kernels.cpu import compiler_missing
+from asyncengine.kernels.api import compiler_missing
 
 logger = logging.getLogger("asyncengine")
 

@@ -51,7 +51,7 @@ from asyncengine.execution.attention.flashinfer_plan import (
     uploaded_size,
 )
 from asyncengine.execution.device.pinned import CudaMemory, Int32Array
-from asyncengine.kernels.cuda import triton_missing
+from asyncengine.kernels.api import triton_missing
 
 logger = logging.getLogger("asyncengine")
 
@@ -170,9 +170,9 @@ class FlashInferBackend(AttentionBackend):
         self.attend_merged: Callable[..., torch.Tensor] | None = None
         """Norms, rotation, `write` and `attend` at once, as the compiled backend's; None: there is no kernel."""
         if triton_missing(device) is None:
-            from asyncengine.kernels.cuda.qk_norm_rope import prepare_and_write
+            from asyncengine.kernels.api import gpu
 
-            self._prepare_and_write, self.attend_merged = prepare_and_write, self._attend_merged
+            self._prepare_and_write, self.attend_merged = gpu.prepare_and_write, self._attend_merged
         self._cut: Callable[[int, torch.Tensor], torch.Tensor] | None = None
 
     # -- before the forward, on the host -------------------------------------------------------------------------

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from asyncengine.execution.device.openmp import torch_threads
-from asyncengine.kernels.cpu import compiler_missing
+from asyncengine.kernels.api import compiler_missing
 from asyncengine.stats import ThreadStats
 
 if TYPE_CHECKING:
-    from asyncengine.kernels.cpu.team import Account, Team
+    from asyncengine.kernels.api import team as teams
 
 _WINDOW = 0.05
 """Seconds of steps from which a judgement is made."""
@@ -75,7 +75,7 @@ class Cores:
 
     def __init__(
         self, threads: int | None = None, device: torch.device = _CPU, sharing: Sharing = _PROCESS,
-        team: Team | None = None,
+        team: teams.Team | None = None,
     ) -> None:  # fmt: skip
         """`threads` None: as many as torch uses in this program. On another device than a CPU, one: to launch. `team`:
         the threads that share kernels' loops; None: they are started when first needed, as a first load has its kernels
@@ -123,9 +123,9 @@ class Cores:
         if not self._compiled:
             return nullcontext()
         if self._team is None:
-            from asyncengine.kernels.cpu.team import Team
+            from asyncengine.kernels.api import team as teams
 
-            self._team = Team(self.most)
+            self._team = teams.Team(self.most)
         return self._team.joined(threads)
 
     @contextmanager
@@ -170,10 +170,10 @@ class Company:
     def _clear(self, threads: int) -> None:
         self._used = threads
         self._steps, self._seconds = 0, 0.0
-        self._loops: Account | None = None
+        self._loops: teams.Account | None = None
         self._preempted = 0
 
-    def note(self, threads: int, seconds: float, loops: Account | None, preempted: int) -> None:
+    def note(self, threads: int, seconds: float, loops: teams.Account | None, preempted: int) -> None:
         """Note a step of `threads` threads: its seconds, the loops they shared, and how often a thread that torch's
         operators may have waited for lost its core."""
         self._clock += seconds

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from asyncengine.execution.device.openmp import torch_threads
-from asyncengine.kernels.cpu.team import alone, team_threads
+from asyncengine.kernels.api import team
 
 Item = TypeVar("Item")
 
@@ -23,7 +23,7 @@ def share_out(work: Callable[[Item], object], items: Sequence[Item]) -> None:
 
     Kernels and torch's operators within use one thread each, so that the teams of several do not meet.
     """
-    helpers = min(team_threads()[0], len(items)) - 1
+    helpers = min(team.team_threads()[0], len(items)) - 1
     if helpers < 1:
         for item in items:
             work(item)
@@ -33,7 +33,7 @@ def share_out(work: Callable[[Item], object], items: Sequence[Item]) -> None:
 
     def take() -> None:
         try:
-            with torch.inference_mode(inference), torch_threads(1), alone():
+            with torch.inference_mode(inference), torch_threads(1), team.alone():
                 for item in left:  # of a sequence: each is taken once, whoever asks
                     if errors:
                         return

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from asyncengine.execution.device.shared_pools import SharedPools
-from asyncengine.kernels.cpu import compiler_missing
+from asyncengine.kernels.api import compiler_missing
 
 _PLACE = 2**25
 """Bytes of each place. Untouched bytes take no memory; a longer result goes through in several parts."""
@@ -54,7 +54,7 @@ class SharedGather:
 
     def __init__(self, memory: int, rank: int, size: int) -> None:
         """`memory`: the descriptor of `make_memory`, which may be closed afterwards."""
-        from asyncengine.kernels.cpu import barrier
+        from asyncengine.kernels.api import barrier
 
         self.rank, self.size = rank, size
         self.lost: str | None = None

@@ -83,9 +83,9 @@ class HeadGate:
         self.kernels: Any = None
         """The module of compiled kernels, on a CPU; None: torch does it."""
         if options.compiled:
-            from asyncengine.kernels.cpu import head_gate
+            from asyncengine.kernels.api import operations
 
-            self.kernels = head_gate
+            self.kernels = operations
 
     def split(self, projected: torch.Tensor) -> torch.Tensor:
         """The projection without the gates: queries, and what stands behind them."""

@@ -40,7 +40,7 @@ class CausalConv:
         self.kernel: Any = None
         """The compiled kernel on a CPU; None: torch convolves."""
         if options.compiled:
-            from asyncengine.kernels.cpu.causal_conv import convolve_segments
+            from asyncengine.kernels.api import convolve_segments
 
             self.kernel = convolve_segments
 

@@ -23,7 +23,7 @@ from asyncengine.execution.layers.slots import TensorSlot
 from asyncengine.execution.layers.stored import RowRange, StoredForm, StoredMatrix, dense
 from asyncengine.execution.layers.stored_weight import ChunkedWeight
 from asyncengine.execution.layers.weight_forms import DenseWeight, WeightForm
-from asyncengine.kernels.cuda import triton_missing
+from asyncengine.kernels.api import triton_missing
 
 
 class ExpertMatrices:
@@ -326,9 +326,9 @@ def _forms(
     if grouped or all(isinstance(form, DenseWeight) for form in whole):
         return whole[:1], whole[1:]
     if compiled and all(product_of(form, None) is not None for form in whole):
-        from asyncengine.kernels.cpu.experts import ALIGNED
+        from asyncengine.kernels.api import experts as kernels
 
-        if all(outputs % ALIGNED == 0 for outputs, _ in shapes):
+        if all(outputs % kernels.ALIGNED == 0 for outputs, _ in shapes):
             return whole[:1], whole[1:]
     first, second = (
         [make(shape, names[expert : expert + 1]) for expert in range(count)]
@@ -354,21 +354,22 @@ def _activation_number(options: LayerOptions, config: ExpertsConfig) -> int | No
     """The compiled kernel's number of the activation; None: it has none like it, or there is no such kernel here."""
     if not options.compiled or options.kernels.name != "compiled":
         return None
-    from asyncengine.kernels.cpu.activation import activation_id
-    from asyncengine.kernels.cpu.experts import CLAMPED
+    from asyncengine.kernels.api import experts, operations
 
     if config.activation == "clamped":
-        return CLAMPED
-    return activation_id((options.kernels.gated if config.gated else options.kernels.activation)(config.activation))
+        return experts.CLAMPED
+    kernels = options.kernels
+    return operations.activation_id((kernels.gated if config.gated else kernels.activation)(config.activation))
 
 
 def _kernel(config: ExpertsConfig, activation: int, up: Any, down: Any, dtype: torch.dtype) -> Any:
     """The compiled kernel; None: experts are kept in forms of their own."""
     if up is None or down is None:
         return None
-    from asyncengine.kernels.cpu.experts import ExpertsForm, ExpertsKernel
+    from asyncengine.kernels.api import experts
 
-    return ExpertsKernel(up, down, ExpertsForm(config.experts, activation, config.alpha, config.limit), dtype)
+    form = experts.ExpertsForm(config.experts, activation, config.alpha, config.limit)
+    return experts.ExpertsKernel(up, down, form, dtype)
 
 
 def _grouped(options: LayerOptions, config: ExpertsConfig, up: ExpertMatrices, down: ExpertMatrices, gate: Any) -> Any:
@@ -376,8 +377,8 @@ def _grouped(options: LayerOptions, config: ExpertsConfig, up: ExpertMatrices, d
     found = [grouped_weight(options, each.forms[0]) for each in (up, down) if len(each.forms) == 1]
     if len(found) < 2 or any(weight is None for weight in found):
         return None
-    from asyncengine.kernels.cuda.grouped_experts import ExpertWeights, mix
+    from asyncengine.kernels.api import gpu
 
     within = config.gated and config.activation == "silu" and config.bias is None
-    first, second = ExpertWeights(found[0], up.bias), ExpertWeights(found[1], down.bias)
-    return partial(mix, up=first, down=second, activation=None if within else gate, experts=config.experts)
+    first, second = gpu.ExpertWeights(found[0], up.bias), gpu.ExpertWeights(found[1], down.bias)
+    return partial(gpu.mix, up=first, down=second, activation=None if within else gate, experts=config.experts)

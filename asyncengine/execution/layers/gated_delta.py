@@ -134,7 +134,7 @@ class GatedDelta(StateLayer):
         heads = (config.key_heads, config.value_heads, config.key_dim, config.value_dim)
         self.rule = delta_rule(self.conv.on_device, heads, self.rate, self.dt_bias)
         if options.compiled:
-            from asyncengine.kernels.cpu.gated_delta import GatedDeltaKernel
+            from asyncengine.kernels.api import GatedDeltaKernel
 
             columns = [number for own in config.columns.values() for number in own]
             sizes = [config.key_heads, config.value_heads // config.key_heads, config.key_dim, config.value_dim]

@@ -16,8 +16,7 @@ import torch
 from torch.nn import functional
 
 from asyncengine.execution.attention.flashinfer import load_flashinfer
-from asyncengine.kernels.cpu import compiler_missing
-from asyncengine.kernels.cuda import triton_missing
+from asyncengine.kernels.api import compiler_missing, triton_missing
 
 logger = logging.getLogger("asyncengine")
 
@@ -147,49 +146,45 @@ class CompiledKernels(LayerKernels):
     norm_dtype: torch.dtype | None = torch.float32
 
     def __init__(self) -> None:
-        from asyncengine.kernels.cpu import activation, gather, layer_norm, norm, qk_norm_rope, scaling
+        from asyncengine.kernels.api import operations
 
         own: Any = self  # no call of a method lies between a layer and its kernel
-        own.add, own.add_gated = scaling.add, scaling.add_gated
-        own.add_both, own.add_scaled = scaling.add_both, scaling.add_scaled
-        own.scale_each, own.widened = scaling.scale_each, scaling.widened
-        own.scale_rows, own.scaled_rows, own.joined = scaling.scale_rows, scaling.scaled_rows, gather.joined
-        self.rotate_heads, self.norm_heads = qk_norm_rope.rotate_heads, norm.norm_heads
-        self._norm, self._layer_norm = norm, layer_norm
-        self._in_place = activation.in_place
-        self._gated = {
-            "silu": activation.silu_and_mul, "gelu_tanh": activation.gelu_tanh_and_mul, "gelu": activation.gelu_and_mul
-        }  # fmt: skip
+        own.add, own.add_gated = operations.add, operations.add_gated
+        own.add_both, own.add_scaled = operations.add_both, operations.add_scaled
+        own.scale_each, own.widened = operations.scale_each, operations.widened
+        own.scale_rows, own.scaled_rows, own.joined = operations.scale_rows, operations.scaled_rows, operations.joined
+        self.rotate_heads, self.norm_heads = operations.rotate_heads, operations.norm_heads
+        self._operations = operations
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float = 0.0) -> torch.Tensor:
         assert offset == 0.0  # a float32 weight has it in it
-        return self._norm.rms_norm(x, weight, epsilon)
+        return self._operations.rms_norm(x, weight, epsilon)
 
     def add_rms_norm(
         self, residual: torch.Tensor, branch: torch.Tensor, scale: float, weight: torch.Tensor, epsilon: float,
         offset: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         assert offset == 0.0
-        return self._norm.add_rms_norm(residual, branch, scale, weight, epsilon)
+        return self._operations.add_rms_norm(residual, branch, scale, weight, epsilon)
 
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
-        if not self._layer_norm.fits(x.shape[-1]):
+        if not self._operations.layer_norm_fits(x.shape[-1]):
             return super().layer_norm(x, weight, bias, epsilon)
-        return self._layer_norm.layer_norm(x, weight, bias, epsilon)
+        return self._operations.layer_norm(x, weight, bias, epsilon)
 
     def add_layer_norm(
         self, residual: torch.Tensor, branch: torch.Tensor, scale: float, weight: torch.Tensor,
         bias: torch.Tensor, epsilon: float, kept: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        if not self._layer_norm.fits(residual.shape[-1]):
+        if not self._operations.layer_norm_fits(residual.shape[-1]):
             return super().add_layer_norm(residual, branch, scale, weight, bias, epsilon, kept)
-        return self._layer_norm.add_layer_norm(residual, branch, scale, weight, bias, epsilon, kept)
+        return self._operations.add_layer_norm(residual, branch, scale, weight, bias, epsilon, kept)
 
     def activation(self, name: str, parameters: torch.Tensor | None = None) -> Activation:
-        return self._in_place(name, parameters) or super().activation(name, parameters)
+        return self._operations.in_place(name, parameters) or super().activation(name, parameters)
 
     def gated(self, activation: str) -> Activation | None:
-        return self._gated.get(activation)
+        return self._operations.GATED.get(activation)
 
 
 class CudaKernels(LayerKernels):
@@ -201,10 +196,10 @@ class CudaKernels(LayerKernels):
     def __init__(self, flashinfer: Any, device: torch.device) -> None:
         self._flashinfer = flashinfer
         if triton_missing(device) is None:
-            from asyncengine.kernels.cuda.norm import add_rms_norm, rms_norm
+            from asyncengine.kernels.api import gpu
 
             own: Any = self  # no call of a method lies between a layer and its kernel
-            own.rms_norm, own.add_rms_norm = rms_norm, add_rms_norm
+            own.rms_norm, own.add_rms_norm = gpu.rms_norm, gpu.add_rms_norm
 
     def gated(self, activation: str) -> Activation | None:
         names = {"silu": "silu_and_mul", "gelu_tanh": "gelu_tanh_and_mul", "gelu": "gelu_and_mul"}

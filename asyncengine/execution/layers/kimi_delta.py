@@ -95,7 +95,7 @@ class KimiDelta(StateLayer):
         heads = (config.heads, config.heads, config.head_dim, config.head_dim)
         self.rule = delta_rule(self.conv.on_device, heads, self.rate, self.dt_bias)
         if options.compiled:
-            from asyncengine.kernels.cpu.gated_delta import GatedDeltaKernel
+            from asyncengine.kernels.api import GatedDeltaKernel
 
             columns = [number for own in config.columns.values() for number in own]
             width = sum(config.projections.values()) + 2 * config.size

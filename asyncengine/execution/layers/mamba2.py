@@ -194,7 +194,7 @@ def _kernel(
     `width`: numbers of a row of the first projection."""
     if not options.compiled or options.kernels.name != "compiled":
         return None
-    from asyncengine.kernels.cpu import mamba2 as kernels
+    from asyncengine.kernels.api import mamba2 as kernels
 
     norm = {"gated": kernels.GATED, "before gate": kernels.BEFORE_GATE, None: kernels.GATE_ALONE}[config.norm]
     form = kernels.Mamba2Form(

@@ -11,6 +11,7 @@ from itertools import groupby
 
 import torch
 
+from asyncengine.execution.device.arena import Arena, Empty, ordinary
 from asyncengine.execution.layers.kernels import LayerKernels
 from asyncengine.execution.layers.rounded_weight import RoundedWeight
 from asyncengine.execution.layers.sharded import LocalWeight, Ranks, ShardedWeight, Share, cut_rows, paths_of
@@ -25,8 +26,7 @@ from asyncengine.execution.layers.weight_forms import (
     WeightForm,
     keep_all,
 )
-from asyncengine.kernels.arena import Arena, Empty, ordinary
-from asyncengine.kernels.cpu import compiler_missing
+from asyncengine.kernels.api import compiler_missing
 
 HEAD_BITS = 8
 """Bits of a quantized output layer, with either setting: it is one matrix, and its errors go straight into the
@@ -187,7 +187,7 @@ class LayerOptions:
     def _packs(self, inputs: int) -> bool:
         if not self.compiled:
             return False
-        from asyncengine.kernels.cpu import packed as panels
+        from asyncengine.kernels.api import packed as panels
 
         return panels.packing_pays(self.dtype) and panels.packing_fits(self.dtype, inputs)
 
@@ -198,7 +198,7 @@ class LayerOptions:
         if reason is None and self.kernels.name != "compiled":
             reason = "numba cannot be imported"
         elif reason is None:
-            from asyncengine.kernels.cpu import packed as panels
+            from asyncengine.kernels.api import packed as panels
 
             reason = panels.why_not_packed(self.dtype) or "some matrices have an odd number of inputs"
         return f"{reason}: some products are torch's, whose sums depend on what is computed together"

@@ -20,7 +20,7 @@ from asyncengine.execution.layers.rotary import Angles
 from asyncengine.execution.layers.step import AdapterRecords, StepContext
 
 if TYPE_CHECKING:
-    from asyncengine.kernels.recording import Arena, Record, Recorder
+    from asyncengine.kernels.api import recording
 
 logger = logging.getLogger("asyncengine")
 
@@ -41,8 +41,8 @@ class RecordedLayers:
     def __init__(self, run: Run, keeps_states: bool, paths: tuple[str, ...]) -> None:
         """`run`: all layers. `paths`: of their products, as adapters name them."""
         self._run, self._keeps_states, self._paths = run, keeps_states, paths
-        self._arena: Arena | None = None
-        self.records: dict[tuple[Any, ...], tuple[Record, torch.Tensor]] = {}
+        self._arena: recording.Arena | None = None
+        self.records: dict[tuple[Any, ...], tuple[recording.Record, torch.Tensor]] = {}
         """Records and their results, by the number of tokens, whether rows have adapters, and which angles scale
         queries."""
         self._owners: tuple[Callable[[], Any], ...] = ()
@@ -88,23 +88,23 @@ class RecordedLayers:
             self.records.clear()
             self._owners = tuple((lambda: None) if own is None else ref(own) for own in owners)
 
-    def _recorder(self, inputs: Sequence[torch.Tensor]) -> Recorder:
-        from asyncengine.kernels.recording import Arena, Recorder
+    def _recorder(self, inputs: Sequence[torch.Tensor]) -> recording.Recorder:
+        from asyncengine.kernels.api import recording
 
         if self._arena is None:
-            self._arena = Arena(_ARENA)
-        return Recorder(self._arena, list(enumerate(inputs, 1)))
+            self._arena = recording.Arena(_ARENA)
+        return recording.Recorder(self._arena, list(enumerate(inputs, 1)))
 
-    def _keep(self, key: tuple[Any, ...], recorder: Recorder, out: torch.Tensor) -> torch.Tensor:
+    def _keep(self, key: tuple[Any, ...], recorder: recording.Recorder, out: torch.Tensor) -> torch.Tensor:
         """Keep what was recorded, if a replay would compute all of it, and give the result outside of the arena."""
-        from asyncengine.kernels.recording import Arena
+        from asyncengine.kernels.api import recording
 
         assert self._arena is not None
         if recorder.obstacle is not None:
             self.obstacle = recorder.obstacle
             logger.info("layers are called one by one, as %s is computed between their kernels", self.obstacle)
         elif recorder.full:
-            self._arena = Arena(4 * self._arena.size)
+            self._arena = recording.Arena(4 * self._arena.size)
             self.records.clear()
         else:
             self.records[key] = recorder.record(), self._arena.alias(out)
@@ -112,10 +112,9 @@ class RecordedLayers:
 
     def _with_symbols(self, step: StepContext, values: list[int], adapters: AdapterRecords | None) -> StepContext:
         """The step with symbols for what its states and adapters are."""
-        from asyncengine.kernels.cpu.state_segments import SegmentPlaces
-        from asyncengine.kernels.recording import Symbol
+        from asyncengine.kernels.api import SegmentPlaces, recording
 
-        symbols = [Symbol.at(place, value) for place, value in enumerate(values)]
+        symbols = [recording.Symbol.at(place, value) for place, value in enumerate(values)]
         if step.states is not None:
             made: Any = SegmentPlaces(*symbols[-_SEGMENTS - _ADAPTERS : -_ADAPTERS])
             step = replace(step, states=replace(step.states, segments=made))
@@ -135,9 +134,9 @@ class _RecordedAdapters:
         return True
 
     def add(self, path: str, x: torch.Tensor, y: torch.Tensor) -> None:
-        from asyncengine.kernels.cpu.lora import add_table_deltas
+        from asyncengine.kernels.api import lora
 
-        add_table_deltas(x, y, self._places[path], self._records)
+        lora.add_table_deltas(x, y, self._places[path], self._records)
 
     def records(self, paths: tuple[str, ...]) -> AdapterRecords | None:
         return None
@@ -145,9 +144,8 @@ class _RecordedAdapters:
 
 def _values(inputs: Sequence[torch.Tensor], step: StepContext, adapters: AdapterRecords | None) -> list[int]:
     """The step's values by place: the team, addresses of its inputs, segments, adapters."""
-    from asyncengine.kernels.cpu.state_segments import segment_places
-    from asyncengine.kernels.cpu.team import use_team
+    from asyncengine.kernels.api import SegmentPlaces, team
 
-    values = [use_team(), *(own.data_ptr() for own in inputs)]
-    values += [0] * _SEGMENTS if step.states is None else segment_places(step.states.segments)
+    values = [team.use_team(), *(own.data_ptr() for own in inputs)]
+    values += [0] * _SEGMENTS if step.states is None else SegmentPlaces.of(step.states.segments)
     return [*values, *(adapters or (0,) * _ADAPTERS)]

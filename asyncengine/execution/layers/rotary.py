@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 import torch
 
-from asyncengine.kernels.cpu import compiler_missing
-from asyncengine.kernels.cuda import triton_missing
+from asyncengine.kernels.api import compiler_missing, triton_missing
 
 if TYPE_CHECKING:
-    from asyncengine.kernels.cpu.gather import RowCopies
+    from asyncengine.kernels.api import operations
 
 _TABLE = 8192
 """Most positions whose cosines and sines are kept: a few MiB."""
@@ -79,18 +78,18 @@ class Rotary:
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
         self._axes = torch.tensor(config.axes, device=device)
         self._length = min(length, _TABLE)
-        self._few: tuple[RowCopies, RowCopies] | None = None
+        self._few: tuple[operations.RowCopies, operations.RowCopies] | None = None
         self._kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
         if triton_missing(device) is None:
-            from asyncengine.kernels.cuda.qk_norm_rope import angles
+            from asyncengine.kernels.api import gpu
 
-            self._kernel = angles
+            self._kernel = gpu.angles
         elif device.type == "cpu":
             self._tables = self._compute(torch.arange(self._length))
             if compiler_missing(dtype, device) is None:
-                from asyncengine.kernels.cpu.gather import RowCopies
+                from asyncengine.kernels.api import operations
 
-                self._few = RowCopies(self._tables[0], _FEW), RowCopies(self._tables[1], _FEW)
+                self._few = operations.RowCopies(self._tables[0], _FEW), operations.RowCopies(self._tables[1], _FEW)
 
     def __call__(self, positions: torch.Tensor, axes: torch.Tensor | None = None) -> Angles:
         """`axes`: int64 [3, T], the same positions where a step has pictures; None: all three are alike."""

@@ -15,7 +15,7 @@ import torch
 from asyncengine.execution.device.output_buffers import OutputBufferPool
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.slots import TensorSlot
-from asyncengine.kernels.cuda import triton_missing
+from asyncengine.kernels.api import triton_missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +80,17 @@ class Router:
         """Settings of the compiled choice, if there is one."""
         sparse = config.scores == "sparsemixer"
         if options.compiled:
-            from asyncengine.kernels.cpu.routing import RouteSettings, route
+            from asyncengine.kernels.api import routing
 
-            self._route = route
-            self.settings = RouteSettings(
+            self._route = routing.route
+            self.settings = routing.RouteSettings(
                 config.experts, config.chosen, config.scores == "sigmoid", config.groups, config.groups_kept,
                 config.normalised, config.least_sum, config.scale, config.spread if sparse else -1.0,
             )  # fmt: skip
         elif triton_missing(options.device) is None and not sparse and config.groups == 1:
-            from asyncengine.kernels.cuda import routing
+            from asyncengine.kernels.api import gpu
 
-            self._route, self.settings = routing.route, config
+            self._route, self.settings = gpu.route, config
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         logits = self.weight.logits(self._kernels.widened(x) if self._exact else x, self.bias, self._memory)

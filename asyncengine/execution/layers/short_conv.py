@@ -74,6 +74,6 @@ def _kernel(options: LayerOptions, conv: CausalConv) -> Any:
     """The compiled call for everything between the projections; None: there is none here."""
     if not options.compiled or options.kernels.name != "compiled":
         return None
-    from asyncengine.kernels.cpu.short_conv import ShortConvKernel
+    from asyncengine.kernels.api import ShortConvKernel
 
     return ShortConvKernel(conv.weight, conv.bias)

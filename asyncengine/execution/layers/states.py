@@ -29,7 +29,7 @@ import torch
 from asyncengine.execution.device.pinned import Int64Array, upload
 from asyncengine.execution.device.shared_pools import SharedPools
 from asyncengine.execution.layers.sharded import Share, gathered
-from asyncengine.kernels.cuda import triton_missing
+from asyncengine.kernels.api import triton_missing
 
 if TYPE_CHECKING:
     from asyncengine.execution.layers.linear import Linear
@@ -198,11 +198,9 @@ def state_kernels(options: LayerOptions) -> StateKernels | None:
     """None: they do not run here."""
     if triton_missing(options.device) is not None:
         return None
-    from asyncengine.kernels.cuda.causal_conv import convolve
-    from asyncengine.kernels.cuda.norm import gated_norm
-    from asyncengine.kernels.cuda.recurrence import Recurrence
+    from asyncengine.kernels.api import gpu
 
-    return StateKernels(Recurrence, convolve, gated_norm)
+    return StateKernels(gpu.Recurrence, gpu.convolve, gpu.gated_norm)
 
 
 def recur(

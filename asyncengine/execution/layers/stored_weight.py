@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncengine.execution.device.arena import Empty, ordinary
 from asyncengine.execution.device.output_buffers import OutputBufferPool
 from asyncengine.execution.device.share_out import share_out
 from asyncengine.execution.layers.stored import GroupedRows, NumberForm, StoredForm, StoredMatrix
 from asyncengine.execution.layers.weight_forms import PanelWeight, WeightForm
-from asyncengine.kernels.arena import Empty, ordinary
-from asyncengine.kernels.cpu import compiler_missing
-from asyncengine.kernels.cuda import triton_missing
+from asyncengine.kernels.api import compiler_missing, triton_missing
 
 _AT_ONCE = 2**20
 """Numbers that are unpacked at once: they stay in the second-level cache until they are in their panels."""
@@ -57,15 +56,15 @@ def as_kept(form: NumberForm, device: torch.device) -> NumberForm:
 
 def panel_form(form: NumberForm) -> Any:
     """The `kernels.cpu.panel_form.PanelForm` for it; None: there is no kernel. Groups may become several, alike."""
-    from asyncengine.kernels.cpu.panel_form import GROUPS, PanelForm
+    from asyncengine.kernels.api import panel_form as forms
 
     group = form.group
     if form.below in ("zeros", "minima") and group == 0:
-        group = GROUPS[0]
+        group = forms.GROUPS[0]
     elif group:
-        group = next((size for size in GROUPS if group % size == 0), -1)
+        group = next((size for size in forms.GROUPS if group % size == 0), -1)
     try:
-        return PanelForm(form.bits, group, form.below, form.block, form.scale_dtype, tuple(form.table))
+        return forms.PanelForm(form.bits, group, form.below, form.block, form.scale_dtype, tuple(form.table))
     except ValueError:
         return None
 
@@ -118,7 +117,7 @@ class GroupedWeight(TakesStored, PanelWeight):
         exact: bool = False,
     ) -> None:  # fmt: skip
         """Raises `ValueError` for a form that there is no kernel for (`panel_form`)."""
-        from asyncengine.kernels.cpu.panel_form import PANEL
+        from asyncengine.kernels.api import panel_form as forms
 
         form = panel_form(stored.numbers)
         if form is None:
@@ -126,7 +125,7 @@ class GroupedWeight(TakesStored, PanelWeight):
         super().__init__(outputs, inputs, form, True, stored.ordered, dtype, empty, exact)
         self.name = self._named(stored.name)
         self._stored, self._numbers = stored, stored.numbers
-        self.rows_at_once = max(_AT_ONCE // inputs // PANEL, 1) * PANEL
+        self.rows_at_once = max(_AT_ONCE // inputs // forms.PANEL, 1) * forms.PANEL
 
     def _pack(self, first: int, rows: GroupedRows) -> None:
         self._packing.pack_rows(self._form, self.panels, first, rows.numbers, **self._planes(rows))
@@ -155,7 +154,7 @@ class ChunkedWeight(TakesStored):
 
     def __init__(self, outputs: int, inputs: int, stored: StoredForm, device: torch.device) -> None:
         """Raises `ValueError` for a form that there is no kernel for (`chunk_group`)."""
-        from asyncengine.kernels.cuda import packed_matmul
+        from asyncengine.kernels.api import packed_matmul
 
         form = as_kept(stored.numbers, device)
         group = chunk_group(form)
@@ -273,9 +272,9 @@ def stored_weight(
     if any((chunk_group if in_chunks else panel_form)(each.numbers) is None for each in known):
         return None
     if not in_chunks:
-        from asyncengine.kernels.cpu.panel_form import PANEL
+        from asyncengine.kernels.api import panel_form as panel_forms
 
-        panel = PANEL
+        panel = panel_forms.PANEL
     spans: list[tuple[StoredForm | None, int]] = []
     ends = [*bounds, outputs]
     for each, first, last in zip(stored, [0, *bounds], ends, strict=True):

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+from asyncengine.execution.device.arena import Empty, ordinary
 from asyncengine.execution.device.output_buffers import OutputBufferPool
 from asyncengine.execution.layers.stored import StoredForm, StoredMatrix, dense
-from asyncengine.kernels.arena import Empty, ordinary
-from asyncengine.kernels.cuda import triton_missing
+from asyncengine.kernels.api import triton_missing
 
 Release = Callable[[torch.Tensor], object]
 _SLICE = 4096
@@ -136,28 +136,28 @@ class DenseWeight(WeightForm):
         self._few: Any = None
         """Kernels for a few rows; None: there are none here."""
         if dtype.itemsize == 2 and triton_missing(device) is None:
-            from asyncengine.kernels.cuda import few_rows
+            from asyncengine.kernels.api import gpu
 
-            self._few = few_rows
+            self._few = gpu
 
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
         for begin, part in parts_of(weight, self._release):
             self.weight[first + begin : first + begin + len(part)].copy_(part)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
-        if self._few is not None and out is None and self._few.pays(x, self.weight):
+        if self._few is not None and out is None and self._few.few_rows_pay(x, self.weight):
             return self._few.few_rows(x, self.weight, bias)  # type: ignore[no-any-return]
         found = linear(x, self.weight, bias)
         return found if out is None else out.copy_(found)
 
     def multiply_gated(self, x: torch.Tensor) -> torch.Tensor | None:
         """silu of the first half of the outputs times the second; None: no kernel does both for as many rows."""
-        if self._few is None or not self._few.pays(x, self.weight, gated=True):
+        if self._few is None or not self._few.few_rows_pay(x, self.weight, gated=True):
             return None
         return self._few.few_rows(x, self.weight, None, gated=True)  # type: ignore[no-any-return]
 
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
-        if self._few is not None and self._few.pays(x, self.weight):
+        if self._few is not None and self._few.few_rows_pay(x, self.weight):
             return self._few.few_rows(x, self.weight, bias, dtype=torch.float32)  # type: ignore[no-any-return]
         return linear(x, self.weight, bias).float()
 
@@ -177,7 +177,7 @@ class PackedWeight(WeightForm):
     def __init__(
         self, outputs: int, inputs: int, dtype: torch.dtype, release: Release = keep_all, empty: Empty = ordinary
     ) -> None:
-        from asyncengine.kernels.cpu import packed as panels
+        from asyncengine.kernels.api import packed as panels
 
         self.outputs, self.inputs, self.bias_dtype = outputs, inputs, torch.float32
         self._panels = panels
@@ -201,7 +201,7 @@ class PackedWeight(WeightForm):
 
     def product(self, bias: torch.Tensor | None) -> Any:
         """The record by which kernels of several products multiply."""
-        from asyncengine.kernels.cpu.linears import LinearWeights
+        from asyncengine.kernels.api import LinearWeights
 
         return LinearWeights(self.weight, bias, self.inputs, self.outputs)
 
@@ -220,8 +220,8 @@ class PanelWeight(WeightForm):
         empty: Empty = ordinary, exact: bool = False,
     ) -> None:  # fmt: skip
         """`form`: a `kernels.cpu.panel_form.PanelForm`. `ordered`: inputs may lie in another order than those of x."""
-        from asyncengine.kernels.cpu import gemm_quantized as products
-        from asyncengine.kernels.cpu import quantized_panels as packing
+        from asyncengine.kernels.api import gemm_quantized as products
+        from asyncengine.kernels.api import quantized_panels as packing
 
         self.outputs, self.inputs, self.bias_dtype = outputs, inputs, torch.float32
         self._form = form = replace(form, exact=exact)
@@ -252,7 +252,7 @@ class PanelWeight(WeightForm):
 
     def product(self, bias: torch.Tensor | None) -> Any:
         """The record by which kernels of several products multiply."""
-        from asyncengine.kernels.cpu.linears import LinearWeights
+        from asyncengine.kernels.api import LinearWeights
 
         return LinearWeights(self._matrix, bias, self.inputs, self.outputs)
 
@@ -265,15 +265,15 @@ class QuantizedWeight(PanelWeight):
         release: Release = keep_all, empty: Empty = ordinary, exact: bool = False,
     ) -> None:  # fmt: skip
         """`bounds`: rows at which one checkpoint matrix ends and the next begins."""
-        from asyncengine.kernels.cpu import quantize as quantizing
-        from asyncengine.kernels.cpu.panel_form import PANEL, int_form
+        from asyncengine.kernels.api import panel_form
+        from asyncengine.kernels.api import quantize as quantizing
 
-        super().__init__(outputs, inputs, int_form(bits), bits == 8, False, dtype, empty, exact)
+        super().__init__(outputs, inputs, panel_form.int_form(bits), bits == 8, False, dtype, empty, exact)
         self.name, self.bits = self._named(f"int{bits}"), bits
         self._quantizing = quantizing
         self._release = release
-        self._panel = PANEL
-        meets = any(bound % PANEL for bound in bounds)  # rows of two matrices share a panel
+        self._panel = panel_form.PANEL
+        meets = any(bound % panel_form.PANEL for bound in bounds)  # rows of two matrices share a panel
         self.waiting = WaitingRows(outputs, inputs, dtype) if meets else None
 
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:

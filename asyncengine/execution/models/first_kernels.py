@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from asyncengine.execution.attention.base import StepView
+from asyncengine.execution.device.arena import Arena
 from asyncengine.execution.layers.states import StatePools, StateSegments, StateStep
 from asyncengine.execution.layers.step import StepContext
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.encoder import Encoder
-from asyncengine.kernels.arena import Arena
 
 _LONG = 513
 """Tokens of a prompt that takes the kernels of many rows, whatever a model's sizes."""
@@ -62,7 +62,7 @@ def kernels_of(decoder: Decoder, page_size: int, defaults: Mapping[str, Any]) ->
 
 def _list(decoder: Decoder, page_size: int) -> FirstKernels:
     """The decoder's own kernels."""
-    from asyncengine.kernels.listing import KernelList
+    from asyncengine.kernels.api import KernelList
 
     moved = all(layer.state is None or layer.state.kernel is not None for layer in decoder.layers)
     needed, later = KernelList(), KernelList()
@@ -104,29 +104,27 @@ def _run(decoder: Decoder, page_size: int, start: int, count: int) -> None:
 
 def _sampling(defaults: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """(what requests need that say nothing, what others do)"""
-    from asyncengine.kernels.cpu.sampling import CHOOSE, SELECT
+    from asyncengine.kernels.api import SamplerKernel
 
-    needed, others = list(CHOOSE), list[str]()
     draws = defaults.get("do_sample", True) and defaults.get("temperature", 1.0) > 0
     top_k = draws and defaults.get("top_k", 0) > 0
     top_p = draws and not top_k and defaults.get("top_p", 1.0) < 1
-    for name, wanted in zip(SELECT, (top_p, draws, top_k), strict=True):
-        (needed if wanted else others).append(name)
-    return needed, others
+    return SamplerKernel.names(draws=draws, top_k=top_k, top_p=top_p)
 
 
 def sampling_kernels() -> list[str]:
     """Kernels that sample, for models without names here (`fallback`): their first steps do not call them."""
-    from asyncengine.kernels.cpu.sampling import SELECT
+    from asyncengine.kernels.api import SamplerKernel
 
-    return list(SELECT)
+    _, others = SamplerKernel.names(draws=False, top_k=False, top_p=False)
+    return others
 
 
 def encoder_kernels_of(encoder: Encoder) -> list[str]:
     """The same of an encoder."""
     if encoder.options.kernels.name != "compiled":
         return []
-    from asyncengine.kernels.listing import KernelList
+    from asyncengine.kernels.api import KernelList
 
     with KernelList() as found, torch.inference_mode():
         for count in (1, min(_LONG, encoder.max_model_len)):

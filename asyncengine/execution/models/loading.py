@@ -18,6 +18,7 @@ import torch
 from asyncengine.config import EngineConfig, ModelSettings
 from asyncengine.errors import InvalidParameter, ModelNotFound
 from asyncengine.execution.attention.base import LayerSpec
+from asyncengine.execution.device.arena import find_memory
 from asyncengine.execution.device.cores import threads_for
 from asyncengine.execution.device.memory import bound_kernel_caches
 from asyncengine.execution.layers.kernels import layer_kernels
@@ -43,8 +44,7 @@ from asyncengine.execution.models.packed_file import packed_file
 from asyncengine.execution.models.progress import LoadProgress
 from asyncengine.execution.models.refusals import check_elements
 from asyncengine.execution.models.weights import fill_randomly, load_weights, slots_of
-from asyncengine.kernels.arena import find_memory
-from asyncengine.kernels.compile_ahead import CompileAhead
+from asyncengine.kernels.api import CompileAhead
 
 
 @dataclass(slots=True, kw_only=True)

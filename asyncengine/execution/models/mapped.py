@@ -65,7 +65,7 @@ class MappedFiles:
         """
         if not self.holds(tensor) or not tensor.is_contiguous():
             return
-        from asyncengine.kernels.arena import give_back  # brings torch, which paths are looked at without
+        from asyncengine.execution.device.arena import give_back  # brings torch, which paths are looked at without
 
         give_back(tensor.data_ptr(), tensor.nbytes)
 

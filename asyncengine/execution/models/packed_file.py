@@ -26,13 +26,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from asyncengine.config import ModelSettings
+from asyncengine.execution.device.arena import MappedPart
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.slots import TensorSlot
 from asyncengine.execution.models.description import ModelDescription
 from asyncengine.execution.models.identity import digest_of, digest_of_code, machine, stamp_of, versions, weights_digest
 from asyncengine.files import written_whole
-from asyncengine.kernels.arena import MappedPart
-from asyncengine.kernels.cache_folder import cache_root
+from asyncengine.kernels.api import cache_root
 
 logger = logging.getLogger("asyncengine")
 
@@ -159,7 +159,7 @@ def _kernels(options: LayerOptions) -> str:
         return ""
     from numba.core.registry import cpu_target
 
-    from asyncengine.kernels.cpu.vectors import UNIT
+    from asyncengine.kernels.api import UNIT
 
     return f"{cpu_target.target_context.codegen().magic_tuple()} {UNIT}"
 

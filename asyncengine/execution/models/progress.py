@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from asyncengine.errors import EngineClosed
-from asyncengine.kernels.cpu.compile_watcher import Watcher, watcher
+from asyncengine.kernels.api import watcher
 from asyncengine.progress import OnProgress, ProgressLines, is_terminal
 
 logger = logging.getLogger("asyncengine")
@@ -37,7 +37,7 @@ class LoadProgress:
         self._kernels: Any = None
         self._compiled = 0
         self._began = 0.0
-        self._token: Token[Watcher | None] | None = None
+        self._token: Token[Any] | None = None
         if enabled and is_terminal(sys.stderr):
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

@@ -26,7 +26,7 @@ from asyncengine.execution.models.memory.caches import num_states_for, pool_size
 from asyncengine.execution.models.progress import LoadProgress
 from asyncengine.execution.pooling.pool import Pooler
 from asyncengine.execution.runner.draft_model import DraftModel
-from asyncengine.execution.runner.first_steps import GREEDY, first_lengths, read_kept
+from asyncengine.execution.runner.first_steps import GREEDY, first_lengths
 from asyncengine.execution.runner.graphs import CudaCapture, graph_sizes
 from asyncengine.execution.runner.images import ImageStore
 from asyncengine.execution.runner.model_runner import ModelRunner
@@ -34,6 +34,7 @@ from asyncengine.execution.runner.prompt_graphs import prompt_graph_sizes
 from asyncengine.execution.runner.ranks import Ranks
 from asyncengine.execution.runner.stages import runner_of
 from asyncengine.execution.runner.step_times import least_chance, measure_steps
+from asyncengine.kernels.api import read_kept
 from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.sampling_params import SamplingParams

@@ -37,7 +37,7 @@ from asyncengine.execution.runner.step_buffers import NEXT, SLOT, FlatStep, Step
 from asyncengine.execution.runner.step_inputs import StepInputs, inputs_of
 from asyncengine.execution.sampling.masks import AwaitedToken, FilledMasks, MaskFiller, StepMasks, UnreadStep
 from asyncengine.execution.sampling.sampler import Sampled, Sampler
-from asyncengine.kernels.elsewhere import elsewhere
+from asyncengine.kernels.api import elsewhere
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
 from asyncengine.seams import Guesser, StepHandle
 from asyncengine.stats import ThreadStats

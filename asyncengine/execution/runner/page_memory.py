@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from asyncengine.execution.attention.base import PagePool
+from asyncengine.execution.device.arena import give_back
 from asyncengine.execution.device.shared_pools import SharedPools
 from asyncengine.execution.layers.states import StatePools
-from asyncengine.kernels.arena import give_back
 from asyncengine.step import RecordPart
 
 

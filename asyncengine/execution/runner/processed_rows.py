@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from asyncengine.execution.device.pinned import CudaMemory, FixedInputs, Int64Array
 from asyncengine.execution.runner import step_buffers
 from asyncengine.execution.sampling.masks import FilledMasks, StepMasks
-from asyncengine.kernels.cuda.row_numbers import MASK, NUMBERS, PLACE, POSITION, SLOT
+from asyncengine.kernels.api import row_numbers
 from asyncengine.step import Row
 
 if TYPE_CHECKING:
@@ -39,14 +39,14 @@ class ProcessedRows:
         self._sampler, self._tables = sampler, tables
         self._most, vocab = len(logits) - 1, logits.shape[1]
         self._words = -(-vocab // 32)
-        self._memory = FixedInputs(memory, self._most * (2 * NUMBERS + self._words))
+        self._memory = FixedInputs(memory, self._most * (2 * row_numbers.NUMBERS + self._words))
         with torch.inference_mode(False):
             self.changed = torch.empty((self._most, vocab), device=logits.device)
             """Logits of the rows of the last replay, in their order, as tokens were chosen from them."""
             self._tokens = torch.zeros(self._most, dtype=torch.int64, device=logits.device)
             self._best = torch.zeros(self._most, device=logits.device)
-        self._padding = np.zeros((NUMBERS, 1), dtype=np.int64)
-        self._padding[[SLOT, PLACE, MASK], 0] = len(last_token) - 1, self._most, -1
+        self._padding = np.zeros((row_numbers.NUMBERS, 1), dtype=np.int64)
+        self._padding[[row_numbers.SLOT, row_numbers.PLACE, row_numbers.MASK], 0] = len(last_token) - 1, self._most, -1
         self._graphs: dict[int, Graph] = {}
         self._taken: torch.Tensor | None = None
 
@@ -68,7 +68,7 @@ class ProcessedRows:
         numbers, kept = self._tables.numbers(
             chosen, own[step_buffers.SLOT], own[step_buffers.NEXT], places, self._inputs, decodes=True
         )
-        numbers[MASK, np.searchsorted(places, filled.places)] = filled.kept
+        numbers[row_numbers.MASK, np.searchsorted(places, filled.places)] = filled.kept
         self.run(numbers, count)
         del kept  # not before the kernels are queued
         return filled
@@ -76,7 +76,7 @@ class ProcessedRows:
     def take(self, rows: int, masks: int) -> NDArray[np.int32]:
         """int32 [masks, ceil(vocab / 32)] that holds anything: `run` for so many rows sends masks from there."""
         self._taken = self._memory.take()
-        begin = 2 * NUMBERS * self._size(rows)
+        begin = 2 * row_numbers.NUMBERS * self._size(rows)
         filled: NDArray[np.int32] = self._taken[begin : begin + masks * self._words].numpy()
         return filled.reshape(masks, self._words)
 
@@ -95,22 +95,24 @@ class ProcessedRows:
 
     def _send(self, size: int, numbers: Int64Array, masks: int) -> None:
         assert self._taken is not None
-        sent, rows = 2 * NUMBERS * size, numbers.shape[1]
-        own: Int64Array = self._taken[:sent].view(torch.int64).numpy().reshape(NUMBERS, size)
+        sent, rows = 2 * row_numbers.NUMBERS * size, numbers.shape[1]
+        own: Int64Array = self._taken[:sent].view(torch.int64).numpy().reshape(row_numbers.NUMBERS, size)
         own[:, :rows], own[:, rows:] = numbers, self._padding
         self._memory.send(sent + masks * self._words)
 
     def _choose(self, size: int) -> torch.Tensor:
-        from asyncengine.kernels.cuda.logit_processors import process_logits
+        from asyncengine.kernels.api import gpu
 
-        sent = 2 * NUMBERS * size
-        numbers = self._memory.sent[:sent].view(torch.int64).view(NUMBERS, size)
+        sent = 2 * row_numbers.NUMBERS * size
+        numbers = self._memory.sent[:sent].view(torch.int64).view(row_numbers.NUMBERS, size)
         processed, tokens, best = self.changed[:size], self._tokens[:size], self._best[:size]
         masks = self._memory.sent[sent:]
-        process_logits(self._logits, processed, numbers, masks, self._words, self._inputs)
-        self._sampler.sample(processed, numbers[SLOT], numbers[POSITION], tokens, best)
+        gpu.process_logits(self._logits, processed, numbers, masks, self._words, self._inputs)
+        self._sampler.sample(processed, numbers[row_numbers.SLOT], numbers[row_numbers.POSITION], tokens, best)
         for into, source, where in (
-            (self._chosen[0], tokens, PLACE), (self._chosen[1], best, PLACE), (self._last_token, tokens, SLOT)
+            (self._chosen[0], tokens, row_numbers.PLACE),
+            (self._chosen[1], best, row_numbers.PLACE),
+            (self._last_token, tokens, row_numbers.SLOT),
         ):  # fmt: skip
             into.index_copy_(0, numbers[where], source)
         return tokens

@@ -26,7 +26,7 @@ from asyncengine.errors import InvalidParameter
 from asyncengine.execution.device.child import Child, end_children, start_child
 from asyncengine.execution.device.collective_gather import BACKENDS, Gather, make_memory, missing, open_gather
 from asyncengine.execution.runner.step_inputs import StepInputs
-from asyncengine.kernels.compile_process import can_start
+from asyncengine.kernels.api import can_start
 
 
 class _Rank(NamedTuple):

@@ -16,8 +16,8 @@ from asyncengine.execution.device.pinned import Int64Array
 from asyncengine.execution.device.transfer import send, upload
 from asyncengine.execution.sampling.masks import FilledMasks, apply_masks
 from asyncengine.execution.sampling.slot_params import SlotParams
-from asyncengine.kernels.cuda import row_numbers as n
-from asyncengine.kernels.cuda import triton_missing
+from asyncengine.kernels.api import row_numbers as n
+from asyncengine.kernels.api import triton_missing
 from asyncengine.request_spec import RequestSpec
 from asyncengine.step import Row
 
@@ -221,14 +221,16 @@ class LogitProcessors:
         return logits
 
     def _by_kernel(self, logits: torch.Tensor, tables: SlotTables, last_token: torch.Tensor) -> torch.Tensor:
-        from asyncengine.kernels.cuda.logit_processors import process_logits
+        from asyncengine.kernels.api import gpu
 
         every = np.arange(len(self._rows))
         numbers, counted = tables.numbers(self._rows, self._slots, self._positions, every, last_token)
         numbers[n.MASK, self._masks.places] = np.arange(len(self._masks.places))
         masks = send(self._masks.packed, logits.device)
         processed = torch.empty(logits.shape, device=logits.device)
-        process_logits(logits, processed, upload(numbers, logits.device), masks, -(-logits.shape[1] // 32), last_token)
+        gpu.process_logits(
+            logits, processed, upload(numbers, logits.device), masks, -(-logits.shape[1] // 32), last_token
+        )
         del counted  # not before the kernels are queued
         return processed
 

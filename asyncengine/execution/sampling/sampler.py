@@ -23,8 +23,7 @@ from asyncengine.execution.sampling.masks import FilledMasks
 from asyncengine.execution.sampling.noise import BLOCK_FLAG, gumbel, noise_keys
 from asyncengine.execution.sampling.slot_params import SlotParams
 from asyncengine.execution.sampling.top_p import kept_threshold
-from asyncengine.kernels.cpu import compiler_missing
-from asyncengine.kernels.cuda import triton_missing
+from asyncengine.kernels.api import compiler_missing, triton_missing
 from asyncengine.step import Row
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ class Sampler:
 
             self.on_device = DeviceSampler(self._params, max_num_seqs, vocab_size, device)
         if compiler_missing(torch.float32, device) is None:
-            from asyncengine.kernels.cpu.sampling import SamplerKernel
+            from asyncengine.kernels.api import SamplerKernel
 
             self._kernel = SamplerKernel(vocab_size)
 

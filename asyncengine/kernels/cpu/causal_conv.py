@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from asyncengine.kernels.cpu.activation import exponential
 from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.jit import allocates, array, kind_of, narrow, pointer, serial_in_order, widen
-from asyncengine.kernels.cpu.state_segments import Segments, segment_places
+from asyncengine.kernels.cpu.state_segments import SegmentPlaces, Segments
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.vectors import size_of
@@ -37,7 +37,7 @@ def convolve_segments(
     out = torch.empty((len(x), channels), dtype=x.dtype)
     _convolve(
         x.data_ptr(), x.stride(0), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), windows.data_ptr(),
-        out.data_ptr(), channels, taps, silu, *segment_places(segments), len(x), kind_of(x.dtype), use_team(),
+        out.data_ptr(), channels, taps, silu, *SegmentPlaces.of(segments), len(x), kind_of(x.dtype), use_team(),
     )  # fmt: skip
     return out
 

@@ -18,7 +18,7 @@ from asyncengine.kernels.cpu.calls import call, parallel_for
 from asyncengine.kernels.cpu.causal_conv import CHANNELS, convolve_tokens
 from asyncengine.kernels.cpu.delta_rule import EACH, WHOLE, delta_rule
 from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, kind_of, narrow, pointer, serial_in_order, widen
-from asyncengine.kernels.cpu.state_segments import Segments, segment_places
+from asyncengine.kernels.cpu.state_segments import SegmentPlaces, Segments
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.vectors import size_of, square_sum
@@ -67,7 +67,7 @@ class GatedDeltaKernel:
         out = torch.empty((tokens, self.outputs), dtype=projected.dtype)
         advance_states(
             self.address, states.data_ptr(), windows.data_ptr(), projected.data_ptr(), out.data_ptr(),
-            *segment_places(segments), tokens,
+            *SegmentPlaces.of(segments), tokens,
             kind_of(projected.dtype), use_team(),
         )  # fmt: skip
         return out
@@ -78,7 +78,7 @@ def advance_states(
     record: int, states: int, windows: int, projected: int, out: int, rows: int, bounds: int, begins: int, ends: int,
     sources: int, targets: int, tokens: int, kind: np.generic, team: int,
 ) -> None:  # fmt: skip
-    """A `GatedDeltaKernel` by address; the numbers of segments are `segment_places`."""
+    """A `GatedDeltaKernel` by address; the numbers of segments are `SegmentPlaces`."""
     spec = array(pointer(record, _WHOLE), (FIELDS,))
     heads, state = spec[HEADS], spec[GROUP] * spec[KEY_DIM] * spec[VALUE_DIM] * 4
     # a state comes and goes once for each row; each token of a chunk passes it in the first cache

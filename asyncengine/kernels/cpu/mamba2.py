@@ -25,7 +25,7 @@ from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.causal_conv import CHANNELS, convolve_tokens
 from asyncengine.kernels.cpu.intrinsics import INT64, emitted
 from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, kind_of, narrow, pointer, serial_in_order, widen
-from asyncengine.kernels.cpu.state_segments import Segments, segment_places
+from asyncengine.kernels.cpu.state_segments import SegmentPlaces, Segments
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LONG, load, size_of, square_sum, store
@@ -105,7 +105,7 @@ class Mamba2Kernel:
         out = torch.empty((len(projected), self.outputs), dtype=projected.dtype)
         run_mamba2(
             self.address, states.data_ptr(), windows.data_ptr(), projected.data_ptr(), out.data_ptr(),
-            *segment_places(segments), len(projected), kind_of(projected.dtype), use_team(),
+            *SegmentPlaces.of(segments), len(projected), kind_of(projected.dtype), use_team(),
         )  # fmt: skip
         return out
 
@@ -147,7 +147,7 @@ def run_mamba2(
     record: int, states: int, windows: int, projected: int, out: int, rows: int, bounds: int, begins: int, ends: int,
     sources: int, targets: int, tokens: int, kind: np.generic, team: int,
 ) -> None:  # fmt: skip
-    """A `Mamba2Kernel` by address; the numbers of segments are `segment_places`."""
+    """A `Mamba2Kernel` by address; the numbers of segments are `SegmentPlaces`."""
     fields = array(pointer(record, _WHOLE), (_FIELDS,))
     inner, heads = fields[HEADS] * fields[DIM], fields[HEADS]
     channels, size = inner + 2 * fields[GROUPS] * fields[STATES], inner * fields[STATES]

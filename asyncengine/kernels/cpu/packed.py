@@ -11,7 +11,7 @@ Memory: [outputs / 32 (rounded up), inputs / step, 2, 16, step], where `step` is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
@@ -20,7 +20,6 @@ import torch
 from llvmlite import ir
 from numba.core import cgutils
 
-from asyncengine.kernels.arena import Empty, ordinary
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.gather import copy_columns
@@ -84,11 +83,13 @@ def packing_fits(dtype: torch.dtype, inputs: int) -> bool:
     return dtype in _STEPS and inputs % _STEPS[dtype] == 0
 
 
-def empty_panels(outputs: int, inputs: int, dtype: torch.dtype, empty: Empty = ordinary) -> torch.Tensor:
+def empty_panels(
+    outputs: int, inputs: int, dtype: torch.dtype, empty: Callable[..., torch.Tensor] = torch.empty
+) -> torch.Tensor:
     """Memory for a weight [outputs, inputs] that `packing_fits`, to be filled by `pack_rows`; no row of the last panel
     that is beyond them is ever read into a result."""
     step = _STEPS[dtype]
-    return empty((-(-outputs // WIDTH), inputs // step, _VECTORS, LANES, step), dtype)
+    return empty((-(-outputs // WIDTH), inputs // step, _VECTORS, LANES, step), dtype=dtype)
 
 
 def pack_rows(weight: torch.Tensor, panels: torch.Tensor, first: int) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncengine.kernels.arena import Empty, ordinary
 from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.jit import (
     allocates,
@@ -42,9 +42,11 @@ _SCALES = {"float16": _HALF, "bfloat16": _BFLOAT, "float32": _FLOAT}
 _BELOW = {"middle": 0, "zeros": 1, "minima": 2, "table": 3}
 
 
-def empty_panels(form: PanelForm, outputs: int, inputs: int, empty: Empty = ordinary) -> torch.Tensor:
+def empty_panels(
+    form: PanelForm, outputs: int, inputs: int, empty: Callable[..., torch.Tensor] = torch.empty
+) -> torch.Tensor:
     """Memory for a matrix [outputs, inputs], to be filled by `pack_rows`: uint8 [panels, chunks, bytes of one]."""
-    return empty((-(-outputs // PANEL), form.chunks(inputs), form.chunk_bytes), torch.uint8)
+    return empty((-(-outputs // PANEL), form.chunks(inputs), form.chunk_bytes), dtype=torch.uint8)
 
 
 def pack_rows(

@@ -30,14 +30,11 @@ _BLOCK_FLAG = 1 << 31
 _WHOLE, _SINGLE = np.int64(0), np.float32(0)
 _WITHIN = "asyncengine.kernels.cpu"
 _FIVE = ", ".join(["int64"] * 5)
-CHOOSE = tuple(f"{_WITHIN}.sampling:{name}:({_FIVE}, {_FIVE})" for name in ("_choose_at_once", "_choose"))
+_CHOOSE = tuple(f"{_WITHIN}.sampling:{name}:({_FIVE}, {_FIVE})" for name in ("_choose_at_once", "_choose"))
 """Kernels that every request needs, by name (`calls.compile_named`)."""
-SELECT = (
-    f"{_WITHIN}.truncation:top_p_threshold:void({_FIVE}, float32, float32)",
-    f"{_WITHIN}.sampling:_draw:void(int64, int64, int64, int64, float32, float32, int64, int64, int64)",
-    f"{_WITHIN}.truncation:top_k_threshold:void({_FIVE}, float32, int64, float32)",
-)
-"""Kernels of requests with a top-p, with a temperature and with a top-k, by name."""
+_DRAW = f"{_WITHIN}.sampling:_draw:void(int64, int64, int64, int64, float32, float32, int64, int64, int64)"
+_TOP_P = f"{_WITHIN}.truncation:top_p_threshold:void({_FIVE}, float32, float32)"
+_TOP_K = f"{_WITHIN}.truncation:top_k_threshold:void({_FIVE}, float32, int64, float32)"
 
 
 class SamplerKernel:
@@ -56,6 +53,13 @@ class SamplerKernel:
         self._few_at = self._few[0].ctypes.data, self._few[1].ctypes.data
         # compiled now rather than in somebody's first step
         self.choose(torch.zeros((1, vocab_size)), np.zeros((1, 3), np.float32), np.zeros((1, 4), np.int64))
+
+    @staticmethod
+    def names(*, draws: bool, top_k: bool, top_p: bool) -> tuple[list[str], list[str]]:
+        """(names of the kernels of requests that ask for this, of all others)."""
+        rare = ((_TOP_P, top_p), (_DRAW, draws), (_TOP_K, top_k))
+        needed = [*_CHOOSE, *(name for name, wanted in rare if wanted)]
+        return needed, [name for name, wanted in rare if not wanted]
 
     def choose(
         self, logits: torch.Tensor, params: NDArray[np.float32], keys: NDArray[np.int64]

@@ -8,7 +8,7 @@ import torch
 from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.causal_conv import CHANNELS, convolve_tokens
 from asyncengine.kernels.cpu.jit import allocates, array, keep, kind_of, narrow, pointer, serial_in_order, widen
-from asyncengine.kernels.cpu.state_segments import Segments, segment_places
+from asyncengine.kernels.cpu.state_segments import SegmentPlaces, Segments
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.vectors import size_of
@@ -37,7 +37,7 @@ class ShortConvKernel:
         """[T, width] of B, C and x [T, 3 * width], contiguous; `windows` is the layer's pool."""
         out = torch.empty((len(projected), self.outputs), dtype=projected.dtype)
         run_short_conv(
-            self.address, 0, windows.data_ptr(), projected.data_ptr(), out.data_ptr(), *segment_places(segments),
+            self.address, 0, windows.data_ptr(), projected.data_ptr(), out.data_ptr(), *SegmentPlaces.of(segments),
             len(projected), kind_of(projected.dtype), use_team(),
         )  # fmt: skip
         return out
@@ -48,7 +48,7 @@ def run_short_conv(
     record: int, states: int, windows: int, projected: int, out: int, rows: int, bounds: int, begins: int, ends: int,
     sources: int, targets: int, tokens: int, kind: np.generic, team: int,
 ) -> None:  # fmt: skip
-    """A `ShortConvKernel` by address; the numbers of segments are `segment_places`."""
+    """A `ShortConvKernel` by address; the numbers of segments are `SegmentPlaces`."""
     width = array(pointer(record, _WHOLE), (_FIELDS,))[WIDTH]
     pieces = pieces_of(tokens * width * _WORK, rows * ((width + CHANNELS - 1) // CHANNELS), team)
     parallel_for(

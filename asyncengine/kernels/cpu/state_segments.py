@@ -33,10 +33,11 @@ class SegmentPlaces(NamedTuple):
     sources: int
     targets: int
 
-
-def segment_places(segments: Segments | SegmentPlaces) -> SegmentPlaces:
-    """(rows, addresses of the bounds of rows, of begins, ends, sources and targets). `segments` holds their memory."""
-    if isinstance(segments, SegmentPlaces):
-        return segments
-    parts = (segments.rows, segments.begins, segments.ends, segments.sources, segments.targets)
-    return SegmentPlaces(len(segments.rows) - 1, *(part.ctypes.data for part in parts))
+    @classmethod
+    def of(cls, segments: Segments | SegmentPlaces) -> SegmentPlaces:
+        """(rows, addresses of the bounds of rows, of begins, ends, sources and targets). `segments` holds their
+        memory."""
+        if isinstance(segments, SegmentPlaces):
+            return segments
+        parts = (segments.rows, segments.begins, segments.ends, segments.sources, segments.targets)
+        return cls(len(segments.rows) - 1, *(part.ctypes.data for part in parts))

@@ -20,6 +20,7 @@ from asyncengine.kernels.cpu.team_loops import (
     HELPER_SPIN_NS,
     LINE,
     LOOPS,
+    PER_THREAD,
     PIECE,
     PIECE_BYTES,
     STOPPED,
@@ -30,6 +31,8 @@ from asyncengine.kernels.cpu.team_loops import (
     help_along,
     make,
 )
+
+__all__ = ["PER_THREAD", "Account", "Team", "alone", "team_threads", "use_team"]
 
 logger = logging.getLogger("asyncengine")
 

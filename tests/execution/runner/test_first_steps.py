@@ -17,8 +17,9 @@ from asyncengine.execution.models.first_kernels import kernels_of
 from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.runner import step_times
 from asyncengine.execution.runner.building import build_runner
-from asyncengine.execution.runner.first_steps import GREEDY, read_kept
+from asyncengine.execution.runner.first_steps import GREEDY
 from asyncengine.execution.runner.model_runner import ModelRunner
+from asyncengine.kernels.api import read_kept
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.request_spec import RequestSpec
 from asyncengine.step import MEASURED_SIZES, OPEN, Batch, Row, StepResult

@@ -34,7 +34,7 @@ def by_kernels(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     asked = rows_of(len(logits), settings)
     sampler = device_sampler(asked, VOCAB, logits.device)
     tokens_by_kernels(sampler, asked, logits)
-    return sampler._states[: len(logits), _LEAST.value].clone()
+    return sampler.states[: len(logits), _LEAST.value].clone()
 
 
 def assert_is_the_threshold(logits: torch.Tensor, least: torch.Tensor, top_p: torch.Tensor) -> None:

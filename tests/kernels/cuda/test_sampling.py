@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.device_sampling import SETTINGS, by_cpu, by_kernels, device_sampler, rows_of
 
-from asyncengine.execution.sampling import device_sampler as module
+from asyncengine.kernels.cuda import row_sampler as module
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has them compiled")
 CPU = torch.device("cpu")

@@ -27,7 +27,7 @@ from asyncengine.execution.models.formats.mapped_matrix import FoundMatrix, Part
 from asyncengine.execution.models.formats.mxfp4 import powers
 from asyncengine.execution.models.formats.stored_tensors import SCALES, StoredTensors
 from asyncengine.execution.models.formats.unpacking import floats
-from asyncengine.kernels.cpu import compiler_missing
+from asyncengine.kernels.api import compiler_missing
 
 GROUP = 32
 _KIND = "F8_E4M3"
@@ -123,7 +123,7 @@ def whole_numbers(floats: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray
     """(numbers [n, inputs] with 128 added, steps [n, inputs / GROUP]) of e4m3 floats [n, inputs]."""
     if compiler_missing(torch.float32, torch.device("cpu")) is not None:
         return plain_whole_numbers(floats)
-    from asyncengine.kernels.cpu.unpack_floats import unpack_floats
+    from asyncengine.kernels.api import unpack_floats
 
     return unpack_floats(floats, GROUP, *_tables())
 

@@ -54,7 +54,7 @@ class BlockMatrix:
 
     def rows(self, first: int, last: int) -> GroupedRows:
         """Rows [first, last), unpacked into memory of their own."""
-        from asyncengine.kernels.cpu.unpack_blocks import unpack_blocks  # numba's import is slow
+        from asyncengine.kernels.api import unpack_blocks  # numba's import is slow
 
         wanted = np.arange(first, last) if self.source is None else self.source[first:last]
         arrays = [file.array(place).reshape(place.shape[0], -1) for file, place in self.parts]

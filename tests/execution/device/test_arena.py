@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from asyncengine.kernels.arena import Arena, find_memory
+from asyncengine.execution.device.arena import Arena, find_memory
 
 _LINE = 64
 _ON_LINUX = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="huge pages are asked for on Linux")

@@ -20,6 +20,7 @@ from typing import Any
 import numba
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
+from numba.core.dispatcher import _FunctionCompiler  # type: ignore[attr-defined]
 from numba.core.environment import lookup_environment
 from numba.core.registry import CPUDispatcher
 
@@ -148,11 +149,18 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
         return self.part.get_overload(signature)
 
 
+class _PartCompiler(_FunctionCompiler):  # type: ignore[misc]
+    def _customize_flags(self, flags: Any) -> Any:
+        flags.no_compile = True  # else numba makes machine code of it at once
+        return flags
+
+
 class _InnerKernel(CPUDispatcher):  # type: ignore[misc]
     """A compiled function as others contain it: neither Python nor C can call it."""
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
         super().__init__(function, targetoptions=options, pipeline_class=KernelCompiler)
+        self._compiler = _PartCompiler(function, self.targetdescr, options, {}, KernelCompiler)
         self._cache = PartCache(function)
 
     def add_overload(self, result: Any) -> None:

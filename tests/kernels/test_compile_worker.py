@@ -11,12 +11,10 @@ import pytest
 
 PROGRAM = """
 import os, signal, sys
-from asyncengine.kernels.compile_process import CompilerProcesses
+from asyncengine.kernels.compile_process import CompilerProcess
 
-processes = CompilerProcesses()
-first = processes.open(forks=1, later=False)
+first, second = CompilerProcess(), CompilerProcess()
 assert first.becomes_ready()
-second = processes.open(forks=0, later=False)  # a fork of the first
 assert second.becomes_ready()
 if os.fork() == 0:  # holds the pipes of both open, so that neither hears of its input's end
     sys.stdin.read()

@@ -40,11 +40,7 @@ class EngineSource:
     """
 
     def __init__(
-        self,
-        model: str,
-        config: Mapping[str, Any],
-        engine: AnyEngine | None = None,
-        keep_alive: float | None = None,
+        self, model: str, config: Mapping[str, Any], engine: AnyEngine | None = None, keep_alive: float | None = None
     ) -> None:
         self.model = model
         self.config = dict(config)

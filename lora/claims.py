@@ -34,11 +34,7 @@ class Claims:
     """
 
     def __init__(
-        self,
-        store: HostStore,
-        max_passes: int,
-        stays: Callable[[str], bool],
-        hopeless: Callable[[Meaning], bool],
+        self, store: HostStore, max_passes: int, stays: Callable[[str], bool], hopeless: Callable[[Meaning], bool]
     ) -> None:
         """`stays(digest)`: may not be evicted even if no granted claim holds it. `hopeless(meaning)`: there would be no
         room even if nothing were in use."""

@@ -44,13 +44,7 @@ class AdapterRegistry:
     """Thread-safe. `done` callbacks and futures complete on whatever thread brought the news."""
 
     def __init__(
-        self,
-        loader: Loader,
-        *,
-        max_bytes: int,
-        workers: int = 2,
-        max_passes: int = 64,
-        pool: Executor | None = None,
+        self, loader: Loader, *, max_bytes: int, workers: int = 2, max_passes: int = 64, pool: Executor | None = None
     ) -> None:
         """`pool`: reads files, in place of `workers` threads of its own, and is shut down by `close`."""
         self._loader = loader

@@ -18,13 +18,7 @@ from asyncengine.assembly.images import NO_IMAGES, LoadedImages, load_images
 from asyncengine.assembly.info import info_of
 from asyncengine.assembly.ranks import spread, start_ranks
 from asyncengine.assembly.stores import folder_of, open_prefix_store
-from asyncengine.assembly.vectors import (
-    described,
-    encoder_pooler,
-    pooled_decoder,
-    settings_of,
-    tokenizer_folder,
-)
+from asyncengine.assembly.vectors import described, encoder_pooler, pooled_decoder, settings_of, tokenizer_folder
 from asyncengine.config import BatchingSettings, EngineConfig
 from asyncengine.demo import bundled_name, resolve_adapter, resolve_draft, resolve_model
 from asyncengine.engine.clock import Clock, MonotonicClock

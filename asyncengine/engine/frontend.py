@@ -23,12 +23,7 @@ from asyncengine.engine.threads import begun
 from asyncengine.engine.turns import Sleep, WeightUpdate, writing
 from asyncengine.engine.validation import PreparedRequest, RequestValidator
 from asyncengine.engine.vectors.service import VectorModel, VectorService
-from asyncengine.errors import (
-    AdapterError,
-    ContextLengthExceeded,
-    InvalidParameter,
-    UnsupportedModel,
-)
+from asyncengine.errors import AdapterError, ContextLengthExceeded, InvalidParameter, UnsupportedModel
 from asyncengine.events import Event
 from asyncengine.images import ImageSpan
 from asyncengine.info import ModelInfo

@@ -31,13 +31,7 @@ from asyncengine.errors import EngineClosed, EngineError
 from asyncengine.events import EngineDied, Preempted, StepDone, StepSlow
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler import Scheduler
-from asyncengine.scheduler.messages import (
-    AdapterReady,
-    Drain,
-    GrammarReady,
-    Message,
-    WithdrawUpdate,
-)
+from asyncengine.scheduler.messages import AdapterReady, Drain, GrammarReady, Message, WithdrawUpdate
 from asyncengine.seams import AdapterStore, GrammarCompiler, GrammarMatcher, GrammarOrder
 from asyncengine.step import Batch, StepResult
 from asyncengine.text.token_table import TokenTable

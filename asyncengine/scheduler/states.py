@@ -28,12 +28,7 @@ def with_states(rows: Sequence[Row], requests: Sequence[Request], kv: KVCache, s
     return tuple(made)
 
 
-def settle_snapshots(
-    flown: InFlight,
-    result: StepResult,
-    kv: KVCache,
-    publish: Callable[[Request], None],
-) -> None:
+def settle_snapshots(flown: InFlight, result: StepResult, kv: KVCache, publish: Callable[[Request], None]) -> None:
     """Snapshots of a step that has retired go into the tree, behind the pages that it computed; of rows whose results
     do not count, they are given back."""
     states = kv.states

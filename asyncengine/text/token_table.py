@@ -9,15 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
-from asyncengine.text.streams import (
-    ByteStream,
-    CleanupStream,
-    Pieces,
-    PieceStream,
-    Stream,
-    WholeStream,
-    WindowStream,
-)
+from asyncengine.text.streams import ByteStream, CleanupStream, Pieces, PieceStream, Stream, WholeStream, WindowStream
 
 Mode = Literal["bytes", "pieces", "window", "whole"]
 Plan = tuple[Mode, Callable[[bool], Stream]]

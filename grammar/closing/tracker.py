@@ -101,14 +101,7 @@ class OpaqueFrame:
 
     __slots__ = ("_completion", "_known", "_matcher", "_prices", "_wait", "outer")
 
-    def __init__(
-        self,
-        prices: Prices,
-        matcher: Any,
-        outer: Frame,
-        known: Sequence[int] = (),
-        wait: int = 0,
-    ) -> None:
+    def __init__(self, prices: Prices, matcher: Any, outer: Frame, known: Sequence[int] = (), wait: int = 0) -> None:
         """`matcher`: the library's, not to be moved; `known`: symbols whose ends may lead to its end; `wait`: symbols
         until it is worth to search for some."""
         self._prices = prices

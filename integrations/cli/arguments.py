@@ -32,12 +32,7 @@ def add_demo(commands: Commands) -> None:
     parser.add_argument("--json", action="store_true", help="print only the summary, as JSON")
     parser.add_argument("--export-svg", type=Path, metavar="FILE", help="also write what is shown to an SVG picture")
     parser.add_argument("--streams", type=literal, default=64, metavar="N", help="streams in the first scene [64]")
-    parser.add_argument(
-        "--fleet",
-        type=literal,
-        metavar="N",
-        help="another story: N processes behind one engine",
-    )
+    parser.add_argument("--fleet", type=literal, metavar="N", help="another story: N processes behind one engine")
     _add_engine_flags(parser)
 
 

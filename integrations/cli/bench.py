@@ -203,12 +203,7 @@ async def measure(engine: AsyncEngine, load: Load, seed: int = 0) -> Measured:
 
 
 async def _client(
-    engine: AsyncEngine,
-    load: Load,
-    adapter: str | None,
-    params: SamplingParams,
-    rng: random.Random,
-    samples: _Samples,
+    engine: AsyncEngine, load: Load, adapter: str | None, params: SamplingParams, rng: random.Random, samples: _Samples
 ) -> None:
     for _ in range(load.rounds):
         prompt = [rng.randrange(engine.info.vocab_size) for _ in range(load.input_len)]

@@ -152,10 +152,7 @@ class Conversation:
         try:
             messages = self._fitted(messages)
             start = partial(self.engine.stream_chat, messages, adapter=self.adapter, clip_max_tokens=True)
-            with (
-                start_limited(self.params, start) as stream,
-                _stopped_by_ctrl_c(stream),
-            ):
+            with start_limited(self.params, start) as stream, _stopped_by_ctrl_c(stream):
                 for chunk in stream:
                     write(chunk.text)
                 completion = stream.result()

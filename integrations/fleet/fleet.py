@@ -36,12 +36,7 @@ class Fleet(AsyncEngine):
 
     @classmethod
     async def from_pretrained(
-        cls,
-        model: str | os.PathLike[str],
-        *,
-        config: EngineConfig | None = None,
-        hosted: bool = True,
-        **settings: Any,
+        cls, model: str | os.PathLike[str], *, config: EngineConfig | None = None, hosted: bool = True, **settings: Any
     ) -> Self:
         """Start `replicas` engines, on this machine or on a Ray cluster, and load the model in each. `settings` are
         fields of `FleetConfig` and of `EngineConfig`; the limits of the queue are the fleet's as a whole.

@@ -105,11 +105,7 @@ class RayNode:
 
 
 def place_replica(
-    claim: Claim,
-    known: Sequence[RayNode],
-    ours: Sequence[Instance],
-    lost_on: Mapping[str, int],
-    settings: FleetConfig,
+    claim: Claim, known: Sequence[RayNode], ours: Sequence[Instance], lost_on: Mapping[str, int], settings: FleetConfig
 ) -> Placement | Refusal:
     """Place one more replica beside `ours`. Nodes on which fewer were lost (`lost_on`, by id) come first, whatever runs
     on them. Raises `InvalidParameter` for a node whose data make no sense."""

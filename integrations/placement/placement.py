@@ -75,11 +75,7 @@ class Refusal:
 
 
 def place(
-    model: Claim,
-    nodes: Cluster | Iterable[Node],
-    *,
-    instances: Iterable[Instance] = (),
-    strategy: str = "spread",
+    model: Claim, nodes: Cluster | Iterable[Node], *, instances: Iterable[Instance] = (), strategy: str = "spread"
 ) -> Placement | Refusal:
     """Place one more instance of `model`. Pure: nothing is taken, the same input gives the same answer.
 

@@ -104,11 +104,7 @@ class Sampler:
         return own
 
     def sample(
-        self,
-        rows: Sequence[Row],
-        logits: torch.Tensor,
-        masks: FilledMasks,
-        last_token: torch.Tensor,
+        self, rows: Sequence[Row], logits: torch.Tensor, masks: FilledMasks, last_token: torch.Tensor
     ) -> Sampled:
         """One token for each row from its logits [rows, vocab] (not modified), among those its mask allows."""
         own = self._update(rows)

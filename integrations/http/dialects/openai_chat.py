@@ -8,12 +8,7 @@ from typing import Any
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.http.dialects.openai_common import Frames, error, max_tokens, read_common
-from asyncengine.integrations.http.dialects.openai_shape import (
-    openai_logprobs,
-    shown_calls,
-    tool_call,
-    with_object,
-)
+from asyncengine.integrations.http.dialects.openai_shape import openai_logprobs, shown_calls, tool_call, with_object
 from asyncengine.integrations.http.events import CallArguments, CallBegin, End, Event, Text, Thinking
 from asyncengine.integrations.http.fields import TABLES, Fields, Values
 from asyncengine.integrations.http.turn import Answered, Message, Turn

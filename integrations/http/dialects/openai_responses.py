@@ -331,11 +331,7 @@ class Compacting(Writer):
         }  # fmt: skip
 
 
-DELTAS = {
-    "message": "output_text",
-    "reasoning": "reasoning_text",
-    "function_call": "function_call_arguments",
-}
+DELTAS = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
 """Events that carry the text of each type of item."""
 
 

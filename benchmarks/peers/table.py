@@ -7,10 +7,17 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from tools.gpucheck.report import number
 
 from benchmarks.peers.results import Results
 from benchmarks.peers.workloads import Figure
+
+
+def number(value: float) -> str:
+    """Three significant digits or all whole ones: 0.123, 12.3, 12,345."""
+    size = abs(value)
+    if size >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 1 else f"{value:.3f}"
 
 
 def cell(results: Results, figure: str, system: str, lower_is_better: bool, base: str) -> str:

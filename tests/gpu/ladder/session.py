@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncengine.execution.attention.flashinfer import load_flashinfer
+from benchmarks.peers.table import number
 
 
 class Skipped(Exception):
@@ -72,14 +73,6 @@ class Figure:
         value = "absent" if self.value is None else f"{number(self.value)} {self.unit}"
         aim = "" if self.aim is None else f" (aim {'<=' if self.at_most else '>='} {number(self.aim)}: {self.verdict})"
         return f"{self.section}: {self.name}: {value}{aim}{'; ' if self.note else ''}{self.note}"
-
-
-def number(value: float) -> str:
-    """Three significant digits or all whole ones: 0.123, 12.3, 12,345."""
-    size = abs(value)
-    if size >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 1 else f"{value:.3f}"
 
 
 @dataclass(slots=True)

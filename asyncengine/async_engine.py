@@ -60,7 +60,7 @@ class AsyncEngine:
     """
 
     def __init__(self, build: Build, *, hosted: bool = False, attempt: LoadAttempt | None = None) -> None:
-        """`build` loads the parts, on a thread of its own (see `assembly.wiring`); closing gives `attempt` up.
+        """`build` loads the parts, on a separate thread (see `assembly.wiring`); closing gives `attempt` up.
         For a model there is `from_pretrained`."""
         if not callable(build):
             raise InvalidParameter("build", "must be callable; a model: AsyncEngine.from_pretrained", build)

@@ -34,15 +34,15 @@ class ServedModel:
         return cls(frontend.info, frontend.tokenizer, frontend.vector_model)
 
     def open(
-        self, kind: type[F], make_loop: Callable[[GrammarCompiler | None], ServingLoop], config: EngineConfig,
+        self, frontend: type[F], make_loop: Callable[[GrammarCompiler | None], ServingLoop], config: EngineConfig,
         adapters: AdapterStore,
     ) -> F:  # fmt: skip
-        """A front end of this `kind` for a loop that has no engine of its own; `make_loop` is given the compiler of
-        grammars, which the loop closes."""
+        """A `frontend` for a loop without an engine in this process; `make_loop` is given the compiler of grammars,
+        which the loop closes."""
         info = self.info
         grammars = make_grammars(self.tokenizer, info.eos_token_ids, info.vocab_size, config)
         planner = make_planner(self.tokenizer, grammars, config)
         loop: Any = make_loop(grammars)  # it has all that requests need of an engine's loop
         registry: Any = adapters
         validator = RequestValidator(config, info, loop.clock, self.tokenizer, grammars, adapters)
-        return kind(loop, validator, self.tokenizer, info, planner, registry, vector_model=self.vectors)
+        return frontend(loop, validator, self.tokenizer, info, planner, registry, vector_model=self.vectors)

@@ -92,7 +92,7 @@ class EngineLoop(ServingLoop):
         self._watchdog = Watchdog(*limits, self._report_slow, self._give_up)
 
     def have_loop(self) -> None:
-        """Before it runs: the event loop that it will run on is nobody else's."""
+        """Called before `run`: no other code will use the event loop that it runs on."""
         self.runner.have_loop()
 
     async def run(self) -> None:

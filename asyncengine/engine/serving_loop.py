@@ -17,8 +17,8 @@ from asyncengine.text.token_table import TokenTable
 
 
 class ServingLoop:
-    """All that a front end uses of a loop. `EngineLoop` computes what is posted here, a fleet's loop has other engines
-    compute it."""
+    """A loop as front ends use it. `EngineLoop` computes the requests that are posted here, a fleet's loop has other
+    engines compute them."""
 
     noun = "engine"
     """Name of what it runs, in errors."""
@@ -46,7 +46,7 @@ class ServingLoop:
         return False
 
     def have_loop(self) -> None:
-        """Before it runs: the event loop that it will run on is nobody else's."""
+        """Called before `run`: no other code will use the event loop that it runs on."""
 
     async def run(self) -> None:
         """Serve until drained. Never raises but for cancellation: what kills the loop is told to every stream."""
@@ -87,5 +87,5 @@ class ServingLoop:
                 part.close()
 
     def make_failure(self) -> Exception:
-        """The error of what is left when it has ended."""
+        """The error of requests that are left when it has ended."""
         return EngineClosed(f"the {self.noun} has closed") if self.failure is None else EngineDead(self.failure)

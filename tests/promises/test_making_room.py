@@ -6,38 +6,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.fake_engine import greedy, make_core
+from support.engine_watches import own_registry, use_shared
+from support.fake_engine import make_core
 
 import asyncengine
-from asyncengine.engine.process import PROCESS
 from asyncengine.errors import OutOfMemory
-from asyncengine.shared import _Registry
 from asyncengine.testing import ManualClock
-
-# -------------------------------------------------------------------- shared engines
-
-
-# -------------------------------------------------------------------- shared engines without a handle
 
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[ManualClock]:
     """The clock of a registry of the test's own."""
-    clock = ManualClock(1000.0)
-    registry = _Registry(clock)
-    monkeypatch.setattr("asyncengine.shared._REGISTRY", registry)
-    monkeypatch.setattr(PROCESS, "make_room", registry.make_room)
-    yield clock
-    registry.make_room()
-
-
-async def use(**settings: Any) -> asyncengine.AsyncEngine:
-    """A handle made, used and given back, as by a handler that makes a model object in each request."""
-    handle = asyncengine.shared_engine("m", **settings)
-    engine = await handle.aget()
-    assert (await engine.generate([2, 3], greedy(3))).token_ids
-    handle.close()
-    return engine
+    with own_registry(monkeypatch) as clock:
+        yield clock
 
 
 async def test_a_load_that_lacks_memory_closes_what_is_kept_and_tries_again(
@@ -54,7 +35,7 @@ async def test_a_load_that_lacks_memory_closes_what_is_kept_and_tries_again(
     lacking: set[str] = set()
     monkeypatch.setattr("asyncengine.assembly.wiring._load_on_own_thread", load)
     handle = asyncengine.shared_engine("m", max_num_seqs=3)
-    used, kept = await handle.aget(), await use()
+    used, kept = await handle.aget(), await use_shared()
     async with await asyncengine.AsyncEngine.from_pretrained("large") as engine:
         assert engine.alive
         assert not kept.alive

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.engine_watches import assert_untouched, named, read_profile
 from support.local_fleet import local_fleet
 
 from asyncengine import AsyncEngine, InvalidParameter, SamplingParams
@@ -15,28 +15,11 @@ from asyncengine import AsyncEngine, InvalidParameter, SamplingParams
 ENDLESS = SamplingParams(max_tokens=1000, ignore_eos=True)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return events
-
-
-def named(events: list[dict[str, Any]], name: str, kind: str = "X") -> list[dict[str, Any]]:
-    return [event for event in events if event["name"] == name and event["ph"] == kind]
-
-
 def within(inner: dict[str, Any], outers: list[dict[str, Any]]) -> bool:
     begin, end = inner["ts"], inner["ts"] + inner["dur"]
     return any(
         outer["tid"] == inner["tid"] and outer["ts"] <= begin and end <= outer["ts"] + outer["dur"] for outer in outers
     )
-
-
-def assert_untouched(engine: AsyncEngine) -> None:
-    loop = engine.core.loop
-    executor: Any = loop.runner.executor  # type: ignore[attr-defined]
-    assert not loop.hooks
-    assert not {"schedule", "deliver", "commit", "apply_inbox"} & vars(loop).keys()
-    assert not {"launch", "forward", "_sample"} & vars(executor).keys()
 
 
 @pytest.mark.parametrize("hosted", [pytest.param(False, id="owned"), pytest.param(True, id="hosted")])
@@ -49,7 +32,7 @@ async def test_loop_steps_parts_and_operators_lie_on_one_clock(tmp_path: Path, h
         for _ in range(4):  # the first step of two rows is recorded, operator by operator
             await anext(one)
             await anext(other)
-        events = read(await engine.profile(tmp_path / "new" / "folder", steps=6))
+        events = read_profile(await engine.profile(tmp_path / "new" / "folder", steps=6))
         assert_untouched(engine)
     begins, ends = named(events, "step", "b"), named(events, "step", "e")
     assert len(begins) == len(ends) >= 6

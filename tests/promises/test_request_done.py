@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from contextvars import ContextVar
-
 import pytest
+from support.engine_watches import CALLER, watch
 from support.local_fleet import local_fleet
 
 from asyncengine import AsyncEngine, SamplingParams
-from asyncengine.events import Event, RequestDone
-
-CALLER: ContextVar[str] = ContextVar("CALLER", default="nobody")
-
-
-def watch(engine: AsyncEngine) -> list[tuple[RequestDone, str]]:
-    """(event, the caller whose context it was told in) of each request that ends from now on."""
-    seen: list[tuple[RequestDone, str]] = []
-
-    def hook(event: Event) -> None:
-        if isinstance(event, RequestDone):
-            seen.append((event, CALLER.get()))
-
-    engine.on_event(hook)
-    return seen
 
 
 async def test_a_chat_is_one_also_where_there_are_no_grammars() -> None:

@@ -50,7 +50,8 @@ class MissingField(AttributeError):
 
 
 class UnknownLayers(UnsupportedModel):
-    """A family's configuration names layers that nobody here has, transformers' modules within our reach neither."""
+    """A family's configuration names layers that neither this engine nor a module of transformers that it can run
+    has."""
 
 
 def unknown_layers(family: str, kind: object, known: Sequence[str], what: str = "layers") -> UnknownLayers:

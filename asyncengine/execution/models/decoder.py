@@ -358,8 +358,8 @@ def expert_type(model: Any) -> torch.dtype | None:
 
 
 class PooledDecoder(CausalLM):
-    """A decoder whose `forward` gives, of the wanted rows, what is pooled: hidden states [N, width], or, of a model
-    whose score is a logit, [N, 1]: that of the first of `tokens`, less that of the second if there is one."""
+    """A decoder whose `forward` gives the wanted rows' hidden states [N, width] to be pooled, or, of a model whose
+    score is a logit, scores [N, 1]: the logit of the first of `tokens`, less that of the second if there is one."""
 
     def __init__(self, decoder: Decoder, tokens: Sequence[int] = ()) -> None:
         self.decoder, self.specs, self.states = decoder, decoder.specs, decoder.states

@@ -69,8 +69,7 @@ class ModelDescription:
     """The settings of generation_config.json (temperature, top_p, top_k, ...), and over them the engine's own."""
 
     def eos_token_ids(self, vocab_size: int) -> list[int]:
-        """Every end-of-sequence id that generation_config.json or config.json names, in that order, of those that the
-        model can write."""
+        """End-of-sequence ids below `vocab_size` that generation_config.json or config.json names, in that order."""
         configs = (self.hf_config, self.hf_config.get_text_config())
         found: dict[int, None] = {}
         for value in (

@@ -156,7 +156,7 @@ _INTERVALS = (
     "full_attention_interval", "sliding_window_pattern", "no_rope_layer_interval", "decoder_sparse_step",
     "moe_layer_interval",
 )  # fmt: skip
-"""Every so many layers one is of another type."""
+"""Fields that give the number of layers from one of another type to the next."""
 _KIMI = ("kda_layers", "full_attn_layers")
 
 

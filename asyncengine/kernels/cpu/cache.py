@@ -73,11 +73,6 @@ class KernelFolder:
             self._give_up(refused)
 
     @property
-    def is_new(self) -> bool:
-        """Whether nothing was ever kept here."""
-        return self.folder is not None and not self.folder.is_dir()
-
-    @property
     def writable(self) -> bool:
         """Whether what is kept here can be found by other processes."""
         if self.folder is None:

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.engine_watches import own_registry, use_shared
 from support.fake_engine import executor_of, greedy, idle, in_thread, make_core, make_engine, oracle, until
 
 import asyncengine
 from asyncengine import Engine
-from asyncengine.engine.process import PROCESS
 from asyncengine.errors import EngineClosed, InvalidParameter, ModelNotFound, WrongLoop
-from asyncengine.shared import SOON, _Registry
+from asyncengine.shared import SOON
 from asyncengine.testing import ManualClock
 from asyncengine.testing.leaks import assert_nothing_held
 
@@ -248,21 +248,8 @@ async def test_a_dead_shared_engine_is_replaced_at_the_next_use(loader: Loader):
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[ManualClock]:
     """The clock of a registry of the test's own."""
-    clock = ManualClock(1000.0)
-    registry = _Registry(clock)
-    monkeypatch.setattr("asyncengine.shared._REGISTRY", registry)
-    monkeypatch.setattr(PROCESS, "make_room", registry.make_room)
-    yield clock
-    registry.make_room()
-
-
-async def use(**settings: Any) -> asyncengine.AsyncEngine:
-    """A handle made, used and given back, as by a handler that makes a model object in each request."""
-    handle = asyncengine.shared_engine("m", **settings)
-    engine = await handle.aget()
-    assert (await engine.generate([2, 3], greedy(3))).token_ids
-    handle.close()
-    return engine
+    with own_registry(monkeypatch) as clock:
+        yield clock
 
 
 async def some_ticks(engine: asyncengine.AsyncEngine, count: int = 3) -> None:
@@ -281,17 +268,17 @@ async def some_ticks(engine: asyncengine.AsyncEngine, count: int = 3) -> None:
 
 
 async def test_an_engine_stays_for_a_minute_after_its_last_handle(loader: Loader, time: ManualClock):
-    engine = await use()
+    engine = await use_shared()
     time.advance(59)
     await some_ticks(engine)
-    assert await use() is engine
+    assert await use_shared() is engine
     time.advance(59)  # counted from the last handle
     await some_ticks(engine)
     assert engine.alive
     time.advance(2)
     await until(lambda: not engine.alive)
     assert loader.calls == 1
-    assert await use() is not engine
+    assert await use_shared() is not engine
     assert loader.calls == 2
 
 
@@ -312,7 +299,7 @@ async def test_nothing_is_kept_with_keep_alive_0_and_the_repeat_is_said_once(
     loader: Loader, time: ManualClock, caplog: pytest.LogCaptureFixture
 ):
     for _ in range(4):
-        engine = await use(keep_alive=0)
+        engine = await use_shared(keep_alive=0)
         await until(lambda engine=engine: not engine.alive)
         time.advance(5)
     assert loader.calls == 4
@@ -323,7 +310,7 @@ async def test_nothing_is_kept_with_keep_alive_0_and_the_repeat_is_said_once(
 
 async def test_a_load_of_long_ago_is_no_repeat(loader: Loader, time: ManualClock, caplog: pytest.LogCaptureFixture):
     for _ in range(3):
-        await use(keep_alive=0)
+        await use_shared(keep_alive=0)
         time.advance(SOON)
     assert not [record for record in caplog.records if "again" in record.getMessage()]
 
@@ -337,7 +324,7 @@ async def test_a_load_that_nobody_waits_for_any_more_is_kept_for_the_next(loader
     wait.cancel()
     handle.close()
     loader.go.set()
-    await use()
+    await use_shared()
     assert loader.calls == 1
 
 
@@ -351,10 +338,10 @@ async def test_a_failed_load_and_an_engine_that_ended_are_not_kept(loader: Loade
     with pytest.raises(ModelNotFound):
         await wait
     loader.fail = None
-    engine = await use()
+    engine = await use_shared()
     assert loader.calls == 2
     await engine.aclose()  # got from a handle, and closed by somebody all the same
-    assert await use() is not engine
+    assert await use_shared() is not engine
     assert loader.calls == 3
 
 

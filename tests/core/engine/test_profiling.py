@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.engine_watches import assert_untouched, named, read_profile
 from support.fake_engine import executor_of, greedy, in_thread, make_engine, until
 
-from asyncengine import AsyncEngine, Engine, EngineDead, InvalidParameter
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return events
-
-
-def named(events: list[dict[str, Any]], name: str, kind: str = "X") -> list[dict[str, Any]]:
-    return [event for event in events if event["name"] == name and event["ph"] == kind]
-
-
-def assert_untouched(engine: AsyncEngine) -> None:
-    loop = engine.core.loop
-    executor: Any = loop.runner.executor  # type: ignore[attr-defined]
-    assert not loop.hooks
-    assert not {"schedule", "deliver", "commit", "apply_inbox"} & vars(loop).keys()
-    assert not {"launch", "forward", "_sample"} & vars(executor).keys()
+from asyncengine import Engine, EngineDead, InvalidParameter
 
 
 async def test_a_plain_thread_may_make_one(tmp_path: Path) -> None:
@@ -39,7 +21,7 @@ async def test_a_plain_thread_may_make_one(tmp_path: Path) -> None:
         made = asyncio.ensure_future(in_thread(lambda: Engine(engine).profile(tmp_path, 3)))
         await until(lambda: bool(engine.core.loop.hooks))
         executor_of(engine).release()
-        assert len(named(read(await made), "step", "b")) >= 3
+        assert len(named(read_profile(await made), "step", "b")) >= 3
         await stream.result()
         assert_untouched(engine)
 
@@ -56,7 +38,7 @@ async def test_one_at_a_time_and_leaving_it_leaves_nothing(tmp_path: Path) -> No
         assert_untouched(engine)
         assert not os.listdir(tmp_path)
         each = [await engine.profile(tmp_path, timeout=0.01) for _ in range(2)]  # and the next ones may be made
-        assert [named(read(path), "step", "b") for path in each] == [[], []]
+        assert [named(read_profile(path), "step", "b") for path in each] == [[], []]
         assert sorted(os.listdir(tmp_path)) == sorted(path.name for path in each)
         for wrong in ({"steps": 0}, {"steps": 10_001}, {"steps": "3"}, {"timeout": 0}):
             with pytest.raises(InvalidParameter, match=next(iter(wrong))):
@@ -70,7 +52,7 @@ async def test_an_engine_that_dies_ends_it(tmp_path: Path) -> None:
         executor_of(engine).failure = RuntimeError("device lost")
         with pytest.raises(EngineDead):
             await engine.generate([2, 3], greedy(3))
-        assert named(read(await made), "launch")
+        assert named(read_profile(await made), "launch")
 
 
 @pytest.mark.parametrize("blocking", [False, True])
@@ -80,5 +62,5 @@ async def test_an_idle_engine_that_closes_ends_it(blocking: bool, tmp_path: Path
         made = asyncio.ensure_future(making)
         await until(lambda: bool(engine.core.loop.hooks))
         await engine.aclose()
-        assert named(read(await made), "end_all")
+        assert named(read_profile(await made), "end_all")
         assert_untouched(engine)

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from contextvars import ContextVar
 
 import pytest
+from support.engine_watches import CALLER, watch
 from support.fake_engine import executor_of, greedy, idle, in_thread, make_engine, until
 from support.plug_points import Compiler, Letters
 
-from asyncengine import AsyncEngine, Engine, SamplingParams
+from asyncengine import Engine, SamplingParams
 from asyncengine.errors import EngineDead
-from asyncengine.events import Event, RequestDone
 
 HOSTINGS = [pytest.param(False, id="owned"), pytest.param(True, id="hosted")]
-CALLER: ContextVar[str] = ContextVar("CALLER", default="nobody")
-
-
-def watch(engine: AsyncEngine) -> list[tuple[RequestDone, str]]:
-    """(event, the caller whose context it was told in) of each request that ends from now on."""
-    seen: list[tuple[RequestDone, str]] = []
-
-    def hook(event: Event) -> None:
-        if isinstance(event, RequestDone):
-            seen.append((event, CALLER.get()))
-
-    engine.on_event(hook)
-    return seen
 
 
 @pytest.mark.parametrize("hosted", HOSTINGS)

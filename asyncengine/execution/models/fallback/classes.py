@@ -73,7 +73,7 @@ def check_family(hf_config: Any, checkpoint: CheckpointSource) -> None:
 
 
 def kinds_of(text_config: Any) -> Sequence[str]:
-    """The types of all layers, as far as a configuration names them: under today's name, or Nemotron-H's."""
+    """The type of each layer, under today's name or Nemotron-H's; empty where a configuration names none."""
     named = getattr(text_config, "layer_types", None) or getattr(text_config, "layers_block_type", None)
     return named if isinstance(named, (list, tuple)) else ()
 

@@ -157,7 +157,7 @@ def llama_like(
     mlp: Mapping[str, Any] = MappingProxyType({}), sparse: MoEConfig | Sequence[MoEConfig | None] | None = None,
     layer: Mapping[str, Any] = MappingProxyType({}), norm: NormConfig | None = None, **changes: Any,
 ) -> DecoderConfig:  # fmt: skip
-    """The decoder of a family that is Llama but for what is given: fields of `AttentionConfig`, `MLPConfig`,
+    """The decoder of a family that differs from Llama in the given fields of `AttentionConfig`, `MLPConfig`,
     `LayerConfig` and `DecoderConfig`. `sparse`: the mixture of experts in place of feed-forward parts. A list, here or
     among the fields of attention, has one value for each layer."""
     dim, heads = head_dim_of(config), config.num_attention_heads

@@ -77,7 +77,7 @@ class CheckpointSource(ABC):
         return {}
 
     def stored_kinds(self) -> dict[str, str]:
-        """{matrix: its type} of those that are quantized in their files, layer by layer."""
+        """Storage type by name of each matrix that is quantized in its file, layer by layer."""
         kinds = {name: stored.kind for name, stored in self.tensors.items() if stored.quantized}
 
         def in_order(name: str) -> list[tuple[int, str]]:

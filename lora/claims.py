@@ -53,10 +53,6 @@ class Claims:
         return self._users.get(digest, 0)
 
     @property
-    def num_claims(self) -> int:
-        return len(self.by_ticket)
-
-    @property
     def num_waiting(self) -> int:
         return sum(len(group) for group in self.waiting.values())
 

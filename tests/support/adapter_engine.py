@@ -140,7 +140,7 @@ class Lab:
 
     @property
     def claims(self) -> int:
-        return self.registry.claims.num_claims
+        return len(self.registry.claims.by_ticket)
 
     @property
     def waiting_claims(self) -> int:

@@ -33,17 +33,8 @@ def encoder_config(config: Any, length: int | None, classifies: bool) -> Encoder
     base = "bert" if config.model_type == "bert" else "roberta"
     padding = None if base == "bert" else config.pad_token_id
     own = config.max_position_embeddings - (0 if padding is None else padding + 1)
-    layer = LayerConfig(
-        _attention(
-            config.num_attention_heads, config.hidden_size, "attention.output.dense",
-            ("attention.self.query", "attention.self.key", "attention.self.value"),
-        ),
-        MLPConfig(
-            config.intermediate_size, activation(config), ("intermediate.dense",), "output.dense", gated=False,
-            bias=True,
-        ),
-        before_attention=None, before_mlp="attention.output.LayerNorm", after_mlp="output.LayerNorm", post_norm=True,
-    )  # fmt: skip
+    names = ("attention.self.query", "attention.self.key", "attention.self.value")
+    layer = _layer(config, "attention.output.dense", names, "attention.output.LayerNorm")
     head = None
     if classifies and base == "bert":
         head = SequenceHeadConfig(config.num_labels, "classifier", "bert.pooler.dense")
@@ -83,14 +74,7 @@ def _mpnet(config: Any, length: int | None, classifies: bool) -> EncoderConfig:
     if config.relative_attention_num_buckets != DISTANCES:
         raise UnsupportedModel(f"relative_attention_num_buckets is not {DISTANCES}, of which transformers has its code")
     names = ("attention.attn.q", "attention.attn.k", "attention.attn.v")
-    layer = LayerConfig(
-        _attention(config.num_attention_heads, config.hidden_size, "attention.attn.o", names),
-        MLPConfig(
-            config.intermediate_size, activation(config), ("intermediate.dense",), "output.dense", gated=False,
-            bias=True,
-        ),
-        before_attention=None, before_mlp="attention.LayerNorm", after_mlp="output.LayerNorm", post_norm=True,
-    )  # fmt: skip
+    layer = _layer(config, "attention.attn.o", names, "attention.LayerNorm")
     head = SequenceHeadConfig(config.num_labels, "classifier.out_proj", "classifier.dense")
     return EncoderConfig(
         stack=_stack(config, "mpnet", "mpnet.encoder.layer.{}.", layer, config.layer_norm_eps, classifies),
@@ -100,6 +84,17 @@ def _mpnet(config: Any, length: int | None, classifies: bool) -> EncoderConfig:
         distance_bias="mpnet.encoder.relative_attention_bias",
         head=head if classifies else None,
     )
+
+
+def _layer(config: Any, out: str, qkv: tuple[str, ...], norm: str) -> LayerConfig:
+    """A layer with these names of attention's matrices and of the norm behind it."""
+    mlp = MLPConfig(
+        config.intermediate_size, activation(config), ("intermediate.dense",), "output.dense", gated=False, bias=True
+    )
+    return LayerConfig(
+        _attention(config.num_attention_heads, config.hidden_size, out, qkv), mlp,
+        before_attention=None, before_mlp=norm, after_mlp="output.LayerNorm", post_norm=True,
+    )  # fmt: skip
 
 
 def _attention(heads: int, width: int, out: str, qkv: tuple[str, ...]) -> AttentionConfig:

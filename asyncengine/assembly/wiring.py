@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from asyncengine.assembly.adapters import make_adapters
 from asyncengine.assembly.drafts import load_draft, open_draft
 from asyncengine.assembly.grammars import make_grammars, make_planner
 from asyncengine.assembly.images import NO_IMAGES, LoadedImages, load_images
@@ -19,7 +18,7 @@ from asyncengine.assembly.info import info_of
 from asyncengine.assembly.ranks import spread, start_ranks
 from asyncengine.assembly.stores import folder_of, open_prefix_store
 from asyncengine.assembly.vectors import described, encoder_pooler, pooled_decoder, settings_of, tokenizer_folder
-from asyncengine.config import BatchingSettings, EngineConfig
+from asyncengine.config import AdapterSettings, BatchingSettings, EngineConfig
 from asyncengine.demo import bundled_name, resolve_adapter, resolve_draft, resolve_model
 from asyncengine.engine.clock import Clock, MonotonicClock
 from asyncengine.engine.device_thread import DeviceThread
@@ -33,7 +32,7 @@ from asyncengine.engine.threads import on_own_thread
 from asyncengine.engine.turns import writing
 from asyncengine.engine.validation import RequestValidator
 from asyncengine.engine.vectors.service import VectorModel
-from asyncengine.errors import InvalidParameter, OutOfMemory
+from asyncengine.errors import AdapterError, InvalidParameter, OutOfMemory
 from asyncengine.info import ModelInfo
 from asyncengine.kvcache import KVCache
 from asyncengine.kvcache.store.record import Identity
@@ -54,8 +53,64 @@ if TYPE_CHECKING:
     from asyncengine.execution.runner.model_runner import ModelRunner
     from asyncengine.grammar.chat import ChatPlanner
     from asyncengine.kernels.api import CompileAhead
+    from asyncengine.lora.layers.slots import LoraLayers
     from asyncengine.lora.registry import AdapterRegistry
     from asyncengine.pooling_spec import PoolingSpec
+
+# The registry of a model's adapters, and the memory that they take on its device.
+
+
+def make_adapters(
+    lora: LoraLayers, dtype: torch.dtype, config: AdapterSettings, max_passes: int, device: torch.device
+) -> AdapterRegistry:
+    """Make the registry of a model's adapters, with those of the configuration already read, and with memory on the
+    device for these, before the KV cache takes its share of what is free.
+
+    Raises `AdapterError` for one that `config.adapters` names; one that was only found in `adapter_root` is left out.
+    """
+    from asyncengine.lora.checkpoint.files import discover
+    from asyncengine.lora.checkpoint.peft_loader import PeftLoader
+    from asyncengine.lora.registry import AdapterRegistry
+
+    loader = PeftLoader(lora.modules, dtype=dtype, max_rank=config.max_lora_rank, root=config.adapter_root)
+    registry = AdapterRegistry(
+        loader, max_bytes=int(config.adapter_memory), workers=config.adapter_workers, max_passes=max_passes
+    )
+    try:
+        paths = {name: resolve_adapter(path, config.adapter_root) for name, path in dict(config.adapters).items()}
+        named = {name: registry.load(name, path) for name, path in paths.items()}
+        try:
+            seen = {} if loader.root is None else discover(loader.root)
+        except OSError as error:
+            reason = f"cannot be read ({type(error).__name__})"
+            raise InvalidParameter("adapter_root", reason, config.adapter_root) from error
+        found = {name: registry.load(name, path) for name, path in seen.items() if name not in named}
+        for name, loading in named.items():
+            try:
+                loading.result()
+            except AdapterError as error:
+                raise type(error)(error.field, f"{error.limit} (adapter {name!r})", error.value) from error
+        for name, loading in found.items():
+            if (broken := loading.exception()) is not None:
+                logger.warning("adapter %s in adapter_root is left out: %s", name, broken)
+        allocate_adapters(lora, registry, device)
+    except BaseException:
+        registry.close()
+        raise
+    return registry
+
+
+def allocate_adapters(lora: LoraLayers, adapters: AdapterRegistry, device: torch.device) -> None:
+    """Take memory for the adapters that are there."""
+    from asyncengine.execution.device.memory import in_words
+
+    known = adapters.list()
+    if known:
+        # nothing is launched for what no adapter changes; a later one takes memory for its modules when it is written
+        paths = dict.fromkeys(path for info in known for path in info.modules)
+        take = partial(lora.allocate, paths, max(info.rank for info in known))
+        in_words(take, device, "the memory for adapters", "Lower max_loras, or leave out those of high rank.")
+
 
 logger = logging.getLogger("asyncengine")
 

@@ -9,20 +9,69 @@ does, and a thread that waits for the device without the lock is all that is lef
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import anyio
 
 from asyncengine.engine.frozen_heap import HEAP
-from asyncengine.engine.switching import INTERPRETER
 from asyncengine.engine.threads import finished, promised
 from asyncengine.seams import Executor, StepHandle
 from asyncengine.step import Batch, StepResult
+
+# The interpreter's switch interval, shortened while an engine serves.
+
+
+class SwitchInterval:
+    """Keeps the interpreter's switch interval at the shortest that anybody within `shortened` asked for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted: list[float] = []
+        self._before = self._set = sys.getswitchinterval()
+
+    @contextmanager
+    def shortened(self, seconds: float | None) -> Iterator[None]:
+        """Within, the interval is `seconds` at most. None: it is left alone."""
+        if seconds is None:
+            yield
+            return
+        with self._lock:
+            if not self._wanted:
+                self._before = self._set = sys.getswitchinterval()
+            self._wanted.append(seconds)
+            self._apply()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wanted.remove(seconds)
+                self._apply()
+
+    def forget(self) -> None:
+        """In a fork: who wanted it is in another process."""
+        self._lock, self._wanted = threading.Lock(), []
+        self._apply()
+
+    def _apply(self) -> None:
+        if sys.getswitchinterval() != self._set:  # somebody else has changed it since: theirs stands
+            return
+        sys.setswitchinterval(min([self._before, *self._wanted]))
+        self._set = sys.getswitchinterval()
+
+
+INTERPRETER = SwitchInterval()
+"""There is one interval for all engines of a process."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=INTERPRETER.forget)
+
 
 _LATE = 0.005
 """Seconds of a step on the loop's thread after which timers that are due are looked at before its result is told."""

@@ -17,13 +17,13 @@ import io
 import json
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
+from typing import Any, TypeVar
 
 from asyncengine.engine.clock import Clock
 from asyncengine.engine.prefix_sources import Hit, Loaded, Source
 from asyncengine.engine.prefix_store import Rates
-from asyncengine.engine.tasks import Tasks
 from asyncengine.kvcache import KVCache
 from asyncengine.kvcache.radix_tree import Namespace
 from asyncengine.kvcache.saving import Unsaved
@@ -34,6 +34,34 @@ from asyncengine.scheduler.messages import PrefixLoaded
 from asyncengine.scheduler.restores import RestoreOrder, Wanted
 from asyncengine.seams import PageMemory
 from asyncengine.step import Batch, RecordPart
+
+# Tasks that an object has under way.
+
+T = TypeVar("T")
+
+
+class Tasks:
+    """Tasks of one event loop, kept while they run: the loop itself holds them by weak references."""
+
+    def __init__(self) -> None:
+        self._running: dict[asyncio.Task[Any], None] = {}
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._running[task] = None
+        task.add_done_callback(lambda done: self._running.pop(done, None))
+        return task
+
+    def cancel(self) -> None:
+        """Cancel all. Raises `RuntimeError` if their loop is closed."""
+        for task in list(self._running):
+            task.cancel()
+
+    async def end(self) -> None:
+        """Cancel all, and wait until they have ended."""
+        self.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
 
 logger = logging.getLogger("asyncengine")
 

@@ -2,18 +2,194 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from math import inf
+from typing import NamedTuple
+
 from asyncengine.config import EngineConfig
-from asyncengine.engine.backpressure import QueueLimit
 from asyncengine.engine.clock import Clock, MonotonicClock
 from asyncengine.engine.delivery import Delivery
 from asyncengine.engine.inbox import Inbox
-from asyncengine.errors import EngineClosed, EngineDead
+from asyncengine.engine.threads import finished, promised
+from asyncengine.errors import EngineClosed, EngineDead, QueueFull
 from asyncengine.events import Hooks
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler.messages import Abort, Drain, Message, StopText
 from asyncengine.seams import AdapterStore, GrammarCompiler
 from asyncengine.stats import Meter
 from asyncengine.text.token_table import TokenTable
+
+# Back-pressure at submit: how many samples, and prompt tokens, may wait before the engine says no.
+
+
+class _QueuedSubmit(NamedTuple):
+    """One caller in line for places in the queue."""
+
+    samples: int
+    tokens: int
+    granted: Future[bool]
+    """False: its time was up."""
+
+
+Left = Callable[[], float]
+
+
+def _for_ever() -> float:
+    return inf
+
+
+class QueueLimit:
+    """Limits of the samples and prompt tokens that may wait to start. Counts them until they start or end. Thread-safe.
+
+    `enter` is all or nothing for the `n` samples of a request. Limits of None admit everything. With a limit of 0 a
+    request is admitted only while no other waits to start; a request larger than a limit is never admitted.
+    """
+
+    def __init__(self, max_requests: int | None, max_tokens: int | None) -> None:
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self._lock = threading.RLock()  # reentrant: a collected coroutine withdraws on whatever thread collects it
+        self.waiting = self.waiting_tokens = 0
+        """Samples that wait to start, and their prompt tokens."""
+        self._closed = False
+        self.line: deque[_QueuedSubmit] = deque()
+        """Callers that wait for a place, in order."""
+        self.expired = 0
+        """Samples whose deadline came while they waited for a place."""
+
+    def enter(self, samples: int, tokens: int) -> None:
+        """Take `samples` places, of `tokens` prompt tokens in all. Raises `QueueFull`."""
+        with self._lock:
+            self._check_open()
+            if (full := self._full(samples, tokens)) is not None:
+                raise QueueFull(*full, self.waiting)
+            if self.line:
+                raise QueueFull("max_queued_requests", self._max_requests or 0, self.waiting)
+            self._take(samples, tokens)
+
+    async def enter_when_free(self, samples: int, tokens: int, left: Left = _for_ever) -> bool:
+        """The same, but await a place, first come first served. Cancelling gives up the place in line.
+
+        False: `left()`, the seconds it may still wait, came to 0 before; it has left the line.
+        """
+        place = self._join_line(samples, tokens)
+        if place is None:
+            return True
+        loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle | None = None
+
+        def look() -> None:
+            nonlocal timer
+            seconds = left()
+            if seconds > 0:
+                timer = None if seconds == inf else loop.call_later(seconds, look)
+            else:
+                self._expire(place)
+
+        look()
+        try:
+            return await finished(place.granted)
+        except BaseException:
+            self._give_up(place)
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def enter_blocking(self, samples: int, tokens: int, left: Left = _for_ever) -> bool:
+        """The same for a plain thread."""
+        place = self._join_line(samples, tokens)
+        if place is None:
+            return True
+        try:
+            while not place.granted.done():
+                seconds = left()
+                if seconds <= 0:
+                    self._expire(place)
+                wait([place.granted], None if seconds == inf else min(max(0.0, seconds), threading.TIMEOUT_MAX))
+        except BaseException:  # KeyboardInterrupt
+            self._give_up(place)
+            raise
+        return place.granted.result()
+
+    def leave(self, samples: int, tokens: int) -> None:
+        """`samples` samples started, or ended before; `tokens` prompt tokens in all."""
+        with self._lock:
+            self._take(-samples, -tokens)
+            self._grant()
+
+    def close(self) -> None:
+        """Admit no more requests; those in line are refused. Called on the engine's loop."""
+        with self._lock:
+            self._closed = True
+            while self.line:
+                error = EngineClosed("the engine closed while the request waited for a place in its queue")
+                self.line.popleft().granted.set_exception(error)
+
+    def _join_line(self, samples: int, tokens: int) -> _QueuedSubmit | None:
+        with self._lock:
+            self._check_open()
+            full = self._full(samples, tokens)
+            limits = (self._max_requests, samples), (self._max_tokens, tokens)
+            if full is not None and any(limit is not None and 0 < limit < size for limit, size in limits):
+                raise QueueFull(*full)  # it never fits
+            if full is None and not self.line:
+                self._take(samples, tokens)
+                return None
+            place = _QueuedSubmit(samples, tokens, promised())
+            self.line.append(place)
+            return place
+
+    def _expire(self, place: _QueuedSubmit) -> None:
+        """The time of `place` is up, unless it is out of the line already."""
+        with self._lock:
+            if place in self.line:
+                self.line.remove(place)
+                self.expired += place.samples
+                place.granted.set_result(False)
+                self._grant()
+
+    def _give_up(self, place: _QueuedSubmit) -> None:
+        """The caller in line at `place` waits no more."""
+        with self._lock:
+            if place in self.line:
+                self.line.remove(place)
+            elif place.granted.exception() is None and place.granted.result():
+                self._take(-place.samples, -place.tokens)
+            self._grant()
+
+    def _grant(self) -> None:
+        while self.line and self._full(self.line[0].samples, self.line[0].tokens) is None:
+            place = self.line.popleft()
+            self._take(place.samples, place.tokens)
+            place.granted.set_result(True)
+
+    def _take(self, samples: int, tokens: int) -> None:
+        self.waiting += samples
+        self.waiting_tokens += tokens
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed("the engine is closed or draining: it takes no more requests")
+
+    def _full(self, samples: int, tokens: int) -> tuple[str, int] | None:
+        """The setting that `samples` more would break, with its value."""
+        if _over(self.waiting, samples, self._max_requests):
+            return "max_queued_requests", self._max_requests or 0
+        if _over(self.waiting_tokens, tokens, self._max_tokens):
+            return "max_queued_tokens", self._max_tokens or 0
+        return None
+
+
+def _over(taken: int, more: int, limit: int | None) -> bool:
+    """Is `limit` broken by `more` on top of `taken`? A limit of 0 lets one request at a time be on its way in."""
+    if limit is None:
+        return False
+    return taken > 0 if limit == 0 else taken + more > limit
 
 
 class ServingLoop:

@@ -13,7 +13,7 @@ import anyio.to_thread
 
 from asyncengine import AdapterInfo, __version__
 from asyncengine.config import EngineConfig
-from asyncengine.engine.tasks import Tasks
+from asyncengine.engine.peers import Tasks
 from asyncengine.errors import EngineError, FleetError
 from asyncengine.integrations.fleet.dispatcher import Dispatcher
 from asyncengine.integrations.fleet.messages import VERSION, Loaded, Update

@@ -23,7 +23,7 @@ from asyncengine.execution.device.pinned import Int64Array
 from asyncengine.execution.layers.states import StatePools, StateSegments, StateStep
 from asyncengine.execution.layers.step import StepContext
 from asyncengine.execution.models.decoder import Decoder
-from asyncengine.execution.models.updates import prepare_update
+from asyncengine.execution.runner.model_memory import prepare_update
 from asyncengine.lora.checkpoint.peft_loader import PeftLoader
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
 

@@ -7,10 +7,13 @@ output. Nothing here knows where adapters come from: `write` takes anything of t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.nn.functional import linear
 
 from asyncengine.errors import AdapterError, InvariantViolation
 from asyncengine.execution.device.arena import Arena
@@ -19,11 +22,138 @@ from asyncengine.execution.device.transfer import upload
 from asyncengine.execution.layers.places import Place
 from asyncengine.execution.layers.step import AdapterRecords, CausalLM, RowAdapters
 from asyncengine.kernels.api import compiler_missing, triton_missing
-from asyncengine.lora.layers.compiled import CompiledStack, FactorTable
-from asyncengine.lora.layers.masked import KernelStack, MaskedStack, MaskedStep
 from asyncengine.lora.layers.rows import RowStack, RowStep
 from asyncengine.lora.layers.stack import LoraStack, padded_rank
 from asyncengine.seams import ModuleDims
+
+# Low-rank deltas with the same shapes in every step, whichever rows use which adapter: what CUDA graphs need.
+
+
+class MaskedStep:
+    """The rows of a step: `slots` int64 [rows] on the device, -1 for none."""
+
+    def __init__(self, num_slots: int, slots: torch.Tensor) -> None:
+        self.size = len(slots)
+        self.slots = slots
+        self._num_slots = num_slots
+        self._tiles: Any = None
+
+    @cached_property
+    def keep(self) -> torch.Tensor:
+        """bool [rows, 1, slots, 1]: True where the row uses the slot."""
+        every = torch.arange(self._num_slots, device=self.slots.device)
+        return (self.slots[:, None] == every)[:, None, :, None]
+
+    @cached_property
+    def known(self) -> torch.Tensor:
+        """`slots`, any where there is none."""
+        return self.slots.clamp(min=0)
+
+    def tiles(self) -> Any:
+        """Rows by slot, as `kernels.cuda.lora` takes them."""
+        if self._tiles is None:
+            from asyncengine.kernels.api import gpu
+
+            self._tiles = gpu.tiles_of(self.slots, self._num_slots)
+        return self._tiles
+
+
+class MaskedStack(LoraStack):
+    """Factors laid out for products with all of them at once."""
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, step: MaskedStep) -> None:
+        x, y = self._flat(x, y, step.size)
+        parts = len(self.place.parts)
+        if self.place.embedding:  # each row's own, repeated
+            down = self._a[step.known, :, :, x][:, None].expand(-1, self._slots, -1, -1)
+        else:
+            down = linear(x, self._a.flatten(0, 2)).view(step.size, self._slots, parts, self.rank)
+        # chosen, not multiplied, so that no neighbour's infinity spreads
+        own = down.new_empty(step.size, parts, self._slots, self.rank)
+        torch.where(step.keep, down.transpose(1, 2), down.new_zeros(()), out=own)
+        b = self._b.flatten(0, 1)
+        for part, (left, right) in enumerate(pairwise(self._ends)):
+            y[:, left:right].addmm_(own[:, part].flatten(1), b[:, left:right])
+
+
+class KernelStack(LoraStack):
+    """Factors as Triton's kernels read them; no embedding's."""
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, step: MaskedStep) -> None:
+        x, y = self._flat(x, y, step.size)
+        self._add(x, y, self._factors, step.slots, step.tiles)
+
+    def _allocate(self) -> None:
+        from asyncengine.kernels.api import gpu
+
+        super()._allocate()
+        self._add, self._factors = gpu.add_deltas, gpu.Factors.of(self._a, self._b, self._ends)
+
+
+# Low-rank deltas on CPU by a compiled kernel (`kernels.cpu.lora`), for few rows of an adapter and for many.
+
+
+class CompiledStack(LoraStack):
+    """Factors as they come: rows of A and of B are read one after the other."""
+
+    def __init__(
+        self, place: Place, slots: int, rank: int, dtype: torch.dtype, device: torch.device, memory: Arena | None = None
+    ) -> None:
+        from asyncengine.kernels.api import lora as kernel
+
+        self._kernel = kernel
+        self._ranks = np.zeros((slots, len(place.parts)), dtype=np.int64)
+        """Ranks of the weights in each slot; nothing is read beyond them."""
+        super().__init__(place, slots, rank, dtype, device, memory)
+
+    def write(self, slot: int, part: int, a: torch.Tensor, b: torch.Tensor) -> None:
+        super().write(slot, part, a, b)
+        self._ranks[slot, part] = a.shape[0]
+
+    def clear(self, slot: int) -> None:
+        self._ranks[slot] = 0
+        super().clear(slot)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, step: RowStep) -> None:
+        if self.held.isdisjoint(step.used):
+            return
+        x, y = self._flat(x, y, step.size)
+        total = y.contiguous()
+        self._kernel.add_deltas(x.contiguous(), total, self.factors, step.groups)
+        if not y.is_contiguous():
+            y.copy_(total)
+
+    def _allocate(self) -> None:
+        super()._allocate()
+        self.factors: Any = self._kernel.Factors(self._a, self._b, self._ranks, list(self.place.widths))
+
+
+class FactorTable:
+    """Addresses of the factors of a model's products, for kernels of several layers: made anew only when memory
+    moves."""
+
+    def __init__(self, stacks: Mapping[str, LoraStack]) -> None:
+        self._stacks = stacks
+        self._known: dict[tuple[str, ...], tuple[Int64Array, int]] = {}
+        """Addresses by the products' paths, with the most numbers of x A^T for a row."""
+        self._down = np.empty(0, dtype=np.float32)
+
+    def forget(self) -> None:
+        """Memory of some stack is about to move."""
+        self._known.clear()
+
+    def records(self, paths: tuple[str, ...], step: RowStep) -> AdapterRecords:
+        """Addresses for a step, as `RowAdapters.records`. They stay valid until the next call."""
+        if paths not in self._known:
+            stacks = [self._stacks.get(path) for path in paths]
+            found = [stack.factors if isinstance(stack, CompiledStack) else None for stack in stacks]
+            addresses = np.array([0 if each is None else each.address for each in found], dtype=np.int64)
+            self._known[paths] = addresses, max((each.across for each in found if each is not None), default=0)
+        addresses, across = self._known[paths]
+        if len(self._down) < across * step.groups.count:
+            self._down = np.empty(across * step.groups.count, dtype=np.float32)
+        return AdapterRecords(addresses.ctypes.data, step.groups.address, self._down.ctypes.data)
+
 
 Step = RowStep | MaskedStep
 StepAdapters = tuple[RowAdapters | None, RowAdapters | None]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncengine.execution.layers.places import Place
-from asyncengine.lora.layers.masked import KernelStack, MaskedStack, MaskedStep
+from asyncengine.lora.layers.slots import KernelStack, MaskedStack, MaskedStep
 from asyncengine.lora.layers.stack import LoraStack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

@@ -7,7 +7,7 @@ import torch
 from gpu.engines import DEVICE, GREEDY, SEED
 from support.device_sampling import by_cpu, by_kernels, device_sampler, rows_of
 
-from asyncengine.execution.sampling.logprobs import token_logprobs
+from asyncengine.execution.runner.pending import token_logprobs
 from asyncengine.execution.sampling.masks import FilledMasks
 from asyncengine.execution.sampling.sampler import Sampled, Sampler
 from asyncengine.request_spec import RequestSpec

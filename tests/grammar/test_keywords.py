@@ -8,7 +8,7 @@ import pytest
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.keywords import explain, summary
+from asyncengine.grammar.llguidance_backend import explain, summary
 from asyncengine.grammar.lower import to_llguidance
 
 from .oracle import accepts, matcher

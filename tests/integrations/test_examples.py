@@ -14,7 +14,7 @@ import pytest
 
 from asyncengine.engine import prefix_store
 from asyncengine.integrations import langchain, llama_index
-from asyncengine.integrations.cli.show import Line
+from asyncengine.integrations.cli.demo import Line
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.usefixtures("demo")  # it stays loaded from one example to the next

@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from asyncengine import Chunk, EngineHandle, Usage
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.llama_index import AsyncEngineLLM
+from asyncengine.integrations.llama_index.llm import openai_tool, selections
 from asyncengine.integrations.llama_index.outputs import Answer
-from asyncengine.integrations.llama_index.tools import openai_tool, selections
 from asyncengine.outputs import ToolCallDelta
 
 from .llama_demo import ADD, BOTH, MULTIPLY, SUM, TOOLS, add, called, demo_llm

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from asyncengine.execution.sampling.device_sampler import DeviceSampler
 from asyncengine.execution.sampling.masks import FilledMasks
-from asyncengine.execution.sampling.sampler import Sampler
+from asyncengine.execution.sampling.sampler import DeviceSampler, Sampler
 from asyncengine.execution.sampling.slot_params import SlotParams
 from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling_params import SamplingParams

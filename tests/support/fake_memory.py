@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from asyncengine.scheduler.restores import RestoreOrder
 from asyncengine.step import RecordPart
-from asyncengine.testing.fake_runner import FakeExecutor
-from asyncengine.testing.fake_states import FIRST, after
+from asyncengine.testing.fake_runner import FIRST, FakeExecutor, after
 
 _STATE = struct.Struct("<qQ")
 _NOTHING = (-2, 0)

@@ -16,7 +16,7 @@ from PIL import Image
 from support.multimodal_models import CONFIGS, randomize
 
 from asyncengine.demo import MODEL_PATH
-from asyncengine.execution.models.vision.lfm2 import Lfm2ImageProcessor
+from asyncengine.execution.models.vision.families import Lfm2ImageProcessor
 
 TOKENS = [
     "<|vision_start|>", "<|vision_end|>", "<|image|>", "<|begin|>", "<|end|>", "<|break|>", "<|video|>", "[IMG_BREAK]",

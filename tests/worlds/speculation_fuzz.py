@@ -13,7 +13,7 @@ from asyncengine.speculation import DraftPlanner
 from asyncengine.speculation.acceptance import NOTHING, Draft, Source
 from asyncengine.speculation.costs import StepCosts
 from asyncengine.speculation.lookup import EarlierAnswers
-from asyncengine.speculation.proposer import LookupProposer, Proposer
+from asyncengine.speculation.planner import LookupProposer, Proposer
 from asyncengine.step import MEASURED_SIZES
 
 KINDS = ("oracle", "oracle", "nearly", "adversarial", "random", "empty", "over-long", "lookup")

@@ -19,7 +19,7 @@ from asyncengine.kvcache.states import Snapshot, StateGroup
 from asyncengine.scheduler import rows, scheduler
 from asyncengine.scheduler.request import Request
 from asyncengine.step import StateUse
-from asyncengine.testing.fake_states import FakeStates
+from asyncengine.testing.fake_runner import FakeStates
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

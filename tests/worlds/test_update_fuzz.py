@@ -13,8 +13,7 @@ from worlds.update_fuzz import UpdateLife
 
 from asyncengine.kvcache import KVCache
 from asyncengine.scheduler import Scheduler
-from asyncengine.scheduler.roster import Roster
-from asyncengine.scheduler.weight_updates import WeightUpdates
+from asyncengine.scheduler.roster import Roster, WeightUpdates
 
 LIVES = 8 * TIMES
 

@@ -2,21 +2,69 @@
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from asyncengine.execution.device.arena import Empty, ordinary
+from asyncengine.execution.device.openmp import torch_threads
 from asyncengine.execution.device.output_buffers import OutputBufferPool
-from asyncengine.execution.device.share_out import share_out
 from asyncengine.execution.layers.stored import GroupedRows, NumberForm, StoredForm, StoredMatrix
 from asyncengine.execution.layers.weight_forms import PanelWeight, WeightForm
-from asyncengine.kernels.api import compiler_missing, triton_missing
+from asyncengine.kernels.api import compiler_missing, team, triton_missing
+
+# Independent pieces of Python work, each on one thread, side by side: as many as an engine's kernels may use.
+
+Item = TypeVar("Item")
+
+
+def share_out(work: Callable[[Item], object], items: Sequence[Item]) -> None:
+    """Call `work` for each item, on this thread and on those that its team stands for (`device.cores.Cores.loading`);
+    in any order. Raises what the first call raises that does; those that were not begun by then are left out.
+
+    Kernels and torch's operators within use one thread each, so that the teams of several do not meet.
+    """
+    helpers = min(team.team_threads()[0], len(items)) - 1
+    if helpers < 1:
+        for item in items:
+            work(item)
+        return
+    left, errors = iter(items), list[BaseException]()
+    inference = torch.is_inference_mode_enabled()
+
+    def take() -> None:
+        try:
+            with torch.inference_mode(inference), torch_threads(1), team.alone():
+                for item in left:  # of a sequence: each is taken once, whoever asks
+                    if errors:
+                        return
+                    work(item)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=take, name="asyncengine-load", daemon=True) for _ in range(helpers)]
+    started = [thread for thread in threads if _start(thread)]
+    take()
+    for thread in started:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _start(thread: threading.Thread) -> bool:
+    """False: the system has no more threads, and those that there are do it all."""
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    return True
+
 
 _AT_ONCE = 2**20
 """Numbers that are unpacked at once: they stay in the second-level cache until they are in their panels."""

@@ -7,16 +7,18 @@ other without padding, and what a token becomes follows from its own sequence al
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from asyncengine.execution.attention.whole import SequenceAttention, TorchSequences
-from asyncengine.execution.layers.distance_bias import DistanceBias
+from asyncengine.errors import UnsupportedModel
+from asyncengine.execution.attention.base import LayerSpec, StepAttention
 from asyncengine.execution.layers.embedding import Embedding
 from asyncengine.execution.layers.norm import Norm, NormConfig
 from asyncengine.execution.layers.options import LayerOptions
@@ -27,6 +29,110 @@ from asyncengine.execution.layers.slots import TensorSlot
 from asyncengine.execution.layers.step import StepContext
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.decoder_layer import DecoderLayer
+
+# Attention of encoders: whole sequences of one step, all keys of which are there, and nothing is kept afterwards.
+
+
+class SequenceAttention(Protocol):
+    """The attention of an encoder. Not thread-safe: one step at a time."""
+
+    def plan(self, counts: Sequence[int]) -> StepAttention:
+        """The attention of a step of sequences of so many tokens each, >= 1, one behind the other."""
+        ...
+
+
+class TorchSequences:
+    """`SequenceAttention` in torch's own operations, on any device: sequence by sequence, each as if it were alone.
+
+    `bias`: of a sequence of so many tokens, what is added to its scores in every layer, [heads, tokens, tokens]. Raises
+    `UnsupportedModel` for what `scaled_dot_product_attention` cannot be told: soft caps and sinks.
+    """
+
+    def __init__(self, layers: Sequence[LayerSpec], bias: Callable[[int], torch.Tensor] | None = None) -> None:
+        if any(spec.softcap is not None or spec.sinks is not None or spec.chunk is not None for spec in layers):
+            raise UnsupportedModel("an encoder with soft caps, sinks or chunks is not written down")
+        if bias is not None and any(spec.window is not None for spec in layers):
+            raise UnsupportedModel("an encoder with windows and a bias by distance is not written down")
+        self._bias = bias
+        self._layers = tuple(layers)
+        self._counts: list[int] = []
+        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+
+    def plan(self, counts: Sequence[int]) -> TorchSequences:
+        self._counts, self._masks = list(counts), {}
+        return self
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self._kept = key, value
+
+    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        assert self._kept is not None
+        spec, (key, value) = self._layers[layer], self._kept
+        self._kept = None
+        out = query.new_empty((query.shape[0], spec.num_heads, spec.value_dim))
+        parts = [torch.split(part, self._counts) for part in (query, key, value, out)]
+        for own, keys, values, found in zip(*parts, strict=True):
+            heads = [part.transpose(0, 1)[None] for part in (own, keys, values)]
+            attended = scaled_dot_product_attention(
+                heads[0], heads[1], heads[2], attn_mask=self._mask(spec, len(own), query.device), scale=spec.scale,
+                enable_gqa=spec.num_kv_heads != spec.num_heads,
+            )  # fmt: skip
+            found.copy_(attended[0].transpose(0, 1))
+        return out
+
+    def _mask(self, spec: LayerSpec, count: int, device: torch.device) -> torch.Tensor | None:
+        """[count, count], true where a query (row) sees a key, or what is added to its scores; None: it sees all."""
+        if self._bias is not None:
+            if (count, None) not in self._masks:
+                self._masks[count, None] = self._bias(count)
+            return self._masks[count, None]
+        if spec.window is None or spec.window >= count:
+            return None
+        if (count, spec.window) not in self._masks:
+            places = torch.arange(count, device=device)
+            self._masks[count, spec.window] = (places[:, None] - places).abs() < spec.window
+        return self._masks[count, spec.window]
+
+
+# Biases that attention adds to a score for the distance between query and key.
+
+_FAR = 128
+"""Distances from here on are one."""
+
+
+class DistanceBias:
+    """A learned bias per head of each bucket of distances, as T5's (Raffel et al. 2020), of which MPNet has one for all
+    layers. Keys before a query and behind it have half of the buckets each: half of those are of one distance each,
+    the rest reach logarithmically up to 128."""
+
+    def __init__(self, options: LayerOptions, path: str, buckets: int, heads: int) -> None:
+        self._path = path
+        self._table = options.zeros(buckets, heads)
+
+    def __call__(self, count: int) -> torch.Tensor:
+        """[heads, count, count] of a sequence of `count` tokens: queries are rows."""
+        places = torch.arange(count, device=self._table.device)
+        away = self._table[self._buckets(torch.arange(1 - count, count))].T  # of all distances, once
+        return away[:, places - places[:, None] + count - 1]
+
+    def _buckets(self, distances: torch.Tensor) -> torch.Tensor:
+        """int64, as `distances`: of keys minus queries."""
+        each = len(self._table) // 2
+        exact = each // 2
+        far = distances.abs()
+        growth = torch.log(far.clamp(min=1).float() / exact) / math.log(_FAR / exact) * (each - exact)
+        bucket = torch.where(far < exact, far, (exact + growth.long()).clamp(max=each - 1))
+        return (bucket + (distances > 0) * each).to(self._table.device)
+
+    @property
+    def nbytes(self) -> int:
+        return self._table.nbytes
+
+    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """Tensors of the checkpoint that it takes, by name."""
+        yield f"{self._path}.weight", TensorSlot.into(self._table)
+
 
 DISTANCES = 32
 """Buckets of distances, of every model that has any."""

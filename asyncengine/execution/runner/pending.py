@@ -14,10 +14,11 @@ import torch
 
 from asyncengine.execution.device.transfer import Readback, upload
 from asyncengine.execution.pooling.pool import Pooler, Span
-from asyncengine.execution.sampling.again import drawn_again
-from asyncengine.execution.sampling.logprobs import LogprobTensors, token_logprobs
 from asyncengine.execution.sampling.masks import AwaitedToken, FilledMasks, grammar_failed
+from asyncengine.execution.sampling.noise import AGAIN_FLAG, gumbel, noise_keys
 from asyncengine.execution.sampling.sampler import NON_FINITE, Sampled, Sampler
+from asyncengine.execution.sampling.top_p import kept_threshold
+from asyncengine.request_spec import RequestSpec
 from asyncengine.step import (
     Batch,
     ConstrainedToken,
@@ -28,6 +29,90 @@ from asyncengine.step import (
     num_agreed,
     sampling_places,
 )
+
+# Log-probabilities under the model's own distribution, of sampled tokens and of the prompt.
+
+_BLOCK_ELEMENTS = 2**24
+"""Most float32 log-probabilities held at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobTensors:
+    """Log-probabilities of some tokens, and their likeliest alternatives in descending order."""
+
+    tokens: torch.Tensor
+    """int64 [rows]."""
+    own: torch.Tensor
+    """float32 [rows]."""
+    top_ids: torch.Tensor
+    """int64 [rows, num_top]."""
+    top: torch.Tensor
+    """float32 [rows, num_top]."""
+
+    def fetch(self, readback: Readback) -> LogprobTensors:
+        """The same on the host, once `readback` has arrived."""
+        return LogprobTensors(*(readback.fetch(part) for part in (self.tokens, self.own, self.top_ids, self.top)))
+
+    def entries(self) -> list[TokenLogprob]:
+        """For host tensors: one entry for each token."""
+        alternatives = zip(self.top_ids.tolist(), self.top.tolist(), strict=True)
+        return [
+            TokenLogprob(token, own, tuple(zip(ids, values, strict=True)))
+            for token, own, (ids, values) in zip(self.tokens.tolist(), self.own.tolist(), alternatives, strict=True)
+        ]
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> LogprobTensors:
+    """Log-probability of tokens[i] under logits[i], with the `num_top` likeliest.
+
+    logits [rows, vocab] any float type, tokens int64 [rows]; the softmax is taken in float32, block by block.
+    """
+    num_top = min(num_top, logits.shape[-1])
+    own, top_ids, top = [], [], []
+    block = max(_BLOCK_ELEMENTS // logits.shape[-1], 1)
+    for begin in range(0, logits.shape[0], block):
+        logs = torch.log_softmax(logits[begin : begin + block].float(), dim=-1)
+        own.append(logs.gather(1, tokens[begin : begin + block, None])[:, 0])
+        best = logs.topk(num_top, dim=-1)
+        top_ids.append(best.indices)
+        top.append(best.values)
+    return LogprobTensors(tokens, torch.cat(own), torch.cat(top_ids), torch.cat(top))
+
+
+# The tokens that a matcher may take in the place of one that was drawn: its output would not end within its budget.
+
+MOST = 64
+"""Tokens that are offered."""
+
+
+def drawn_again(logits: torch.Tensor, spec: RequestSpec, position: int) -> list[int]:
+    """The likeliest tokens, `MOST` at most, in the order in which they are to be tried at `position` of a request: as
+    further draws without replacement would give them, behind these the ones that truncation leaves out, likeliest
+    first; of a greedy request all likeliest first.
+
+    logits float32 [vocab] as the first token was drawn from them (penalties and the grammar's mask applied), on the
+    host. A function of its arguments alone: the random numbers are those of (seed, position, token id).
+    """
+    params = spec.params
+    temperature = 1.0 if params.temperature is None else params.temperature
+    found = logits.topk(min(MOST, len(logits)))
+    pairs = zip((-found.values).tolist(), found.indices.tolist(), strict=True)
+    ids = [token for value, token in sorted(pairs) if value < float("inf")]
+    if not temperature or not ids:
+        return ids
+    scaled = logits[None].float() / temperature
+    least = float(scaled.max()) + (float(np.log(params.min_p)) if params.min_p else -float("inf"))
+    top_k, top_p = params.top_k or 0, 1.0 if params.top_p is None else params.top_p
+    if top_p < 1 or 0 < top_k < len(logits):
+        limit = kept_threshold(scaled, np.array([top_k if top_k < len(logits) else 0]), torch.tensor([top_p]))
+        least = max(least, float(limit))
+    keys = noise_keys(*(np.array([part]) for part in (spec.seed & 0xFFFFFFFF, spec.seed >> 32 & 0xFFFFFFFF, position)))
+    where = torch.tensor([ids])
+    own = scaled[0, where[0]]
+    noisy = own + gumbel(torch.from_numpy(keys), where | AGAIN_FLAG)[0]
+    scores = zip(noisy.tolist(), (own >= least).tolist(), strict=True)
+    ranks = [(0, -score) if kept else (1, place) for place, (score, kept) in enumerate(scores)]
+    return [ids[place] for place in sorted(range(len(ids)), key=ranks.__getitem__)]
 
 
 @dataclass(slots=True, eq=False)

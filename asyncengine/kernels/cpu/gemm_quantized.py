@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from llvmlite import ir
+from numba.core import cgutils
 from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu.calls import parallel_for
@@ -38,7 +40,17 @@ from asyncengine.kernels.cpu.jit import (
     serial_in_order,
     widen,
 )
-from asyncengine.kernels.cpu.matrix_unit import ROWS, configure_unit, release_unit
+from asyncengine.kernels.cpu.matrix_unit import (
+    ROWS,
+    WEIGHTS,
+    X,
+    configure_unit,
+    load_tile,
+    multiply_tiles,
+    release_unit,
+    store_tile,
+    zero_tile,
+)
 from asyncengine.kernels.cpu.panel_form import GROUP, PANEL, PanelForm
 from asyncengine.kernels.cpu.quantized_narrow import NARROW, NarrowWriter, narrow_fits
 from asyncengine.kernels.cpu.quantized_tiles import (
@@ -51,11 +63,40 @@ from asyncengine.kernels.cpu.quantized_tiles import (
     make_spreader,
     streamed_rows,
 )
-from asyncengine.kernels.cpu.quantized_unit import UnitWriter
-from asyncengine.kernels.cpu.quantized_writer import TileWriter, make_tile
+from asyncengine.kernels.cpu.quantized_writer import Cells, TileWriter, make_tile
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
-from asyncengine.kernels.cpu.vectors import LINE, UNIT, bits_of, number_of, size_of
+from asyncengine.kernels.cpu.vectors import LINE, LONG, UNIT, WORD, WORDS, at, bits_of, load, number_of, size_of
+
+# The tile of a product with quantized weights for CPUs with a matrix unit (Intel's AMX), in LLVM's terms.
+
+
+class UnitWriter(WideWriter):
+    """Writes the tile of sixteen rows and two panels, whose numbers are bytes: as they are stored, or spread."""
+
+    def dots(self, numbers: Any, first: Any, where: Any) -> Cells:
+        builder, form = self.builder, self.form
+        room = cgutils.alloca_once(builder, ir.ArrayType(WORDS, ROWS * self.panels))
+        sums = builder.ptrtoint(room, LONG)
+        spread_size = builder.mul(self.chunks, LONG(form.chunk * PANEL))
+        load_tile(builder, X[0], builder.add(self.x, first), self.x_size)
+        for panel in range(self.panels):
+            zero_tile(builder, panel)
+            if self.spread:
+                own = at(builder, self.bytes, spread_size, panel, builder.mul(first, LONG(PANEL)))
+            else:
+                own = at(builder, self.weights, self.panel, panel, numbers)
+            load_tile(builder, WEIGHTS[panel], own, LONG(LINE))
+            multiply_tiles(builder, "bsud", panel, X[0], WEIGHTS[panel])
+            store_tile(builder, panel, builder.add(sums, LONG(panel * ROWS * LINE)), LONG(LINE))
+        found: Cells = {}
+        for row, panel in self.cells:
+            total = load(builder, builder.add(sums, LONG((panel * ROWS + row) * LINE)), WORDS)
+            if form.offset:
+                total = builder.add(total, self.of_row(self.sums, self.sums_size, row, where, WORD))
+            found[row, panel] = total
+        return found
+
 
 _EVEN = 6
 """Rows whose arithmetic takes as long as reading a panel."""

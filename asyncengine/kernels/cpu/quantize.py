@@ -8,17 +8,178 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
 import numpy as np
 import torch
+from llvmlite import ir
+from numba.core import cgutils
 
 from asyncengine.kernels.cpu.calls import parallel_for
+from asyncengine.kernels.cpu.intrinsics import INT64, KIND, emitted
 from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, kind_of, pointer, room, serial, widen
-from asyncengine.kernels.cpu.panel_form import INT4_GROUP, PANEL, int_form
+from asyncengine.kernels.cpu.panel_form import INT4_GROUP, PANEL, UNIT, int_form
 from asyncengine.kernels.cpu.quantized_panels import pack_units
-from asyncengine.kernels.cpu.rounding_tile import columns, round_group
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
-from asyncengine.kernels.cpu.vectors import bits_of, number_of
+from asyncengine.kernels.cpu.vectors import (
+    FLOAT,
+    FLOATS,
+    LANES,
+    LINE,
+    LONG,
+    WORD,
+    WORDS,
+    bits_of,
+    call,
+    constant,
+    load,
+    multiply_add,
+    narrow,
+    number_of,
+    splat,
+    store,
+    widen_halves,
+)
+
+# The innermost part of rounding to 4 bits: one group of inputs of a panel's outputs, an output in each lane.
+
+ENDS = ((0.0, 0.0), (0.05, 0.05), (0.1, 0.1), (0.05, 0.0), (0.0, 0.05), (0.1, 0.0), (0.0, 0.1))
+"""Parts of a group's range by which its ends are drawn in, below and above: the first guesses of its sixteen steps."""
+_MOST = 15.0
+
+
+@emitted(*[INT64] * 6)
+def round_group(builder: Any, values: Any, count: Any, present: Any, scales: Any, minima: Any, numbers: Any) -> None:
+    """Round the float32 [INT4_GROUP, 16] at `values`, of which the first `count` inputs of the first `present` outputs
+    are there and the rest is 0, to 16 scales and 16 minima of bfloat16 and numbers of 4 bits; 0 for what is not there.
+    """
+    there = _below(builder, present)
+    best = _best_steps(builder, values)
+    for found, plane in zip(best, (scales, minima), strict=True):
+        half = narrow(builder, found)
+        store(builder, builder.select(there, half, constant(half.type, 0)), plane)
+    scale, minimum = best
+    inverse = _inverse(builder, scale)
+    lines = INT4_GROUP // UNIT * 2
+    with cgutils.for_range(builder, LONG(lines)) as loop:
+        line = constant(WORDS, 0)
+        for place in range(UNIT // 2):
+            index = builder.add(builder.mul(loop.index, LONG(UNIT // 2)), LONG(place))
+            number = builder.fptosi(_nearest(builder, _value(builder, values, index), minimum, inverse), WORDS)
+            known = builder.and_(there, splat(builder, builder.icmp_signed("<", index, count)))
+            kept = builder.select(known, number, constant(WORDS, 0))
+            line = builder.or_(line, builder.shl(kept, constant(WORDS, place % 4 * 8 + place // 4 * 4)))
+        store(builder, line, builder.add(numbers, builder.mul(loop.index, LONG(LINE))))
+
+
+@emitted(*[INT64] * 3, KIND)
+def columns(builder: Any, source: Any, stride: Any, target: Any, kind: Any) -> None:
+    """Write 16 numbers of each of 16 rows, which are `stride` bytes apart, as float32 [16 numbers, 16 rows]."""
+    item = ir.IntType(16) if kind == numba.types.uint16 else WORD
+    rows = [
+        load(builder, builder.add(source, builder.mul(stride, LONG(row))), ir.VectorType(item, LANES))
+        for row in range(LANES)
+    ]
+    halves = [
+        ir.Constant(WORDS, [place // 2 + place % 2 * LANES for place in range(first, first + LANES)])
+        for first in (0, LANES)
+    ]
+    for _ in range(LANES.bit_length() - 1):  # each turn brings numbers of two rows side by side
+        pairs = zip(rows[: LANES // 2], rows[LANES // 2 :], strict=True)
+        rows = [builder.shuffle_vector(*pair, half) for pair in pairs for half in halves]
+    for column, numbers in enumerate(rows):
+        words = builder.shl(builder.zext(numbers, WORDS), constant(WORDS, 16)) if item != WORD else numbers
+        store(builder, words, builder.add(target, LONG(column * LANES * 4)))
+
+
+def _value(builder: Any, start: Any, index: Any) -> Any:
+    return load(builder, builder.add(start, builder.mul(index, LONG(LANES * 4))), FLOATS)
+
+
+def _below(builder: Any, count: Any) -> Any:
+    """Lanes that are below a count."""
+    lanes = ir.Constant(WORDS, list(range(LANES)))
+    return builder.icmp_signed("<", lanes, splat(builder, builder.trunc(count, WORD)))
+
+
+def _nearest(builder: Any, value: Any, minimum: Any, inverse: Any) -> Any:
+    """The nearest whole numbers of 0 .. 15, as float32."""
+    found = builder.fmul(builder.fadd(value, minimum), inverse)
+    found = call(builder, "llvm.rint.v16f32", FLOATS, [found])
+    for bound, beyond in ((constant(FLOATS, 0.0), "<"), (constant(FLOATS, _MOST), ">")):
+        found = builder.select(builder.fcmp_ordered(beyond, found, bound), bound, found)
+    return found
+
+
+def _inverse(builder: Any, scale: Any) -> Any:
+    one, zero = constant(FLOATS, 1.0), constant(FLOATS, 0.0)
+    return builder.select(builder.fcmp_ordered(">", scale, constant(FLOATS, 1e-30)), builder.fdiv(one, scale), zero)
+
+
+def _ends(builder: Any, start: Any) -> list[Any]:
+    """The least and the largest of each lane."""
+    ends = [cgutils.alloca_once_value(builder, _value(builder, start, LONG(0))) for _ in range(2)]
+    with cgutils.for_range(builder, LONG(INT4_GROUP)) as loop:
+        value = _value(builder, start, loop.index)
+        for end, beyond in zip(ends, ("<", ">"), strict=True):
+            before = builder.load(end)
+            builder.store(builder.select(builder.fcmp_ordered(beyond, value, before), value, before), end)
+    return [builder.load(end) for end in ends]
+
+
+def _best_steps(builder: Any, start: Any) -> list[Any]:
+    """Scale and minimum of each lane, numbers of bfloat16: those with the least squared error among what the guesses of
+    `ENDS` lead to."""
+    low, high = _ends(builder, start)
+    span, zero = builder.fsub(high, low), constant(FLOATS, 0.0)
+    best = [cgutils.alloca_once_value(builder, zero) for _ in range(2)]
+    least = cgutils.alloca_once_value(builder, constant(FLOATS, float("inf")))
+    sums = [cgutils.alloca_once(builder, FLOATS) for _ in range(5)]
+    guesses = ir.Constant(ir.ArrayType(FLOAT, 2 * len(ENDS)), [x for a, b in ENDS for x in (a, (1 - a - b) / _MOST)])
+    known = cgutils.global_constant(builder, "ends", guesses)
+    with cgutils.for_range(builder, LONG(len(ENDS))) as choice:
+        place = builder.mul(choice.index, LONG(2))
+        part, step = (
+            splat(builder, builder.load(builder.gep(known, [LONG(0), builder.add(place, LONG(own))]))) for own in (0, 1)
+        )
+        for total in sums:
+            builder.store(zero, total)
+        guess = builder.fneg(multiply_add(builder, span, part, low)), builder.fmul(span, step)
+        found = _fitted(builder, start, low, guess, sums[:4])
+        inverse, negative = _inverse(builder, found[0]), builder.fneg(found[0])
+        with cgutils.for_range(builder, LONG(INT4_GROUP)) as loop:
+            value = _value(builder, start, loop.index)
+            number = _nearest(builder, value, found[1], inverse)
+            missing = multiply_add(builder, number, negative, builder.fadd(value, found[1]))
+            builder.store(multiply_add(builder, missing, missing, builder.load(sums[4])), sums[4])
+        total = builder.load(sums[4])
+        better = builder.fcmp_ordered("<", total, builder.load(least))
+        for cell, own in zip((*best, least), (*found, total), strict=True):
+            builder.store(builder.select(better, own, builder.load(cell)), cell)
+    return [builder.load(cell) for cell in best]
+
+
+def _fitted(builder: Any, start: Any, low: Any, guess: Any, sums: list[Any]) -> list[Any]:
+    """Scale and minimum that fit best the numbers to which a guess (minimum, scale) rounds, by linear regression:
+    rounded to bfloat16. `low`: the least of each lane, from which on is counted, for nothing to cancel out."""
+    minimum, inverse = guess[0], _inverse(builder, guess[1])
+    with cgutils.for_range(builder, LONG(INT4_GROUP)) as loop:
+        value = _value(builder, start, loop.index)
+        number, above = _nearest(builder, value, minimum, inverse), builder.fsub(value, low)
+        one = constant(FLOATS, 1.0)
+        pairs = ((number, one), (number, number), (above, one), (number, above))
+        for total, (left, right) in zip(sums, pairs, strict=True):
+            builder.store(multiply_add(builder, left, right, builder.load(total)), total)
+    numbers, squares, aboves, products = (builder.load(total) for total in sums)
+    count = constant(FLOATS, float(INT4_GROUP))
+    variance = multiply_add(builder, builder.fneg(numbers), numbers, builder.fmul(count, squares))
+    together = multiply_add(builder, builder.fneg(numbers), aboves, builder.fmul(count, products))
+    differ = builder.fcmp_ordered(">", variance, constant(FLOATS, 0.0))
+    scale = builder.select(differ, builder.fdiv(together, variance), constant(FLOATS, 0.0))
+    rest = multiply_add(builder, builder.fneg(scale), numbers, aboves)
+    least = builder.fneg(multiply_add(builder, rest, constant(FLOATS, 1.0 / INT4_GROUP), low))
+    return [widen_halves(builder, narrow(builder, found), "bfloat16") for found in (scale, least)]
+
 
 _KEPT = INT4_GROUP * PANEL
 _WORK = 64

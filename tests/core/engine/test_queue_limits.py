@@ -9,7 +9,7 @@ import pytest
 from support.fake_engine import executor_of, greedy, idle, in_thread, make_engine, num_in_line, until
 
 from asyncengine import Engine, EngineConfig
-from asyncengine.engine.backpressure import QueueLimit
+from asyncengine.engine.serving_loop import QueueLimit
 from asyncengine.errors import EngineClosed, InvalidParameter, QueueFull
 from asyncengine.options import RequestOptions
 from asyncengine.testing.leaks import assert_nothing_held

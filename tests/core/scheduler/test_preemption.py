@@ -6,7 +6,7 @@ import pytest
 from support.fake_engine import Steps
 
 from asyncengine import Policy
-from asyncengine.policies.orders import ByPriority
+from asyncengine.policies import ByPriority
 
 
 def squeeze(policy: str | Policy = "fcfs", **settings: Any) -> Steps:

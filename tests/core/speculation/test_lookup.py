@@ -10,8 +10,7 @@ from asyncengine.speculation import DraftPlanner
 from asyncengine.speculation.acceptance import AMBIGUOUS, LONG, Draft, Source
 from asyncengine.speculation.costs import StepCosts
 from asyncengine.speculation.lookup import BYTES_PER_TOKEN, EarlierAnswers
-from asyncengine.speculation.planner import Candidate
-from asyncengine.speculation.proposer import LookupProposer
+from asyncengine.speculation.planner import Candidate, LookupProposer
 
 NAMESPACE = ("a",)
 NO_ANSWERS = EarlierAnswers(0)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from asyncengine.speculation.acceptance import AMBIGUOUS, LONG, Draft, Source
-from asyncengine.speculation.proposer import Prediction
+from asyncengine.speculation.planner import Prediction
 
 TEXT = list(range(100, 140))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from asyncengine.engine.switching import SwitchInterval
+from asyncengine.engine.device_thread import SwitchInterval
 from asyncengine.execution.device.cores import Company, Cores, Sharing
 from asyncengine.execution.device.openmp import torch_threads
 

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("numba")
 
 from asyncengine.execution.device.cores import Cores
-from asyncengine.execution.device.share_out import share_out
+from asyncengine.execution.layers.stored_weight import share_out
 from asyncengine.kernels.cpu.team import use_team
 
 

@@ -9,7 +9,7 @@ from support.stored_matrices import RandomMatrix
 
 pytest.importorskip("triton")
 
-from asyncengine.execution.layers.rounded_weight import RoundedWeight
+from asyncengine.execution.layers.options import RoundedWeight
 from asyncengine.execution.layers.weight_forms import QuantizedWeight
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def test_products_however_rows_come(bits: int, monkeypatch: pytest.MonkeyPatch) 
     given = drawn(50, 200)
     whole, parts = (RoundedWeight(50, 200, bits, CPU) for _ in range(2))
     whole.load(0, given)
-    monkeypatch.setattr("asyncengine.execution.layers.rounded_weight._AT_ONCE", 1000)
+    monkeypatch.setattr("asyncengine.execution.layers.options._AT_ONCE", 1000)
     for first, last in ((37, 50), (0, 3), (3, 37)):
         parts.load(first, given[first:last])
     assert torch.equal(as_read(parts), as_read(whole))

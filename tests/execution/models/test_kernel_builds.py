@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncengine.execution.attention.base import LayerSpec
-from asyncengine.execution.models.kernel_builds import attention_modules
+from asyncengine.execution.models.loading import attention_modules
 
 HALF = torch.bfloat16
 

@@ -25,7 +25,7 @@ from support.tiny_models import FAMILIES, make_checkpoint
 import asyncengine
 from asyncengine import EngineConfig
 from asyncengine.execution.models import identity, loading, packed_file
-from asyncengine.execution.models.updates import prepare_update
+from asyncengine.execution.runner.model_memory import prepare_update
 
 if not sys.platform.startswith("linux"):
     pytest.skip("memory is mapped over on Linux alone", allow_module_level=True)

@@ -18,7 +18,7 @@ from support.panels import use_panels
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound
-from asyncengine.execution.models.updates import prepare_update
+from asyncengine.execution.runner.model_memory import prepare_update
 
 QUIET = EngineConfig(show_progress=False)
 IDS = [3, 17, 40, 9, 3, 3, 88]

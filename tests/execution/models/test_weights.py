@@ -26,7 +26,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.loading import load_model
-from asyncengine.execution.models.updates import prepare_update
+from asyncengine.execution.runner.model_memory import prepare_update
 
 QUIET = EngineConfig(show_progress=False, weight_cache_dir=None)
 IDS = [3, 17, 40, 9, 3, 3, 88]

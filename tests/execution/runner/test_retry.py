@@ -22,9 +22,9 @@ from support.tiny_models import VOCAB
 from support.wide_models import make_wide
 from torch.utils._python_dispatch import _disable_current_modes
 
+from asyncengine.execution.runner.graphs import ProcessedRows
 from asyncengine.execution.runner.model_runner import ModelRunner
 from asyncengine.execution.runner.pending import PendingStep
-from asyncengine.execution.runner.processed_rows import ProcessedRows
 from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import Batch, Row, StepResult

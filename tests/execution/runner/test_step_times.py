@@ -10,8 +10,7 @@ from asyncengine import DEMO_MODEL
 from asyncengine.config import EngineConfig
 from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.runner import building
-from asyncengine.execution.runner.building import build_runner
-from asyncengine.execution.runner.step_times import measure_steps, shortest
+from asyncengine.execution.runner.building import build_runner, measure_steps, shortest
 from asyncengine.step import MEASURED_SIZES
 
 TIMES = (0.04, 0.045, 0.12)

@@ -12,8 +12,8 @@ from support.drive import Driver, prompts
 from support.forwards import transformers_logits
 from support.tiny_models import VOCAB, make_model
 
+from asyncengine.execution.runner.pending import token_logprobs
 from asyncengine.execution.sampling import sampler
-from asyncengine.execution.sampling.logprobs import token_logprobs
 from asyncengine.sampling_params import SamplingParams
 
 from . import reference_sampler
@@ -117,6 +117,6 @@ def test_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(11, 40)
     tokens = torch.randint(0, 40, (11,))
     whole = token_logprobs(logits, tokens, 50).entries()
-    monkeypatch.setattr("asyncengine.execution.sampling.logprobs._BLOCK_ELEMENTS", 100)
+    monkeypatch.setattr("asyncengine.execution.runner.pending._BLOCK_ELEMENTS", 100)
     assert token_logprobs(logits, tokens, 50).entries() == whole
     assert len(whole[0].top) == 40

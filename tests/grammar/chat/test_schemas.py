@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.grammar.chat.response import response_grammar
+from asyncengine.grammar.chat.plan import response_grammar
 from asyncengine.grammar.chat.schemas import close_objects, plain_json, tool_schema
 from asyncengine.grammar.chat.tools import check_tools
 

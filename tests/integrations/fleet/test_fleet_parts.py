@@ -17,7 +17,7 @@ from asyncengine import EngineConfig, errors
 from asyncengine.assembly.relay import Outbox, RelayMailbox
 from asyncengine.errors import AdapterInUse, AdapterNotFound, GrammarError
 from asyncengine.integrations.cli import demo
-from asyncengine.integrations.cli.show import Show
+from asyncengine.integrations.cli.demo import Show
 from asyncengine.integrations.fleet import Fleet, frontend
 from asyncengine.integrations.fleet.adapters import FleetAdapters
 from asyncengine.integrations.fleet.stats import sum_stats

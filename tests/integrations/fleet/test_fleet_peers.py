@@ -18,8 +18,7 @@ from support.local_fleet import ENGINE, local_fleet
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
 from asyncengine.cache_news import CacheNews
 from asyncengine.engine import peers, prefix_store
-from asyncengine.integrations.fleet.peers import PeerConnections
-from asyncengine.integrations.fleet.replica import Replica
+from asyncengine.integrations.fleet.replica import PeerConnections, Replica
 from asyncengine.integrations.placement.routing import Route, Router, RouteRequest
 from asyncengine.request_spec import Peer
 

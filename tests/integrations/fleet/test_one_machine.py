@@ -19,7 +19,7 @@ from support.local_fleet import ENGINE
 from asyncengine import AsyncEngine, EngineConfig, EngineDead, FleetError, InvalidParameter, ModelNotFound
 from asyncengine.execution.device.topology import MemoryNode, divide, memory_nodes
 from asyncengine.integrations.fleet import Fleet, FleetConfig, one_machine
-from asyncengine.integrations.fleet.one_machine import OneMachine, runs_here
+from asyncengine.integrations.fleet.frontend import OneMachine, runs_here
 from asyncengine.sampling_params import SamplingParams
 
 TEXTS = [f"Question {number}: what is the capital of the country numbered {number * 7}?" for number in range(8)]
@@ -111,7 +111,7 @@ async def test_errors_of_a_process_keep_their_types_and_its_end_its_reason() -> 
 ABANDONED = """
 import asyncio
 from asyncengine.integrations.fleet import FleetConfig
-from asyncengine.integrations.fleet.one_machine import OneMachine
+from asyncengine.integrations.fleet.frontend import OneMachine
 process = OneMachine(FleetConfig(), "fleet").spawn()
 asyncio.run(process.call("hello", timeout=60))
 print(process.child.program.pid, flush=True)

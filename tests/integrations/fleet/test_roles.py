@@ -24,8 +24,8 @@ from asyncengine.engine import peers
 from asyncengine.execution.device import shared_gather
 from asyncengine.grammar import Grammar
 from asyncengine.integrations.fleet import Fleet, FleetConfig
-from asyncengine.integrations.fleet.one_machine import OneMachine
-from asyncengine.integrations.fleet.prefill import MOST_MISSED
+from asyncengine.integrations.fleet.dispatcher import MOST_MISSED
+from asyncengine.integrations.fleet.frontend import OneMachine
 from asyncengine.integrations.fleet.replica import Replica
 from asyncengine.integrations.placement.routing import Role
 from asyncengine.request_spec import Peer

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from asyncengine.execution.layers.weight_forms import QuantizedWeight
 from asyncengine.kernels.cpu.panel_form import INT4_GROUP
-from asyncengine.kernels.cpu.rounding_tile import ENDS
+from asyncengine.kernels.cpu.quantize import ENDS
 
 SIZES = [(16, 64), (16, 128), (48, 320), (50, 200), (33, 64), (7, 72), (1, 1), (16, 1000), (17, 8)]
 

@@ -20,11 +20,11 @@ if torch.cuda.is_available():
 
 from asyncengine.execution.layers import states
 from asyncengine.execution.layers.gated_delta import GatedDeltaConfig, learn, unit
-from asyncengine.execution.layers.kimi_delta import KimiDeltaConfig
 from asyncengine.execution.layers.mamba2 import Mamba2Config
 from asyncengine.execution.layers.norm import NormConfig
-from asyncengine.execution.layers.short_conv import ShortConvConfig
 from asyncengine.execution.layers.states import LoneTokens, StatePools, StateStep
+from asyncengine.execution.models.families.kimi_linear import KimiDeltaConfig
+from asyncengine.execution.models.families.lfm2 import ShortConvConfig
 from asyncengine.kernels.cuda import recurrence
 from asyncengine.kernels.cuda.recurrence import Recurrence
 

@@ -393,7 +393,7 @@ def test_a_pipe_does_not_block(base: dict[str, ModuleDims], folder: Path):
 
 
 def test_a_file_that_changes_while_it_is_read(base: dict[str, ModuleDims], folder: Path, monkeypatch: Any):
-    from asyncengine.lora.checkpoint.tensor_file import TensorFile
+    from asyncengine.lora.checkpoint.peft_loader import TensorFile
 
     read = TensorFile.read
 

@@ -17,7 +17,7 @@ from support.lora_driver import make_driver
 from support.lora_reference import LENGTHS, WANT, Reference, Weights
 from support.tiny_models import VOCAB
 
-from asyncengine.assembly.adapters import allocate_adapters
+from asyncengine.assembly.wiring import allocate_adapters
 from asyncengine.errors import AdapterError, InvariantViolation
 from asyncengine.lora.layers.slots import StepAdapters
 from asyncengine.lora.naming import AdapterInfo

@@ -13,9 +13,8 @@ from support.device_modes import DEVICE, NoWaiting
 from asyncengine.execution.layers.places import Place
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.lora.layers import rows as rows_module
-from asyncengine.lora.layers.compiled import CompiledStack
-from asyncengine.lora.layers.masked import KernelStack, MaskedStack, MaskedStep
 from asyncengine.lora.layers.rows import RowStack, RowStep
+from asyncengine.lora.layers.slots import CompiledStack, KernelStack, MaskedStack, MaskedStep
 from asyncengine.lora.layers.stack import LoraStack, padded_rank
 
 SLOTS = 6

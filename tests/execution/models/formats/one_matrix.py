@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from asyncengine.execution.models.checkpoint import read_header
+from asyncengine.execution.models.checkpoint import find_matrices, read_header
 from asyncengine.execution.models.formats.mapped_matrix import MappedMatrix
-from asyncengine.execution.models.formats.methods import find_matrices
 from asyncengine.execution.models.formats.stored_tensors import StoredTensors
 from asyncengine.execution.models.mapped import OpenFiles
 

@@ -15,8 +15,7 @@ from support.gguf_bytes import ARRAY, F32, STRING, U32, array, gguf, place, stri
 
 from asyncengine.errors import EngineError, ModelNotFound, UnsupportedModel
 from asyncengine.execution.models.formats.gguf import header
-from asyncengine.execution.models.formats.gguf.config import VALUES
-from asyncengine.execution.models.formats.gguf.model import GgufModel
+from asyncengine.execution.models.formats.gguf.model import VALUES, GgufModel
 
 LLAMA = string("general.architecture", "llama")
 EMBED = place("token_embd.weight", (32, 4), 0, 0)

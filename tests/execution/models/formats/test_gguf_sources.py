@@ -14,8 +14,7 @@ from support.tiny_models import FAMILIES, make_model
 
 from asyncengine import Engine, SamplingParams
 from asyncengine.errors import ModelNotFound, UnsupportedModel
-from asyncengine.execution.models.formats.ollama import find_ollama
-from asyncengine.execution.models.formats.sources import find_gguf
+from asyncengine.execution.models.formats.sources import find_gguf, find_ollama
 
 KIND = "application/vnd.ollama.image."
 

@@ -13,8 +13,7 @@ from support.gguf_files import QUANTIZED, dequantized, finish, random_blocks
 from support.ollama_gpt_oss import raw_blocks
 
 from asyncengine.execution.layers.stored import StoredMatrix, dense
-from asyncengine.execution.models.formats.gguf.blocks import BLOCK_TYPES
-from asyncengine.execution.models.formats.gguf.container import GgufFile
+from asyncengine.execution.models.formats.gguf.container import BLOCK_TYPES, GgufFile
 from asyncengine.execution.models.formats.gguf.tensors import BlockMatrix
 
 ROWS, COLUMNS = 6, 768

@@ -22,7 +22,7 @@ from asyncengine.execution.layers.stored import NumberForm, StoredForm
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.models.memory.needs import kept_forms
-from asyncengine.execution.models.updates import prepare_update
+from asyncengine.execution.runner.model_memory import prepare_update
 from asyncengine.lora.adapter import LoraWeights
 
 Pair = Callable[..., tuple[Path, Path]]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from asyncengine.execution.models.vision.lfm2 import Lfm2ImageProcessor
+from asyncengine.execution.models.vision.families import Lfm2ImageProcessor
 
 EXPECTED: dict[tuple[int, int], tuple[int, int, list[int], list[float]]] = {
     (640, 480): (1, 1, [26, 36], [0.2863]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,14 +12,224 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncengine.errors import ModelNotFound
+from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.execution.layers.stored import StoredMatrix
 from asyncengine.execution.models.formats import CheckpointSource, StoredTensor
-from asyncengine.execution.models.formats.gguf.config import header_of, hugging_face_config
-from asyncengine.execution.models.formats.gguf.container import GgufFile, Metadata, broken, open_files
+from asyncengine.execution.models.formats.gguf.architectures import (
+    ARCHITECTURES,
+    LLAMA_ROW,
+    MIXTRAL_ROW,
+    OTHER_KINDS,
+    Architecture,
+    Rope,
+)
+from asyncengine.execution.models.formats.gguf.container import GgufFile, Metadata, TensorPlace, broken, open_files
 from asyncengine.execution.models.formats.gguf.header import Header, shortest
 from asyncengine.execution.models.formats.gguf.tensors import Held, model_tensors
 from asyncengine.execution.models.refusals import check_sizes
+
+# A GGUF header as the config.json that its model has on the Hugging Face hub.
+
+Factors = Mapping[str, NDArray[np.float32]]
+"""The tensors `rope_freqs`, `rope_factors_long` and `rope_factors_short`, those that a file has: frequencies that
+converters worked out beforehand, as the number that each is divided by."""
+VALUES: Mapping[str, tuple[str, Any]] = {
+    "attention_multiplier": ("attention.scale", ...), "clip_qkv": ("attention.clamp_kqv", None),
+    "conv_L_cache": ("shortconv.l_cache", ...), "embedding_multiplier": ("embedding_scale", ...),
+    "kv_lora_rank": ("attention.kv_lora_rank", ...), "mamba_d_ssm": ("ssm.inner_size", ...),
+    "moe_latent_size": ("moe_latent_size", None), "n_group": ("expert_group_count", 1),
+    "moe_shared_expert_intermediate_size": ("expert_shared_feed_forward_length", ...),
+    "n_shared_experts": ("expert_shared_count", 0), "norm_topk_prob": ("expert_weights_norm", True),
+    "num_dense_layers": ("leading_dense_block_count", 0),
+    "residual_multiplier": ("residual_scale", ...), "routed_scaling_factor": ("expert_weights_scale", 1.0),
+    "shared_expert_intermediate_size": ("expert_shared_feed_forward_length", 0),
+    "sliding_window": ("attention.sliding_window", None), "topk_group": ("expert_group_used_count", 1),
+    **dict.fromkeys(("conv_kernel", "linear_conv_kernel_dim", "mamba_d_conv"), ("ssm.conv_kernel", ...)),
+    **dict.fromkeys(("logit_scale", "logits_scaling"), ("logit_scale", ...)),
+}  # fmt: skip
+"""Keys of config.json that rows of `ARCHITECTURES` name -> (the header's, its value where a header lacks it). `...`: it
+must be there; None: a value of 0 is none, too."""
+PRESENT: Mapping[str, tuple[str, ...]] = {
+    "attention_out_bias": ("attn_output.bias",), "conv_bias": ("shortconv.conv.bias",),
+    "mamba_proj_bias": ("ssm_in.bias",), "mamba_rms_norm": ("ssm_norm.weight",), "mlp_bias": ("ffn_up.bias",),
+    "projectors_bias": ("ssm_out.bias",), "use_bias": ("attn_q.bias", "attn_qkv.bias", "ssm_in.bias"),
+    "use_expert_bias": ("exp_probs_b.bias",),
+    **dict.fromkeys(("attention_bias", "use_qkv_bias"), ("attn_q.bias", "attn_qkv.bias")),
+    **dict.fromkeys(("mamba_conv_bias", "use_conv_bias"), ("ssm_conv1d.bias",)),
+    **dict.fromkeys(("qk_layernorm", "use_qk_norm"), ("attn_q_norm.weight",)),
+}  # fmt: skip
+"""Keys of config.json that are true if layers have one of these tensors."""
+
+
+def _width_of_shared_experts(header: Header) -> int:
+    gates = (header.tensors.get(f"blk.0.ffn_gate{suffix}.weight") for suffix in ("_shexp", ""))
+    return next((gate.shape[0] for gate in gates if gate is not None), 0)
+
+
+def _experts(header: Header, key: str) -> int:
+    # dense models of a family with experts have no such key
+    return int(header[key] if "ffn_gate_inp.weight" in header.tensors_of_layers else header.get(key, 0))
+
+
+def _expansion(header: Header) -> int:
+    inner, width = header["ssm.inner_size"], header.positive("embedding_length")
+    if inner % width:
+        key = f"{header.architecture}.ssm.inner_size"
+        raise ModelNotFound(f"{header.path}: {key} must be a multiple of .embedding_length")
+    return int(inner // width)
+
+
+def original_length(header: Header) -> int:
+    """The longest text without the scaling of frequencies."""
+    return int(header.get("rope.scaling.original_context_length", header["context_length"]))
+
+
+WORKED_OUT: Mapping[str, Callable[[Header], Any]] = {
+    "layer_types": lambda header: ["full_attention" if heads else "linear_attention" for heads in header.attending()],
+    "moe_intermediate_size": lambda header: header.get(
+        "expert_feed_forward_length", header.get("feed_forward_length", 0)
+    ),
+    "original_max_position_embeddings": original_length,
+    # llama.cpp's switch for the Granite family
+    "position_embedding_type": lambda header: "rope" if header.get("rope.scaling.finetuned", True) else None,
+    "shared_intermediate_size": _width_of_shared_experts,
+    "use_parallel_residual": lambda header: (
+        header.get("use_parallel_residual", True) and "ffn_norm.weight" not in header.tensors_of_layers
+    ),
+    "num_experts_per_tok": lambda header: _experts(header, "expert_used_count"),
+    **dict.fromkeys(
+        ("n_routed_experts", "num_experts", "num_local_experts"), lambda header: _experts(header, "expert_count")
+    ),
+    **dict.fromkeys(("mamba_expand", "expand"), _expansion),
+}
+"""Other keys of config.json that rows name."""
+
+
+def header_of(path: Path, metadata: Metadata, tensors: Mapping[str, TensorPlace]) -> tuple[Header, Architecture]:
+    """The header of a text generator and its row. Raises `UnsupportedModel` for files of other kinds and unknown
+    architectures, `ModelNotFound` for what is no model."""
+    name = metadata.get("general.architecture")
+    for found in (metadata.short.get("general.type"), name):
+        if isinstance(found, str) and found in OTHER_KINDS:
+            raise UnsupportedModel(f"{path} {OTHER_KINDS[found]}")
+    if any(key.startswith("imatrix.") for key in metadata.short):
+        raise UnsupportedModel(f"{path} {OTHER_KINDS['imatrix']}")
+    if not isinstance(name, str) or not name:
+        raise ModelNotFound(f"{path} names no general.architecture: it is no model")
+    if name not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise UnsupportedModel(f"{path}: GGUF architecture {shorten(repr(name), 60)} is not read. Read are {known}")
+    if not tensors:
+        raise ModelNotFound(f"{path} has no tensors: it holds a tokenizer alone")
+    header, row = Header(path, name, metadata, tensors), ARCHITECTURES[name]
+    scales = ("attention.temperature_scale", "rope.scaling_beta")
+    if row.model_type == "ministral3" and header.keys().isdisjoint(scales):
+        return header, LLAMA_ROW  # Ollama gives Mistral Small 3 this name
+    return header, MIXTRAL_ROW if row is LLAMA_ROW and header.get("expert_count") else row
+
+
+def hugging_face_config(header: Header, row: Architecture, factors: Factors) -> dict[str, Any]:
+    """The content of config.json. Raises `ModelNotFound` for a value that is missing or of a wrong type."""
+    table = header.tensors.get("token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        raise ModelNotFound(f"{header.path}: the tensor token_embd.weight is missing, or is no matrix")
+    more = dict(row.more(header)) if row.more else {}
+    given_rope = more.pop("rope", Rope())
+    named = ("bos", "eos", "eot", "eom", "padding")
+    ids = {name: header.metadata.short.get(f"tokenizer.ggml.{name}_token_id") for name in named}
+    listed = header.metadata.short.get("tokenizer.ggml.eos_token_ids")
+    given = [ids["eos"], ids["eot"], ids["eom"], *(listed if isinstance(listed, list) else ())]
+    ends = list(dict.fromkeys([token for token in given if type(token) is int]))
+    config: dict[str, Any] = {
+        "model_type": row.model_type,
+        "architectures": ["ForCausalLM"],  # the ending is what tells text generators
+        "vocab_size": table.shape[0],
+        "hidden_size": header["embedding_length"],
+        "intermediate_size": header.get("feed_forward_length", 0),
+        "num_hidden_layers": header["block_count"] and header.layers,
+        "max_position_embeddings": header["context_length"],
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "bos_token_id": ids["bos"] if type(ids["bos"]) is int else None,
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": ids["padding"] if type(ids["padding"]) is int else None,
+    }
+    if row.attention != "none":
+        config["num_attention_heads"] = heads = header["attention.head_count"]
+        config["num_key_value_heads"] = header.get("attention.head_count_kv", heads)
+    if row.attention in ("rotated", "unrotated"):
+        config["head_dim"] = head_dim = header.get("attention.key_length", config["hidden_size"] // max(heads, 1))
+        if header.get("attention.value_length", head_dim) != head_dim:
+            raise UnsupportedModel(f"{header.path}: keys and values of different lengths are not read")
+    if row.attention == "rotated":
+        rope = config["rope_parameters"] = _rope_parameters(header, given_rope, factors, head_dim, partial=row.partial)
+        config |= {"partial_rotary_factor": rope["partial_rotary_factor"]} if row.partial else {}
+    if row.norm:
+        rms, plain = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+        config[row.norm] = header[plain if rms not in header and plain in header else rms]
+    if any(place.kind.form is not None for place in header.tensors.values()):
+        config["dtype"] = "bfloat16"  # for what is not quantized, and the numbers between layers
+    config |= zip(row.state.split(), header.state_sizes(), strict=True) if row.state else ()
+    for key in row.keys.split():
+        name, fixed, value = key.partition("=")
+        if fixed:
+            config[name] = value == "True"
+        elif name in PRESENT:
+            config[name] = not header.tensors_of_layers.isdisjoint(PRESENT[name])
+        elif name in WORKED_OUT:
+            config[name] = WORKED_OUT[name](header)
+        else:
+            there, default = VALUES[name]
+            config[name] = header[there] if default is ... else header.get(there, default)
+            config[name] = config[name] or None if default is None else config[name]
+    return config | more
+
+
+def _rope_parameters(header: Header, given: Rope, factors: Factors, head_dim: int, *, partial: bool) -> dict[str, Any]:
+    """The `rope_parameters` of transformers, by kind of layer where those with a window have others.
+
+    Raises `UnsupportedModel` for a scaling that is not known, or a part of heads that the family cannot rotate.
+    """
+    before = f"{header.path}: {header.architecture}"
+    theta = header.get("rope.freq_base", given.base)
+    if theta <= 0:
+        raise ModelNotFound(f"{before}.rope.freq_base must be positive, got {theta}")
+    rotated = header.get("rope.dimension_count", head_dim)
+    if not 0 < rotated <= head_dim or rotated % 2:
+        raise ModelNotFound(f"{before}.rope.dimension_count is {rotated}, heads have {head_dim}")
+    if rotated != head_dim and not partial:
+        raise UnsupportedModel(f"{before} whose heads are rotated in part is not read")
+    for name, values in factors.items():
+        if values.shape != (rotated // 2,) or not np.isfinite(values).all() or not (values > 0).all():
+            raise ModelNotFound(f"{header.path}: the tensor {name} must hold {rotated // 2} positive numbers")
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    found |= {"partial_rotary_factor": rotated / head_dim} if partial else {}
+    kind = header.metadata.short.get(f"{header.architecture}.rope.scaling.type", given.kind or None)
+    factor = header.get("rope.scaling.factor", header.get("rope.scale_linear", given.factor))
+    # Llama 3's scaling among others: alike for every length
+    long, short = (factors.get("rope_freqs", factors.get(f"rope_factors_{name}")) for name in ("long", "short"))
+    if long is not None and short is not None:
+        found |= {
+            "rope_type": "longrope", "long_factor": long.tolist(), "short_factor": short.tolist(),
+            "original_max_position_embeddings": original_length(header),
+        }  # fmt: skip
+        found |= {"factor": 1.0, "attention_factor": 1.0} if "rope_freqs" in factors else {}
+    elif kind == "yarn":
+        found |= {
+            "rope_type": "yarn", "factor": factor or 1.0, "original_max_position_embeddings": original_length(header),
+        }  # fmt: skip
+        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+            found[name] = header.get(f"rope.scaling.yarn_{name}", header.get(f"rope.scaling.{name}", default))
+        if "rope.scaling.yarn_attn_factor" in header:
+            found["attention_factor"] = header["rope.scaling.yarn_attn_factor"]
+        found |= given.yarn
+    elif kind not in (None, "none", "linear"):
+        raise UnsupportedModel(f"{before}.rope.scaling.type {str(kind)[:40]!r} is not read")
+    elif kind != "none" and factor not in (0.0, 1.0):
+        found |= {"rope_type": "linear", "factor": factor}
+    if given.local is None:
+        return found
+    return {"full_attention": found, "sliding_attention": {"rope_type": "default", "rope_theta": given.local}}
+
 
 _FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}

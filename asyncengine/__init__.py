@@ -22,6 +22,8 @@ __all__ = [
     "Classifications",
     "Completion",
     "ContextLengthExceeded",
+    "Decision",
+    "DecisionAnswer",
     "Embeddings",
     "Engine",
     "EngineAsleep",
@@ -82,8 +84,8 @@ _NAMES = {
     "info": "ModelInfo",
     "lora.naming": "AdapterInfo",
     "options": "ChatKeywords RequestKeywords VectorKeywords",
-    "outputs": "Chunk Classification Classifications Completion Embeddings FinishReason LogprobEntry Ranked Ranking "
-    "Sample Timings ToolCall ToolCallDelta Usage",
+    "outputs": "Chunk Classification Classifications Completion Decision DecisionAnswer Embeddings FinishReason "
+    "LogprobEntry Ranked Ranking Sample Timings ToolCall ToolCallDelta Usage",
     "policies": "Policy WeightedFair",
     "sampling_params": "SamplingParams",
     "shared": "EngineHandle shared_engine",
@@ -139,6 +141,8 @@ if TYPE_CHECKING:
         Classification,
         Classifications,
         Completion,
+        Decision,
+        DecisionAnswer,
         Embeddings,
         FinishReason,
         LogprobEntry,

@@ -16,6 +16,7 @@ from asyncengine.assembly.load_once import Build, LoadOnce, loader_of
 from asyncengine.checks import as_seconds, as_switch, check_patience
 from asyncengine.config import EngineConfig
 from asyncengine.engine.assembler import Assembler
+from asyncengine.engine.decisions import DecisionCall
 from asyncengine.engine.frontend import Frontend, Keep, Meanwhile
 from asyncengine.engine.hosting import Host, OwnedHost, ThreadHost
 from asyncengine.engine.prefix_files import HeldPrefix
@@ -40,7 +41,7 @@ from asyncengine.options import (
     split_chat,
     text_size,
 )
-from asyncengine.outputs import Classifications, Completion, Embeddings, Ranking
+from asyncengine.outputs import Classifications, Completion, Decision, Embeddings, Ranking
 from asyncengine.progress import OnProgress
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler.messages import PauseMode, UpdateMode
@@ -231,6 +232,18 @@ class AsyncEngine:
         """The whole answer to a chat; keywords as `stream_chat`. Raises as `generate`."""
         async with self.stream_chat(messages, params, **options) as stream:
             return await stream.result()
+
+    async def decide(self, state: Any, questions: Mapping[str, Any], **options: Unpack[RequestKeywords]) -> Decision:
+        """Answer typed `questions` about a `state` (text or JSON data) with probabilities, in a forward pass of each.
+
+        `questions` maps names to {"type": "noul" | "choice" | "score", "instructions": ..., "criteria": ...}, or to
+        LangChain's objects of these shapes; `options` as `RequestOptions`. The state is computed once, all questions
+        are one request, and an answer is the same to the bit in any company. Raises as `generate`.
+        """
+        wanted = RequestOptions.of(options)
+        call = DecisionCall(self.core, state, questions, wanted)
+        async with self._stream(call.prepare, call.size, None, wanted) as stream:
+            return call.decision(await stream.result())
 
     def fork(
         self, prefix: Prompt | ChatMessages, n: int, params: SamplingParams | None = None, **options: Any

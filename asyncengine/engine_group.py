@@ -20,7 +20,7 @@ from asyncengine.engine.on_demand import OnDemand, OnDemandModel
 from asyncengine.errors import AdapterNotFound, EngineClosed, InvalidParameter
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.options import ChatKeywords, ChatMessages, Prompt, RequestKeywords
-from asyncengine.outputs import Classifications, Completion, Embeddings, Ranking
+from asyncengine.outputs import Classifications, Completion, Decision, Embeddings, Ranking
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.stats import EngineStats
 from asyncengine.stream import TokenStream
@@ -284,6 +284,13 @@ class EngineGroup(Mapping[str, AsyncEngine]):
         """`AsyncEngine.chat` of `model`; None: of the only one that generates."""
         async with self.using(model) as engine:
             return await engine.chat(messages, params, **options)
+
+    async def decide(
+        self, state: Any, questions: Mapping[str, Any], *, model: str | None = None, **options: Unpack[RequestKeywords]
+    ) -> Decision:
+        """`AsyncEngine.decide` of `model`; None: of the only one that generates."""
+        async with self.using(model) as engine:
+            return await engine.decide(state, questions, **options)
 
     @asynccontextmanager
     async def pin(

@@ -250,3 +250,38 @@ class Classifications:
     usage: Usage
     truncated: tuple[int, ...] = ()
     """Indices of texts that were cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionAnswer:
+    """The answer to one question of a decision."""
+
+    type: Literal["noul", "choice", "score"]
+    value: float
+    """Probability of yes (noul) or of the likeliest option (choice), or the expected level (score)."""
+    choice: str
+    """The likeliest option; of a score the likeliest level, of a noul "true" or "false"."""
+    probabilities: dict[str, float]
+    """Option -> its probability; together they make 1."""
+    details: dict[str, Any]
+    """The answer in the form of transformers' decision pipeline, which defines confidence and score."""
+
+    @property
+    def confidence(self) -> float:
+        """From 0, where all options are alike, to 1."""
+        return float(self.details.get("confidence", abs(2 * self.value - 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The answers to all questions of one call."""
+
+    answers: dict[str, DecisionAnswer]
+    """Name of a question -> its answer, in the order of the questions."""
+    usage: Usage
+    """Tokens of the prompts of all questions, and of these the ones that came from the cache."""
+    timings: Timings
+    request_id: str
+
+    def __getitem__(self, name: str) -> DecisionAnswer:
+        return self.answers[name]

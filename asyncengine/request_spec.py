@@ -71,7 +71,9 @@ class RequestSpec:
     index: int = 0
     """Index among the samples of its prompt."""
     group: int | None = None
-    """Ticket of sample 0 if this is one of several."""
+    """Ticket of the first request of its group, if it is one of several."""
+    members: int = 1
+    """Number of requests in its group: samples of one prompt, or questions about one state."""
     deadline: float | None = None
     """Clock reading at which it ends with reason "timeout"."""
     waiting_deadline: float | None = None
@@ -100,6 +102,11 @@ class RequestSpec:
     def prompt_ids(self) -> tuple[int, ...]:
         """The prompt as the tokenizer gave it."""
         return without_identity(self.prompt, self.images) if self.images else self.prompt
+
+    @property
+    def is_question(self) -> bool:
+        """One of several requests with prompts of their own, which are asked as one."""
+        return self.members > self.params.n
 
     @property
     def prompt_len(self) -> int:

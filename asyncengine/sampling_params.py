@@ -102,6 +102,9 @@ class SamplingParams(Settings):
     """Subtracted per occurrence in the output, in [-2, 2]."""
     logit_bias: Annotated[Mapping[int, float], _bias] = field(default_factory=dict)
     """Token id -> value added to its logit, in [-100, 100]."""
+    allowed_token_ids: Annotated[Sequence[int], _token_ids] | None = None
+    """The only tokens that the output may have; end-of-sequence ids are none of them unless they are named. Cannot go
+    with a grammar (vLLM's parameter of this name)."""
     logprobs: bool = False
     """Return the log-probability of each output token under the model's own distribution
     (before penalties, bias, temperature and truncation; vLLM's `raw_logprobs`)."""
@@ -147,6 +150,9 @@ class SamplingParams(Settings):
             raise InvalidParameter("n", "must be 1 where max_tokens is 0: there is nothing to sample", self.n)
         if self.max_tokens == 0 and self.grammar is not None:
             raise InvalidParameter("grammar", "has nothing to constrain where max_tokens is 0")
+        if self.allowed_token_ids is not None and (self.grammar is not None or not self.allowed_token_ids):
+            limit = "cannot go with a grammar" if self.allowed_token_ids else "must name a token, or be None"
+            raise InvalidParameter("allowed_token_ids", limit)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter("min_tokens", f"must not exceed max_tokens={self.max_tokens}", self.min_tokens)
 

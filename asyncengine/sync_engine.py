@@ -11,6 +11,7 @@ from typing import Any, Self, Unpack
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.checks import as_items, as_seconds
+from asyncengine.engine.decisions import DecisionCall
 from asyncengine.engine.frontend import Keep, Meanwhile
 from asyncengine.engine.prefix_files import HeldPrefix
 from asyncengine.engine.threads import finished_blocking
@@ -30,7 +31,7 @@ from asyncengine.options import (
     is_chat,
     split_chat,
 )
-from asyncengine.outputs import Classifications, Completion, Embeddings, Ranking
+from asyncengine.outputs import Classifications, Completion, Decision, Embeddings, Ranking
 from asyncengine.progress import OnProgress, counted
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler.messages import PauseMode, UpdateMode
@@ -122,6 +123,12 @@ class Engine:
         """The whole answer to a chat; keywords as `stream_chat`."""
         with self.stream_chat(messages, params, **options) as stream:
             return stream.result()
+
+    def decide(self, state: Any, questions: Mapping[str, Any], **options: Unpack[RequestKeywords]) -> Decision:
+        """Answers to typed questions about a state, with probabilities. As `AsyncEngine.decide`."""
+        call = DecisionCall(self.aengine.core, state, questions, RequestOptions.of(options))
+        with self._stream(call.prepare) as stream:
+            return call.decision(stream.result())
 
     def generate_many(
         self, prompts: Sequence[Prompt], params: SamplingParams | None = None, *, progress: Progress = None,

@@ -92,7 +92,9 @@ class Assembler:
         thought = 0 if self._reader is None else self._reader.reasoning_tokens
         mailbox = self.prepared.mailbox
         cached, restored = mailbox.cached_tokens, mailbox.restored_tokens
-        return Usage(self.prepared.spec.prompt_len, generated, cached, thought, *mailbox.predicted, restored)
+        prepared = self.prepared
+        prompts = prepared.num_tokens if prepared.spec.is_question else prepared.spec.prompt_len
+        return Usage(prompts, generated, cached, thought, *mailbox.predicted, restored)
 
     @property
     def timings(self) -> Timings:

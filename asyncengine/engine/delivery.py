@@ -241,6 +241,8 @@ class Delivery:
             mailbox.first_token_at = now
             mailbox.started_at = output.started_at
             mailbox.cached_tokens, mailbox.restored_tokens = output.cached_tokens, output.restored_tokens
+        elif stream.spec.is_question:
+            mailbox.cached_tokens += output.cached_tokens
         self._meter.first_token.append(now - stream.spec.arrival)
 
     def _close(self, stream: OutputStream, output: Output, reason: FinishReason) -> None:
@@ -261,7 +263,7 @@ class Delivery:
         mailbox, spec = stream.mailbox, stream.spec
         mailbox.ended += (reason,)
         mailbox.generated += stream.num_tokens
-        if self._hooks and len(mailbox.ended) == spec.params.n:
+        if self._hooks and len(mailbox.ended) == spec.members:
             done = RequestDone(
                 spec.request_id, mailbox.is_chat, spec.options.adapter, spec.params, mailbox.ended, spec.prompt_len,
                 mailbox.cached_tokens, mailbox.generated, mailbox.timings(spec.arrival, self._clock.now()),

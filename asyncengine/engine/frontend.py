@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 from asyncengine.checks import MAX_INT64, MIN_INT64, as_integer, as_items, as_switch
 from asyncengine.config import EngineConfig
 from asyncengine.engine.assembler import Assembler
+from asyncengine.engine.decisions import DecisionPrompts
 from asyncengine.engine.image_prompts import ImagePrompts
 from asyncengine.engine.loop import EngineLoop
 from asyncengine.engine.loop_client import LoopClient
@@ -63,7 +64,7 @@ _ITEMS = 4
 _NO_TOKENS = (bytes, bytearray, memoryview, Mapping, Set)
 """Can be iterated over, and are no sequences of token ids."""
 _TASKS = {
-    "generate": ("a text generator", ("generate", "chat")),
+    "generate": ("a text generator", ("generate", "chat", "decide")),
     "embed": ("an embedding model", ("embed",)),
     "rerank": ("a reranker", ("rerank", "classify")),
     "classify": ("a classifier", ("classify",)),
@@ -99,6 +100,7 @@ class Frontend:
         self.prepare_release: PrepareRelease | None = None
         """None: its memory cannot be given back."""
         self._images = images
+        self._decisions: DecisionPrompts | None = None
         self._update_numbers = count(1)
         self._profiling = threading.Lock()
         self.started_at = loop.clock.now()
@@ -234,6 +236,13 @@ class Frontend:
         params = as_params(params)
         plan = self._plan(chat, params, text)
         return self.validator.prepare(prompt, params, options, arrival, plan, images, is_chat=True)
+
+    def decision_prompts(self) -> DecisionPrompts:
+        """The maker of prompts for decisions. Raises as `prepare`."""
+        self._check_serves("decide")
+        if self._decisions is None:
+            self._decisions = DecisionPrompts(self._tokenizer("state"), self.info.max_model_len)
+        return self._decisions
 
     def _plan(self, chat: ChatRequest, params: SamplingParams, text: str) -> ChatPlan | None:
         """`params.grammar` constrains a chat's answer as `response_format` does: after the reasoning, if there is."""

@@ -73,7 +73,7 @@ class PreparedRequest:
     @property
     def num_tokens(self) -> int:
         """Tokens of the prompts of all samples."""
-        return len(self.streams) * self.spec.prompt_len
+        return sum(stream.spec.prompt_len for stream in self.streams)
 
 
 class RequestValidator:
@@ -169,6 +169,25 @@ class RequestValidator:
             check_text=None if final is None or self.grammars is None else self.grammars.text_check(final),
         )
 
+    def prepare_set(
+        self, prompts: Sequence[tuple[Sequence[int], SamplingParams]], options: RequestOptions, arrival: float
+    ) -> PreparedRequest:
+        """Specify one request of several prompts, each with parameters of its own that are whole and within limits: all
+        of them start or none, and they end together. Raises as `prepare`."""
+        self.check_adapter(options.adapter)
+        options = options.checked()
+        label, members = options.request_id or f"req-{secrets.token_hex(8)}", len(prompts)
+        mailbox, group, streams = Mailbox(), next(self._tickets), list[OutputStream]()
+        for index, (ids, params) in enumerate(prompts):
+            tokens = self._check_prompt(ids)
+            spec = RequestSpec(
+                next(self._tickets) if index else group, tokens, params, self._check_length(len(tokens), params, False),
+                options, label, seed=sample_seed(params.seed, 0), arrival=arrival, index=index,
+                group=None if members == 1 else group, members=members, **self._deadlines(options, arrival),
+            )  # fmt: skip
+            streams.append(self._stream(spec, mailbox, None))
+        return PreparedRequest(tuple(streams), mailbox)
+
     def _specify(
         self, prompt: tuple[int, ...], params: SamplingParams, options: RequestOptions, max_total: int, arrival: float,
         prediction: tuple[int, ...], images: tuple[ImageSpan, ...],
@@ -187,6 +206,7 @@ class RequestValidator:
             stop_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
             arrival=arrival,
             group=None if params.n == 1 else ticket,
+            members=params.n,
             prediction=prediction,
             images=images,
             inter_token_timeout=self.config.inter_token_timeout,
@@ -328,7 +348,8 @@ class RequestValidator:
             raise InvalidParameter("return_routed_experts", f"cannot be had: {self.info.no_routed_experts}")
         if params.stop and self.tokenizer is None:
             raise InvalidParameter("stop", "needs a tokenizer and this model has none; use stop_token_ids")
-        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", tuple(params.logit_bias))):
+        ids_of = {"stop_token_ids": params.stop_token_ids, "logit_bias": tuple(params.logit_bias)}
+        for name, ids in {**ids_of, "allowed_token_ids": params.allowed_token_ids or ()}.items():
             for token in ids:
                 if token >= vocab:
                     raise InvalidParameter(name, f"must be token ids below {vocab} (the vocabulary)", token)

@@ -7,6 +7,7 @@ from enum import Enum
 from asyncengine.errors import GrammarError, InvariantViolation
 from asyncengine.kvcache.page_table import PageTable
 from asyncengine.request_spec import RequestSpec
+from asyncengine.scheduler.allowed_tokens import AllowedTokens
 from asyncengine.seams import GrammarMatcher
 
 
@@ -64,6 +65,8 @@ class Request:
         self.adapter_digest = ""
         """Digest of its adapter's content, once that is in memory; "" for none."""
         self.matcher: GrammarMatcher | None = None
+        if spec.params.allowed_token_ids is not None:
+            self.matcher = AllowedTokens(spec.params.allowed_token_ids)
 
         self.num_computed = 0
         self.num_launched = 0

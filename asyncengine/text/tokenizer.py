@@ -43,15 +43,16 @@ class TextTokenizer:
     `max_chat_chars` bounds a chat, both what goes into the template and what comes out. `chat_template` replaces the
     model's own; it is code, though sandboxed, so it is the host's to give, never a request's. `end_token_ids` are the
     ids that end an answer, where something tells more of them than the tokenizer does (a GGUF header). `load_hf` gives
-    the transformers tokenizer of the same files, where `tokenizer` is none.
+    the transformers tokenizer of the same files, where `tokenizer` is none. `folder` is the model's, if it has one.
     """
 
     def __init__(
         self, tokenizer: Any, *, max_chat_chars: int = MAX_CHAT_CHARS, chat_template: str | None = None,
-        end_token_ids: Sequence[int] = (), load_hf: Callable[[], Any] | None = None,
+        end_token_ids: Sequence[int] = (), load_hf: Callable[[], Any] | None = None, folder: Path | None = None,
     ) -> None:  # fmt: skip
         self._hf = tokenizer
         self._load_hf = load_hf
+        self.folder = folder
         self._end_token_ids = tuple(end_token_ids)
         self._max_chat_chars = max_chat_chars
         self._chat_template = chat_template
@@ -70,6 +71,7 @@ class TextTokenizer:
             chat_template=self._chat_template,
             end_token_ids=self._end_token_ids,
             load_hf=self._load_hf,
+            folder=self.folder,
         )
         return make, (self._hf,)
 
@@ -170,14 +172,15 @@ class TextTokenizer:
     def render_chat(
         self, messages: Sequence[Any], tools: Sequence[Any] | None = None, add_generation_prompt: bool = True,
         continue_final_message: bool = False, images: ImageParts | None = None, rewrite: Rewrite | None = None,
-        **variables: Any,
+        template: str | None = None, **variables: Any,
     ) -> str:  # fmt: skip
         """The text of a chat in the OpenAI shape, for the model to answer (or to continue its last message). It is
         encoded without adding special tokens: the template writes them.
 
         Contents are strings or lists of text blocks; a tool call's arguments are JSON text or a dict, and reach the
         template in the form it reads. `images`: collects the chat's pictures, which are refused without. `rewrite`:
-        makes of checked messages and tools those that the template gets. `variables` are template variables such as
+        makes of checked messages and tools those that the template gets. `template`: the text of one that takes the
+        place of the model's. `variables` are template variables such as
         `enable_thinking`; one the template does not read does nothing.
 
         Names of special tokens inside message contents are encoded as those tokens, as in transformers, so content
@@ -189,7 +192,8 @@ class TextTokenizer:
         """
         if continue_final_message and add_generation_prompt:
             raise InvalidParameter("continue_final_message", "cannot go with add_generation_prompt")
-        return self._template(tools).render(
+        chosen = self._template(tools) if template is None else self._template_of(template)
+        return chosen.render(
             messages,
             tools,
             max_chars=self._max_chat_chars,
@@ -237,6 +241,9 @@ class TextTokenizer:
             text = self.template_text(tools)
         except ValueError as error:
             raise InvalidParameter("messages", str(error)) from error
+        return self._template_of(text)
+
+    def _template_of(self, text: str) -> ChatTemplate:
         with self._lock:
             if text not in self._templates:
                 self._templates[text] = ChatTemplate(self._hf, text)
@@ -277,11 +284,13 @@ def load_tokenizer(
         plain = None if model_config is None else read_plain_tokenizer(folder, model_config.model_type)
         if plain is not None:
             own = config.chat_template or (None if plain.chat_template else _template_beside(beside or folder))
-            return TextTokenizer(plain, max_chat_chars=max_chat_chars, chat_template=own, load_hf=load_hf)
+            return TextTokenizer(
+                plain, max_chat_chars=max_chat_chars, chat_template=own, load_hf=load_hf, folder=beside
+            )
         tokenizer = load_hf()
         has_own = getattr(tokenizer, "chat_template", None)
         own = config.chat_template or (None if has_own else _template_beside(beside or folder))
-        return TextTokenizer(tokenizer, max_chat_chars=max_chat_chars, chat_template=own)
+        return TextTokenizer(tokenizer, max_chat_chars=max_chat_chars, chat_template=own, folder=beside)
     except BaseException as error:  # transformers raises many types for missing and broken files
         if isinstance(error, EngineError) or not (isinstance(error, Exception) or _panicked(error)):
             raise

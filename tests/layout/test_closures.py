@@ -13,7 +13,7 @@ LINES = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, 
 CLOSURES = {"kvcache.kv_cache": 3_400, "scheduler": 8_400, "engine.loop": 12_000, "grammar.service": 6_700}
 """Module -> lines of it and of all that it imports, at most."""
 OTHER_UNITS = ("execution", "kernels", "grammar", "lora", "integrations", "assembly")
-MAX_CORE = 22_360
+MAX_CORE = 22_640
 """Lines of all that is neither another unit nor assembly, at most."""
 MAX_PACKAGE = 92_000
 

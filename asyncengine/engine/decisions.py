@@ -1,0 +1,173 @@
+"""Decisions: typed questions about a state, answered with the probabilities of their options and no text.
+
+Questions, labels, temperatures, prompts and answers are those of `transformers.decision`. Each question is a prompt
+whose next token is the label of an option; all prompts of a call begin with the same state, so that its keys and values
+are computed once. Labels are compared by their token ids: a grammar would also admit other spellings of them, to which
+models give a percent or two.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from asyncengine.errors import InvalidParameter, RequestFailed, UnsupportedModel
+from asyncengine.options import RequestOptions, rough_size
+from asyncengine.outputs import Completion, Decision, DecisionAnswer
+from asyncengine.request_spec import RequestSpec
+from asyncengine.sampling_params import SamplingParams
+from asyncengine.text.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    from transformers.decision import Question
+
+    from asyncengine.engine.frontend import Frontend
+    from asyncengine.engine.validation import PreparedRequest
+
+MAX_QUESTIONS = 1000
+"""Questions of one call, as in the largest of the services that take them."""
+MARK, SPLIT = "<|mark|>", "<|split|>"
+"""Sentinels of decision templates: where an answer is read, and between texts that must not grow together."""
+_BREAK = "\ufdd0"
+"""A character that stands for no text (Unicode's noncharacters): it parts the names of control tokens in a caller's
+text, which is encoded in pieces there."""
+
+
+class DecisionPrompts:
+    """Makes the prompts of one model's decisions. Thread-safe."""
+
+    def __init__(self, tokenizer: TextTokenizer, max_tokens: int) -> None:
+        """`max_tokens`: of a prompt. Raises `UnsupportedModel` without a transformers that knows decisions, and for
+        files of the model that it cannot read."""
+        self._tokenizer, self._max_tokens = tokenizer, max_tokens
+        try:
+            from transformers.decision import DECISION_PROMPT, DecisionConfig
+
+            folder = tokenizer.folder
+            self._config = DecisionConfig.from_pretrained(folder if folder is not None and folder.is_dir() else "")
+        except ImportError as error:
+            raise UnsupportedModel("decisions need transformers 5.24 or newer") from error
+        except Exception as error:  # a file that is no JSON, or has other types in it
+            raise UnsupportedModel(f"decision.json of the model cannot be read: {error}") from error
+        self._general: str = DECISION_PROMPT
+
+    def questions(self, questions: object) -> list[Question]:
+        """The questions of a call, {name: {"type", "instructions", "criteria"}}, or objects with `model_dump` in place
+        of the inner dicts (LangChain's), checked. Raises `InvalidParameter`."""
+        from transformers.decision import parse_questions
+
+        if not isinstance(questions, Mapping) or not 0 < len(questions) <= MAX_QUESTIONS:
+            raise InvalidParameter("questions", f"must map names to questions, 1 to {MAX_QUESTIONS} of them", questions)
+        plain = {name: each.model_dump() if hasattr(each, "model_dump") else each for name, each in questions.items()}
+        try:
+            return list(parse_questions(plain, self._config))
+        except ValueError as error:
+            raise InvalidParameter("questions", str(error)) from error
+
+    def prompt(self, state: Any, question: Question) -> list[int]:
+        """Token ids of the prompt of `question`. Raises `InvalidParameter`, `UnsupportedModel`, and
+        `ContextLengthExceeded` for what is far too long."""
+        parts = {name: self._parted(getattr(question, name)) for name in ("instructions", "options", "descriptions")}
+        asked = {"name": question.name, "type": question.type, "labels": list(question.labels), **parts}
+        variables = {"state": self._parted(state), "question": asked}
+        own = self._config.chat_template
+        empty = [{"role": "user", "content": ""}]
+        text = self._tokenizer.render_chat(empty, template=own or self._general, **variables)
+        if own is None:
+            known = "enable_thinking" in self._tokenizer.template_variables()
+            thinking: dict[str, Any] = {"enable_thinking": False} if known else {}
+            text = self._tokenizer.render_chat([{"role": "user", "content": text}], **thinking)
+        text, _, behind = text.partition(MARK)
+        if MARK in behind:
+            raise UnsupportedModel("its decision template reads answers at several positions: for a head")
+        self._tokenizer.check_fits("state", text, self._max_tokens)
+        pieces = text.replace(SPLIT, _BREAK).split(_BREAK)
+        return [token for piece in pieces for token in self._tokenizer.encode(piece, add_special_tokens=False)]
+
+    def params(self, question: Question) -> SamplingParams:
+        """Parameters by which the answer to `question` is read. Raises `InvalidParameter`."""
+        ids = [self._tokenizer.encode(label, add_special_tokens=False) for label in question.labels]
+        labels = tuple(each[0] for each in ids if len(each) == 1)
+        if len(set(labels)) != len(ids):
+            limit = f"has labels that are not distinct single tokens of this model: {', '.join(question.labels)}"
+            raise InvalidParameter(f"questions[{question.name!r}]", limit)
+        return SamplingParams(
+            max_tokens=1, temperature=float(self._config.temperature.get(question.type, 1.0)), top_p=1.0, top_k=0,
+            min_p=0.0, repetition_penalty=1.0, seed=0, ignore_eos=True, allowed_token_ids=labels,
+            top_logprobs=len(labels), logprobs_of="sampled",
+        )  # fmt: skip
+
+    @cached_property
+    def _control(self) -> re.Pattern[str]:
+        """The names of all added tokens, and of the sentinels."""
+        hf = self._tokenizer.backend or self._tokenizer.hf
+        added = hf.get_added_tokens_decoder() if hasattr(hf, "get_added_tokens_decoder") else hf.added_tokens_decoder
+        names = {each.content for each in added.values() if len(each.content.strip()) > 1} | {MARK, SPLIT}
+        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
+
+    def _parted(self, value: Any) -> Any:
+        """JSON data with the names of control tokens in its texts parted."""
+        if isinstance(value, str):
+            text = value.replace(_BREAK, "")
+            while self._control.search(text):  # a name may hold another one
+                text = self._control.sub(lambda match: match[0][0] + _BREAK + match[0][1:], text)
+            return text
+        if isinstance(value, Mapping):
+            return {self._parted(key): self._parted(each) for key, each in value.items()}
+        return [self._parted(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+class DecisionCall:
+    """One call of `decide`."""
+
+    def __init__(self, frontend: Frontend, state: Any, questions: object, options: RequestOptions) -> None:
+        self._frontend, self._state, self._questions, self._options = frontend, state, questions, options
+        self._asked: list[Question] = []
+        self._specs: list[RequestSpec] = []
+
+    @property
+    def size(self) -> int:
+        """Rough number of characters of all prompts."""
+        count = len(self._questions) if isinstance(self._questions, Mapping) else 1
+        return rough_size(self._state) * count + rough_size(self._questions)
+
+    def prepare(self, arrival: float | None = None) -> PreparedRequest:
+        """The one request that asks all questions. Raises `InvalidParameter`, `UnsupportedModel` and what
+        `Frontend.prepare` raises."""
+        frontend, prompts = self._frontend, self._frontend.decision_prompts()
+        check_plain("state", self._state)
+        self._asked = prompts.questions(self._questions)
+        each = [(prompts.prompt(self._state, question), prompts.params(question)) for question in self._asked]
+        arrival = frontend.loop.clock.now() if arrival is None else arrival
+        prepared = frontend.validator.prepare_set(each, self._options, arrival)
+        self._specs = prepared.specs
+        return prepared
+
+    def decision(self, completion: Completion) -> Decision:
+        """The answers in the finished request, a sample each. Raises `RequestFailed` where one has none: a deadline or
+        an abort came first."""
+        answers = {}
+        for question, spec, sample in zip(self._asked, self._specs, completion.samples, strict=True):
+            if not sample.logprobs:
+                limit = f"ended with reason {sample.finish_reason!r}" + (f": {sample.error}" if sample.error else "")
+                raise RequestFailed(f"request {completion.request_id}: question {question.name!r} {limit}")
+            known = {each.token_id: math.exp(each.logprob) for each in sample.logprobs[0].top}
+            numbers = [known[token] for token in spec.params.allowed_token_ids or ()]
+            by_option = dict(zip(question.options, numbers, strict=True))
+            best = max(by_option, key=lambda option: by_option[option])
+            details = question.answer(numbers)
+            value = float(details.get("noul", details.get("score", by_option[best])))
+            answers[question.name] = DecisionAnswer(question.type, value, best, by_option, details)
+        return Decision(answers, completion.usage, completion.timings, completion.request_id)
+
+
+def check_plain(name: str, value: Any) -> None:
+    """Raises `InvalidParameter` for what is neither text nor JSON data."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidParameter(name, f"must be text or JSON data: {error}") from error

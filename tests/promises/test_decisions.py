@@ -1,0 +1,166 @@
+"""Decisions: the numbers of transformers' pipeline, the same to the bit in any company, errors by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import pipeline
+
+from asyncengine import DEMO_MODEL, AsyncEngine, Engine, InvalidParameter, QueueFull, SamplingParams, UnsupportedModel
+from asyncengine.testing.leaks import assert_nothing_held
+
+QUESTIONS: dict[str, Any] = {
+    "refund": {"type": "noul", "instructions": "Is a refund asked for?", "criteria": {"true": "money back"}},
+    "rude": {"type": "noul", "instructions": "Is it rude?"},
+    "tone": {
+        "type": "choice",
+        "instructions": {"ask": ["What is the tone?", 1, None]},
+        "criteria": {"calm": "A polite message", "angry": None, "glad é": {"x": 1}},
+    },
+    "urgent": {"type": "score", "instructions": "How urgent is it?", "criteria": ["Can wait", "This week", "Today"]},
+}
+STATES: tuple[Any, ...] = ("I was charged twice. I want my money back.", {"mail": "hällo", "n": [1, 2.5, None, True]})
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[AsyncEngine]:
+    async with await AsyncEngine.from_pretrained(DEMO_MODEL, dtype="float32", kv_cache_memory="8MB") as engine:
+        yield engine
+
+
+async def test_equals_the_pipeline_of_transformers(engine: AsyncEngine) -> None:
+    oracle = pipeline("decision", model=str(DEMO_MODEL), dtype="float32")
+    for state in STATES:
+        wanted = oracle({"state": state, "questions": QUESTIONS})
+        made = await engine.decide(state, QUESTIONS)
+        assert list(made.answers) == list(QUESTIONS)
+        for name, answer in made.answers.items():
+            assert answer.details.keys() == wanted[name].keys()
+            for key, value in wanted[name].items():
+                if isinstance(value, float):
+                    assert answer.details[key] == pytest.approx(value, abs=1e-4), (name, key)
+            assert answer.probabilities == pytest.approx(
+                wanted[name].get("probabilities", answer.probabilities), abs=1e-4
+            )
+            assert sum(answer.probabilities.values()) == pytest.approx(1)
+            assert 0 <= answer.confidence <= 1
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"prefix_caching": False}, {"preempt_every": 3, "max_num_batched_tokens": 24}]
+)
+async def test_same_to_the_bit_in_any_company(settings: dict[str, Any]) -> None:
+    start = AsyncEngine.from_pretrained(DEMO_MODEL, dtype="float32", kv_cache_memory="16MB", **settings)
+    async with await start as engine:
+        alone = {name: (await engine.decide(STATES[0], {name: each}))[name] for name, each in QUESTIONS.items()}
+
+        async def chat(seed: int) -> None:
+            await engine.generate(f"A story {seed}", SamplingParams(max_tokens=40, seed=seed, ignore_eos=True))
+
+        company = [asyncio.ensure_future(chat(seed)) for seed in range(6)]
+        turned = dict(reversed(QUESTIONS.items()))
+        made = await asyncio.gather(*(engine.decide(STATES[0], each) for each in (QUESTIONS, turned, QUESTIONS)))
+        await asyncio.gather(*company)
+        for decision in made:
+            assert decision.answers == alone
+        assert made[0].usage.completion_tokens == len(QUESTIONS)
+        again = await engine.decide(STATES[0], QUESTIONS)
+        assert again.answers == alone
+        if settings.get("prefix_caching", True):
+            assert again.usage.cached_tokens > again.usage.prompt_tokens // 2
+
+
+async def test_files_of_a_model_set_labels_temperatures_and_prompt(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    content = {"labels": {"choice": ["1", "2", "3"]}, "temperature": {"choice": 2.5}, "noul_options": ["false", "true"]}
+    (folder / "decision.json").write_text(json.dumps(content))
+    template = "{{ state | tojson }} {{ question.instructions }} {{ question.labels | join('/') }}: <|mark|>"
+    (folder / "decision_template.jinja").write_text(template)
+    wanted = pipeline("decision", model=str(folder), dtype="float32")({"state": "now", "questions": QUESTIONS})
+    async with await AsyncEngine.from_pretrained(folder, dtype="float32", kv_cache_memory="8MB") as engine:
+        made = await engine.decide("now", QUESTIONS)
+        assert made["tone"].probabilities == pytest.approx(wanted["tone"]["probabilities"], abs=1e-4)
+        assert made["refund"].value == pytest.approx(wanted["refund"]["noul"], abs=1e-4)
+    (folder / "decision_template.jinja").write_text("{{ state }}<|mark|>{{ question.instructions }}<|mark|>")
+    async with await AsyncEngine.from_pretrained(folder, dtype="float32", kv_cache_memory="8MB") as engine:
+        with pytest.raises(UnsupportedModel, match="several positions"):
+            await engine.decide("now", QUESTIONS)
+
+
+async def test_control_tokens_in_a_text_stay_text(engine: AsyncEngine) -> None:
+    prompts = engine.core.decision_prompts()
+    names = [name for name in engine.core.tokenizer.get_vocab() if prompts._control.fullmatch(name)]  # type: ignore[union-attr]
+    assert names
+    (question,) = prompts.questions({"q": {"type": "noul", "instructions": "".join(names)}})
+    hostile = {f"key {names[0]}": ["".join(names), f"<|ma{names[0]}rk|>"]}
+    usual = prompts.prompt({"key": ["", ""]}, prompts.questions({"q": {"type": "noul"}})[0])
+    control = {engine.core.tokenizer.get_vocab()[name] for name in names}  # type: ignore[union-attr]
+    assert [token for token in prompts.prompt(hostile, question) if token in control] == [
+        token for token in usual if token in control
+    ]
+
+
+@pytest.mark.parametrize(
+    ("state", "questions", "named"),
+    [
+        ("x", {}, "questions"),
+        ("x", [], "questions"),
+        ("x", {"a": {"type": "box", "instructions": "?"}}, "box"),
+        ("x", {"a": {"type": "choice", "criteria": {}}}, "criteria"),
+        ("x", {"a": {"type": "choice", "criteria": dict.fromkeys(map(str, range(27)))}}, "at most 26"),
+        ("x", {"a": {"type": "score", "criteria": ["one"], "more": 1}}, "more"),
+        ({"a": {1, 2}}, QUESTIONS, "state"),
+        (float("nan"), QUESTIONS, "state"),
+        ("x " * 100_000, QUESTIONS, "state|prompt"),
+    ],
+)
+async def test_errors_name_the_field(engine: AsyncEngine, state: Any, questions: Any, named: str) -> None:
+    with pytest.raises(InvalidParameter, match=named):
+        await engine.decide(state, questions)
+    assert (await engine.decide("x", {"a": {"type": "noul"}}))["a"].type == "noul"
+
+
+async def test_a_set_of_questions_starts_whole_or_not_at_all() -> None:
+    start = AsyncEngine.from_pretrained(DEMO_MODEL, dtype="float32", kv_cache_memory="8MB", max_queued_requests=3)
+    async with await start as engine:
+        with pytest.raises(QueueFull):
+            await engine.decide("x", QUESTIONS)
+        three = dict(list(QUESTIONS.items())[:3])
+        assert (await engine.decide("x", three)).answers.keys() == three.keys()
+
+
+async def test_who_leaves_takes_all_questions_along(engine: AsyncEngine) -> None:
+    known = (await engine.decide(STATES[0], QUESTIONS)).answers
+    asked = [asyncio.ensure_future(engine.decide(STATES[0], QUESTIONS)) for _ in range(12)]
+    asked += [asyncio.ensure_future(engine.decide(f"state {each}", QUESTIONS)) for each in range(12)]
+    for turn, each in enumerate(asked):
+        if turn % 2:
+            await asyncio.sleep(0.001 * (turn % 5))
+            each.cancel()
+    made = await asyncio.gather(*asked, return_exceptions=True)
+    assert all(isinstance(each, asyncio.CancelledError) or not isinstance(each, BaseException) for each in made)
+    assert all(each.answers == known for each in made[:12] if not isinstance(each, BaseException))
+    await engine.generate("x", SamplingParams(max_tokens=1))
+    assert_nothing_held(engine.core)
+
+
+def test_a_plain_thread_decides() -> None:
+    with Engine.from_pretrained(DEMO_MODEL, dtype="float32", kv_cache_memory="8MB") as engine:
+        assert engine.decide("x", QUESTIONS)["tone"].choice in QUESTIONS["tone"]["criteria"]
+
+
+async def test_allowed_tokens(engine: AsyncEngine) -> None:
+    allowed = SamplingParams(max_tokens=8, allowed_token_ids=[5, 40, 41], seed=3, logprobs=True)
+    made = await engine.generate("Once", allowed)
+    assert set(made.token_ids) <= {5, 40, 41}
+    assert len(made.token_ids) == 8
+    for wrong in ([], [-1], [10**9]):
+        with pytest.raises(InvalidParameter, match="allowed_token_ids"):
+            await engine.generate("x", SamplingParams(allowed_token_ids=wrong))

@@ -1,15 +1,15 @@
-"""Fields of the adapter classes that embed and rerank, and how they become keywords of the engine's calls."""
+"""Fields of the adapter classes that embed, rerank and decide, and how they become keywords of the engine's calls."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from asyncengine import Embeddings, ModelInfo, Ranking
+from asyncengine import Decision, Embeddings, ModelInfo, Ranking
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.engine_choice import EngineChoice
 
@@ -21,11 +21,9 @@ MANY_NUMBERS = 1 << 16
 """From this many on, vectors become Python's lists on a thread: a large list would hold the event loop up."""
 
 
-class RequestFields(EngineChoice):
+class CallFields(EngineChoice):
     """Fields that every request of an object carries."""
 
-    truncate: bool = True
-    """Cut texts that are too long for the model; False: refuse them by name."""
     adapter: str | None = None
     """Name of the LoRA adapter that computes; None: the base model alone."""
     timeout: float | None = None
@@ -35,7 +33,15 @@ class RequestFields(EngineChoice):
 
     def _request(self) -> dict[str, Any]:
         given = {name: getattr(self, name) for name in ("adapter", "timeout", "priority")}
-        return {"truncate": self.truncate, **{name: value for name, value in given.items() if value is not None}}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class RequestFields(CallFields):
+    truncate: bool = True
+    """Cut texts that are too long for the model; False: refuse them by name."""
+
+    def _request(self) -> dict[str, Any]:
+        return {"truncate": self.truncate, **super()._request()}
 
 
 class EmbeddingFields(RequestFields):
@@ -115,6 +121,20 @@ class RerankFields(RequestFields):
     async def _arank(self, query: str, texts: Sequence[str], top_n: int | None) -> Ranking:
         engine = await self._engines().aio()
         return await engine.rerank(query, texts, **self._rerank_keywords(top_n))
+
+
+class DecisionFields(CallFields):
+    """The engine that decides, and its settings."""
+
+    model: str = Field(default_factory=lambda: os.environ.get(DecisionFields.variable, ""))
+    """Path, hub id, or "demo" (the bundled model). Defaults to the environment variable ASYNCENGINE_MODEL."""
+
+    def _decide(self, state: Any, questions: Mapping[str, Any]) -> Decision:
+        return self._engines().sync().decide(state, questions, **self._request())
+
+    async def _adecide(self, state: Any, questions: Mapping[str, Any]) -> Decision:
+        engine = await self._engines().aio()
+        return await engine.decide(state, questions, **self._request())
 
 
 def _lists(found: Embeddings) -> list[list[float]]:

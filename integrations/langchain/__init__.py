@@ -1,5 +1,7 @@
-"""LangChain: `ChatAsyncEngine` (chat model), `AsyncEngineLLM` (text completion), `AsyncEngineEmbeddings` and
-`AsyncEngineReranker` (document compressor)."""
+"""LangChain: `ChatAsyncEngine` (chat model), `AsyncEngineLLM` (text completion), `AsyncEngineEmbeddings`,
+`AsyncEngineReranker` (document compressor) and, with langchain-core 1.8 or newer, `AsyncEngineDecisions`."""
+
+from typing import TYPE_CHECKING, Any
 
 try:
     import langchain_core  # noqa: F401
@@ -13,4 +15,17 @@ from asyncengine.integrations.langchain.embeddings import AsyncEngineEmbeddings
 from asyncengine.integrations.langchain.llm import AsyncEngineLLM
 from asyncengine.integrations.langchain.reranker import AsyncEngineReranker
 
-__all__ = ["AsyncEngineEmbeddings", "AsyncEngineLLM", "AsyncEngineReranker", "ChatAsyncEngine"]
+if TYPE_CHECKING:
+    from asyncengine.integrations.langchain.decisions import AsyncEngineDecisions
+
+
+def __getattr__(name: str) -> Any:
+    """Imports at its first use what an older langchain-core has no base class for."""
+    if name != "AsyncEngineDecisions":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from asyncengine.integrations.langchain.decisions import AsyncEngineDecisions
+
+    return AsyncEngineDecisions
+
+
+__all__ = ["AsyncEngineDecisions", "AsyncEngineEmbeddings", "AsyncEngineLLM", "AsyncEngineReranker", "ChatAsyncEngine"]

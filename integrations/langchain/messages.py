@@ -40,11 +40,12 @@ def to_openai(messages: Sequence[BaseMessage]) -> list[Message]:
     classes."""
     converted: list[Message] = []
     for position, item in enumerate(messages):
-        converted += _convert(item, f"messages[{position}]")
+        converted += convert_message(item, f"messages[{position}]")
     return converted
 
 
-def _convert(item: BaseMessage, where: str) -> list[Message]:
+def convert_message(item: BaseMessage, where: str) -> list[Message]:
+    """The message called `where`; several where it brings results of tools along. Raises as `to_openai`."""
     if isinstance(item, AIMessage):
         # A call that was no valid JSON cannot be rendered as a call; as text the model sees what it wrote.
         texts = [_text(item.content, where, skip=_CALL), *(bad["args"] or "" for bad in item.invalid_tool_calls)]

@@ -1,10 +1,16 @@
 """LangChain's conventional module name for `asyncengine.integrations.langchain`."""
 
+from typing import TYPE_CHECKING
+
 from asyncengine.integrations.langchain import (
     AsyncEngineEmbeddings,
     AsyncEngineLLM,
     AsyncEngineReranker,
     ChatAsyncEngine,
+    __getattr__,  # noqa: F401 - for AsyncEngineDecisions
 )
 
-__all__ = ["AsyncEngineEmbeddings", "AsyncEngineLLM", "AsyncEngineReranker", "ChatAsyncEngine"]
+if TYPE_CHECKING:
+    from asyncengine.integrations.langchain import AsyncEngineDecisions
+
+__all__ = ["AsyncEngineDecisions", "AsyncEngineEmbeddings", "AsyncEngineLLM", "AsyncEngineReranker", "ChatAsyncEngine"]

@@ -20,18 +20,29 @@ from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.engine_choice import EngineChoice
 from asyncengine.integrations.fleet import FleetConfig
 from asyncengine.integrations.langchain import (
+    AsyncEngineDecisions,
     AsyncEngineEmbeddings,
     AsyncEngineLLM,
     AsyncEngineReranker,
     ChatAsyncEngine,
 )
-from asyncengine.integrations.llama_index import AsyncEngineEmbedding, AsyncEngineRerank
+from asyncengine.integrations.llama_index import (
+    AsyncEngineEmbedding,
+    AsyncEngineRerank,
+)
 from asyncengine.integrations.llama_index import AsyncEngineLLM as LlamaIndexLLM
 
 from .conftest import CONFIG
 
 WRITERS: list[Any] = [ChatAsyncEngine, AsyncEngineLLM, LlamaIndexLLM]
-EVERY: list[Any] = [*WRITERS, AsyncEngineEmbeddings, AsyncEngineReranker, AsyncEngineEmbedding, AsyncEngineRerank]
+EVERY: list[Any] = [
+    *WRITERS,
+    AsyncEngineEmbeddings,
+    AsyncEngineReranker,
+    AsyncEngineEmbedding,
+    AsyncEngineRerank,
+    AsyncEngineDecisions,
+]
 NAMES = {each.name for each in fields(EngineConfig)}
 GIVEN: dict[str, Any] = {"quantization": "int4", "num_threads": 1, "max_model_len": 512, "device": "cpu"}
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import hmac
+import secrets
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from importlib import resources
 
@@ -14,19 +17,84 @@ from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import asyncengine
 from asyncengine.errors import QueueFull
-from asyncengine.integrations.http import adapters, metrics, responses, sleeping, vectors
+from asyncengine.integrations.http import adapters, decisions, metrics, responses, sleeping, vectors
 from asyncengine.integrations.http.answer import Answer
 from asyncengine.integrations.http.body import read_json
 from asyncengine.integrations.http.dialects import anthropic_messages, completions, openai_chat
 from asyncengine.integrations.http.fields import Fields
-from asyncengine.integrations.http.generating import BODY, Endpoint, counting, generating
+from asyncengine.integrations.http.generating import BODY, Endpoint, counting, generating, identified
 from asyncengine.integrations.http.models import Serving
 from asyncengine.integrations.http.problems import Problem, problem_of
-from asyncengine.integrations.http.requests import Requests, facts_of
-from asyncengine.integrations.http.security import RequireHost, RequireKey, is_anthropics, refusal
+from asyncengine.integrations.http.requests import Requests, facts_of, path_of
+
+# Keys and host names: who may ask, and how those who may not are told.
+
+OPEN_PATHS = frozenset(("/", "/page.js", "/page.css", "/health"))
+"""Paths that need no key: they tell nothing of anybody."""
+
+
+class RequireKey:
+    """ASGI middleware that turns away requests without a key, in `Authorization: Bearer KEY` or `x-api-key`."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan" and path_of(scope) not in OPEN_PATHS and not self._may(HTTPConnection(scope)):
+            # a key in the address is none: addresses are logged on the way
+            need = "a valid API key is needed, as Authorization: Bearer KEY or x-api-key"
+            problem = Problem(401, need, code="invalid_api_key", headers=(("www-authenticate", "Bearer"),))
+            return await refusal(HTTPConnection(scope), problem)(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+    def _may(self, connection: HTTPConnection) -> bool:
+        """Whether a key is one of ours. All are compared, in constant time: how long it takes says nothing of them."""
+        kind, _, bearer = connection.headers.get("authorization", "").partition(" ")
+        shown = bearer.strip() if kind.lower() == "bearer" else connection.headers.get("x-api-key", "")
+        digest = hashlib.sha256(shown.encode("utf-8", "surrogateescape")).digest()
+        return sum([hmac.compare_digest(digest, ours) for ours in self._digests]) > 0
+
+
+class RequireHost:
+    """ASGI middleware that answers to some host names only, which keeps DNS rebinding out.
+
+    A web page's own host name, made to resolve to this machine, would have browsers treat this server as the page's.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+        self._app, self._hosts = app, frozenset(hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            host = HTTPConnection(scope).headers.get("host", "").lower()
+            name = host if host.endswith("]") else host.rpartition(":")[0] or host
+            if name not in self._hosts:
+                message = f"a server without a key answers to {', '.join(sorted(self._hosts))} only"
+                problem = Problem(403, message, "host", "wrong_host")
+                return await refusal(HTTPConnection(scope), problem)(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+
+def refusal(connection: HTTPConnection, problem: Problem) -> JSONResponse:
+    """The response that tells a problem, in the shape of the dialect that is spoken there."""
+    request_id = secrets.token_hex(16)
+    facts = facts_of(connection.scope)
+    facts |= {"id": facts.get("id", request_id), "error": problem.code or "refused"}
+    content = openai_chat.error(problem)
+    if is_anthropics(connection):
+        content = anthropic_messages.error(problem, f"req_{request_id}")
+    return JSONResponse(content, problem.status, headers=dict((*identified(request_id), *problem.headers)))
+
+
+def is_anthropics(connection: HTTPConnection) -> bool:
+    """Whether a client of Anthropic's API asks: by its path, or by the header that it sends with every request."""
+    return "anthropic-version" in connection.headers or path_of(connection.scope).startswith("/v1/messages")
+
 
 PAGE = {
     "index.html": "text/html", "page.js": "text/javascript", "page.css": "text/css", "openapi.json": "application/json"
@@ -110,6 +178,7 @@ def routes(serving: Serving) -> list[BaseRoute]:
         *[Route(path, endpoint, methods=["POST"]) for path, endpoint in served.items()],
         *responses.routes(serving),
         *of_vectors,
+        *decisions.routes(serving),
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{name:path}", model, methods=["GET"]),
         Route("/health", health, methods=["GET"]),

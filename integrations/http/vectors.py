@@ -46,11 +46,11 @@ def routes(serving: Serving) -> list[Route]:
         "/tokenize": (_tokenize, "generate", "tokenize"),
         "/detokenize": (_detokenize, "generate", "detokenize"),
     }
-    made = [Route(path, _endpoint(serving, *work), methods=["POST"]) for path, work in served.items()]
+    made = [Route(path, computing(serving, *work), methods=["POST"]) for path, work in served.items()]
     return [*made, Route("/tokenizer_info", partial(_tokenizer_info, serving), methods=["GET"])]
 
 
-def _endpoint(serving: Serving, work: Work, task: str, table: str) -> Endpoint:
+def computing(serving: Serving, work: Work, task: str, table: str) -> Endpoint:
     """`work` on a request's fields and a model, which is `task`'s only one where the request names none."""
 
     async def endpoint(request: Request) -> Response:

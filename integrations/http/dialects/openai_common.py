@@ -16,7 +16,6 @@ from asyncengine.integrations.http.problems import Problem
 from asyncengine.integrations.http.turn import Answered, Turn
 from asyncengine.options import rough_size
 from asyncengine.outputs import Completion, LogprobEntry, Usage
-from asyncengine.sampling_params import MAX_BIAS
 from asyncengine.step import TokenLogprob
 
 MAX_GRAMMAR = 1 << 20
@@ -41,19 +40,8 @@ def read_common(values: Values) -> Turn:
     samples = turn.params.get("n", 1)
     if (best_of := values["own"].get("best_of", samples)) != samples:
         raise InvalidParameter("best_of", f"must be n, which is {samples}: all samples are returned", best_of)
-    if (allowed := values["own"].get("allowed_token_ids")) is not None:
-        turn.params["logit_bias"] = only(allowed, turn.params.get("logit_bias"))
     turn.grammar = grammar(values["guide"])
     return turn
-
-
-def only(allowed: object, bias: object) -> dict[int, float]:
-    """The bias by which no tokens but those of vLLM's `allowed_token_ids` are drawn. Raises `InvalidParameter`."""
-    if not isinstance(allowed, list) or not allowed or not all(type(each) is int for each in allowed):
-        raise InvalidParameter("allowed_token_ids", "must be a list of token ids", allowed)
-    if bias:
-        raise InvalidParameter("allowed_token_ids", "cannot go with logit_bias, by which it is done")
-    return dict.fromkeys(allowed, MAX_BIAS)
 
 
 def grammar(given: dict[str, Any]) -> Callable[[], Grammar] | None:

@@ -78,6 +78,9 @@ def test_no_token_but_the_allowed_ones_is_drawn(client: openai.OpenAI) -> None:
     drawn = answer.model_dump()["choices"][0]["token_ids"]
     assert len(drawn) == 40
     assert {*drawn} <= {300, 301}
+    for wrong in ([], ["3"], 3):
+        with pytest.raises(openai.BadRequestError, match="allowed_token_ids"):
+            client.chat.completions.create(model="demo", messages=QUESTION, extra_body={"allowed_token_ids": wrong})
 
 
 def test_the_load_is_that_of_requests_which_run(demo_url: str, client: openai.OpenAI) -> None:

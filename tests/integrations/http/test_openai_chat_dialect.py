@@ -174,8 +174,6 @@ def test_a_field_without_meaning_is_told_or_refused(name: str) -> None:
         ({"chat_template": "{{ x }}"}, "chat_template"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        ({"allowed_token_ids": [3], "logit_bias": {"3": 1}}, "allowed_token_ids"),
-        ({"allowed_token_ids": ["3"]}, "allowed_token_ids"),
         ({"add_special_tokens": True}, "add_special_tokens"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
         ({"best_of": 3}, "best_of"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from asyncengine.integrations.http.response_store import ResponseStore
+from asyncengine.integrations.http.responses import ResponseStore
 
 
 def response(name: str, previous: str | None = None) -> dict[str, Any]:

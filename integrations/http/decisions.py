@@ -1,0 +1,196 @@
+"""Endpoints of decisions: /v1/decisions in OpenAI's form, /v1/systemone in that of `transformers serve`.
+
+OpenAI's form has refusals, for models that decline to answer; decisions here have probabilities alone and decline
+nothing. A question that cannot be asked, such as one with more options than the model has labels, is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from asyncengine.checks import as_choice
+from asyncengine.errors import ContextLengthExceeded, InvalidParameter
+from asyncengine.integrations.http.answer import Answer
+from asyncengine.integrations.http.fields import Values, objects
+from asyncengine.integrations.http.models import Serving, Target
+from asyncengine.integrations.http.problems import Problem
+from asyncengine.integrations.http.vectors import Made, computing
+from asyncengine.outputs import DecisionAnswer
+
+MAX_QUESTIONS = 400
+TYPES = {"predicate": "noul", "choice": "choice", "score": "score"}
+"""OpenAI's types of questions, and the engine's."""
+PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal", "input_json": "data"}
+"""Types of parts, and the fields that have their content."""
+CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
+OUTPUTS = {f"{name}_output": name for name in CALLS}
+Choice = str | bool
+Choices = list[tuple[Choice, str]]
+"""The values of a choice, or the labels of a score, each with the engine's option."""
+
+
+def routes(serving: Serving) -> list[Route]:
+    """Both paths."""
+    asked = computing(serving, _systemone, "generate", "systemone")
+
+    async def systemone(request: Request) -> Response | Answer:
+        """Answer with 422, as transformers does, where the form is wrong, and with 400 what the model cannot take."""
+        try:
+            return await asked(request)
+        except InvalidParameter as error:
+            takes = isinstance(error, ContextLengthExceeded) or error.field == "assets" or "[" in error.field
+            raise Problem(400 if takes else 422, str(error), error.field, "invalid_value") from error
+
+    decide = computing(serving, _decide, "generate", "decisions")
+    return [
+        Route("/v1/decisions", decide, methods=["POST"]),
+        Route("/v1/systemone", systemone, methods=["POST"]),
+    ]
+
+
+async def _systemone(values: Values, target: Target) -> Made:
+    own = values["own"]
+    made = await target.engine.decide(own["state"], own["questions"], adapter=target.adapter)
+    answers = {name: answer.details for name, answer in made.answers.items()}
+    usage = {"input_tokens": made.usage.prompt_tokens, "output_tokens": 0}
+    return {"model": target.name, "answers": answers, "usage": usage}, (), made.usage
+
+
+async def _decide(values: Values, target: Target) -> Made:
+    state = _state(values["own"]["input"])
+    given = objects("questions", values["own"]["questions"])
+    if not 0 < len(given) <= MAX_QUESTIONS:
+        raise InvalidParameter("questions", f"must be 1 to {MAX_QUESTIONS} questions", len(given))
+    asked: dict[str, dict[str, Any]] = {}
+    options: list[Choices] = []
+    for at, (where, each) in enumerate(given):
+        name = f"questions[{at}]" if each.get("name") is None else _text(f"{where}.name", each["name"])
+        if name in asked:
+            raise InvalidParameter(f"{where}.name", "is the name of another question", name)
+        asked[name], choices = _question(where, each)
+        options.append(choices)
+    try:
+        made = await target.engine.decide(state, asked, adapter=target.adapter, **values["options"])
+    except InvalidParameter as error:
+        number = next((at for at, name in enumerate(asked) if repr(name) in str(error)), None)
+        if number is None or not error.field.startswith("questions"):
+            raise
+        raise InvalidParameter(f"questions[{number}]", error.limit) from error
+    answers = [
+        {"name": each.get("name"), **_answer(answer, choices)}
+        for (_, each), answer, choices in zip(given, made.answers.values(), options, strict=True)
+    ]
+    usage = {
+        "input_tokens": made.usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": made.usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": 0,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": made.usage.prompt_tokens,
+    }
+    return {"model": target.name, "answers": answers, "usage": usage}, (), made.usage
+
+
+# -------------------------------------------------------------------- input
+
+
+def _state(given: Any) -> Any:
+    """The input as the engine takes a state. Raises `InvalidParameter`."""
+    if isinstance(given, str):
+        return given
+    calls: set[tuple[str, str]] = set()
+    return [_item(where, each, calls) for where, each in objects("input", given, "a text, or a list of items")]
+
+
+def _item(where: str, each: Mapping[str, Any], calls: set[tuple[str, str]]) -> dict[str, Any]:
+    """A message, a call or an output; `calls` are the types and ids of the calls before it."""
+    item_type = as_choice(f"{where}.type", each.get("type") or "message", ["message", *CALLS, *OUTPUTS])
+    if item_type == "message":
+        role = as_choice(f"{where}.role", each.get("role"), ["user", "developer", "system", "assistant"])
+        return {"role": role, "content": _content(f"{where}.content", each.get("content"))}
+    call_id = _text(f"{where}.call_id", each.get("call_id"))
+    if item_type in CALLS:
+        calls.add((item_type, call_id))
+        field = CALLS[item_type]
+        texts = {name: _text(f"{where}.{name}", each.get(name)) for name in ("name", field)}
+        return {"type": item_type, "call_id": call_id, **texts}
+    if (OUTPUTS[item_type], call_id) not in calls:
+        raise InvalidParameter(f"{where}.call_id", "is the id of no call before it", call_id)
+    return {"type": item_type, "call_id": call_id, "output": _content(f"{where}.output", each.get("output"))}
+
+
+def _content(where: str, given: Any) -> Any:
+    """A text, or the contents of parts: of a single one itself. Raises `InvalidParameter`, for pictures, too."""
+    if isinstance(given, str):
+        return given
+    contents = []
+    for name, part in objects(where, given, "a text, or a list of parts"):
+        if part.get("type") == "input_image":
+            raise InvalidParameter(name, "is a picture: decisions are made of text and JSON here")
+        part_type = as_choice(f"{name}.type", part.get("type"), list(PARTS))
+        field = PARTS[part_type]
+        value = part.get(field)
+        if part_type == "input_json" and not isinstance(value, (dict, list)):
+            raise InvalidParameter(f"{name}.data", "must be an object, or a list of objects", value)
+        contents.append(value if part_type == "input_json" else _text(f"{name}.{field}", value))
+    return contents[0] if len(contents) == 1 else contents
+
+
+def _text(name: str, value: object) -> str:
+    """A text that must be there. Raises `InvalidParameter`."""
+    if not isinstance(value, str):
+        raise InvalidParameter(name, "must be a text", value)
+    return value
+
+
+# -------------------------------------------------------------------- questions and answers
+
+
+def _question(where: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], Choices]:
+    """The engine's question, and its options."""
+    ours = TYPES[as_choice(f"{where}.type", given.get("type"), list(TYPES))]
+    asked: dict[str, Any] = {"type": ours, "instructions": _content(f"{where}.instructions", given.get("instructions"))}
+    if ours == "noul":
+        return asked, []
+    listed, key = ("choices", "value") if ours == "choice" else ("levels", "label")
+    values: list[Choice] = []
+    descriptions: list[str | None] = []
+    for name, each in objects(f"{where}.{listed}", given.get(listed)):
+        value, description = each.get(key), each.get("description")
+        values.append(value if ours == "choice" and isinstance(value, bool) else _text(f"{name}.{key}", value))
+        descriptions.append(None if description is None else _text(f"{name}.description", description))
+    if ours == "score":
+        asked["criteria"] = [
+            label if text is None else f"{label}: {text}" for label, text in zip(values, descriptions, strict=True)
+        ]
+        return asked, [(label, str(level)) for level, label in enumerate(values)]
+    options = [_option(value, values) for value in values]
+    if len(options) < 2 or len(set(options)) < len(options):
+        raise InvalidParameter(f"{where}.choices", "must be two values or more, none of them twice")
+    asked["criteria"] = dict(zip(options, descriptions, strict=True))
+    return asked, list(zip(values, options, strict=True))
+
+
+def _option(value: Choice, values: list[Choice]) -> str:
+    """The engine's option for a value: a boolean is told from a text of the same letters."""
+    if isinstance(value, str):
+        return value
+    text = "true" if value else "false"
+    return f"{text} (boolean)" if text in values else text
+
+
+def _answer(answer: DecisionAnswer, choices: Choices) -> dict[str, Any]:
+    if answer.type == "noul":
+        return {"type": "predicate", "probability": answer.value}
+    known = answer.probabilities
+    head = {"type": answer.type, "confidence": answer.confidence}
+    if answer.type == "choice":
+        rows = [{"value": value, "probability": known[option]} for value, option in choices]
+        best = next(value for value, option in choices if option == answer.choice)
+        return {**head, "choice": best, "probabilities": rows}
+    levels = [{"value": int(level), "label": label, "probability": known[level]} for label, level in choices]
+    return {**head, "score": answer.value, "probabilities": levels}

@@ -1,0 +1,144 @@
+"""Decisions over HTTP: the numbers of the engine in process, in OpenAI's form and in that of transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from support.http_server import serving
+
+from asyncengine import DEMO_MODEL, AsyncEngine
+from asyncengine.integrations.http import app
+from asyncengine.testing.leaks import assert_nothing_held
+
+INPUT: list[Any] = [
+    {"role": "user", "content": [{"type": "input_text", "text": "Mail:"}, {"type": "input_json", "data": {"a": [1]}}]},
+    {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "Charged twice."}]},
+]
+STATE = [
+    {"role": "user", "content": ["Mail:", {"a": [1]}]},
+    INPUT[1],
+    {"type": "function_call_output", "call_id": "c", "output": "Charged twice."},
+]
+QUESTIONS: list[Any] = [
+    {"type": "predicate", "name": "refund", "instructions": "Is a refund asked for?"},
+    {
+        "type": "choice", "instructions": [{"type": "input_text", "text": "Which?"}],
+        "choices": [{"value": "true", "description": "a text"}, {"value": True}, {"value": False}],
+    },
+    {"type": "score", "name": "urgent", "instructions": "How urgent?",
+     "levels": [{"label": "low"}, {"label": "high", "description": "today"}]},
+]  # fmt: skip
+OURS: dict[str, Any] = {
+    "refund": {"type": "noul", "instructions": "Is a refund asked for?"},
+    "questions[1]": {
+        "type": "choice", "instructions": "Which?",
+        "criteria": {"true": "a text", "true (boolean)": None, "false": None},
+    },
+    "urgent": {"type": "score", "instructions": "How urgent?", "criteria": ["low", "high: today"]},
+}  # fmt: skip
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[AsyncEngine]:
+    async with await AsyncEngine.from_pretrained(DEMO_MODEL, dtype="float32", kv_cache_memory="16MB") as engine:
+        yield engine
+
+
+@pytest.fixture
+async def url(engine: AsyncEngine) -> AsyncIterator[str]:
+    async with serving(app(engine)) as url:
+        yield url
+
+
+async def test_openais_client_reads_the_engines_numbers(engine: AsyncEngine, url: str) -> None:
+    wanted = await engine.decide(STATE, OURS)
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        made: Any = await client.decisions.create(model="demo", input=INPUT, questions=QUESTIONS)
+    predicate, choice, score = made.answers
+    assert [each.name for each in made.answers] == ["refund", None, "urgent"]
+    assert predicate.probability == wanted["refund"].value
+    assert [(each.value, each.probability) for each in choice.probabilities] == list(
+        zip(["true", True, False], wanted["questions[1]"].probabilities.values(), strict=True)
+    )
+    named: dict[str, Any] = {"true": "true", "true (boolean)": True, "false": False}
+    best = named[wanted["questions[1]"].choice]
+    assert (type(choice.choice), choice.choice) == (type(best), best)
+    assert (choice.confidence, score.score) == (wanted["questions[1]"].confidence, wanted["urgent"].value)
+    assert [(each.value, each.label) for each in score.probabilities] == [(0, "low"), (1, "high")]
+    assert [each.probability for each in score.probabilities] == list(wanted["urgent"].probabilities.values())
+    usage = made.usage
+    assert usage.input_tokens == usage.total_tokens == wanted.usage.prompt_tokens
+    assert usage.input_tokens_details.cached_tokens > 0
+    assert usage.output_tokens == usage.output_tokens_details.reasoning_tokens == 0
+
+
+async def test_systemone_has_the_form_of_transformers(engine: AsyncEngine, url: str) -> None:
+    wanted = await engine.decide(STATE, OURS)
+    body = {"model": "demo", "state": STATE, "questions": OURS}
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        made = (await client.post("/v1/systemone", json=body)).json()
+        assert made["answers"] == {name: answer.details for name, answer in wanted.answers.items()}
+        assert made["usage"] == {"input_tokens": wanted.usage.prompt_tokens, "output_tokens": 0}
+        for more, status, field in (
+            ({"questions": {}}, 422, "questions"),
+            ({"questions": {"a": {"type": "box"}}}, 422, "questions"),
+            ({"state": None}, 422, "state"),
+            ({"more": 1}, 422, "more"),
+            ({"assets": {"i": {"data_base64": ""}}}, 400, "assets"),
+        ):
+            refused = await client.post("/v1/systemone", json={**body, **more})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (status, field)
+
+
+MANY = [{"value": str(each)} for each in range(27)]
+IMAGE = [{"type": "input_image", "image_url": "data:,"}]
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"questions": []}, "questions"),
+        ({"questions": QUESTIONS[:1] * 401}, "questions"),
+        ({"questions": QUESTIONS[:1] * 2}, "questions[1].name"),
+        ({"questions": [{"type": "box"}]}, "questions[0].type"),
+        ({"questions": [{"type": "predicate"}]}, "questions[0].instructions"),
+        ({"questions": [{**QUESTIONS[1], "choices": MANY}]}, "questions[0]"),
+        ({"questions": [{**QUESTIONS[1], "choices": MANY[:1] * 2}]}, "questions[0].choices"),
+        ({"questions": [{**QUESTIONS[2], "levels": [{"label": True}]}]}, "questions[0].levels[0].label"),
+        ({"questions": [{**QUESTIONS[0], "instructions": IMAGE}]}, "questions[0].instructions[0]"),
+        ({"questions": [{**QUESTIONS[1], "choices": [{}, {"value": "a"}]}]}, "questions[0].choices[0].value"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+        ({"input": 5}, "input"),
+        ({"input": [{"role": "user", "content": IMAGE}]}, "input[0].content[0]"),
+        ({"input": INPUT[2:]}, "input[0].call_id"),
+        ({"input": None}, "input"),
+    ],
+)
+async def test_errors_name_the_field(url: str, given: dict[str, Any], field: str) -> None:
+    body = {"model": "demo", "input": "x", "questions": QUESTIONS, **given}
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        refused = await client.post("/v1/decisions", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+
+
+async def test_who_leaves_leaves_nothing(engine: AsyncEngine, url: str) -> None:
+    body = {"model": "demo", "input": "word " * 300, "questions": [
+        {"type": "predicate", "instructions": f"Is it {each}?"} for each in range(100)
+    ]}  # fmt: skip
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        asked = asyncio.ensure_future(client.post("/v1/decisions", json=body))
+        async with asyncio.timeout(60):
+            while not sum(engine.stats().requests.values()):  # noqa: ASYNC110 - the engine tells nobody
+                await asyncio.sleep(0.001)
+            asked.cancel()
+            while sum(engine.stats().requests.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+    assert engine.stats().finished["abort"] >= 1
+    await engine.generate("x")
+    assert_nothing_held(engine.core)

@@ -15,7 +15,6 @@ from asyncengine.config import EngineConfig
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.first_kernels import kernels_of
 from asyncengine.execution.models.loading import load_model
-from asyncengine.execution.runner import step_times
 from asyncengine.execution.runner.building import build_runner
 from asyncengine.execution.runner.first_steps import GREEDY
 from asyncengine.execution.runner.model_runner import ModelRunner
@@ -95,8 +94,8 @@ def test_a_model_loaded_again_runs_one_step_and_is_not_measured_again(monkeypatc
         return run(self, batch)
 
     monkeypatch.setattr(ModelRunner, "profile_run", noted)
-    monkeypatch.setattr(step_times, "_kept", {})  # by other tests' engines
-    monkeypatch.setattr(step_times, "is_sound", lambda times: True)  # on a busy machine, too
+    monkeypatch.setattr(building, "_kept", {})  # by other tests' engines
+    monkeypatch.setattr(building, "is_sound", lambda times: True)  # on a busy machine, too
     for settings in (dict[str, Any](), {}, {"num_threads": 2}):
         lengths.append([])
         Engine.from_pretrained("demo", kv_cache_memory="8MiB", show_progress=False, **settings).close()

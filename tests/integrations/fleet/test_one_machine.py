@@ -18,7 +18,7 @@ from support.local_fleet import ENGINE
 
 from asyncengine import AsyncEngine, EngineConfig, EngineDead, FleetError, InvalidParameter, ModelNotFound
 from asyncengine.execution.device.topology import MemoryNode, divide, memory_nodes
-from asyncengine.integrations.fleet import Fleet, FleetConfig, one_machine
+from asyncengine.integrations.fleet import Fleet, FleetConfig, frontend
 from asyncengine.integrations.fleet.frontend import OneMachine, runs_here
 from asyncengine.sampling_params import SamplingParams
 
@@ -153,8 +153,8 @@ class Stub:
 @pytest.fixture
 def two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [MemoryNode(0, ((0, 4), (2, 6), (8,)), 2**30), MemoryNode(5, ((1, 5),), 2**20)]
-    monkeypatch.setattr(one_machine, "memory_nodes", lambda: nodes)
-    monkeypatch.setattr(one_machine, "LocalReplica", Stub)
+    monkeypatch.setattr(frontend, "memory_nodes", lambda: nodes)
+    monkeypatch.setattr(frontend, "LocalReplica", Stub)
 
 
 def places(found: list[Any]) -> list[tuple[set[int], tuple[int, ...]]]:
@@ -210,7 +210,7 @@ def test_gpus_are_divided_and_hidden_from_who_has_none(monkeypatch: pytest.Monke
     successor: Any = machine.spawn()
     assert successor.gpu == "3"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(one_machine, "read_devices", lambda: (2**34, 2**34))
+    monkeypatch.setattr(frontend, "read_devices", lambda: (2**34, 2**34))
     with pytest.raises(FleetError, match="no room for 3 replicas: 2 fit"):
         OneMachine(FleetConfig(replicas=3, num_gpus=1.0), "fleet")
 

@@ -15,6 +15,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.first_kernels import kernels_of
 from asyncengine.execution.models.loading import load_model
+from asyncengine.execution.runner import building
 from asyncengine.execution.runner.building import build_runner
 from asyncengine.execution.runner.first_steps import GREEDY
 from asyncengine.execution.runner.model_runner import ModelRunner

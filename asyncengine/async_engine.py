@@ -242,7 +242,8 @@ class AsyncEngine:
         """
         wanted = RequestOptions.of(options)
         call = DecisionCall(self.core, state, questions, wanted)
-        async with self._stream(call.prepare, call.size, None, wanted) as stream:
+        # on a thread: the first call imports transformers, and each renders and encodes a prompt for every question
+        async with self._stream(call.prepare, INLINE_CHARS + 1, None, wanted) as stream:
             return call.decision(await stream.result())
 
     def fork(

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.errors import InvalidParameter, RequestFailed, UnsupportedModel
-from asyncengine.options import RequestOptions, rough_size
+from asyncengine.options import RequestOptions
 from asyncengine.outputs import Completion, Decision, DecisionAnswer
 from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling_params import SamplingParams
@@ -69,11 +69,11 @@ class DecisionPrompts:
             raise InvalidParameter("questions", str(error)) from error
 
     def prompt(self, state: Any, question: Question) -> list[int]:
-        """Token ids of the prompt of `question`. Raises `InvalidParameter`, `UnsupportedModel`, and
-        `ContextLengthExceeded` for what is far too long."""
-        parts = {name: self._parted(getattr(question, name)) for name in ("instructions", "options", "descriptions")}
+        """Token ids of the prompt of `question` about a `state` from `parted`. Raises `InvalidParameter`,
+        `UnsupportedModel`, and `ContextLengthExceeded` for what is far too long."""
+        parts = {name: self.parted(getattr(question, name)) for name in ("instructions", "options", "descriptions")}
         asked = {"name": question.name, "type": question.type, "labels": list(question.labels), **parts}
-        variables = {"state": self._parted(state), "question": asked}
+        variables = {"state": state, "question": asked}
         own = self._config.chat_template
         empty = [{"role": "user", "content": ""}]
         text = self._tokenizer.render_chat(empty, template=own or self._general, **variables)
@@ -109,7 +109,7 @@ class DecisionPrompts:
         names = {each.content for each in added.values() if len(each.content.strip()) > 1} | {MARK, SPLIT}
         return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
 
-    def _parted(self, value: Any) -> Any:
+    def parted(self, value: Any) -> Any:
         """JSON data with the names of control tokens in its texts parted."""
         if isinstance(value, str):
             text = value.replace(_BREAK, "")
@@ -117,8 +117,8 @@ class DecisionPrompts:
                 text = self._control.sub(lambda match: match[0][0] + _BREAK + match[0][1:], text)
             return text
         if isinstance(value, Mapping):
-            return {self._parted(key): self._parted(each) for key, each in value.items()}
-        return [self._parted(each) for each in value] if isinstance(value, (list, tuple)) else value
+            return {self.parted(key): self.parted(each) for key, each in value.items()}
+        return [self.parted(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 class DecisionCall:
@@ -129,19 +129,14 @@ class DecisionCall:
         self._asked: list[Question] = []
         self._specs: list[RequestSpec] = []
 
-    @property
-    def size(self) -> int:
-        """Rough number of characters of all prompts."""
-        count = len(self._questions) if isinstance(self._questions, Mapping) else 1
-        return rough_size(self._state) * count + rough_size(self._questions)
-
     def prepare(self, arrival: float | None = None) -> PreparedRequest:
         """The one request that asks all questions. Raises `InvalidParameter`, `UnsupportedModel` and what
         `Frontend.prepare` raises."""
         frontend, prompts = self._frontend, self._frontend.decision_prompts()
         check_plain("state", self._state)
         self._asked = prompts.questions(self._questions)
-        each = [(prompts.prompt(self._state, question), prompts.params(question)) for question in self._asked]
+        state = prompts.parted(self._state)
+        each = [(prompts.prompt(state, question), prompts.params(question)) for question in self._asked]
         arrival = frontend.loop.clock.now() if arrival is None else arrival
         prepared = frontend.validator.prepare_set(each, self._options, arrival)
         self._specs = prepared.specs

@@ -11,17 +11,23 @@ if TYPE_CHECKING:
 
 
 class AllowedTokens:
-    """The same tokens are allowed at every position. It keeps no state, so that its request waits for no compiler."""
+    """The same tokens are allowed at every position. Nothing is compiled, so its request waits for no one."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
-        self.token_ids = tuple(token_ids)
+        self.token_ids = frozenset(token_ids)
+        self._mask: NDArray[np.int32] | None = None
+        """The mask, once it has been filled."""
         self.steered_from: int | None = None
 
     def fill_mask(self, mask: NDArray[np.int32]) -> None:
-        words = mask.view("uint32")
-        words[:] = 0
-        for token in self.token_ids:
-            words[token >> 5] |= 1 << (token & 31)
+        if self._mask is None:
+            made = mask.copy()
+            words = made.view("uint32")
+            words[:] = 0
+            for token in self.token_ids:
+                words[token >> 5] |= 1 << (token & 31)
+            self._mask = made
+        mask[:] = self._mask
 
     def fill_along(self, masks: NDArray[np.int32], drafts: Sequence[int]) -> int:
         for mask in masks:

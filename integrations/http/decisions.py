@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from asyncengine.checks import as_choice
+from asyncengine.checks import as_choice, as_text
 from asyncengine.errors import ContextLengthExceeded, InvalidParameter
 from asyncengine.integrations.http.answer import Answer
 from asyncengine.integrations.http.fields import Values, objects
@@ -69,7 +69,7 @@ async def _decide(values: Values, target: Target) -> Made:
     asked: dict[str, dict[str, Any]] = {}
     options: list[Choices] = []
     for at, (where, each) in enumerate(given):
-        name = f"questions[{at}]" if each.get("name") is None else _text(f"{where}.name", each["name"])
+        name = f"questions[{at}]" if each.get("name") is None else as_text(f"{where}.name", each["name"])
         if name in asked:
             raise InvalidParameter(f"{where}.name", "is the name of another question", name)
         asked[name], choices = _question(where, each)
@@ -112,11 +112,11 @@ def _item(where: str, each: Mapping[str, Any], calls: set[tuple[str, str]]) -> d
     if item_type == "message":
         role = as_choice(f"{where}.role", each.get("role"), ["user", "developer", "system", "assistant"])
         return {"role": role, "content": _content(f"{where}.content", each.get("content"))}
-    call_id = _text(f"{where}.call_id", each.get("call_id"))
+    call_id = as_text(f"{where}.call_id", each.get("call_id"))
     if item_type in CALLS:
         calls.add((item_type, call_id))
         field = CALLS[item_type]
-        texts = {name: _text(f"{where}.{name}", each.get(name)) for name in ("name", field)}
+        texts = {name: as_text(f"{where}.{name}", each.get(name)) for name in ("name", field)}
         return {"type": item_type, "call_id": call_id, **texts}
     if (OUTPUTS[item_type], call_id) not in calls:
         raise InvalidParameter(f"{where}.call_id", "is the id of no call before it", call_id)
@@ -136,15 +136,8 @@ def _content(where: str, given: Any) -> Any:
         value = part.get(field)
         if part_type == "input_json" and not isinstance(value, (dict, list)):
             raise InvalidParameter(f"{name}.data", "must be an object, or a list of objects", value)
-        contents.append(value if part_type == "input_json" else _text(f"{name}.{field}", value))
+        contents.append(value if part_type == "input_json" else as_text(f"{name}.{field}", value))
     return contents[0] if len(contents) == 1 else contents
-
-
-def _text(name: str, value: object) -> str:
-    """A text that must be there. Raises `InvalidParameter`."""
-    if not isinstance(value, str):
-        raise InvalidParameter(name, "must be a text", value)
-    return value
 
 
 # -------------------------------------------------------------------- questions and answers
@@ -161,8 +154,8 @@ def _question(where: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], Cho
     descriptions: list[str | None] = []
     for name, each in objects(f"{where}.{listed}", given.get(listed)):
         value, description = each.get(key), each.get("description")
-        values.append(value if ours == "choice" and isinstance(value, bool) else _text(f"{name}.{key}", value))
-        descriptions.append(None if description is None else _text(f"{name}.description", description))
+        values.append(value if ours == "choice" and isinstance(value, bool) else as_text(f"{name}.{key}", value))
+        descriptions.append(None if description is None else as_text(f"{name}.description", description))
     if ours == "score":
         asked["criteria"] = [
             label if text is None else f"{label}: {text}" for label, text in zip(values, descriptions, strict=True)

@@ -102,7 +102,7 @@ async def test_control_tokens_in_a_text_stay_text(engine: AsyncEngine) -> None:
     hostile = {f"key {names[0]}": ["".join(names), f"<|ma{names[0]}rk|>"]}
     usual = prompts.prompt({"key": ["", ""]}, prompts.questions({"q": {"type": "noul"}})[0])
     control = {engine.core.tokenizer.get_vocab()[name] for name in names}  # type: ignore[union-attr]
-    assert [token for token in prompts.prompt(hostile, question) if token in control] == [
+    assert [token for token in prompts.prompt(prompts.parted(hostile), question) if token in control] == [
         token for token in usual if token in control
     ]
 

@@ -10,8 +10,9 @@ from asyncengine.checks import CacheMemory, Positive, Seconds, Settings, Threads
 TOOL_FORMATS = (
     "auto", "hermes", "llama3", "mistral", "json", "apertus", "command", "command_r", "deepseek_v3", "deepseek_v31",
     "deepseek_v32", "deepseek_v4", "functionary", "functiongemma", "gemma4", "gigachat", "hy3", "glm", "granite",
-    "harmony", "kimi_k2", "lfm2", "minicpm5", "minimax_m2", "nemotron", "olmo3", "phi4_mini", "pythonic", "qwen3_coder",
-    "seed_oss", "step3",
+    "granite_20b_fc", "harmony", "hunyuan_a13b", "hyperclovax", "internlm2", "jamba", "kimi_k2", "lfm2", "longcat",
+    "minicpm5", "minimax_m2", "nemotron", "olmo3", "pangu", "phi4_mini", "plamo3", "pythonic", "qwen3_coder",
+    "seed_oss", "solar_open2", "step3", "xlam",
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from asyncengine.grammar.chat.scan import Balance
+from asyncengine.grammar.chat.readers import JsonReader, Reader
 from asyncengine.outputs import Chunk, ToolCall, ToolCallDelta
 
 ALPHANUMERIC = string.ascii_letters + string.digits
@@ -101,7 +101,8 @@ class Parser(ABC):
         self._buffer = ""
         self._out = Parsed()
         self._calls = Calls(short_ids)
-        self._balance = Balance()
+        self._reader: Reader = JsonReader()
+        """Reads the arguments of the newest call."""
         self._step = first
 
     @property
@@ -133,6 +134,25 @@ class Parser(ABC):
     @abstractmethod
     def _end(self, rest: str) -> None:
         """Take what was held back outside of the reasoning."""
+
+    def _arguments(self) -> bool:
+        """Take the arguments of the newest call. A call that is broken stays unfinished."""
+        if not self._buffer:
+            return False
+        read = self._reader.feed(self._buffer)
+        if read.piece:
+            self._calls.extend(read.piece, self._out)
+        self._buffer = self._buffer[read.size :]
+        if read.state == "open":
+            return False
+        if read.state == "done":
+            self._calls.close()
+        self._after_arguments(read.state == "done")
+        return True
+
+    @abstractmethod
+    def _after_arguments(self, done: bool) -> None:
+        """Go on behind the arguments of a call, or behind an error in them if they are not `done`."""
 
     def finished_calls(self) -> list[ToolCall]:
         """The calls whose arguments are complete JSON objects, in order."""

@@ -13,14 +13,15 @@ from asyncengine.grammar.chat.families import TOOL_FORMATS
 from asyncengine.grammar.chat.formats import NUMBER, REASONING_MARKERS, Reasoning, ReasoningState, ToolFormat
 from asyncengine.text.tokenizer import TextTokenizer
 
+CALL_ID = r"(?:\[CALL_ID\]\w+)?"
 TOKEN = re.compile(r"\{#\}|\s+|(?:(?!\{#\})\S)+")
 
 
 def recognised(text: str, forms: Iterable[ToolFormat], names: Sequence[str], key: str, value: str) -> ToolFormat | None:
     """The first format in which `text` has calls of `names` (or of the first of them) with one argument, `key`, that
     is `value`; with the blanks that are in `text`."""
-    for form in forms:
-        for several in (True, False) if len(names) > 1 else (False,):
+    for several in (True, False) if len(names) > 1 else (False,):
+        for form in forms:
             found = re.search(_pattern(form, names if several else names[:1], key, value), text)
             if found is not None:
                 return _with_blanks(form, found)
@@ -63,7 +64,9 @@ def _call_pattern(form: ToolFormat, name: str, key: str, value: str, named: bool
         quote = "" if own.values == "raw" else re.escape(own.quote) or "[\"']"
         arguments = part("key_open", _led(own.key_open)) + key + part("key_close", _blanks(close) + r"\s*")
         arguments += quote + value + quote + part("value_close", _led(own.value_close) + r"\s*")
-    head = part("name_open", _led(form.name_open)) + name + part("name_close", _blanks(form.name_close) + r"\s*")
+    arguments += r"(?:\s*,[^{}]*)?" if form.is_object else ""
+    head = part("name_open", _led(form.name_open)) + name + CALL_ID
+    head += part("name_close", _blanks(form.name_close) + r"\s*")
     return head + arguments + part("call_close", _led(form.call_close))
 
 
@@ -118,17 +121,12 @@ TOOL = {
 }
 HARMONY = ("<|channel|>analysis<|message|>", "functions.")
 """Texts of a template for channels."""
-_SPECIFIC = [form for form in TOOL_FORMATS.values() if form.family not in ("hermes", "llama3", "mistral", "json")]
+_ANY_JSON = ("hermes", "llama3", "mistral", "mistral-compact", "json", "jamba", "hunyuan_a13b", "xlam")
+_SPECIFIC = [form for name, form in TOOL_FORMATS.items() if name not in _ANY_JSON]
 """Formats with a text of their own; the others are read off whatever stands around the JSON."""
-RENDERED_ARGUMENTS = r'\{\s*"zkey":\s*"zvalue"\s*\}'
-JSON_CALL = (
-    r'(?P<open>\{{\s*"name":\s*"){name}(?P<middle>",\s*"(?:arguments|parameters)":\s*){arguments}(?P<rest>[^{{}}]*)\}}'
-)
-MARKED_CALL = r"(?P<trigger>\[TOOL_CALLS\])(?P<space>\s*){name}(?:\[CALL_ID\]\w+)?\[ARGS\]\s*{arguments}"
-PREAMBLE = re.compile(r"(?P<trigger><[^<>\s]+>|\[[A-Z_]+\]|)(?P<opening>\s*(?P<list>\[?)\s*)")
+PREAMBLE = re.compile(r"(?P<trigger><[^<>\s]+>|\[[A-Z_]+\]|)\s*\[?\s*")
 IDS = ("zid00000{index}", "functions.{name}:{index}")
 """Ids of calls: nine letters and digits, which the Mistral templates insist on; Kimi's, which are all it writes."""
-SEPARATOR = re.compile(r"[\s,;]{0,12}")
 
 
 def find_tool_format(tokenizer: TextTokenizer) -> ToolFormat | None:
@@ -147,7 +145,7 @@ def find_tool_format(tokenizer: TextTokenizer) -> ToolFormat | None:
         rendered = True
         whole, differing = found
         form = recognised(whole, _SPECIFIC, NAMES[:count], "zkey", "zvalue")
-        form = form or _read_marked(differing) or _read_json(differing)
+        form = form or _read_json(differing, count)
         if form is not None:
             return form
     if rendered or not template or not drops_calls(tokenizer):
@@ -274,84 +272,31 @@ def _render(tokenizer: TextTokenizer, messages: list[Any], tools: list[Any] | No
 # ---------------------------------------------------------------- reading
 
 
-def _read_marked(text: str) -> ToolFormat | None:
-    """`[TOOL_CALLS]name[ARGS]{...}`."""
-    calls = [re.search(MARKED_CALL.format(name=name, arguments=RENDERED_ARGUMENTS), text) for name in NAMES]
-    if calls[0] is None:
-        return None
-    form = replace(TOOL_FORMATS["mistral-args"], opening=calls[0]["space"])
-    if calls[1] is not None:
-        between = text[calls[0].end() : calls[1].start()]
-        form = replace(form, separator=between if SEPARATOR.fullmatch(between) else form.separator)
-    return form
-
-
-def _read_json(text: str) -> ToolFormat | None:
+def _read_json(text: str, count: int) -> ToolFormat | None:
     """A JSON object per call, perhaps in a list, perhaps behind a marker; or all of them between two markers."""
-    calls = [re.search(JSON_CALL.format(name=name, arguments=RENDERED_ARGUMENTS), text) for name in NAMES]
-    first, second = calls
-    if first is None:
-        return None
-    begin = text[: first.start()]
+    first = re.search(r'\{\s*"name":', text)
     # an answer with and one without calls can have the first character of a marker in common, or a blank
-    preamble = PREAMBLE.fullmatch(begin.lstrip())
+    preamble = PREAMBLE.fullmatch(text[: first.start()].lstrip()) if first is not None else None
     if preamble is None:
         return None
-    trigger, listed = preamble["trigger"], bool(preamble["list"])
-    if not trigger and begin.strip() and not listed:
-        return None
-    space = first["rest"] if not first["rest"].strip() else ""
-    end = _end_marker(trigger, text[first.end() :])
-    each = bool(trigger) and not listed and (second is None or trigger in text[first.end() : second.start()])
-    last = text[(second or first).end() :]
-    form = ToolFormat(
-        family=_family(trigger, first["middle"], bool(end)),
-        trigger=trigger,
-        opening=preamble["opening"],
-        name_open=first["open"],
-        name_close=first["middle"],
-        call_close=f"{space}}}{end}",
-        separator="\n" if each else ", ",
-        closing=_list_end(trigger, last) if listed else _end_marker(trigger, last) if trigger and not each else "",
-        each=each,
-        list_for_several=not trigger and not listed,
-    )
-    if form.family == "llama3":
-        usual = TOOL_FORMATS["llama3"]
-        form = replace(
-            form,
-            trigger=usual.trigger,
-            separator=usual.separator,
-            each=False,
-            optional_trigger=True,
-            list_for_several=False,
-        )
-    return form if second is None else _with_separator(form, text[first.end() + len(end) : second.start()])
-
-
-def _family(trigger: str, middle: str, ended: bool) -> Any:
-    if trigger == "[TOOL_CALLS]":
-        return "mistral"
-    if not trigger or trigger == "<|python_tag|>":
-        return "llama3" if '"parameters"' in middle else "json"
-    return "hermes" if ended else "json"
-
-
-def _end_marker(trigger: str, after: str) -> str:
-    """Whitespace and the marker that closes a call, if the one that opens it has a counterpart."""
-    counterpart = "</" + trigger.removeprefix("<")
-    found = re.match(r"\s*" + re.escape(counterpart), after) if trigger.startswith("<") else None
-    return found[0] if found else ""
-
-
-def _list_end(trigger: str, after: str) -> str:
-    found = re.match(r"\s*\]", after)
-    return found[0] + _end_marker(trigger, after[found.end() :]) if found else "]"
-
-
-def _with_separator(form: ToolFormat, between: str) -> ToolFormat:
-    start = form.trigger + form.opening
-    if form.each and between.endswith(start):
-        between = between.removesuffix(start)
-    usable = SEPARATOR.fullmatch(between) and (between or form.each)
-    return replace(form, separator=between) if usable else form
+    trigger = preamble["trigger"]
+    end = f" </{trigger[1:]}" if trigger.startswith("<") else ""
+    for key in ("arguments", "parameters"):
+        one = ToolFormat("json", trigger, " ", '{ "name": "', f'", "{key}": ', list_for_several=not trigger)
+        each = replace(one, separator="\n", each=True)
+        forms = [replace(one, opening="[ ", closing=f"]{mark}", list_for_several=False) for mark in (end, "")]
+        forms += [replace(each, family="hermes", call_close=f"}}{end}")] if end else []
+        forms += [each] if trigger else []
+        forms += [replace(one, separator=between, closing=end) for between in (", ", "; ", "\n")]
+        form = recognised(text, forms, NAMES[:count], "zkey", "zvalue")
+        if form is None:
+            continue
+        form = replace(form, closing=form.closing if form.closing.strip() else "")
+        form = form if form.each or form.separator else replace(form, separator=", ")
+        if trigger == "[TOOL_CALLS]":
+            return replace(form, family="mistral")
+        if trigger in ("", "<|python_tag|>") and key == "parameters":
+            usual = TOOL_FORMATS["llama3"]
+            return replace(usual, name_open=form.name_open, name_close=form.name_close, call_close=form.call_close)
+        return form
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,6 +40,12 @@ class Members:
     cdata: bool = False
     """A raw string may stand between the two of `CDATA`, and does if it has characters of XML's or newlines."""
 
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Texts that end a raw value: its close or, where that stands in a line of its own, the next key too."""
+        close = self.value_close.strip()
+        return (close, f"\n{self.key_open}") if self.value_close.startswith("\n") else (close,)
+
     def string(self, text: str) -> str:
         """A raw string as it is written."""
         needs = self.cdata and any(char in text for char in "<&\n") and CDATA[1] not in text
@@ -67,6 +74,10 @@ class ToolFormat:
     """Calls are the whole message, with or without the trigger before them."""
     single: bool = False
     """There is one call at most."""
+    others: tuple[tuple[str, str], ...] = ()
+    """Texts that models write in place of `trigger` where no grammar holds them, each with the text that closes it."""
+    loose: tuple[str, ...] = ()
+    """Parts of the texts that models leave out where no grammar holds them."""
     list_for_several: bool = False
     """One call is written bare, several as a JSON list."""
     members: Members | None = None
@@ -90,15 +101,17 @@ class ToolFormat:
         return not self.trigger or self.optional_trigger
 
     @property
-    def head(self) -> str:
-        """The text of a call up to its name, by which a call is known in the midst of thoughts; empty where calls
-        cannot follow text."""
-        return "" if self.only_whole or NUMBER in self.name_open else self.trigger + self.opening + self.name_open
-
-    @property
     def is_object(self) -> bool:
         """A call is a JSON object with a member "name", perhaps among others."""
         return '"name"' in self.name_open
+
+    @property
+    def stem(self) -> str:
+        """The first part of what stands before a name; empty if that comes first."""
+        whole = self.name_open
+        for part in self.loose:
+            whole = whole.replace(part, "")
+        return re.sub(r"(?s)(?<=>).+|\s.*", "", whole)
 
     @property
     def end_marker(self) -> str:
@@ -108,9 +121,11 @@ class ToolFormat:
         return end.removeprefix("}").strip() if self.is_object else end
 
     @property
-    def list_end(self) -> str:
-        """The text that closes a list of calls, without whitespace around it."""
-        return self.closing.strip() or "]"
+    def triggers(self) -> dict[str, str]:
+        """All texts that announce calls, each with what closes them, but for a list's bracket. Where calls need none,
+        JSON's brackets do."""
+        own = {self.trigger: self.closing.strip().removeprefix("]").strip()} if self.trigger else {}
+        return {**own, **dict(self.others), **({"{": "", "[": ""} if self.only_whole and self.is_object else {})}
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -146,6 +161,7 @@ REASONING_MARKERS = (
     Reasoning("<thinking>", "</thinking>"),
     Reasoning("<reasoning>", "</reasoning>"),
     Reasoning("<seed:think>", "</seed:think>"),
+    Reasoning("<|think:start|>", "<|think:end|>"),
     Reasoning("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     Reasoning("<|START_THINKING|>", "<|END_THINKING|>", "<|START_TEXT|>", "<|END_TEXT|>"),
     Reasoning("<|START_THINKING|>", "<|END_THINKING|>"),

@@ -14,7 +14,8 @@ from asyncengine.grammar.chat.calls import Parser
 from asyncengine.grammar.chat.formats import Reasoning
 from asyncengine.grammar.chat.lark import ANY, Answer
 from asyncengine.grammar.chat.marks import Markers, literal_pattern, sequence
-from asyncengine.grammar.chat.scan import Balance, partial_suffix, skip_blanks
+from asyncengine.grammar.chat.readers import JsonReader
+from asyncengine.grammar.chat.scan import partial_suffix
 from asyncengine.grammar.lower import fragment, inline_json
 
 CHANNEL, MESSAGE, END, NEXT = "<|channel|>", "<|message|>", "<|end|>", "<|start|>assistant"
@@ -104,7 +105,7 @@ class ChannelParser(Parser):
         kind, recipient = KIND.search(header), RECIPIENT.search(header)
         if recipient is not None and recipient[1] in self._names:
             self._calls.begin(recipient[1], self._out)
-            self._balance, self._step = Balance(), self._before_arguments
+            self._reader, self._step = JsonReader(), self._arguments
         elif kind is not None and kind[1] == "analysis":
             self._step = self._thought
         else:
@@ -149,22 +150,5 @@ class ChannelParser(Parser):
         self._said = self._said or bool(text)
         self._out.text += text
 
-    def _before_arguments(self) -> bool:
-        self._buffer = self._buffer[skip_blanks(self._buffer, 0) :]
-        if not self._buffer:
-            return False
-        self._step = self._arguments if self._buffer[0] == "{" else self._header
-        return True
-
-    def _arguments(self) -> bool:
-        if not self._buffer:
-            return False
-        end = self._balance.feed(self._buffer)
-        piece = self._buffer if end is None else self._buffer[:end]
-        self._calls.extend(piece, self._out)
-        self._buffer = self._buffer[len(piece) :]
-        if end is None:
-            return False
-        self._calls.close()
+    def _after_arguments(self, done: bool) -> None:
         self._step = self._header
-        return True

@@ -40,26 +40,13 @@ class Answer:
     """More than one call."""
 
 
-def answer_grammar(
-    answer: Answer,
-    form: ToolFormat | None,
-    markers: Markers,
-    reasoning: Reasoning | None = None,
-    state: ReasoningState = "none",
-) -> str:
-    """Lark text of the whole output. `form` is needed for calls; with text but no calls its trigger is forbidden."""
-    return _Writer(answer, form, markers, reasoning, state).write()
+class AnswerGrammar:
+    """The grammar of the whole output. `form` is needed for calls; with text but no calls its trigger is forbidden."""
 
-
-class _Writer:
     def __init__(
-        self,
-        answer: Answer,
-        form: ToolFormat | None,
-        markers: Markers,
-        reasoning: Reasoning | None,
-        state: ReasoningState,
-    ) -> None:
+        self, answer: Answer, form: ToolFormat | None, markers: Markers, reasoning: Reasoning | None = None,
+        state: ReasoningState = "none",
+    ) -> None:  # fmt: skip
         self._answer = answer
         self._form = form
         self._markers = markers
@@ -68,10 +55,9 @@ class _Writer:
         self._opens_itself = state == "undecided"
         self._markup: list[str] = []  # rules of the text around calls: first, for whoever looks for its way out
         self._lines: list[str] = []
-        self._calls_end = ""
-        """The rest after the first call: more of them, and their closing."""
 
     def write(self) -> str:
+        """Its Lark text."""
         answer = self._answer
         options: list[str] = []
         if self._needs_one_schema():
@@ -88,8 +74,6 @@ class _Writer:
         start = " | ".join(options)
         if self._reasoning is not None:
             start = f"{self._think(self._reasoning, gap=not answer.text)} ({start})"
-            if answer.calls and self._form is not None and self._form.head:
-                start += f" | {self._thought_calls(self._reasoning, self._form)}"
         return "\n".join([f"start: {start}", *self._markup, *self._lines]) + "\n"
 
     def _wrapped(self, answer: str) -> str:
@@ -110,20 +94,6 @@ class _Writer:
         whole = "think NEWLINES?" if gap else "think"
         return f"({whole})?" if self._opens_itself else whole
 
-    def _thought_calls(self, reasoning: Reasoning, form: ToolFormat) -> str:
-        """Calls in the midst of the reasoning, which end it: from their head on they are like any others. A trigger
-        alone may be a word of the thoughts, unless it is a special token."""
-        begin = self._markers.lark(reasoning.start) if self._opens_itself else ""
-        before, special, rest = self._markers.split(form.trigger)
-        if special:
-            self._markup.append(f"THOUGHT_HEAD: THOUGHT {literal(before) if before else ''}")
-            return sequence(begin, "THOUGHT_HEAD", special, rest, "calls_after_trigger")
-        head = r"[ \t\r\n]*".join(map(literal_pattern, form.head.split()))
-        self._markup.append(f"thought_head[lazy]: /(?s:.*){head}/")  # it ends where the first head does
-        named = (f"{literal(tool.name + form.name_close)} body_{i}" for i, tool in enumerate(self._answer.calls))
-        blanks = self._markers.lark(form.head[len(form.head.rstrip()) :])
-        return sequence(begin, "thought_head", blanks, f"({' | '.join(named)})", self._calls_end)
-
     def _text(self, others: list[str]) -> list[str]:
         """The answer's options with free text, and text before calls, added."""
         form = self._form
@@ -133,8 +103,10 @@ class _Writer:
         if form is not None and form.only_whole and others:
             # what begins like a call must be one
             pattern = r"/[ \t\r\n]{0,8}[^ \t\r\n\[\{](?s:.*)/"
-        if form is not None and form.trigger and not form.only_whole:
-            pattern += f" & ~/(?s:.*){literal_pattern(form.trigger)}(?s:.*)/"
+        if form is not None and not form.only_whole:
+            pattern += "".join(f" & ~/(?s:.*){literal_pattern(mark)}(?s:.*)/" for mark in form.triggers)
+        elif form is not None and form.is_object and others:
+            pattern += f" & ~/(?s:.*){self._named()}(?s:.*)/"  # what would be read as a call
         if self._reasoning is not None and self._opens_itself and self._markers.is_text(self._reasoning.start):
             pattern += rf" & ~/[ \t\r\n]*{literal_pattern(self._reasoning.start)}(?s:.*)/"
         self._markup.append(f"TEXT: {pattern}")
@@ -153,6 +125,11 @@ class _Writer:
             self._markup.append(f"TEXT_HEAD: TEXT {literal(before)}")
             return [*text, sequence("TEXT_HEAD", special, rest, "calls_after_trigger")]
         return [*text, "TEXT calls"]
+
+    def _named(self) -> str:
+        """A pattern of a JSON object's member that names a tool."""
+        names = "|".join(literal_pattern(tool.name) for tool in self._answer.calls)
+        return rf'"(?:name|function)"[ \t\r\n]*:[ \t\r\n]*"(?:{names})"'
 
     def _marked_text(self, form: ToolFormat) -> str:
         """Text that begins with a mark, too: a model that was never trained to call anything hardly ever begins a call
@@ -210,8 +187,7 @@ class _Writer:
         more = f"({'again' if not form.is_object else sequence(lark(again), 'call')})*" if self._answer.several else ""
         # a model that ends its last call with a newline must not thereby begin another
         last = f"{separator}?" if more and form.each and form.separator.strip() != form.separator else ""
-        self._calls_end = sequence(more, last, lark(form.closing))
-        body = sequence(opening, "call", self._calls_end)
+        body = sequence(opening, "call", more, last, lark(form.closing))
         if form.list_for_several and self._answer.several:
             body = f'call | "[" {body} "]"'
         if form.optional_trigger:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from asyncengine.errors import GrammarUnsupported
 from asyncengine.grammar.chat.formats import Members
 from asyncengine.grammar.chat.marks import Markers, literal_pattern, sequence
+from asyncengine.grammar.chat.readers import NUMBER
 from asyncengine.grammar.chat.schemas import Schema
 from asyncengine.grammar.chat.shapes import ArgumentShape, Reader
 from asyncengine.grammar.chat.tools import Tool
@@ -12,8 +13,7 @@ from asyncengine.grammar.chat.values import BARE_KEY, STRING_KEYS, ValueRules, c
 from asyncengine.grammar.lower import inline_json
 from asyncengine.grammar.schema.numbers import Numbers
 
-JSON_NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?"
-SCALARS = {"number": JSON_NUMBER, "boolean": "(true|false)", "null": "null"}
+SCALARS = {"number": NUMBER.pattern, "boolean": "(true|false)", "null": "null"}
 STARTS = {"array": r"\[", "object": r"\{"}
 BLANK = r"[ \t\r\n]*"
 

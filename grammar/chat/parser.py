@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from asyncengine.grammar.chat.calls import Parser
 from asyncengine.grammar.chat.formats import Reasoning, ReasoningState, ToolFormat
-from asyncengine.grammar.chat.readers import JsonReader, Reader, Types, reader
+from asyncengine.grammar.chat.readers import Types, reader
 from asyncengine.grammar.chat.scan import (
     BLANKS,
-    WRONG,
+    TOKEN,
     Balance,
     Head,
+    first_of,
     follow,
     json_head,
-    marked_head,
     may_begin,
     partial_suffix,
     skip_blanks,
@@ -33,33 +33,33 @@ class OutputParser(Parser):
     stays text. `calls_after_text` False: calls are looked for at the beginning of the answer only. `arguments` are the
     types of each tool's arguments, which formats need that write strings without quotes.
 
-    A call's head ends the reasoning too: models forget to close it, and a call must not be lost in it.
+    A call in the reasoning is only thought of. Forms that no grammar lets through are read as well: other marks,
+    members of JSON in another order, values as Python has them.
     """
 
     def __init__(
-        self,
-        tool_format: ToolFormat | None = None,
-        names: Sequence[str] = (),
-        *,
-        calls_after_text: bool = True,
-        reasoning: Reasoning | None = None,
-        state: ReasoningState = "none",
+        self, tool_format: ToolFormat | None = None, names: Sequence[str] = (), *,
+        calls_after_text: bool = True, reasoning: Reasoning | None = None, state: ReasoningState = "none",
         arguments: Mapping[str, Types] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(self._begin_answer, tool_format is not None and tool_format.family == "mistral")
         self._form = tool_format if names else None
         self._names = frozenset(names)
         self._types = arguments or {}
-        self._whole = tool_format is not None and (tool_format.only_whole or not calls_after_text)
+        self._triggers = self._form.triggers if self._form is not None else {}
+        bare = tool_format is not None and tool_format.only_whole and not tool_format.is_object
+        self._whole = tool_format is not None and (bare or not calls_after_text)
+        self._body = self._answer_start if self._whole and names else self._content
         self._reasoning = reasoning or Reasoning("", "")
         self._answer_end = self._reasoning.answer_end
-        self._call_head = self._form.head if self._form is not None else ""
-        self._reader: Reader = JsonReader()
+        self._rest: Balance | None = None  # of the object around a call's arguments
         self._in_list = False
+        self._list_end = ""
+        self._waits = 0  # arguments stand before the name, which is not in what has been looked at
         self._later = False  # the next call follows another one
         self._named = False  # the call being read has been announced
         self._holding = (
-            self._maybe_reasoning, self._maybe_marked, self._answer_start, self._content, self._plain, self._head,
+            self._maybe_reasoning, self._maybe_marked, self._answer_start, self._content, self._head,
         )  # fmt: skip
         if reasoning is not None and state == "undecided":
             self._step = self._maybe_reasoning
@@ -90,51 +90,34 @@ class OutputParser(Parser):
         return True
 
     def _begin_reasoning(self) -> bool:
-        self._buffer = self._buffer.lstrip("\r\n")
-        if not self._buffer:
-            return False
-        self._step = self._reason
-        return True
+        return self._without_newlines(self._reason)
 
     def _reason(self) -> bool:
         end = self._reasoning.end
         found = self._buffer.find(end)
-        call, known = self._call_in_thought(found)
-        keep = min(at for at in (call, found, len(self._buffer) - partial_suffix(self._buffer, end)) if at >= 0)
+        keep = found if found >= 0 else len(self._buffer) - partial_suffix(self._buffer, end)
         keep = len(self._buffer[:keep].rstrip("\r\n"))
         self._out.reasoning += self._buffer[:keep]
         self._buffer = self._buffer[keep:]
-        if known:
-            self._step = self._head
-        elif found >= 0:
-            self._buffer = self._buffer[found + len(end) - keep :]
-            self._step = self._after_reasoning
-        return known or found >= 0
-
-    def _call_in_thought(self, end: int) -> tuple[int, bool]:
-        """The place (-1: none) where a call begins, or may begin, before the reasoning's `end` (-1: not there yet), and
-        whether it does."""
-        trigger = self._form.trigger if self._call_head and self._form is not None else ""
-        at = self._buffer.find(trigger) if trigger else -1
-        while at >= 0 and not 0 <= end < at:
-            size = follow(self._buffer, at, self._call_head)
-            if size is None or size >= 0:
-                return (-1, False) if size is None and end >= 0 else (at, size is not None)
-            at = self._buffer.find(trigger, at + 1)
-        partial = partial_suffix(self._buffer, trigger) if trigger and end < 0 else 0
-        return (len(self._buffer) - partial, False) if partial else (-1, False)
+        if found < 0:
+            return False
+        self._buffer = self._buffer[found + len(end) - keep :]
+        self._step = self._after_reasoning
+        return True
 
     def _after_reasoning(self) -> bool:
+        return self._without_newlines(self._begin_answer)
+
+    def _without_newlines(self, step: Callable[[], bool]) -> bool:
         self._buffer = self._buffer.lstrip("\r\n")
-        if not self._buffer:
-            return False
-        self._step = self._begin_answer
-        return True
+        if self._buffer:
+            self._step = step
+        return bool(self._buffer)
 
     # -- content
 
     def _begin_answer(self) -> bool:
-        self._step = self._maybe_marked if self._reasoning.answer else self._unmarked
+        self._step = self._maybe_marked if self._reasoning.answer else self._body
         return True
 
     def _maybe_marked(self) -> bool:
@@ -146,58 +129,51 @@ class OutputParser(Parser):
             self._buffer, self._answer_end = self._buffer[at + len(found) :], marks[found]
         elif at == len(self._buffer) or any(may_begin(self._buffer, at, mark) for mark in marks):
             return False
-        self._step = self._unmarked
+        self._step = self._body
         return True
-
-    def _unmarked(self) -> bool:
-        if self._form is None:
-            self._step = self._plain
-        else:
-            self._step = self._answer_start if self._whole else self._content
-        return True
-
-    def _plain(self) -> bool:
-        mark = self._answer_end
-        found = self._buffer.find(mark) if mark else -1
-        keep = found if found >= 0 else len(self._buffer) - (partial_suffix(self._buffer, mark) if mark else 0)
-        self._out.text += self._buffer[:keep]
-        self._buffer = self._buffer[keep + (len(mark) if found >= 0 else 0) :]
-        return found >= 0
 
     def _answer_start(self) -> bool:
         """The answer is calls or not, as its first character that is no blank tells."""
         assert self._form is not None
-        at, trigger = skip_blanks(self._buffer, 0), self._form.trigger
+        at = skip_blanks(self._buffer, 0)
         if at == len(self._buffer):
             return False
-        bare = self._form.only_whole and self._buffer[at] in ("{[" if self._form.is_object else "[")
-        if bare or (trigger and self._buffer.startswith(trigger, at)):
+        if self._trigger_at(at) or (self._form.only_whole and self._buffer[at] == "["):
             self._step = self._head
-        elif trigger and may_begin(self._buffer, at, trigger):
+        elif self._possible_triggers(at):
             return False
         else:
-            self._step = self._plain
+            self._go_on_with_text()
         return True
+
+    def _go_on_with_text(self) -> None:
+        """Text again; calls may begin in it unless they are looked for at the beginning only."""
+        if self._whole:
+            self._triggers = {}
+        self._later = self._in_list = False
+        self._step = self._content
+
+    def _trigger_at(self, at: int) -> str:
+        """The text that announces a call at `at`; empty: none."""
+        return max((mark for mark in self._triggers if self._buffer.startswith(mark, at)), key=len, default="")
 
     def _content(self) -> bool:
         """Text in which calls may begin."""
-        assert self._form is not None
-        trigger, mark = self._form.trigger, self._answer_end
-        found = self._buffer.find(trigger)
-        ends = self._buffer.find(mark) if mark else -1
-        if ends >= 0 and (found < 0 or ends < found):
-            last = self._buffer[:ends].rstrip("\n") if self._form.generic else self._buffer[:ends]
-            self._buffer = last + self._buffer[ends + len(mark) :]
-            return True
-        partial = max(partial_suffix(self._buffer, trigger), partial_suffix(self._buffer, mark) if mark else 0)
-        keep = found if found >= 0 else len(self._buffer) - partial
-        keep = len(self._buffer[:keep].rstrip(BLANKS))
+        mark = self._answer_end
+        found, end = first_of(self._buffer, self._triggers), self._buffer.find(mark) if mark else -1
+        ends = end >= 0 and not 0 <= found < end
+        partial = partial_suffix(self._buffer, *self._triggers, mark)
+        size = end if ends else found if found >= 0 else len(self._buffer) - partial
+        # blanks may turn out to stand before a call
+        keep = len(self._buffer[:size].rstrip(BLANKS)) if self._triggers else size
         self._out.text += self._buffer[:keep]
-        self._buffer = self._buffer[keep:]
-        if found < 0:
-            return False
-        self._step = self._head
-        return True
+        blanks, rest = self._buffer[keep:size], self._buffer[size + len(mark) * ends :]
+        if ends and self._form is not None and self._form.generic:
+            blanks = blanks.rstrip("\n")
+        self._buffer = blanks + rest
+        if found >= 0 and not ends:
+            self._step = self._head
+        return found >= 0 or ends
 
     # -- calls
 
@@ -205,18 +181,22 @@ class OutputParser(Parser):
         """The buffer begins with blanks and a call's trigger, or what separates it from the call before."""
         form = self._form
         assert form is not None
+        if self._waits and "}" not in self._buffer[self._waits :]:
+            self._waits = len(self._buffer)
+            return False
         head, triggered = self._read_head(form)
+        self._waits = len(self._buffer) if head.early else 0
         known = head.name in self._names
         if known and not self._named and (triggered or head.status == "complete"):
             self._named = True
-            self._calls.begin(head.name, self._out, self._written_id(form, head))
+            self._calls.begin(head.name, self._out, head.written)
         if head.status == "incomplete" and (known or not head.name):
             return False
         if head.status != "complete" or not known:
-            self._demote(form)
+            self._demote()
             return True
-        self._named = False
-        self._buffer = self._buffer[head.end :]
+        self._named, self._waits = False, 0
+        self._buffer = head.early + self._buffer[head.end :]
         self._reader = reader(form, self._types.get(head.name))
         self._step = self._arguments
         return True
@@ -224,89 +204,70 @@ class OutputParser(Parser):
     def _read_head(self, form: ToolFormat) -> tuple[Head, bool]:
         """The call at the beginning of the buffer, and whether a trigger says that it is one."""
         text, at = self._buffer, skip_blanks(self._buffer, 0)
-        triggered = bool(form.trigger) and text.startswith(form.trigger, at)
-        if triggered:
-            at = skip_blanks(text, at + len(form.trigger))
+        trigger = self._trigger_at(at)
+        triggered = len(trigger) > 1
+        if any(longer != trigger and longer.startswith(trigger) for longer in self._possible_triggers(at)):
+            return Head("incomplete"), False
+        if triggered and not form.name_open.startswith(trigger):
+            at = skip_blanks(text, at + len(trigger.removesuffix("[")))
         elif self._later and text[at : at + 1] in (",", ";"):
             at = skip_blanks(text, at + 1)  # a separator
-        if form.family == "mistral" and not form.name_open:
-            return marked_head(text, at, form.name_close), triggered
-        if not form.is_object:
-            return self._read_text_head(form, at), triggered
-        if not form.each and not self._later:
-            listed = text.startswith("[", at)
-            self._in_list = listed or (triggered and form.closing.strip()[:1] not in ("", "]"))
-            at += listed
-        return json_head(text, at), triggered
-
-    def _written_id(self, form: ToolFormat, head: Head) -> str:
-        """The id that the model gave the call, where its format has such: the template wants to have it back."""
-        if not head.number:
-            return ""
-        prefix = form.name_open.rpartition(">")[2]
-        return f"{prefix}{head.name}:{head.number}"
-
-    def _read_text_head(self, form: ToolFormat, at: int) -> Head:
-        """The head of a call that is no JSON object."""
-        text = self._buffer
-        if form.each or not self._later:
+        first = form.each or not self._later
+        listed = "]" if form.closing.strip().startswith("]") else ""
+        if first and form.is_object:
+            listed = "]" if text.startswith("[", at) and not form.each else ""
+            at += len(listed)
+        elif first:
             begin = follow(text, at, form.opening)
             if begin is None or begin < 0:
-                return Head("incomplete") if begin is None else WRONG
-            at, self._in_list = begin, bool(form.closing.strip())
-        return text_head(text, at, form.name_open, form.name_close, braced=form.members is None)
+                return Head("incomplete" if begin is None else "wrong"), triggered
+            at = begin
+        if first:
+            self._list_end = listed + self._triggers.get(trigger, "") * (not form.each)
+            self._in_list = bool(self._list_end)
+        if form.is_object:
+            return json_head(text, at), triggered
+        return text_head(text, at, form, min(self._names) if len(self._names) == 1 else ""), triggered
 
-    def _demote(self, form: ToolFormat) -> None:
+    def _demote(self) -> None:
         """It was no call: its beginning is text, and what follows is looked at again."""
-        self._named = self._later = self._in_list = False
+        self._named, self._waits = False, 0
         at = skip_blanks(self._buffer, 0)
-        if form.trigger and not self._whole and self._buffer.startswith(form.trigger, at):
-            at += len(form.trigger)
+        at += len(self._trigger_at(at)) * (not self._whole)
         self._out.text += self._buffer[:at]
         self._buffer = self._buffer[at:]
-        self._step = self._plain if self._whole else self._content
+        self._go_on_with_text()
 
-    def _arguments(self) -> bool:
-        if not self._buffer:
-            return False
-        read = self._reader.feed(self._buffer)
-        if read.piece:
-            self._calls.extend(read.piece, self._out)
-        self._buffer = self._buffer[read.size :]
-        if read.state == "open":
-            return False
-        if read.state == "broken":  # it stays unfinished
-            self._later = self._in_list = False
-            self._step = self._plain if self._whole else self._content
-            return True
-        self._calls.close()
-        self._balance = Balance(depth=1)
-        self._step = self._wrapper if self._form is not None and self._form.is_object else self._end_marker
-        return True
+    def _after_arguments(self, done: bool) -> None:
+        assert self._form is not None
+        if done:
+            self._rest = None
+            self._step = self._wrapper if self._form.is_object else self._end_marker
+        else:
+            self._go_on_with_text()
 
     def _wrapper(self) -> bool:
         """The rest of the object around the arguments: a brace, or more members that nobody asks for."""
-        self._buffer = self._buffer[skip_blanks(self._buffer, 0) :]
-        if not self._buffer:
+        at = skip_blanks(self._buffer, 0)
+        if at == len(self._buffer):
             return False
-        self._step = self._members if self._buffer[0] in ",}" else self._end_marker
-        return True
-
-    def _members(self) -> bool:
-        end = self._balance.feed(self._buffer)
+        if self._rest is None and self._buffer[at] in ",}":
+            self._rest = Balance(depth=1)
+        end = at if self._rest is None else self._rest.feed(self._buffer)
         self._buffer = "" if end is None else self._buffer[end:]
-        if end is None:
-            return False
-        self._step = self._end_marker
-        return True
+        if end is not None:
+            self._step = self._end_marker
+        return end is not None
 
     def _end_marker(self) -> bool:
         assert self._form is not None
         at = skip_blanks(self._buffer, 0)
-        end = follow(self._buffer, at, self._form.end_marker)
-        if end is None or at == len(self._buffer):
-            return False
-        self._buffer = self._buffer[max(at, end) :]
+        for token in TOKEN.findall(self._form.end_marker):
+            end = follow(self._buffer, at, token)
+            if end is None:
+                return False
+            at = max(at, end)
+        self._buffer = self._buffer[at:]
         self._step = self._between
         return True
 
@@ -315,36 +276,33 @@ class OutputParser(Parser):
         form = self._form
         assert form is not None
         at = skip_blanks(self._buffer, 0)
-        if at == len(self._buffer) or (form.each and self._is_partial(form.trigger, at)):
+        text = self._buffer
+        if at == len(text) or (form.each and not self._trigger_at(at) and self._possible_triggers(at)):
             return False
-        ends = follow(self._buffer, at, form.list_end) if self._in_list else -1
+        ends = follow(text, at, self._list_end) if self._in_list else -1
         if self._again(form, at):
             self._later = True
             self._step = self._head
-        elif ends is None or (self._in_list and form.name_open and self._is_partial(form.name_open.split()[0], at)):
+        elif ends is None or (self._in_list and form.stem and may_begin(text, at, form.stem)):
             return False
         elif ends >= 0:
             self._in_list = False
             at = ends
         else:
-            self._later = False
-            self._step = self._plain if self._whole else self._content
-        self._buffer = self._buffer[at:]
+            self._go_on_with_text()
+        self._buffer = text[at:]
         return True
 
     def _again(self, form: ToolFormat, at: int) -> bool:
         """Another call begins at `at`, or what separates it from the one before."""
         if form.each:
-            return self._buffer.startswith(form.trigger, at)
-        if form.is_object and self._in_list and not form.separator.strip():
-            return self._buffer[at] in ",;{"
+            return bool(self._trigger_at(at))
         if form.is_object or form.separator.strip():
-            return self._buffer[at] in ",;"
-        if not self._in_list:
-            return False
-        if form.name_open:
-            return self._buffer.startswith(form.name_open.split()[0], at)
+            return self._buffer[at] in (",;{" if form.is_object else ",;")
+        if form.stem or not self._in_list:
+            return self._in_list and self._buffer.startswith(form.stem, at)
         return self._buffer[at].isalpha() or self._buffer[at] == "_"
 
-    def _is_partial(self, trigger: str, at: int) -> bool:
-        return may_begin(self._buffer, at, trigger) and not self._buffer.startswith(trigger, at)
+    def _possible_triggers(self, at: int) -> list[str]:
+        """The texts that announce a call and stand at `at`, as far as the text goes."""
+        return [trigger for trigger in self._triggers if may_begin(self._buffer, at, trigger)]

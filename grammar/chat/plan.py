@@ -21,7 +21,7 @@ from asyncengine.grammar.chat.detect import (
 from asyncengine.grammar.chat.families import TOOL_FORMATS
 from asyncengine.grammar.chat.formats import REASONING_MARKERS, RESULT, TEXT, Reasoning, ReasoningState, ToolFormat
 from asyncengine.grammar.chat.harmony import MARKS, THOUGHTS, ChannelParser, channel_grammar
-from asyncengine.grammar.chat.lark import Answer, answer_grammar
+from asyncengine.grammar.chat.lark import Answer, AnswerGrammar
 from asyncengine.grammar.chat.marks import Markers
 from asyncengine.grammar.chat.parser import OutputParser
 from asyncengine.grammar.chat.schemas import TYPES, close_objects, plain_json, with_json_types
@@ -217,7 +217,7 @@ class ChatPlanner:
         )
         if self._in_channels:
             return Grammar(kind="lark", text=channel_grammar(answer, self._markers))
-        text = answer_grammar(answer, form, self._markers, marks, state)
+        text = AnswerGrammar(answer, form, self._markers, marks, state).write()
         return Grammar(kind="lark", text=text)
 
     def _reading(

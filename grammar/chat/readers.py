@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, Protocol
 
 from asyncengine.grammar.chat.formats import CDATA, Members, ToolFormat
-from asyncengine.grammar.chat.scan import Balance, follow, may_begin, partial_suffix, skip_blanks
+from asyncengine.grammar.chat.scan import (
+    STRING,
+    Balance,
+    decoded,
+    first_of,
+    follow,
+    may_begin,
+    partial_suffix,
+    skip_blanks,
+)
 
 Types = Mapping[str, frozenset[str]]
 """The JSON types each argument may have."""
 ANY = frozenset(("string", "number", "boolean", "null", "array", "object"))
+STRINGS = frozenset(("string",))
 MAX_KEY = 1024
 LITERALS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 WORD = re.compile(r"[^\x00-\x20,:={}\[\]()\"'<|]+")
+ITEM = re.compile(
+    r"""[ \t\r\n]*("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^\x00-\x20,:={}\[\]()"']+)?[ \t\r\n]*""", re.DOTALL
+)
+"""The first item or key behind a brace, and blanks."""
+BRACKETS = re.compile(r"""\\.|[]'"()[{}]""", re.DOTALL)
+CLOSERS = {"{": "}", "[": "]", "(": ")"}
 ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[^ux])", re.DOTALL)
 
 
@@ -42,16 +59,22 @@ def reader(form: ToolFormat, types: Types | None) -> Reader:
         return JsonReader()
     if form.members.values == "raw":
         return RawReader(form.members, form.call_close, types or {})
-    return NotationReader(form.members, form.call_close.strip()[:1])
+    return NotationReader(form.members, form.call_close.strip()[:1], types or {})
 
 
 class JsonReader:
-    """A JSON object, passed on as it stands."""
+    """A JSON object, passed on as it stands; or a string that holds one, passed on when it is complete."""
 
     def __init__(self) -> None:
         self._balance = Balance()
 
     def feed(self, text: str) -> Read:
+        at = 0 if self._balance.depth else skip_blanks(text, 0)
+        if not self._balance.depth and text[at : at + 1] != "{":
+            found = STRING.match(text, at)
+            if found is None:
+                return Read(at, state="open" if text[at : at + 1] in ("", '"') else "broken")
+            return Read(found.end(), decoded(found[0]), "done")
         end = self._balance.feed(text)
         return Read(len(text), text) if end is None else Read(end, text[:end], "done")
 
@@ -63,12 +86,13 @@ class RawReader:
         self._members = members
         self._end = end.split(maxsplit=1)[0]
         self._types = types
-        self._close = members.value_close.strip()
+        self._ends: tuple[str, ...] = members.ends
         self._trims = members.value_close.startswith("\n")
         self._allowed = ANY
         self._count = 0
         self._held = ""
-        self._balance: Balance | None = None
+        self._newline = False
+        self._inner: Reader = JsonReader()
         self._step = self._member
 
     def feed(self, text: str) -> Read:
@@ -93,39 +117,32 @@ class RawReader:
         stop = rest.find(own.key_close.split()[0], begin)
         if stop < 0:
             return Read(at, state="open" if len(rest) < MAX_KEY else "broken")
-        closes = [(own.key_close, False)]
-        if own.string_key_close:
-            closes.append((own.string_key_close, True))
-        ends = [(follow(rest, stop, close.rstrip("\n")), text_only) for close, text_only in closes]
-        for end, text_only in ends:
+        closes = [close for close in (own.key_close, own.string_key_close) if close]
+        ends = [follow(rest, stop, close.rstrip("\n")) for close in closes]
+        for end, close in zip(ends, closes, strict=True):
             if end is not None and end >= 0:
-                return self._begin(at, rest[begin:stop], end, own, text_only)
-        return Read(at, state="open" if any(end is None for end, _ in ends) else "broken")
+                return self._begin(at, rest[begin:stop], end, own, close == own.string_key_close)
+        return Read(at, state="open" if None in ends else "broken")
 
     def _begin(self, at: int, key: str, end: int, own: Members, text_only: bool) -> Read:
         allowed = self._types.get(key, ANY)
         if own.string_key_close:
-            allowed = frozenset(("string",)) if text_only else allowed - {"string"}
-        self._allowed = allowed
-        self._step = self._lead if own.key_close.endswith("\n") else self._first
+            allowed = STRINGS if text_only and "string" in allowed else allowed - {"string"}
+        self._allowed = allowed | STRINGS if text_only else allowed
+        self._step, self._newline = self._first, own.key_close.endswith("\n")
         head = ("{" if not self._count else ", ") + json.dumps(key, ensure_ascii=False) + ": "
         self._count += 1
         return Read(at + end, head)
 
-    def _lead(self, text: str) -> Read:
-        """The newline before a value is none of it."""
-        if not text:
-            return Read(0)
-        self._step = self._first
-        read = self._first(text[text.startswith("\n") :])
-        return Read(read.size + text.startswith("\n"), read.piece, read.state)
-
     def _first(self, text: str) -> Read:
         """Read a value: its types say how and, if there may be several, its beginning."""
-        self._held = ""
+        if self._newline:  # it is none of the value
+            self._newline = not text
+            return Read(int(text.startswith("\n"))) if text[:1] in ("", "\n") else self._first(text)
+        self._held, self._ends = "", self._members.ends
         if self._members.cdata and "string" in self._allowed:
             if text.startswith(CDATA[0]):
-                self._step = self._marked
+                self._step, self._ends = self._string, CDATA[1:]
                 return Read(len(CDATA[0]), '"')
             if not text or may_begin(text, 0, CDATA[0]):
                 return Read(0)
@@ -138,39 +155,27 @@ class RawReader:
             return Read(0)
         self._step = self._other
         if {"[": "array", "{": "object"}.get(text[at]) in self._allowed:
-            self._balance = Balance()
+            self._inner = NotationReader(Members())
             self._step = self._nested
         return self._step(text)
 
     def _value_end(self, text: str) -> tuple[int, int]:
         """(length of the value's text known for sure, length with the close or -1)."""
-        found = text.find(self._close)
+        found, close = first_of(text, self._ends), self._ends[0]
         if found >= 0:
             size = found - (self._trims and text[:found].endswith("\n"))
-            return size, found + len(self._close)
-        keep = len(text) - partial_suffix(text, self._close)
+            return size, found + text.startswith(close, found) * len(close)
+        keep = len(text) - partial_suffix(text, *self._ends)
         if self._trims and text[:keep].endswith("\n"):
             keep -= 1
         return keep, -1
 
     def _string(self, text: str) -> Read:
         size, end = self._value_end(text)
-        piece = json.dumps(text[:size], ensure_ascii=False)[1:-1]
         if end < 0:
-            return Read(size, piece)
-        self._step = self._member
-        return Read(end, piece + '"')
-
-    def _marked(self, text: str) -> Read:
-        """A string between marks of its own."""
-        end = CDATA[1]
-        found = text.find(end)
-        size = found if found >= 0 else len(text) - partial_suffix(text, end)
-        piece = json.dumps(text[:size], ensure_ascii=False)[1:-1]
-        if found < 0:
-            return Read(size, piece)
-        self._step = self._after_nested
-        return Read(found + len(end), piece + '"')
+            return Read(size, _escaped(text[:size]))
+        self._step = self._member if self._ends == self._members.ends else self._after_nested
+        return Read(end, _escaped(text[:size]) + '"')
 
     def _other(self, text: str) -> Read:
         """Held back until it is known what it is."""
@@ -182,116 +187,153 @@ class RawReader:
         return Read(end, as_json(self._held, self._allowed))
 
     def _nested(self, text: str) -> Read:
-        assert self._balance is not None
-        end = self._balance.feed(text)
-        if end is None:
-            return Read(len(text), text)
-        self._step = self._after_nested
-        return Read(end, text[:end])
+        read = self._inner.feed(text)
+        if read.state == "done":
+            self._step = self._after_nested
+        return read if read.state == "broken" else Read(read.size, read.piece)
 
     def _after_nested(self, text: str) -> Read:
         at = skip_blanks(text, 0)
-        if text.startswith(self._close, at):
+        close = self._members.ends[0]
+        if text.startswith(close, at):
             self._step = self._member
-            return Read(at + len(self._close))
-        return Read(0, state="open" if at == len(text) or may_begin(text, at, self._close) else "broken")
+            return Read(at + len(close))
+        return Read(0, state="open" if at == len(text) or may_begin(text, at, close) else "broken")
 
 
 def as_json(text: str, allowed: frozenset[str]) -> str:
-    """JSON of a raw value: itself where it reads as JSON of another allowed type, else a string."""
+    """JSON of a raw value: itself where it reads as JSON of another allowed type, else a string. Python's words count
+    where it cannot be a string."""
     stripped = text.strip(" \t\r\n")
-    kind = "number" if NUMBER.fullmatch(stripped) else {"true": "boolean", "false": "boolean"}.get(stripped, stripped)
+    word = stripped if "string" in allowed else LITERALS.get(stripped, stripped)
+    kind = "number" if NUMBER.fullmatch(word) else {"true": "boolean", "false": "boolean"}.get(word, word)
     if kind in allowed and kind in ("number", "boolean", "null"):
-        return stripped
+        return word
     return json.dumps(text, ensure_ascii=False) if "string" in allowed else stripped
 
 
 class NotationReader:
-    """Python's keyword arguments, or JSON with bare keys and marked strings. `end` closes the call; it is left."""
+    """Python's keyword arguments, or JSON with bare keys and marked strings. `end` closes the call; it is left.
+    Without an `end`: one value of Python's or JSON's in brackets.
 
-    def __init__(self, members: Members, end: str) -> None:
+    Sets and tuples are lists. A quote that nothing follows which may follow a string is one of its characters. What is
+    left of a call of Python's behind an error is passed over.
+    """
+
+    def __init__(self, members: Members, end: str = "", types: Types | None = None) -> None:
         self._quotes = (members.quote,) if members.quote else ('"', "'")
         self._escapes = not members.quote
-        self._colon = members.key_close
-        self._end = end
-        self._stack = ["call"]
-        self._empty = True  # nothing yet inside the innermost brackets
+        self._called = bool(end)
+        self._equals = self._called and members.key_close == "="
+        self._types = types or {}
+        self._allowed = ANY  # of the argument that is read
+        self._stack = [(end, "}")] if end else []  # what closes each bracket, and how that is written: "}" has keys
         self._quote = ""
         self._is_key = False
-        self._expect: Literal["key", "colon", "value", "comma"] = "key"
-        self._begun = False
+        self._held = False  # the string is perhaps a number
+        self._expect: Literal["item", "colon", "value", "comma"] = "item" if end else "value"
+        self._before = "{" if end else ""  # is written before the next item
+        self._passes = ""  # after an error: the quote of a string, or a blank outside
 
     def feed(self, text: str) -> Read:
         at, pieces = 0, []
-        if not self._begun:
-            self._begun = True
-            pieces.append("{")
         while True:
-            read = self._inside(text, at) if self._quote else self._token(text, skip_blanks(text, at))
-            at = max(at, read.size)
+            if self._passes:
+                read = self._pass_over(text, at)
+            else:
+                read = self._inside(text, at) if self._quote else self._token(text, skip_blanks(text, at))
+            waits, at = read.size <= at and not read.piece, max(at, read.size)
+            if read.state == "broken" and self._equals:
+                self._passes = self._quote or " "
+                continue
             pieces.append(read.piece)
-            if read.state != "open" or not read.piece:
+            if read.state != "open" or waits:
                 return Read(at, "".join(pieces), read.state)
 
-    # each returns where it stopped; a piece that is empty and "open" waits for more
+    # each returns where it stopped; one that neither moved on nor has a piece waits for more
+
+    def _pass_over(self, text: str, at: int) -> Read:
+        for found in BRACKETS.finditer(text, at):
+            char = found[0]
+            if char in self._quotes and self._passes in (" ", char):
+                self._passes = char if self._passes == " " else " "
+            elif self._passes == " " and char in CLOSERS:
+                self._stack.append((CLOSERS[char], ""))
+            elif self._passes == " " and char == self._stack[-1][0]:
+                self._stack.pop()
+                if not self._stack:
+                    return Read(found.start(), state="done")
+        rest = len(text) - len(text.rstrip("\\"))
+        return Read(len(text) - rest % 2)
 
     def _token(self, text: str, at: int) -> Read:
         if at == len(text):
             return Read(at)
         char = text[at]
-        closes = self._end if len(self._stack) == 1 else {"{": "}", "[": "]"}[self._stack[-1]]
-        if char == closes and (self._expect == "comma" or self._empty):
+        if self._stack and char == self._stack[-1][0] and self._expect in ("item", "comma"):
             return self._closed(at)
         if self._expect == "comma":
-            return self._after_comma(at) if char == "," else Read(at, state="broken")
+            if char != "," and self._escapes:
+                return Read(at, state="broken")
+            self._expect, self._before = "item", ", "
+            return Read(at + 1) if char == "," else self._begin(text, at)
         if self._expect == "colon":
-            wanted = "=" if self._colon == "=" and len(self._stack) == 1 else ":"
-            if char != wanted:
+            if char != ("=" if self._equals and len(self._stack) == 1 else ":"):
                 return Read(at, state="broken")
             self._expect = "value"
             return Read(at + 1, ": ")
         return self._begin(text, at)
 
     def _closed(self, at: int) -> Read:
-        if len(self._stack) == 1:
-            return Read(at, "}", "done")
-        bracket = self._stack.pop()
-        self._expect, self._empty = "comma", False
-        return Read(at + 1, "}" if bracket == "{" else "]")
+        _, written = self._stack.pop()
+        piece = self._before.rstrip(", ") + written  # a brace of a call without arguments, no comma at the end
+        self._expect, self._before = "comma", ""
+        return Read(at + (not self._called or bool(self._stack)), piece, "open" if self._stack else "done")
 
-    def _after_comma(self, at: int) -> Read:
-        self._expect = "value" if self._stack[-1] == "[" else "key"
-        return Read(at + 1, ", ")
+    def _item(self, end: int, piece: str) -> Read:
+        piece, self._before = self._before + piece, ""
+        return Read(end, piece)
 
     def _begin(self, text: str, at: int) -> Read:
         """A key or a value."""
-        key = self._expect == "key"
+        is_key = self._expect == "item" and self._stack[-1][1] == "}"
         for quote in self._quotes:
             if text.startswith(quote, at):
-                self._quote, self._is_key = quote, key
-                return Read(at + len(quote), '"')
+                self._quote, self._is_key = quote, is_key
+                single = not is_key and len(self._stack) == 1
+                self._held = single and not self._escapes and "string" not in self._allowed
+                return self._item(at + len(quote), "" if self._held else '"')
             if len(quote) > 1 and may_begin(text, at, quote):
                 return Read(at)
-        if not key and text[at] in "[{":
-            self._stack.append(text[at])
-            self._expect, self._empty = ("value" if text[at] == "[" else "key"), True
-            return Read(at + 1, text[at])
+        if not is_key and text[at] in CLOSERS:
+            written = self._bracket(text, at)
+            if not written:
+                return Read(at)
+            self._stack.append((CLOSERS[text[at]], written))
+            self._expect = "item"
+            return self._item(at + 1, "{" if written == "}" else "[")
         word = WORD.match(text, at)
         if word is None or (word.end() == len(text) and word.end() - at > MAX_KEY):
             return Read(at, state="broken")
         if word.end() == len(text):
             return Read(at)
-        return self._word(word[0], word.end(), key)
-
-    def _word(self, word: str, end: int, key: bool) -> Read:
-        self._empty = False
-        if key:
-            self._expect = "colon"
-            return Read(end, json.dumps(word, ensure_ascii=False))
+        if is_key:
+            self._expect, self._allowed = "colon", self._types.get(word[0], ANY)
+            return self._item(word.end(), json.dumps(word[0], ensure_ascii=False))
         self._expect = "comma"
-        if word in LITERALS:
-            return Read(end, LITERALS[word])
-        return Read(end, word) if NUMBER.fullmatch(word) else Read(end, state="broken")
+        value = LITERALS.get(word[0]) or _number(word[0])
+        return self._item(word.end(), value) if value else Read(at, state="broken")
+
+    def _bracket(self, text: str, at: int) -> str:
+        """The bracket of JSON's that closes the one at `at`; a brace without keys is a set's. Empty: not known yet."""
+        if text[at] != "{" or not self._escapes:
+            return "}" if text[at] == "{" else "]"
+        item = ITEM.match(text, at + 1)
+        assert item is not None
+        behind = text[item.end() : item.end() + 1]
+        if not behind or (not item[1] and behind in self._quotes):
+            return ""
+        return "]" if behind in "([{" or (item[1] and behind in ",}") else "}"
 
     def _inside(self, text: str, at: int) -> Read:
         """Read on inside a string."""
@@ -306,11 +348,35 @@ class NotationReader:
                 return Read(at, state="broken" if len(text) - at > 6 else "open")
             return Read(found.end(), _unescaped(found[0]))
         if stop < 0:
-            keep = len(text) - partial_suffix(text, quote)
+            keep = at if self._held else len(text) - partial_suffix(text, quote)
             return Read(keep, _escaped(text[at:keep]))
-        self._quote, self._empty = "", False
-        self._expect = "colon" if self._is_key else "comma"
+        ends = self._escapes and self._ends(text, stop + 1)
+        if self._escapes and not ends:
+            size = stop + (ends is False)
+            return Read(size, _escaped(text[at:size]))
+        self._quote, self._expect = "", "colon" if self._is_key else "comma"
+        if self._held:
+            return Read(stop + len(quote), as_json(text[at:stop], self._allowed | STRINGS))
         return Read(stop + len(quote), _escaped(text[at:stop]) + '"')
+
+    def _ends(self, text: str, at: int) -> bool | None:
+        """Whether the quote before `at` ends its string. None: that depends on what comes next."""
+        at = skip_blanks(text, at)
+        behind = text[at : at + 2]
+        if behind and self._is_key:
+            return behind[0] == ":"
+        if behind[:1] == ")" and len(self._stack) == 1 and self._equals:
+            return None if behind == ")" else behind[1] != ")"
+        return behind[0] in ",)]}" if behind else None
+
+
+def _number(word: str) -> str:
+    """JSON of a number of Python's; empty if it is none."""
+    try:
+        plain = json.dumps(ast.literal_eval(re.sub(r"^([-+]?)0+(?=\d)", r"\1", word)), allow_nan=False)
+    except (ValueError, TypeError, SyntaxError):
+        return ""
+    return word if NUMBER.fullmatch(word) else plain
 
 
 def _escaped(text: str) -> str:

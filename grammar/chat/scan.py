@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from asyncengine.grammar.chat.formats import NUMBER
+from asyncengine.grammar.chat.formats import NUMBER, ToolFormat
 
 BLANKS = " \t\r\n"
 MAX_NAME = 200
-STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+KEY = re.compile(r'[ \t\r\n]*"(\w+)"[ \t\r\n]*:[ \t\r\n]*')
+KEY_BEGIN = re.compile(r'[ \t\r\n]*(?:"\w{0,10}(?:"[ \t\r\n]*(?::[ \t\r\n]*)?)?)?')
 CALL_ID = re.compile(r"\[CALL_ID\]\w*")
 NAME_RUN = re.compile(r"[\w.:/-]+")
 DIGITS = re.compile(r"[0-9]+")
-TOKEN = re.compile(r"\{#\}|(?:(?!\{#\})\S)+")
-JSON_HEAD = (("{",), ('"name"',), (":",), ("",), (",",), ('"arguments"', '"parameters"'), (":",))
-"""Tokens before the arguments; the empty one is the name, as a JSON string."""
+TOKEN = re.compile(r"\{#\}|\]|<?(?:(?!\{#\})[^\s<\]])+|<")
+NAMES, ARGUMENTS, REMARKS = ("name", "function"), ("arguments", "parameters"), ("type", "id")
+"""Members of a call in JSON that may stand before its arguments, or behind them."""
 
 
 class Head(NamedTuple):
@@ -27,11 +30,10 @@ class Head(NamedTuple):
     """Known before the status is complete."""
     end: int = 0
     """The index at which the arguments begin."""
-    number: str = ""
-    """Behind the name, where the format has one."""
-
-
-WRONG = Head("wrong")
+    written: str = ""
+    """The call's id as the model wrote it, where the format has such."""
+    early: str = ""
+    """The arguments, as far as they are known, where they stood before the name."""
 
 
 def skip_blanks(text: str, at: int) -> int:
@@ -47,69 +49,85 @@ def may_begin(text: str, at: int, marker: str) -> bool:
 
 
 def json_head(text: str, at: int) -> Head:
-    """`{"name": "f", "arguments": `, up to the brace that begins the arguments."""
-    name = ""
-    for options in JSON_HEAD:
+    """`{"name": "f", "arguments": ` and its like, up to the arguments; or up to the end of the name, behind them."""
+    name, early, mark = "", "", "{"
+    while True:
         at = skip_blanks(text, at)
         if at == len(text):
             return Head("incomplete", name)
-        if options == ("",):
-            found = STRING.match(text, at)
-            if found is None:
-                unfinished = text[at] == '"' and len(text) - at <= MAX_NAME
-                return Head("incomplete") if unfinished else WRONG
-            name = _decoded(found[0])
-            if not name or len(found[0]) > MAX_NAME:
-                return WRONG
-            at = found.end()
+        if name and early:
+            return Head("complete", name, at, early=early)
+        key = KEY.match(text, at + 1)
+        if text[at] != mark or key is None or key.end() == len(text):
+            unfinished = text[at] == mark and KEY_BEGIN.fullmatch(text, at + 1)
+            return Head("incomplete" if unfinished else "wrong", name)
+        at, mark = key.end(), ","
+        if key[1] in ARGUMENTS and name:
+            return Head("complete" if text[at] in '{"' else "wrong", name, at)
+        if key[1] in ARGUMENTS and not early and text[at] == "{":
+            end = Balance().feed(text[at:])
+            if end is None:
+                return Head("incomplete", early=text[at:])
+            early, at = text[at : at + end], at + end
             continue
-        token = next((option for option in options if may_begin(text, at, option)), None)
-        if token is None:
-            return Head("wrong", name)
-        if not text.startswith(token, at):
+        found = STRING.match(text, at)
+        if found is None and text[at] == '"' and (len(text) - at <= MAX_NAME or key[1] in ARGUMENTS):
             return Head("incomplete", name)
-        at += len(token)
-    return _before_brace(text, at, name)
+        value = decoded(found[0]) if found is not None else ""
+        if key[1] in NAMES and not name and 0 < len(value) <= MAX_NAME:
+            name = value
+        elif key[1] in ARGUMENTS and not early and found is not None:
+            early = found[0]
+        elif key[1] not in REMARKS or not value or (key[1] == "type" and value != "function"):
+            return Head("wrong", name)
+        assert found is not None
+        at = found.end()
 
 
-def marked_head(text: str, at: int, marker: str) -> Head:
-    """`f[ARGS]`, perhaps with an id in between, up to the brace that begins the arguments."""
-    end = text.find(marker, at, at + MAX_NAME)
-    if end < 0:
-        return Head("incomplete") if len(text) - at < MAX_NAME and "{" not in text[at:] else WRONG
-    name = CALL_ID.sub("", text[at:end]).strip(BLANKS)
-    return _before_brace(text, end + len(marker), name) if name else WRONG
-
-
-def text_head(text: str, at: int, before: str, after: str, braced: bool) -> Head:
-    """A name between two texts of a format; `braced`: and the brace that begins the arguments."""
-    begin = follow(text, at, before)
+def text_head(text: str, at: int, form: ToolFormat, alone: str) -> Head:
+    """A name between two texts of a format, and the brace that begins the arguments where they are JSON. `alone`: the
+    only tool, whose name the number of a call may stand for; empty: there are others."""
+    begin = follow(text, at, form.name_open, form.loose)
     if begin is None or begin < 0:
-        return Head("incomplete") if begin is None else WRONG
+        return Head("incomplete" if begin is None else "wrong")
     begin = skip_blanks(text, begin)
     found = NAME_RUN.match(text, begin)
-    if found is None:
-        return Head("incomplete") if begin == len(text) else WRONG
-    if found.end() == len(text):
-        return Head("incomplete") if len(found[0]) <= MAX_NAME else WRONG
-    name, end, digits = found[0], found.end(), ""
+    name, end = (found[0], found.end()) if found is not None else ("", begin)
+    if end == len(text) or not name:
+        return Head("incomplete" if end == len(text) and len(name) <= MAX_NAME else "wrong")
+    after, written = form.name_close, ""
     if after.startswith(f":{NUMBER}"):
         name, _, digits = name.rpartition(":")
+        name = name or alone
         if not digits.isdecimal() or not name:
-            return WRONG
+            return Head("wrong")
         after = after.removeprefix(f":{NUMBER}")
-    stop = follow(text, end, after)
+        written = text[text.rfind(">", at, end) + 1 : end].strip()
+    if may_begin(text, end, "[CALL_ID]"):
+        call_id = CALL_ID.match(text, end)
+        if call_id is None or call_id.end() == len(text):
+            return Head("incomplete", name)
+        end = call_id.end()
+    stop = follow(text, end, after, form.loose)
     if stop is None:
-        return Head("incomplete", name, 0, digits)
+        return Head("incomplete", name, written=written)
     if stop < 0:
         return Head("wrong", name)
-    head = _before_brace(text, stop, name) if braced else Head("complete", name, stop)
-    return head._replace(number=digits)
+    head = _before_brace(text, stop, name) if form.members is None else Head("complete", name, stop)
+    return head._replace(written=written)
 
 
-def follow(text: str, at: int, wanted: str) -> int | None:
-    """The end of `wanted`, which is to stand at `at`, blanks aside; None if the text is too short to tell, -1 if it is
-    not there."""
+def follow(text: str, at: int, wanted: str, loose: Sequence[str] = ()) -> int | None:
+    """The end of `wanted`, which is to stand at `at`, blanks aside, perhaps without one of the parts in `loose`; None
+    if the text is too short to tell, -1 if it is not there."""
+    end = _follow(text, at, wanted)
+    for part in loose:
+        if end == -1 and part in wanted:
+            end = _follow(text, at, wanted.replace(part, "", 1))
+    return end
+
+
+def _follow(text: str, at: int, wanted: str) -> int | None:
     for token in TOKEN.findall(wanted):
         at = skip_blanks(text, at)
         if token == NUMBER:
@@ -126,6 +144,11 @@ def follow(text: str, at: int, wanted: str) -> int | None:
     return at
 
 
+def first_of(text: str, marks: Iterable[str]) -> int:
+    """The place of the first of `marks` in `text`; -1 if there is none."""
+    return min((at for mark in marks if mark and (at := text.find(mark)) >= 0), default=-1)
+
+
 def _before_brace(text: str, at: int, name: str) -> Head:
     at = skip_blanks(text, at)
     if at == len(text):
@@ -133,7 +156,8 @@ def _before_brace(text: str, at: int, name: str) -> Head:
     return Head("complete", name, at) if text[at] == "{" else Head("wrong", name)
 
 
-def _decoded(literal: str) -> str:
+def decoded(literal: str) -> str:
+    """The text of a JSON string; empty if it is none."""
     try:
         return str(json.loads(literal))
     except ValueError:
@@ -175,9 +199,9 @@ class Balance:
         return None
 
 
-def partial_suffix(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that `marker` could continue."""
-    for size in range(min(len(text), len(marker) - 1), 0, -1):
-        if marker.startswith(text[-size:]):
+def partial_suffix(text: str, *markers: str) -> int:
+    """Length of the longest end of `text` that one of `markers` could continue."""
+    for size in range(min(len(text), max(map(len, markers)) - 1), 0, -1):
+        if any(len(marker) > size and marker.startswith(text[-size:]) for marker in markers):
             return size
     return 0

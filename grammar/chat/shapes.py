@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 from asyncengine.errors import GrammarUnsupported
@@ -18,6 +19,9 @@ ANNOTATIONS = frozenset((
     "x-guidance",
 ))  # fmt: skip
 """Say nothing that could be enforced here."""
+TYPE_NAMES: Mapping[type, str] = {
+    str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", NoneType: "null",
+}  # fmt: skip
 MAX_OPTIONS = 256
 """Alternatives of one value."""
 
@@ -167,11 +171,4 @@ def as_schema(value: Any) -> Schema:
 
 def type_of(value: Any) -> str:
     """The JSON type of a value."""
-    if isinstance(value, bool):
-        return "boolean"
-    if value is None:
-        return "null"
-    for kind, name in ((str, "string"), (int, "integer"), (float, "number"), (list, "array")):
-        if isinstance(value, kind):
-            return name
-    return "object"
+    return TYPE_NAMES[type(value)]

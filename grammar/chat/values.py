@@ -80,20 +80,13 @@ class ValueRules:
 
     def _literals(self, *names: str) -> str:
         python = {"true": "True", "false": "False", "null": "None"}
-        both = [spelling for name in names for spelling in (name, python[name])]
-        return " | ".join(literal(name) for name in (both if self._members.values == "python" else names))
+        both = [spelling for name in names for spelling in (name, python.get(name, name))]
+        return " | ".join(literal(name) for name in dict.fromkeys(both if self._members.values == "python" else names))
 
     def _listed(self, values: list[Any]) -> str:
         if not all(type_of(value) in ("string", "integer", "number", "boolean", "null") for value in values):
             raise GrammarUnsupported("tools", [("enum", "")])
-        written = []
-        for value in values:
-            if isinstance(value, str):
-                written.append(self._quoted(value))
-            elif isinstance(value, bool) or value is None:
-                written.append(self._literals(json.dumps(value)))
-            else:
-                written.append(literal(json.dumps(value)))
+        written = (self._quoted(v) if isinstance(v, str) else self._literals(json.dumps(v)) for v in values)
         return " | ".join(written)
 
     def _quoted(self, text: str) -> str:
@@ -120,10 +113,13 @@ class ValueRules:
     def raw(self, option: Schema, close: str, beside: str = "") -> str:
         """A string as it is, up to and with `close`. `beside`: a pattern of texts that mean something else."""
         core = close.strip()
+        ends = self._members.ends if close == self._members.value_close else (core,)
         forbidden = [*([beside] if beside else []), *([f"{literal_pattern(CDATA[0])}(?s:.*)"] if self._cdata else [])]
         if "enum" in option:
             taken = [
-                text for text in option["enum"] if core not in text and not (beside and re.fullmatch(beside, text))
+                text
+                for text in option["enum"]
+                if not any(end in text for end in ends) and not (beside and re.fullmatch(beside, text))
             ]
             if not taken:
                 raise GrammarUnsupported("tools", [("enum", "")])
@@ -134,7 +130,7 @@ class ValueRules:
         for pattern in (option.get("pattern"), RAW_FORMATS.get(str(option.get("format")))):
             if isinstance(pattern, str):
                 parts.append(regex(portable(_anywhere(pattern))))
-        text = " & ".join([*parts, *(f"~/{pattern}/" for pattern in (_with(core), *forbidden))])
+        text = " & ".join([*parts, *(f"~/{pattern}/" for pattern in (*map(_with, ends), *forbidden))])
         if not self._cdata:
             return self.closed(text, close)
         begin, end = CDATA
@@ -196,9 +192,7 @@ class ValueRules:
     def _key(self, key: str) -> str:
         if self._members.values == "bare":
             return literal(checked_key(key) + self._members.key_close)
-        quoted = json.dumps(key, ensure_ascii=False)
-        single = "'" + quoted[1:-1].replace('\\"', '"').replace("'", "\\'") + "'"
-        return f"({literal(quoted)} | {literal(single)}) {self._colon}"
+        return f"({self._quoted(key)}) {self._colon}"
 
     @property
     def _colon(self) -> str:

@@ -85,16 +85,12 @@ def _name_and_arguments(call: Any) -> tuple[str, dict[str, Any]]:
 def written_calls(form: ToolFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """The calls (name, arguments) as the model would have written them."""
     begin = form.trigger + form.opening
-    bodies = [_numbered(_call(form, name, arguments), index) for index, (name, arguments) in enumerate(calls)]
+    bodies = [_call(form, name, arguments).replace(NUMBER, str(index)) for index, (name, arguments) in enumerate(calls)]
     if form.each:
         return form.separator.join(begin + body for body in bodies)
     if form.list_for_several and len(bodies) > 1:
         return f"[{form.separator.join(bodies)}]"
     return begin + form.separator.join(bodies) + form.closing
-
-
-def _numbered(text: str, index: int) -> str:
-    return text.replace(NUMBER, str(index))
 
 
 def _call(form: ToolFormat, name: str, arguments: Mapping[str, Any]) -> str:

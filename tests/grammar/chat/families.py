@@ -26,9 +26,11 @@ from .zoo import (
     NAME,
     OPEN,
     QWEN,
+    RAW,
     SEED,
     STEP,
     nl,
+    xml,
 )
 
 Turn = tuple[str, str, str]
@@ -121,6 +123,12 @@ GLM_LINES = each(GLM, "\n")
 GLM_TIGHT = each(GLM.replace("{{ '\\n' }}", ""))
 GEMMA_ITEMS = COMMAS.replace(", ", ",").replace("ITEM", "{{ k }}:{{ w(v) }}")
 PYTHONIC = each(EXPRESSION, ", ", "[", "]")
+PLAMO = ("<|plamo:begin_tool_requests:plamo|>", "<|plamo:end_tool_requests:plamo|>",
+         "<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>",
+         "<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>",
+         "<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>")  # fmt: skip
+SOLAR = xml(f"<|tool_call:start|>{NAME}\n", f"<|tool_arg:start|>{{{{ k }}}}<|tool_arg:value|>{RAW}<|tool_arg:end|>\n",
+            "<|tool_call:end|>")  # fmt: skip
 APERTUS = each("{{ '{\"' }}" + NAME + '": ' + ARGS + "{{ '}' }}", ", ", "<|tools_prefix|>[", "]<|tools_suffix|>")
 
 
@@ -189,7 +197,21 @@ FAMILIES = {
         "nemotron", ("<SPECIAL_11>User\n", "\n<SPECIAL_11>Assistant\n", "\n<SPECIAL_12>\n"),
         each(JSON_CALL, ", ", "<TOOLCALL>[", "]</TOOLCALL>"), ("<think>\n", "</think>\n\n"), "<think>\n",
     ),
+    "Granite 20B FC": Family("granite_20b_fc", CHATML, each(f"<function_call> {JSON_CALL}", "\n")),
+    "InternLM 2.5": Family("internlm2", CHATML, "", special=("<|action_start|>", "<|plugin|>", "<|action_end|>")),
+    "LongCat": Family("longcat", CHATML, each(f"<longcat_tool_call>\n{JSON_CALL}\n</longcat_tool_call>", "\n"), LINES),
+    "Pangu": Family("pangu", CHATML, each(JSON_CALL, ", ", "<|tool_call_start|>[", "]<|tool_call_end|>"),
+                    special=("<|tool_call_start|>", "<|tool_call_end|>")),
+    "HyperCLOVA X": Family(
+        "hyperclovax", ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant", "<|im_end|>\n"),
+        each(JSON_CALL, ", ", " -> tool/function_call\n[", "]"),
+    ),
+    "Hunyuan A13B": Family("json", CHATML, each(JSON_CALL, ", ", "<tool_calls>[", "]</tool_calls>"), TIGHT),
+    "Jamba": Family("json", CHATML, each(JSON_CALL, ",\n    ", "<tool_calls>[\n    ", "\n]</tool_calls>")),
+    "xLAM 2": Family("json", HEADERS, each(JSON_CALL, ", ", "[", "]")),
     # a name, and JSON for the arguments
+    "PLaMo 3": Family("plamo3", CHATML, each(
+        f"{PLAMO[2]}{NAME}{PLAMO[3]}{ARGS}{PLAMO[4]}", "", PLAMO[0], PLAMO[1])),
     "Command A": Family("command", COHERE, ACTION, THINKING, special=(*THINKING, "<|START_ACTION|>", "<|END_ACTION|>")),
     "Command R7B": Family("command", COHERE, ACTION, THINKING, "<|START_THINKING|><|END_THINKING|>"),
     "North Code": Family("command", COHERE, ACTION, THINKING, "<|START_THINKING|>"),
@@ -226,6 +248,7 @@ FAMILIES = {
         each(MINIMAX, "\n", "\n<minimax:tool_call>\n", "\n</minimax:tool_call>"), LINES, "<think>\n",
     ),
     "MiniCPM5": Family("minicpm5", CHATML, each(MINICPM, "\n"), LINES),
+    "Solar Open 2": Family("solar_open2", CHATML, each(SOLAR, "\n"), ("<|think:start|>", "<|think:end|>")),
     "Step 3": Family(
         "step3", ("<|BOT|>user\n", "<|EOT|><|BOT|>assistant\n", "<|EOT|>"),
         each(STEP, "\n", "<｜tool_calls_begin｜>\n", "\n<｜tool_calls_end｜>"),

@@ -84,15 +84,14 @@ def test_recognised_held_to_and_taken_apart(name: str) -> None:
     assert [(call.name, json.loads(call.arguments)) for call in parser.finished_calls()] == [("add", c) for c in calls]
     pieces = "".join(delta.arguments for part in parts for delta in part.tool_calls)
     assert pieces == "".join(call.arguments for call in parser.finished_calls())
-    if thought and form.head and not in_channels(family):
-        unclosed = right.replace(marks.end, "", 1) if marks is not None else right
-        assert oracle.refused_at(plan.grammar, ID.sub("", unclosed.lstrip())) is None
+    if thought and marks is not None and not in_channels(family):
+        unclosed = right.replace(marks.end, "", 1)  # a call that is only thought of
+        assert oracle.refused_at(plan.grammar, ID.sub("", unclosed.lstrip())) is not None
         for pieces_of_it in (list(unclosed), [unclosed]):
             parser = plan.make_parser()
             parts = [*map(parser.push, pieces_of_it), parser.finish()]
-            assert "".join(part.reasoning for part in parts).strip() == thought
             assert "".join(part.text for part in parts) == ""
-            assert [json.loads(call.arguments) for call in parser.finished_calls()] == calls
+            assert parser.finished_calls() == []
 
 
 def in_channels(family: Family) -> bool:

@@ -15,6 +15,7 @@ from asyncengine.errors import InvalidParameter
 from asyncengine.grammar.chat import TOOL_FORMATS, ChatPlan, ChatPlanner
 from asyncengine.text.tokenizer import TextTokenizer
 
+from .families import FAMILIES
 from .models import TURNS, Oracle, tokenizer
 from .zoo import CASES, DROPS, KIMI, SIGNS, Case
 
@@ -113,7 +114,8 @@ def test_every_format_can_be_told_by_name() -> None:
         assert EngineConfig(tool_format=family).tool_format == family
     with pytest.raises(InvalidParameter):
         EngineConfig(tool_format="gpt")
-    assert {name.split()[0] for name in CASES} | {"hermes", "llama3", "mistral", "json", "granite", "harmony"} == known
+    found = {name.split()[0] for name in CASES} | {family.form for family in FAMILIES.values()}
+    assert found | {"jamba", "hunyuan_a13b", "xlam"} == known  # which are read off their templates as "json"
 
 
 @pytest.mark.parametrize("family", SIGNS)

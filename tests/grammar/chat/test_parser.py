@@ -109,7 +109,7 @@ ONE, TWO = ("add", ARGS), ("add_address", "{}")
         (LLAMA, '{"name": "add", "parameters": {"a": 1}}', "", [("add", '{"a": 1}')]),
         (LLAMA, '\n{"name": "add", "parameters": {}}; {"name": "add", "parameters": {}}', "", [("add", "{}")] * 2),
         (LLAMA, '<|python_tag|>{"name": "add", "parameters": {}}', "", [("add", "{}")]),
-        (LLAMA, 'see {"name": "add", "parameters": {}}', 'see {"name": "add", "parameters": {}}', []),
+        (LLAMA, 'see {"name": "add", "parameters": {}}', "see", [("add", "{}")]),
         (LLAMA, '{"name": "Ada", "parameters": {}}', '{"name": "Ada", "parameters": {}}', []),
         (LLAMA, '{"name": "add", "age": 3}', '{"name": "add", "age": 3}', []),
         (LLAMA, ' {"title": 1}', ' {"title": 1}', []),

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import random
 import shutil
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
+from support.long import TIMES
+from support.worded_model import make_worded_model
 from transformers import pipeline
 
 from asyncengine import DEMO_MODEL, AsyncEngine, Engine, InvalidParameter, QueueFull, SamplingParams, UnsupportedModel
+from asyncengine.engine import prefix_store
+from asyncengine.engine.decisions import DecisionCall
 from asyncengine.testing.leaks import assert_nothing_held
 
 QUESTIONS: dict[str, Any] = {
@@ -34,22 +42,42 @@ async def engine() -> AsyncIterator[AsyncEngine]:
         yield engine
 
 
-async def test_equals_the_pipeline_of_transformers(engine: AsyncEngine) -> None:
-    oracle = pipeline("decision", model=str(DEMO_MODEL), dtype="float32")
-    for state in STATES:
-        wanted = oracle({"state": state, "questions": QUESTIONS})
-        made = await engine.decide(state, QUESTIONS)
-        assert list(made.answers) == list(QUESTIONS)
-        for name, answer in made.answers.items():
-            assert answer.details.keys() == wanted[name].keys()
-            for key, value in wanted[name].items():
-                if isinstance(value, float):
-                    assert answer.details[key] == pytest.approx(value, abs=1e-4), (name, key)
-            assert answer.probabilities == pytest.approx(
-                wanted[name].get("probabilities", answer.probabilities), abs=1e-4
-            )
-            assert sum(answer.probabilities.values()) == pytest.approx(1)
-            assert 0 <= answer.confidence <= 1
+async def compare_with_the_pipeline(folder: Path) -> None:
+    """Each number of each answer, to 1e-4."""
+    oracle = pipeline("decision", model=str(folder), dtype="float32")
+    async with await AsyncEngine.from_pretrained(folder, dtype="float32", kv_cache_memory="8MB") as engine:
+        for state in STATES:
+            wanted = oracle({"state": state, "questions": QUESTIONS})
+            made = await engine.decide(state, QUESTIONS)
+            assert list(made.answers) == list(QUESTIONS)
+            for name, answer in made.answers.items():
+                assert answer.details.keys() == wanted[name].keys()
+                for key, value in wanted[name].items():
+                    if isinstance(value, float):
+                        assert answer.details[key] == pytest.approx(value, abs=1e-4), (name, key)
+                assert answer.probabilities == pytest.approx(
+                    wanted[name].get("probabilities", answer.probabilities), abs=1e-4
+                )
+                assert sum(answer.probabilities.values()) == pytest.approx(1)
+                assert 0 <= answer.confidence <= 1
+
+
+async def test_equals_the_pipeline_of_transformers() -> None:
+    await compare_with_the_pipeline(DEMO_MODEL)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        (transformers.LlamaConfig, {}),
+        (transformers.Qwen3Config, {}),
+        (transformers.Gemma3TextConfig, {"sliding_window": 32, "query_pre_attn_scalar": 12}),
+    ],
+)  # fmt: skip
+async def test_random_models_of_three_families_equal_it(kind: Any, more: dict[str, Any], tmp_path: Path) -> None:
+    make_worded_model(tmp_path, kind=kind, **more)
+    shutil.copy(DEMO_MODEL / "chat_template.jinja", tmp_path)
+    await compare_with_the_pipeline(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +177,70 @@ async def test_who_leaves_takes_all_questions_along(engine: AsyncEngine) -> None
     assert all(each.answers == known for each in made[:12] if not isinstance(each, BaseException))
     await engine.generate("x", SamplingParams(max_tokens=1))
     assert_nothing_held(engine.core)
+
+
+async def test_the_same_to_the_bit_from_a_disk_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_store, "WORTH", 1e9)  # so small a model computes faster than any disk reads
+    monkeypatch.setattr(prefix_store, "LEAST_PATIENCE", 100.0)
+    state = {"mails": [STATES[0]] * 8}
+
+    async def decide(**settings: Any) -> tuple[Any, int]:
+        start = AsyncEngine.from_pretrained(DEMO_MODEL, dtype="float32", kv_cache_memory="8MB", **settings)
+        async with await start as engine:
+            made = await engine.decide(state, QUESTIONS)
+            return made.answers, engine.stats().restored_tokens
+
+    expected = await decide()
+    assert expected[1] == 0
+    assert await decide(kv_cache_dir=tmp_path) == expected
+    answers, restored = await decide(kv_cache_dir=tmp_path)
+    assert answers == expected[0]
+    assert restored > 100
+
+
+async def test_decisions_and_chats_of_which_half_leave_hold_nothing() -> None:
+    """`ASYNCENGINE_LONG=17`: a thousand of them."""
+    rng = random.Random(62)
+    start = AsyncEngine.from_pretrained(
+        DEMO_MODEL, dtype="float32", kv_cache_memory="1MB", max_num_seqs=12, max_num_batched_tokens=64, num_threads=1
+    )
+    params = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
+    states = [f"{STATES[0]} {number}" for number in range(5)]
+    async with await start as engine:
+
+        def ask(number: int) -> Any:
+            state = states[number % len(states)]
+            return (
+                engine.decide(state, QUESTIONS)
+                if number % 2
+                else engine.chat([{"role": "user", "content": state}], params)
+            )
+
+        def told(outcome: Any) -> Any:
+            return outcome.answers if hasattr(outcome, "answers") else outcome.token_ids
+
+        alone = [told(await ask(number)) for number in range(2 * len(states))]
+
+        async def visit(number: int) -> bool:
+            """Whether it stayed to the end."""
+            await asyncio.sleep(rng.random() * 0.02 * TIMES)
+            task, leaves = asyncio.ensure_future(ask(number)), rng.random() < 0.6
+            if leaves:
+                await asyncio.sleep(rng.random() ** 2 * 0.4)
+                task.cancel()
+            (outcome,) = await asyncio.gather(task, return_exceptions=True)
+            if isinstance(outcome, asyncio.CancelledError):
+                return False
+            assert told(outcome) == alone[number % len(alone)]
+            return True
+
+        stayed = Counter(await asyncio.gather(*(visit(number) for number in range(60 * TIMES))))
+        assert engine.stats().preemptions > 0
+        assert min(stayed.values()) > 15 * TIMES
+        await engine.generate("x", SamplingParams(max_tokens=1))
+        assert_nothing_held(engine.core)
+        gc.collect()
+        assert not [each for each in gc.get_objects() if isinstance(each, DecisionCall)]
 
 
 def test_a_plain_thread_decides() -> None:

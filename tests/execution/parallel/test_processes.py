@@ -33,23 +33,29 @@ pytestmark = pytest.mark.skipif(shared_gather.missing() is not None, reason=str(
 KILLS = TIMES
 BUSY = 30.0
 """Seconds that a busy machine may take to tell of an end, which comes within one."""
+TOPICS = {"trains": "a train", "weather": None, "books": None}
 BOTH = pytest.mark.parametrize("setting", ["tensor_parallel", "pipeline_parallel"])
 
 
 async def scores(engine: AsyncEngine) -> list[Any]:
-    """Tokens and log-probabilities of requests of many kinds at once."""
+    """Tokens and log-probabilities of requests of many kinds at once, and a decision's answers."""
     greedy = SamplingParams(max_tokens=24, temperature=0, top_logprobs=3, ignore_eos=True)
     drawn = SamplingParams(max_tokens=24, n=2, temperature=0.9, top_p=0.9, seed=7, logprobs=True, prompt_logprobs=True)
     date = SamplingParams(max_tokens=40, temperature=0, logprobs=True, grammar=Grammar.regex("[0-9]{4}-[0-9]{2}"))
     again = list(range(40, 70)) * 3  # which is guessed on
-    made = await asyncio.gather(
+    questions = {
+        "late": {"type": "noul", "instructions": "Is it late?"},
+        "topic": {"type": "choice", "criteria": TOPICS},
+    }
+    decision, *made = await asyncio.gather(
+        engine.decide("The train left at noon.", questions),
         engine.generate(again, greedy),
         engine.generate("Once upon a time", drawn),
         engine.generate("The date is ", date),
         engine.generate("Tell me a story", greedy, adapter="pirate"),
         engine.generate([*again[:50], 5], greedy),
     )
-    return [[(sample.token_ids, sample.logprobs) for sample in each.samples] for each in made]
+    return [decision.answers, *([(sample.token_ids, sample.logprobs) for sample in each.samples] for each in made)]
 
 
 @BOTH

@@ -3,6 +3,7 @@ the file holds."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 import textwrap
@@ -14,7 +15,7 @@ import pytest
 import torch
 from support.real_models import paragraphs
 
-from asyncengine import Engine, SamplingParams
+from asyncengine import AsyncEngine, Engine, SamplingParams
 from benchmarks.divergence import Divergence, compare, here, reference, write_float32
 
 LENGTH = 1024
@@ -118,6 +119,37 @@ def test_float32_means_the_numbers_of_the_file(
     for each, one, wanted in zip(ids, found, logits, strict=True):
         expected = -wanted[:-1].log_softmax(-1).gather(1, torch.tensor(each[1:])[:, None])[:, 0]
         assert (torch.tensor(one) - expected).abs().max() < 1e-4
+
+
+async def test_decisions_are_those_of_the_pipeline_and_repeat(plain: Path) -> None:
+    """To 1e-4, of long states and short ones; and to the bit, whatever else is asked at the time and was before."""
+    from transformers import pipeline
+
+    questions: dict[str, Any] = {
+        "code": {"type": "noul", "instructions": "Is this text about program code?"},
+        "topic": {
+            "type": "choice", "instructions": "What is this text about?",
+            "criteria": {"classes": "classes and methods", "numbers": None, "errors": "exceptions", "else": None},
+        },
+        "hard": {"type": "score", "instructions": "How hard is it to read?", "criteria": ["Easy", "Hard", "Very hard"]},
+    }  # fmt: skip
+    states = ["\n\n".join(paragraphs()[start : start + size]) for start, size in ((0, 1), (20, 2), (40, 9), (90, 14))]
+    async with await AsyncEngine.from_pretrained(plain, dtype="float32", kv_cache_memory="200MiB") as engine:
+        alone = [await engine.decide(state, questions) for state in states]
+        chats = [asyncio.ensure_future(engine.chat([{"role": "user", "content": state}], GREEDY)) for state in states]
+        turned = dict(reversed(questions.items()))
+        beside = await asyncio.gather(*(engine.decide(state, turned) for state in states))
+        await asyncio.gather(*chats)
+    assert [each.answers for each in beside] == [each.answers for each in alone]
+    oracle = pipeline("decision", model=str(plain), dtype="float32")
+    worst = 0.0
+    for state, decision in zip(states, alone, strict=True):
+        for name, wanted in oracle({"state": state, "questions": questions}).items():
+            answer, options = decision[name], wanted.get("probabilities", {})
+            pairs = [(answer.details[key], value) for key, value in wanted.items() if isinstance(value, float)]
+            pairs += [(answer.probabilities[option], value) for option, value in options.items()]
+            worst = max(worst, *(abs(one - other) for one, other in pairs))
+    assert worst < 1e-4
 
 
 SUBJECTS = (

@@ -29,14 +29,12 @@ from asyncengine.grammar.backend import JointFill, Mask
 from asyncengine.grammar.closing.closing import AHEAD, Closing, Counted, length, unrolled
 from asyncengine.grammar.closing.endless import may_be_endless
 from asyncengine.grammar.closing.prices import Prices, Speller
-from asyncengine.grammar.closing.search import Effort, completion, shortest
 from asyncengine.grammar.closing.spelling import UNREACHABLE
-from asyncengine.grammar.closing.tracker import LEAF_EFFORT
 from asyncengine.grammar.lower import Written, with_rules
 from asyncengine.grammar.regexes import unsupported_feature
 from asyncengine.grammar.schema.rules import Checkpoint, proceed
 from asyncengine.grammar.schemas import schemas_of, subschemas
-from asyncengine.grammar.shapes.nodes import Opaque, Shape, Unmodelled
+from asyncengine.grammar.shapes.nodes import Shape, Unmodelled
 from asyncengine.grammar.shapes.schemas import shape_of
 from asyncengine.grammar.shared_masks import SharedMasks
 from asyncengine.grammar.spec import Grammar
@@ -112,22 +110,18 @@ def _suspect(pattern: str, message: str) -> bool:
 
 LONGEST = 400_000
 """Tokens of the longest first way: more than any text that the limits on grammars allow."""
-EFFORT = 300_000
-"""Effort of the search for a way through a grammar that only the library knows, a fifth of a second."""
 TEMPLATE_BYTES = 600_000
 """Memory of a compiled grammar after use, measured over 285 schemas at 150,000 tokens; llguidance does not say."""
 CHECKED = 8
 """Parts of the cheapest output that are spelled and shown to the library when a grammar is compiled."""
 MASKED = 16
 """Bytes of it whose masks are made, for a limit of the library that they would hit: what they warm is of use later."""
-MAX_LEAVES = 64
 REACH = 64
 """Tokens left, beside those of the shortest output, from which on a sampled one may be refused for another."""
 MASK_BYTES = 16 * 2**20
 """Memory for masks that outputs share: 880 of 150,000 tokens."""
 _UNFORCED = '\n%llguidance {"no_forcing": true}\n'
 """Behind a grammar: the library does not look for text that has to come. The last one counts."""
-_TOKEN_ID = re.compile(r"<\[(\d+)\]>")
 
 
 class LlguidanceBackend:
@@ -136,7 +130,6 @@ class LlguidanceBackend:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self.speller = Speller(vocabulary)
-        self._leaves: dict[str, Any] = {}
         self._executor: Any = None
         self.masks = SharedMasks(MASK_BYTES)
 
@@ -169,23 +162,6 @@ class LlguidanceBackend:
         self._executor.unsafe_compute_mask_ptr(jobs, masks.ctypes.data, masks.strides[0], len(masks))
         return {place for place, state in states.items() if not state.matcher.is_error()}
 
-    def leaf(self, opaque: Opaque) -> Any:
-        """A matcher of what only the library knows, by itself, over bytes. A millisecond at its first use."""
-        leaf = self._leaves.get(opaque.text)
-        if leaf is None:
-            if len(self._leaves) >= MAX_LEAVES:
-                self._leaves.clear()
-            rule = opaque.text if opaque.text.startswith("%") else f"TEXT\nTEXT: {opaque.text}"
-            lark = llguidance.LLMatcher.grammar_from_lark(f"start: {rule}{_UNFORCED}")
-            leaf = self.matcher(Grammar("lark", lark), lark, self.vocabulary.byte_tokenizer)
-            self._leaves[opaque.text] = leaf
-        return leaf
-
-    def sample(self, opaque: Opaque) -> Sequence[int] | None:
-        """A short text of what only the library knows; None if none was found."""
-        known = [opaque.sample] if opaque.sample else []
-        return completion(self.leaf(opaque).deep_copy(), self.vocabulary.end, known, Effort(LEAF_EFFORT))
-
     def close(self) -> None:
         """End the threads. Idempotent."""
         self._executor = None
@@ -200,25 +176,17 @@ class LlgTemplate:
         self.text, schemas = with_rules(grammar, checkpoint)
         self._matcher = backend.matcher(grammar, self.text, backend.vocabulary.ll_tokenizer)
         self.masks = backend.masks
-        self._bytes: Any = None
         self._spoiled = False
-        self._searched: Counted | None = None
         checkpoint()
         shape = self._shape(schemas)
         checkpoint()
         if grammar.kind == "lark" and (shape is None or may_be_endless(shape)):
             self.text += _UNFORCED
             self._matcher = self.fresh_matcher()
-        self._counted = self._count(shape) or self.searched()
-        self.min_tokens = length(self._counted.way())
+        self._counted = None if shape is None else self._count(shape)
+        """None where its outputs cannot be followed: those are not steered to an end."""
+        self.min_tokens = 0 if self._counted is None else length(self._counted.way())
         self.reach = self.min_tokens + REACH
-
-    def own_bytes(self) -> Any:
-        """A matcher over bytes, at the beginning, that shares nothing with any other."""
-        vocabulary = self.backend.vocabulary
-        return self.backend.matcher(
-            self.grammar, _in_bytes(self.text, vocabulary) + _UNFORCED, vocabulary.byte_tokenizer
-        )
 
     def spoil(self) -> None:
         """A limit of the library was hit by what shares a lexer with this: it makes no further states."""
@@ -234,18 +202,16 @@ class LlgTemplate:
             return shape_of(self.grammar, schemas, self.backend.vocabulary)
         return None
 
-    def _count(self, shape: Shape | None) -> Counted | None:
-        """The grammar's costs; None where they are unknown, or the library does not agree with the cheapest way."""
+    def _count(self, shape: Shape) -> Counted | None:
+        """The grammar's costs; None where they are unknown, or the library does not agree with the cheapest way.
+        Raises `GrammarImpossible` where there is none."""
         vocabulary = self.backend.vocabulary
-        if shape is None:
-            return None
         try:
-            prices = Prices(shape, self.backend.speller, self.backend.sample)
-            counted = Counted(shape, prices, self.backend.leaf, self.grammar.kind == "lark")
+            counted = Counted(shape, Prices(shape, self.backend.speller), self.grammar.kind == "lark")
         except Unmodelled:
             return None
         if counted.cost >= UNREACHABLE:
-            return None
+            raise GrammarImpossible("grammar", f"{_ADVICE['impossible']} (its outputs have no end)")
         if counted.cost > LONGEST:
             raise GrammarTooLarge("grammar", f"its shortest output must not exceed {LONGEST} tokens", counted.cost)
         ahead = list(itertools.islice(unrolled(itertools.islice(counted.way(), CHECKED)), CHECKED * AHEAD))
@@ -263,26 +229,10 @@ class LlgTemplate:
             raise self.broken(probe)
         return counted if agreed else None
 
-    def searched(self) -> Counted:
-        """The grammar as something that only the library knows, with a way found by a search. Raises
-        `GrammarImpossible` or `GrammarTooLarge` if there is none."""
-        if self._searched is None:
-            effort, matcher = Effort(EFFORT), self.new_bytes()
-            way = shortest(matcher, self.backend.vocabulary.end, effort)
-            if matcher.is_error():
-                self._bytes = None
-                raise self.broken(matcher)
-            if way is None:
-                limit = f"no complete output was found within {EFFORT} steps of the search"
-                raise (GrammarImpossible if effort.left > 0 else GrammarTooLarge)("grammar", limit)
-            shape = Opaque("")
-            prices = Prices(shape, self.backend.speller, lambda _: way)
-            self._searched = Counted(shape, prices, lambda _: self.new_bytes())
-        return self._searched
-
     @property
     def nbytes(self) -> int:
-        return TEMPLATE_BYTES + 4 * len(self.text) + self._counted.prices.nbytes
+        shapes = 0 if self._counted is None else self._counted.prices.nbytes
+        return TEMPLATE_BYTES + 4 * len(self.text) + shapes
 
     def new_state(self) -> LlgState:
         copy = self._matcher.deep_copy()
@@ -290,21 +240,14 @@ class LlgTemplate:
             raise GrammarError("grammar", "its compiled form is broken")
         return LlgState(self, copy)
 
-    def new_closing(self) -> Closing:
-        return Closing(self, self._counted, self.backend.vocabulary)
+    def new_closing(self) -> Closing | None:
+        return None if self._counted is None else Closing(self, self._counted, self.backend.vocabulary)
 
     def new_matcher(self) -> Any:
         """A matcher at the beginning. Others share its lexer, unless one of them has broken it: an output that goes on
         must not end because of another's."""
         copy = self._matcher.deep_copy()
         return self.fresh_matcher() if self._spoiled or copy.is_error() else copy
-
-    def new_bytes(self) -> Any:
-        """The same over bytes."""
-        if self._bytes is None:
-            self._bytes = self.own_bytes()
-        copy = self._bytes.deep_copy()
-        return self.own_bytes() if self._spoiled or copy.is_error() else copy
 
     def fresh_matcher(self) -> Any:
         """A matcher that shares its lexer with nobody."""
@@ -411,13 +354,3 @@ class LlgState:
     def _raise_if_broken(self) -> None:
         if self.matcher.is_error():
             raise self.template.broken(self.matcher)
-
-
-def _in_bytes(text: str, vocabulary: Vocabulary) -> str:
-    """The same grammar over the byte vocabulary: references to special tokens by number change their number."""
-
-    def renumber(match: re.Match[str]) -> str:
-        token = int(match[1])
-        return f"<[{vocabulary.symbols(token)[0]}]>" if token in vocabulary.special_ids else match[0]
-
-    return _TOKEN_ID.sub(renumber, text)

@@ -173,7 +173,6 @@ class Vocabulary:
     def warm_up(self) -> None:
         """Build now what would be built at first use."""
         self.ll_tokenizer  # noqa: B018
-        self.byte_tokenizer  # noqa: B018
         self.filler  # noqa: B018
         self.longest  # noqa: B018
         self.lengths  # noqa: B018

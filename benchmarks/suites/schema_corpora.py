@@ -127,7 +127,7 @@ class Runner:
         grammar = Grammar.json_schema(schema, key_order=self._key_order)  # type: ignore[arg-type]
         check_limits(grammar)
         template = self.backend.compile(grammar)
-        return template, template.own_bytes()
+        return template, self.backend.matcher(grammar, template.text, self.backend.vocabulary.byte_tokenizer)
 
     def _walk(self, made: Any, text: str) -> None:
         """Measure masks and steps along a text; a step of ours includes the way to the end."""

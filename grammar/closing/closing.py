@@ -2,24 +2,23 @@
 
 `Closing` follows the output through the grammar's shape (`tracker`), which knows after each byte what the rest costs at
 most, however long it is: a token is taken if that still fits. Tokens to steer by are made one at a time, and what comes
-next of them is checked by the library. Where the library says otherwise, it is followed in place of the shape, and ways
-are looked for with it.
+next of them is checked by the library. An output that the shape does not follow, or of whose ways the library takes
+none, is not steered any more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.errors import GrammarError
 from asyncengine.grammar.closing.prices import Prices, Segment
-from asyncengine.grammar.closing.search import Effort
 from asyncengine.grammar.closing.spelling import UNREACHABLE
-from asyncengine.grammar.closing.tracker import MAX_STEPS, Frame, Frames, Lost, Position, Tracker
+from asyncengine.grammar.closing.tracker import MAX_STEPS, Effort, Frames, Lost, Position, Tracker
 from asyncengine.grammar.shapes.automata import Words
-from asyncengine.grammar.shapes.nodes import Literal, Opaque, Shape
+from asyncengine.grammar.shapes.nodes import Literal, Shape
 from asyncengine.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -41,17 +40,16 @@ ACCOUNT, REFILL = 200_000, 100
 
 
 def _is_fixed(frames: Frames) -> bool:
-    nearest = min(frames, key=lambda frame: frame.rest)
-    return isinstance(nearest, Frame) and isinstance(nearest.shape, (Literal, Words))
+    return isinstance(min(frames, key=lambda frame: frame.rest).shape, (Literal, Words))
 
 
 class Counted:
     """The common part of all outputs of one grammar: its shape and the prices in it."""
 
-    def __init__(self, shape: Shape, prices: Prices, leaf: Callable[[Opaque], Any], lexed: bool = False) -> None:
+    def __init__(self, shape: Shape, prices: Prices, lexed: bool = False) -> None:
         """`lexed`: as for a `Tracker`."""
         self.prices = prices
-        self.tracker = Tracker(shape, prices, leaf, lexed)
+        self.tracker = Tracker(shape, prices, lexed)
         self.cost = self.tracker.cost(self.tracker.begin)
         """Tokens of the cheapest output, as the sum of its parts."""
 
@@ -71,9 +69,8 @@ def unrolled(way: Iterable[Segment]) -> Iterator[int]:
 class Closing:
     """The nearest complete output known from where one output stands. It moves along with one request's output.
 
-    Invariant: `cost` tokens, beginning with `first()`, lead to a complete output. Where none is known, `cost` is beyond
-    all budgets and `first()` raises `GrammarError`: a token is not forbidden for that while the budget is far from
-    spent.
+    Invariant: `cost` tokens, beginning with `first()`, lead to a complete output, unless it is `lost`: then every token
+    is taken.
     """
 
     def __init__(self, source: LlgTemplate, counted: Counted, vocabulary: Vocabulary) -> None:
@@ -81,11 +78,9 @@ class Closing:
         self._vocabulary = vocabulary
         self._tracker = counted.tracker
         self._frames = counted.tracker.begin
-        """Empty where nothing is known of it."""
+        """Empty where nothing is known of the output any more."""
         self._effort = Effort(ACCOUNT)
         self._said: list[int] = []
-        self.alone = False
-        """The library is followed in place of the shape, or cannot be."""
         self._matcher: Any = None
         """Behind the first `_checked` tokens that were said; None: not needed so far."""
         self._checked = 0
@@ -99,22 +94,23 @@ class Closing:
 
     @property
     def position(self) -> Position | None:
-        """All readings of the output: two that have the same may go on alike. None where that is not known: in what
-        only the library knows."""
-        numbers = tuple([frame.number for frame in self._frames if isinstance(frame, Frame)])
-        return numbers if numbers and len(numbers) == len(self._frames) else None
+        """All readings of the output: two that have the same may go on alike. None where that is not known."""
+        return tuple([frame.number for frame in self._frames]) or None
+
+    @property
+    def lost(self) -> bool:
+        """The output cannot be followed: nothing is known of its ends any more."""
+        return not self._frames
 
     @property
     def cost(self) -> int:
         """Tokens to a complete output, end-of-sequence not counted; 0 where the output may end here."""
-        return self._left if self._plan is not None else self._tracker.nearest(self._frames)[0]
+        return self._left if self._plan is not None else self._nearest(self._frames)
 
     def first(self) -> int:
         """The next token on the way; an end-of-sequence id where `cost` is 0."""
         if not self._planned():
-            self._follow_library()
-            if not self._planned():
-                raise GrammarError("grammar", "no way to a complete output was found in time")
+            raise GrammarError("grammar", "no way to a complete output is known")
         return self._vocabulary.eos_ids[0] if self._next is None else self._next
 
     def is_meant(self, token: int, other: int) -> bool:
@@ -144,7 +140,7 @@ class Closing:
         """Whether `token`, of which it is not asked whether it fits, leaves room to say what it begins, and does not
         begin a word where none has room; `closes`: and brings the end nearer, if that is not here. True where it is not
         known."""
-        if self.alone or token in self._vocabulary.eos_ids:
+        if self.lost or token in self._vocabulary.eos_ids:
             return True
         symbols, here, room = self._vocabulary.symbols(token), self._frames, 0
         first = before = self._tracker.cost(here)
@@ -171,21 +167,16 @@ class Closing:
         `at_most` is far from 0. Else False, unmoved."""
         if token in self._vocabulary.eos_ids:
             return not self._frames or self._tracker.cost(self._frames) == 0
-        frames = self._step(token)
-        if frames is None and not self.alone:
-            self._follow_library()
-            frames = self._step(token)
-        frames = frames or ()
+        frames = self._step(token) or ()
         if self._plan is not None and token == self._next and self._left - 1 <= at_most:
             self._next = next(self._plan, None)
             self._left -= 1
         elif self._fits(frames, at_most):
             self._plan = None
-        elif self._planned() or self.alone:
+        elif self._planned():
             return False
         else:
-            self._follow_library()
-            return self.advance(token, at_most)
+            frames = ()
         self._frames = frames
         self._said.append(token)
         return True
@@ -203,30 +194,31 @@ class Closing:
             self._effort.regain(effort)
 
     def _fits(self, frames: Frames, at_most: int) -> bool:
-        """A way of at most `at_most` tokens leads on from there; or none was found so far, and the end is far
-        or there is nothing else to do."""
+        """A way of at most `at_most` tokens leads on from there; or none is known, and the end is far."""
         cost = self._tracker.cost(frames)
         if cost <= at_most:
             return True
         if cost >= UNREACHABLE:
-            return at_most >= FAR or (self.alone and self.cost >= UNREACHABLE)
-        return cost <= CLOSE * at_most and self._tracker.nearest(frames)[0] <= at_most
+            return at_most >= FAR
+        return cost <= CLOSE * at_most and self._nearest(frames) <= at_most
+
+    def _nearest(self, frames: Frames) -> int:
+        """Tokens of the nearest complete output."""
+        return next((cost for cost, _ in self._tracker.nearest(frames)), UNREACHABLE)
 
     def _planned(self) -> bool:
-        """See that there are tokens to steer by. False: the library does not agree with them."""
+        """See that there are tokens to steer by. False: there are none, or the library does not agree with any."""
         if self._plan is not None:
             return True
-        cost, frame = self._tracker.nearest(self._frames)
-        if cost >= UNREACHABLE:
-            return False
-        tokens = unrolled(self._tracker.segments(frame))
-        ahead = list(itertools.islice(tokens, AHEAD))
-        if not self._agreed(ahead):
-            return False
-        self._left = cost
-        self._plan = itertools.chain(ahead, tokens)
-        self._next = next(self._plan, None)
-        return True
+        for cost, frame in self._tracker.nearest(self._frames):
+            tokens = unrolled(self._tracker.segments(frame)) if cost < UNREACHABLE else iter(())
+            ahead = list(itertools.islice(tokens, AHEAD))
+            if cost < UNREACHABLE and self._agreed(ahead):
+                self._left = cost
+                self._plan = itertools.chain(ahead, tokens)
+                self._next = next(self._plan, None)
+                return True
+        return False
 
     def _agreed(self, ahead: list[int]) -> bool:
         if self._trusted:
@@ -244,15 +236,3 @@ class Closing:
                 self._trusted = True
                 return True
         return bool(agreed)
-
-    def _follow_library(self) -> None:
-        """The shape does not say what the library does: from now on search with the library, if that can follow."""
-        if self.alone:
-            return
-        self.alone, self._plan, self._frames = True, None, ()
-        matcher = self._source.new_bytes()
-        symbols = [symbol for token in self._said for symbol in self._vocabulary.symbols(token)]
-        with contextlib.suppress(GrammarError):
-            tracker = self._source.searched().tracker
-            if matcher.try_consume_tokens(symbols) == len(symbols):
-                self._tracker, self._frames = tracker, tracker.inside(matcher)

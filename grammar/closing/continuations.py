@@ -12,7 +12,6 @@ from asyncengine.grammar.shapes.nodes import (
     Lexeme,
     Literal,
     Mark,
-    Opaque,
     Shape,
     Times,
     Unmodelled,
@@ -41,7 +40,7 @@ class Continuations:
             steps: list[tuple[Shape | None, FramePath]] = []
             if isinstance(item, Literal):
                 self.texts.setdefault(item.data[0], []).append((item, path))
-            elif isinstance(item, (Letters, Mark, Opaque, Words)):
+            elif isinstance(item, (Letters, Mark, Words)):
                 self.others.append((item, path))
                 if isinstance(item, Words) and b"" in item.words[:1]:
                     steps = [(None, path)]

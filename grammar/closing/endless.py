@@ -15,7 +15,6 @@ from asyncengine.grammar.shapes.nodes import (
     Letters,
     Lexeme,
     Literal,
-    Opaque,
     Shape,
     Times,
     Unmodelled,
@@ -58,8 +57,6 @@ def _last(shape: Shape) -> Iterator[Shape]:
 
 
 def _goes_on(shape: Shape) -> bool:
-    if isinstance(shape, Opaque):
-        return not shape.text.startswith("%json")  # a string has its quote, a number ten digits
     if isinstance(shape, Product):
         return _states_go_on(shape)
     return isinstance(shape, Times) and shape.most is None and _single(shape.body)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from asyncengine.grammar.closing.spelling import UNREACHABLE, Spelling
@@ -26,7 +26,6 @@ from asyncengine.grammar.shapes.nodes import (
     Lexeme,
     Literal,
     Mark,
-    Opaque,
     Shape,
     Times,
     Unordered,
@@ -41,8 +40,8 @@ ROUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 MAX_UNITS, MAX_PAIRED = 16, 4
 """Alternatives of a body that are tried as units, and of those in pairs."""
 MAX_SHAPES = 100_000
-SHAPE_BYTES, LEAF_BYTES = 300, 150_000
-"""Memory of a shape, and of what the library needs to follow what it alone knows."""
+SHAPE_BYTES = 300
+"""Memory of a shape."""
 MAX_KEPT = 4096
 """Texts whose tokens are kept."""
 
@@ -154,16 +153,14 @@ class Speller:
 class Prices:
     """The prices of all shapes in one grammar, for one vocabulary. Any number of threads may share them."""
 
-    def __init__(self, root: Shape, speller: Speller, sample: Callable[[Opaque], Sequence[int] | None]) -> None:
-        """`sample`: symbols of a short text of what only the library knows; None: there is none, or none was found.
-        Raises `Unmodelled` for a shape that is too large."""
+    def __init__(self, root: Shape, speller: Speller) -> None:
+        """Raises `Unmodelled` for a shape that is too large."""
         self.speller = speller
-        self._sample = sample
         self._costs: dict[Shape, int] = {}
         self._best: dict[Shape, Shape] = {}
         """The cheapest of alternatives."""
-        self._samples: dict[Shape, Sequence[int]] = {}
-        """Texts of letters and of what only the library knows."""
+        self._letters: dict[Shape, bytes] = {}
+        """One character of each set."""
         self._suffixes: dict[Chain, list[int]] = {}
         self._blanks: dict[Times, bool] = {}
         self._units: dict[Shape, Unit | None] = {}
@@ -195,7 +192,7 @@ class Prices:
     @property
     def nbytes(self) -> int:
         """Memory of the shapes and what is known of them, roughly."""
-        return SHAPE_BYTES * len(self._costs) + LEAF_BYTES * sum(isinstance(one, Opaque) for one in self._samples)
+        return SHAPE_BYTES * len(self._costs)
 
     def suffix(self, shape: Chain, begin: int) -> int:
         """The cost of the items from `begin` on."""
@@ -214,16 +211,6 @@ class Prices:
         whole, rest = _split(shape, unit, count)
         return whole * len(unit.tokens) + len(unit.fewer[rest])
 
-    def sample(self, shape: Opaque) -> Sequence[int]:
-        """Its short text; empty if none is known."""
-        return self._samples[shape] if self.cost(shape) < UNREACHABLE else ()
-
-    def said(self, symbols: Sequence[int]) -> Iterator[Piece]:
-        """Symbols of the byte vocabulary, special tokens apart."""
-        for special, found in itertools.groupby(symbols, lambda symbol: symbol >= 256):
-            run = list(found)
-            yield ([self.speller.vocabulary.marks[symbol - 256] for symbol in run], 1) if special else bytes(run)
-
     # ---------------------------------------------------------------- the texts
 
     def pieces(self, shape: Shape, begin: Any = 0) -> Iterator[Piece]:
@@ -240,14 +227,14 @@ class Prices:
                 stack += [(shape.body, 0)] * (begin == 0)
             elif isinstance(shape, Chain):
                 stack += [(item, 0) for item in reversed(shape.items[begin:])]
-            elif isinstance(shape, Unordered) and (begin or shape.needed):
+            elif isinstance(shape, Unordered) and (begin or shape.counts):
                 stack += [(item, 0) for item in reversed(shape.left(begin))]
             elif isinstance(shape, (Either, Unordered)):
                 stack.append((self._best[shape], 0))
             elif isinstance(shape, Words):
                 yield min(shape.endings(begin or b""), key=self.speller.cost)
             elif not isinstance(shape, Times):
-                yield from self.said(self._samples[shape])
+                yield self._letters[shape]
             elif shape.least == begin == 0 and self._is_blank(shape):
                 yield BLANK
             elif shape.least <= begin:
@@ -325,7 +312,7 @@ class Prices:
                 missing[user] -= 1
                 if user in costs or (missing[user] and isinstance(user, Chain)):
                     continue
-                if not isinstance(user, (Either, Unordered)) or (isinstance(user, Unordered) and user.needed):
+                if not isinstance(user, (Either, Unordered)) or (isinstance(user, Unordered) and user.counts):
                     push(user, self._value(user))
                 elif user not in self._best:
                     self._best[user] = shape
@@ -352,24 +339,19 @@ class Prices:
             return self.speller.cost(shape.data)
         if isinstance(shape, Words):
             return self.rest(shape, b"")
+        assert isinstance(shape, Letters)
         text = self._one(shape)
-        if text is None:
-            return UNREACHABLE
-        return sum(len(one[0]) if isinstance(one, tuple) else self.speller.cost(one) for one in self.said(text))
+        return UNREACHABLE if text is None else self.speller.cost(text)
 
-    def _one(self, shape: Shape) -> Sequence[int] | None:
-        """A text of letters, or of what is not read here."""
-        text: Sequence[int] | None = None
-        if isinstance(shape, Letters):
-            text = self.speller.letter(shape.mask)
-            for low, _, tail in shape.tails if text is None else ():
-                if (rest := self._text(tail)) is not None:
-                    text = bytes([low]) + rest
-                    break
-        elif isinstance(shape, Opaque):
-            text = self._sample(shape)
+    def _one(self, shape: Letters) -> bytes | None:
+        """A character of a set."""
+        text = self.speller.letter(shape.mask)
+        for low, _, tail in shape.tails if text is None else ():
+            if (rest := self._text(tail)) is not None:
+                text = bytes([low]) + rest
+                break
         if text is not None:
-            self._samples[shape] = text
+            self._letters[shape] = text
         return text
 
     def _unit_of(self, shape: Times) -> Unit | None:

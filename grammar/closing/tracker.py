@@ -3,8 +3,7 @@
 Every reading of the text is a chain of frames, innermost first, each a position in a shape with the cost of what
 follows it: so the cost of the nearest complete output is known without a search. Frames are shared as in a
 graph-structured stack (Tomita 1985): readings that have come to the same frame are one, and where a byte leads from a
-frame is computed once for all outputs of a grammar. In what only the library knows, a matcher of the library for that
-part alone says what may come.
+frame is computed once for all outputs of a grammar.
 
 Where a grammar is read by a lexer, a reading inside a lexeme that can go on rules out all those that have left theirs.
 """
@@ -13,12 +12,11 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from asyncengine.grammar.closing.continuations import Continuations, FramePath
 from asyncengine.grammar.closing.prices import BLANK, Piece, Prices, Segment
-from asyncengine.grammar.closing.search import Effort, completion
 from asyncengine.grammar.closing.spelling import UNREACHABLE
 from asyncengine.grammar.shapes.automata import Words
 from asyncengine.grammar.shapes.nodes import (
@@ -27,7 +25,6 @@ from asyncengine.grammar.shapes.nodes import (
     Lexeme,
     Literal,
     Mark,
-    Opaque,
     Shape,
     Times,
     Unmodelled,
@@ -45,16 +42,28 @@ AHEAD = 64
 """Symbols of a way that are tried where a lexer may read them otherwise."""
 TRIED = 4
 """Readings whose way to the end is spelled."""
-LEAF_EFFORT = 20_000
-"""Effort of one search in what only the library knows, some ten milliseconds."""
-MAX_ENDS = 1024
-"""Ends of a known text that are tried before it is searched for one: a microsecond each."""
-MAX_WAIT = 64
-"""Bytes between two searches that find nothing."""
 
 
 class Lost(Exception):
-    """The output can be read in too many ways, or the library gave up. Never leaves the package."""
+    """The output can be read in too many ways. Never leaves the package."""
+
+
+class Effort:
+    """The effort left, in steps from frame to frame: half a microsecond each."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def part(self, amount: int) -> Effort:
+        """`amount` of it, on credit if need be. What is left of it goes back by `regain`."""
+        self.left -= amount
+        return Effort(amount)
+
+    def regain(self, part: Effort) -> None:
+        """Take back what is left of `part`; what it overspent is owed."""
+        self.left += part.left
 
 
 class Frame:
@@ -96,61 +105,7 @@ class Frame:
         return self._rest or 0
 
 
-class OpaqueFrame:
-    """A position inside what only the library knows."""
-
-    __slots__ = ("_completion", "_known", "_matcher", "_prices", "_wait", "outer")
-
-    def __init__(self, prices: Prices, matcher: Any, outer: Frame, known: Sequence[int] = (), wait: int = 0) -> None:
-        """`matcher`: the library's, not to be moved; `known`: symbols whose ends may lead to its end; `wait`: symbols
-        until it is worth to search for some."""
-        self._prices = prices
-        self._matcher = matcher
-        self._known = known
-        self._wait = wait
-        self._completion: Sequence[int] | None = None
-        self.outer = outer
-
-    @property
-    def inside(self) -> bool:
-        return self.outer.inside or isinstance(self.outer.shape, Lexeme)
-
-    @property
-    def completion(self) -> Sequence[int] | None:
-        """Symbols that lead to its end; None if none were found."""
-        if self._completion is None and self._wait <= 0:
-            copy = self._matcher.deep_copy()
-            ends = (self._known[begin:] for begin in reversed(range(len(self._known))))
-            end = self._prices.speller.vocabulary.end
-            self._completion = completion(copy, end, itertools.islice(ends, MAX_ENDS), Effort(LEAF_EFFORT))
-            self._wait = MAX_WAIT if self._completion is None else 0
-        return self._completion
-
-    @property
-    def rest(self) -> int:
-        if self.completion is None:
-            return UNREACHABLE
-        return self.outer.rest + sum(
-            len(tokens) * times for tokens, times in self._prices.segments(self._prices.said(self.completion))
-        )
-
-    def on(self, symbol: int) -> Iterator[Frame | OpaqueFrame]:
-        """Frames behind `symbol`."""
-        matcher = self._matcher.deep_copy()
-        if not matcher.try_consume_tokens([symbol]):
-            matcher.compute_bitmask()  # says what a broken lexer keeps to itself when it refuses
-            if matcher.is_error():
-                raise Lost
-            return
-        if matcher.is_accepting():
-            yield self.outer
-        if not matcher.is_stopped():
-            # the longer: of the end that led on from here, the model may leave the beginning, and need it again
-            known = max(self._known, self._completion or (), key=len)
-            yield OpaqueFrame(self._prices, matcher, self.outer, known, max(0, self._wait - 1))
-
-
-Frames = tuple[Frame | OpaqueFrame, ...]
+Frames = tuple[Frame, ...]
 """All readings of an output: the innermost frame of each."""
 Position = tuple[int, ...]
 """The numbers of all readings: they keep nothing of a grammar in memory."""
@@ -159,10 +114,9 @@ Position = tuple[int, ...]
 class Tracker:
     """Follows outputs through one shape. Any number of threads may share it."""
 
-    def __init__(self, root: Shape, prices: Prices, leaf: Callable[[Opaque], Any], lexed: bool = False) -> None:
-        """`leaf`: a matcher of the library at the beginning of what only it knows; `lexed`: there are lexemes."""
+    def __init__(self, root: Shape, prices: Prices, lexed: bool = False) -> None:
+        """`lexed`: there are lexemes."""
         self._prices = prices
-        self._leaf = leaf
         self._known: dict[tuple[int, Any, int], Frame] = {}
         self._continuations_of: dict[tuple[Shape, Any], Continuations] = {}
         self._steps: dict[tuple[Frames, Sequence[int]], Frames] = {}
@@ -172,21 +126,17 @@ class Tracker:
         self._end = Frame(Chain(()), 0, None, prices)
         self.begin: Frames = (self._frame(Chain([root]), -1, self._end),)
 
-    def inside(self, matcher: Any) -> Frames:
-        """The frames of an output that only the library can read, where `matcher` stands."""
-        return (OpaqueFrame(self._prices, matcher, self._end),)
-
     def cost(self, frames: Frames) -> int:
         """Tokens of the nearest complete output, at most: the sum of its parts."""
         if self._lexed:
             frames = self._open(frames)
         return min([frame.rest for frame in frames]) if frames else UNREACHABLE
 
-    def nearest(self, frames: Frames) -> tuple[int, Frame | OpaqueFrame]:
-        """Tokens of the nearest complete output with neighbours spelled together, and the frame it goes on from."""
+    def nearest(self, frames: Frames) -> list[tuple[int, Frame]]:
+        """The frames from which the nearest complete outputs go on, the nearest first, each behind the tokens to it
+        with neighbours spelled together."""
         found = sorted(self._open(frames), key=lambda frame: frame.rest)[:TRIED]
-        ways = ((self._spelled(frame), frame) for frame in found)
-        return min(ways, key=lambda item: item[0], default=(UNREACHABLE, self._end))
+        return sorted(((self._spelled(frame), frame) for frame in found), key=lambda way: way[0])
 
     def _open(self, frames: Frames) -> Frames:
         """The readings that count: where there is a lexer, the nearest ones that it lets go on as they want to."""
@@ -200,7 +150,7 @@ class Tracker:
             known = self._agreeing[frames] = tuple(frame for frame in found if self._agrees(frames, frame))
         return known
 
-    def _agrees(self, frames: Frames, frame: Frame | OpaqueFrame) -> bool:
+    def _agrees(self, frames: Frames, frame: Frame) -> bool:
         """Whether the lexer, which reads `frames`, lets one of them go on to its own nearest end."""
         if not 0 < frame.rest < UNREACHABLE:
             return frame.rest == 0
@@ -211,7 +161,7 @@ class Tracker:
             return False
         return found is not None and (len(symbols) == AHEAD or any(one.rest == 0 for one in found))
 
-    def _symbols(self, frame: Frame | OpaqueFrame) -> Iterator[int]:
+    def _symbols(self, frame: Frame) -> Iterator[int]:
         vocabulary = self._prices.speller.vocabulary
         for piece in self._pieces(frame, to_the_end=True):
             if isinstance(piece, bytes):
@@ -219,7 +169,7 @@ class Tracker:
             else:
                 yield from (symbol for token in piece[0] * piece[1] for symbol in vocabulary.symbols(token))
 
-    def segments(self, frame: Frame | OpaqueFrame) -> Iterator[Segment]:
+    def segments(self, frame: Frame) -> Iterator[Segment]:
         """Tokens of the output that `nearest` counted."""
         while True:
             yield from self._prices.segments(self._pieces(frame, frame.rest <= TOGETHER))
@@ -227,30 +177,26 @@ class Tracker:
                 return
             frame = frame.outer
 
-    def _pieces(self, frame: Frame | OpaqueFrame, to_the_end: bool) -> Iterator[Piece]:
+    def _pieces(self, frame: Frame, to_the_end: bool) -> Iterator[Piece]:
         """The rest of a frame's own shape, or of all of them."""
-        here: Frame | OpaqueFrame | None = frame
+        here: Frame | None = frame
         while here is not None and here.outer is not None:
-            if isinstance(here, OpaqueFrame):
-                yield from self._prices.said(here.completion or ())
-            else:
-                own = isinstance(here.shape, (Times, Unordered, Words))
-                yield from self._prices.pieces(here.shape, here.index if own else here.index + 1)
+            own = isinstance(here.shape, (Times, Unordered, Words))
+            yield from self._prices.pieces(here.shape, here.index if own else here.index + 1)
             here = here.outer if to_the_end else None
 
-    def _spelled(self, frame: Frame | OpaqueFrame) -> int:
+    def _spelled(self, frame: Frame) -> int:
         """Tokens from a frame to the end. Texts are spelled as a whole within one shape, and near the end over all."""
         total, open_here = 0, list[tuple[Frame, int]]()
-        here: Frame | OpaqueFrame | None = frame
+        here: Frame | None = frame
         while here is not None and here.outer is not None:
             if here.rest >= UNREACHABLE:
                 return UNREACHABLE
             near = here.rest <= TOGETHER
-            known = here.spelled if isinstance(here, Frame) else None
+            known = here.spelled
             if known is None:
                 known = sum(len(tokens) * times for tokens, times in self._prices.segments(self._pieces(here, near)))
-                if isinstance(here, Frame):
-                    open_here.append((here, total))
+                open_here.append((here, total))
             else:
                 near = True
             total += known
@@ -264,8 +210,8 @@ class Tracker:
         known = self._steps.get((frames, symbols))
         if known is None:
             known = self._walk(frames, symbols, effort)
-            if known is None or any(isinstance(frame, OpaqueFrame) for frame in (*frames, *known)):
-                return known
+            if known is None:
+                return None
             if len(self._steps) >= MAX_FRAMES:
                 self._steps.clear()
             self._steps[frames, symbols] = known
@@ -303,25 +249,22 @@ class Tracker:
         ends = taken == len(rest)
         return taken, (frame.outer if ends else self._frame(frame.shape, frame.index + taken, frame.outer),)
 
-    def _on(self, frame: Frame | OpaqueFrame, symbol: int, effort: Effort) -> tuple[Frames, Frames]:
+    def _on(self, frame: Frame, symbol: int, effort: Effort) -> tuple[Frames, Frames]:
         """Frames behind `symbol`: those within the lexeme, and those behind its end."""
-        if isinstance(frame, OpaqueFrame):
-            found: Frames = tuple(frame.on(symbol))
-        elif frame.outer is not None and isinstance(frame.shape, (Literal, Words)):
+        if frame.outer is not None and isinstance(frame.shape, (Literal, Words)):
             found = tuple(self._within(frame.shape, frame.index, frame.outer, symbol))
-        else:
-            behind = frame.next
-            if behind is None:
-                behind = frame.next = {}
-            known = behind.get(symbol)
-            if known is None:  # `_forget` may come in between
-                known = behind[symbol] = self._leave(frame, symbol, effort)
-            return known
-        return (found, ()) if frame.inside else ((), found)
+            return (found, ()) if frame.inside else ((), found)
+        behind = frame.next
+        if behind is None:
+            behind = frame.next = {}
+        known = behind.get(symbol)
+        if known is None:  # `_forget` may come in between
+            known = behind[symbol] = self._leave(frame, symbol, effort)
+        return known
 
     def _leave(self, frame: Frame, symbol: int, effort: Effort) -> tuple[Frames, Frames]:
         """The same for a frame between parts of its shape."""
-        going_on, leaving = list[Frame | OpaqueFrame](), list[Frame | OpaqueFrame]()
+        going_on, leaving = list[Frame](), list[Frame]()
         behind = going_on if frame.inside else leaving
         here = frame
         while here.outer is not None:
@@ -340,7 +283,7 @@ class Tracker:
             here = here.outer
         return _once(going_on), _once(leaving)
 
-    def _into(self, shape: Shape, outer: Frame, symbol: int) -> Iterable[Frame | OpaqueFrame]:
+    def _into(self, shape: Shape, outer: Frame, symbol: int) -> Iterable[Frame]:
         """Frames behind the first symbol of a shape."""
         if isinstance(shape, Letters):
             tails = shape.tails if symbol >= 0x80 else ()
@@ -348,8 +291,6 @@ class Tracker:
             return [outer, *found] if shape.mask >> symbol & 1 else found
         if isinstance(shape, Mark):
             return [outer] if shape.symbol == symbol else []
-        if isinstance(shape, Opaque):
-            return OpaqueFrame(self._prices, self._leaf(shape), outer, self._prices.sample(shape)).on(symbol)
         return self._within(shape, b"", outer, symbol)
 
     def _within(self, shape: Shape, index: Any, outer: Frame, byte: int) -> list[Frame]:
@@ -368,8 +309,6 @@ class Tracker:
     def _lazy_ends(self, frames: Frames, effort: Effort) -> Iterator[Frame]:
         """The ends of lazy lexemes that have been reached: they go on no further."""
         for frame in frames:
-            if isinstance(frame, OpaqueFrame):
-                continue
             here: Frame | None = frame
             while here is not None and here.inside:
                 text = isinstance(here.shape, (Literal, Words))
@@ -413,9 +352,8 @@ class Tracker:
         """Let go of all frames but those of outputs that go on: each leads to those behind it."""
         known, self._known, self._agreeing, self._steps = self._known, {}, {}, {}
         for frame in (*known.values(), *self.begin):
-            if isinstance(frame, Frame):
-                frame.next = None
+            frame.next = None
 
 
-def _once(frames: list[Frame | OpaqueFrame]) -> Frames:
+def _once(frames: list[Frame]) -> Frames:
     return tuple(frames if len(frames) < 2 else dict.fromkeys(frames))

@@ -45,8 +45,6 @@ MAX_PREFIX = 500
 """Items with a schema of their own."""
 MAX_STATES = 4096
 """Places in a list or an object times what has been counted there."""
-MAX_SET = 64
-"""Values of a list whose items differ: so many are told apart by llguidance's parameters."""
 MAX_TOGETHER = 3
 """Patterns of names that may hold together."""
 Member = tuple[str, bool]
@@ -165,7 +163,7 @@ class _Builder:
         if high is not None and low > high:
             return
         apart = texts.without or any(looks_ahead(part.get("pattern", "")) for part in texts.parts)
-        several = apart or (len(texts.parts) > 1 and not any("format" in part for part in texts.parts))
+        several = apart or len(texts.parts) > 1
         if len(self._leaf_options) == 1 and (short := texts.plain) is not None:
             self.rules.add(name, [self.rules.terminal(short)])
         elif several and (listed := texts.listed) is not None:
@@ -253,26 +251,19 @@ class _Builder:
     def _set(
         self, name: str, term: Term, items: list[Conjunction], rest: Conjunction, least: int, most: int | None
     ) -> None:
-        """A list of different values out of few: a grammar of its own, whose parameter has a bit for each of them."""
+        """A list of different values out of few: what are members in any order for an object."""
         place = next(entry.place for entry in term.having("uniqueItems"))
         values = None if items or term.having("contains") else self._values(rest)
-        if values is None or len(values) > MAX_SET:
-            detail = f"only for items that are listed, {MAX_SET} at most"
+        if values is None or len(values) > MAX_KEYS:
+            detail = f"only for items that are listed, {MAX_KEYS} at most"
             raise GrammarUnsupported("grammar", [("uniqueItems", f"{place}/uniqueItems")], detail)
         if least == 0:
             self.rules.add(name, ['"["', *self._blank, '"]"'])
         top = min(len(values), len(values) if most is None else most)
         if not values or least > top:
             return
-        named = {name: text for text, name in self.rules.names()}
-        blank, comma = ("".join(f"{named[str(one)]} " for one in each) for each in (self._blank, self._comma))
-        one = " | ".join(
-            f"{literal(value)} more::set_bit({bit}) %if and(bit_clear({bit}), bit_count_lt(_, {top}))"
-            for bit, value in enumerate(values)
-        )
-        more = f'"" %if bit_count_ge(_, {least}) | {comma}set::_ %if bit_count_lt(_, {top})'
-        start = f'"[" {blank}set::0 {blank}"]"'
-        self.rules.add(name, [self.rules.text(f"%lark {{\nstart: {start}\nset::_: {one}\nmore::_: {more}\n}}")])
+        members = [(self.rules.shared([literal(value)]), False) for value in sorted(values, key=len)]
+        self._in_any_order(name, members, None, brackets="[]", bounds=(least, top))
 
     def _values(self, conjunction: Conjunction) -> list[str] | None:
         """All values as they are written, if they are few scalars; else None."""
@@ -324,7 +315,10 @@ class _Builder:
         if most is None and least <= max(needed, 1):
             low = int(strange)
             if self._any_order and len(members) + strange <= MAX_KEYS and len(members) + (free is not None) > 1:
-                self._in_any_order(name, members, free, strange, empty=least == 0)
+                if not least and not needed and not strange:
+                    self.rules.add(name, ['"{"', *self._blank, '"}"'])
+                if free is not None or not strange:
+                    self._in_any_order(name, members, free, strange)
                 return
         elif needed == len(members):
             low, most = max(int(strange), least - needed), None if most is None else most - needed
@@ -346,19 +340,23 @@ class _Builder:
         if members:
             self.rules.add(name, ['"{"', *self._blank, self._some(members), *self._blank, '"}"'])
 
-    def _in_any_order(self, name: str, members: list[Member], free: str | None, strange: bool, *, empty: bool) -> None:
+    def _in_any_order(
+        self,
+        name: str,
+        members: list[Member],
+        free: str | None,
+        strange: bool = False,
+        brackets: str = "{}",
+        bounds: tuple[int, int | None] = (1, None),
+    ) -> None:
+        """At least one of the members, those needed always."""
         pairs = [pair for pair, _ in sorted(members, key=lambda member: not member[1])]
-        needed = sum(needed for _, needed in members)
-        if strange and free is None:
-            return
-        if empty and not needed and not strange:
-            self.rules.add(name, ['"{"', *self._blank, '"}"'])
-        one = self.rules.new()
-        for pair in (*pairs, *([free] if free else [])):
-            self.rules.add(one, [pair])
-        comma = tuple(map(str, self._comma))
-        found = self.rules.new([Members(tuple(pairs), needed, free, strange, comma, one)])
-        self.rules.add(name, ['"{"', *self._blank, found, *self._blank, '"}"'])
+        alternatives: list[list[Symbol]] = [[pair] for pair in (*pairs, *([free] if free else []))]
+        one = self.rules.new(*alternatives)
+        needed, comma = sum(needed for _, needed in members), tuple(map(str, self._comma))
+        least, most = max(1, bounds[0]), bounds[1]
+        found = self.rules.new([Members(tuple(pairs), needed, free, strange, comma, one, least, most)])
+        self.rules.add(name, [f'"{brackets[0]}"', *self._blank, found, *self._blank, f'"{brackets[1]}"'])
 
     def _counted(self, members: list[Member], free: str | None, bounds: tuple[int, int | None], strange: bool) -> str:
         """At least one member, and so many in all: a rule for each place and count, up to where they matter."""

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from itertools import combinations, pairwise
 from typing import Any
 
+from asyncengine.grammar.schema.formats import PATTERNS
+
 ALL_TYPES = ("null", "boolean", "integer", "fraction", "string", "array", "object")
 """JSON's types, "fraction" being a number that is not whole."""
 MAX_GAPS = 64
@@ -24,7 +26,7 @@ _COUNTS = {
     "minProperties": ("object", "maxProperties", -1), "maxProperties": ("object", "minProperties", 1),
 }  # fmt: skip
 _NO_OPPOSITE = (
-    "patternProperties", "propertyNames", "multipleOf", "uniqueItems", "format", "unevaluatedProperties",
+    "patternProperties", "propertyNames", "multipleOf", "uniqueItems", "unevaluatedProperties",
     "unevaluatedItems", "$dynamicRef", "$recursiveRef", "dependencies",
 )  # fmt: skip
 
@@ -38,7 +40,7 @@ def opposites(schema: Schema) -> Iterator[Opposite]:
     `$ref` is left to the caller. Raises `NoOpposite` with the keyword."""
     for key, value in schema.items():
         match key:
-            case "type" | "enum" | "const" | "pattern":
+            case "type" | "enum" | "const" | "pattern" | "format":
                 yield from _of_values(key, value)
             case "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum" if not isinstance(value, bool):
                 is_open = key[0] == "e" or schema.get(f"exclusive{key.capitalize()}") is True  # draft 4 writes true
@@ -66,8 +68,9 @@ def opposites(schema: Schema) -> Iterator[Opposite]:
 
 
 def _of_values(key: str, value: Any) -> Iterator[Opposite]:
-    if key == "pattern":
-        yield {"type": "string", "not": {"pattern": value}}, True
+    if key in ("pattern", "format"):
+        if key == "pattern" or value in PATTERNS:  # no other format says anything
+            yield {"type": "string", "not": {"pattern": PATTERNS[value] if key == "format" else value}}, True
     elif key == "type":
         names = value if isinstance(value, list) else [value]
         held = [*names, "integer", "fraction"] if "number" in names else names

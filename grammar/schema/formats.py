@@ -42,11 +42,27 @@ _PCT = "%[0-9A-Fa-f]{2}"
 _POINTER = "(?:/(?:[^~/]|~[01])*)*"
 
 
+_OCTET, _H16 = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])", "[0-9A-Fa-f]{1,4}"
+_IPV4 = rf"{_OCTET}(?:\.{_OCTET}){{3}}"
+_LAST = f"(?:{_H16}:{_H16}|{_IPV4})"
+_HIDDEN = "|".join(  # groups before the two colons, and behind them
+    f"(?:(?:{_H16}:){{0,{before - 1}}}{_H16})?::{behind}" if before else f"::{behind}"
+    for before in range(8)
+    for behind in ([f"(?:{_H16}:){{{5 - before}}}{_LAST}"] if before < 6 else [_H16, ""][before - 6 :][:1])
+)
+_IPV6 = f"(?:(?:{_H16}:){{6}}{_LAST}|{_HIDDEN})"
+"""RFC 3986, section 3.2.2, as RFC 5954 corrects it."""
+_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_HOST = rf"{_LABEL}(?:\.{_LABEL})*"
+_ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+
+
 def _address(may_be_relative: bool, more: str = "") -> str:
-    """The pattern of RFC 3986 and, with letters `more`, RFC 3987. Hosts in brackets are left out."""
+    """The pattern of RFC 3986 and, with letters `more`, RFC 3987."""
     letters = f"{more}A-Za-z0-9._~!$&'()*+,;="
     plain, char = f"(?:[{letters}@-]|{_PCT})", f"(?:[{letters}:@-]|{_PCT})"
-    host = f"//(?:(?:[{letters}:-]|{_PCT})*@)?(?:[{letters}-]|{_PCT})*(?::[0-9]*)?(?:/{char}*)*"
+    literal = rf"\[(?:{_IPV6}|[Vv][0-9A-Fa-f]+\.[A-Za-z0-9._~!$&'()*+,;=:-]+)\]"
+    host = f"//(?:(?:[{letters}:-]|{_PCT})*@)?(?:{literal}|(?:[{letters}-]|{_PCT})*)(?::[0-9]*)?(?:/{char}*)*"
     absolute, relative = (f"(?:{host}|/(?:{char}+(?:/{char}*)*)?|{one}+(?:/{char}*)*)?" for one in (char, plain))
     other, tail = f"|{relative}" if may_be_relative else "", f"(?:{char}|[/?])*"
     return f"^(?:[A-Za-z][A-Za-z0-9+.-]*:{absolute}{other})(?:\\?{tail})?(?:#{tail})?$"
@@ -59,19 +75,44 @@ def _template() -> str:
     return rf"^(?:[!#$&(-;=?-\[\]_a-z~{_UCS}]|{_PCT}|\{{[+#./;?&=,!@|]?{variable}(?:,{variable})*\}})*$"
 
 
+def _regex() -> str:
+    """The pattern of regular expressions that ECMAScript and Python read alike: a part of them, whose groups nest twice
+    and have no names."""
+    escape = r"\\[dDwWsStnrfv.*+?()\[\]{}|^$/\\-]"
+    atom = rf"(?:[^\\()\[\]{{}}*+?|^$]|{escape}|\[\^?(?:a-z|A-Z|0-9|[^\[\]\\^&~|-]|{escape})+-?\])"
+    times = r"(?:(?:[*+?]|\{[0-9]{1,3},?\})\??)?"
+    whole = item = atom
+    for _ in range(3):
+        one = rf"\^?(?:{item}{times})*\$?"
+        whole = rf"{one}(?:\|{one})*"
+        item = rf"(?:{atom}|\((?:\?[:=!])?{whole}\))"
+    return f"^{whole}$"
+
+
 PATTERNS = {
     **DATES,
+    "email": rf"^{_ATOM}(?:\.{_ATOM})*@(?:{_HOST}|\[{_IPV4}\])$",
+    "hostname": f"^{_HOST}$",
+    "ipv4": f"^{_IPV4}$",
+    "ipv6": f"^{_IPV6}$",
+    "uuid": "^[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}$",
+    "uri": _address(False),
     "uri-reference": _address(True),
     "iri": _address(False, _UCS),
     "iri-reference": _address(True, _UCS),
     "uri-template": _template(),
     "json-pointer": f"^{_POINTER}$",
+    "regex": _regex(),
     "relative-json-pointer": f"^(?:0|[1-9][0-9]*)(?:#|{_POINTER})$",
 }
-"""The formats that are enforced by a pattern. Read only."""
-LIBRARY = ("email", "hostname", "ipv4", "ipv6", "uri", "uuid")
-"""Formats that llguidance enforces itself. No pattern says which idn-email, idn-hostname or regex is one."""
+"""The formats that are enforced, by a pattern each. No pattern says which idn-email or idn-hostname is one. Read
+only."""
 MAX_HOSTNAME = 253
+
+
+def of_format(name: str) -> dict[str, Any]:
+    """A schema without a format for the strings of one."""
+    return {"pattern": PATTERNS[name], **({"maxLength": MAX_HOSTNAME} if name == "hostname" else {})}
 
 
 def keep_enforced(schema: Any, strict: bool) -> None:
@@ -79,7 +120,7 @@ def keep_enforced(schema: Any, strict: bool) -> None:
     unknown = []
     for pointer, node in subschemas(schema):
         name, kind = node.get("format"), node.get("type", "string")
-        if isinstance(name, str) and name not in PATTERNS and name not in LIBRARY:
+        if isinstance(name, str) and name not in PATTERNS:
             if "string" in kind:
                 unknown.append(("format", f"{pointer}/format"))
             del node["format"]

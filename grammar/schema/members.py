@@ -16,7 +16,6 @@ from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar.canonical import canonical_json
 from asyncengine.grammar.lark import regex
 from asyncengine.grammar.regexes import quoted, words
-from asyncengine.grammar.schema.formats import LIBRARY, MAX_HOSTNAME
 from asyncengine.grammar.schema.terms import Entry, Term
 from asyncengine.grammar.schemas import escape
 
@@ -31,7 +30,7 @@ OBJECT = (
 )  # fmt: skip
 LEAF_OPTIONS = ("json_allowed_escapes", "json_allow_general_unicode_escapes", "lenient")
 """Options of llguidance that say something about a string."""
-STRING = (*LENGTHS, "pattern", "format", "enum", "const")
+STRING = (*LENGTHS, "pattern", "enum", "const")
 
 MAX_EXCLUDED = 10_000
 """Strings that a string must not be: the library takes 0.8 s for so many, 37 s for eight times as many."""
@@ -143,10 +142,6 @@ class Texts:
             if not entry.plain:  # their values have become entries of their own
                 said.pop("enum", None)
                 said.pop("const", None)
-            if said.get("format") == "hostname":
-                said["maxLength"] = min(said.get("maxLength", MAX_HOSTNAME), MAX_HOSTNAME)
-            elif said.get("format") not in LIBRARY:  # a pattern stands in its place
-                said.pop("format", None)
             if said and said not in parts:
                 parts.append(said)
         return cls(parts, without, next((entry.place for entry in term.entries), ""))
@@ -186,15 +181,13 @@ class Texts:
         return [value for value in dict.fromkeys(lists[0]) if self.hold(value)] if lists else None
 
     def hold(self, text: str) -> bool:
-        """`text` is one of them, as Python reads patterns. Raises `GrammarUnsupported` for a format."""
+        """`text` is one of them, as Python reads patterns."""
         low, high = self.bounds
         try:
             found = [re.search(part["pattern"], text) is not None for part in self.parts if "pattern" in part]
             wrong = [re.search(part["pattern"], text) is not None for part in self.without if "pattern" in part]
         except (re.error, RecursionError, OverflowError):
             raise no_pattern("pattern", f"{self.place}/pattern") from None
-        if any("format" in part for part in self.parts):
-            raise GrammarUnsupported("grammar", [("format", f"{self.place}/format")], "beside listed values")
         kept = low <= len(text) and (high is None or len(text) <= high) and all(found) and not any(wrong)
         return kept and text not in self._refused and all(text in values for values in self._allowed)
 
@@ -202,7 +195,7 @@ class Texts:
     def plain(self) -> str | None:
         """A Lark expression for strings of which nothing is said but their length or, without a pattern, their values;
         None for others, and where there is none."""
-        if self.without or any({*part} & {"pattern", "format"} for part in self.parts):
+        if self.without or any("pattern" in part for part in self.parts):
             return None
         if (listed := self.listed) is not None:
             return words(map(json_text, listed)) if listed else None
@@ -215,11 +208,7 @@ class Texts:
 
     def terminal(self, patterns: list[str], others: list[str], names: list[str]) -> str:
         """A Lark expression for them that also match all Lark patterns `patterns`, none of `others`, and are none of
-        `names`. Raises `GrammarUnsupported` for a format, and for patterns that cannot be written."""
-        if formats := [part["format"] for part in self.parts if "format" in part]:
-            raise GrammarUnsupported(
-                "grammar", [("format", f"{self.place}/format")], f"{formats[0]} beside other demands"
-            )
+        `names`. Raises `GrammarUnsupported` for patterns that cannot be written."""
         place = f"{self.place}/pattern"
         also = [*patterns, *(written(part["pattern"], "pattern", place) for part in self.parts if "pattern" in part)]
         but = [*others, *(written(part["pattern"], "pattern", place) for part in self.without if "pattern" in part)]

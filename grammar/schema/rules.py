@@ -35,6 +35,9 @@ class Members(NamedTuple):
     comma: tuple[str, ...]
     one: str
     """A rule of any one of them."""
+    least: int = 1
+    most: int | None = None
+    """So many in all, where there are no undeclared ones."""
 
 
 MAX_KEYS = 58
@@ -279,8 +282,8 @@ def _possible(symbol: Symbol, ends: Container[str]) -> Symbol | None:
 def _in_any_order(name: str, members: Members, deep: Container[str]) -> list[str]:
     """Two Lark rules: one more member, and what may follow one. Their parameter has how many brackets are open in its
     low bits, which the members get alone, then a bit for each member that was there."""
-    first, (pairs, needed, free, strange, comma, _) = _DEPTH_BITS, members
-    alone = f"::bit_and({(1 << first) - 1})"
+    first, (pairs, needed, free, strange, comma, _, least, most) = _DEPTH_BITS, members
+    alone, all_of_them = f"::bit_and({(1 << first) - 1})", f"[{first}:{first + len(pairs)}]"
     found = [
         f"{pair}{alone if pair in deep else ''} {name}more::set_bit({bit}) %if bit_clear({bit})"
         for bit, pair in enumerate(pairs, first)
@@ -290,8 +293,10 @@ def _in_any_order(name: str, members: Members, deep: Container[str]) -> list[str
         bit = first + len(pairs)
         found.append(f"{free}{alone if free in deep else ''} {name}more::{f'set_bit({bit})' if strange else '_'}")
         done += [f"bit_set({bit})"] if strange else []
+    done += [f"bit_count_ge({all_of_them}, {least})"] if least > 1 else []
     end = f'"" %if and({", ".join([*done, "true", "true"][:2])})'
-    more = "true" if free else f"not(is_ones([{first}:{first + len(pairs)}]))"  # llguidance does not look ahead
+    # llguidance does not look ahead
+    more = "true" if free else f"bit_count_lt({all_of_them}, {len(pairs) if most is None else most})"
     return [f"{name}::_: {' | '.join(found)}", f"{name}more::_: {end} | {' '.join(comma)} {name}::_ %if {more}"]
 
 

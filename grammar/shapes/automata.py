@@ -4,15 +4,20 @@ by a look into a sorted list, so that neither many words nor long ones are taken
 from __future__ import annotations
 
 import heapq
+import math
 import re
 from bisect import bisect_left
 from collections.abc import Collection
+from fractions import Fraction
 from typing import Any
 
 from asyncengine.grammar.shapes.nodes import Shape
 
 FEW = 16
 """Texts to the end that are compared."""
+MORE_DIGITS = 20
+"""Digits that a number may need to become a multiple: the library counts to 10**18."""
+_NUMBER = re.compile(rb"-?(0|[1-9][0-9]*|)(?:(?<=[0-9])\.([0-9]*))?")
 State = bytes | int
 """The beginning of a word that was said so far, or a number beyond all words."""
 _FREE, _ESCAPE = 1, 5
@@ -46,6 +51,44 @@ class Words(Shape):
     def _begun(self, said: bytes) -> tuple[int, int]:
         """The words from one to another begin with `said`."""
         return bisect_left(self.words, said), bisect_left(self.words, said + b"\xff")
+
+
+class Multiples(Words):
+    """Decimal numbers between bounds that are multiples of a step. A state is what was said of one."""
+
+    __slots__ = ("_high", "_low", "_step")
+
+    def __init__(self, step: Fraction, low: Fraction, high: Fraction) -> None:
+        self._step, self._low, self._high = step, low, high
+        super().__init__([])
+
+    def on(self, state: Any, byte: int) -> tuple[State | None, bool]:
+        said = state + bytes([byte])
+        found = self.endings(said)
+        return (said if found else None), b"" in found
+
+    def endings(self, state: Any) -> list[bytes]:
+        match = _NUMBER.fullmatch(state)
+        if match is None:
+            return []
+        whole, fraction, negative = match[1], match[2], state[:1] == b"-"
+        digits, step = int(whole + (fraction or b"") or b"0"), self._step
+        zero = fraction is None and whole == b"0"  # no digit may follow
+        for more in range(0 if whole and fraction != b"" else 1, 1 if zero else MORE_DIGITS):
+            scale = 1 if fraction is None else 10 ** (len(fraction) + more)
+            first, last = digits * 10**more, (digits + 1) * 10**more - 1
+            if not whole:
+                first, last = (0 if more == 1 else 10 ** (more - 1)), 10**more - 1
+            first = first or int(negative)
+            ends = (-last, -first) if negative else (first, last)
+            unit = Fraction(math.lcm(step.numerator * scale, step.denominator), step.denominator * scale)
+            value = math.ceil(max(self._low, Fraction(ends[0], scale)) / unit) * unit
+            if value <= min(self._high, Fraction(ends[1], scale)):
+                text = str(abs(int(value * scale))).zfill(len(whole + (fraction or b"")) + more)
+                return [text[len(text) - more :].encode() if more else b""]
+        if whole and fraction is None and step.denominator > 1:
+            return [b"." + rest for rest in self.endings(state + b".")]
+        return []
 
 
 class OtherKey(Words):

@@ -71,20 +71,31 @@ class Unordered(Shape):
     """Members in any order, each but the undeclared ones once, with a comma between them.
 
     A state is a set of bits: members that were there. `items`: the members, then the same behind a comma. `needed`:
-    those that must be there; `again`: the index of undeclared ones.
+    those that must be there; `again`: the index of undeclared ones; `least`, `most`: so many in all, without these.
     """
 
-    __slots__ = ("again", "items", "needed")
+    __slots__ = ("again", "counts", "items", "least", "most", "needed")
 
-    def __init__(self, members: Sequence[Shape], comma: Shape, needed: Sequence[int], again: int | None) -> None:
+    def __init__(
+        self,
+        members: Sequence[Shape],
+        comma: Shape,
+        needed: Sequence[int],
+        again: int | None,
+        bounds: tuple[int, int | None] = (1, None),
+    ) -> None:
         self.items = (*members, *(Chain([comma, member]) for member in members))
         self.needed = needed
         self.again = again
+        self.least, self.most = bounds
+        self.counts = bool(needed) or self.least > 1
+        """One member, whichever is cheapest, is not enough."""
 
     def following(self, said: int) -> Iterator[tuple[Shape, int]]:
         """Members that may come next, and the state behind each."""
         count = len(self.items) // 2
-        for index in range(count):
+        full = self.most is not None and said.bit_count() >= self.most
+        for index in range(0 if full else count):
             if not said >> index & 1 or index == self.again:
                 yield self.items[index + count if said else index], said | 1 << index
 
@@ -92,6 +103,8 @@ class Unordered(Shape):
         """The members needed still, each with its comma."""
         count = len(self.items) // 2
         todo = [index for index in self.needed if not said >> index & 1]
+        if (missing := self.least - said.bit_count() - len(todo)) > 0 and self.least > 1:
+            todo += [i for i in range(count) if not said >> i & 1 and i not in todo][:missing]
         return [self.items[index + count if said or place else index] for place, index in enumerate(todo)]
 
 
@@ -114,16 +127,6 @@ class Mark(Shape):
         """`symbol`: what it is in the byte vocabulary."""
         self.token = token
         self.symbol = symbol
-
-
-class Opaque(Shape):
-    """Texts that the library alone knows: `text` is Lark for them. `sample`: one that is probably among them."""
-
-    __slots__ = ("sample", "text")
-
-    def __init__(self, text: str, sample: bytes | None = None) -> None:
-        self.text = text
-        self.sample = sample
 
 
 class Name(Shape):

@@ -33,8 +33,8 @@ from asyncengine.grammar.vocabulary import Vocabulary
 
 @functools.cache
 def characters(name: str, in_json: bool) -> Ranges:
-    r"""The characters of `\d`, `\s` or `\w`; `in_json`: in the pattern of a schema, whose digits and words are
-    ASCII, as ECMAScript has them. 60 ms for the first `\w`. Not to be changed."""
+    r"""The characters of `\d`, `\s`, `\w` or `\p{...}`; `in_json`: in the pattern of a schema, whose digits and words
+    are ASCII, as ECMAScript has them. 60 ms for the first `\w`. Not to be changed."""
     text = f'%json {{"type":"string","pattern":"^\\{name}$"}}' if in_json else f"/{name}/"
     matcher = llguidance.LLMatcher(
         Vocabulary([], [], [], 0).byte_tokenizer, llguidance.LLMatcher.grammar_from_lark(f"start: {text}"), log_level=0
@@ -77,7 +77,10 @@ _SAME = [(char, char.upper(), *{"k": "\u212a", "s": "\u017f"}.get(char, "")) for
 """Characters that are the same where case does not matter."""
 RAW: Ranges = [(32, 33), (35, 91), (93, 126), (128, MAX_CODE)]
 """Characters that stand for themselves in a JSON string."""
-_CODE = re.compile(r"\\(?:[xu]\{([0-9A-Fa-f]{1,6})\}|.)", re.DOTALL)
+_ESCAPE = re.compile(r"\\(?:[xu]\{([0-9A-Fa-f]{1,6})\}|([pP](?:\{\w{1,40}\}|\w))|.)", re.DOTALL)
+_PRIVATE = range(0xF0000, 0xF0400)
+"""Characters that stand for `\\p{...}`, which Python's parser does not read."""
+_properties: dict[str, int] = {}
 _LISTED = re.compile(r"\(\?:((?:[^\\()\[\]{}.*+?^$]|\\[^A-Za-z0-9])+)\)", re.DOTALL)
 _WORD = re.compile(r"(?:[^|\\]|\\.)+", re.DOTALL)
 _CONTROL = r"\\u00(?:[01][0-9A-Fa-f]|7[Ff])"
@@ -138,12 +141,18 @@ def json_letters(ranges: Ranges) -> Shape:
 
 def _parsed(pattern: str) -> Any:
     try:
-        parsed = sre.parse(_CODE.sub(lambda code: re.escape(chr(int(code[1], 16))) if code[1] else code[0], pattern))
+        parsed = sre.parse(_ESCAPE.sub(_readable, pattern))
     except Exception:
         raise Unmodelled from None
     if parsed.state.flags & ~_READ_FLAGS:
         raise Unmodelled
     return parsed
+
+
+def _readable(escape: re.Match[str]) -> str:
+    if escape[2]:
+        return chr(_PRIVATE[_properties.setdefault(escape[0], len(_properties))])
+    return re.escape(chr(int(escape[1], 16))) if escape[1] else escape[0]
 
 
 class _Reader:
@@ -206,6 +215,8 @@ class _Reader:
         found: Ranges = []
         for operator, argument in items:
             match str(operator):
+                case "LITERAL" if argument in _PRIVATE and argument - _PRIVATE[0] < len(_properties):
+                    found += characters([*_properties][argument - _PRIVATE[0]], self._json)
                 case "LITERAL":
                     found.append((argument, argument))
                 case "RANGE":

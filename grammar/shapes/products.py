@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncengine.grammar.closing.prices import Prices, Speller
-from asyncengine.grammar.closing.search import Effort
 from asyncengine.grammar.closing.spelling import UNREACHABLE
-from asyncengine.grammar.closing.tracker import Lost, Tracker
+from asyncengine.grammar.closing.tracker import Effort, Lost, Tracker
 from asyncengine.grammar.shapes.automata import Words
-from asyncengine.grammar.shapes.nodes import Letters, Literal, Opaque, Shape, Unmodelled, span, within
+from asyncengine.grammar.shapes.nodes import Letters, Literal, Shape, span, within
 from asyncengine.grammar.vocabulary import Vocabulary
 
 MAX_STEPS, LEAST_STEPS = 30_000, 500
@@ -46,10 +45,8 @@ class Product(Words):
     __slots__ = ("_begin", "_known", "_parts", "_steps", "_wrong", "bytes", "masks")
 
     def __init__(self, parts: Sequence[Shape], wrong: Sequence[Shape] = ()) -> None:
-        """Raises `Unmodelled` for what only the library knows."""
+        """Raises `Unmodelled` for parts that are too large."""
         found = [shape for part in (*parts, *wrong) for shape in within(part, MAX_PART)]
-        if any(isinstance(shape, Opaque) for shape in found):
-            raise Unmodelled
         self.masks = frozenset().union(*map(_masks, found))
         self.bytes = _alphabet(self.masks)
         self._parts, self._wrong = ([*map(_tracker, each)] for each in (parts, wrong))
@@ -101,10 +98,10 @@ class Product(Words):
     def _of_a_part(self, state: State) -> bytes | None:
         """The nearest end of one of the shapes, if it is one of all."""
         for tracker, standing in zip(self._parts, state, strict=False):
-            left, place = tracker.nearest(tuple(standing))
-            if left >= UNREACHABLE:  # this one is a product, too, whose end was not found in time
+            ways = tracker.nearest(tuple(standing))[:1]
+            if not ways or ways[0][0] >= UNREACHABLE:  # this one is a product, too, whose end was not found in time
                 continue
-            text = b"".join(bytes(tokens) * times for tokens, times in tracker.segments(place))
+            text = b"".join(bytes(tokens) * times for tokens, times in tracker.segments(ways[0][1]))
             here: State | None = state
             for byte in text:
                 here = here and self._after(here, byte)
@@ -153,11 +150,7 @@ def _bytes() -> Speller:
 @functools.lru_cache(MAX_TRACKERS)
 def _tracker(shape: Shape) -> Tracker:
     """The shape priced in bytes."""
-    return Tracker(shape, Prices(shape, _bytes(), _refuse), _refuse)
-
-
-def _refuse(_: Opaque) -> Any:
-    raise Unmodelled
+    return Tracker(shape, Prices(shape, _bytes()))
 
 
 def _masks(shape: Shape) -> frozenset[int]:

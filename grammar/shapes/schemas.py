@@ -1,24 +1,22 @@
 """Shapes of grammars: patterns, choices, and JSON schemas by way of the rules that `schema.builder` makes of them.
 
 A shape may allow a little more than the library does (other escapes), so that what an output says is followed; what is
-taken from it for a way to the end is checked by the library. What is not read here is left to the library (`Opaque`).
+taken from it for a way to the end is checked by the library.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import json
-import re
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 from asyncengine.grammar.canonical import parse_json
 from asyncengine.grammar.lark import regex
 from asyncengine.grammar.schema.members import KEY, PLAIN_KEY
 from asyncengine.grammar.schema.rules import Members, Repeat, Rules, Symbol
-from asyncengine.grammar.shapes.automata import OtherKey, Words
+from asyncengine.grammar.shapes.automata import Multiples, OtherKey, Words
 from asyncengine.grammar.shapes.lark import expression_shape, lark_shape
 from asyncengine.grammar.shapes.nodes import (
     MAX_CODE,
@@ -26,7 +24,6 @@ from asyncengine.grammar.shapes.nodes import (
     Either,
     Lexeme,
     Name,
-    Opaque,
     Shape,
     Times,
     Unmodelled,
@@ -39,11 +36,6 @@ from asyncengine.grammar.shapes.products import Product
 from asyncengine.grammar.spec import Grammar
 from asyncengine.grammar.vocabulary import Vocabulary
 
-FORMATS = {
-    "email": "a@a", "hostname": "a", "ipv4": "0.0.0.0", "ipv6": "::", "uri": "a:",
-    "uuid": "00000000-0000-0000-0000-000000000000",
-}  # fmt: skip
-"""Short texts of the formats that the library enforces."""
 MAX_LEAVES = 4096
 """Shapes of strings and patterns that are kept from one schema to the next."""
 _OTHERS = [(f"{regex(key)} & ~", key == KEY) for key in (KEY, PLAIN_KEY)]
@@ -86,7 +78,8 @@ class _Reader:
         pairs = [*map(self._named, members.pairs), *([self._named(members.free)] if members.free else [])]
         needed = [*range(members.needed), *([len(members.pairs)] if members.strange else [])]
         comma = self._sequence([*members.comma])
-        shape = Unordered(pairs, comma, needed, len(members.pairs) if members.free else None)
+        again = len(members.pairs) if members.free else None
+        shape = Unordered(pairs, comma, needed, again, (members.least, members.most))
         self._made += [item for item in shape.items if isinstance(item, Chain)]
         return self._keep(shape)
 
@@ -121,14 +114,11 @@ def leaf_shape(text: str) -> Shape:
 
 def _leaf(text: str) -> Shape:
     if text.startswith("%json "):
-        return _json(text, json.loads(text[6:]))
-    try:
-        for begin, escapes in _OTHERS:
-            if text.startswith(begin) and type(words := expression_shape(text.removeprefix(begin))) is Words:
-                return OtherKey([name[1:-1].decode() for name in words.words], escapes=escapes)
-        return expression_shape(text)
-    except Unmodelled:
-        return Opaque(text)
+        return _json(json.loads(text[6:]))
+    for begin, escapes in _OTHERS:
+        if text.startswith(begin) and type(words := expression_shape(text.removeprefix(begin))) is Words:
+            return OtherKey([name[1:-1].decode() for name in words.words], escapes=escapes)
+    return expression_shape(text)
 
 
 _kept_leaf = functools.lru_cache(MAX_LEAVES)(_leaf)
@@ -139,17 +129,17 @@ def json_text(least: int = 0, most: int | None = None) -> Shape:
     return Times(json_letters([(0, MAX_CODE)]), least, most)
 
 
-def _json(text: str, schema: dict[str, Any]) -> Shape:
+def _json(schema: dict[str, Any]) -> Shape:
+    if "anyOf" in schema:
+        return Either(list(map(_json, schema["anyOf"])))
+    if "multipleOf" in schema:
+        return Multiples(*(Fraction(repr(schema[key])) for key in ("multipleOf", "minimum", "maximum")))
     said = schema.get("allOf", [schema])
     if any(part.get("type") != "string" for part in said):
-        return Opaque(text)
-    if any("format" in part for part in said):
-        return Opaque(text, _sample(said))
-    with contextlib.suppress(Unmodelled):
-        parts = [shape for part in said for shape in _demands(part)] or [json_text()]
-        inside = parts[0] if len(parts) == 1 else Product(parts)
-        return Chain([literal(b'"'), inside, literal(b'"')])
-    return Opaque(text)
+        raise Unmodelled
+    parts = [shape for part in said for shape in _demands(part)] or [json_text()]
+    inside = parts[0] if len(parts) == 1 else Product(parts)
+    return Chain([literal(b'"'), inside, literal(b'"')])
 
 
 def _demands(part: dict[str, Any]) -> Iterator[Shape]:
@@ -160,28 +150,3 @@ def _demands(part: dict[str, Any]) -> Iterator[Shape]:
         yield searched_shape(part["pattern"])
     if "minLength" in part or "maxLength" in part:
         yield json_text(part.get("minLength", 0), part.get("maxLength"))
-
-
-def _sample(said: list[dict[str, Any]]) -> bytes | None:
-    """A short string of a format that is valid under all of `said`, as far as Python can tell; or one that is valid but
-    for the format, which may be of it."""
-    formats = {part["format"] for part in said if "format" in part}
-    text = FORMATS.get(formats.pop(), "")
-    if not formats and text and all(_holds(part, text) for part in said):
-        return json.dumps(text).encode()
-    with contextlib.suppress(Unmodelled):
-        demands = [*itertools.chain(*map(_demands, said))]
-        return next((b'"%s"' % found for found in Product(demands).endings(b"")), None) if demands else None
-    return None
-
-
-def _holds(part: dict[str, Any], text: str) -> bool:
-    """`text` keeps the length and the pattern and is among the values of a schema."""
-    size = len(text)
-    try:
-        found = re.search(part.get("pattern", ""), text) is not None
-    except (re.error, RecursionError, OverflowError):
-        return False
-    return (
-        found and part.get("minLength", 0) <= size <= part.get("maxLength", size) and text in part.get("enum", (text,))
-    )

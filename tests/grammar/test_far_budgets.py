@@ -164,12 +164,9 @@ async def test_a_search_that_hits_the_librarys_limit_costs_nobody_a_token(vocabu
         served.service.close()
 
 
-def test_where_no_way_is_known_the_output_goes_on_while_the_budget_is_far(
-    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_no_way_is_known_the_output_goes_on(vocabulary: Vocabulary) -> None:
     """An output that the model ends is complete; one that its budget ends is an error, never passed off as complete."""
-    monkeypatch.setattr("asyncengine.grammar.closing.tracker.LEAF_EFFORT", 0)
-    schema = note(pattern="^\\p{L}{200}end$")  # only the library knows such classes
+    schema = note(pattern="^(?i:\u00e9|x){200}end$")  # of such cases the library alone knows
     template = compiled(vocabulary, schema)
     good = '{"note":"' + "x" * 200 + 'end"}'
     matcher = Matcher(template, 1000, "close")
@@ -180,6 +177,3 @@ def test_where_no_way_is_known_the_output_goes_on_while_the_budget_is_far(
     write(vocabulary, cut, '{"note":"' + "x" * 150, 300)
     assert cut.steered_from is None
     assert "budget" in (cut.overrun() or "")
-
-    near = Matcher(template, 200, "close")  # too near to go on without knowing
-    assert finish(vocabulary, near, write(vocabulary, near, good, 200), 200) == {}

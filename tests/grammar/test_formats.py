@@ -23,7 +23,7 @@ from pydantic import (
 from asyncengine.errors import GrammarError, GrammarUnsupported
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.lower import fragment
-from asyncengine.grammar.schema.formats import LIBRARY, PATTERNS
+from asyncengine.grammar.schema.formats import PATTERNS
 from asyncengine.grammar.schemas import class_schema
 
 from .oracle import accepts, complaint, matcher
@@ -59,7 +59,7 @@ def test_strict_refuses_by_name_what_a_string_can_meet() -> None:
         with pytest.raises(GrammarUnsupported) as refused:
             make()
         assert refused.value.features == features
-    for name in (*PATTERNS, *LIBRARY):
+    for name in PATTERNS:
         assert complaint(Grammar.json_schema({"type": "string", "format": name}, formats="strict")) == ""
     tool = {"name": "f", "parameters": NESTED}
     assert "'format' at /$defs/tool_0/properties/a/format" in complaint(Grammar.tool_calls([tool], formats="strict"))

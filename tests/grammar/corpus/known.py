@@ -62,7 +62,6 @@ NARROW = [
     Difference("escaped_letter", STRING, r'"\u0041"', "only control characters are escaped as \\u"),
     Difference("escaped_slash", STRING, r'"\/"', "a slash is not escaped"),
     Difference("raw_delete", STRING, '"\x7f"', "DEL is escaped as \\u007f"),
-    Difference("mapped_address", {"type": "string", "format": "ipv6"}, '"::ffff:1.2.3.4"', "hexadecimal groups only"),
     Difference("space_before", INTEGER, " 1", "no space before the value"),
     Difference("newline_after", TWO, "{}\n", "no space after the value"),
     Difference("two_spaces", TWO, '{"a":  1}', "the bounded whitespace"),

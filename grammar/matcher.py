@@ -12,6 +12,7 @@ the end is an error.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -59,7 +60,10 @@ class Matcher:
         joint: dict[JointFill, dict[int, LlgState]] = {}
         alike: dict[Key, list[int]] = {}
         done: set[int] = set()
+        templates = Counter(matcher._template for matcher in matchers.values())
         for place, matcher in matchers.items():
+            if templates[matcher._template] > 1 and matcher.closing is not None:
+                matcher.closing.follow()  # what is at the same position may share its mask
             key, known = matcher._shared()
             if known is not None:
                 masks[place] = known

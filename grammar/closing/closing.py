@@ -4,16 +4,21 @@
 most, however long it is: a token is taken if that still fits. Tokens to steer by are made one at a time, and what comes
 next of them is checked by the library. An output that the shape does not follow, or of whose ways the library takes
 none, is not steered any more.
+
+While the budget is farther from spent than any completion costs, every token fits: those are followed later, some with
+each token that comes, so that most outputs are never followed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.errors import GrammarError
+from asyncengine.grammar.closing.farthest import farthest
 from asyncengine.grammar.closing.prices import Prices, Segment
 from asyncengine.grammar.closing.spelling import UNREACHABLE
 from asyncengine.grammar.closing.tracker import MAX_STEPS, Effort, Frames, Lost, Position, Tracker
@@ -35,6 +40,8 @@ SPARE, WORD = 2, 1
 _BLANKS = frozenset(b" \t\r\n")
 _BEGINS = frozenset(b',[{"<(')
 """Bytes with which an item, a member, a list, an object, a call or a text begins."""
+PACE = 8
+"""Tokens that are followed with each one, where an output that was not has to be at last."""
 ACCOUNT, REFILL = 200_000, 100
 """The account of all readings of one output at first, and its growth by each byte."""
 
@@ -52,6 +59,8 @@ class Counted:
         self.tracker = Tracker(shape, prices, lexed)
         self.cost = self.tracker.cost(self.tracker.begin)
         """Tokens of the cheapest output, as the sum of its parts."""
+        self.most = UNREACHABLE if lexed else farthest(shape, prices)
+        """Tokens of the dearest completion of an output. A lexer may read one otherwise than its shape says."""
 
     def way(self) -> Iterator[Segment]:
         """Tokens of the cheapest output."""
@@ -81,6 +90,11 @@ class Closing:
         """Empty where nothing is known of the output any more."""
         self._effort = Effort(ACCOUNT)
         self._said: list[int] = []
+        """Tokens followed so far."""
+        self._late: deque[int] = deque()
+        """Tokens behind those, not followed so far."""
+        self._near = max(counted.most + 1, source.reach)
+        """Tokens left with which an output has to be followed."""
         self._matcher: Any = None
         """Behind the first `_checked` tokens that were said; None: not needed so far."""
         self._checked = 0
@@ -95,7 +109,7 @@ class Closing:
     @property
     def position(self) -> Position | None:
         """All readings of the output: two that have the same may go on alike. None where that is not known."""
-        return tuple([frame.number for frame in self._frames]) or None
+        return None if self._late else tuple([frame.number for frame in self._frames]) or None
 
     @property
     def lost(self) -> bool:
@@ -105,6 +119,7 @@ class Closing:
     @property
     def cost(self) -> int:
         """Tokens to a complete output, end-of-sequence not counted; 0 where the output may end here."""
+        self.follow(len(self._late))
         return self._left if self._plan is not None else self._nearest(self._frames)
 
     def first(self) -> int:
@@ -140,6 +155,7 @@ class Closing:
         """Whether `token`, of which it is not asked whether it fits, leaves room to say what it begins, and does not
         begin a word where none has room; `closes`: and brings the end nearer, if that is not here. True where it is not
         known."""
+        self.follow(len(self._late))
         if self.lost or token in self._vocabulary.eos_ids:
             return True
         symbols, here, room = self._vocabulary.symbols(token), self._frames, 0
@@ -162,9 +178,24 @@ class Closing:
             room = max(room, before // 2 + WORD)  # what has to follow shall have some room, too
         return not room or at_most - before >= room
 
+    def follow(self, at_most: int = PACE) -> None:
+        """Follow so many of the tokens that are late."""
+        for _ in range(min(at_most, len(self._late))):
+            self._advance(self._late.popleft(), UNREACHABLE)
+
     def advance(self, token: int, at_most: int) -> bool:
-        """Move past `token` if a completion of at most `at_most` tokens is known from there, or if there may be one and
-        `at_most` is far from 0. Else False, unmoved."""
+        """Move past `token`, which the grammar allows, if a completion of at most `at_most` tokens is known from there,
+        or if there may be one and `at_most` is far from 0. Else False, unmoved."""
+        spare = at_most - self._near
+        if spare < 0:
+            self.follow(len(self._late))
+            return self._advance(token, at_most)
+        self._late.append(token)
+        if spare * (PACE - 1) < len(self._late):
+            self.follow()
+        return True
+
+    def _advance(self, token: int, at_most: int) -> bool:
         if token in self._vocabulary.eos_ids:
             return not self._frames or self._tracker.cost(self._frames) == 0
         frames = self._step(token) or ()
@@ -208,6 +239,7 @@ class Closing:
 
     def _planned(self) -> bool:
         """See that there are tokens to steer by. False: there are none, or the library does not agree with any."""
+        self.follow(len(self._late))
         if self._plan is not None:
             return True
         for cost, frame in self._tracker.nearest(self._frames):

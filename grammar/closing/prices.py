@@ -40,7 +40,7 @@ ROUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 MAX_UNITS, MAX_PAIRED = 16, 4
 """Alternatives of a body that are tried as units, and of those in pairs."""
 MAX_SHAPES = 100_000
-SHAPE_BYTES = 300
+SHAPE_BYTES = 450
 """Memory of a shape."""
 MAX_KEPT = 4096
 """Texts whose tokens are kept."""
@@ -163,6 +163,9 @@ class Prices:
         """One character of each set."""
         self._suffixes: dict[Chain, list[int]] = {}
         self._blanks: dict[Times, bool] = {}
+        self.inner: dict[Shape, Sequence[Shape]] = {}
+        self.users: dict[Shape, list[Shape]] = {}
+        """The shapes in each, and those that it is in, once each."""
         self._units: dict[Shape, Unit | None] = {}
         """The units of repetitions by their bodies."""
         self._settle(root)
@@ -205,7 +208,7 @@ class Prices:
         """The cost of the body, `count` times in a row."""
         if count <= 1:
             return self._costs.get(shape.body, UNREACHABLE) if count == 1 else 0
-        unit = self._unit_of(shape)
+        unit = self.unit_of(shape)
         if unit is None:
             return min(UNREACHABLE, count * self._costs.get(shape.body, UNREACHABLE))
         whole, rest = _split(shape, unit, count)
@@ -239,7 +242,7 @@ class Prices:
                 yield BLANK
             elif shape.least <= begin:
                 continue
-            elif shape.least - begin == 1 or (unit := self._unit_of(shape)) is None:
+            elif shape.least - begin == 1 or (unit := self.unit_of(shape)) is None:
                 stack += [(shape.body, 0)] * (shape.least - begin)
             else:
                 whole, rest = _split(shape, unit, shape.least - begin)
@@ -285,8 +288,7 @@ class Prices:
     def _settle(self, root: Shape) -> None:
         """Settle the cost of every shape in `root`, cheapest first: so the first of alternatives is the cheapest."""
         found = within(root, MAX_SHAPES)
-        users: dict[Shape, list[Shape]] = {}
-        missing: dict[Shape, int] = {}
+        users, missing = self.users, dict[Shape, int]()
         heap: list[tuple[int, int, Shape]] = []
         costs, count = self._costs, itertools.count()
 
@@ -295,7 +297,7 @@ class Prices:
                 heapq.heappush(heap, (cost, next(count), shape))
 
         for shape, inner in found.items():
-            todo = dict.fromkeys(inner) if len(inner) > 1 else inner
+            self.inner[shape] = todo = [*dict.fromkeys(inner)] if len(inner) > 1 else inner
             missing[shape] = len(todo)
             for part in todo:
                 users.setdefault(part, []).append(shape)
@@ -320,7 +322,7 @@ class Prices:
         for shape in found:
             costs.setdefault(shape, UNREACHABLE)
             if isinstance(shape, Times) and shape.least > 1:
-                self._unit_of(shape)
+                self.unit_of(shape)
 
     def _value(self, shape: Shape) -> int:
         """The cost as far as those of its parts are settled."""
@@ -354,7 +356,8 @@ class Prices:
             self._letters[shape] = text
         return text
 
-    def _unit_of(self, shape: Times) -> Unit | None:
+    def unit_of(self, shape: Times) -> Unit | None:
+        """The best unit for its rounds."""
         body = shape.body
         if body in self._units:
             return self._units[body]

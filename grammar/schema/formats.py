@@ -79,8 +79,8 @@ def _regex() -> str:
     """The pattern of regular expressions that ECMAScript and Python read alike: a part of them, whose groups nest twice
     and have no names."""
     escape = r"\\[dDwWsStnrfv.*+?()\[\]{}|^$/\\-]"
-    atom = rf"(?:[^\\()\[\]{{}}*+?|^$]|{escape}|\[\^?(?:a-z|A-Z|0-9|[^\[\]\\^&~|-]|{escape})+-?\])"
-    times = r"(?:(?:[*+?]|\{[0-9]{1,3},?\})\??)?"
+    atom = rf"(?:[^\x00\\()\[\]{{}}*+?|^$]|{escape}|\[\^?(?:a-z|A-Z|0-9|[^\x00\[\]\\^&~|-]|{escape})+-?\])"
+    times = r"(?:(?:[*+?]|\{(?:[0-9]{1,3},?|[01],[1-9]|[0-9],[1-9][0-9]{1,2})\})\??)?"
     whole = item = atom
     for _ in range(3):
         one = rf"\^?(?:{item}{times})*\$?"

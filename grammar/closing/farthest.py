@@ -1,0 +1,110 @@
+"""The most that a completion can cost, wherever an output stands: while more is left of the budget, nobody has to know
+where that is."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from asyncengine.grammar.closing.prices import Prices
+from asyncengine.grammar.closing.spelling import UNREACHABLE
+from asyncengine.grammar.schema.rules import MAX_NESTING
+from asyncengine.grammar.shapes.automata import MORE_DIGITS, Multiples, OtherKey, Words
+from asyncengine.grammar.shapes.nodes import (
+    Chain,
+    Either,
+    Letters,
+    Lexeme,
+    Literal,
+    Shape,
+    Times,
+    Unordered,
+    parts,
+)
+
+ROUNDS = MAX_NESTING + 2
+"""Times that a shape may lie within itself: each opens a bracket."""
+CANDIDATES = 63
+"""Letters that `OtherKey` tries behind the beginning of a word, each of which only another word can take."""
+KEY_END = 5
+"""Bytes that it then takes to the end of the key, at most."""
+Edges = Mapping[Shape, Sequence[Shape]]
+
+
+def farthest(root: Shape, prices: Prices) -> int:
+    """Tokens of the dearest completion of an output that has begun; `UNREACHABLE` or more where there is no limit.
+
+    One pass over the shapes, innermost first. Those that lie within themselves, and those between such, are one: each
+    round through them costs no more than the dearest step of each together.
+    """
+    known: dict[Shape, int] = {}
+    below = _peeled(prices.inner, prices.inner, prices.users)
+    above: dict[Shape, None] = {}
+    if len(below) < len(prices.inner):
+        above = _peeled(prices.inner, prices.users, prices.inner)
+    circle = [shape for shape in prices.inner if shape not in below and shape not in above]
+    for shape in below:
+        known[shape] = _dearest(shape, prices, known)
+    if circle:
+        leaving = max(_dearest(shape, prices, known) for shape in circle)
+        inside = dict.fromkeys(circle, 0)
+        total = leaving + ROUNDS * sum(_dearest(shape, prices, inside) for shape in circle)
+        known.update(dict.fromkeys(circle, total))
+    for shape in reversed(list(above)):
+        if shape not in known:
+            known[shape] = _dearest(shape, prices, known)
+    return max(known[root], prices.cost(root))
+
+
+def _peeled(all_of_them: Iterable[Shape], inner: Edges, users: Edges) -> dict[Shape, None]:
+    """The shapes of which no circle is part, each behind those in it."""
+    missing = {shape: len(inner.get(shape, ())) for shape in all_of_them}
+    order = [shape for shape, count in missing.items() if not count]
+    for shape in order:  # grows while it is walked
+        for user in users.get(shape, ()):
+            missing[user] -= 1
+            if not missing[user]:
+                order.append(user)
+    return dict.fromkeys(order)
+
+
+def _dearest(shape: Shape, prices: Prices, known: dict[Shape, int]) -> int:
+    """Tokens from the dearest position in a shape to its end: within a part of it that is in `known`, or between
+    parts."""
+    if isinstance(shape, Literal):
+        return max((prices.speller.cost(shape.data, begin) for begin in range(1, len(shape.data))), default=0)
+    if isinstance(shape, Words):
+        return _of_words(shape, prices)
+    return max((known[part] + after for part, after in _steps(shape, prices) if part in known), default=0)
+
+
+def _steps(shape: Shape, prices: Prices) -> Iterator[tuple[Shape, int]]:
+    """The parts of a shape, each with the cost of what may have to follow it."""
+    if isinstance(shape, Chain):
+        yield from ((item, prices.suffix(shape, index + 1)) for index, item in enumerate(shape.items))
+    elif isinstance(shape, Times):
+        unit = prices.unit_of(shape)
+        fewest = max(0, shape.least - 1 - (unit.rounds if unit else 1))  # a whole unit may cost less than part of it
+        yield shape.body, max(prices.times(shape, count) for count in range(fewest, max(1, shape.least)))
+    elif isinstance(shape, Unordered):
+        costs = [prices.cost(item) for item in shape.items[len(shape.items) // 2 :]]
+        more = max(0, shape.least - len(shape.needed)) * max(costs) if shape.counts else 0
+        for index, item in enumerate(shape.items):
+            yield item, more + sum(costs[other] for other in shape.needed if other != index % len(costs))
+    elif isinstance(shape, Letters):
+        yield from ((tail, prices.cost(tail)) for _, _, tail in shape.tails)
+    elif isinstance(shape, (Either, Lexeme)):
+        yield from ((part, 0) for part in parts(shape))
+
+
+def _of_words(shape: Words, prices: Prices) -> int:
+    single = prices.speller.vocabulary.by_bytes
+    if type(shape) is OtherKey and len(shape.words) < CANDIDATES:
+        letters, most = bytes(range(256)), KEY_END
+    elif type(shape) is Multiples:
+        letters, most = b"-.0123456789", 2 * MORE_DIGITS
+    elif type(shape) is Words:
+        letters, most = bytes(set(itertools.chain.from_iterable(shape.words))), max(map(len, shape.words), default=0)
+    else:
+        return UNREACHABLE
+    return most if all(letters[at : at + 1] in single for at in range(len(letters))) else UNREACHABLE

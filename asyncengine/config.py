@@ -15,21 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from asyncengine.checks import (
-    MAX_BYTES,
-    MAX_SECONDS,
-    CacheMemory,
-    Count,
-    Memory,
-    Positive,
-    Seconds,
-    Settings,
-    Threads,
-    as_number,
-    integer_in,
-    one_of,
-    parse_bytes,
-)
+from asyncengine import checks
 from asyncengine.errors import InvalidParameter
 from asyncengine.grammar.settings import GrammarSettings
 from asyncengine.policies import POLICIES, Policy, as_policy
@@ -56,7 +42,7 @@ def parse_keep_alive(name: str, value: Any) -> float:
     if not isinstance(number, bool) and isinstance(number, numbers.Real) and number in (-1, math.inf):
         return math.inf
     try:
-        return as_number(name, number, 0.0, MAX_SECONDS)
+        return checks.as_number(name, number, 0.0, checks.MAX_SECONDS)
     except InvalidParameter:
         limit = 'must be seconds without use (at most 1e9), a text like "90s", "5m" or "1h", or -1 for never'
         raise InvalidParameter(name, limit, value) from None
@@ -130,7 +116,7 @@ def _store_folder(name: str, value: Any) -> str | bool:
 
 
 def _store_bytes(name: str, value: Any) -> int:
-    nbytes = parse_bytes(name, value) or 0
+    nbytes = checks.parse_bytes(name, value) or 0
     if nbytes < LEAST_STORE:
         raise InvalidParameter(name, f"must be at least {LEAST_STORE} bytes", value)
     return nbytes
@@ -147,25 +133,25 @@ Adapters = Annotated[tuple[tuple[str, str], ...] | Mapping[str, str], _adapters]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSettings(Settings):
+class ModelSettings(checks.Settings):
     """Model and execution."""
 
     dtype: DType = "auto"
     """Type of weights and activations; "auto" takes the checkpoint's own."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1"; "auto" picks cuda when there is one."""
-    attention_backend: Annotated[str, one_of(("auto", "torch", "compiled", "flashinfer"))] = "auto"
+    attention_backend: Annotated[str, checks.one_of(("auto", "torch", "compiled", "flashinfer"))] = "auto"
     """"torch"; "compiled" (CPU, bfloat16 and float32); "flashinfer" (NVIDIA GPU, `asyncengine[cuda]`); "auto" picks
     compiled or flashinfer where they run the model."""
     cuda_graphs: bool = True
     """On a GPU, run decode steps as CUDA graphs where the attention backend allows it."""
-    num_threads: Threads | None = None
+    num_threads: checks.Threads | None = None
     """Threads that compute a step on a CPU, while nothing else wants the cores; None: as many as torch uses in this
     program. A model of less than 32 MiB is computed by one."""
-    tensor_parallel: Annotated[int, integer_in(1, 64)] = 1
+    tensor_parallel: Annotated[int, checks.integer_in(1, 64)] = 1
     """Processes among which the model's weights are divided (docs/howto/tensor_parallel.md). They share `num_threads`,
     `kv_cache_memory` and `state_memory`. On a CPU answers do not depend on it, to the bit; on GPUs, each has one."""
-    pipeline_parallel: Annotated[int, integer_in(1, 64)] = 1
+    pipeline_parallel: Annotated[int, checks.integer_in(1, 64)] = 1
     """Processes among which the model's layers are divided, on a CPU (docs/howto/pipeline_parallel.md): as many steps,
     of different requests, are in flight. They share `num_threads`, `kv_cache_memory` and `state_memory`. Answers do not
     depend on it, to the bit, but with torch's attention (`info.batch_variance`)."""
@@ -189,7 +175,7 @@ class ModelSettings(Settings):
     chat_template: ChatTemplate | None = None
     """The chat template, in place of the model's own: its text (Jinja), a file with it, or the name of a usual one:
     "chatml", "gemma", "llama2", "llama3", "mistral", "phi3", "vicuna", "zephyr". None: the model's."""
-    load_format: Annotated[str, one_of(("auto", "dummy"))] = "auto"
+    load_format: Annotated[str, checks.one_of(("auto", "dummy"))] = "auto"
     """"auto": weights are read from safetensors files; "dummy": made up at random from config.json alone, to measure
     speed without a checkpoint."""
     trust_remote_code: bool = False
@@ -218,24 +204,24 @@ class ModelSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemorySettings(Settings):
+class MemorySettings(checks.Settings):
     """KV cache and recurrent states."""
 
-    page_size: Annotated[int, integer_in(1, 2**16)] = 16
+    page_size: Annotated[int, checks.integer_in(1, 2**16)] = 16
     """Tokens per page."""
-    kv_cache_memory: Memory | None = None
+    kv_cache_memory: checks.Memory | None = None
     """Bytes of KV memory (or "2GiB", "512MB"); None takes a share of what is free, enough for
     `max_num_seqs` requests of full length at most."""
-    kv_cache_dtype: Annotated[str, one_of(("auto", "fp8"))] = "auto"
+    kv_cache_dtype: Annotated[str, checks.one_of(("auto", "fp8"))] = "auto"
     """"auto": keys and values are kept in the model's type; "fp8": in 8 bits (float8_e4m3fn), twice as many tokens for
     some loss of accuracy. Needs the flashinfer attention backend."""
-    state_memory: Memory | None = None
+    state_memory: checks.Memory | None = None
     """Bytes of memory for recurrent states (or "2GiB"), of models that keep any (gated delta rule, Mamba, short
     convolution): one for each running request, and what is left for snapshots of shared prefixes. None takes a share
     of what is free, enough for `max_num_seqs` running requests and as many snapshots at most."""
     prefix_caching: bool = True
     """Keep the pages of finished requests, and compute a prefix that they share with a later prompt only once."""
-    eviction: Annotated[str, one_of(("lru", "lfu", "fifo", "priority"))] = "lru"
+    eviction: Annotated[str, checks.one_of(("lru", "lfu", "fifo", "priority"))] = "lru"
     """The rule by which cached pages go when memory is short."""
     kv_cache_dir: StoreFolder | None = None
     """Folder in which the prefix cache is kept, so that it survives the process (docs/howto/persistence.md); True: one
@@ -247,30 +233,30 @@ class MemorySettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchingSettings(Settings):
+class BatchingSettings(checks.Settings):
     """Batching and scheduling."""
 
     policy: Annotated[str | Policy, partial(as_policy, choices=POLICIES)] = "fcfs"
     """Order in which waiting requests are admitted, and which running one gives way: a name, or an object like
     `asyncengine.Policy`. Each engine works with a copy of its own."""
-    max_num_seqs: Annotated[int, integer_in(1, 2**16)] = 256
+    max_num_seqs: Annotated[int, checks.integer_in(1, 2**16)] = 256
     """Most requests running at once."""
-    max_num_batched_tokens: Annotated[int, integer_in(1, 2**24)] = 1024
+    max_num_batched_tokens: Annotated[int, checks.integer_in(1, 2**24)] = 1024
     """Most tokens computed in one step (prompt chunks and decodes together)."""
-    long_prefill_token_threshold: Positive | None = None
+    long_prefill_token_threshold: checks.Positive | None = None
     """A prompt takes at most this many tokens of a step that others share; None: no such cap."""
-    step_time_target: Seconds | None = 0.05
+    step_time_target: checks.Seconds | None = 0.05
     """Seconds that a step aims at which computes a prompt while other requests generate: it takes as many of the
     prompt's tokens as fit, by the speed of the last steps. Up to four prompts at once have this time each, and prompts
     always have half of the time. None: as many as `max_num_batched_tokens` allows, as while nobody generates."""
-    max_model_len: Annotated[int, integer_in(2)] | None = None
+    max_model_len: Annotated[int, checks.integer_in(2)] | None = None
     """Prompt plus output, tokens; None takes the model's, cut to what the KV cache holds. Models with "longrope" or
     "dynamic" positions use the frequencies for this length throughout (docs/contract.md, 5)."""
-    max_passes: Positive = 64
+    max_passes: checks.Positive = 64
     """Most times that a waiting request is passed over by later ones before it goes first."""
-    admission_lookahead: Count = 64
+    admission_lookahead: checks.Count = 64
     """Waiting requests that cannot start yet (adapter, shared prefix) and that a step looks past, at most."""
-    max_steps_in_flight: Annotated[int, integer_in(1, 64)] | None = None
+    max_steps_in_flight: Annotated[int, checks.integer_in(1, 64)] | None = None
     """Steps launched before the first one's result is applied. 2 is overlap scheduling: the next step is planned and
     launched while one runs, and an end of sequence is noticed one step late. None: 2 on a GPU, 1 on CPU, which gains
     nothing, and with `pipeline_parallel` as many as there are stages, which is the most."""
@@ -282,7 +268,7 @@ class BatchingSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculationSettings(Settings):
+class SpeculationSettings(checks.Settings):
     """Speculation."""
 
     speculation: Literal["auto", "lookup", "off"] = "auto"
@@ -290,13 +276,13 @@ class SpeculationSettings(Settings):
     earlier outputs. No token changes, only the time it takes. "auto": on a CPU whose kernels give the same numbers in
     any company (`info` says why not); "lookup": on a GPU as well, where sums depend on what is computed together
     anyway; "off": nothing is guessed."""
-    speculation_tokens: Annotated[int, integer_in(1, 31)] = 15
+    speculation_tokens: Annotated[int, checks.integer_in(1, 31)] = 15
     """Guesses of a request in one step, at most."""
     speculation_with_adapters: bool | None = None
     """Whether requests with adapters are guessed for, too. What an adapter adds to a prompt is summed as its company
     asks for, so that a request may get other tokens in other company, with guesses and without. None: in float32, where
     that is hardly ever seen."""
-    speculation_memory: CacheMemory = "16MiB"
+    speculation_memory: checks.CacheMemory = "16MiB"
     """Bytes of finished outputs kept to guess from, for requests of the same adapter and cache salt. None: none."""
     draft_model: Model | None = None
     """A smaller model with the same vocabulary that guesses as well: a folder, a hub id, or "demo/draft". On a CPU."""
@@ -313,7 +299,7 @@ class SpeculationSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterSettings(Settings):
+class AdapterSettings(checks.Settings):
     """Adapters (LoRA)."""
 
     adapters: Adapters = ()
@@ -321,19 +307,19 @@ class AdapterSettings(Settings):
     adapter_root: Annotated[str, _path] | None = None
     """Adapters lie inside this folder or are refused. Those in it are loaded at construction, each under the name of
     its folder; one that does not fit the model is left out with a warning."""
-    max_loras: Annotated[int, integer_in(1, 4096)] = 8
+    max_loras: Annotated[int, checks.integer_in(1, 4096)] = 8
     """Distinct adapters among all running requests, at most; each has a slot of device memory."""
-    max_lora_rank: Annotated[int, integer_in(1, 2**16)] = 64
+    max_lora_rank: Annotated[int, checks.integer_in(1, 2**16)] = 64
     """Largest rank of an adapter. Memory and time follow the largest rank that was loaded, not this limit."""
-    adapter_memory: CacheMemory = "1GiB"
+    adapter_memory: checks.CacheMemory = "1GiB"
     """Bytes of adapters kept in host memory. Those that no request uses are dropped, least recently used first, and
     read again when they are needed. None: none, and every adapter is refused."""
-    adapter_workers: Threads = 2
+    adapter_workers: checks.Threads = 2
     """Threads that read adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageSettings(Settings):
+class ImageSettings(checks.Settings):
     """Pictures."""
 
     images: Literal["auto", "off"] = "auto"
@@ -341,73 +327,73 @@ class ImageSettings(Settings):
     and chats may hold pictures; "off": it is left out, and takes no memory."""
     mmproj: Projector | None = None
     """The image part of a GGUF model: a GGUF file, too. None: the one beside it with "mmproj" in its name."""
-    image_cache_memory: CacheMemory = "256MiB"
+    image_cache_memory: checks.CacheMemory = "256MiB"
     """Bytes of encoded pictures kept for requests that name them again. None: only those that are being computed."""
-    max_images: Count = 16
+    max_images: checks.Count = 16
     """Most pictures of a request."""
-    max_image_bytes: Annotated[int, integer_in(1, MAX_BYTES)] = 20 * 2**20
+    max_image_bytes: Annotated[int, checks.integer_in(1, checks.MAX_BYTES)] = 20 * 2**20
     """Bytes of a picture's file, at most."""
-    max_image_pixels: Positive = 2**25
+    max_image_pixels: checks.Positive = 2**25
     """Pixels of a picture, at most: three bytes each while its request is prepared."""
-    max_image_side: Positive = 8192
+    max_image_side: checks.Positive = 8192
     """Pixels of a picture's width and of its height, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestSettings(Settings):
+class RequestSettings(checks.Settings):
     """Queue, timeouts and limits of requests."""
 
     sampling_defaults: SamplingDefaults | None = None
     """Sampling parameters that requests leave open, such as {"temperature": 0.7, "top_k": 20} or, as a flag,
     "temperature=0.7,top_k=20"; they go before the model's own. None: the model's; where it has none, chats take
     llama.cpp's (`info.chat_defaults`) and texts are drawn from the model's whole distribution."""
-    max_queued_requests: Count | None = None
+    max_queued_requests: checks.Count | None = None
     """Waiting samples (a request with n counts n) before submit says QueueFull; 0 refuses what cannot start at once."""
-    max_queued_tokens: Count | None = None
+    max_queued_tokens: checks.Count | None = None
     """Prompt tokens of waiting requests before submit says QueueFull."""
     when_full: Literal["error", "wait"] = "error"
     """At a full queue: raise QueueFull, or await a place."""
-    waiting_timeout: Seconds | None = None
+    waiting_timeout: checks.Seconds | None = None
     """Seconds until the first step of a request; then it ends with reason "timeout"."""
-    request_timeout: Seconds | None = None
+    request_timeout: checks.Seconds | None = None
     """Seconds from submit to end."""
-    inter_token_timeout: Seconds | None = None
+    inter_token_timeout: checks.Seconds | None = None
     """Seconds between two output tokens."""
-    max_chat_chars: Positive = 4_000_000
+    max_chat_chars: checks.Positive = 4_000_000
     """Characters of a chat, before and after the template."""
-    max_n: Positive = 128
+    max_n: checks.Positive = 128
     """Largest `n`, samples of one prompt."""
-    max_stop_strings: Count = 64
+    max_stop_strings: checks.Count = 64
     """Most stop strings of a request."""
-    max_stop_string_length: Positive = 1024
+    max_stop_string_length: checks.Positive = 1024
     """Characters of a stop string, at most."""
-    max_stop_token_ids: Count = 1024
+    max_stop_token_ids: checks.Count = 1024
     """Most stop token ids of a request."""
-    max_top_logprobs: Count = 50
+    max_top_logprobs: checks.Count = 50
     """Largest `top_logprobs`, alternatives at each position."""
-    max_logit_bias: Count = 1024
+    max_logit_bias: checks.Count = 1024
     """Most token ids in a request's `logit_bias`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdvancedSettings(Settings):
+class AdvancedSettings(checks.Settings):
     """Advanced."""
 
     fuse: bool = True
     """False: run every family through transformers' own modules, slower; to compare with."""
-    switch_interval: Seconds | None = 0.0005
+    switch_interval: checks.Seconds | None = 0.0005
     """Seconds after which a Python thread of the program gives the interpreter's lock to one that waits for it, while
     the engine serves (`sys.setswitchinterval`; Python's own 5 ms are longer than many a step). A shorter one, and one
     that the program sets later, stands. None: it is left alone."""
     uvloop: bool = False
     """Hosted engines: run the engine's own loop on uvloop (must be installed)."""
-    step_soft_limit: Seconds = 60.0
+    step_soft_limit: checks.Seconds = 60.0
     """Seconds after which a step is reported (log and event)."""
-    step_hard_limit: Seconds = 600.0
+    step_hard_limit: checks.Seconds = 600.0
     """Seconds after which a step ends the engine: every stream gets EngineDead."""
-    check_every: Positive = 1000
+    check_every: checks.Positive = 1000
     """Steps between two conservation checks while busy (they always run when idle)."""
-    preempt_every: Positive | None = None
+    preempt_every: checks.Positive | None = None
     """Testing: force a preemption every so many steps."""
 
 

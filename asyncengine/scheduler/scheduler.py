@@ -24,28 +24,10 @@ from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache import KVCache
 from asyncengine.policies import overrides, start_policy
 from asyncengine.request_spec import RequestSpec
+from asyncengine.scheduler import messages
 from asyncengine.scheduler.admission import Admission, tables_of
 from asyncengine.scheduler.drafts import Drafting, draft_planner
 from asyncengine.scheduler.encoding import EncodedImages
-from asyncengine.scheduler.messages import (
-    Abort,
-    AdapterReady,
-    Drain,
-    EndReason,
-    GrammarReady,
-    ImportPrefix,
-    Message,
-    Pause,
-    PinPrefix,
-    PrefixFound,
-    PrefixLoaded,
-    Resume,
-    StopText,
-    Suspend,
-    UnpinPrefix,
-    UpdateWeights,
-    WithdrawUpdate,
-)
 from asyncengine.scheduler.output import Output
 from asyncengine.scheduler.pace import Pace
 from asyncengine.scheduler.request import Request, RequestState
@@ -101,51 +83,51 @@ class Scheduler:
 
     # ---------------------------------------------------------------- apply
 
-    def apply(self, message: Message) -> None:
+    def apply(self, message: messages.Message) -> None:
         """Take note of one message. Messages about unknown or ended tickets change nothing."""
         match message:
             case RequestSpec():
                 self.roster.add(message)
-            case Abort(ticket):
+            case messages.Abort(ticket):
                 self.roster.end_ticket(ticket, "abort")
-            case StopText(ticket):
+            case messages.StopText(ticket):
                 self.roster.end_ticket(ticket, "stop")
-            case Suspend(ticket):
+            case messages.Suspend(ticket):
                 self.roster.suspend(ticket)
-            case Resume(ticket, at):
+            case messages.Resume(ticket, at):
                 self.roster.resume([ticket], at)
-            case GrammarReady(ticket, matcher, error):
+            case messages.GrammarReady(ticket, matcher, error):
                 if ticket in self.grammar_queue and matcher is not None:
                     error = self.grammar_queue[ticket].catch_up(matcher) or error
                 self.roster.leave_queue(self.grammar_queue, ticket, error)
-            case AdapterReady(ticket, digest, error):
+            case messages.AdapterReady(ticket, digest, error):
                 if ticket in self.adapter_queue:
                     self.adapter_queue[ticket].adapter_digest = digest
                 self.roster.leave_queue(self.adapter_queue, ticket, error)
-            case PrefixFound():
+            case messages.PrefixFound():
                 request = self.restores.found(message, tables_of(self.running.values()))
                 self.roster.leave_restores([] if request is None else [request])
-            case PrefixLoaded():
+            case messages.PrefixLoaded():
                 self.roster.leave_restores(self.restores.loaded(message))
-            case ImportPrefix():
+            case messages.ImportPrefix():
                 self.restores.import_prefix(message, tables_of(self.running.values()))
-            case Drain():
+            case messages.Drain():
                 self.roster.suspends = False
                 self.roster.resume(list(self.roster.suspended), 0.0)
-            case PinPrefix(ticket):
+            case messages.PinPrefix(ticket):
                 self.roster.to_pin[ticket] = None
-            case UnpinPrefix(ticket):
+            case messages.UnpinPrefix(ticket):
                 self.roster.unpin(ticket)
-            case UpdateWeights(number, mode):
+            case messages.UpdateWeights(number, mode):
                 self.roster.add_update(number, mode)
-            case Pause(number, mode):
+            case messages.Pause(number, mode):
                 if mode == "abort":
                     self.end_all("abort", "the engine was put to sleep or paused")
                 self.roster.add_update(number, "wait" if mode == "finish" else "recompute")
-            case WithdrawUpdate(number):
+            case messages.WithdrawUpdate(number):
                 self.roster.release_held(number)
 
-    def end_all(self, reason: EndReason, why: str = "the engine is closing") -> None:
+    def end_all(self, reason: messages.EndReason, why: str = "the engine is closing") -> None:
         """End every request there is, and tell each `why`."""
         self.roster.end_all(reason, why)
 

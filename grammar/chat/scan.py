@@ -113,8 +113,10 @@ def text_head(text: str, at: int, form: ToolFormat, alone: str) -> Head:
         return Head("incomplete", name, written=written)
     if stop < 0:
         return Head("wrong", name)
-    head = _before_brace(text, stop, name) if form.members is None else Head("complete", name, stop)
-    return head._replace(written=written)
+    stop = skip_blanks(text, stop) if form.members is None else stop
+    if form.members is None and not text.startswith("{", stop):
+        return Head("incomplete" if stop == len(text) else "wrong", name, written=written)
+    return Head("complete", name, stop, written)
 
 
 def follow(text: str, at: int, wanted: str, loose: Sequence[str] = ()) -> int | None:
@@ -147,13 +149,6 @@ def _follow(text: str, at: int, wanted: str) -> int | None:
 def first_of(text: str, marks: Iterable[str]) -> int:
     """The place of the first of `marks` in `text`; -1 if there is none."""
     return min((at for mark in marks if mark and (at := text.find(mark)) >= 0), default=-1)
-
-
-def _before_brace(text: str, at: int, name: str) -> Head:
-    at = skip_blanks(text, at)
-    if at == len(text):
-        return Head("incomplete", name)
-    return Head("complete", name, at) if text[at] == "{" else Head("wrong", name)
 
 
 def decoded(literal: str) -> str:
@@ -201,7 +196,10 @@ class Balance:
 
 def partial_suffix(text: str, *markers: str) -> int:
     """Length of the longest end of `text` that one of `markers` could continue."""
-    for size in range(min(len(text), max(map(len, markers)) - 1), 0, -1):
-        if any(len(marker) > size and marker.startswith(text[-size:]) for marker in markers):
-            return size
-    return 0
+    size = 0
+    for marker in filter(None, markers):
+        at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+        while at >= 0 and not marker.startswith(text[at:]):
+            at = text.find(marker[0], at + 1)
+        size = max(size, len(text) - at) if at >= 0 else size
+    return size

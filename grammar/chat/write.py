@@ -29,8 +29,7 @@ def with_calls_in_content(messages: Sequence[Message], form: ToolFormat) -> list
 
 def _with_calls(message: Message, form: ToolFormat) -> Message:
     written = written_calls(form, [_name_and_arguments(call) for call in message["tool_calls"]])
-    content = message.get("content") or ""
-    whole = content + written if isinstance(content, str) else [*content, {"type": "text", "text": written}]
+    whole = _joined([message.get("content") or "", written], "")
     return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": whole}
 
 

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Mapping
+from json.encoder import encode_basestring
 from typing import Literal, NamedTuple, Protocol
 
 from asyncengine.grammar.chat.formats import CDATA, Members, ToolFormat
@@ -101,7 +102,7 @@ class RawReader:
             read = self._step(text[at:])
             at += read.size
             pieces.append(read.piece)
-            if read.state != "open" or not (read.size or read.piece):
+            if read.state != "open" or self._step == self._nested or not (read.size or read.piece):
                 return Read(at, "".join(pieces), read.state)
 
     def _member(self, text: str) -> Read:
@@ -380,7 +381,7 @@ def _number(word: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return encode_basestring(text)[1:-1]
 
 
 def _unescaped(escape: str) -> str:

@@ -23,6 +23,7 @@ class RequestOutput(NamedTuple):
     computing: float | None = None
     """Seconds from the first step to the first token; given once, with the first chunk."""
     cached_tokens: int = 0
+    """Tokens that its prompt found, or the questions of a decision that have begun."""
     restored_tokens: int = 0
     prompt_logprobs: Mapping[int, TokenLogprob] = {}
     """Log-probabilities by prompt position, given once as well."""

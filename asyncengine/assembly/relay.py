@@ -110,8 +110,9 @@ class RelayedRequest:
             self._wake(waiter)
             return
         mailbox = next(iter(self.streams.values())).mailbox
-        if output.computing is not None and mailbox.started_at is None:
+        if mailbox.started_at is None or self.spec.is_question:
             mailbox.cached_tokens, mailbox.restored_tokens = output.cached_tokens, output.restored_tokens
+        if output.computing is not None and mailbox.started_at is None:
             mailbox.started_at, mailbox.first_token_at = now - output.computing, now
             mailbox.prompt_logprobs.update(output.prompt_logprobs)
             meter.first_token.append(now - self.spec.arrival)
@@ -207,17 +208,16 @@ class RelayMailbox(Mailbox):
     def take_output(self) -> RequestOutput:
         """Everything new."""
         self._noted = False
-        output = RequestOutput(self.key, merge(self.take()), predicted=self.predicted, cause=self.cause)
-        output = output._replace(routed_experts=self.routed_experts)
+        output = RequestOutput(
+            self.key, merge(self.take()), predicted=self.predicted, routed_experts=self.routed_experts,
+            cached_tokens=self.cached_tokens, restored_tokens=self.restored_tokens, cause=self.cause,
+        )  # fmt: skip
         self.predicted, self.routed_experts = (0, 0), []
         if self._begun or self.started_at is None:
             return output
         self._begun = True
         at = self.started_at if self.first_token_at is None else self.first_token_at
-        return output._replace(
-            computing=at - self.started_at, cached_tokens=self.cached_tokens, restored_tokens=self.restored_tokens,
-            prompt_logprobs=self.prompt_logprobs,
-        )  # fmt: skip
+        return output._replace(computing=at - self.started_at, prompt_logprobs=self.prompt_logprobs)
 
 
 class _RelayBatch(TextBatch):

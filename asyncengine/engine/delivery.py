@@ -243,6 +243,7 @@ class Delivery:
             mailbox.cached_tokens, mailbox.restored_tokens = output.cached_tokens, output.restored_tokens
         elif stream.spec.is_question:
             mailbox.cached_tokens += output.cached_tokens
+            mailbox.restored_tokens += output.restored_tokens
         self._meter.first_token.append(now - stream.spec.arrival)
 
     def _close(self, stream: OutputStream, output: Output, reason: FinishReason) -> None:
@@ -263,10 +264,12 @@ class Delivery:
         mailbox, spec = stream.mailbox, stream.spec
         mailbox.ended += (reason,)
         mailbox.generated += stream.num_tokens
+        mailbox.prompt_tokens = spec.prompt_len + (mailbox.prompt_tokens if spec.is_question else 0)
         if self._hooks and len(mailbox.ended) == spec.members:
+            timings = mailbox.timings(spec.arrival, self._clock.now())
             done = RequestDone(
-                spec.request_id, mailbox.is_chat, spec.options.adapter, spec.params, mailbox.ended, spec.prompt_len,
-                mailbox.cached_tokens, mailbox.generated, mailbox.timings(spec.arrival, self._clock.now()),
+                spec.request_id, mailbox.is_chat, spec.options.adapter, spec.params, mailbox.ended,
+                mailbox.prompt_tokens, mailbox.cached_tokens, mailbox.generated, timings,
             )  # fmt: skip
             self._hooks.emit(done, mailbox.context)
 

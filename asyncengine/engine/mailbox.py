@@ -47,7 +47,8 @@ class Mailbox:
     __slots__ = (
         "_born", "_chunks", "_many", "_resume", "_suspended", "_waiter", "_woken", "cached_tokens", "cause",
         "context", "ended", "failure", "first_token_at", "generated", "given", "is_chat", "limit", "predicted",
-        "prepared_at", "prompt_logprobs", "restored_tokens", "routed_experts", "started_at", "taken", "weight_versions",
+        "prepared_at", "prompt_logprobs", "prompt_tokens", "restored_tokens", "routed_experts", "started_at", "taken",
+        "weight_versions",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -66,7 +67,7 @@ class Mailbox:
         self._suspended: deque[int] = deque()
         """Tickets of the samples that wait for the receiver."""
         self._resume: Callable[[int], object] | None = None
-        self.cached_tokens = self.restored_tokens = 0
+        self.cached_tokens = self.restored_tokens = self.prompt_tokens = 0
         self.predicted = (0, 0)
         self.prepared_at: float | None = None
         self.started_at: float | None = None

@@ -21,6 +21,7 @@ from transformers import pipeline
 from asyncengine import DEMO_MODEL, AsyncEngine, Engine, InvalidParameter, QueueFull, SamplingParams, UnsupportedModel
 from asyncengine.engine import prefix_store
 from asyncengine.engine.decisions import DecisionCall
+from asyncengine.events import RequestDone
 from asyncengine.testing.leaks import assert_nothing_held
 
 QUESTIONS: dict[str, Any] = {
@@ -180,15 +181,22 @@ async def test_who_leaves_takes_all_questions_along(engine: AsyncEngine) -> None
 
 
 async def test_the_same_to_the_bit_from_a_disk_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usage counts what each question found, too, as the engine's statistics and its events do."""
     monkeypatch.setattr(prefix_store, "WORTH", 1e9)  # so small a model computes faster than any disk reads
     monkeypatch.setattr(prefix_store, "LEAST_PATIENCE", 100.0)
     state = {"mails": [STATES[0]] * 8}
 
     async def decide(**settings: Any) -> tuple[Any, int]:
         start = AsyncEngine.from_pretrained(DEMO_MODEL, dtype="float32", kv_cache_memory="8MB", **settings)
+        heard = list[RequestDone]()
         async with await start as engine:
+            engine.on_event(lambda event: heard.append(event) if isinstance(event, RequestDone) else None)
             made = await engine.decide(state, QUESTIONS)
-            return made.answers, engine.stats().restored_tokens
+            stats, usage = engine.stats(), made.usage
+        counted = [(each.prompt_tokens, each.cached_tokens, each.restored_tokens) for each in (stats, usage)]
+        assert counted[0] == counted[1]
+        assert [(each.prompt_tokens, each.cached_tokens) for each in heard] == [counted[0][:2]]
+        return made.answers, usage.restored_tokens
 
     expected = await decide()
     assert expected[1] == 0

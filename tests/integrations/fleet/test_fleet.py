@@ -105,6 +105,27 @@ async def test_everything_an_engine_does(monkeypatch: pytest.MonkeyPatch, alone:
     assert all(process.killed for process in cluster.ever)
 
 
+async def test_decisions_are_those_of_one_engine(monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine) -> None:
+    """To the bit, each on one replica where its questions share the state; their usage counts what all of them found,
+    and none is asked twice where a replica is lost."""
+    questions = {f"q{number}": {"type": "noul", "instructions": f"Is it number {number}?"} for number in range(12)}
+    states = ["A mail. " * 20 + text for text in TEXTS]
+    expected = [(await alone.decide(state, questions)).answers for state in states]
+    async with local_fleet(monkeypatch, replicas=2) as (fleet, cluster):
+        made = await asyncio.gather(*(fleet.decide(state, questions) for state in states))
+        assert [each.answers for each in made] == expected
+        stats = (await fleet.replica_stats()).values()
+        assert all(each.prompt_tokens for each in stats)
+        assert sum(each.usage.prompt_tokens for each in made) == sum(each.prompt_tokens for each in stats)
+        assert sum(each.usage.cached_tokens for each in made) == sum(each.cached_tokens for each in stats) > 0
+        leaver, *stayers = [asyncio.ensure_future(fleet.decide(f"Again: {state}", questions)) for state in states]
+        leaver.cancel()
+        cluster.busiest(fleet).lose()
+        for decision in await asyncio.gather(*stayers):
+            assert decision.answers.keys() == questions.keys()
+        await cluster.settle(fleet)
+
+
 def seed_free() -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=30)
 

@@ -25,7 +25,7 @@ class ModelInfo:
     num_pages: int
     page_size: int
     task: str = "generate"
-    """Or "embed", "rerank", "classify": which calls this model serves."""
+    """Or "embed", "rerank", "classify", "decide": which calls this model serves."""
     dimensions: int = 0
     """Numbers of an embedder's vectors."""
     pooling: str = ""

@@ -35,6 +35,7 @@ def info_of(
         device=str(loaded.device),
         num_pages=runner.num_pages,
         page_size=runner.page_size,
+        task="generate" if getattr(loaded.hf_config, "decision_head", None) is None else "decide",
         has_tokenizer=tokenizer is not None,
         has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
         template_variables=() if tokenizer is None else tokenizer.template_variables(),

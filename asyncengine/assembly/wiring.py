@@ -312,6 +312,7 @@ def _load_tokenizer(
     if not checkpoint.metadata:
         read = loaded.hf_config
         known = read if isinstance(read, ModelConfig) and read.model_type in FAMILIES else None
+        known = None if getattr(read, "decision_head", None) else known  # the file's family is another one
         return load_tokenizer(
             tokenizer_folder(path, checkpoint),
             config,

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.errors import InvalidParameter, RequestFailed, UnsupportedModel
@@ -47,13 +48,14 @@ class DecisionPrompts:
         try:
             from transformers.decision import DECISION_PROMPT, DecisionConfig
 
-            folder = tokenizer.folder
-            self._config = DecisionConfig.from_pretrained(folder if folder is not None and folder.is_dir() else "")
+            folder = tokenizer.folder if tokenizer.folder is not None and tokenizer.folder.is_dir() else None
+            self._config = DecisionConfig.from_pretrained(folder or "")
         except ImportError as error:
             raise UnsupportedModel("decisions need transformers 5.24 or newer") from error
         except Exception as error:  # a file that is no JSON, or has other types in it
             raise UnsupportedModel(f"decision.json of the model cannot be read: {error}") from error
         self._general: str = DECISION_PROMPT
+        self._head = None if folder is None else _head_of(folder, self._config.adapter)
 
     def questions(self, questions: object) -> list[Question]:
         """The questions of a call, {name: {"type", "instructions", "criteria"}}, or objects with `model_dump` in place
@@ -83,18 +85,22 @@ class DecisionPrompts:
             text = self._tokenizer.render_chat([{"role": "user", "content": text}], **thinking)
         text, _, behind = text.partition(MARK)
         if MARK in behind:
-            raise UnsupportedModel("its decision template reads answers at several positions: for a head")
+            raise UnsupportedModel("its decision template reads answers at several positions, and one is read here")
         self._tokenizer.check_fits("state", text, self._max_tokens)
         pieces = text.replace(SPLIT, _BREAK).split(_BREAK)
         return [token for piece in pieces for token in self._tokenizer.encode(piece, add_special_tokens=False)]
 
     def params(self, question: Question) -> SamplingParams:
         """Parameters by which the answer to `question` is read. Raises `InvalidParameter`."""
-        ids = [self._tokenizer.encode(label, add_special_tokens=False) for label in question.labels]
-        labels = tuple(each[0] for each in ids if len(each) == 1)
-        if len(set(labels)) != len(ids):
-            limit = f"has labels that are not distinct single tokens of this model: {', '.join(question.labels)}"
-            raise InvalidParameter(f"questions[{question.name!r}]", limit)
+        if self._head is not None:
+            labels = self._head[question.type][: len(question.options)]
+            problem = f"has more options than the head of this model scores: {len(labels)} of this type"
+        else:
+            ids = [self._tokenizer.encode(label, add_special_tokens=False) for label in question.labels]
+            labels = tuple(each[0] for each in ids if len(each) == 1)
+            problem = f"has labels that are not distinct single tokens of this model: {', '.join(question.labels)}"
+        if len(set(labels)) != len(question.options):
+            raise InvalidParameter(f"questions[{question.name!r}]", problem)
         return SamplingParams(
             max_tokens=1, temperature=float(self._config.temperature.get(question.type, 1.0)), top_p=1.0, top_k=0,
             min_p=0.0, repetition_penalty=1.0, seed=0, ignore_eos=True, allowed_token_ids=labels,
@@ -158,6 +164,21 @@ class DecisionCall:
             value = float(details.get("noul", details.get("score", by_option[best])))
             answers[question.name] = DecisionAnswer(question.type, value, best, by_option, details)
         return Decision(answers, completion.usage, completion.timings, completion.request_id)
+
+
+def _head_of(folder: Path, adapter: str | None) -> dict[str, tuple[int, ...]] | None:
+    """Rows of the head of transformers' `JevForDecision` by type of question, which are tokens here; None: labels are
+    compared. Raises `UnsupportedModel` for a model that decides by what is not read here."""
+    if adapter is not None:
+        raise UnsupportedModel(f"decision.json names the LoRA adapter {adapter!r}: merge it, and name none there")
+    if (folder / "head.safetensors").is_file() or (folder / "readout.safetensors").is_file():
+        raise UnsupportedModel("its decision head lies beside its weights: JevForDecision's save_pretrained joins them")
+    file = folder / "config.json"
+    content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if content.get("model_type") != "jev":
+        return None
+    offsets = content.get("offsets") or {"noul": 0, "score": 2, "choice": 8}
+    return {kind: tuple(range(first, content.get("num_verbalizers", 24))) for kind, first in offsets.items()}
 
 
 def check_plain(name: str, value: Any) -> None:

@@ -68,6 +68,7 @@ _TASKS = {
     "embed": ("an embedding model", ("embed",)),
     "rerank": ("a reranker", ("rerank", "classify")),
     "classify": ("a classifier", ("classify",)),
+    "decide": ("a decision model", ("decide",)),
 }
 """Models of each task: their kind in words, and the calls that they serve."""
 

@@ -36,7 +36,7 @@ Choices = list[tuple[Choice, str]]
 
 def routes(serving: Serving) -> list[Route]:
     """Both paths."""
-    asked = computing(serving, _systemone, "generate", "systemone")
+    asked = computing(serving, _systemone, "decide", "systemone")
 
     async def systemone(request: Request) -> Response | Answer:
         """Answer with 422, as transformers does, where the form is wrong, and with 400 what the model cannot take."""
@@ -46,7 +46,7 @@ def routes(serving: Serving) -> list[Route]:
             takes = isinstance(error, ContextLengthExceeded) or error.field == "assets" or "[" in error.field
             raise Problem(400 if takes else 422, str(error), error.field, "invalid_value") from error
 
-    decide = computing(serving, _decide, "generate", "decisions")
+    decide = computing(serving, _decide, "decide", "decisions")
     return [
         Route("/v1/decisions", decide, methods=["POST"]),
         Route("/v1/systemone", systemone, methods=["POST"]),

@@ -125,7 +125,8 @@ class Models:
     def _find(self, name: str | None, task: str) -> tuple[str, str | None]:
         """The name of a model, and of an adapter of it if that is meant."""
         if name is None:
-            able = [each for each in self.group if self.group.task_of(each) in (task, "auto")]
+            able_to = (task, "auto", "generate") if task == "decide" else (task, "auto")
+            able = [each for each in self.group if self.group.task_of(each) in able_to]
             able = [usual] if (usual := self._aliases.get("*")) in able else able
             if len(able) != 1:
                 raise Problem(400, f"must say which model: {_listed(able)}", "model", "model_required")

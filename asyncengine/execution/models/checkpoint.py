@@ -212,7 +212,12 @@ def open_checkpoint(path_or_id: str, config: EngineConfig, writes: bool = True) 
     for file in files:
         tensors.update(read_header(file))
     check_sizes(raw, len(tensors) if files else None)
-    return _with_matrices(Checkpoint(folder, raw, files, tensors))
+    plain = Checkpoint(folder, raw, files, tensors)
+    if raw.get("model_type") == "jev":
+        from asyncengine.execution.models.decision_head import decision_part
+
+        return decision_part(plain)
+    return _with_matrices(plain)
 
 
 def _transformer_of(folder: Path) -> Path:
@@ -259,6 +264,8 @@ def _open_gguf(path_or_id: str, config: EngineConfig) -> CheckpointSource | None
     from asyncengine.execution.models.formats.sources import find_gguf, with_projector
 
     model = find_gguf(path_or_id)
+    if model is not None and any(key.endswith(".decision.type") for key in model.metadata):
+        raise UnsupportedModel(f"{path_or_id} has a decision head (decision.type); of GGUF files none is read")
     reads_images = config.images != "off" and config.task in ("auto", "generate")
     return model if model is None or not reads_images else with_projector(model, config.mmproj)
 

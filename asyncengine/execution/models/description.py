@@ -31,6 +31,7 @@ from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, Uns
 from asyncengine.execution.device.memory import is_out_of_memory
 from asyncengine.execution.layers.stored_weight import stored_missing
 from asyncengine.execution.models.config import MissingField
+from asyncengine.execution.models.decision_head import with_head
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.encoder import EncoderConfig
 from asyncengine.execution.models.fallback.classes import ATTENTION_LAYERS, check_family, kinds_of, load_config
@@ -171,11 +172,11 @@ def read_config(
         with suppress(MissingField):
             structure = decoder_config_of(own, length)
             if structure is not None:
-                return own, structure, length
+                return own, with_head(structure, content), length
             refused = True  # an option of it is not written down
     hf_config = load_config(checkpoint, config.trust_remote_code)
     length = _max_model_len(hf_config, config.max_model_len)
-    return hf_config, None if refused else decoder_config_of(hf_config, length), length
+    return hf_config, with_head(None if refused else decoder_config_of(hf_config, length), content), length
 
 
 def _max_model_len(hf_config: Any, wanted: int | None) -> int:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from support.http_server import serving
+from transformers import AutoConfig, AutoTokenizer, JevConfig, JevForDecision
+from transformers.decision import DecisionConfig
+from transformers.models.jev.configuration_jev import JEV_TEMPLATE
 
 from asyncengine import DEMO_MODEL, AsyncEngine
 from asyncengine.integrations.http import app
@@ -214,3 +219,24 @@ async def test_who_leaves_leaves_nothing(engine: AsyncEngine, url: str) -> None:
     assert engine.stats().finished["abort"] >= 1
     await engine.generate("x")
     assert_nothing_held(engine.core)
+
+
+async def test_a_model_with_a_decision_head_alone_needs_no_name(tmp_path: Path) -> None:
+    text = AutoConfig.for_model("llama", vocab_size=2048, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                                num_attention_heads=2, num_key_value_heads=2)  # fmt: skip
+    model = JevForDecision(JevConfig(hidden_size=32, text_config=text))
+    model.decision_config = DecisionConfig(chat_template=JEV_TEMPLATE)
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path)
+    async with await AsyncEngine.from_pretrained(tmp_path, dtype="float32", kv_cache_memory="8MB") as engine:
+        asked = {"state": "Hello", "questions": {"refund": OURS["refund"]}}
+        async with serving(app(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+            body = (await client.post("/v1/systemone", json=asked)).raise_for_status().json()
+            assert (
+                body["answers"]["refund"]
+                == (await engine.decide("Hello", {"refund": OURS["refund"]}))["refund"].details
+            )
+            (listed,) = (await client.get("/v1/models")).json()["data"]
+            assert "decide" in json.dumps(listed)
+            chat = await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
+            assert chat.status_code == 400

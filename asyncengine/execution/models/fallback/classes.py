@@ -32,7 +32,7 @@ def load_config(checkpoint: CheckpointSource, trust_remote_code: bool) -> Any:
             )
         raise UnsupportedModel(f"family {family!r} is not known to the installed transformers")
     try:
-        if checkpoint.metadata:
+        if checkpoint.metadata or "decision_head" in checkpoint.config:  # which is not what the file has
             return AutoConfig.for_model(**checkpoint.config)
         return AutoConfig.from_pretrained(
             str(checkpoint.folder), trust_remote_code=trust_remote_code, local_files_only=True

@@ -223,7 +223,7 @@ class OutputParser(Parser):
                 return Head("incomplete" if begin is None else "wrong"), triggered
             at = begin
         if first:
-            self._list_end = listed + self._triggers.get(trigger, "") * (not form.each)
+            self._list_end = listed + self._triggers.get(trigger, "")
             self._in_list = bool(self._list_end)
         if form.is_object:
             return json_head(text, at), triggered

@@ -56,6 +56,7 @@ def test_recognised_held_to_and_taken_apart(name: str) -> None:
     form, marks = planner.tool_format, planner.reasoning
     assert form is not None
     assert (form.family, form.rendered) == (family.form, bool(family.calls))
+    assert form.closing.strip() or not form.is_object or not form.closing  # blanks behind calls are the turn's
     prompt = text.render_chat([ASK], [ADD], add_generation_prompt=True)
     state = reasoning_state(prompt, marks, (*family.special, *family.turn))
     if family.think is None:

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
-from asyncengine.grammar.chat import TOOL_FORMATS, OutputParser, Reasoning
+from asyncengine.grammar.chat import TOOL_FORMATS, ChatPlanner, OutputParser, Reasoning
+
+from .families import FAMILIES
+from .models import ADD, Oracle, tokenizer
 
 STRING, NUMBER, TRUTH, LIST = (frozenset((kind,)) for kind in ("string", "number", "boolean", "array"))
-TYPES = {"f": {"s": STRING, "n": NUMBER, "b": TRUTH, "l": LIST, "o": frozenset(("object", "null"))}, "g.h": {}}
+OTHERS = {"o": frozenset(("object", "null")), "either": frozenset(("string", "boolean"))}
+TYPES = {"f": {"s": STRING, "n": NUMBER, "b": TRUTH, "l": LIST, **OTHERS}, "g.h": {}}
 F, NO = ("f", {"s": "a"}), ("g.h", {})
 XML = "<function=f>\n<parameter=s>\na\n</parameter>\n</function>"
 KIMI = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
@@ -48,6 +52,7 @@ JSON = [
         '{"type": "object", "name": "f", "parameters": {}}',
     ),
     ("xlam", 'so\n```json\n[{"name": "f", "arguments": {"s": "a"}}]\n```', [F], "so"),
+    ("xlam", 'so [TOOL_CALLS][{"name": "f", "arguments": {"s": "a"}}] [TOOL', [F], "so [TOOL"),
     ("xlam", "a [1] ```json\n{}```", [], "a [1] ```json\n{}```"),
     ("jamba", '<tool_calls>[{"name": "f", "arguments": {"s": "a"}}]\n</tool_calls>', [F], ""),
 ]
@@ -59,7 +64,7 @@ NAMED = [
     ("qwen3_coder", f"{XML}\n</tool_call>", [F], ""),
     ("qwen3_coder", raw("s", "a\n<parameter=n>\n7"), [("f", {"s": "a", "n": 7})], ""),
     ("qwen3_coder", raw("b", "True"), [("f", {"b": True})], ""),
-    ("qwen3_coder", raw("s", "True"), [("f", {"s": "True"})], ""),
+    ("qwen3_coder", raw("either", "True"), [("f", {"either": "True"})], ""),
     ("qwen3_coder", raw("o", "{'k': None, 'l': ('a',)}"), [("f", {"o": {"k": None, "l": ["a"]}})], ""),
     ("deepseek_v32", DSML, [("f", {"n": 7})], ""),
     ("deepseek_v32", DSML.replace('"n"', '"s"'), [("f", {"s": "7"})], ""),
@@ -127,3 +132,30 @@ def test_a_call_in_thoughts_is_only_thought_of(form: str) -> None:
     for pieces in cuts(f"I could {call}, but no.</think>No."):
         parser = OutputParser(own, ("f",), reasoning=Reasoning("<think>", "</think>"), state="open")
         assert read(parser, pieces) == ([], "No.")
+
+
+@pytest.mark.parametrize(
+    ("family", "right", "wrong"),
+    [
+        ("Phi-4 mini", "functools is a module", "so functools[1]"),
+        ("Granite 3", "so <tool>", "so <tool_call>"),
+        ("Qwen3-Coder", "so <function>", "so <function=add>"),
+        ("Llama 3.1", 'so {"name": "Ada"}', 'so {"name": "add", "parameters": {}}'),
+        ("xLAM 2", 'so [{"name": "Ada"}]', 'so [{"arguments": {}, "name":"add"}]'),
+    ],
+)
+def test_text_under_a_grammar_cannot_be_read_as_a_call(family: str, right: str, wrong: str) -> None:
+    text = tokenizer(FAMILIES[family].template, FAMILIES[family].special)
+    plan = ChatPlanner(text).plan("", tools=[ADD])
+    assert plan.grammar is not None
+    assert Oracle(text).refused_at(plan.grammar, right) is None
+    assert Oracle(text).refused_at(plan.grammar, wrong) is not None
+
+
+def test_a_raw_string_under_a_grammar_cannot_begin_the_next_parameter() -> None:
+    text = tokenizer(FAMILIES["Qwen3-Coder"].template, FAMILIES["Qwen3-Coder"].special)
+    tool = {"name": "f", "parameters": {"properties": {"s": {"type": "string"}}, "required": ["s"]}}
+    plan = ChatPlanner(text).plan("", tools=[tool], tool_choice="required")
+    assert plan.grammar is not None
+    assert Oracle(text).refused_at(plan.grammar, raw("s", "a <parameter=s>")) is None
+    assert Oracle(text).refused_at(plan.grammar, raw("s", "a\n<parameter=s>")) is not None

@@ -207,5 +207,5 @@ class AnswerGrammar:
                 with named_tool(tool.name):
                     self._lines += member_rules(f"arguments_{i}", tool, form.members, self._markers)
                 continue
-            arguments = inline_json(tool.schema, lenient=not tool.strict, tool=tool.name)
+            arguments = inline_json(tool.schema, lenient=not tool.strict, tool=tool.name, key_order="any")
             self._lines.append(f"arguments_{i}: {arguments}")

@@ -147,14 +147,8 @@ class AnswerGrammar:
     def _needs_one_schema(self) -> bool:
         """Calls and the other answer begin alike: the lexer would take a call's literal head for the whole of both."""
         final, form = self._answer.final, self._form
-        alike = (
-            form is not None
-            and form.only_whole
-            and form.is_object
-            and final is not None
-            and final.kind == "json_schema"
-        )
-        return alike and bool(self._answer.calls)
+        objects = form is not None and form.only_whole and form.is_object and bool(self._answer.calls)
+        return objects and final is not None and final.kind == "json_schema"
 
     def _calls_or_final(self) -> str:
         """One JSON schema for both, without the trigger. Several calls only where the format lists them."""

@@ -199,7 +199,6 @@ class ValueRules:
         return self.terminal("/:[ ]?/")
 
     def _any_key(self, but: list[str]) -> str:
-        other = "".join(f" & ~/{literal_pattern(key)}/" for key in but)
         if self._members.values == "bare":
             other = "".join(f" & ~/{literal_pattern(key + self._members.key_close)}/" for key in but)
             return self.terminal(f"/{BARE_KEY}{literal_pattern(self._members.key_close)}/{other}")

@@ -21,13 +21,7 @@ from dataclasses import dataclass, field
 
 from asyncengine.cache_news import page_hashes
 from asyncengine.kvcache import KVCache, PageTable
-from benchmarks.routing_rules import (
-    LeastLoaded,
-    PrefixAffine,
-    RayServePrefixAware,
-    RoundRobin,
-    RoutingRule,
-)
+from benchmarks.routing_rules import LeastLoaded, PrefixAffine, RayServePrefixAware, RoundRobin, RoutingRule
 
 RULES: dict[str, Callable[[int], RoutingRule]] = {
     "prefix-affine (ours)": PrefixAffine,

@@ -46,12 +46,7 @@ _MIXTURE = {
     **_ATTENTION, "mlp.gate.weight": "ffn_gate_inp.weight",
     **{f"mlp.experts.{name}_proj.weight": f"ffn_{name}_exps.weight" for name in ("gate", "up", "down")},
 }  # fmt: skip
-_OUTER = {
-    "embed_tokens": "token_embd",
-    "norm": "output_norm",
-    "embedding_norm": "token_embd_norm",
-    "lm_head": "output",
-}
+_OUTER = {"embed_tokens": "token_embd", "norm": "output_norm", "embedding_norm": "token_embd_norm", "lm_head": "output"}
 _EXACT = ("ffn_gate_inp.weight", "ssm_conv1d.weight", "shortconv.conv.weight")
 """Matrices that stay float32."""
 

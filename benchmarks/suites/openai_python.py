@@ -59,7 +59,7 @@ MENDED: Mapping[str, Mapping[str, tuple[Any, str]]] = {
         "echo": (DROP, "with logprobs: the first token of a prompt has a null for its score, which the types lack"),
     },
     "/v1/embeddings": {
-        "encoding_format": ("float", "base64, which the client asks for itself and its strict validation then refuses"),
+        "encoding_format": ("float", "base64, which the client asks for itself and its strict validation then refuses")
     },
 }
 """Fields of bodies by their paths: what they become, and why."""

@@ -9,17 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from asyncengine.grammar.shapes.automata import Words
-from asyncengine.grammar.shapes.nodes import (
-    Chain,
-    Either,
-    Letters,
-    Lexeme,
-    Literal,
-    Shape,
-    Times,
-    Unmodelled,
-    within,
-)
+from asyncengine.grammar.shapes.nodes import Chain, Either, Letters, Lexeme, Literal, Shape, Times, Unmodelled, within
 from asyncengine.grammar.shapes.products import Product
 
 MAX_SHAPES = 100_000

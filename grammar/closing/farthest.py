@@ -10,17 +10,7 @@ from asyncengine.grammar.closing.prices import Prices
 from asyncengine.grammar.closing.spelling import UNREACHABLE
 from asyncengine.grammar.schema.rules import MAX_NESTING
 from asyncengine.grammar.shapes.automata import MORE_DIGITS, Multiples, OtherKey, Words
-from asyncengine.grammar.shapes.nodes import (
-    Chain,
-    Either,
-    Letters,
-    Lexeme,
-    Literal,
-    Shape,
-    Times,
-    Unordered,
-    parts,
-)
+from asyncengine.grammar.shapes.nodes import Chain, Either, Letters, Lexeme, Literal, Shape, Times, Unordered, parts
 
 ROUNDS = MAX_NESTING + 2
 """Times that a shape may lie within itself: each opens a bracket."""

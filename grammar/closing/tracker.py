@@ -19,17 +19,7 @@ from asyncengine.grammar.closing.continuations import Continuations, FramePath
 from asyncengine.grammar.closing.prices import BLANK, Piece, Prices, Segment
 from asyncengine.grammar.closing.spelling import UNREACHABLE
 from asyncengine.grammar.shapes.automata import Words
-from asyncengine.grammar.shapes.nodes import (
-    Chain,
-    Letters,
-    Lexeme,
-    Literal,
-    Mark,
-    Shape,
-    Times,
-    Unmodelled,
-    Unordered,
-)
+from asyncengine.grammar.shapes.nodes import Chain, Letters, Lexeme, Literal, Mark, Shape, Times, Unmodelled, Unordered
 
 MAX_STEPS = 20_000
 """Steps from frame to frame that one byte may take, some twenty milliseconds of them."""

@@ -47,10 +47,7 @@ def routes(serving: Serving) -> list[Route]:
             raise Problem(400 if takes else 422, str(error), error.field, "invalid_value") from error
 
     decide = computing(serving, _decide, "decide", "decisions")
-    return [
-        Route("/v1/decisions", decide, methods=["POST"]),
-        Route("/v1/systemone", systemone, methods=["POST"]),
-    ]
+    return [Route("/v1/decisions", decide, methods=["POST"]), Route("/v1/systemone", systemone, methods=["POST"])]
 
 
 async def _systemone(values: Values, target: Target) -> Made:

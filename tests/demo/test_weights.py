@@ -11,14 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from asyncengine.demo import (
-    ADAPTERS_PATH,
-    DRAFT_PATH,
-    EMBEDDER_PATH,
-    MODEL_PATH,
-    RERANKER_PATH,
-    VISION_PATH,
-)
+from asyncengine.demo import ADAPTERS_PATH, DRAFT_PATH, EMBEDDER_PATH, MODEL_PATH, RERANKER_PATH, VISION_PATH
 from makers.demo_embedder import bert, pairs
 from makers.demo_model import adapter_texts, conversations
 from makers.demo_vision import questions

@@ -102,9 +102,7 @@ def test_every_budget_ends_in_a_valid_instance(
     assert steered or name in ("enum", "numbers"), "some walk must have been cut short"
 
 
-def test_a_known_end_is_still_known_when_its_beginning_was_left(
-    templates: dict[str, LlgTemplate],
-) -> None:
+def test_a_known_end_is_still_known_when_its_beginning_was_left(templates: dict[str, LlgTemplate]) -> None:
     """Each point of the address might begin the end of the pattern, and does not."""
     text = b'"https://images-fe.example.com/a.x._b._SL1'
     output = matcher(templates["format and pattern"], len(text) + 20)

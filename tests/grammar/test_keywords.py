@@ -36,10 +36,7 @@ UNSUPPORTED: list[tuple[Any, list[tuple[str, str]]]] = [
         },
         [("$ref", "/$ref")],
     ),
-    (
-        {"anyOf": [{"type": "null"}, {"oneOf": [{"multipleOf": 2}, {"multipleOf": 3}]}]},
-        [("oneOf", "/anyOf/1/oneOf")],
-    ),
+    ({"anyOf": [{"type": "null"}, {"oneOf": [{"multipleOf": 2}, {"multipleOf": 3}]}]}, [("oneOf", "/anyOf/1/oneOf")]),
     ({"type": "string", "pattern": "(?<=a)b"}, [("pattern", "/pattern")]),
     ({"type": "string", "pattern": r"(a)\1"}, [("pattern", "/pattern")]),
     ({"type": "string", "pattern": r"\bfoo"}, [("pattern", "/pattern")]),

@@ -26,10 +26,7 @@ from asyncengine.integrations.langchain import (
     AsyncEngineReranker,
     ChatAsyncEngine,
 )
-from asyncengine.integrations.llama_index import (
-    AsyncEngineEmbedding,
-    AsyncEngineRerank,
-)
+from asyncengine.integrations.llama_index import AsyncEngineEmbedding, AsyncEngineRerank
 from asyncengine.integrations.llama_index import AsyncEngineLLM as LlamaIndexLLM
 
 from .conftest import CONFIG

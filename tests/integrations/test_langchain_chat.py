@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.exceptions import (
-    ModelInvalidRequestError,
-    ModelTimeoutError,
-)
+from langchain_core.exceptions import ModelInvalidRequestError, ModelTimeoutError
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.outputs import LLMResult
 

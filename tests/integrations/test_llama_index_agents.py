@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from llama_index.core.agent.workflow import (
-    FunctionAgent,
-)
+from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.llms import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from pydantic import BaseModel

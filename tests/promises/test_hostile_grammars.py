@@ -17,13 +17,7 @@ from support.threads import no_new_engine_thread
 
 from asyncengine import AsyncEngine, SamplingParams
 from asyncengine.config import EngineConfig
-from asyncengine.errors import (
-    BudgetTooSmall,
-    GrammarError,
-    GrammarTimeout,
-    QueueFull,
-    RequestFailed,
-)
+from asyncengine.errors import BudgetTooSmall, GrammarError, GrammarTimeout, QueueFull, RequestFailed
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.llguidance_backend import LlgTemplate, LlguidanceBackend
 from asyncengine.grammar.schema.rules import Checkpoint, proceed

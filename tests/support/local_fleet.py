@@ -158,8 +158,7 @@ class LocalCluster(Cluster[LocalProcess]):
         for process in list(self.processes.values()):
             loop = process.replica.engine.core.loop
             await until(
-                lambda of=loop: not (of.scheduler.requests or of.in_flight or of.delivery.streams),
-                "an empty replica",
+                lambda of=loop: not (of.scheduler.requests or of.in_flight or of.delivery.streams), "an empty replica"
             )
             pages = process.replica.engine.stats().pages
             assert pages.free + pages.cached == pages.total

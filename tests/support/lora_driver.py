@@ -49,12 +49,7 @@ class AdapterDriver(Driver):
 
 
 def make_driver(
-    checkpoint: Checkpoint,
-    name: str,
-    max_loras: int = 8,
-    max_rank: int = 8,
-    masked: bool | None = None,
-    **fields: Any,
+    checkpoint: Checkpoint, name: str, max_loras: int = 8, max_rank: int = 8, masked: bool | None = None, **fields: Any
 ) -> AdapterDriver:
     config = EngineConfig(
         **{"page_size": 4, "max_num_seqs": 64, "kv_cache_memory": "24MiB", "dtype": "float32", **fields}

@@ -92,11 +92,7 @@ def awq(weight: torch.Tensor, *, group: int = 32) -> Written:
     numbers, scales, zeros = grouped(weight, 4, group, False)
     places = (0, 2, 4, 6, 1, 3, 5, 7)
     return Written(
-        {
-            "qweight": words(numbers.T, 4, places),
-            "qzeros": words(zeros.T, 4, places),
-            "scales": scales.T.contiguous(),
-        },
+        {"qweight": words(numbers.T, 4, places), "qzeros": words(zeros.T, 4, places), "scales": scales.T.contiguous()},
         dense_of(numbers, scales, zeros),
     )
 
@@ -115,11 +111,7 @@ def pack_quantized(
     scales = scales.bfloat16()
     dense, placed = torch.empty(weight.shape), torch.empty_like(numbers)
     dense[:, order], placed[:, order] = dense_of(numbers, scales, zeros), numbers
-    tensors = {
-        "weight_packed": words(placed, bits),
-        "weight_scale": scales,
-        "weight_shape": torch.tensor(weight.shape),
-    }
+    tensors = {"weight_packed": words(placed, bits), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
     if not symmetric:
         tensors["weight_zero_point"] = words(zeros.T, bits).T.contiguous()
     if mixed:

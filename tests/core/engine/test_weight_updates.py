@@ -6,16 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from support.fake_engine import (
-    executor_of,
-    greedy,
-    idle,
-    in_thread,
-    make_core,
-    make_engine,
-    posted,
-    until,
-)
+from support.fake_engine import executor_of, greedy, idle, in_thread, make_core, make_engine, posted, until
 from support.threads import no_new_engine_thread
 
 from asyncengine import (

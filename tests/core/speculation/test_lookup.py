@@ -17,10 +17,7 @@ NO_ANSWERS = EarlierAnswers(0)
 
 
 def proposer(
-    prompt: Sequence[int],
-    live: list[int],
-    answers: EarlierAnswers = NO_ANSWERS,
-    prediction: Sequence[int] = (),
+    prompt: Sequence[int], live: list[int], answers: EarlierAnswers = NO_ANSWERS, prediction: Sequence[int] = ()
 ) -> LookupProposer:
     spec = RequestSpec(0, tuple(prompt), SamplingParams(), 10_000, prediction=tuple(prediction))
     return LookupProposer(spec, live, NAMESPACE, answers)

@@ -141,14 +141,7 @@ def test_the_templates_own_complaint_is_passed_on() -> None:
     assert "roles must alternate" in refuse(tokenizer, [USER]).limit
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ messages[0].content + 5 }}",
-        "{{ 1 / 0 }}",
-        "{{ missing.attribute }}",
-    ],
-)
+@pytest.mark.parametrize("template", ["{{ messages[0].content + 5 }}", "{{ 1 / 0 }}", "{{ missing.attribute }}"])
 def test_a_failing_template_is_a_typed_error(template: str) -> None:
     assert refuse(with_template(template), [USER]).field == "messages"
 

@@ -34,10 +34,7 @@ WRITTEN = {
         "<end_of_turn>\n<start_of_turn>model\n",
         "<s><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n",
     ),
-    "llama2": (
-        "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nHi [/INST] Yes? </s><s>[INST] Bye [/INST]",
-        "<s>[INST] Hi [/INST]",
-    ),
+    "llama2": ("<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nHi [/INST] Yes? </s><s>[INST] Bye [/INST]", "<s>[INST] Hi [/INST]"),
     "llama3": (
         f"<s>{HEAD.format('system')}S<|eot_id|>{HEAD.format('user')}Hi<|eot_id|>{HEAD.format('assistant')}Yes?<|eot_id|>"
         f"{HEAD.format('user')}Bye<|eot_id|>{HEAD.format('assistant')}",

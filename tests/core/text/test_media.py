@@ -145,12 +145,7 @@ def test_parts_are_collected_in_order_and_marked_in_their_places() -> None:
 @pytest.mark.parametrize(
     ("parts", "form", "images", "says"),
     [
-        (
-            ({"type": "image", "image": b"1"},) * 5,
-            True,
-            True,
-            r"content\[4\].image: is one picture too.*max_images=4",
-        ),
+        (({"type": "image", "image": b"1"},) * 5, True, True, r"content\[4\].image: is one picture too.*max_images=4"),
         (({"type": "image"},), True, True, r"content\[0\].image: must be a picture"),
         (({"type": "image_url", "image_url": {}},), True, True, r"content\[0\].image_url.url: must be a picture"),
         (({"type": "image", "image": b"1"},), False, True, r"content\[0\].*chat template reads none"),

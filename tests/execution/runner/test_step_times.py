@@ -34,12 +34,7 @@ def steps(factor: float = 1.0, **changes: float) -> Steps:
 
 @pytest.mark.parametrize(
     ("taken", "runs", "least"),
-    [
-        ([0.1, 0.102], 2, 0.1),
-        ([0.19, 0.1, 0.101], 3, 0.1),
-        ([0.1, 0.12, 0.3], 3, 0.1),
-        ([0.1, 0.098], 2, 0.098),
-    ],
+    [([0.1, 0.102], 2, 0.1), ([0.19, 0.1, 0.101], 3, 0.1), ([0.1, 0.12, 0.3], 3, 0.1), ([0.1, 0.098], 2, 0.098)],
 )
 def test_a_step_is_measured_until_two_runs_agree(taken: list[float], runs: int, least: float) -> None:
     """A step runs three times at most: the first one may have to find its memory, or meet another process."""

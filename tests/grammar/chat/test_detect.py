@@ -7,13 +7,7 @@ import pytest
 from asyncengine.grammar.chat import Reasoning, find_tool_format
 from asyncengine.grammar.chat import reasoning_state as state_of
 
-from .models import (
-    HERMES,
-    LISTED,
-    SILENT,
-    TURNS,
-    tokenizer,
-)  # fmt: skip
+from .models import HERMES, LISTED, SILENT, TURNS, tokenizer  # fmt: skip
 
 THINK = Reasoning("<think>", "</think>")
 

@@ -12,18 +12,7 @@ from asyncengine.errors import GrammarError, InvalidParameter
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.chat import TOOL_FORMATS, ChatPlanner, Reasoning
 
-from .models import (
-    ADD,
-    ADDRESS,
-    COMPACT,
-    HERMES,
-    JSON,
-    LLAMA,
-    MARKED,
-    SILENT,
-    TURNS,
-    tokenizer,
-)
+from .models import ADD, ADDRESS, COMPACT, HERMES, JSON, LLAMA, MARKED, SILENT, TURNS, tokenizer
 
 PLANNER = ChatPlanner(tokenizer(HERMES))
 FUNCTION = ADD["function"]

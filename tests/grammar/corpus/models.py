@@ -156,9 +156,7 @@ COMPILED: list[tuple[type[BaseModel], list[Any], list[Any]]] = [
     (Tagged, [{"pet": {"kind": "cat", "lives": 9}}], [{"pet": {"kind": "cat", "tricks": []}}]),
 ]
 
-REFUSED: list[tuple[type[BaseModel], list[Any], str]] = [
-    (Labels, [{"names": ["a", "b"]}], "uniqueItems"),
-]
+REFUSED: list[tuple[type[BaseModel], list[Any], str]] = [(Labels, [{"names": ["a", "b"]}], "uniqueItems")]
 
 ADAPTED: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "list_of_models": (list[Address], [[ADDRESS], []], [[{}]]),

@@ -88,8 +88,7 @@ def test_a_tool_is_called_and_its_result_answered(client: anthropic.Anthropic) -
 
 
 @pytest.mark.parametrize(
-    ("choice", "calls"),
-    [({"type": "any"}, True), ({"type": "tool", "name": "add"}, True), ({"type": "none"}, False)],
+    ("choice", "calls"), [({"type": "any"}, True), ({"type": "tool", "name": "add"}, True), ({"type": "none"}, False)]
 )
 def test_the_choice_of_tools_holds(client: anthropic.Anthropic, choice: Any, calls: bool) -> None:
     choice = {**choice, **({"disable_parallel_tool_use": True} if calls else {})}

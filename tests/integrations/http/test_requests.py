@@ -121,10 +121,7 @@ def test_refusals_are_told_and_counted(url: str, logged: list[dict[str, Any]]) -
 def test_clients_are_told_when_the_queue_will_have_room(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Requests, "retry_after", lambda _, model, waiting: {("demo", 2): 17}[model, waiting])
     long = {**CHAT, "max_tokens": 2000, "ignore_eos": True, "stream": True}
-    with (
-        httpx.Client() as client,
-        client.stream("POST", f"{url}/v1/chat/completions", json=long, timeout=60) as first,
-    ):
+    with httpx.Client() as client, client.stream("POST", f"{url}/v1/chat/completions", json=long, timeout=60) as first:
         next(first.iter_lines())  # it runs
         waiting = [httpx.post(f"{url}/v1/completions", json={"model": "demo", "prompt": ["a", "b", "c"]})]
         assert [answer.status_code for answer in waiting] == [429]

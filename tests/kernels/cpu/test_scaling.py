@@ -42,12 +42,7 @@ def test_columns_side_by_side(threads: int, dtype: torch.dtype) -> None:
     """Columns come from wider rows, from one row for all heads, and from no rows."""
     x, heads = torch.randn(9, 40).to(dtype), torch.randn(9, 4, 11).to(dtype)
     shared = x[:, None, :6].expand(-1, 4, -1)
-    cases = [
-        (x[:, 3:20],),
-        (x[:, :7], x, x[:, 39:]),
-        (heads[..., 2:5], shared),
-        (x[:0], x[:0]),
-    ]
+    cases = [(x[:, 3:20],), (x[:, :7], x, x[:, 39:]), (heads[..., 2:5], shared), (x[:0], x[:0])]
     with team_of(threads, 64):
         for parts in cases:
             compiled, plain = (each.joined(*parts) for each in every_kind())

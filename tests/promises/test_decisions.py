@@ -23,6 +23,7 @@ from asyncengine.engine import prefix_store
 from asyncengine.engine.decisions import DecisionCall
 from asyncengine.events import RequestDone
 from asyncengine.testing.leaks import assert_nothing_held
+from makers.demo_model.decisions import cases
 
 QUESTIONS: dict[str, Any] = {
     "refund": {"type": "noul", "instructions": "Is a refund asked for?", "criteria": {"true": "money back"}},
@@ -249,6 +250,15 @@ async def test_decisions_and_chats_of_which_half_leave_hold_nothing() -> None:
         assert_nothing_held(engine.core)
         gc.collect()
         assert not [each for each in gc.get_objects() if isinstance(each, DecisionCall)]
+
+
+async def test_the_demo_model_decides_what_it_has_learned(engine: AsyncEngine) -> None:
+    """The example of the documentation is better than chance by far, about names that no training had."""
+    made = list(cases(200, 6))
+    found = await asyncio.gather(*(engine.decide(each["state"], {"q": each["question"]}) for each in made))
+    right = [(each["q"].value > 0.5) == case["answer"] for each, case in zip(found, made, strict=True)]
+    assert sum(right) > 0.88 * len(right)
+    assert 80 < sum(case["answer"] for case in made) < 120
 
 
 def test_a_plain_thread_decides() -> None:

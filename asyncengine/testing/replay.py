@@ -22,25 +22,7 @@ from asyncengine.kvcache.lookback import Window
 from asyncengine.options import RequestOptions
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.sampling_params import SamplingParams
-from asyncengine.scheduler import Output, Scheduler
-from asyncengine.scheduler.messages import (
-    Abort,
-    AdapterReady,
-    Drain,
-    GrammarReady,
-    ImportPrefix,
-    Message,
-    Pause,
-    PinPrefix,
-    PrefixFound,
-    PrefixLoaded,
-    Resume,
-    StopText,
-    Suspend,
-    UnpinPrefix,
-    UpdateWeights,
-    WithdrawUpdate,
-)
+from asyncengine.scheduler import Output, Scheduler, messages
 from asyncengine.scheduler.restores import RestoreOrder
 from asyncengine.seams import AdapterAdmission, Executor, GrammarMatcher
 from asyncengine.step import StepResult
@@ -48,8 +30,9 @@ from asyncengine.step import StepResult
 _MESSAGES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
-        RequestSpec, Abort, StopText, Suspend, Resume, GrammarReady, AdapterReady, PrefixFound, PrefixLoaded, Drain,
-        UpdateWeights, Pause, WithdrawUpdate, PinPrefix, UnpinPrefix, ImportPrefix,
+        RequestSpec, messages.Abort, messages.StopText, messages.Suspend, messages.Resume, messages.GrammarReady,
+        messages.AdapterReady, messages.PrefixFound, messages.PrefixLoaded, messages.Drain, messages.UpdateWeights,
+        messages.Pause, messages.WithdrawUpdate, messages.PinPrefix, messages.UnpinPrefix, messages.ImportPrefix,
     )
 }  # fmt: skip
 
@@ -132,7 +115,7 @@ def replay(
         most_ahead=config.most_ahead,
     )
     scheduler = Scheduler(config, kv, adapters)
-    scheduler.restores.enabled = any(isinstance(value, PrefixFound) for _, value in recording.entries)
+    scheduler.restores.enabled = any(isinstance(value, messages.PrefixFound) for _, value in recording.entries)
     launched: deque[StepResult] = deque()
     outputs: list[Output] = []
     asked: dict[int, RequestSpec] = {}
@@ -166,10 +149,12 @@ def replay(
 
 
 def _with_matcher(
-    message: Message, asked: Mapping[int, RequestSpec], matchers: Callable[[RequestSpec], GrammarMatcher] | None
-) -> Message:
+    message: messages.Message,
+    asked: Mapping[int, RequestSpec],
+    matchers: Callable[[RequestSpec], GrammarMatcher] | None,
+) -> messages.Message:
     """`message`; if it brings a matcher, with one that nobody has moved yet."""
-    if not isinstance(message, GrammarReady) or message.error is not None:
+    if not isinstance(message, messages.GrammarReady) or message.error is not None:
         return message
     if message.matcher is not None:
         return replace(message, matcher=message.matcher.fresh())
@@ -178,12 +163,12 @@ def _with_matcher(
     return replace(message, matcher=matchers(asked[message.ticket]))
 
 
-def _message_to_json(message: Message) -> list[Any]:
-    if isinstance(message, GrammarReady | AdapterReady) and message.error is not None:
+def _message_to_json(message: messages.Message) -> list[Any]:
+    if isinstance(message, messages.GrammarReady | messages.AdapterReady) and message.error is not None:
         message = replace(message, error=str(message.error))
-    if isinstance(message, GrammarReady):
+    if isinstance(message, messages.GrammarReady):
         message = replace(message, matcher=None)
-    if isinstance(message, PrefixFound):
+    if isinstance(message, messages.PrefixFound):
         message = replace(message, read=None)
     fields = asdict(message)
     if isinstance(message, RequestSpec):  # a scheduler knows nothing of the pixels
@@ -200,7 +185,7 @@ def _span_from_json(value: list[Any]) -> ImageSpan:
     return ImageSpan(PromptImage(bytes.fromhex(digest), tokens, nbytes, dict, grid and tuple(grid)), *place)
 
 
-def _message_from_json(value: list[Any]) -> Message:
+def _message_from_json(value: list[Any]) -> messages.Message:
     name, fields = value
     if name == RequestSpec.__name__:
         params = fields["params"]
@@ -215,7 +200,7 @@ def _message_from_json(value: list[Any]) -> Message:
         fields["images"] = tuple(map(_span_from_json, fields.get("images", ())))
         if fields.get("pooled") is not None:
             fields["pooled"] = Pooled(**fields["pooled"])
-    message: Message = _MESSAGES[name](**fields)
+    message: messages.Message = _MESSAGES[name](**fields)
     return message
 
 

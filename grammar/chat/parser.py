@@ -4,22 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from asyncengine.grammar.chat import scan
 from asyncengine.grammar.chat.calls import Parser
 from asyncengine.grammar.chat.formats import Reasoning, ReasoningState, ToolFormat
 from asyncengine.grammar.chat.readers import Types, reader
-from asyncengine.grammar.chat.scan import (
-    BLANKS,
-    TOKEN,
-    Balance,
-    Head,
-    first_of,
-    follow,
-    json_head,
-    may_begin,
-    partial_suffix,
-    skip_blanks,
-    text_head,
-)
 
 
 class OutputParser(Parser):
@@ -52,7 +40,7 @@ class OutputParser(Parser):
         self._body = self._answer_start if self._whole and names else self._content
         self._reasoning = reasoning or Reasoning("", "")
         self._answer_end = self._reasoning.answer_end
-        self._rest: Balance | None = None  # of the object around a call's arguments
+        self._rest: scan.Balance | None = None  # of the object around a call's arguments
         self._in_list = False
         self._list_end = ""
         self._waits = 0  # arguments stand before the name, which is not in what has been looked at
@@ -79,12 +67,12 @@ class OutputParser(Parser):
     def _maybe_reasoning(self) -> bool:
         """The answer may begin with the start marker."""
         start = self._reasoning.start
-        at = skip_blanks(self._buffer, 0)
+        at = scan.skip_blanks(self._buffer, 0)
         if self._buffer.startswith(start, at):
             self._buffer = self._buffer[at + len(start) :]
             self._step = self._begin_reasoning
             return True
-        if at == len(self._buffer) or may_begin(self._buffer, at, start):
+        if at == len(self._buffer) or scan.may_begin(self._buffer, at, start):
             return False
         self._step = self._begin_answer
         return True
@@ -95,7 +83,7 @@ class OutputParser(Parser):
     def _reason(self) -> bool:
         end = self._reasoning.end
         found = self._buffer.find(end)
-        keep = found if found >= 0 else len(self._buffer) - partial_suffix(self._buffer, end)
+        keep = found if found >= 0 else len(self._buffer) - scan.partial_suffix(self._buffer, end)
         keep = len(self._buffer[:keep].rstrip("\r\n"))
         self._out.reasoning += self._buffer[:keep]
         self._buffer = self._buffer[keep:]
@@ -122,12 +110,12 @@ class OutputParser(Parser):
 
     def _maybe_marked(self) -> bool:
         """The answer's text may begin with a mark."""
-        at = skip_blanks(self._buffer, 0)
+        at = scan.skip_blanks(self._buffer, 0)
         marks = dict([(self._reasoning.answer, self._answer_end), self._reasoning.others])
         found = next((mark for mark in marks if mark and self._buffer.startswith(mark, at)), None)
         if found is not None:
             self._buffer, self._answer_end = self._buffer[at + len(found) :], marks[found]
-        elif at == len(self._buffer) or any(may_begin(self._buffer, at, mark) for mark in marks):
+        elif at == len(self._buffer) or any(scan.may_begin(self._buffer, at, mark) for mark in marks):
             return False
         self._step = self._body
         return True
@@ -135,7 +123,7 @@ class OutputParser(Parser):
     def _answer_start(self) -> bool:
         """The answer is calls or not, as its first character that is no blank tells."""
         assert self._form is not None
-        at = skip_blanks(self._buffer, 0)
+        at = scan.skip_blanks(self._buffer, 0)
         if at == len(self._buffer):
             return False
         if self._trigger_at(at) or (self._form.only_whole and self._buffer[at] == "["):
@@ -160,12 +148,12 @@ class OutputParser(Parser):
     def _content(self) -> bool:
         """Text in which calls may begin."""
         mark = self._answer_end
-        found, end = first_of(self._buffer, self._triggers), self._buffer.find(mark) if mark else -1
+        found, end = scan.first_of(self._buffer, self._triggers), self._buffer.find(mark) if mark else -1
         ends = end >= 0 and not 0 <= found < end
-        partial = partial_suffix(self._buffer, *self._triggers, mark)
+        partial = scan.partial_suffix(self._buffer, *self._triggers, mark)
         size = end if ends else found if found >= 0 else len(self._buffer) - partial
         # blanks may turn out to stand before a call
-        keep = len(self._buffer[:size].rstrip(BLANKS)) if self._triggers else size
+        keep = len(self._buffer[:size].rstrip(scan.BLANKS)) if self._triggers else size
         self._out.text += self._buffer[:keep]
         blanks, rest = self._buffer[keep:size], self._buffer[size + len(mark) * ends :]
         if ends and self._form is not None and self._form.generic:
@@ -201,38 +189,38 @@ class OutputParser(Parser):
         self._step = self._arguments
         return True
 
-    def _read_head(self, form: ToolFormat) -> tuple[Head, bool]:
+    def _read_head(self, form: ToolFormat) -> tuple[scan.Head, bool]:
         """The call at the beginning of the buffer, and whether a trigger says that it is one."""
-        text, at = self._buffer, skip_blanks(self._buffer, 0)
+        text, at = self._buffer, scan.skip_blanks(self._buffer, 0)
         trigger = self._trigger_at(at)
         triggered = len(trigger) > 1
         if any(longer != trigger and longer.startswith(trigger) for longer in self._possible_triggers(at)):
-            return Head("incomplete"), False
+            return scan.Head("incomplete"), False
         if triggered and not form.name_open.startswith(trigger):
-            at = skip_blanks(text, at + len(trigger.removesuffix("[")))
+            at = scan.skip_blanks(text, at + len(trigger.removesuffix("[")))
         elif self._later and text[at : at + 1] in (",", ";"):
-            at = skip_blanks(text, at + 1)  # a separator
+            at = scan.skip_blanks(text, at + 1)  # a separator
         first = form.each or not self._later
         listed = "]" if form.closing.strip().startswith("]") else ""
         if first and form.is_object:
             listed = "]" if text.startswith("[", at) and not form.each else ""
             at += len(listed)
         elif first:
-            begin = follow(text, at, form.opening)
+            begin = scan.follow(text, at, form.opening)
             if begin is None or begin < 0:
-                return Head("incomplete" if begin is None else "wrong"), triggered
+                return scan.Head("incomplete" if begin is None else "wrong"), triggered
             at = begin
         if first:
             self._list_end = listed + self._triggers.get(trigger, "")
             self._in_list = bool(self._list_end)
         if form.is_object:
-            return json_head(text, at), triggered
-        return text_head(text, at, form, min(self._names) if len(self._names) == 1 else ""), triggered
+            return scan.json_head(text, at), triggered
+        return scan.text_head(text, at, form, min(self._names) if len(self._names) == 1 else ""), triggered
 
     def _demote(self) -> None:
         """It was no call: its beginning is text, and what follows is looked at again."""
         self._named, self._waits = False, 0
-        at = skip_blanks(self._buffer, 0)
+        at = scan.skip_blanks(self._buffer, 0)
         at += len(self._trigger_at(at)) * (not self._whole)
         self._out.text += self._buffer[:at]
         self._buffer = self._buffer[at:]
@@ -248,11 +236,11 @@ class OutputParser(Parser):
 
     def _wrapper(self) -> bool:
         """The rest of the object around the arguments: a brace, or more members that nobody asks for."""
-        at = skip_blanks(self._buffer, 0)
+        at = scan.skip_blanks(self._buffer, 0)
         if at == len(self._buffer):
             return False
         if self._rest is None and self._buffer[at] in ",}":
-            self._rest = Balance(depth=1)
+            self._rest = scan.Balance(depth=1)
         end = at if self._rest is None else self._rest.feed(self._buffer)
         self._buffer = "" if end is None else self._buffer[end:]
         if end is not None:
@@ -261,9 +249,9 @@ class OutputParser(Parser):
 
     def _end_marker(self) -> bool:
         assert self._form is not None
-        at = skip_blanks(self._buffer, 0)
-        for token in TOKEN.findall(self._form.end_marker):
-            end = follow(self._buffer, at, token)
+        at = scan.skip_blanks(self._buffer, 0)
+        for token in scan.TOKEN.findall(self._form.end_marker):
+            end = scan.follow(self._buffer, at, token)
             if end is None:
                 return False
             at = max(at, end)
@@ -275,15 +263,15 @@ class OutputParser(Parser):
         """After a call: the next one, the end of the list, or text."""
         form = self._form
         assert form is not None
-        at = skip_blanks(self._buffer, 0)
+        at = scan.skip_blanks(self._buffer, 0)
         text = self._buffer
         if at == len(text) or (form.each and not self._trigger_at(at) and self._possible_triggers(at)):
             return False
-        ends = follow(text, at, self._list_end) if self._in_list else -1
+        ends = scan.follow(text, at, self._list_end) if self._in_list else -1
         if self._again(form, at):
             self._later = True
             self._step = self._head
-        elif ends is None or (self._in_list and form.stem and may_begin(text, at, form.stem)):
+        elif ends is None or (self._in_list and form.stem and scan.may_begin(text, at, form.stem)):
             return False
         elif ends >= 0:
             self._in_list = False
@@ -305,4 +293,4 @@ class OutputParser(Parser):
 
     def _possible_triggers(self, at: int) -> list[str]:
         """The texts that announce a call and stand at `at`, as far as the text goes."""
-        return [trigger for trigger in self._triggers if may_begin(self._buffer, at, trigger)]
+        return [trigger for trigger in self._triggers if scan.may_begin(self._buffer, at, trigger)]

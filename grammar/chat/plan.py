@@ -10,14 +10,8 @@ from typing import Any
 
 from asyncengine.errors import GrammarError, InvalidParameter
 from asyncengine.grammar import Grammar
+from asyncengine.grammar.chat import detect
 from asyncengine.grammar.chat.calls import Parser
-from asyncengine.grammar.chat.detect import (
-    drops_calls,
-    find_reasoning,
-    find_tool_format,
-    reasoning_state,
-    renders_system,
-)
 from asyncengine.grammar.chat.families import TOOL_FORMATS
 from asyncengine.grammar.chat.formats import REASONING_MARKERS, RESULT, TEXT, Reasoning, ReasoningState, ToolFormat
 from asyncengine.grammar.chat.harmony import MARKS, THOUGHTS, ChannelParser, channel_grammar
@@ -134,7 +128,7 @@ class ChatPlanner:
         self._markers = Markers({table.token_text(i): i for i in sorted(table.special_ids)})
         self.tool_format = self._fitted(_chosen_format(tokenizer, tool_format))
         """The format of tool calls; None: the model writes none."""
-        self._has_system = renders_system(tokenizer)
+        self._has_system = detect.renders_system(tokenizer)
         self._reads_tools = tokenizer.has_chat_template and tokenizer.reads_tools
         self._warned = False
         self._in_channels = self.tool_format is not None and self.tool_format.family == "harmony"
@@ -185,7 +179,7 @@ class ChatPlanner:
             limit = "this model's chat template writes no tool calls known here: set chat_template= to one that does, "
             limit += f"or tool_format= to one of {known}"
             raise InvalidParameter("tools", limit)
-        state = reasoning_state(prompt_tail, self.reasoning, tuple(self._markers.special))
+        state = detect.reasoning_state(prompt_tail, self.reasoning, tuple(self._markers.special))
         callable_tools, marks = choice.among(checked), self.reasoning
         if checked and self.tool_format is not None and self.tool_format.generic:
             others = RESULT if after_results else ("", "")  # which small models go on with
@@ -269,7 +263,7 @@ def _chosen_format(tokenizer: TextTokenizer, name: object) -> ToolFormat | None:
         raise InvalidParameter("tool_format", f"must be one of {known}", name)
     if not tokenizer.has_chat_template:
         return None if name == "auto" else TOOL_FORMATS[str(name)]
-    found, drops, generic = find_tool_format(tokenizer), drops_calls(tokenizer), not tokenizer.reads_tools
+    found, drops, generic = detect.find_tool_format(tokenizer), detect.drops_calls(tokenizer), not tokenizer.reads_tools
     if found is not None and name in ("auto", found.family):
         return found  # the template knows the exact blanks
     if name == "auto" and not (generic and drops):
@@ -281,8 +275,8 @@ def _chosen_reasoning(tokenizer: TextTokenizer, start: object) -> Reasoning | No
     if start == "none":
         return None
     if start == "auto":
-        return find_reasoning(tokenizer)
-    found = find_reasoning(tokenizer)
+        return detect.find_reasoning(tokenizer)
+    found = detect.find_reasoning(tokenizer)
     # the template knows whether the answer has marks too
     for pair in (*([found] if found else []), *(pair for pair in REASONING_MARKERS if not pair.answer)):
         if start in (pair.start, pair.start.strip("<[>]")):

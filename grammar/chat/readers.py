@@ -9,17 +9,8 @@ from collections.abc import Mapping
 from json.encoder import encode_basestring
 from typing import Literal, NamedTuple, Protocol
 
+from asyncengine.grammar.chat import scan
 from asyncengine.grammar.chat.formats import CDATA, Members, ToolFormat
-from asyncengine.grammar.chat.scan import (
-    STRING,
-    Balance,
-    decoded,
-    first_of,
-    follow,
-    may_begin,
-    partial_suffix,
-    skip_blanks,
-)
 
 Types = Mapping[str, frozenset[str]]
 """The JSON types each argument may have."""
@@ -67,15 +58,15 @@ class JsonReader:
     """A JSON object, passed on as it stands; or a string that holds one, passed on when it is complete."""
 
     def __init__(self) -> None:
-        self._balance = Balance()
+        self._balance = scan.Balance()
 
     def feed(self, text: str) -> Read:
-        at = 0 if self._balance.depth else skip_blanks(text, 0)
+        at = 0 if self._balance.depth else scan.skip_blanks(text, 0)
         if not self._balance.depth and text[at : at + 1] != "{":
-            found = STRING.match(text, at)
+            found = scan.STRING.match(text, at)
             if found is None:
                 return Read(at, state="open" if text[at : at + 1] in ("", '"') else "broken")
-            return Read(found.end(), decoded(found[0]), "done")
+            return Read(found.end(), scan.decoded(found[0]), "done")
         end = self._balance.feed(text)
         return Read(len(text), text) if end is None else Read(end, text[:end], "done")
 
@@ -107,7 +98,7 @@ class RawReader:
 
     def _member(self, text: str) -> Read:
         """A key, or the end."""
-        at = skip_blanks(text, 0)
+        at = scan.skip_blanks(text, 0)
         rest, own = text[at:], self._members
         if rest.startswith(self._end):
             return Read(at, "}" if self._count else "{}", "done")
@@ -119,7 +110,7 @@ class RawReader:
         if stop < 0:
             return Read(at, state="open" if len(rest) < MAX_KEY else "broken")
         closes = [close for close in (own.key_close, own.string_key_close) if close]
-        ends = [follow(rest, stop, close.rstrip("\n")) for close in closes]
+        ends = [scan.follow(rest, stop, close.rstrip("\n")) for close in closes]
         for end, close in zip(ends, closes, strict=True):
             if end is not None and end >= 0:
                 return self._begin(at, rest[begin:stop], end, own, close == own.string_key_close)
@@ -145,12 +136,12 @@ class RawReader:
             if text.startswith(CDATA[0]):
                 self._step, self._ends = self._string, CDATA[1:]
                 return Read(len(CDATA[0]), '"')
-            if not text or may_begin(text, 0, CDATA[0]):
+            if not text or scan.may_begin(text, 0, CDATA[0]):
                 return Read(0)
         if self._allowed == {"string"}:
             self._step = self._string
             return Read(0, '"')
-        at = skip_blanks(text, 0)
+        at = scan.skip_blanks(text, 0)
         if at == len(text):
             # blanks are the value's own where it turns out to be a string
             return Read(0)
@@ -162,11 +153,11 @@ class RawReader:
 
     def _value_end(self, text: str) -> tuple[int, int]:
         """(length of the value's text known for sure, length with the close or -1)."""
-        found, close = first_of(text, self._ends), self._ends[0]
+        found, close = scan.first_of(text, self._ends), self._ends[0]
         if found >= 0:
             size = found - (self._trims and text[:found].endswith("\n"))
             return size, found + text.startswith(close, found) * len(close)
-        keep = len(text) - partial_suffix(text, *self._ends)
+        keep = len(text) - scan.partial_suffix(text, *self._ends)
         if self._trims and text[:keep].endswith("\n"):
             keep -= 1
         return keep, -1
@@ -194,12 +185,12 @@ class RawReader:
         return read if read.state == "broken" else Read(read.size, read.piece)
 
     def _after_nested(self, text: str) -> Read:
-        at = skip_blanks(text, 0)
+        at = scan.skip_blanks(text, 0)
         close = self._members.ends[0]
         if text.startswith(close, at):
             self._step = self._member
             return Read(at + len(close))
-        return Read(0, state="open" if at == len(text) or may_begin(text, at, close) else "broken")
+        return Read(0, state="open" if at == len(text) or scan.may_begin(text, at, close) else "broken")
 
 
 def as_json(text: str, allowed: frozenset[str]) -> str:
@@ -242,7 +233,7 @@ class NotationReader:
             if self._passes:
                 read = self._pass_over(text, at)
             else:
-                read = self._inside(text, at) if self._quote else self._token(text, skip_blanks(text, at))
+                read = self._inside(text, at) if self._quote else self._token(text, scan.skip_blanks(text, at))
             waits, at = read.size <= at and not read.piece, max(at, read.size)
             if read.state == "broken" and self._equals:
                 self._passes = self._quote or " "
@@ -304,7 +295,7 @@ class NotationReader:
                 single = not is_key and len(self._stack) == 1
                 self._held = single and not self._escapes and "string" not in self._allowed
                 return self._item(at + len(quote), "" if self._held else '"')
-            if len(quote) > 1 and may_begin(text, at, quote):
+            if len(quote) > 1 and scan.may_begin(text, at, quote):
                 return Read(at)
         if not is_key and text[at] in CLOSERS:
             written = self._bracket(text, at)
@@ -349,7 +340,7 @@ class NotationReader:
                 return Read(at, state="broken" if len(text) - at > 6 else "open")
             return Read(found.end(), _unescaped(found[0]))
         if stop < 0:
-            keep = at if self._held else len(text) - partial_suffix(text, quote)
+            keep = at if self._held else len(text) - scan.partial_suffix(text, quote)
             return Read(keep, _escaped(text[at:keep]))
         ends = self._escapes and self._ends(text, stop + 1)
         if self._escapes and not ends:
@@ -362,7 +353,7 @@ class NotationReader:
 
     def _ends(self, text: str, at: int) -> bool | None:
         """Whether the quote before `at` ends its string. None: that depends on what comes next."""
-        at = skip_blanks(text, at)
+        at = scan.skip_blanks(text, at)
         behind = text[at : at + 2]
         if behind and self._is_key:
             return behind[0] == ":"

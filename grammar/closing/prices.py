@@ -18,19 +18,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from asyncengine.grammar.closing.spelling import UNREACHABLE, Spelling
+from asyncengine.grammar.shapes import nodes
 from asyncengine.grammar.shapes.automata import Words
-from asyncengine.grammar.shapes.nodes import (
-    Chain,
-    Either,
-    Letters,
-    Lexeme,
-    Literal,
-    Mark,
-    Shape,
-    Times,
-    Unordered,
-    within,
-)
 from asyncengine.grammar.vocabulary import Vocabulary
 
 SHORT = 512
@@ -153,41 +142,41 @@ class Speller:
 class Prices:
     """The prices of all shapes in one grammar, for one vocabulary. Any number of threads may share them."""
 
-    def __init__(self, root: Shape, speller: Speller) -> None:
+    def __init__(self, root: nodes.Shape, speller: Speller) -> None:
         """Raises `Unmodelled` for a shape that is too large."""
         self.speller = speller
-        self._costs: dict[Shape, int] = {}
-        self._best: dict[Shape, Shape] = {}
+        self._costs: dict[nodes.Shape, int] = {}
+        self._best: dict[nodes.Shape, nodes.Shape] = {}
         """The cheapest of alternatives."""
-        self._letters: dict[Shape, bytes] = {}
+        self._letters: dict[nodes.Shape, bytes] = {}
         """One character of each set."""
-        self._suffixes: dict[Chain, list[int]] = {}
-        self._blanks: dict[Times, bool] = {}
-        self.inner: dict[Shape, Sequence[Shape]] = {}
-        self.users: dict[Shape, list[Shape]] = {}
+        self._suffixes: dict[nodes.Chain, list[int]] = {}
+        self._blanks: dict[nodes.Times, bool] = {}
+        self.inner: dict[nodes.Shape, Sequence[nodes.Shape]] = {}
+        self.users: dict[nodes.Shape, list[nodes.Shape]] = {}
         """The shapes in each, and those that it is in, once each."""
-        self._units: dict[Shape, Unit | None] = {}
+        self._units: dict[nodes.Shape, Unit | None] = {}
         """The units of repetitions by their bodies."""
         self._settle(root)
 
-    def shapes(self) -> Iterable[Shape]:
+    def shapes(self) -> Iterable[nodes.Shape]:
         return self._costs.keys()
 
-    def cost(self, shape: Shape) -> int:
+    def cost(self, shape: nodes.Shape) -> int:
         """Tokens of the cheapest text known; `UNREACHABLE` if there is none."""
         return self._costs[shape]
 
-    def rest(self, shape: Shape, index: Any) -> int:
+    def rest(self, shape: nodes.Shape, index: Any) -> int:
         """Tokens of the cheapest text behind a place in a shape (`tracker.Frame`)."""
-        if isinstance(shape, Lexeme):
+        if isinstance(shape, nodes.Lexeme):
             return 0
-        if isinstance(shape, Literal):
+        if isinstance(shape, nodes.Literal):
             return self.speller.cost(shape.data, index + 1)
-        if isinstance(shape, Chain):
+        if isinstance(shape, nodes.Chain):
             return self.suffix(shape, index + 1)
-        if isinstance(shape, Times):
+        if isinstance(shape, nodes.Times):
             return self.times(shape, shape.least - index)
-        if isinstance(shape, Unordered):
+        if isinstance(shape, nodes.Unordered):
             return sum(map(self.cost, shape.left(index)))
         assert isinstance(shape, Words)
         return min(map(self.speller.cost, shape.endings(index)), default=UNREACHABLE)
@@ -197,14 +186,14 @@ class Prices:
         """Memory of the shapes and what is known of them, roughly."""
         return SHAPE_BYTES * len(self._costs)
 
-    def suffix(self, shape: Chain, begin: int) -> int:
+    def suffix(self, shape: nodes.Chain, begin: int) -> int:
         """The cost of the items from `begin` on."""
         if shape not in self._suffixes:
             costs = [self.cost(item) for item in reversed(shape.items)]
             self._suffixes[shape] = [0, *itertools.accumulate(costs)][::-1]
         return self._suffixes[shape][begin]
 
-    def times(self, shape: Times, count: int) -> int:
+    def times(self, shape: nodes.Times, count: int) -> int:
         """The cost of the body, `count` times in a row."""
         if count <= 1:
             return self._costs.get(shape.body, UNREACHABLE) if count == 1 else 0
@@ -216,27 +205,27 @@ class Prices:
 
     # ---------------------------------------------------------------- the texts
 
-    def pieces(self, shape: Shape, begin: Any = 0) -> Iterator[Piece]:
+    def pieces(self, shape: nodes.Shape, begin: Any = 0) -> Iterator[Piece]:
         """The cheapest text. `begin`: items of a sequence, rounds of a repetition or bytes of a text that are left
         out, or the state of words."""
         stack = [(shape, begin)]
         while stack:
             shape, begin = stack.pop()
-            if isinstance(shape, Literal):
+            if isinstance(shape, nodes.Literal):
                 yield shape.data[begin:]
-            elif isinstance(shape, Mark):
+            elif isinstance(shape, nodes.Mark):
                 yield [shape.token], 1
-            elif isinstance(shape, Lexeme):
+            elif isinstance(shape, nodes.Lexeme):
                 stack += [(shape.body, 0)] * (begin == 0)
-            elif isinstance(shape, Chain):
+            elif isinstance(shape, nodes.Chain):
                 stack += [(item, 0) for item in reversed(shape.items[begin:])]
-            elif isinstance(shape, Unordered) and (begin or shape.counts):
+            elif isinstance(shape, nodes.Unordered) and (begin or shape.counts):
                 stack += [(item, 0) for item in reversed(shape.left(begin))]
-            elif isinstance(shape, (Either, Unordered)):
+            elif isinstance(shape, (nodes.Either, nodes.Unordered)):
                 stack.append((self._best[shape], 0))
             elif isinstance(shape, Words):
                 yield min(shape.endings(begin or b""), key=self.speller.cost)
-            elif not isinstance(shape, Times):
+            elif not isinstance(shape, nodes.Times):
                 yield self._letters[shape]
             elif shape.least == begin == 0 and self._is_blank(shape):
                 yield BLANK
@@ -265,14 +254,14 @@ class Prices:
             if piece and not isinstance(piece, bytes):
                 yield piece
 
-    def _is_blank(self, shape: Times) -> bool:
+    def _is_blank(self, shape: nodes.Times) -> bool:
         """It may be left out, or is a blank."""
         if shape not in self._blanks:
             self._blanks[shape] = False  # should its text lead to itself
             self._blanks[shape] = shape.most != 0 and self._text(shape.body) == b" "
         return self._blanks[shape]
 
-    def _text(self, shape: Shape) -> bytes | None:
+    def _text(self, shape: nodes.Shape) -> bytes | None:
         """The cheapest text, where it is very short."""
         found = b""
         if self._costs.get(shape, UNREACHABLE) >= UNREACHABLE:
@@ -285,14 +274,14 @@ class Prices:
 
     # ---------------------------------------------------------------- the fixpoint
 
-    def _settle(self, root: Shape) -> None:
+    def _settle(self, root: nodes.Shape) -> None:
         """Settle the cost of every shape in `root`, cheapest first: so the first of alternatives is the cheapest."""
-        found = within(root, MAX_SHAPES)
-        users, missing = self.users, dict[Shape, int]()
-        heap: list[tuple[int, int, Shape]] = []
+        found = nodes.within(root, MAX_SHAPES)
+        users, missing = self.users, dict[nodes.Shape, int]()
+        heap: list[tuple[int, int, nodes.Shape]] = []
         costs, count = self._costs, itertools.count()
 
-        def push(shape: Shape, cost: int) -> None:
+        def push(shape: nodes.Shape, cost: int) -> None:
             if cost < UNREACHABLE:
                 heapq.heappush(heap, (cost, next(count), shape))
 
@@ -301,51 +290,53 @@ class Prices:
             missing[shape] = len(todo)
             for part in todo:
                 users.setdefault(part, []).append(shape)
-            if not inner or isinstance(shape, (Letters, Times)):
+            if not inner or isinstance(shape, (nodes.Letters, nodes.Times)):
                 push(shape, self._value(shape))
         while heap:
             cost, _, shape = heapq.heappop(heap)
             if shape in costs:
                 continue
-            if isinstance(shape, Times) and shape.least > 1:  # more alternatives of its body are settled by now
+            if isinstance(shape, nodes.Times) and shape.least > 1:  # more alternatives of its body are settled by now
                 cost = min(cost, self._value(shape))
             costs[shape] = cost
             for user in users.get(shape, ()):
                 missing[user] -= 1
-                if user in costs or (missing[user] and isinstance(user, Chain)):
+                if user in costs or (missing[user] and isinstance(user, nodes.Chain)):
                     continue
-                if not isinstance(user, (Either, Unordered)) or (isinstance(user, Unordered) and user.counts):
+                if not isinstance(user, (nodes.Either, nodes.Unordered)) or (
+                    isinstance(user, nodes.Unordered) and user.counts
+                ):
                     push(user, self._value(user))
                 elif user not in self._best:
                     self._best[user] = shape
                     push(user, cost)
         for shape in found:
             costs.setdefault(shape, UNREACHABLE)
-            if isinstance(shape, Times) and shape.least > 1:
+            if isinstance(shape, nodes.Times) and shape.least > 1:
                 self.unit_of(shape)
 
-    def _value(self, shape: Shape) -> int:
+    def _value(self, shape: nodes.Shape) -> int:
         """The cost as far as those of its parts are settled."""
         known = self._costs
-        if isinstance(shape, Unordered):
+        if isinstance(shape, nodes.Unordered):
             return min(UNREACHABLE, sum(known.get(item, UNREACHABLE) for item in shape.left(0)))
-        if isinstance(shape, Chain):
+        if isinstance(shape, nodes.Chain):
             return sum(map(known.__getitem__, shape.items))
-        if isinstance(shape, Times):
+        if isinstance(shape, nodes.Times):
             return self.times(shape, shape.least)
-        if isinstance(shape, Lexeme):
+        if isinstance(shape, nodes.Lexeme):
             return known.get(shape.body, UNREACHABLE)
-        if isinstance(shape, Mark):
+        if isinstance(shape, nodes.Mark):
             return 1
-        if isinstance(shape, Literal):
+        if isinstance(shape, nodes.Literal):
             return self.speller.cost(shape.data)
         if isinstance(shape, Words):
             return self.rest(shape, b"")
-        assert isinstance(shape, Letters)
+        assert isinstance(shape, nodes.Letters)
         text = self._one(shape)
         return UNREACHABLE if text is None else self.speller.cost(text)
 
-    def _one(self, shape: Letters) -> bytes | None:
+    def _one(self, shape: nodes.Letters) -> bytes | None:
         """A character of a set."""
         text = self.speller.letter(shape.mask)
         for low, _, tail in shape.tails if text is None else ():
@@ -356,14 +347,14 @@ class Prices:
             self._letters[shape] = text
         return text
 
-    def unit_of(self, shape: Times) -> Unit | None:
+    def unit_of(self, shape: nodes.Times) -> Unit | None:
         """The best unit for its rounds."""
         body = shape.body
         if body in self._units:
             return self._units[body]
-        items = body.items if isinstance(body, Either) else (body,)
+        items = body.items if isinstance(body, nodes.Either) else (body,)
         texts = [text for item in items if (text := self._text(item))][:MAX_UNITS]
-        found = self.speller.unit(texts, [item.mask for item in items if isinstance(item, Letters)])
+        found = self.speller.unit(texts, [item.mask for item in items if isinstance(item, nodes.Letters)])
         if all(item in self._costs for item in items):
             self._units[body] = found
         return found
@@ -378,7 +369,7 @@ def _with_blanks(text: bytes) -> list[bytes]:
     return [said.replace(BLANK, b"") for said in found]
 
 
-def _split(shape: Times, unit: Unit, count: int) -> tuple[int, int]:
+def _split(shape: nodes.Times, unit: Unit, count: int) -> tuple[int, int]:
     """Units and single rounds for `count` rounds; or for some more, where that is cheaper and allowed."""
     whole, rest = divmod(count, unit.rounds)
     more = shape.most is None or unit.rounds - rest <= shape.most - shape.least

@@ -12,34 +12,20 @@ from typing import Any
 
 import llguidance
 
+from asyncengine.grammar.shapes import nodes
 from asyncengine.grammar.shapes.automata import Words
-from asyncengine.grammar.shapes.nodes import (
-    MAX_CODE,
-    Chain,
-    Either,
-    Ranges,
-    Shape,
-    Times,
-    Unmodelled,
-    chain,
-    complement,
-    letters,
-    literal,
-    meet,
-    union,
-)
 from asyncengine.grammar.vocabulary import Vocabulary
 
 
 @functools.cache
-def characters(name: str, in_json: bool) -> Ranges:
+def characters(name: str, in_json: bool) -> nodes.Ranges:
     r"""The characters of `\d`, `\s`, `\w` or `\p{...}`; `in_json`: in the pattern of a schema, whose digits and words
     are ASCII, as ECMAScript has them. 60 ms for the first `\w`. Not to be changed."""
     text = f'%json {{"type":"string","pattern":"^\\{name}$"}}' if in_json else f"/{name}/"
     matcher = llguidance.LLMatcher(
         Vocabulary([], [], [], 0).byte_tokenizer, llguidance.LLMatcher.grammar_from_lark(f"start: {text}"), log_level=0
     )
-    found: Ranges = []
+    found: nodes.Ranges = []
     if in_json:  # an escape of a control character begins with a backslash: these are the same in both
         matcher.consume_tokens(list(b'"'))
         found = [(low, min(high, 0x1F)) for low, high in characters(name, False) if low < 0x20]
@@ -55,7 +41,7 @@ def characters(name: str, in_json: bool) -> Ranges:
                 found.append((code, code))
             else:
                 todo.append(said + bytes([byte]))
-    return union(found)
+    return nodes.union(found)
 
 
 def _length(first: int) -> int:
@@ -75,7 +61,7 @@ _NEWLINE = [(10, 10)]
 _CATEGORIES = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
 _SAME = [(char, char.upper(), *{"k": "\u212a", "s": "\u017f"}.get(char, "")) for char in string.ascii_lowercase]
 """Characters that are the same where case does not matter."""
-RAW: Ranges = [(32, 33), (35, 91), (93, 126), (128, MAX_CODE)]
+RAW: nodes.Ranges = [(32, 33), (35, 91), (93, 126), (128, nodes.MAX_CODE)]
 """Characters that stand for themselves in a JSON string."""
 _ESCAPE = re.compile(r"\\(?:[xu]\{([0-9A-Fa-f]{1,6})\}|([pP](?:\{\w{1,40}\}|\w))|.)", re.DOTALL)
 _PRIVATE = range(0xF0000, 0xF0400)
@@ -87,13 +73,13 @@ _CONTROL = r"\\u00(?:[01][0-9A-Fa-f]|7[Ff])"
 _ESCAPES = {34: b'\\"', 92: b"\\\\", 8: b"\\b", 12: b"\\f", 10: b"\\n", 13: b"\\r", 9: b"\\t"}
 
 
-def regex_shape(pattern: str, flags: str = "") -> Shape:
+def regex_shape(pattern: str, flags: str = "") -> nodes.Shape:
     """Texts that `pattern` matches from end to end; `flags`: letters of those that hold in all of it. Raises
     `Unmodelled`."""
     return (_kept if len(pattern) <= MAX_KEPT_LENGTH else _read)(pattern, flags)
 
 
-def _read(pattern: str, flags: str) -> Shape:
+def _read(pattern: str, flags: str) -> nodes.Shape:
     if not flags and (listed := _LISTED.fullmatch(pattern)) is not None:
         words = (re.sub(r"\\(.)", r"\1", word, flags=re.DOTALL) for word in _WORD.findall(listed[1]))
         return Words([word.encode("utf-8", "replace") for word in words])
@@ -104,13 +90,13 @@ def _read(pattern: str, flags: str) -> Shape:
 _kept = functools.lru_cache(MAX_KEPT)(_read)
 
 
-def searched_shape(pattern: str) -> Shape:
+def searched_shape(pattern: str) -> nodes.Shape:
     """The shape between the quotes of JSON strings in which `pattern` is found. Raises `Unmodelled`."""
     parsed, reader = _parsed(pattern), _Reader(True)
     branches = [*itertools.islice(_apart(list(parsed)), MAX_APART)]
     if len(branches) == MAX_APART:
-        raise Unmodelled
-    return Either([reader.found(branch, parsed.state.flags) for branch in branches])
+        raise nodes.Unmodelled
+    return nodes.Either([reader.found(branch, parsed.state.flags) for branch in branches])
 
 
 def _apart(items: list[Any]) -> Iterator[list[Any]]:
@@ -126,26 +112,26 @@ def _apart(items: list[Any]) -> Iterator[list[Any]]:
     yield items
 
 
-def json_letters(ranges: Ranges) -> Shape:
+def json_letters(ranges: nodes.Ranges) -> nodes.Shape:
     """A character as it may be written in a JSON string."""
-    plain = meet(ranges, RAW)
-    held = union(ranges)
+    plain = nodes.meet(ranges, RAW)
+    held = nodes.union(ranges)
     spelled = [text for code, text in _ESCAPES.items() if any(first <= code <= last for first, last in held)]
-    options = ([letters(plain)] if plain else []) + [literal(text) for text in spelled]
+    options = ([nodes.letters(plain)] if plain else []) + [nodes.literal(text) for text in spelled]
     if held[:1] and held[0][0] < 32:
         options.append(regex_shape(_CONTROL))
     if not options:
-        raise Unmodelled
-    return options[0] if len(options) == 1 else Either(options)
+        raise nodes.Unmodelled
+    return options[0] if len(options) == 1 else nodes.Either(options)
 
 
 def _parsed(pattern: str) -> Any:
     try:
         parsed = sre.parse(_ESCAPE.sub(_readable, pattern))
     except Exception:
-        raise Unmodelled from None
+        raise nodes.Unmodelled from None
     if parsed.state.flags & ~_READ_FLAGS:
-        raise Unmodelled
+        raise nodes.Unmodelled
     return parsed
 
 
@@ -160,59 +146,61 @@ class _Reader:
         """`json`: characters are written as in a JSON string."""
         self._json = json
 
-    def either(self, branches: Any, flags: int) -> Shape:
-        return Either([self._sequence(branch, flags) for branch in branches])
+    def either(self, branches: Any, flags: int) -> nodes.Shape:
+        return nodes.Either([self._sequence(branch, flags) for branch in branches])
 
-    def found(self, items: list[Any], flags: int) -> Shape:
+    def found(self, items: list[Any], flags: int) -> nodes.Shape:
         """The pattern with any text around it where it is not anchored."""
-        anything = Times(self._spelled([(0, MAX_CODE)]), 0, None)
-        before: list[Shape] = [anything]
-        after: list[Shape] = [anything]
+        anything = nodes.Times(self._spelled([(0, nodes.MAX_CODE)]), 0, None)
+        before: list[nodes.Shape] = [anything]
+        after: list[nodes.Shape] = [anything]
         if items and _anchor(items[0], "AT_BEGINNING", "AT_BEGINNING_STRING"):
             before, items = [], items[1:]
         if items and _anchor(items[-1], "AT_END", "AT_END_STRING"):
             after, items = [], items[:-1]
-        return Chain([*before, self._sequence(items, flags), *after])
+        return nodes.Chain([*before, self._sequence(items, flags), *after])
 
-    def _sequence(self, items: Any, flags: int) -> Shape:
-        return chain(self._one(str(operator), argument, flags) for operator, argument in items)
+    def _sequence(self, items: Any, flags: int) -> nodes.Shape:
+        return nodes.chain(self._one(str(operator), argument, flags) for operator, argument in items)
 
-    def _one(self, operator: str, argument: Any, flags: int) -> Shape:
+    def _one(self, operator: str, argument: Any, flags: int) -> nodes.Shape:
         match operator:
             case "LITERAL":
                 return self._set([(operator, argument)], flags)
             case "NOT_LITERAL":
                 return self._set([("NEGATE", None), ("LITERAL", argument)], flags)
             case "ANY":
-                return self._spelled(complement([] if flags & _DOTALL else _NEWLINE))
+                return self._spelled(nodes.complement([] if flags & _DOTALL else _NEWLINE))
             case "IN":
                 return self._set(argument, flags)
             case "MAX_REPEAT" | "MIN_REPEAT":
                 least, most, inner = argument
-                return Times(self._sequence(inner, flags), int(least), None if str(most) == "MAXREPEAT" else int(most))
+                return nodes.Times(
+                    self._sequence(inner, flags), int(least), None if str(most) == "MAXREPEAT" else int(most)
+                )
             case "SUBPATTERN":
                 _, more, less, inner = argument
                 if (more | less) & ~_READ_FLAGS:
-                    raise Unmodelled
+                    raise nodes.Unmodelled
                 return self._sequence(inner, (flags | more) & ~less)
             case "BRANCH":
                 return self.either(argument[1], flags)
-        raise Unmodelled
+        raise nodes.Unmodelled
 
-    def _set(self, items: Any, flags: int) -> Shape:
+    def _set(self, items: Any, flags: int) -> nodes.Shape:
         """One of a set, and where case does not matter what is the same in ASCII."""
         negated = str(items[0][0]) == "NEGATE"
         ranges = self._listed(items[negated:])
         if flags & _ANY_CASE:
             held = [same for same in _SAME if any(low <= ord(one) <= high for low, high in ranges for one in same)]
-            ranges = union([*ranges, *((ord(one), ord(one)) for same in held for one in same)])
-            if any(high > 127 for _, high in ranges if high not in (0x17F, 0x212A, MAX_CODE)):
-                raise Unmodelled
-        return self._spelled(complement(ranges) if negated else union(ranges))
+            ranges = nodes.union([*ranges, *((ord(one), ord(one)) for same in held for one in same)])
+            if any(high > 127 for _, high in ranges if high not in (0x17F, 0x212A, nodes.MAX_CODE)):
+                raise nodes.Unmodelled
+        return self._spelled(nodes.complement(ranges) if negated else nodes.union(ranges))
 
-    def _listed(self, items: Any) -> Ranges:
+    def _listed(self, items: Any) -> nodes.Ranges:
         """The characters of a set, as they are listed."""
-        found: Ranges = []
+        found: nodes.Ranges = []
         for operator, argument in items:
             match str(operator):
                 case "LITERAL" if argument in _PRIVATE and argument - _PRIVATE[0] < len(_properties):
@@ -224,20 +212,20 @@ class _Reader:
                 case "CATEGORY":
                     _, _, name = str(argument).partition("CATEGORY_")
                     if (sign := _CATEGORIES.get(name.removeprefix("NOT_"))) is None:
-                        raise Unmodelled
+                        raise nodes.Unmodelled
                     those = characters(sign, self._json)
-                    found += complement(those) if name.startswith("NOT_") else those
+                    found += nodes.complement(those) if name.startswith("NOT_") else those
                 case _:
-                    raise Unmodelled
+                    raise nodes.Unmodelled
         return found
 
-    def _spelled(self, ranges: Ranges) -> Shape:
+    def _spelled(self, ranges: nodes.Ranges) -> nodes.Shape:
         return _spelled(self._json, tuple(ranges))
 
 
 @functools.lru_cache(1024)
-def _spelled(json: bool, ranges: tuple[tuple[int, int], ...]) -> Shape:
-    return (json_letters if json else letters)([*ranges])
+def _spelled(json: bool, ranges: tuple[tuple[int, int], ...]) -> nodes.Shape:
+    return (json_letters if json else nodes.letters)([*ranges])
 
 
 def _anchor(item: Any, *names: str) -> bool:

@@ -16,21 +16,9 @@ from asyncengine.grammar.canonical import parse_json
 from asyncengine.grammar.lark import regex
 from asyncengine.grammar.schema.members import KEY, PLAIN_KEY
 from asyncengine.grammar.schema.rules import Members, Repeat, Rules, Symbol
+from asyncengine.grammar.shapes import nodes
 from asyncengine.grammar.shapes.automata import Multiples, OtherKey, Words
 from asyncengine.grammar.shapes.lark import expression_shape, lark_shape
-from asyncengine.grammar.shapes.nodes import (
-    MAX_CODE,
-    Chain,
-    Either,
-    Lexeme,
-    Name,
-    Shape,
-    Times,
-    Unmodelled,
-    Unordered,
-    literal,
-    resolve,
-)
 from asyncengine.grammar.shapes.patterns import MAX_KEPT_LENGTH, json_letters, regex_shape, searched_shape
 from asyncengine.grammar.shapes.products import Product
 from asyncengine.grammar.spec import Grammar
@@ -42,7 +30,7 @@ _OTHERS = [(f"{regex(key)} & ~", key == KEY) for key in (KEY, PLAIN_KEY)]
 """The beginnings of the keys that are none of some, and whether those may have escapes. Read only."""
 
 
-def shape_of(grammar: Grammar, schemas: Sequence[tuple[Rules, str]], vocabulary: Vocabulary) -> Shape:
+def shape_of(grammar: Grammar, schemas: Sequence[tuple[Rules, str]], vocabulary: Vocabulary) -> nodes.Shape:
     """The shape of a grammar. `schemas`: the rules of each in it, with the first one's name. Raises `Unmodelled`."""
     if grammar.kind == "regex":
         return regex_shape(grammar.text)
@@ -61,58 +49,58 @@ class _Reader:
         self._rules = rules
         self._lexed = lexed
         self._texts = {name: text for text, name in rules.names()}
-        self._shapes: dict[str, Shape] = {}
-        self._pending: list[tuple[Name, str]] = []
-        self._made: list[Chain | Either | Times | Unordered] = []
+        self._shapes: dict[str, nodes.Shape] = {}
+        self._pending: list[tuple[nodes.Name, str]] = []
+        self._made: list[nodes.Chain | nodes.Either | nodes.Times | nodes.Unordered] = []
         first = self._named(start)
         for named, name in self._pending:  # grows while it is walked
             found = [self._sequence(symbols) for symbols in rules.alternatives[name]]
-            named.target = found[0] if len(found) == 1 else self._keep(Either(found))
-        self.start = resolve(self._made, first)
+            named.target = found[0] if len(found) == 1 else self._keep(nodes.Either(found))
+        self.start = nodes.resolve(self._made, first)
 
-    def _keep(self, shape: Chain | Either | Times | Unordered) -> Shape:
+    def _keep(self, shape: nodes.Chain | nodes.Either | nodes.Times | nodes.Unordered) -> nodes.Shape:
         self._made.append(shape)
         return shape
 
-    def _unordered(self, members: Members) -> Shape:
+    def _unordered(self, members: Members) -> nodes.Shape:
         pairs = [*map(self._named, members.pairs), *([self._named(members.free)] if members.free else [])]
         needed = [*range(members.needed), *([len(members.pairs)] if members.strange else [])]
         comma = self._sequence([*members.comma])
         again = len(members.pairs) if members.free else None
-        shape = Unordered(pairs, comma, needed, again, (members.least, members.most))
-        self._made += [item for item in shape.items if isinstance(item, Chain)]
+        shape = nodes.Unordered(pairs, comma, needed, again, (members.least, members.most))
+        self._made += [item for item in shape.items if isinstance(item, nodes.Chain)]
         return self._keep(shape)
 
-    def _sequence(self, symbols: list[Symbol]) -> Shape:
+    def _sequence(self, symbols: list[Symbol]) -> nodes.Shape:
         found = [self._symbol(symbol) for symbol in symbols]
-        return found[0] if len(found) == 1 else self._keep(Chain(found))
+        return found[0] if len(found) == 1 else self._keep(nodes.Chain(found))
 
-    def _symbol(self, symbol: Symbol) -> Shape:
+    def _symbol(self, symbol: Symbol) -> nodes.Shape:
         if isinstance(symbol, Members):
             return self._unordered(symbol)
         if isinstance(symbol, Repeat):
-            return self._keep(Times(self._named(symbol.rule), symbol.least, symbol.most))
+            return self._keep(nodes.Times(self._named(symbol.rule), symbol.least, symbol.most))
         return self._named(symbol)
 
-    def _named(self, name: str) -> Shape:
+    def _named(self, name: str) -> nodes.Shape:
         shape = self._shapes.get(name)
         if shape is None:
             if name in self._rules.alternatives:
-                shape = named = Name()
+                shape = named = nodes.Name()
                 self._pending.append((named, name))
             else:
                 shape = leaf_shape(self._texts.get(name, name))
-                shape = Lexeme(shape) if self._lexed else shape
+                shape = nodes.Lexeme(shape) if self._lexed else shape
             self._shapes[name] = shape
         return shape
 
 
-def leaf_shape(text: str) -> Shape:
+def leaf_shape(text: str) -> nodes.Shape:
     """The shape of Lark text that stands for itself: a literal, a terminal, or a schema of strings or numbers."""
     return (_kept_leaf if len(text) <= MAX_KEPT_LENGTH else _leaf)(text)
 
 
-def _leaf(text: str) -> Shape:
+def _leaf(text: str) -> nodes.Shape:
     if text.startswith("%json "):
         return _json(json.loads(text[6:]))
     for begin, escapes in _OTHERS:
@@ -124,25 +112,25 @@ def _leaf(text: str) -> Shape:
 _kept_leaf = functools.lru_cache(MAX_LEAVES)(_leaf)
 
 
-def json_text(least: int = 0, most: int | None = None) -> Shape:
+def json_text(least: int = 0, most: int | None = None) -> nodes.Shape:
     """So many characters as they may be written in a JSON string."""
-    return Times(json_letters([(0, MAX_CODE)]), least, most)
+    return nodes.Times(json_letters([(0, nodes.MAX_CODE)]), least, most)
 
 
-def _json(schema: dict[str, Any]) -> Shape:
+def _json(schema: dict[str, Any]) -> nodes.Shape:
     if "anyOf" in schema:
-        return Either(list(map(_json, schema["anyOf"])))
+        return nodes.Either(list(map(_json, schema["anyOf"])))
     if "multipleOf" in schema:
         return Multiples(*(Fraction(repr(schema[key])) for key in ("multipleOf", "minimum", "maximum")))
     said = schema.get("allOf", [schema])
     if any(part.get("type") != "string" for part in said):
-        raise Unmodelled
+        raise nodes.Unmodelled
     parts = [shape for part in said for shape in _demands(part)] or [json_text()]
     inside = parts[0] if len(parts) == 1 else Product(parts)
-    return Chain([literal(b'"'), inside, literal(b'"')])
+    return nodes.Chain([nodes.literal(b'"'), inside, nodes.literal(b'"')])
 
 
-def _demands(part: dict[str, Any]) -> Iterator[Shape]:
+def _demands(part: dict[str, Any]) -> Iterator[nodes.Shape]:
     """The demands of one schema of strings on the text between the quotes."""
     if "enum" in part:
         yield Words([json.dumps(one, ensure_ascii=False)[1:-1].encode("utf-8", "replace") for one in part["enum"]])

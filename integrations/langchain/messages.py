@@ -16,17 +16,7 @@ from langchain_core.messages import (
 )
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.integrations.http.dialects.openai_shape import (
-    Content,
-    Message,
-    assistant_message,
-    image_part,
-    message,
-    refuse_block,
-    text_part,
-    tool_call,
-    tool_message,
-)
+from asyncengine.integrations.http.dialects import openai_shape
 
 _TEXT = {"text", "input_text", "output_text", "text-plain"}
 _THOUGHT = {"thinking", "redacted_thinking", "reasoning"}
@@ -35,39 +25,39 @@ _CALL = {"tool_use", "tool_call", "tool_call_chunk", "invalid_tool_call", "funct
 _RESULT = {"tool_result", "function_call_output"}
 
 
-def to_openai(messages: Sequence[BaseMessage]) -> list[Message]:
+def to_openai(messages: Sequence[BaseMessage]) -> list[openai_shape.Message]:
     """Raises `InvalidParameter` naming the message for content that cannot be used and for unknown message
     classes."""
-    converted: list[Message] = []
+    converted: list[openai_shape.Message] = []
     for position, item in enumerate(messages):
         converted += convert_message(item, f"messages[{position}]")
     return converted
 
 
-def convert_message(item: BaseMessage, where: str) -> list[Message]:
+def convert_message(item: BaseMessage, where: str) -> list[openai_shape.Message]:
     """The message called `where`; several where it brings results of tools along. Raises as `to_openai`."""
     if isinstance(item, AIMessage):
         # A call that was no valid JSON cannot be rendered as a call; as text the model sees what it wrote.
         texts = [_text(item.content, where, skip=_CALL), *(bad["args"] or "" for bad in item.invalid_tool_calls)]
         text = "\n".join(filter(None, texts))
-        return [assistant_message(text, _tool_calls(item), item.name, _reasoning(item, where))]
+        return [openai_shape.assistant_message(text, _tool_calls(item), item.name, _reasoning(item, where))]
     if isinstance(item, ToolMessage):
-        return [tool_message(_content(item.content, where), item.tool_call_id, item.name)]
+        return [openai_shape.tool_message(_content(item.content, where), item.tool_call_id, item.name)]
     if isinstance(item, FunctionMessage):
-        return [tool_message(_content(item.content, where), None, item.name)]
+        return [openai_shape.tool_message(_content(item.content, where), None, item.name)]
     if isinstance(item, SystemMessage):
-        return [message("system", _content(item.content, where), item.name)]
+        return [openai_shape.message("system", _content(item.content, where), item.name)]
     if isinstance(item, HumanMessage):
         return _human(item, where)
     if isinstance(item, ChatMessage):
-        return [message(item.role, _content(item.content, where), item.name)]
+        return [openai_shape.message(item.role, _content(item.content, where), item.name)]
     raise InvalidParameter(where, f"messages of class {type(item).__name__} cannot be sent to a model")
 
 
-def _human(item: HumanMessage, where: str) -> list[Message]:
+def _human(item: HumanMessage, where: str) -> list[openai_shape.Message]:
     """Anthropic puts tool results into the user's message; they become messages of their own before its text."""
     results = [
-        tool_message(
+        openai_shape.tool_message(
             _content(block.get("content", block.get("output", "")), where),
             block.get("tool_use_id") or block.get("call_id"),
         )
@@ -75,16 +65,16 @@ def _human(item: HumanMessage, where: str) -> list[Message]:
         if block.get("type") in _RESULT
     ]
     content = _content(item.content, where, skip=_RESULT)
-    return [*results, message("user", content, item.name)] if content or not results else results
+    return [*results, openai_shape.message("user", content, item.name)] if content or not results else results
 
 
-def _tool_calls(item: AIMessage) -> list[Message]:
+def _tool_calls(item: AIMessage) -> list[openai_shape.Message]:
     """`tool_calls` wins over tool_use blocks in the content, which repeat it when a history was made by hand."""
-    calls = [tool_call(call["id"], call["name"], call["args"]) for call in item.tool_calls]
+    calls = [openai_shape.tool_call(call["id"], call["name"], call["args"]) for call in item.tool_calls]
     if calls or item.invalid_tool_calls:
         return calls
     return [
-        tool_call(block.get("id") or block.get("call_id"), block["name"], _arguments(block))
+        openai_shape.tool_call(block.get("id") or block.get("call_id"), block["name"], _arguments(block))
         for block in _blocks(item.content)
         if block.get("type") in _CALL and block.get("name")
     ]
@@ -127,17 +117,17 @@ def _text(content: Any, where: str, skip: set[str] | frozenset[str] = frozenset(
     return "\n".join(text for text in texts if text is not None)
 
 
-def _content(content: Any, where: str, skip: set[str] | frozenset[str] = frozenset()) -> Content:
+def _content(content: Any, where: str, skip: set[str] | frozenset[str] = frozenset()) -> openai_shape.Content:
     """The text of a content as `_text` has it, or its parts in order where some are pictures."""
     if isinstance(content, str):
         return content
     parts = []
     for position, block in enumerate(content or ()):
-        image = image_part(f"{where}.content[{position}]", block) if isinstance(block, dict) else None
+        image = openai_shape.image_part(f"{where}.content[{position}]", block) if isinstance(block, dict) else None
         if image is not None:
             parts.append(image)
         elif (text := _block_text(block, where, skip)) is not None:
-            parts.append(text_part(text))
+            parts.append(openai_shape.text_part(text))
     if all(part["type"] == "text" for part in parts):
         return "\n".join(part["text"] for part in parts)
     return parts
@@ -151,4 +141,4 @@ def _block_text(block: str | dict[str, Any], where: str, skip: set[str] | frozen
         return str(block.get("text") or "")
     if kind in _THOUGHT or kind in skip:
         return None
-    raise refuse_block(f"{where}.content", kind)
+    raise openai_shape.refuse_block(f"{where}.content", kind)

@@ -14,25 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncengine.execution.attention.base import (
-    AttentionBackend,
-    LayerSpec,
-    MergedHeads,
-    PagePool,
-    StepView,
-    first_seen,
-)
-from asyncengine.execution.attention.cpu_short import (
-    EVEN,
-    FEW,
-    LOAD,
-    ROWS,
-    START,
-    ShortRows,
-    StepPlan,
-    short_items,
-    short_pieces,
-)
+from asyncengine.execution.attention import base, cpu_short
 from asyncengine.execution.device.arena import Empty, ordinary
 from asyncengine.execution.device.pinned import Int64Array
 from asyncengine.execution.device.shared_pools import SharedPools
@@ -55,7 +37,7 @@ class _LayerGroup:
     num_kv_heads: int
 
 
-class CompiledBackend(AttentionBackend):
+class CompiledBackend(base.AttentionBackend):
     """In compiled kernels. Construct it only where `compiler_missing` finds nothing missing."""
 
     name = "compiled"
@@ -63,8 +45,8 @@ class CompiledBackend(AttentionBackend):
     """Whether kernels are given the same addresses in every step."""
 
     def __init__(
-        self, layers: Sequence[LayerSpec], num_pages: int, page_size: int, dtype: torch.dtype, one_pool: bool = False,
-        num_window_pages: int = 0, shared: SharedPools | None = None,
+        self, layers: Sequence[base.LayerSpec], num_pages: int, page_size: int, dtype: torch.dtype,
+        one_pool: bool = False, num_window_pages: int = 0, shared: SharedPools | None = None,
     ) -> None:  # fmt: skip
         """`one_pool`: all layers of one shape write into the same memory, as nothing is kept from step to step.
         `num_window_pages`: of layers with windows, if they have pages of their own. `shared`: memory for pages; None:
@@ -88,7 +70,7 @@ class CompiledBackend(AttentionBackend):
             self._pools.append(_LayerPool(spec, pages, page_size, self._kernels.lanes, memory, of_windows))
         self.kv_bytes = sum(memory.bytes for memory in known.values())
         self._groups = {_group_of(spec): spec for spec in layers}
-        self._plans = {group: StepPlan() for group in self._groups}
+        self._plans = {group: cpu_short.StepPlan() for group in self._groups}
         self._planned = [self._plans[_group_of(spec)] for spec in layers]
         self._scratch_size = max((_scratch_bytes(spec) for spec in layers), default=0)
         self._widest = max((spec.value_dim for spec in layers), default=0)
@@ -96,7 +78,7 @@ class CompiledBackend(AttentionBackend):
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._partials = torch.empty(0)
 
-    def plan(self, step: StepView) -> None:
+    def plan(self, step: base.StepView) -> None:
         self._threads, self._piece, workers = team.team_threads()
         if self._scratch.numel() < workers * self._scratch_size:
             self._scratch = torch.empty(workers * self._scratch_size, dtype=torch.uint8)
@@ -120,7 +102,7 @@ class CompiledBackend(AttentionBackend):
         return out
 
     def attend_merged(
-        self, layer: int, qkv: torch.Tensor, heads: MergedHeads, cos: torch.Tensor, sin: torch.Tensor
+        self, layer: int, qkv: torch.Tensor, heads: base.MergedHeads, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
         """Norms, rotation, `write` and `attend` at once. -> [tokens, heads * value dim].
 
@@ -148,7 +130,7 @@ class CompiledBackend(AttentionBackend):
         if self._pools:
             self._kernels.compile_join()
 
-    def page_pools(self) -> list[PagePool]:
+    def page_pools(self) -> list[base.PagePool]:
         """Memory of every layer, keys and values: a head's pages lie one behind the other."""
         return [pool for layer in self._pools for pool in layer.page_pools()]
 
@@ -158,10 +140,12 @@ class CompiledBackend(AttentionBackend):
 
     # -- planning ------------------------------------------------------------------------------------------------
 
-    def _plan_group(self, plan: StepPlan, spec: LayerSpec, step: StepView, rows: ShortRows | None) -> None:
+    def _plan_group(
+        self, plan: cpu_short.StepPlan, spec: base.LayerSpec, step: base.StepView, rows: cpu_short.ShortRows | None
+    ) -> None:
         least = self._piece // _BYTES
-        if rows is not None and (work := short_items(spec, rows, self._threads)) is not None:
-            pieces = short_pieces(work.costs, spec.num_kv_heads, self._threads, least)
+        if rows is not None and (work := cpu_short.short_items(spec, rows, self._threads)) is not None:
+            pieces = cpu_short.short_pieces(work.costs, spec.num_kv_heads, self._threads, least)
             if pieces is not None:
                 self._have_partials(spec, work.partials)
                 plan.fill(
@@ -170,14 +154,16 @@ class CompiledBackend(AttentionBackend):
                 return
         items, joins = self._items(spec, step)
         heads = spec.num_heads // spec.num_kv_heads
-        cost = (items[:, fields.END] - items[:, fields.BEGIN]) * (LOAD + heads * items[:, fields.COUNT]) + START
+        cost = (items[:, fields.END] - items[:, fields.BEGIN]) * (
+            cpu_short.LOAD + heads * items[:, fields.COUNT]
+        ) + cpu_short.START
         self._have_partials(spec, int(joins[:, 2].sum()))
         bounds = _even_pieces(cost, spec.num_kv_heads, self._threads, least)
         plan.refer_to(
             items, joins, bounds, step.page_tables, step.kv_slots, self._partials, self._scratch, self._scratch_size
         )
 
-    def _have_partials(self, spec: LayerSpec, count: int) -> None:
+    def _have_partials(self, spec: base.LayerSpec, count: int) -> None:
         """Memory for so many partial results of one kv head each."""
         if count:
             group = spec.num_heads // spec.num_kv_heads
@@ -185,11 +171,11 @@ class CompiledBackend(AttentionBackend):
             if self._partials.numel() < need:
                 self._partials = torch.empty(need, dtype=torch.float32)  # the default type is the whole process's
 
-    def _items(self, spec: LayerSpec, step: StepView) -> tuple[Int64Array, Int64Array]:
+    def _items(self, spec: base.LayerSpec, step: base.StepView) -> tuple[Int64Array, Int64Array]:
         """Items to compute, [items, ITEM_FIELDS], and results to join, [joins, 3]."""
         decodes = np.flatnonzero(step.counts == 1)
         positions = step.starts[decodes]
-        begins = first_seen(spec.window, spec.chunk, positions)
+        begins = base.first_seen(spec.window, spec.chunk, positions)
         first = begins // fields.SPLIT
         parts = positions // fields.SPLIT - first + 1
         if not self._worth_splitting(spec, step, positions + 1 - begins):
@@ -212,17 +198,17 @@ class CompiledBackend(AttentionBackend):
         chunks = [_chunk_items(spec, step, row) for row in np.flatnonzero(step.counts > 1).tolist()]
         return np.concatenate((items, *chunks)), np.ascontiguousarray(joins)
 
-    def _worth_splitting(self, spec: LayerSpec, step: StepView, keys: Int64Array) -> bool:
+    def _worth_splitting(self, spec: base.LayerSpec, step: base.StepView, keys: Int64Array) -> bool:
         """True if whole decode rows are too few or too uneven for the threads. The results are the same."""
         if len(keys) == 0 or self._threads == 1 or len(keys) < len(step.counts):
             return False
-        return int(keys.max()) * self._threads * EVEN > int(keys.sum()) * spec.num_kv_heads
+        return int(keys.max()) * self._threads * cpu_short.EVEN > int(keys.sum()) * spec.num_kv_heads
 
 
 class CompiledSequences:
     """`SequenceAttention` of encoders, by the kernels of `CompiledBackend` over a pool of the step alone."""
 
-    def __init__(self, layers: Sequence[LayerSpec], dtype: torch.dtype) -> None:
+    def __init__(self, layers: Sequence[base.LayerSpec], dtype: torch.dtype) -> None:
         self._layers, self._dtype = tuple(layers), dtype
         self._paged = CompiledBackend(self._layers, 1, _PAGE, dtype, one_pool=True)
 
@@ -238,7 +224,7 @@ class CompiledSequences:
         bounds = np.concatenate(([0], np.cumsum(lengths)))
         places = np.arange(bounds[-1]) + np.repeat((ends - pages) * _PAGE - bounds[:-1], lengths)
         self._paged.plan(
-            StepView(np.zeros_like(lengths), lengths, bounds, table.astype(np.int32), torch.from_numpy(places))
+            base.StepView(np.zeros_like(lengths), lengths, bounds, table.astype(np.int32), torch.from_numpy(places))
         )
         return self._paged
 
@@ -246,7 +232,7 @@ class CompiledSequences:
 class _Memory:
     """Memory for the keys and values of `tokens` tokens. Untouched memory costs nothing."""
 
-    def __init__(self, spec: LayerSpec, tokens: int, dtype: torch.dtype, empty: Empty) -> None:
+    def __init__(self, spec: base.LayerSpec, tokens: int, dtype: torch.dtype, empty: Empty) -> None:
         size, numbers = dtype.itemsize, tokens * spec.num_kv_heads
         # A key of an odd number of dimensions takes one more.
         self.keys = empty([numbers * (-(-spec.key_dim * size // 4) * 4) + fields.SLACK], torch.uint8)
@@ -258,7 +244,7 @@ class _LayerPool:
     """One layer's keys and values, and its numbers for the kernels."""
 
     def __init__(
-        self, spec: LayerSpec, num_pages: int, page_size: int, lanes: int, memory: _Memory, of_windows: bool
+        self, spec: base.LayerSpec, num_pages: int, page_size: int, lanes: int, memory: _Memory, of_windows: bool
     ) -> None:
         self._memory = memory
         self._numbers = torch.tensor([spec.scale, spec.softcap or 0.0], dtype=torch.float32)
@@ -276,17 +262,17 @@ class _LayerPool:
         self.address = _address(self._known)
         self._pages, self._of_windows, self._divided = num_pages, of_windows, spec.divided
 
-    def page_pools(self) -> Iterator[PagePool]:
+    def page_pools(self) -> Iterator[base.PagePool]:
         """Memory of its keys, then of its values."""
         heads, memory = int(self._known[fields.KV_HEADS]), self._memory
         for part in (memory.keys, memory.values):
             page_bytes = (part.numel() - fields.SLACK) // (self._pages * heads)
-            yield PagePool(part, page_bytes, heads, self._pages * page_bytes, self._of_windows, self._divided)
+            yield base.PagePool(part, page_bytes, heads, self._pages * page_bytes, self._of_windows, self._divided)
 
 
-def _chunk_items(spec: LayerSpec, step: StepView, row: int) -> Int64Array:
+def _chunk_items(spec: base.LayerSpec, step: base.StepView, row: int) -> Int64Array:
     """One prompt chunk, cut into pieces of a few queries; all of a piece are of one chunk of the layer's attention."""
-    size = max(ROWS * spec.num_kv_heads // spec.num_heads, 1)
+    size = max(cpu_short.ROWS * spec.num_kv_heads // spec.num_heads, 1)
     count, start = int(step.counts[row]), int(step.starts[row])
     offsets = np.arange(0, count, size)
     if spec.chunk is not None:
@@ -301,7 +287,7 @@ def _chunk_items(spec: LayerSpec, step: StepView, row: int) -> Int64Array:
     items[:, fields.COUNT] = counts
     items[:, fields.POSITION] = start + offsets
     items[:, fields.ROW] = row
-    items[:, fields.BEGIN] = first_seen(spec.window, spec.chunk, start + offsets)
+    items[:, fields.BEGIN] = base.first_seen(spec.window, spec.chunk, start + offsets)
     items[:, fields.END] = np.minimum(start + offsets + counts + spec.later, start + count)
     items[:, fields.PARTIAL] = -1
     for first, end in blocks:
@@ -320,19 +306,19 @@ def _even_pieces(cost: Int64Array, heads: int, threads: int, least: int) -> Int6
     return head * len(cost) + np.searchsorted(ends, rest, side="right")
 
 
-def _short_rows(step: StepView) -> ShortRows | None:
+def _short_rows(step: base.StepView) -> cpu_short.ShortRows | None:
     """None: a step of many tokens."""
-    if step.kv_slots.numel() > FEW:
+    if step.kv_slots.numel() > cpu_short.FEW:
         return None
-    return ShortRows(step.starts.tolist(), step.counts.tolist(), step.qo_indptr.tolist())
+    return cpu_short.ShortRows(step.starts.tolist(), step.counts.tolist(), step.qo_indptr.tolist())
 
 
-def _scratch_bytes(spec: LayerSpec) -> int:
-    rows = max(ROWS, spec.num_heads // spec.num_kv_heads)
+def _scratch_bytes(spec: base.LayerSpec) -> int:
+    rows = max(cpu_short.ROWS, spec.num_heads // spec.num_kv_heads)
     return -(-int(fields.scratch_sizes(rows, spec.key_dim, spec.value_dim)[-1]) // 4096) * 4096
 
 
-def _group_of(spec: LayerSpec) -> _LayerGroup:
+def _group_of(spec: base.LayerSpec) -> _LayerGroup:
     return _LayerGroup(spec.window, spec.chunk, spec.num_heads, spec.num_kv_heads)
 
 

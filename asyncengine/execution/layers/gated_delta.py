@@ -18,21 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from asyncengine.execution.layers import states
 from asyncengine.execution.layers.causal_conv import CausalConv
 from asyncengine.execution.layers.linear import Linear, Part
 from asyncengine.execution.layers.norm import Norm, NormConfig
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.sharded import even_cuts, part_of, share_of
 from asyncengine.execution.layers.slots import TensorSlot
-from asyncengine.execution.layers.states import (
-    StateKernels,
-    StateLayer,
-    StateSpec,
-    StateStep,
-    by_kernel,
-    each_token,
-    recur,
-)
 
 _TINY = 1e-6
 """A term that keeps the division by a key's length finite: it is added to the square of the length."""
@@ -101,7 +93,7 @@ class GatedDeltaConfig:
         return GatedDelta(options, self, prefix + self.prefix, width, index)
 
 
-class GatedDelta(StateLayer):
+class GatedDelta(states.StateLayer):
     """Many heads of the rule, of one projection of the input."""
 
     def __init__(self, options: LayerOptions, config: GatedDeltaConfig, prefix: str, width: int, index: int) -> None:
@@ -125,7 +117,7 @@ class GatedDelta(StateLayer):
         """exp(A_log)."""
         self.dt_bias = options.zeros(config.value_heads, dtype=torch.float32)
         self._prefix = prefix
-        self.spec = StateSpec(
+        self.spec = states.StateSpec(
             (config.value_heads, config.key_dim, config.value_dim), self.conv.window,
             tuple(config.key_heads * channels for channels in mixed), units, self.share is not None,
         )  # fmt: skip
@@ -143,9 +135,9 @@ class GatedDelta(StateLayer):
                 columns, [*sizes, config.taps, config.key_heads * sum(rows)], *parts, config.epsilon
             )
 
-    def mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
+    def mix(self, projected: torch.Tensor, step: states.StateStep) -> torch.Tensor:
         if self.kernel is not None:
-            return by_kernel(self.kernel, projected, step, self.index)
+            return states.by_kernel(self.kernel, projected, step, self.index)
         if self.config.interleaved:
             q, k, v, z, b, a = (projected.index_select(1, kind) for kind in self.kinds)
             inputs = torch.cat((q, k, v), dim=1)
@@ -153,7 +145,7 @@ class GatedDelta(StateLayer):
             heads = self.config.value_heads
             sizes = [self.conv.channels, heads * self.config.value_dim]
             inputs, z, b, a = torch.split(projected[:, : sum(sizes) + 2 * heads], [*sizes, heads, heads], dim=1)
-        read = recur(step, self.index, self.conv.advance, inputs, (b, a), self._token, self.rule)
+        read = states.recur(step, self.index, self.conv.advance, inputs, (b, a), self._token, self.rule)
         if self.conv.on_device is not None:
             epsilon, weight = self.config.epsilon, self.norm.weight
             made: torch.Tensor = self.conv.on_device.gated_norm(read.flatten(1), z, weight, epsilon, len(weight))
@@ -176,7 +168,7 @@ class GatedDelta(StateLayer):
 
     def _gated_norm(self, read: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         wide = functional.rms_norm(read, (read.shape[-1],), None, self.config.epsilon)
-        return (wide * self.norm.weight.float() * each_token(functional.silu, z.float())).to(z.dtype)
+        return (wide * self.norm.weight.float() * states.each_token(functional.silu, z.float())).to(z.dtype)
 
     def norms(self) -> list[Norm]:
         return [self.norm]
@@ -200,7 +192,7 @@ class GatedDelta(StateLayer):
 
 
 def delta_rule(
-    kernels: StateKernels | None, heads: tuple[int, int, int, int], rate: torch.Tensor, bias: torch.Tensor
+    kernels: states.StateKernels | None, heads: tuple[int, int, int, int], rate: torch.Tensor, bias: torch.Tensor
 ) -> Any:
     """The rule in Triton, of (key heads, value heads, key dim, value dim); None: there are no such kernels."""
     if kernels is None:

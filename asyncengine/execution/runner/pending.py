@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from asyncengine import step
 from asyncengine.execution.device.transfer import Readback, upload
 from asyncengine.execution.pooling.pool import Pooler, Span
 from asyncengine.execution.sampling.masks import AwaitedToken, FilledMasks, grammar_failed
@@ -19,16 +20,6 @@ from asyncengine.execution.sampling.noise import AGAIN_FLAG, gumbel, noise_keys
 from asyncengine.execution.sampling.sampler import NON_FINITE, Sampled, Sampler
 from asyncengine.execution.sampling.top_p import kept_threshold
 from asyncengine.request_spec import RequestSpec
-from asyncengine.step import (
-    Batch,
-    ConstrainedToken,
-    Row,
-    StepResult,
-    TokenLogprob,
-    first_scored,
-    num_agreed,
-    sampling_places,
-)
 
 # Log-probabilities under the model's own distribution, of sampled tokens and of the prompt.
 
@@ -53,11 +44,11 @@ class LogprobTensors:
         """The same on the host, once `readback` has arrived."""
         return LogprobTensors(*(readback.fetch(part) for part in (self.tokens, self.own, self.top_ids, self.top)))
 
-    def entries(self) -> list[TokenLogprob]:
+    def entries(self) -> list[step.TokenLogprob]:
         """For host tensors: one entry for each token."""
         alternatives = zip(self.top_ids.tolist(), self.top.tolist(), strict=True)
         return [
-            TokenLogprob(token, own, tuple(zip(ids, values, strict=True)))
+            step.TokenLogprob(token, own, tuple(zip(ids, values, strict=True)))
             for token, own, (ids, values) in zip(self.tokens.tolist(), self.own.tolist(), alternatives, strict=True)
         ]
 
@@ -119,13 +110,13 @@ def drawn_again(logits: torch.Tensor, spec: RequestSpec, position: int) -> list[
 class PendingStep:
     """A `step.StepHandle`. Its tensors are host tensors that hold their values once `readback` has arrived."""
 
-    batch: Batch
+    batch: step.Batch
     readback: Readback
     jump: bool
     """Whether matchers may force tokens."""
     sampling: Sequence[int] = ()
     """Batch index of the row of each sampled token. A range: each row computed one token and sampled one."""
-    places: Sequence[Row] = ()
+    places: Sequence[step.Row] = ()
     """These rows, each as one that samples this token alone."""
     sampled: Sampled | None = None
     filled: FilledMasks = field(default_factory=FilledMasks.none)
@@ -154,7 +145,7 @@ class PendingStep:
     failure: BaseException | None = None
     """The error of such work on this step."""
     began: float = field(default_factory=time.perf_counter)
-    _result: StepResult | None = None
+    _result: step.StepResult | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -166,7 +157,7 @@ class PendingStep:
         if self.pooling is not None or self.rest is not None:  # which takes long: not for the thread of an event loop
             self.wait()
 
-    def wait(self) -> StepResult:
+    def wait(self) -> step.StepResult:
         """On any thread, any number of times. Here matchers are told what was sampled, and whoever fills the masks of
         the next step wants that before whoever delivers this one comes for it."""
         with self._lock:
@@ -220,13 +211,13 @@ class PendingStep:
         """The same of the prompt tokens that follow those of the row at `index`."""
         row = self.batch.rows[index]
         finite = torch.isfinite(logits.amax(dim=-1)).all()
-        following = row.tokens[first_scored(row) :][: logits.shape[0]]
+        following = row.tokens[step.first_scored(row) :][: logits.shape[0]]
         targets = upload(np.array(following, dtype=np.int64), logits.device)
         found = token_logprobs(logits, targets, row.spec.params.top_logprobs)
         self.prompts.append((index, self.readback.fetch(finite), found.fetch(self.readback)))
 
-    def _read(self) -> StepResult:
-        result = StepResult(self.batch.step, [-1] * len(self.batch.rows))
+    def _read(self) -> step.StepResult:
+        result = step.StepResult(self.batch.step, [-1] * len(self.batch.rows))
         if self.sampled is not None:
             self._read_tokens(self.sampled, result)
         for index, finite, scored in self.prompts:
@@ -248,7 +239,7 @@ class PendingStep:
         result.seconds = time.perf_counter() - self.began
         return result
 
-    def _read_routes(self, routes: torch.Tensor, result: StepResult) -> None:
+    def _read_routes(self, routes: torch.Tensor, result: step.StepResult) -> None:
         """Give each row that asks its part of the experts."""
         first = 0
         for index, row in enumerate(self.batch.rows):
@@ -257,14 +248,14 @@ class PendingStep:
                 result.routed_experts[index] = routes[first : first + sound].numpy()
             first += row.num_scheduled
 
-    def _read_tokens(self, sampled: Sampled, result: StepResult) -> None:
+    def _read_tokens(self, sampled: Sampled, result: step.StepResult) -> None:
         tokens = sampled.tokens.tolist()
         errors = {**sampled.errors, **self.filled.errors}
         masked = dict.fromkeys(self.filled.places)
         if not (errors or masked or self.logprobs):
             self._read_plain(tokens, result)
             return
-        scored: dict[int, TokenLogprob] = {}
+        scored: dict[int, step.TokenLogprob] = {}
         if self.logprobs is not None:
             places, tensors = self.logprobs
             scored = dict(zip(places, tensors.entries(), strict=True))
@@ -289,7 +280,7 @@ class PendingStep:
                     result.logprobs[index] = [self._logprob(scored[place], place, token) for place, token in used]
             first = beyond
 
-    def _read_plain(self, tokens: list[int], result: StepResult) -> None:
+    def _read_plain(self, tokens: list[int], result: step.StepResult) -> None:
         """The same where nothing but tokens was asked for, and nothing failed."""
         if isinstance(self.sampling, range):  # each row sampled one
             result.tokens = tokens
@@ -302,7 +293,7 @@ class PendingStep:
             result.put(index, row, _accepted(row.drafts, tokens[first:beyond]) if row.drafts else [tokens[first]])
             first = beyond
 
-    def _logprob(self, found: TokenLogprob, place: int, token: int) -> TokenLogprob:
+    def _logprob(self, found: step.TokenLogprob, place: int, token: int) -> step.TokenLogprob:
         entry = found if found.token_id == token else self._score(place, token, len(found.top))
         params = self.places[place].spec.params
         top = entry.top[: params.top_logprobs]
@@ -310,12 +301,12 @@ class PendingStep:
             top = tuple(each for each in top if each[1] > -math.inf)
         return entry._replace(top=top)
 
-    def _score(self, place: int, token: int, num_top: int) -> TokenLogprob:
+    def _score(self, place: int, token: int, num_top: int) -> step.TokenLogprob:
         """The log-probabilities of a token that was put in the place of the sampled one."""
         return token_logprobs(self.steerable[place][None], torch.tensor([token]), num_top).entries()[0]
 
     def _constrained(
-        self, row: Row, first: int, sampled: Sequence[int], index: int, result: StepResult
+        self, row: step.Row, first: int, sampled: Sequence[int], index: int, result: step.StepResult
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """Hand a row's matcher its sampled tokens, as far as the drafts are what it makes of them. Returns the row's
         tokens, and of those that were sampled (place, token); none if the matcher fails."""
@@ -323,7 +314,7 @@ class PendingStep:
         assert grammar is not None
         produced: list[int] = []
         used: list[tuple[int, int]] = []
-        made = ConstrainedToken(False, False, None)
+        made = step.ConstrainedToken(False, False, None)
         # the log-probability of a token that was not sampled would be missing, and so would the experts of those that
         # a grammar forces at the end of an output, which are never computed: no jumps then
         jump = self.jump and not (row.spec.params.logprobs or row.spec.params.return_routed_experts)
@@ -333,7 +324,7 @@ class PendingStep:
             others = logits is not None and partial(drawn_again, logits, row.spec, here.start + here.num_scheduled)
             try:
                 taken, *forced = grammar.accept(sampled[place], jump, others or None)
-                made = ConstrainedToken(
+                made = step.ConstrainedToken(
                     taken != sampled[place], grammar.is_terminated(), grammar.steered_from, made.forced + len(forced)
                 )
             except Exception as error:  # a foreign matcher may raise anything; it ends its own request only
@@ -350,12 +341,12 @@ class PendingStep:
 
 def _accepted(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
     """The tokens that stand: each was sampled behind drafts that equal those before it."""
-    return list(sampled[: num_agreed(drafts, sampled) + 1])
+    return list(sampled[: step.num_agreed(drafts, sampled) + 1])
 
 
-def every_place(batch: Batch, sampling: Sequence[int]) -> list[Row]:
+def every_place(batch: step.Batch, sampling: Sequence[int]) -> list[step.Row]:
     """The row of each sampled token, as one that samples this token alone."""
     rows = batch.rows
     if len(set(sampling)) == len(sampling):
         return [rows[index] for index in sampling]
-    return [place for index in dict.fromkeys(sampling) for place in sampling_places(rows[index])]
+    return [place for index in dict.fromkeys(sampling) for place in step.sampling_places(rows[index])]

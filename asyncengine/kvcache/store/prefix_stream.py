@@ -13,17 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import BinaryIO
 
 from asyncengine.kvcache.radix_tree import Namespace
-from asyncengine.kvcache.store.record import (
-    Header,
-    Identity,
-    RecordError,
-    checksum,
-    digests_of,
-    fingerprint_of,
-    read_records,
-    root_digest,
-    write_record,
-)
+from asyncengine.kvcache.store import record
 from asyncengine.seams import PageMemory
 from asyncengine.step import RecordPart
 
@@ -37,22 +27,24 @@ Places = Iterable[tuple[RecordPart, int, int]]
 
 
 def write_prefix(
-    stream: BinaryIO, identity: Identity, namespace: Namespace, tokens: Sequence[int], page_size: int, places: Places,
-    memory: PageMemory, is_intact: Callable[[], bool],
+    stream: BinaryIO, identity: record.Identity, namespace: Namespace, tokens: Sequence[int], page_size: int,
+    places: Places, memory: PageMemory, is_intact: Callable[[], bool],
 ) -> None:  # fmt: skip
     """Write what `places` name of `tokens`, full pages. `is_intact`: whether what was copied until now was still what
     it had been; else it raises `RecordError`."""
-    fingerprint = fingerprint_of(identity)
-    root = root_digest(fingerprint, namespace)
+    fingerprint = record.fingerprint_of(identity)
+    root = record.root_digest(fingerprint, namespace)
     about = json.dumps({"identity": dict(identity), "adapter": namespace[0], "tokens": list(tokens)}).encode()
-    write_record(stream, Header(fingerprint, root, b"", RecordPart.ABOUT, len(about), checksum([about])), [about])
-    chain = list(digests_of(root, tokens, page_size))
+    record.write_record(
+        stream, record.Header(fingerprint, root, b"", RecordPart.ABOUT, len(about), record.checksum([about])), [about]
+    )
+    chain = list(record.digests_of(root, tokens, page_size))
     for part, place, number in places:
         buffers = memory.buffers(part, number)
-        head = Header(fingerprint, *chain[place][:2], part, memory.nbytes(part), checksum(buffers))
-        write_record(stream, head, buffers)
+        head = record.Header(fingerprint, *chain[place][:2], part, memory.nbytes(part), record.checksum(buffers))
+        record.write_record(stream, head, buffers)
         if not is_intact():
-            raise RecordError("the prefix left the cache while it was copied")
+            raise record.RecordError("the prefix left the cache while it was copied")
 
 
 class PrefixReader:
@@ -62,10 +54,10 @@ class PrefixReader:
         """Read the description. Raises `RecordError`."""
         self._memory: PageMemory | None = None
         self._left: dict[tuple[RecordPart, bytes], int] = {}
-        self._records = read_records(stream, self._buffers_for)
+        self._records = record.read_records(stream, self._buffers_for)
         first = next(self._records, None)
         if first is None:
-            raise RecordError("is empty")
+            raise record.RecordError("is empty")
         self._header, payload = first
         try:
             about = json.loads(b"".join(payload))
@@ -74,29 +66,29 @@ class PrefixReader:
             """Digest of the adapter; "": none."""
             self.tokens: list[int] = [int(token) for token in about["tokens"]]
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            raise RecordError("does not begin with the description of a prefix") from None
+            raise record.RecordError("does not begin with the description of a prefix") from None
 
-    def check(self, identity: Identity, namespace: Namespace, page_size: int) -> None:
+    def check(self, identity: record.Identity, namespace: Namespace, page_size: int) -> None:
         """Raise `RecordError`, which names all that differs, unless the prefix was computed as an engine of `identity`
         computes those of `namespace`."""
         theirs, ours = {**self.identity, "adapter": self.adapter}, {**identity, "adapter": str(namespace[0])}
         differ = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
         if differ:
             said = [f"{name} ({_shown(theirs.get(name))}, here {_shown(ours.get(name))})" for name in differ]
-            raise RecordError(f"was computed with another {', another '.join(said)}")
-        if self._header.parent != root_digest(fingerprint_of(identity), namespace):
-            raise RecordError("was computed with another cache_salt")
+            raise record.RecordError(f"was computed with another {', another '.join(said)}")
+        if self._header.parent != record.root_digest(record.fingerprint_of(identity), namespace):
+            raise record.RecordError("was computed with another cache_salt")
         if not self.tokens or len(self.tokens) % page_size:
-            raise RecordError("describes no full pages")
+            raise record.RecordError("describes no full pages")
 
     def fill(self, places: Places, memory: PageMemory, page_size: int, go_on: Callable[[], object]) -> None:
         """Read what `places` name into `memory`, and the rest of the stream. Raises `RecordError` where one of them is
         not there, or any record is not whole, and what `go_on`, called after each, raises. The memory holds anything
         then."""
         try:
-            digests = [digest for _, _, digest in digests_of(self._header.parent, self.tokens, page_size)]
+            digests = [digest for _, _, digest in record.digests_of(self._header.parent, self.tokens, page_size)]
         except (struct.error, OverflowError):
-            raise RecordError("has tokens that are none") from None
+            raise record.RecordError("has tokens that are none") from None
         self._memory, self._left = memory, {(part, digests[place]): number for part, place, number in places}
         for header, buffers in self._records:
             number = self._left.pop((header.part, header.digest), None)
@@ -104,13 +96,13 @@ class PrefixReader:
                 memory.filled(header.part, number, buffers)
             go_on()
         if self._left:
-            raise RecordError(f"{len(self._left)} of its records are missing")
+            raise record.RecordError(f"{len(self._left)} of its records are missing")
 
-    def _buffers_for(self, header: Header) -> Sequence[memoryview]:
+    def _buffers_for(self, header: record.Header) -> Sequence[memoryview]:
         if (header.part is RecordPart.ABOUT) is not (self._memory is None) or (
             header.size > _MOST_ABOUT if self._memory is None else header.size != self._memory.nbytes(header.part)
         ):
-            raise RecordError("has a record that does not belong there")
+            raise record.RecordError("has a record that does not belong there")
         number = self._left.get((header.part, header.digest))
         if self._memory is None or number is None:
             return [memoryview(bytearray(header.size))]

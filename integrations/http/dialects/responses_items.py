@@ -9,16 +9,7 @@ from typing import Any
 
 from asyncengine.checks import as_choice, as_text
 from asyncengine.errors import InvalidParameter
-from asyncengine.integrations.http.dialects.openai_shape import (
-    Content,
-    Message,
-    image_part,
-    refuse_block,
-    text_part,
-    tool_call,
-    tool_message,
-    with_object,
-)
+from asyncengine.integrations.http.dialects import openai_shape
 from asyncengine.integrations.http.fields import objects
 
 Item = dict[str, Any]
@@ -86,11 +77,11 @@ def _parts(name: str, given: object, own: str, images: bool = False) -> list[Ite
     made: list[Item] = []
     for at, part in objects(name, given, "a str or a list of parts"):
         kind = part.get("type")
-        if images and kind == "input_image" and (image := image_part(f"{at}.image_url", part)):
+        if images and kind == "input_image" and (image := openai_shape.image_part(f"{at}.image_url", part)):
             made.append({"type": kind, "image_url": image["image_url"]["url"], "detail": "auto"})
             continue
         if kind not in TEXT_PARTS:
-            raise refuse_block(f"{at}.type", str(kind)[:100])
+            raise openai_shape.refuse_block(f"{at}.type", str(kind)[:100])
         field = "refusal" if kind == "refusal" else "text"
         made.append({"type": kind, field: as_text(f"{at}.{field}", part.get(field))})
         if kind == "output_text":
@@ -102,25 +93,25 @@ def _texts(content: str | Sequence[Mapping[str, Any]]) -> list[str]:
     return [content] if isinstance(content, str) else [part.get("text", part.get("refusal", "")) for part in content]
 
 
-def _content(content: str | Sequence[Mapping[str, Any]]) -> Content:
+def _content(content: str | Sequence[Mapping[str, Any]]) -> openai_shape.Content:
     """A content of which some parts may be pictures; one that is text alone, as a str where it has one part."""
     if isinstance(content, str):
         return content
-    parts = [image_part("input", part) or text_part(_texts([part])[0]) for part in content]
+    parts = [openai_shape.image_part("input", part) or openai_shape.text_part(_texts([part])[0]) for part in content]
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
-def messages_of(instructions: str | None, earlier: Sequence[Item], items: Sequence[Item]) -> list[Message]:
+def messages_of(instructions: str | None, earlier: Sequence[Item], items: Sequence[Item]) -> list[openai_shape.Message]:
     """The chat that items make up. `earlier`: those of the responses that these `items` go on from.
 
     What the model wrote in one turn (thoughts, text, calls) is one message, as its template wrote it the first time;
     system and developer messages beside one another are one, too. Raises `InvalidParameter` for a result without its
     call.
     """
-    made: list[Message] = [{"role": "system", "content": [instructions]}] if instructions else []
+    made: list[openai_shape.Message] = [{"role": "system", "content": [instructions]}] if instructions else []
     names: dict[str, str] = {}
 
-    def last(role: str) -> Message:
+    def last(role: str) -> openai_shape.Message:
         """The message of that role that is being put together: its texts are joined at the end, all at once."""
         if not made or made[-1]["role"] != role:
             made.append({"role": role, "content": []})
@@ -135,7 +126,9 @@ def messages_of(instructions: str | None, earlier: Sequence[Item], items: Sequen
                 last(role)["content"].append("".join(_texts(item["content"])))
             case "function_call":
                 names[item["call_id"]] = item["name"]
-                call = with_object(tool_call(item["call_id"], item["name"], item["arguments"]))
+                call = openai_shape.with_object(
+                    openai_shape.tool_call(item["call_id"], item["name"], item["arguments"])
+                )
                 last("assistant").setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 if item["call_id"] not in names:
@@ -143,7 +136,7 @@ def messages_of(instructions: str | None, earlier: Sequence[Item], items: Sequen
                 output = _content(item["output"])
                 if isinstance(output, list) and all(part["type"] == "text" for part in output):
                     output = "".join(part["text"] for part in output)
-                made.append(tool_message(output, item["call_id"], names[item["call_id"]]))
+                made.append(openai_shape.tool_message(output, item["call_id"], names[item["call_id"]]))
             case "reasoning" if item["content"]:
                 last("assistant").setdefault("reasoning_content", []).extend(_texts(item["content"]))
             case "compaction":

@@ -16,7 +16,7 @@ from asyncengine.kernels.cpu import compiler_missing
 if compiler_missing(torch.float32, torch.device("cpu")) is not None:
     pytest.skip("no compiler here", allow_module_level=True)
 
-from asyncengine.execution.attention import cpu as arrays
+from asyncengine.execution.attention import cpu_short
 from asyncengine.execution.attention.cpu import CompiledBackend
 from asyncengine.execution.attention.cpu_short import FEW, StepPlan
 
@@ -66,7 +66,7 @@ def test_short_plans_give_the_bits_of_those_by_arrays(name: str, monkeypatch: py
         query = torch.randn(shape, generator=filling)
         with team_of(draw.choice([1, 2, 4]), draw.choice([2**10, 2**14, 2**17])):
             for backend, few in zip(backends, (FEW, 0), strict=True):
-                monkeypatch.setattr(arrays, "FEW", few)
+                monkeypatch.setattr(cpu_short, "FEW", few)
                 backend.plan(step)
                 found.append(backend.attend(0, query))
         assert torch.equal(*found)
@@ -82,6 +82,6 @@ def test_plans_are_at_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
         own = getattr(StepPlan, name)
         monkeypatch.setattr(StepPlan, name, lambda plan, *given, own=own: filled.add(plan.step) or own(plan, *given))
     for _ in range(50):
-        monkeypatch.setattr(arrays, "FEW", draw.choice((FEW, 0)))
+        monkeypatch.setattr(cpu_short, "FEW", draw.choice((FEW, 0)))
         backend.plan(random_step(draw))
     assert len(filled) == 2

@@ -25,17 +25,10 @@ from numpy.typing import NDArray
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.execution.layers.stored import GroupedRows, NumberForm
-from asyncengine.execution.models.formats import fp8, mxfp4, nvfp4
+from asyncengine.execution.models.formats import fp8, mxfp4, nvfp4, unpacking
 from asyncengine.execution.models.formats.gptq import order_of
 from asyncengine.execution.models.formats.mapped_matrix import FoundMatrix, Parts
 from asyncengine.execution.models.formats.stored_tensors import SCALES, StoredTensors, integer
-from asyncengine.execution.models.formats.unpacking import (
-    along_inputs,
-    along_outputs,
-    floats,
-    form_of_groups,
-    grouped_rows,
-)
 
 logger = logging.getLogger("asyncengine")
 
@@ -172,7 +165,7 @@ def _groups(
         groups = stored.shape[1]
     else:
         raise tensors.misshapen(name, stored.shape, f"[{outputs}, groups]")
-    form = form_of_groups(inputs, groups, bits, stored.kind, zeros=zeros)
+    form = unpacking.form_of_groups(inputs, groups, bits, stored.kind, zeros=zeros)
     if form is None:
         raise tensors.wrong(name, f"has {groups} groups for {inputs} inputs, which cannot be read here")
     return form, groups
@@ -185,7 +178,7 @@ def _unpack(
     if stored.dtype == torch.int8:
         numbers = stored[first:last].view(torch.uint8).numpy() ^ np.uint8(0x80)
     else:
-        numbers = np.ascontiguousarray(along_inputs(stored, first, last, form.bits)[:, :inputs])
+        numbers = np.ascontiguousarray(unpacking.along_inputs(stored, first, last, form.bits)[:, :inputs])
     if order is not None:
         numbers = np.take(numbers, order, axis=1)
     zeros = None
@@ -193,8 +186,8 @@ def _unpack(
         signed = _rows(parts["zeros"], first, last).contiguous().view(torch.uint8).numpy()
         zeros = (signed ^ np.uint8(1 << (form.bits - 1))) & np.uint8((1 << form.bits) - 1)
     elif form.below == "zeros":
-        zeros = along_outputs(parts["zeros"], first, last, form.bits)
-    return grouped_rows(form, numbers, floats(_rows(parts["scales"], first, last)), zeros)
+        zeros = unpacking.along_outputs(parts["zeros"], first, last, form.bits)
+    return unpacking.grouped_rows(form, numbers, unpacking.floats(_rows(parts["scales"], first, last)), zeros)
 
 
 def _rows(scales: torch.Tensor, first: int, last: int) -> torch.Tensor:

@@ -21,15 +21,9 @@ from numpy.typing import NDArray
 
 from asyncengine.errors import UnsupportedModel, shorten
 from asyncengine.execution.layers.stored import GroupedRows, NumberForm
+from asyncengine.execution.models.formats import unpacking
 from asyncengine.execution.models.formats.mapped_matrix import FoundMatrix, Parts
 from asyncengine.execution.models.formats.stored_tensors import SCALES, StoredTensors, integer, switch
-from asyncengine.execution.models.formats.unpacking import (
-    along_inputs,
-    along_outputs,
-    floats,
-    form_of_groups,
-    grouped_rows,
-)
 
 _FORMATS = {"gptq": 1, "gptq_v2": 0}
 """A number that is added to a stored zero, by format."""
@@ -110,7 +104,7 @@ def form_of_zeros(
     middle = (1 << (bits - 1)) - added
     byte = middle * 0x11 if bits == 4 else middle
     stored = tensors.read(f"{path}.qzeros").contiguous().view(torch.uint8)
-    form = form_of_groups(inputs, groups, bits, kind, zeros=not bool((stored == byte).all()))
+    form = unpacking.form_of_groups(inputs, groups, bits, kind, zeros=not bool((stored == byte).all()))
     if form is None:
         raise tensors.wrong(f"{path}.scales", f"has {groups} groups for {inputs} inputs, too narrow to be read here")
     return form
@@ -142,11 +136,11 @@ def _order(
 def _unpack(
     parts: Parts, first: int, last: int, *, form: NumberForm, order: NDArray[np.int64] | None, added: int
 ) -> GroupedRows:
-    numbers = along_inputs(parts["numbers"], first, last, form.bits)
+    numbers = unpacking.along_inputs(parts["numbers"], first, last, form.bits)
     if order is not None:
         numbers = np.take(numbers, order, axis=1)
     zeros = None
     if form.below == "zeros":
-        zeros = along_outputs(parts["zeros"], first, last, form.bits)
+        zeros = unpacking.along_outputs(parts["zeros"], first, last, form.bits)
         zeros = (zeros + np.uint8(added)) & np.uint8((1 << form.bits) - 1)
-    return grouped_rows(form, numbers, floats(parts["scales"][first:last]), zeros)
+    return unpacking.grouped_rows(form, numbers, unpacking.floats(parts["scales"][first:last]), zeros)

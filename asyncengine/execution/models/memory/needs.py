@@ -27,15 +27,9 @@ from asyncengine.execution.layers.slots import TensorSlot
 from asyncengine.execution.layers.states import StateSpec
 from asyncengine.execution.layers.stored import StoredForm, bytes_of
 from asyncengine.execution.layers.stored_weight import chunk_group, stored_missing
+from asyncengine.execution.models import description
 from asyncengine.execution.models.checkpoint import open_checkpoint
 from asyncengine.execution.models.decoder import Decoder, DecoderConfig
-from asyncengine.execution.models.description import (
-    ModelDescription,
-    describe_encoder,
-    describe_model,
-    is_headless,
-    pooling_of,
-)
 from asyncengine.execution.models.encoder import Encoder, EncoderConfig
 from asyncengine.execution.models.families.encoders import by_stored_name, spelling_of
 from asyncengine.execution.models.hub import short_name
@@ -76,7 +70,7 @@ class Weights(NamedTuple):
     """Numbers of all other tensors, by path."""
 
 
-def outline_decoder(described: ModelDescription, config: EngineConfig) -> tuple[Decoder, Weights]:
+def outline_decoder(described: description.ModelDescription, config: EngineConfig) -> tuple[Decoder, Weights]:
     """The decoder without memory, and its weights. Raises `ModelNotFound` for what `assign` refuses."""
     assert isinstance(described.structure, DecoderConfig)
     structure = settle_tie(described.structure, described.checkpoint)
@@ -86,7 +80,7 @@ def outline_decoder(described: ModelDescription, config: EngineConfig) -> tuple[
     return decoder, _weights_of(described, slots_of(decoder, described.checkpoint), structure.ignored, config, experts)
 
 
-def outline_encoder(described: ModelDescription, config: EngineConfig) -> tuple[Encoder, Weights]:
+def outline_encoder(described: description.ModelDescription, config: EngineConfig) -> tuple[Encoder, Weights]:
     """The encoder without memory, and its weights. Raises `ModelNotFound` for what `assign` refuses."""
     assert isinstance(described.structure, EncoderConfig)
     encoder = Encoder(described.structure, LayerOptions(described.dtype, torch.device("meta"), LayerKernels()))
@@ -95,8 +89,8 @@ def outline_encoder(described: ModelDescription, config: EngineConfig) -> tuple[
 
 
 def _weights_of(
-    described: ModelDescription, slots: Mapping[str, TensorSlot], ignored: Sequence[str], config: ModelSettings,
-    experts: Sequence[Collection[str]] = (),
+    described: description.ModelDescription, slots: Mapping[str, TensorSlot], ignored: Sequence[str],
+    config: ModelSettings, experts: Sequence[Collection[str]] = (),
 ) -> Weights:  # fmt: skip
     """The tensors that `slots` are filled with. `experts`: as in `kept_forms`."""
     names = {} if config.load_format == "dummy" else assign(described.checkpoint, slots, ignored)
@@ -141,7 +135,7 @@ def kept_forms(
     }
 
 
-def check_memory(elements: int, described: ModelDescription, kept_bytes: int = 0) -> None:
+def check_memory(elements: int, described: description.ModelDescription, kept_bytes: int = 0) -> None:
     """Refuse weights that do not fit: `elements` numbers, and `kept_bytes` of matrices that stay as they are stored.
 
     Raises `OutOfMemory`.
@@ -211,12 +205,12 @@ def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | 
     Raises what loading it would raise of its files: `ModelNotFound`, `UnsupportedModel`, `InvalidParameter`.
     """
     checkpoint = open_checkpoint(path_or_id, config, writes=config.task == "generate")
-    pooling = pooling_of(checkpoint, config)
+    pooling = description.pooling_of(checkpoint, config)
     whole = pooling is not None and pooling.whole
     if whole:
-        described = describe_encoder(checkpoint, config, device)
+        described = description.describe_encoder(checkpoint, config, device)
     else:
-        described = describe_model(path_or_id, checkpoint, config, is_headless(pooling), device)
+        described = description.describe_model(path_or_id, checkpoint, config, description.is_headless(pooling), device)
     text, tokens = described.hf_config.get_text_config(), config.max_num_batched_tokens
     weight_bytes, per_token, layers, states = _sizes(described, config, text)
     tower_bytes = 0 if pooling is not None else _tower_bytes(described, config)
@@ -242,7 +236,7 @@ def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | 
     )
 
 
-def _tower_bytes(described: ModelDescription, config: ImageSettings) -> int:
+def _tower_bytes(described: description.ModelDescription, config: ImageSettings) -> int:
     """Bytes of the vision tower of a model that reads pictures."""
     part = described.checkpoint
     if not isinstance(part, TextPart) or config.images == "off" or described.hf_config.model_type not in VISION:
@@ -251,7 +245,7 @@ def _tower_bytes(described: ModelDescription, config: ImageSettings) -> int:
 
 
 def _sizes(
-    described: ModelDescription, config: EngineConfig, text: Any
+    described: description.ModelDescription, config: EngineConfig, text: Any
 ) -> tuple[int, int, Sequence[LayerSpec], Sequence[StateSpec]]:
     """(bytes of weights, bytes of keys and values of a token, layers that have these, recurrent states)"""
     kind = kv_dtype(config, described.dtype)
@@ -289,12 +283,12 @@ def _sizes(
     return weights.kept_bytes + plain, page_bytes(specs, 1, kind), specs, states
 
 
-def _wide(elements: Mapping[str, int], described: ModelDescription) -> int:
+def _wide(elements: Mapping[str, int], described: description.ModelDescription) -> int:
     """Numbers of the matrices that have 8 bits where others have 4."""
     return sum(count for path, count in elements.items() if bits_of(path, described.bits) != described.bits)
 
 
-def _plain(elements: int, described: ModelDescription, bits: int | None) -> int:
+def _plain(elements: int, described: description.ModelDescription, bits: int | None) -> int:
     """Bytes of numbers in the model's type or quantized by the engine, with the scales of 4 bits."""
     if bits is None:
         return elements * described.dtype.itemsize

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.assembly.drafts import load_draft, open_draft
@@ -322,8 +323,8 @@ def _load_tokenizer(
         )
     from asyncengine.text.gguf import load_gguf_tokenizer
 
-    template = config.chat_template
-    tokenizer = load_gguf_tokenizer(checkpoint.metadata, max_chat_chars=config.max_chat_chars, chat_template=template)
+    given: Any = {"max_chat_chars": config.max_chat_chars, "chat_template": config.chat_template}
+    tokenizer = load_gguf_tokenizer(checkpoint.metadata, folder=Path(path), **given)
     loaded.eos_token_ids = list(dict.fromkeys([*loaded.eos_token_ids, *tokenizer.end_token_ids]))
     return tokenizer
 

@@ -168,6 +168,20 @@ def add_perplexity(commands: Commands) -> None:
     _add_engine_flags(parser)
 
 
+def add_calibrate(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "calibrate", help="fit a model's decisions to labelled cases", allow_abbrev=False,
+        usage="asyncengine calibrate [flags] MODEL --cases FILE",
+        description="Fits a temperature for each type of question, and judges it by cases that it was not fitted to.",
+    )  # fmt: skip
+    _add_model(parser)
+    form = '{"state": ..., "question": {"type": ..., ...}, "answer": ...} a line; "-" reads stdin'
+    parser.add_argument("--cases", required=True, metavar="FILE", help=form)
+    parser.add_argument("--out", metavar="FOLDER", help="where decision.json is written [the model's folder]")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    _add_engine_flags(parser)
+
+
 def add_fit(commands: Commands) -> None:
     parser = commands.add_parser(
         "fit", help="say what a model takes and whether it fits here", allow_abbrev=False,
@@ -269,7 +283,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"asyncengine {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=OneLineParser)
-    measuring = add_bench, add_perplexity, add_fit
+    measuring = add_bench, add_perplexity, add_calibrate, add_fit
     for add in (add_demo, add_serve, add_chat, add_generate, add_embed, *measuring, add_cache):
         add(commands)
     parser.commands = commands.choices

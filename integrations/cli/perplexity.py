@@ -7,13 +7,12 @@ import math
 import statistics
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from asyncengine.checks import as_integer
 from asyncengine.integrations.cli.errors import CliError
 from asyncengine.integrations.cli.loading import open_engine
 from asyncengine.integrations.cli.options import engine_config
-from asyncengine.integrations.cli.text import write, write_json
+from asyncengine.integrations.cli.text import read_text, write, write_json
 from asyncengine.sampling_params import SamplingParams
 
 CONTEXT = 1024
@@ -21,7 +20,7 @@ CONTEXT = 1024
 
 
 def run(args: argparse.Namespace) -> int:
-    text = _read(args.text)
+    text = read_text("text", args.text)
     config = engine_config(args, show_progress=not args.json)
     losses: list[float] = []
     with open_engine(args.model, config) as engine:
@@ -55,14 +54,6 @@ def chunked(ids: list[int], context: int, stride: int, front: list[int]) -> Iter
         start = len(front) + (room - stride if begin else 0) or 1
         if start < len(prompt):
             yield prompt, start
-
-
-def _read(name: str) -> str:
-    """Raises `CliError` for a text that cannot be read."""
-    try:
-        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CliError(f"text: cannot read {name}: {error}") from error
 
 
 def _sizes(args: argparse.Namespace, front: int, most: int) -> tuple[int, int]:

@@ -7,7 +7,10 @@ import io
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any, TextIO
+
+from asyncengine.integrations.cli.errors import CliError
 
 _CONTROLS = {code: None for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"}
 
@@ -29,6 +32,14 @@ def write_json(data: Any) -> None:
     escaped."""
     unicode = (sys.stdout.encoding or "utf-8").lower().replace("-", "").startswith("utf")
     print(json.dumps(data, ensure_ascii=not unicode, default=list))
+
+
+def read_text(field: str, name: str) -> str:
+    """The text in the file `name`, or on stdin for "-". Raises `CliError` for one that cannot be read."""
+    try:
+        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CliError(f"{field}: cannot read {name}: {error}") from error
 
 
 def prepare_streams() -> bool:

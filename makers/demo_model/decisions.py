@@ -1,4 +1,7 @@
-"""Labelled yes/no questions about held-out passages: `python -m makers.demo_model.decisions > cases.jsonl`."""
+"""Labelled yes/no questions about held-out passages, for `asyncengine calibrate`:
+
+python -m makers.demo_model.decisions > cases.jsonl && asyncengine calibrate demo --cases cases.jsonl --out FOLDER
+"""
 
 from __future__ import annotations
 

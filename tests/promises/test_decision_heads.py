@@ -17,6 +17,7 @@ from transformers.decision import DecisionConfig
 from transformers.models.jev.configuration_jev import DECIDER_PROMPTS, DECIDER_TEMPLATE, JEV_TEMPLATE
 
 from asyncengine import DEMO_MODEL, AsyncEngine, InvalidParameter, ModelNotFound, UnsupportedModel
+from asyncengine.integrations.cli.main import main
 
 QUESTIONS: dict[str, Any] = {
     "refund": {"type": "noul", "instructions": "Is a refund asked for?", "criteria": {"true": "money back"}},
@@ -121,6 +122,19 @@ async def test_fields_that_are_missing_have_the_defaults_of_transformers(tmp_pat
         async with await engine_of(folder) as engine:
             made = (await engine.decide(STATES[0], QUESTIONS)).answers
         assert made == (wanted := wanted or made)
+
+
+async def test_calibrating_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = decision_model(tmp_path, "qwen2")
+    before = json.loads((folder / "decision.json").read_text())
+    case = {"state": "x", "question": QUESTIONS["tone"], "answer": "calm"}
+    (file := tmp_path / "cases.jsonl").write_text("\n".join([json.dumps(case)] * 20))
+    assert await asyncio.to_thread(main, ["calibrate", str(folder), "--cases", str(file), "--json"]) == 0
+    temperature = json.loads(capsys.readouterr().out)["types"]["choice"]["after"]["temperature"]
+    after = json.loads((folder / "decision.json").read_text())
+    assert after == {**before, "temperature": {**before["temperature"], "choice": temperature}}
+    assert temperature != 0.7
+    assert (folder / "decision_template.jinja").read_text() == JEV_TEMPLATE
 
 
 def changed(**fields: Any) -> Callable[[Path], None]:

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from asyncengine.errors import EngineError, ModelNotFound, UnsupportedModel, shorten
 from asyncengine.text.gguf.header import HUGGINGFACE_KEY, PREFIX, SPACE, TokenizerHeader, TokenType, broken
 from asyncengine.text.plain_tokenizer import PlainTokenizer
-from asyncengine.text.tokenizer import MAX_CHAT_CHARS, TextTokenizer
+from asyncengine.text.tokenizer import TextTokenizer
 
 # Families of byte-level vocabularies, by how they cut text into words before merging: `tokenizer.ggml.pre`.
 
@@ -191,7 +191,7 @@ _CHANNELS = frozenset(("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|
 
 
 def load_gguf_tokenizer(
-    metadata: Mapping[str, Any], *, max_chat_chars: int = MAX_CHAT_CHARS, chat_template: str | None = None
+    metadata: Mapping[str, Any], *, chat_template: str | None = None, **known: Any
 ) -> TextTokenizer:
     """The tokenizer that a GGUF header describes: the same ids as the Hugging Face tokenizer of the same model.
 
@@ -199,7 +199,7 @@ def load_gguf_tokenizer(
     Takes about half a second for 150,000 tokens. A header that carries the model's tokenizer.json
     (`tokenizer.huggingface.json`) is taken at that word. Any other header leaves out, and nothing restores, which of
     the control tokens are not special, and which added tokens are looked for in normalized text. gpt-oss gets a
-    chat template where its header has none. `chat_template` goes before the header's.
+    chat template where its header has none. `chat_template` goes before the header's; `known` are `TextTokenizer`'s.
 
     Raises `ModelNotFound` for a header that is broken, `UnsupportedModel` for a kind of tokenizer that is not known.
     """
@@ -226,10 +226,10 @@ def load_gguf_tokenizer(
     named = {name: token for name, token in names.items() if token is not None}
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     load_hf: Any = partial(_wrapped, backend, named, templates or None)
+    known["end_token_ids"] = _end_ids(header)
     if special.issuperset(named.values()) and isinstance(templates or None, (str, type(None))):
-        plain = PlainTokenizer(backend, named, templates or None)
-        return TextTokenizer(plain, max_chat_chars=max_chat_chars, end_token_ids=_end_ids(header), load_hf=load_hf)
-    return TextTokenizer(load_hf(), max_chat_chars=max_chat_chars, end_token_ids=_end_ids(header))
+        return TextTokenizer(PlainTokenizer(backend, named, templates or None), load_hf=load_hf, **known)
+    return TextTokenizer(load_hf(), **known)
 
 
 def _wrapped(backend: Any, named: Mapping[str, str], templates: Any) -> Any:

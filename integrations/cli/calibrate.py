@@ -1,0 +1,153 @@
+"""`asyncengine calibrate`: fit the temperatures of a model's decisions to labelled cases.
+
+The figures it prints are honest: every case is judged by a temperature that was fitted to other cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+
+from asyncengine.config import EngineConfig
+from asyncengine.demo import resolve_model
+from asyncengine.errors import InvalidParameter, UnsupportedModel
+from asyncengine.integrations.cli.errors import CliError
+from asyncengine.integrations.cli.loading import on_thread, open_async_engine
+from asyncengine.integrations.cli.options import engine_config
+from asyncengine.integrations.cli.text import read_text, write, write_json
+from asyncengine.outputs import DecisionAnswer
+
+FOLDS = 5
+"""Parts of the cases of a type: each is judged by what the others gave (cross-validation)."""
+LEAST = 4 * FOLDS
+"""Cases of a type of question, at least: fewer say nothing of a temperature."""
+COLDEST, HOTTEST = 0.05, 20.0
+"""Bounds of a temperature: a model that is right in every case would get 0, one that knows nothing infinity."""
+BINS = 10
+"""Bins of equal width of the expected calibration error (ECE)."""
+FIELDS = {"answer", "question", "state"}
+_NO_OPTION = -1e9  # score in the places of options that a question does not have
+
+
+def run(args: argparse.Namespace) -> int:
+    folder = Path(args.model if args.out is None else args.out)
+    if args.out is None and not folder.is_dir():
+        raise CliError("out: must name a folder for decision.json, for MODEL is no folder")
+    config = engine_config(args, show_progress=not args.json)
+    settings, cases = on_thread(lambda: _read(args.model, args.cases)).result()
+    answers = asyncio.run(_asked(args.model, config, cases))
+    both, found = list(zip(answers, cases, strict=True)), dict[str, Any]()
+    for kind in dict.fromkeys(answer.type for answer in answers):
+        of_kind = [(each.probabilities, case["right"]) for each, case in both if each.type == kind]
+        found[kind] = calibrated(of_kind, float(settings.temperature.get(kind, 1.0)))
+        settings.temperature[kind] = found[kind]["after"]["temperature"]
+    if args.json:
+        write_json({"model": args.model, "folder": str(folder), "types": found})
+    else:
+        for name, each in found.items():
+            changes = [f"{key} {number:.3f} -> {each['after'][key]:.3f}" for key, number in each["before"].items()]
+            write(f"{name} ({each['cases']} cases): {', '.join(changes)}\n")
+    settings.save_pretrained(folder)
+    return 0
+
+
+def _read(model: str, name: str) -> tuple[Any, list[dict[str, Any]]]:
+    """The model's `DecisionConfig`, and the cases. Raises `CliError` for the first line that is wrong."""
+    try:
+        from transformers.decision import DecisionConfig
+
+        folder = Path(resolve_model(model))
+        settings = DecisionConfig.from_pretrained(folder if folder.is_dir() else "")
+    except Exception as error:  # too old a transformers; a file that is no JSON, or has other types in it
+        raise UnsupportedModel(f"transformers cannot read the decision.json of {model}: {error}") from error
+    lines = enumerate(read_text("cases", name).split("\n"), 1)
+    cases = [_case(number, line, settings) for number, line in lines if line.strip()]
+    counts = Counter(case["question"]["type"] for case in cases)
+    if not cases or min(counts.values()) < LEAST:
+        raise CliError(f"cases: must be {LEAST} or more of each type of question, got {dict(counts)}")
+    return settings, cases
+
+
+def _case(number: int, line: str, settings: Any) -> dict[str, Any]:
+    """A line's fields, its number as "line", and the option that is its answer as "right"."""
+    from transformers.decision import parse_questions
+
+    try:
+        given = json.loads(line)
+        if not isinstance(given, dict) or given.keys() != FIELDS:
+            raise ValueError(f"must be an object with the fields {', '.join(sorted(FIELDS))}, and no others")
+        (question,) = parse_questions({"question": given["question"]}, settings)
+        right = given["answer"] if question.type == "choice" else json.dumps(given["answer"])
+        if right not in question.options:
+            raise ValueError(f"answer: must be one of {', '.join(question.options)}, got {json.dumps(given['answer'])}")
+    except ValueError as error:
+        raise CliError(f"cases: line {number}: {error}") from error
+    return {**given, "line": number, "right": right}
+
+
+async def _asked(model: str, config: EngineConfig, cases: list[dict[str, Any]]) -> list[DecisionAnswer]:
+    free = asyncio.Semaphore(config.max_num_seqs)
+    async with open_async_engine(model, config) as engine:
+
+        async def ask(case: dict[str, Any]) -> DecisionAnswer:
+            async with free:
+                try:
+                    return (await engine.decide(case["state"], {"question": case["question"]}))["question"]
+                except InvalidParameter as error:
+                    raise CliError(f"cases: line {case['line']}: {error}") from error
+
+        with Console(stderr=True).status(f"asking {len(cases)} questions"):
+            return await asyncio.gather(*map(ask, cases))
+
+
+def calibrated(answers: list[tuple[dict[str, float], str]], before: float) -> dict[str, Any]:
+    """Figures of the temperature `before`, which gave `answers` (probabilities by option, and the right option), and of
+    the one to take "after". That is the same where none helps in cases that it was not fitted to."""
+    right = np.array([list(by_option).index(option) for by_option, option in answers])
+    scores = np.full((len(answers), max(len(by_option) for by_option, _ in answers)), _NO_OPTION)
+    for row, (by_option, _) in zip(scores, answers, strict=True):
+        row[: len(by_option)] = before * np.log(np.maximum(list(by_option.values()), 1e-300))
+    fold = np.arange(len(right)) % FOLDS
+    of_fold = np.array([fitted(scores[fold != part], right[fold != part]) for part in range(FOLDS)])
+    was = {"temperature": before, **figures(log_softmax(scores / before), right)}
+    held_out = {"temperature": fitted(scores, right), **figures(log_softmax(scores / of_fold[fold, None]), right)}
+    helps = held_out["log_loss"] < was["log_loss"]
+    return {"cases": len(right), "before": was, "after": held_out if helps else was}
+
+
+def fitted(scores: NDArray[np.float64], right: NDArray[np.int_]) -> float:
+    """The temperature at which the answers are likeliest. Their log loss is convex in its inverse, so that the sign of
+    the slope tells on which side it lies."""
+    low, high, given = math.log(COLDEST), math.log(HOTTEST), scores[np.arange(len(right)), right].sum()
+    for _ in range(40):
+        middle = (low + high) / 2
+        slope = (np.exp(log_softmax(scores / math.exp(middle))) * scores).sum() - given
+        low, high = (middle, high) if slope > 0 else (low, middle)
+    return math.exp(low)
+
+
+def log_softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    shifted = scores - scores.max(1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(1, keepdims=True)))
+
+
+def figures(logprobs: NDArray[np.float64], right: NDArray[np.int_]) -> dict[str, float]:
+    """Share of right answers, expected calibration error, Brier score (over all options) and log loss."""
+    numbers, of_right = np.exp(logprobs), logprobs[np.arange(len(right)), right]
+    confidence, is_right = numbers.max(1), numbers.argmax(1) == right
+    gaps = np.bincount(np.minimum(confidence * BINS, BINS - 1).astype(int), is_right - confidence)
+    return {
+        "accuracy": float(is_right.mean()),
+        "ece": float(np.abs(gaps).sum() / len(right)),
+        "brier": float(((numbers**2).sum(1) - 2 * np.exp(of_right) + 1).mean()),
+        "log_loss": float(-of_right.mean()),
+    }

@@ -9,16 +9,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from asyncengine import errors
 from asyncengine.checks import MIN_INT64, as_integer, as_items, check_unicode
 from asyncengine.config import CHAT_TEMPLATES, ModelSettings
-from asyncengine.errors import (
-    ContextLengthExceeded,
-    EngineError,
-    InvalidParameter,
-    ModelNotFound,
-    UnsupportedModel,
-    shorten,
-)
 from asyncengine.text.chat_template import PROBE_CHAT, PROBE_TOOL, ChatTemplate, Rewrite
 from asyncengine.text.media import ImageParts
 from asyncengine.text.plain_tokenizer import read_plain_tokenizer
@@ -134,7 +127,7 @@ class TextTokenizer:
         Raises `InvalidParameter` for what is not a str or not encodable (lone surrogates).
         """
         if not isinstance(text, str):
-            raise InvalidParameter("prompt", "must be a str", text)
+            raise errors.InvalidParameter("prompt", "must be a str", text)
         check_unicode("prompt", text)
         if self.backend is not None:
             if len(text) > ENCODED_AT_ONCE:  # one text alone is encoded under the interpreter's lock, a batch is not
@@ -158,7 +151,7 @@ class TextTokenizer:
         most = most_tokens * self.longest_token * _NORMALIZED
         if len(text) > most:
             limit = f"must not exceed {most} characters: {most_tokens} tokens (max_model_len) hold far fewer"
-            raise ContextLengthExceeded(field, limit, len(text))
+            raise errors.ContextLengthExceeded(field, limit, len(text))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids without a token (a padded vocabulary) have none.
@@ -191,7 +184,7 @@ class TextTokenizer:
         Takes long for long chats: call it off the event loop. Raises `InvalidParameter`.
         """
         if continue_final_message and add_generation_prompt:
-            raise InvalidParameter("continue_final_message", "cannot go with add_generation_prompt")
+            raise errors.InvalidParameter("continue_final_message", "cannot go with add_generation_prompt")
         chosen = self._template(tools) if template is None else self._template_of(template)
         return chosen.render(
             messages,
@@ -214,7 +207,7 @@ class TextTokenizer:
         """Names of the chat template's variables that a caller may set; none where it cannot be read."""
         try:
             return tuple(self._template(None).settable) if self.has_chat_template else ()
-        except InvalidParameter:
+        except errors.InvalidParameter:
             return ()
 
     def template_text(self, tools: object = None) -> str:
@@ -236,11 +229,11 @@ class TextTokenizer:
         if not self.has_chat_template:
             limit = "this model has no chat template: load it with chat_template= (a text, a file, or a name such as "
             limit += f"{', '.join(map(repr, CHAT_TEMPLATES[:4]))}), or pass a prompt to generate"
-            raise InvalidParameter("messages", limit)
+            raise errors.InvalidParameter("messages", limit)
         try:
             text = self.template_text(tools)
         except ValueError as error:
-            raise InvalidParameter("messages", str(error)) from error
+            raise errors.InvalidParameter("messages", str(error)) from error
         return self._template_of(text)
 
     def _template_of(self, text: str) -> ChatTemplate:
@@ -292,11 +285,13 @@ def load_tokenizer(
         own = config.chat_template or (None if has_own else _template_beside(beside or folder))
         return TextTokenizer(tokenizer, max_chat_chars=max_chat_chars, chat_template=own, folder=beside)
     except BaseException as error:  # transformers raises many types for missing and broken files
-        if isinstance(error, EngineError) or not (isinstance(error, Exception) or _panicked(error)):
+        if isinstance(error, errors.EngineError) or not (isinstance(error, Exception) or _panicked(error)):
             raise
         if "trust_remote_code" in str(error):
-            raise UnsupportedModel(f"the tokenizer of {path} needs its own code: set trust_remote_code=True") from error
-        raise ModelNotFound(f"no usable tokenizer at {path}: {shorten(str(error), 300)}") from error
+            raise errors.UnsupportedModel(
+                f"the tokenizer of {path} needs its own code: set trust_remote_code=True"
+            ) from error
+        raise errors.ModelNotFound(f"no usable tokenizer at {path}: {errors.shorten(str(error), 300)}") from error
 
 
 def _load_hf(path: str, revision: str | None, trust_remote_code: bool, model_config: Any) -> Any:

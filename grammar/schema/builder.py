@@ -19,22 +19,7 @@ from asyncengine.errors import GrammarImpossible, GrammarTooLarge, GrammarUnsupp
 from asyncengine.grammar.canonical import canonical_json
 from asyncengine.grammar.lark import literal, regex
 from asyncengine.grammar.regexes import looks_ahead
-from asyncengine.grammar.schema.members import (
-    ARRAY,
-    LEAF_OPTIONS,
-    OBJECT,
-    STRING,
-    Texts,
-    at,
-    bounds_of,
-    count_of,
-    hitting_sets,
-    items_of,
-    json_text,
-    of_patterns,
-    property_of,
-    written,
-)
+from asyncengine.grammar.schema import members as demands
 from asyncengine.grammar.schema.numbers import FRACTION, KEYWORDS
 from asyncengine.grammar.schema.one_of import Branches
 from asyncengine.grammar.schema.rules import MAX_KEYS, Checkpoint, Members, Rules, Symbol, proceed, repeat
@@ -77,7 +62,7 @@ class _Builder:
         """Lists of undeclared members. A repetition stands in one rule only: llguidance 1.9.1 panics where two pass a
         parameter on to the same."""
         self._empty: list[str] = []
-        own = {key: options[key] for key in LEAF_OPTIONS if options.get(key)}
+        own = {key: options[key] for key in demands.LEAF_OPTIONS if options.get(key)}
         # without that, llguidance 1.9.1 takes any blanks before some of them
         self._leaf_options = {"whitespace_flexible": False, **own}
         usual = None if options.get("whitespace_flexible") is False else r"[ \t\n\r]+"
@@ -158,7 +143,7 @@ class _Builder:
             self.rules.add(name, [self.rules.terminal(" & ".join(map(regex, patterns)))])
 
     def _string(self, name: str, term: Term) -> None:
-        texts = Texts.of(term)
+        texts = demands.Texts.of(term)
         low, high = texts.bounds
         if high is not None and low > high:
             return
@@ -177,16 +162,16 @@ class _Builder:
     # ---------------------------------------------------------------- arrays
 
     def _array(self, name: str, term: Term) -> None:
-        entries = term.having(*ARRAY)
-        shapes = [items_of(entry) for entry in entries]
-        least, most = bounds_of(entries, "minItems", "maxItems")
+        entries = term.having(*demands.ARRAY)
+        shapes = [demands.items_of(entry) for entry in entries]
+        least, most = demands.bounds_of(entries, "minItems", "maxItems")
         width = max((len(prefix) for prefix, _ in shapes), default=0)
         if width > MAX_PREFIX:
             raise GrammarTooLarge("grammar", f"prefixItems must not exceed {MAX_PREFIX}")
         if most is not None and least > most:
             return
         rest = tuple(items for _, items in shapes if items is not None)
-        items = [tuple(e for prefix, tail in shapes if (e := at(prefix, tail, i))) for i in range(width)]
+        items = [tuple(e for prefix, tail in shapes if (e := demands.at(prefix, tail, i))) for i in range(width)]
         if (most is None or most > 1) and any(entry.schema.get("uniqueItems") is True for entry in entries):
             self._set(name, term, items, rest, least, most)
         elif any("contains" in entry.schema for entry in entries):
@@ -220,7 +205,7 @@ class _Builder:
     ) -> None:
         """A list of which some items are counted: a rule for each place and count, up to where they matter."""
         entry, *others = term.having("contains")
-        low, high = count_of(entry, "minContains"), count_of(entry, "maxContains")
+        low, high = demands.count_of(entry, "minContains"), demands.count_of(entry, "maxContains")
         low = 1 if low is None else low
         if others:
             raise GrammarUnsupported("grammar", [("contains", f"{others[0].place}/contains")], "two at once")
@@ -272,7 +257,7 @@ class _Builder:
             for kind in term.types:
                 if kind in ("null", "boolean"):
                     texts = ["null"] if kind == "null" else self._constants(term, ("true", "false"))
-                elif kind == "string" and (listed := Texts.of(term).listed) is not None:
+                elif kind == "string" and (listed := demands.Texts.of(term).listed) is not None:
                     texts = [json.dumps(value, ensure_ascii=False) for value in listed]
                 elif kind in ("integer", "fraction") and (numbers := term.numbers()).listed is not None:
                     texts = [text for value, text in numbers.listed if numbers.holds(value)]
@@ -284,7 +269,7 @@ class _Builder:
     # ---------------------------------------------------------------- objects
 
     def _object(self, name: str, term: Term) -> None:
-        entries = term.having(*OBJECT)
+        entries = term.having(*demands.OBJECT)
         required = dict.fromkeys(key for entry in entries for key in entry.schema.get("required", ()))
         unlisted = [entry.schema["unlisted"] for entry in entries if entry.plain and "unlisted" in entry.schema]
         keys = [*(key for entry in entries for key in entry.schema.get("properties", {})), *required]
@@ -293,14 +278,14 @@ class _Builder:
             keys += found
         pairs: dict[str, str] = {}
         for key in dict.fromkeys(keys):
-            value = tuple(child for entry in entries for child in property_of(entry, key))
+            value = tuple(child for entry in entries for child in demands.property_of(entry, key))
             if named is None or any(texts.hold(key) for _, texts in named):
-                pairs[key] = self.rules.shared([literal(json_text(key)), *self._colon, self.node(value)])
+                pairs[key] = self.rules.shared([literal(demands.json_text(key)), *self._colon, self.node(value)])
             elif key in required:
                 return
-        least, most = bounds_of(entries, "minProperties", "maxProperties")
+        least, most = demands.bounds_of(entries, "minProperties", "maxProperties")
         free = self._free(entries, list(dict.fromkeys(keys)), named)
-        for wanted in hitting_sets([[*(key for key in pairs if key not in one), None] for one in unlisted]):
+        for wanted in demands.hitting_sets([[*(key for key in pairs if key not in one), None] for one in unlisted]):
             members = [(pair, key in required or key in wanted) for key, pair in pairs.items()]
             self._members(name, members, free, (max(least, 1) if wanted else least, most), None in wanted)
 
@@ -402,7 +387,7 @@ class _Builder:
         more: list[list[Symbol]] = [] if any(needed for _, needed in left) else [[two]]
         return self.rules.shared([one, *follows], *more)
 
-    def _names(self, entries: list[Entry]) -> list[tuple[Term, Texts]] | None:
+    def _names(self, entries: list[Entry]) -> list[tuple[Term, demands.Texts]] | None:
         """The names that `propertyNames` allow; None if there are none."""
         said = [
             Entry(f"{e.pointer}/propertyNames", e.schema["propertyNames"])
@@ -410,12 +395,14 @@ class _Builder:
             if "propertyNames" in e.schema
         ]
         terms = self._alternatives.of(said) if said else []
-        return [(term, Texts.of(term)) for term in terms if "string" in term.types] if said else None
+        return [(term, demands.Texts.of(term)) for term in terms if "string" in term.types] if said else None
 
-    def _free(self, entries: list[Entry], declared: list[str], named: list[tuple[Term, Texts]] | None) -> str | None:
+    def _free(
+        self, entries: list[Entry], declared: list[str], named: list[tuple[Term, demands.Texts]] | None
+    ) -> str | None:
         """The rule of one undeclared member."""
         patterns = {
-            pattern: written(pattern, "patternProperties", f"{entry.place}/patternProperties/{escape(pattern)}")
+            pattern: demands.written(pattern, "patternProperties", f"{entry.place}/patternProperties/{escape(pattern)}")
             for entry in entries
             for pattern in entry.schema.get("patternProperties", {})
         }
@@ -423,11 +410,11 @@ class _Builder:
         sizes = range(len(patterns) + 1) if len(patterns) <= MAX_TOGETHER else (0, 1)
         for size in sizes:
             for held in itertools.combinations(patterns, size):
-                value = tuple(child for entry in entries for child in of_patterns(entry, held))
+                value = tuple(child for entry in entries for child in demands.of_patterns(entry, held))
                 if any(child.schema is False for child in value):
                     continue
                 others = [text for pattern, text in patterns.items() if pattern not in held]
-                for term, texts in [(Term(()), Texts([], [], ""))] if named is None else named:
+                for term, texts in [(Term(()), demands.Texts([], [], ""))] if named is None else named:
                     if texts.listed is not None:
                         continue
                     if patterns or declared:
@@ -440,4 +427,4 @@ class _Builder:
         return found if self.rules.alternatives[found] else None
 
 
-_SAYING = (*KEYWORDS, *STRING, *ARRAY, *OBJECT, "type")
+_SAYING = (*KEYWORDS, *demands.STRING, *demands.ARRAY, *demands.OBJECT, "type")

@@ -19,42 +19,8 @@ from typing import Any
 import numba
 import numpy as np
 
+from asyncengine.kernels.cpu import attention_fields as fields
 from asyncengine.kernels.cpu.attention_blocks import attend_block, find_tiles, gather
-from asyncengine.kernels.cpu.attention_fields import (
-    BEGIN,
-    BOUNDS,
-    COUNT,
-    END,
-    HEADS,
-    ITEM_FIELDS,
-    ITEMS,
-    JOINED,
-    JOINS,
-    KEY_DIM,
-    KV_HEADS,
-    LANES,
-    LAYER_FIELDS,
-    NUM_ITEMS,
-    NUM_JOINS,
-    PARTIAL,
-    PARTIALS,
-    PIECES,
-    ROW,
-    SCRATCH,
-    SCRATCH_SIZE,
-    SINKS,
-    SPLIT,
-    STATE,
-    STEP_FIELDS,
-    SUMS,
-    TILE_LISTS,
-    TILES,
-    TOKEN,
-    VALUE_DIM,
-    padded,
-    partial_floats,
-    scratch_places,
-)  # fmt: skip
 from asyncengine.kernels.cpu.attention_softmax import LOG2E, store_scaled
 from asyncengine.kernels.cpu.attention_tiles import AHEAD, BLOCK, FLOOR
 from asyncengine.kernels.cpu.calls import address_of, call, call_rare, name_of, parallel_for
@@ -73,12 +39,15 @@ def attend(
 
     Results of long rows are those of their splits, joined.
     """
-    known = array(pointer(step, _WHOLE), (STEP_FIELDS,))
+    known = array(pointer(step, _WHOLE), (fields.STEP_FIELDS,))
     parallel_for(
-        _attend_units, team, known[PIECES], (query, token_size, head_size, out, layer, step, kind, lanes, operand)
+        _attend_units,
+        team,
+        known[fields.PIECES],
+        (query, token_size, head_size, out, layer, step, kind, lanes, operand),
     )
-    if known[NUM_JOINS] > 0:
-        call_rare(join, (out, layer, step, kind, known[NUM_JOINS], team))
+    if known[fields.NUM_JOINS] > 0:
+        call_rare(join, (out, layer, step, kind, known[fields.NUM_JOINS], team))
 
 
 def compile_join(kind: Any) -> None:
@@ -99,15 +68,15 @@ def _attend_units(
     query: int, token_size: int, head_size: int, out: int, layer: int, step: int, kind: Any,
     lanes: Any, operand: Any,
 ) -> None:  # fmt: skip
-    steps = array(pointer(step, _WHOLE), (STEP_FIELDS,))
-    bounds = array(pointer(steps[BOUNDS], _WHOLE), (piece + 2,))
-    items, heads = steps[NUM_ITEMS], array(pointer(layer, _WHOLE), (LAYER_FIELDS,))[KV_HEADS]
-    scratch = steps[SCRATCH] + worker * steps[SCRATCH_SIZE]
+    steps = array(pointer(step, _WHOLE), (fields.STEP_FIELDS,))
+    bounds = array(pointer(steps[fields.BOUNDS], _WHOLE), (piece + 2,))
+    items, heads = steps[fields.NUM_ITEMS], array(pointer(layer, _WHOLE), (fields.LAYER_FIELDS,))[fields.KV_HEADS]
+    scratch = steps[fields.SCRATCH] + worker * steps[fields.SCRATCH_SIZE]
     for unit in range(bounds[piece], bounds[piece + 1]):
         head, place = unit // items, unit % items
-        item, following = steps[ITEMS] + place * (ITEM_FIELDS * 8), steps[ITEMS]
+        item, following = steps[fields.ITEMS] + place * (fields.ITEM_FIELDS * 8), steps[fields.ITEMS]
         if place + 1 < items:
-            following = item + ITEM_FIELDS * 8
+            following = item + fields.ITEM_FIELDS * 8
         after = min((unit + 1) // items, heads - 1)
         _attend_unit(
             item, head, following, after, query, token_size, head_size, out, layer, step, scratch, kind, lanes, operand
@@ -120,30 +89,30 @@ def _attend_unit(
     layer: int, step: int, scratch: int, kind: Any, lanes: Any, operand: Any,
 ) -> None:  # fmt: skip
     """One item and kv head. `following`, `after`: the item and kv head that this thread turns to next."""
-    spec = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
-    own = array(pointer(item, _WHOLE), (ITEM_FIELDS,))
-    group = spec[HEADS] // spec[KV_HEADS]
-    rows = own[COUNT] * group
-    value_dim = spec[VALUE_DIM]
-    places = scratch_places(rows, spec[KEY_DIM], value_dim)
-    sums, joined, state = scratch + places[SUMS], scratch + places[JOINED], scratch + places[STATE]
+    spec = array(pointer(layer, _WHOLE), (fields.LAYER_FIELDS,))
+    own = array(pointer(item, _WHOLE), (fields.ITEM_FIELDS,))
+    group = spec[fields.HEADS] // spec[fields.KV_HEADS]
+    rows = own[fields.COUNT] * group
+    value_dim = spec[fields.VALUE_DIM]
+    places = fields.scratch_places(rows, spec[fields.KEY_DIM], value_dim)
+    sums, joined, state = scratch + places[fields.SUMS], scratch + places[fields.JOINED], scratch + places[fields.STATE]
     size = size_of(kind)
-    first = query + own[TOKEN] * token_size + head * group * head_size
-    gather(first, token_size, head_size, rows, group, spec[KEY_DIM], scratch, kind, operand)
-    begin, end = own[BEGIN] // SPLIT, (own[END] - 1) // SPLIT + 1
+    first = query + own[fields.TOKEN] * token_size + head * group * head_size
+    gather(first, token_size, head_size, rows, group, spec[fields.KEY_DIM], scratch, kind, operand)
+    begin, end = own[fields.BEGIN] // fields.SPLIT, (own[fields.END] - 1) // fields.SPLIT + 1
     total = state + rows * 4 * 4
-    keys, values = scratch + places[TILE_LISTS], scratch + places[TILE_LISTS] + TILES * 8
+    keys, values = scratch + places[fields.TILE_LISTS], scratch + places[fields.TILE_LISTS] + fields.TILES * 8
     array(pointer(state + rows * 3 * 4, _SINGLE), (rows,))[:] = np.float32(1)
     if end - begin > 1:
         _clear(joined, total, rows, value_dim)
     for split in range(begin, end):
         _clear(sums, state, rows, value_dim)
-        last = min(own[END], (split + 1) * SPLIT)
-        first = max(own[BEGIN], split * SPLIT)
-        find_tiles(own[ROW], head, first, last, layer, step, keys, values, kind)
+        last = min(own[fields.END], (split + 1) * fields.SPLIT)
+        first = max(own[fields.BEGIN], split * fields.SPLIT)
+        find_tiles(own[fields.ROW], head, first, last, layer, step, keys, values, kind)
         _look_ahead(item, head, following, after, first, last, layer, step, keys, values, kind)
         for block in range(first // BLOCK * BLOCK, last, BLOCK):
-            at = (max(block, first) // spec[LANES] - first // spec[LANES]) * 8
+            at = (max(block, first) // spec[fields.LANES] - first // spec[fields.LANES]) * 8
             call(
                 attend_block,
                 (item, head, block, last, keys + at, values + at, rows, group, layer, scratch, kind, lanes, operand),
@@ -152,13 +121,13 @@ def _attend_unit(
             _join(total, joined, state, sums, rows, value_dim)
     if end - begin > 1:
         sums, state = joined, total
-    if own[PARTIAL] < 0:
-        to = out + (own[TOKEN] * spec[HEADS] + head * group) * value_dim * size
+    if own[fields.PARTIAL] < 0:
+        to = out + (own[fields.TOKEN] * spec[fields.HEADS] + head * group) * value_dim * size
         _finish(to, state, sums, rows, group, head, layer, kind)
     else:
-        steps = array(pointer(step, _WHOLE), (STEP_FIELDS,))
-        part = partial_floats(group, value_dim)
-        to = steps[PARTIALS] + (own[PARTIAL] * spec[KV_HEADS] + head) * part * 4
+        steps = array(pointer(step, _WHOLE), (fields.STEP_FIELDS,))
+        part = fields.partial_floats(group, value_dim)
+        to = steps[fields.PARTIALS] + (own[fields.PARTIAL] * spec[fields.KV_HEADS] + head) * part * 4
         _clear(to + 8 * rows, to, rows, value_dim)
         _join(to, to + 8 * rows, state, sums, rows, value_dim)
 
@@ -169,27 +138,30 @@ def _look_ahead(
     values: int, kind: Any,
 ) -> None:  # fmt: skip
     """Behind the tiles of keys [first, last), write down those that will be wanted next: `AHEAD` of them at least."""
-    lanes = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))[LANES]
-    own, other = array(pointer(item, _WHOLE), (ITEM_FIELDS,)), array(pointer(following, _WHOLE), (ITEM_FIELDS,))
+    lanes = array(pointer(layer, _WHOLE), (fields.LAYER_FIELDS,))[fields.LANES]
+    own, other = (
+        array(pointer(item, _WHOLE), (fields.ITEM_FIELDS,)),
+        array(pointer(following, _WHOLE), (fields.ITEM_FIELDS,)),
+    )
     count = (last - 1) // lanes - first // lanes + 1
     at, wanted = count * 8, AHEAD * lanes
-    if last < own[END]:
+    if last < own[fields.END]:
         found = find_tiles(
-            own[ROW], head, last, min(own[END], last + wanted), layer, step, keys + at, values + at, kind
+            own[fields.ROW], head, last, min(own[fields.END], last + wanted), layer, step, keys + at, values + at, kind
         )
     else:
-        begin = other[BEGIN]
-        end = min(other[END], begin // lanes * lanes + wanted)
-        found = find_tiles(other[ROW], after, begin, end, layer, step, keys + at, values + at, kind)
-    every_key = array(pointer(keys, _WHOLE), (TILES,))
-    every_value = array(pointer(values, _WHOLE), (TILES,))
+        begin = other[fields.BEGIN]
+        end = min(other[fields.END], begin // lanes * lanes + wanted)
+        found = find_tiles(other[fields.ROW], after, begin, end, layer, step, keys + at, values + at, kind)
+    every_key = array(pointer(keys, _WHOLE), (fields.TILES,))
+    every_value = array(pointer(values, _WHOLE), (fields.TILES,))
     for index in range(count + found, count + AHEAD + 1):
         every_key[index], every_value[index] = every_key[index - 1], every_value[index - 1]
 
 
 @serial_in_order
 def _clear(sums: int, state: int, rows: int, dim: int) -> None:
-    array(pointer(sums, _SINGLE), (rows * padded(dim),))[:] = np.float32(0)
+    array(pointer(sums, _SINGLE), (rows * fields.padded(dim),))[:] = np.float32(0)
     numbers = array(pointer(state, _SINGLE), (2, rows))
     numbers[0] = np.float32(FLOOR)
     numbers[1] = np.float32(0)
@@ -199,7 +171,7 @@ def _clear(sums: int, state: int, rows: int, dim: int) -> None:
 def _join(total: int, joined: int, state: int, sums: int, rows: int, dim: int) -> None:
     """Add the result of a split to that of the splits before it. `total`, `state`: float32 maxima, sums of weights."""
     before, added = array(pointer(total, _SINGLE), (2, rows)), array(pointer(state, _SINGLE), (2, rows))
-    width = padded(dim)
+    width = fields.padded(dim)
     to, values = array(pointer(joined, _SINGLE), (rows, width)), array(pointer(sums, _SINGLE), (rows, width))
     for row in range(rows):
         maximum = before[0, row]
@@ -214,16 +186,16 @@ def _join(total: int, joined: int, state: int, sums: int, rows: int, dim: int) -
 @serial_in_order
 def _finish(out: int, state: int, sums: int, rows: int, group: int, head: int, layer: int, kind: Any) -> None:
     """Divide by the sums of weights, to which a sink adds its own. `out`: the first query's first head of the group."""
-    spec = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
-    dim = spec[VALUE_DIM]
-    width = padded(dim)
+    spec = array(pointer(layer, _WHOLE), (fields.LAYER_FIELDS,))
+    dim = spec[fields.VALUE_DIM]
+    width = fields.padded(dim)
     numbers, values = array(pointer(state, _SINGLE), (2, rows)), array(pointer(sums, _SINGLE), (rows, width))
     for row in range(rows):
-        place = row // group * spec[HEADS] + row % group
+        place = row // group * spec[fields.HEADS] + row % group
         results = array(pointer(out + place * dim * size_of(kind), kind), (dim,))
         factor = np.float32(1) / numbers[1, row]
-        if spec[SINKS] != 0:
-            sinks = array(pointer(spec[SINKS], _SINGLE), (spec[HEADS],))
+        if spec[fields.SINKS] != 0:
+            sinks = array(pointer(spec[fields.SINKS], _SINGLE), (spec[fields.HEADS],))
             sink = sinks[head * group + row % group] * np.float32(LOG2E)
             maximum = max(sink, numbers[0, row])
             shrink = np.exp2(numbers[0, row] - maximum)
@@ -240,18 +212,18 @@ def _join_units(
     piece: int, pieces: int, worker: int,
     out: int, layer: int, step: int, kind: Any,
 ) -> None:  # fmt: skip
-    spec = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
-    steps = array(pointer(step, _WHOLE), (STEP_FIELDS,))
-    heads, dim = spec[KV_HEADS], spec[VALUE_DIM]
-    group = spec[HEADS] // heads
-    joins = array(pointer(steps[JOINS], _WHOLE), (steps[NUM_JOINS], 3))
-    units = steps[NUM_JOINS] * heads
-    size = partial_floats(group, dim) * 4
+    spec = array(pointer(layer, _WHOLE), (fields.LAYER_FIELDS,))
+    steps = array(pointer(step, _WHOLE), (fields.STEP_FIELDS,))
+    heads, dim = spec[fields.KV_HEADS], spec[fields.VALUE_DIM]
+    group = spec[fields.HEADS] // heads
+    joins = array(pointer(steps[fields.JOINS], _WHOLE), (steps[fields.NUM_JOINS], 3))
+    units = steps[fields.NUM_JOINS] * heads
+    size = fields.partial_floats(group, dim) * 4
     for unit in range(units * piece // pieces, units * (piece + 1) // pieces):
         place, head = unit // heads, unit % heads
-        first = steps[PARTIALS] + (joins[place, 1] * heads + head) * size
+        first = steps[fields.PARTIALS] + (joins[place, 1] * heads + head) * size
         for index in range(1, joins[place, 2]):
             other = first + index * heads * size
             _join(first, first + group * 8, other, other + group * 8, group, dim)
-        to = out + (joins[place, 0] * spec[HEADS] + head * group) * dim * size_of(kind)
+        to = out + (joins[place, 0] * spec[fields.HEADS] + head * group) * dim * size_of(kind)
         _finish(to, first, first + group * 8, group, group, head, layer, kind)

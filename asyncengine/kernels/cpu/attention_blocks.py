@@ -7,53 +7,13 @@ from typing import Any
 import numpy as np
 from numba.core import cgutils
 
+from asyncengine.kernels.cpu import attention_fields as fields
 from asyncengine.kernels.cpu import attention_tiles as tile
-from asyncengine.kernels.cpu import vectors
-from asyncengine.kernels.cpu.attention_fields import (
-    BEGIN,
-    BEYOND,
-    END,
-    ITEM_FIELDS,
-    KEY_DIM,
-    LANES,
-    LATER,
-    LAYER_FIELDS,
-    NUMBERS,
-    PAGE_SIZE,
-    PAGES,
-    POOL_KEYS,
-    POOL_VALUES,
-    POSITION,
-    SCALE,
-    SCORE_ROWS,
-    SOFT_CAP,
-    STATE,
-    STEP_FIELDS,
-    SUMS,
-    TABLE,
-    VALUE_DIM,
-    WEIGHT_ROWS,
-    WIDTH,
-    WINDOW,
-    padded,
-    scratch_places,
-)  # fmt: skip
+from asyncengine.kernels.cpu import matrix_unit, vectors
 from asyncengine.kernels.cpu.attention_softmax import LOG2E, softcap, softmax, store_scaled
 from asyncengine.kernels.cpu.attention_tiles import AHEAD, BLOCK, SCORES
 from asyncengine.kernels.cpu.intrinsics import INT64, emitted
 from asyncengine.kernels.cpu.jit import array, inline, narrow, pointer, serial_in_order, widen
-from asyncengine.kernels.cpu.matrix_unit import (
-    ROWS,
-    STEP,
-    WEIGHTS,
-    X,
-    configure_unit,
-    load_tile,
-    multiply_tiles,
-    release_unit,
-    store_tile,
-    zero_tile,
-)
 from asyncengine.kernels.cpu.vectors import LINE, LONG, UNIT, WIDE, load, size_of
 
 # The two products of attention by the CPU's matrix unit (Intel's AMX), for tiles of sixteen keys in bfloat16.
@@ -86,17 +46,22 @@ def _make_scores(together: int) -> Any:
         places = [load(builder, builder.add(tiles, LONG(8 * index)), LONG) for index in range(together)]
         ahead = [load(builder, builder.add(tiles, LONG(8 * (index + AHEAD))), LONG) for index in range(together)]
         for index in range(together):
-            zero_tile(builder, index)
+            matrix_unit.zero_tile(builder, index)
         with cgutils.for_range(builder, steps) as loop:
-            load_tile(builder, X[0], builder.add(query, builder.mul(loop.index, LONG(STEP))), query_size)
+            matrix_unit.load_tile(
+                builder,
+                matrix_unit.X[0],
+                builder.add(query, builder.mul(loop.index, LONG(matrix_unit.STEP))),
+                query_size,
+            )
             begin = builder.mul(loop.index, LONG(DIMENSIONS // 2 * LINE))
             for index, place in enumerate(places):
-                keys = WEIGHTS[index % 2]
-                load_tile(builder, keys, builder.add(place, begin), LONG(LINE))
+                keys = matrix_unit.WEIGHTS[index % 2]
+                matrix_unit.load_tile(builder, keys, builder.add(place, begin), LONG(LINE))
                 _ask(builder, asks, builder.add(ahead[index], begin), DIMENSIONS // 2, LONG(LINE))
-                multiply_tiles(builder, "bf16ps", index, X[0], keys)
+                matrix_unit.multiply_tiles(builder, "bf16ps", index, matrix_unit.X[0], keys)
         for index in range(together):
-            store_tile(builder, index, builder.add(out, LONG(index * LINE)), out_size)
+            matrix_unit.store_tile(builder, index, builder.add(out, LONG(index * LINE)), out_size)
 
     return scores
 
@@ -112,20 +77,20 @@ def _make_values(together: int) -> Any:
     ) -> None:  # fmt: skip
         sums = [builder.add(out, LONG(index * LINE)) for index in range(together)]
         for index, place in enumerate(sums):
-            load_tile(builder, index, place, out_size)
+            matrix_unit.load_tile(builder, index, place, out_size)
         with cgutils.for_range(builder, count) as loop:
             at = builder.add(tiles, builder.mul(loop.index, LONG(8)))
             place, ahead = load(builder, at, LONG), load(builder, builder.add(at, LONG(8 * AHEAD)), LONG)
             own = builder.add(weights, builder.mul(loop.index, LONG(_KEYS * 2)))
-            load_tile(builder, X[0], own, weights_size)
+            matrix_unit.load_tile(builder, matrix_unit.X[0], own, weights_size)
             for index in range(together):
-                values = WEIGHTS[index % 2]
+                values = matrix_unit.WEIGHTS[index % 2]
                 begin = builder.add(column, LONG(index * LINE))
-                load_tile(builder, values, builder.add(place, begin), size)
+                matrix_unit.load_tile(builder, values, builder.add(place, begin), size)
                 _ask(builder, asks, builder.add(ahead, begin), _KEYS // 2, size)
-                multiply_tiles(builder, "bf16ps", index, X[0], values)
+                matrix_unit.multiply_tiles(builder, "bf16ps", index, matrix_unit.X[0], values)
         for index, place in enumerate(sums):
-            store_tile(builder, index, place, out_size)
+            matrix_unit.store_tile(builder, index, place, out_size)
 
     return sum_values
 
@@ -143,20 +108,20 @@ def takes_unit(key_dim: int, value_dim: int) -> bool:
 @serial_in_order
 def score_block_by_unit(rows: int, query: int, query_size: int, tiles: int, count: int, dim: int, out: int) -> None:
     """out [rows, SCORES] = query [rows, dim] times `count` tiles of keys."""
-    together, steps, size = min(rows, ROWS), dim // DIMENSIONS, SCORES * 4
-    asks = 1 if rows <= ROWS else 0  # a decode row waits for memory
-    configure_unit(together, together, STEP)
+    together, steps, size = min(rows, matrix_unit.ROWS), dim // DIMENSIONS, SCORES * 4
+    asks = 1 if rows <= matrix_unit.ROWS else 0  # a decode row waits for memory
+    matrix_unit.configure_unit(together, together, matrix_unit.STEP)
     first = 0
     while first < count:
-        for turn in range((rows + ROWS - 1) // ROWS):
-            row = min(turn * ROWS, rows - together)
+        for turn in range((rows + matrix_unit.ROWS - 1) // matrix_unit.ROWS):
+            row = min(turn * matrix_unit.ROWS, rows - together)
             own, at, to = query + row * query_size, tiles + first * 8, out + row * size + first * LINE
             if count - first >= _TOGETHER:
                 _scores4(own, query_size, at, steps, to, size, asks)
             else:
                 _scores1(own, query_size, at, steps, to, size, asks)
         first += _TOGETHER if count - first >= _TOGETHER else 1
-    release_unit()
+    matrix_unit.release_unit()
 
 
 @serial_in_order
@@ -164,7 +129,7 @@ def sum_values_by_unit(
     rows: int, weights: int, width: int, tiles: int, count: int, rest: int, dim: int, sums: int, decay: int
 ) -> None:
     """sums = sums * decay + weights times the values of `count` tiles, of which the last has `rest` keys."""
-    size = padded(dim) * 4
+    size = fields.padded(dim) * 4
     factors = array(pointer(decay, np.float32(0)), (rows,))
     for row in range(rows):
         store_scaled(sums + row * size, factors[row], sums + row * size, dim, np.float32(0))
@@ -173,7 +138,7 @@ def sum_values_by_unit(
         _add_values(rows, weights, width, tiles, whole, _KEYS * 2, dim, sums)
     if whole < count:
         _add_values(rows, weights + whole * _KEYS * 2, width, tiles + whole * 8, 1, (rest + 1) // 2 * 4, dim, sums)
-    release_unit()
+    matrix_unit.release_unit()
 
 
 @serial_in_order
@@ -182,13 +147,13 @@ def _add_values(
 ) -> None:
     """`keys_size`: bytes of a row of weights for the keys of a tile. No row is in two tiles of rows, as it would be
     added to twice: the last tile is a smaller one."""
-    together, size = min(rows, ROWS), padded(dim) * 4
-    turns, asks = (rows + together - 1) // together, 1 if rows <= ROWS else 0
-    configure_unit(together, together, keys_size)
+    together, size = min(rows, matrix_unit.ROWS), fields.padded(dim) * 4
+    turns, asks = (rows + together - 1) // together, 1 if rows <= matrix_unit.ROWS else 0
+    matrix_unit.configure_unit(together, together, keys_size)
     for turn in range(turns):
         row, column = turn * together, 0
         if row + together > rows:
-            configure_unit(rows - row, rows - row, keys_size)
+            matrix_unit.configure_unit(rows - row, rows - row, keys_size)
         while column < dim:
             at, to = weights + row * width, sums + row * size + column * 4
             if dim - column >= _KEYS * _TOGETHER:
@@ -228,40 +193,40 @@ def attend_block(
     scratch: int, kind: Any, lanes: Any, operand: Any,
 ) -> None:  # fmt: skip
     """Keys from the item's first, or `block`, up to `last` or the end of the block; `keys`, `values`: their tiles."""
-    spec = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
-    own = array(pointer(item, _WHOLE), (ITEM_FIELDS,))
-    places = scratch_places(rows, spec[KEY_DIM], spec[VALUE_DIM])
-    scores, weights = scratch + places[SCORE_ROWS], scratch + places[WEIGHT_ROWS]
-    sums, state = scratch + places[SUMS], scratch + places[STATE]
-    wide = spec[LANES]
-    begin, end = (max(own[BEGIN], block) - block) // wide, (min(last, block + BLOCK) - block - 1) // wide + 1
-    steps = (spec[KEY_DIM] * size_of(kind) + 3) // 4
-    query_size = (spec[KEY_DIM] + spec[KEY_DIM] % 2) * size_of(operand)
+    spec = array(pointer(layer, _WHOLE), (fields.LAYER_FIELDS,))
+    own = array(pointer(item, _WHOLE), (fields.ITEM_FIELDS,))
+    places = fields.scratch_places(rows, spec[fields.KEY_DIM], spec[fields.VALUE_DIM])
+    scores, weights = scratch + places[fields.SCORE_ROWS], scratch + places[fields.WEIGHT_ROWS]
+    sums, state = scratch + places[fields.SUMS], scratch + places[fields.STATE]
+    wide = spec[fields.LANES]
+    begin, end = (max(own[fields.BEGIN], block) - block) // wide, (min(last, block + BLOCK) - block - 1) // wide + 1
+    steps = (spec[fields.KEY_DIM] * size_of(kind) + 3) // 4
+    query_size = (spec[fields.KEY_DIM] + spec[fields.KEY_DIM] % 2) * size_of(operand)
     to = scores + begin * wide * 4
-    by_unit = UNIT and size_of(operand) == 2 and takes_unit(spec[KEY_DIM], spec[VALUE_DIM])
+    by_unit = UNIT and size_of(operand) == 2 and takes_unit(spec[fields.KEY_DIM], spec[fields.VALUE_DIM])
     if by_unit:
-        score_block_by_unit(rows, scratch, query_size, keys, end - begin, spec[KEY_DIM], to)
+        score_block_by_unit(rows, scratch, query_size, keys, end - begin, spec[fields.KEY_DIM], to)
     else:
         _score_block(rows, scratch, query_size, keys, end - begin, steps, to, wide, kind, lanes, operand)
-    numbers = array(pointer(spec[NUMBERS], _SINGLE), (2,))
+    numbers = array(pointer(spec[fields.NUMBERS], _SINGLE), (2,))
     width = BLOCK * 2 if size_of(operand) == 2 else SCORES * 4
     to = weights if size_of(operand) == 2 else scores
     there = min(last, block + BLOCK) - block
     for row in range(rows):
         place = scores + row * (SCORES * 4)
-        scale = numbers[SCALE] * np.float32(LOG2E)
-        if numbers[SOFT_CAP] > 0:
-            softcap(place, numbers[SCALE], numbers[SOFT_CAP])
+        scale = numbers[fields.SCALE] * np.float32(LOG2E)
+        if numbers[fields.SOFT_CAP] > 0:
+            softcap(place, numbers[fields.SCALE], numbers[fields.SOFT_CAP])
             scale = np.float32(1)
-        position = own[POSITION] + row // group - block
-        low = max(own[BEGIN] - block, 0)
-        if spec[WINDOW] > 0:
-            low = max(low, position - spec[WINDOW] + 1)
-        high = min(position + spec[LATER] + own[BEYOND], min(own[END] - block, BLOCK) - 1) + 1
+        position = own[fields.POSITION] + row // group - block
+        low = max(own[fields.BEGIN] - block, 0)
+        if spec[fields.WINDOW] > 0:
+            low = max(low, position - spec[fields.WINDOW] + 1)
+        high = min(position + spec[fields.LATER] + own[fields.BEYOND], min(own[fields.END] - block, BLOCK) - 1) + 1
         at = state + row * 4
         softmax(there, place, to + row * width, low, high, scale, at, at + rows * 4, at + rows * 8, operand)
     to += begin * wide * size_of(operand)
-    rest, count, dim, decay = there - (end - 1) * wide, end - begin, spec[VALUE_DIM], state + rows * 8
+    rest, count, dim, decay = there - (end - 1) * wide, end - begin, spec[fields.VALUE_DIM], state + rows * 8
     if by_unit:
         sum_values_by_unit(rows, to, width, values, count, rest, dim, sums, decay)
     else:
@@ -273,21 +238,21 @@ def find_tiles(
     row: int, head: int, begin: int, end: int, layer: int, step: int, keys: int, values: int, kind: Any
 ) -> int:
     """Write down the addresses of the tiles in which keys [begin, end) of a row lie, and say how many there are."""
-    spec = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
-    steps = array(pointer(step, _WHOLE), (STEP_FIELDS,))
-    table = array(pointer(steps[TABLE] + row * steps[WIDTH] * 4, _PAGE), (steps[WIDTH],))
-    lanes, page_size = spec[LANES], spec[PAGE_SIZE]
+    spec = array(pointer(layer, _WHOLE), (fields.LAYER_FIELDS,))
+    steps = array(pointer(step, _WHOLE), (fields.STEP_FIELDS,))
+    table = array(pointer(steps[fields.TABLE] + row * steps[fields.WIDTH] * 4, _PAGE), (steps[fields.WIDTH],))
+    lanes, page_size = spec[fields.LANES], spec[fields.PAGE_SIZE]
     first, count = begin // lanes, (end - 1) // lanes - begin // lanes + 1
     key_tiles, value_tiles = array(pointer(keys, _WHOLE), (count,)), array(pointer(values, _WHOLE), (count,))
     size = size_of(kind)
-    key_size = (spec[KEY_DIM] * size + 3) // 4 * 4 * lanes
-    value_size = spec[VALUE_DIM] * size * lanes
+    key_size = (spec[fields.KEY_DIM] * size + 3) // 4 * 4 * lanes
+    value_size = spec[fields.VALUE_DIM] * size * lanes
     for index in range(count):
         position = (first + index) * lanes
-        page = head * spec[PAGES] + table[position // page_size]
+        page = head * spec[fields.PAGES] + table[position // page_size]
         place = page * (page_size // lanes) + position % page_size // lanes
-        key_tiles[index] = spec[POOL_KEYS] + place * key_size
-        value_tiles[index] = spec[POOL_VALUES] + place * value_size
+        key_tiles[index] = spec[fields.POOL_KEYS] + place * key_size
+        value_tiles[index] = spec[fields.POOL_VALUES] + place * value_size
     return int(count)
 
 
@@ -322,7 +287,7 @@ def _sum_values(
     """sums = sums * decay + weights times the values of `count` tiles, of which the last has `rest` keys."""
     words = 2 if size_of(kind) == 2 and wide > 1 else 1
     size, vector = dim * size_of(kind) * words, 16 * size_of(kind) * words
-    steps, out_size = wide // words, padded(dim) * 4
+    steps, out_size = wide // words, fields.padded(dim) * 4
     whole = count if rest == wide else count - 1
     for part in range(2):
         at, first = tiles, weights

@@ -6,23 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncengine.kernels.cpu.attention_fields import (
-    HEADS,
-    KEY_DIM,
-    KV_HEADS,
-    LANES,
-    LAYER_FIELDS,
-    PAGE_SIZE,
-    PAGES,
-    POOL_KEYS,
-    POOL_VALUES,
-    SCRATCH,
-    SCRATCH_SIZE,
-    SLOTS,
-    STEP_FIELDS,
-    TOKENS,
-    VALUE_DIM,
-)  # fmt: skip
+from asyncengine.kernels.cpu import attention_fields as fields
 from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.jit import array, pointer, serial
 from asyncengine.kernels.cpu.qk_norm_rope import prepare_head
@@ -63,9 +47,9 @@ def _write_units(
 
 @serial
 def _pieces(layer: int, step: int, team: int) -> int:
-    spec = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
-    tokens, heads = array(pointer(step, _WHOLE), (STEP_FIELDS,))[TOKENS], spec[KV_HEADS]
-    work = tokens * (spec[HEADS] + heads) * spec[KEY_DIM] * _WORK
+    spec = array(pointer(layer, _WHOLE), (fields.LAYER_FIELDS,))
+    tokens, heads = array(pointer(step, _WHOLE), (fields.STEP_FIELDS,))[fields.TOKENS], spec[fields.KV_HEADS]
+    work = tokens * (spec[fields.HEADS] + heads) * spec[fields.KEY_DIM] * _WORK
     return pieces_of(work, max(heads, tokens // _MANY), team)
 
 
@@ -76,11 +60,11 @@ def share(piece: int, pieces: int, layer: int, step: int) -> Any:
     Many tokens are shared out by tokens, so that one reads whole rows. Never between two keys whose values share
     words: writing the first of them clears its neighbour.
     """
-    steps = array(pointer(step, _WHOLE), (STEP_FIELDS,))
-    tokens, heads = steps[TOKENS], array(pointer(layer, _WHOLE), (LAYER_FIELDS,))[KV_HEADS]
+    steps = array(pointer(step, _WHOLE), (fields.STEP_FIELDS,))
+    tokens, heads = steps[fields.TOKENS], array(pointer(layer, _WHOLE), (fields.LAYER_FIELDS,))[fields.KV_HEADS]
     if tokens < pieces * _MANY:
         return 0, tokens, heads * piece // pieces, heads * (piece + 1) // pieces
-    slots = array(pointer(steps[SLOTS], _WHOLE), (tokens,))
+    slots = array(pointer(steps[fields.SLOTS], _WHOLE), (tokens,))
     first, last = tokens * piece // pieces, tokens * (piece + 1) // pieces
     if piece > 0:
         first += slots[first] % 2
@@ -92,20 +76,22 @@ def share(piece: int, pieces: int, layer: int, step: int) -> Any:
 @serial
 def store(key: int, value: int, token: int, head: int, layer: int, step: int, kind: Any) -> None:
     """One token's key and value of one head into its tiles. The layout: see `attention_tiles`."""
-    spec = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
-    slot = array(pointer(array(pointer(step, _WHOLE), (STEP_FIELDS,))[SLOTS], _WHOLE), (token + 1,))[token]
-    lanes, size = spec[LANES], size_of(kind)
-    place = head * (spec[PAGES] * spec[PAGE_SIZE] // lanes) + slot // lanes
+    spec = array(pointer(layer, _WHOLE), (fields.LAYER_FIELDS,))
+    slot = array(pointer(array(pointer(step, _WHOLE), (fields.STEP_FIELDS,))[fields.SLOTS], _WHOLE), (token + 1,))[
+        token
+    ]
+    lanes, size = spec[fields.LANES], size_of(kind)
+    place = head * (spec[fields.PAGES] * spec[fields.PAGE_SIZE] // lanes) + slot // lanes
     lane = slot % lanes
-    words = (spec[KEY_DIM] * size + 3) // 4
-    tile = array(pointer(spec[POOL_KEYS] + place * words * lanes * 4, _WORD), (words, lanes))
+    words = (spec[fields.KEY_DIM] * size + 3) // 4
+    tile = array(pointer(spec[fields.POOL_KEYS] + place * words * lanes * 4, _WORD), (words, lanes))
     whole = array(pointer(key, _WORD), (words,))
-    for index in range(spec[KEY_DIM] * size // 4):
+    for index in range(spec[fields.KEY_DIM] * size // 4):
         tile[index, lane] = whole[index]
-    if spec[KEY_DIM] * size % 4 != 0:  # an odd number of halves
-        tile[words - 1, lane] = np.uint32(array(pointer(key, _HALF), (spec[KEY_DIM],))[spec[KEY_DIM] - 1])
-    dim = spec[VALUE_DIM]
-    to = spec[POOL_VALUES] + place * dim * size * lanes
+    if spec[fields.KEY_DIM] * size % 4 != 0:  # an odd number of halves
+        tile[words - 1, lane] = np.uint32(array(pointer(key, _HALF), (spec[fields.KEY_DIM],))[spec[fields.KEY_DIM] - 1])
+    dim = spec[fields.VALUE_DIM]
+    to = spec[fields.POOL_VALUES] + place * dim * size * lanes
     numbers = array(pointer(value, kind), (dim,))
     if size == 2 and lanes > 1:
         pairs = array(pointer(to + lane // 2 * dim * 4, _WORD), (dim,))
@@ -138,21 +124,21 @@ def _prepare_units(
     qkv: int, query: int, q_norm: int, k_norm: int, epsilon: np.float32, cos: int, sin: int,
     rotary: int, layer: int, step: int, kind: Any,
 ) -> None:  # fmt: skip
-    spec = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
-    steps = array(pointer(step, _WHOLE), (STEP_FIELDS,))
-    heads, kv_heads = spec[HEADS], spec[KV_HEADS]
+    spec = array(pointer(layer, _WHOLE), (fields.LAYER_FIELDS,))
+    steps = array(pointer(step, _WHOLE), (fields.STEP_FIELDS,))
+    heads, kv_heads = spec[fields.HEADS], spec[fields.KV_HEADS]
     group, size = heads // kv_heads, size_of(kind)
-    key_size, value_size = spec[KEY_DIM] * size, spec[VALUE_DIM] * size
+    key_size, value_size = spec[fields.KEY_DIM] * size, spec[fields.VALUE_DIM] * size
     row = (heads + kv_heads) * key_size + kv_heads * value_size
-    key = steps[SCRATCH] + worker * steps[SCRATCH_SIZE]
+    key = steps[fields.SCRATCH] + worker * steps[fields.SCRATCH_SIZE]
     first, last, begin, end = share(piece, pieces, layer, step)
     for token in range(first, last):
         cosines, sines = cos + token * rotary * size, sin + token * rotary * size
         for head in range(begin, end):
             for index in range(head * group, (head + 1) * group):
                 own, to = qkv + token * row + index * key_size, query + (token * heads + index) * key_size
-                prepare_head(own, to, spec[KEY_DIM], q_norm, epsilon, cosines, sines, rotary, kind)
+                prepare_head(own, to, spec[fields.KEY_DIM], q_norm, epsilon, cosines, sines, rotary, kind)
             own = qkv + token * row + (heads + head) * key_size
-            prepare_head(own, key, spec[KEY_DIM], k_norm, epsilon, cosines, sines, rotary, kind)
+            prepare_head(own, key, spec[fields.KEY_DIM], k_norm, epsilon, cosines, sines, rotary, kind)
             value = qkv + token * row + (heads + kv_heads) * key_size + head * value_size
             store(key, value, token, head, layer, step, kind)

@@ -26,6 +26,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from numpy.typing import NDArray
 
+from asyncengine.kernels.cpu import matrix_unit
 from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.compile_watcher import called_apart
 from asyncengine.kernels.cpu.jit import (
@@ -39,17 +40,6 @@ from asyncengine.kernels.cpu.jit import (
     room,
     serial_in_order,
     widen,
-)
-from asyncengine.kernels.cpu.matrix_unit import (
-    ROWS,
-    WEIGHTS,
-    X,
-    configure_unit,
-    load_tile,
-    multiply_tiles,
-    release_unit,
-    store_tile,
-    zero_tile,
 )
 from asyncengine.kernels.cpu.panel_form import GROUP, PANEL, PanelForm
 from asyncengine.kernels.cpu.quantized_narrow import NARROW, NarrowWriter, narrow_fits
@@ -76,22 +66,22 @@ class UnitWriter(WideWriter):
 
     def dots(self, numbers: Any, first: Any, where: Any) -> Cells:
         builder, form = self.builder, self.form
-        room = cgutils.alloca_once(builder, ir.ArrayType(WORDS, ROWS * self.panels))
+        room = cgutils.alloca_once(builder, ir.ArrayType(WORDS, matrix_unit.ROWS * self.panels))
         sums = builder.ptrtoint(room, LONG)
         spread_size = builder.mul(self.chunks, LONG(form.chunk * PANEL))
-        load_tile(builder, X[0], builder.add(self.x, first), self.x_size)
+        matrix_unit.load_tile(builder, matrix_unit.X[0], builder.add(self.x, first), self.x_size)
         for panel in range(self.panels):
-            zero_tile(builder, panel)
+            matrix_unit.zero_tile(builder, panel)
             if self.spread:
                 own = at(builder, self.bytes, spread_size, panel, builder.mul(first, LONG(PANEL)))
             else:
                 own = at(builder, self.weights, self.panel, panel, numbers)
-            load_tile(builder, WEIGHTS[panel], own, LONG(LINE))
-            multiply_tiles(builder, "bsud", panel, X[0], WEIGHTS[panel])
-            store_tile(builder, panel, builder.add(sums, LONG(panel * ROWS * LINE)), LONG(LINE))
+            matrix_unit.load_tile(builder, matrix_unit.WEIGHTS[panel], own, LONG(LINE))
+            matrix_unit.multiply_tiles(builder, "bsud", panel, matrix_unit.X[0], matrix_unit.WEIGHTS[panel])
+            matrix_unit.store_tile(builder, panel, builder.add(sums, LONG(panel * matrix_unit.ROWS * LINE)), LONG(LINE))
         found: Cells = {}
         for row, panel in self.cells:
-            total = load(builder, builder.add(sums, LONG((panel * ROWS + row) * LINE)), WORDS)
+            total = load(builder, builder.add(sums, LONG((panel * matrix_unit.ROWS + row) * LINE)), WORDS)
             if form.offset:
                 total = builder.add(total, self.of_row(self.sums, self.sums_size, row, where, WORD))
             found[row, panel] = total
@@ -104,7 +94,7 @@ _ROUNDING = 16
 """Bytes that could be read while a number of x is rounded."""
 _ROUNDER, _ROUNDER_BITS = np.float32(1.5 * 2**23), np.int32(0x4B400000)
 """Adding it leaves a float32 without fraction, rounded to nearest even: a small number plus these bits."""
-_WIDTH, _TILE = PANELS * PANEL, (ROWS if UNIT else MOST) * PANELS * PANEL
+_WIDTH, _TILE = PANELS * PANEL, (matrix_unit.ROWS if UNIT else MOST) * PANELS * PANEL
 """Outputs of the widest tile, and numbers of the largest."""
 # What is known of a quantized matrix: int64 by place. Addresses (0: there is none), and sizes.
 PANELS_AT, ROW_SCALES, ORDER, INPUTS, OUTPUTS, CHUNKS, CHUNK_INPUTS, BYTES, SHARED, SUMMED, SUM_FORM = range(11)
@@ -347,8 +337,8 @@ def _make_part(form: PanelForm, narrow: bool) -> Any:
         first, last = pairs * piece // pieces, pairs * (piece + 1) // pieces
         panel, last_panel = chunks * chunk_bytes, -(-outputs // PANEL) - 1
         # known to be false where there is no unit: a compiler for such a CPU has not its instructions
-        by_unit = UNIT and rows >= ROWS and not exact
-        most = ROWS if by_unit else MOST
+        by_unit = UNIT and rows >= matrix_unit.ROWS and not exact
+        most = matrix_unit.ROWS if by_unit else MOST
         size, turns = size_of(kind), -(-rows // most)
         own_scales, own_bias = room(_WIDTH, np.float32(0)), room(_WIDTH, np.float32(0))
         found = room(_TILE, kind)
@@ -357,7 +347,7 @@ def _make_part(form: PanelForm, narrow: bool) -> Any:
         numbers_at = -(-held.ctypes.data // LINE) * LINE if often else 0
         at_once = 1 if rows <= streamed or 0 < smallest <= rows else PANELS
         if by_unit:
-            configure_unit(most, most, summed)
+            matrix_unit.configure_unit(most, most, summed)
         for one in range(PANELS * first, min(PANELS * last, last_panel + 1), at_once):
             begin, own = one * PANEL, panels + one * panel
             step = (min(one + 1, last_panel) - one) * panel if at_once > 1 else panel
@@ -386,7 +376,7 @@ def _make_part(form: PanelForm, narrow: bool) -> Any:
                     for lane in range(width):
                         results[lane] = found[place * at_once * PANEL + lane]
         if by_unit:
-            release_unit()
+            matrix_unit.release_unit()
         keep(held)
 
     multiply_part.made_for = made_for  # type: ignore[attr-defined]
@@ -403,7 +393,7 @@ def _tiles_of(form: PanelForm, narrow: bool) -> tuple[str, int, int, Any, Any]:
     tiles = [(writer, rows, False) for rows in range(2 if streamed else 1, MOST + 1)]
     tiles += [(StreamWriter, rows, False) for rows in range(1, streamed + 1)]
     tiles += [(writer, rows, True) for rows in (3, 4) if form.bits == 6 and SPREAD > 0]
-    tiles += [(UnitWriter, ROWS, form.bits < 8)] if UNIT and not form.exact else []
+    tiles += [(UnitWriter, matrix_unit.ROWS, form.bits < 8)] if UNIT and not form.exact else []
     spread = make_spreader(form, writer.panels_of(MOST))
     return f"{form} {writer.__name__}", smallest, streamed, make_tile(form, tiles), spread
 
@@ -412,7 +402,7 @@ def _tiles_of(form: PanelForm, narrow: bool) -> tuple[str, int, int, Any, Any]:
 def _rows_of(turn: int, turns: int, rows: int, most: int, smallest: int) -> tuple[int, int]:
     """The rows of one of `turns`, at least `smallest`: some of them once more if need be."""
     row, end = rows * turn // turns, rows * (turn + 1) // turns
-    if UNIT and most == ROWS:
+    if UNIT and most == matrix_unit.ROWS:
         smallest = most
     if end - row < smallest:
         end = max(end, smallest)

@@ -18,21 +18,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from asyncengine.kernels.cpu.atomics import (
-    LOCK_BYTES,
-    add,
-    exchange,
-    load,
-    lock,
-    make_condition,
-    make_mutex,
-    nanoseconds,
-    pause,
-    store,
-    unlock,
-    wait,
-    wake,
-)
+from asyncengine.kernels.cpu import atomics
 from asyncengine.kernels.cpu.intrinsics import INT64, emitted
 from asyncengine.kernels.cpu.jit import inline, serial_in_order
 from asyncengine.kernels.cpu.vectors import LONG
@@ -49,12 +35,12 @@ WANTED = 3 * LINE + 8
 # ... and what only the caller uses: pieces that helpers have been counted on for, and its account of the loops.
 EXPECTED, LOOPS, ALL_PIECES, OWN_PIECES, OWN_TIME, WAITED_TIME, CAPACITY = range(4 * LINE, 4 * LINE + 56, 8)
 MUTEX = 5 * LINE
-DONE_CONDITION = MUTEX + LOCK_BYTES
-WORKERS = DONE_CONDITION + LOCK_BYTES
+DONE_CONDITION = MUTEX + atomics.LOCK_BYTES
+WORKERS = DONE_CONDITION + atomics.LOCK_BYTES
 """For each worker, the caller first: a line with its share; one with two words for its clock and whether it sleeps; and
 the condition that it sleeps on. One each: who wakes a condition's sleepers a second time waits, in glibc, for those
 that were woken the first time, and one of them may have no core."""
-WORKER = 2 * LINE + LOCK_BYTES
+WORKER = 2 * LINE + atomics.LOCK_BYTES
 _NEXT = 1 << 32
 """In a share: one piece further. The end is in the lower half."""
 _END = _NEXT - 1
@@ -99,18 +85,18 @@ def _condition_of(team: int, worker: int) -> int:
 @serial_in_order
 def _wake_helpers(team: int, helpers: int) -> None:
     """Wake helpers that sleep. One that is about to sleep holds the mutex: it is waited for, so that it hears of it."""
-    lock(team + MUTEX)
-    unlock(team + MUTEX)
+    atomics.lock(team + MUTEX)
+    atomics.unlock(team + MUTEX)
     for worker in range(1, helpers + 1):
-        if load(_asleep_of(team, worker)) != 0:
-            wake(_condition_of(team, worker))
+        if atomics.load(_asleep_of(team, worker)) != 0:
+            atomics.wake(_condition_of(team, worker))
 
 
 @serial_in_order
 def _any_left(team: int) -> bool:
     """Is there a piece that nobody has taken?"""
-    for worker in range(load(team + ACTIVE) + 1):
-        share = load(_share_of(team, worker))
+    for worker in range(atomics.load(team + ACTIVE) + 1):
+        share = atomics.load(_share_of(team, worker))
         if share >> 32 < share & _END:
             return True
     return False
@@ -121,8 +107,8 @@ def pieces_of(work: int, most: int, team: int) -> int:
     """In how many pieces a loop is cut, `most` at most: as many as `work` bytes to read are worth, 1 without a team."""
     if team == 0:
         return 1
-    threads: int = load(team + ACTIVE) + 1
-    worth: int = work // load(team + PIECE)
+    threads: int = atomics.load(team + ACTIVE) + 1
+    worth: int = work // atomics.load(team + PIECE)
     return max(1, min(worth, most, threads * PER_THREAD))
 
 
@@ -137,18 +123,24 @@ def reads_worth(rows: int, even: int) -> int:
 def _take_pieces(team: int, worker: int) -> int:
     """Compute pieces of the present loop until all are taken. How many there were for this thread."""
     count = 0
-    workers = load(team + ACTIVE) + 1
+    workers = atomics.load(team + ACTIVE) + 1
     for turn in range(workers):
         other = worker + turn
         place = _share_of(team, other if other < workers else other - workers)
         while True:
-            share = load(place)
+            share = atomics.load(place)
             first, end = share >> 32, share & _END
             if first >= end:
                 break
-            if exchange(place, share, share + _NEXT if turn == 0 else share - 1) == 1:
+            if atomics.exchange(place, share, share + _NEXT if turn == 0 else share - 1) == 1:
                 piece = first if turn == 0 else end - 1
-                call_piece(load(team + FUNCTION), piece, load(team + PIECES), worker, load(team + RECORD))
+                call_piece(
+                    atomics.load(team + FUNCTION),
+                    piece,
+                    atomics.load(team + PIECES),
+                    worker,
+                    atomics.load(team + RECORD),
+                )
                 count += 1
     return count
 
@@ -156,8 +148,8 @@ def _take_pieces(team: int, worker: int) -> int:
 @serial_in_order
 def _follow(team: int) -> None:
     """Between two loops: as many helpers as are wanted now. Those that rest and are wanted again are woken."""
-    wanted, before = load(team + WANTED), load(team + ACTIVE)
-    store(team + ACTIVE, wanted)
+    wanted, before = atomics.load(team + WANTED), atomics.load(team + ACTIVE)
+    atomics.store(team + ACTIVE, wanted)
     if wanted > before:
         _wake_helpers(team, wanted)
 
@@ -169,72 +161,72 @@ def run_together(function: int, record: int, pieces: int, team: int) -> None:
     `worker` is 0 for the caller and 1 .. for helpers.
     """
     clock = _clock_of(team, 0)
-    if load(team + WANTED) != load(team + ACTIVE):
+    if atomics.load(team + WANTED) != atomics.load(team + ACTIVE):
         _follow(team)
-    store(team + FUNCTION, function)
-    store(team + RECORD, record)
-    store(team + PIECES, pieces)
-    workers = load(team + ACTIVE) + 1
+    atomics.store(team + FUNCTION, function)
+    atomics.store(team + RECORD, record)
+    atomics.store(team + PIECES, pieces)
+    workers = atomics.load(team + ACTIVE) + 1
     for worker in range(workers):
         first, end = pieces * worker // workers, pieces * (worker + 1) // workers
-        store(_share_of(team, worker), first * _NEXT + end)
-    if load(team + SLEEPERS) > 0:
+        atomics.store(_share_of(team, worker), first * _NEXT + end)
+    if atomics.load(team + SLEEPERS) > 0:
         _wake_helpers(team, workers - 1)
-    began = nanoseconds(clock)
+    began = atomics.nanoseconds(clock)
     own = _take_pieces(team, 0)
-    ready = nanoseconds(clock)
-    expected = load(team + EXPECTED) + pieces - own
-    store(team + EXPECTED, expected)
+    ready = atomics.nanoseconds(clock)
+    expected = atomics.load(team + EXPECTED) + pieces - own
+    atomics.store(team + EXPECTED, expected)
     ended = ready
-    if load(team + DONE) != expected:
+    if atomics.load(team + DONE) != expected:
         _await_helpers(team, expected, ready)
-        ended = nanoseconds(clock)
-    store(team + LOOPS, load(team + LOOPS) + 1)
-    store(team + ALL_PIECES, load(team + ALL_PIECES) + pieces)
-    store(team + OWN_PIECES, load(team + OWN_PIECES) + own)
-    store(team + OWN_TIME, load(team + OWN_TIME) + ready - began)
-    store(team + WAITED_TIME, load(team + WAITED_TIME) + ended - ready)
-    store(team + CAPACITY, load(team + CAPACITY) + (ended - began) * min(workers, pieces))
+        ended = atomics.nanoseconds(clock)
+    atomics.store(team + LOOPS, atomics.load(team + LOOPS) + 1)
+    atomics.store(team + ALL_PIECES, atomics.load(team + ALL_PIECES) + pieces)
+    atomics.store(team + OWN_PIECES, atomics.load(team + OWN_PIECES) + own)
+    atomics.store(team + OWN_TIME, atomics.load(team + OWN_TIME) + ready - began)
+    atomics.store(team + WAITED_TIME, atomics.load(team + WAITED_TIME) + ended - ready)
+    atomics.store(team + CAPACITY, atomics.load(team + CAPACITY) + (ended - began) * min(workers, pieces))
 
 
 @serial_in_order
 def _await_helpers(team: int, expected: int, began: int) -> None:
     """Wait for the pieces that helpers have begun: spin for a moment, then sleep, which may be what they need."""
     clock = _clock_of(team, 0)
-    until = began + load(team + CALLER_SPIN)
-    while load(team + DONE) != expected:
+    until = began + atomics.load(team + CALLER_SPIN)
+    while atomics.load(team + DONE) != expected:
         for _ in range(_LOOK):
-            pause()
-        if load(team + DONE) != expected and nanoseconds(clock) > until:
-            lock(team + MUTEX)
-            store(team + WAITING, 1)
-            while load(team + DONE) != expected:
-                wait(team + DONE_CONDITION, team + MUTEX)
-            store(team + WAITING, 0)
-            unlock(team + MUTEX)
+            atomics.pause()
+        if atomics.load(team + DONE) != expected and atomics.nanoseconds(clock) > until:
+            atomics.lock(team + MUTEX)
+            atomics.store(team + WAITING, 1)
+            while atomics.load(team + DONE) != expected:
+                atomics.wait(team + DONE_CONDITION, team + MUTEX)
+            atomics.store(team + WAITING, 0)
+            atomics.unlock(team + MUTEX)
 
 
 @serial_in_order
 def help_along(team: int, index: int) -> None:
     """Run helper `index`, from 0 on, until the team is stopped."""
     clock = _clock_of(team, index + 1)
-    idle_since = nanoseconds(clock)
-    while load(team + STOPPED) == 0:
-        if index < load(team + ACTIVE) and _any_left(team):
+    idle_since = atomics.nanoseconds(clock)
+    while atomics.load(team + STOPPED) == 0:
+        if index < atomics.load(team + ACTIVE) and _any_left(team):
             count = _take_pieces(team, index + 1)
             if count > 0:
-                add(team + DONE, count)
-                if load(team + WAITING) != 0:
-                    lock(team + MUTEX)
-                    unlock(team + MUTEX)
-                    wake(team + DONE_CONDITION)
-            idle_since = nanoseconds(clock)
+                atomics.add(team + DONE, count)
+                if atomics.load(team + WAITING) != 0:
+                    atomics.lock(team + MUTEX)
+                    atomics.unlock(team + MUTEX)
+                    atomics.wake(team + DONE_CONDITION)
+            idle_since = atomics.nanoseconds(clock)
             continue
         for _ in range(_LOOK):
-            pause()
-        if nanoseconds(clock) - idle_since > load(team + HELPER_SPIN):
+            atomics.pause()
+        if atomics.nanoseconds(clock) - idle_since > atomics.load(team + HELPER_SPIN):
             _sleep(team, index)
-            idle_since = nanoseconds(clock)
+            idle_since = atomics.nanoseconds(clock)
 
 
 @serial_in_order
@@ -242,34 +234,34 @@ def _sleep(team: int, index: int) -> None:
     """Until there may be a piece for this helper, or the team is stopped. Only who waits for pieces is a sleeper: a
     caller need not wake helpers that are to rest."""
     worker = index + 1
-    lock(team + MUTEX)
-    active = index < load(team + ACTIVE)
-    store(_asleep_of(team, worker), 1)
+    atomics.lock(team + MUTEX)
+    active = index < atomics.load(team + ACTIVE)
+    atomics.store(_asleep_of(team, worker), 1)
     if active:
-        add(team + SLEEPERS, 1)
-        while load(team + STOPPED) == 0 and index < load(team + ACTIVE) and not _any_left(team):
-            wait(_condition_of(team, worker), team + MUTEX)
-        add(team + SLEEPERS, -1)
+        atomics.add(team + SLEEPERS, 1)
+        while atomics.load(team + STOPPED) == 0 and index < atomics.load(team + ACTIVE) and not _any_left(team):
+            atomics.wait(_condition_of(team, worker), team + MUTEX)
+        atomics.add(team + SLEEPERS, -1)
     else:
-        while load(team + STOPPED) == 0 and index >= load(team + ACTIVE):
-            wait(_condition_of(team, worker), team + MUTEX)
-    store(_asleep_of(team, worker), 0)
-    unlock(team + MUTEX)
+        while atomics.load(team + STOPPED) == 0 and index >= atomics.load(team + ACTIVE):
+            atomics.wait(_condition_of(team, worker), team + MUTEX)
+    atomics.store(_asleep_of(team, worker), 0)
+    atomics.unlock(team + MUTEX)
 
 
 @serial_in_order
 def make(team: int, workers: int) -> None:
     """The locks of a team whose memory is all zeros."""
-    make_mutex(team + MUTEX)
-    make_condition(team + DONE_CONDITION)
+    atomics.make_mutex(team + MUTEX)
+    atomics.make_condition(team + DONE_CONDITION)
     for worker in range(workers):
-        make_condition(_condition_of(team, worker))
+        atomics.make_condition(_condition_of(team, worker))
 
 
 @serial_in_order
 def change(team: int, place: int, value: int, workers: int) -> None:
     """ACTIVE or STOPPED, for helpers that sleep as well; no loop is running."""
     if place == ACTIVE:
-        store(team + WANTED, value)
-    store(team + place, value)
+        atomics.store(team + WANTED, value)
+    atomics.store(team + place, value)
     _wake_helpers(team, workers - 1)

@@ -13,15 +13,7 @@ from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.rotary import RotaryConfig
 from asyncengine.execution.models.config import Defaults, ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
-from asyncengine.execution.models.families.common import (
-    KINDS,
-    default_rotary,
-    head_dim_of,
-    llama_like,
-    rotary_of,
-    slide_from,
-    windows_of,
-)
+from asyncengine.execution.models.families import common
 
 _QKV_BIAS = ("qwen2", "qwen2_vl_text", "qwen2_5_vl_text")
 _HEAD_NORMS = {
@@ -50,15 +42,15 @@ def complete(config: ModelConfig) -> None:
     family, layers = config.model_type, range(config.num_hidden_layers)
     if family in ("qwen2", "qwen3", "qwen2_vl_text", "qwen2_5_vl_text"):
         config.sliding_window = config.sliding_window if config.get("use_sliding_window") else None
-        slide_from(config)
+        common.slide_from(config)
     elif family == "ministral" and config.layer_types is None:
-        config.layer_types = [KINDS[config.sliding_window is not None]] * len(layers)
+        config.layer_types = [common.KINDS[config.sliding_window is not None]] * len(layers)
     elif family == "smollm3":
         every = config.get("no_rope_layer_interval", 4)
         config.no_rope_layers = config.get("no_rope_layers", [int((layer + 1) % every != 0) for layer in layers])
         slides = config.get("use_sliding_window") and config.get("sliding_window") is not None
         if config.layer_types is None:
-            config.layer_types = [KINDS[bool(slides and not config.no_rope_layers[layer])] for layer in layers]
+            config.layer_types = [common.KINDS[bool(slides and not config.no_rope_layers[layer])] for layer in layers]
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
@@ -66,7 +58,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     `Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `SmolLM3ForCausalLM`, `SeedOssForCausalLM`, `HunYuanDenseV1ForCausalLM`,
     `Qwen2VLTextModel`, `Qwen2_5_VLTextModel`, `Qwen3VLTextModel`."""
     family = config.model_type
-    windows = windows_of(config)
+    windows = common.windows_of(config)
     if family in _WINDOW_EVERYWHERE:
         windows = [config.sliding_window] * config.num_hidden_layers
     bias = bool(getattr(config, "attention_bias", False))
@@ -82,16 +74,18 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         attention |= {"head_norm": norm, "norm_names": _HEAD_NORMS[family]}
     mlp = {"bias": family != "hunyuan_v1_dense" and bool(getattr(config, "mlp_bias", False))}
     rotary = _rotary(config, length)
-    return llama_like(config, length, attention=attention, mlp=mlp, norm=norm, rotary=(rotary,))
+    return common.llama_like(config, length, attention=attention, mlp=mlp, norm=norm, rotary=(rotary,))
 
 
 def _rotary(config: Any, length: int) -> RotaryConfig:
     parameters = dict(config.rope_parameters)
     if config.model_type == "ministral3":
         period = int(parameters["original_max_position_embeddings"])
-        return replace(rotary_of(config, length), query_growth=(float(parameters["llama_4_scaling_beta"]), period))
+        return replace(
+            common.rotary_of(config, length), query_growth=(float(parameters["llama_4_scaling_beta"]), period)
+        )
     if config.model_type == "hunyuan_v1_dense" and parameters["rope_type"] == "dynamic" and parameters.get("alpha"):
         # Hunyuan calls it dynamic, but the base is stretched by the same for all lengths
-        dim = head_dim_of(config)
-        return default_rotary(parameters["rope_theta"] * parameters["alpha"] ** (dim / (dim - 2)), dim)
-    return rotary_of(config, length)
+        dim = common.head_dim_of(config)
+        return common.default_rotary(parameters["rope_theta"] * parameters["alpha"] ** (dim / (dim - 2)), dim)
+    return common.rotary_of(config, length)
